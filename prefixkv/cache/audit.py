@@ -1,4 +1,4 @@
-"""The laws of a radix cache, one after the other. Slow, and for tests: hot paths never call it."""
+"""The laws of a radix cache, one after the other. Slow and for tests: no hot path calls this."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from prefixkv.cache.tree import RadixTree
 
 
 def broken_laws(tree: RadixTree, locks: Collection[PrefixLock], epoch: int) -> list[str]:
-    """Every law that does not hold.
+    """Return every law that does not hold. O(tree).
 
     Args:
-        locks: all that are held.
-        epoch: that of the tree; a lock of an earlier one holds an orphan.
+        locks: all locks that are held.
+        epoch: the tree's epoch; a lock of an earlier one holds an orphan.
     """
     orphans = _orphans(locks, epoch)
     return [
@@ -31,13 +31,16 @@ def broken_laws(tree: RadixTree, locks: Collection[PrefixLock], epoch: int) -> l
 
 
 def _tree_laws(tree: RadixTree, orphans: list[Node]) -> Iterator[str]:
+    """Yield the broken laws of nodes, counters and the bitmap."""
     page_bytes = tree._page_bytes
     nodes = list(tree.nodes())
+    # 1. Roots.
     for namespace, root in tree._roots.items():
         if root.parent is not None or root.end != 0 or root.namespace != namespace:
             yield f"a root has no parent and no pages, and its own namespace: {root}"
         if not root.children and not root.lock_ref and not root.wants:
             yield f"a root with nothing in it that nothing holds is dropped: {namespace!r}"
+    # 2. Parents and children.
     for parent in [*nodes, *tree._roots.values()]:
         if parent.only_child is not (
             next(iter(parent.children.values())) if len(parent.children) == 1 else None
@@ -48,6 +51,7 @@ def _tree_laws(tree: RadixTree, orphans: list[Node]) -> Iterator[str]:
                 yield f"a child knows its parent: {child}"
             if first_page != bytes(child.key[:page_bytes]):
                 yield f"a child is found by its first page, so siblings differ in it: {child}"
+    # 3. Each node by itself.
     for node in nodes:
         num_pages, rest = divmod(len(node.key), page_bytes)
         if rest or not num_pages:
@@ -56,6 +60,7 @@ def _tree_laws(tree: RadixTree, orphans: list[Node]) -> Iterator[str]:
             yield (
                 f"a node has one page id a page, and ends that many pages below its parent: {node}"
             )
+        # The shape is minimal: it must not depend on how the tree came about.
         if len(node.children) == 1 and node.own_locks == 0:
             yield f"a node with one child and no lock of its own is merged with it: {node}"
         depths = [depth for depth, _ in node.steps or ()]
@@ -63,10 +68,12 @@ def _tree_laws(tree: RadixTree, orphans: list[Node]) -> Iterator[str]:
             not node.start < depth < node.end for depth in depths
         ):
             yield f"steps rise, and lie inside their node: {node} {depths}"
+        # A policy that raised left no mark.
         if not node.children and node.mark is None and not tree.errors.num:
             yield f"a leaf has been used: {node}"
         if not node.children and not node.lock_ref and node.entry is None:
             yield f"an evictable leaf stands in a queue: {node}"
+    # 4. All pages together. Orphans are in no tree, but their pages must not be inserted either.
     ids = packed_ids([node.pages for node in nodes])
     if len(set(ids.tolist())) != len(ids):
         yield "a page is in the tree once"
@@ -81,8 +88,10 @@ def _tree_laws(tree: RadixTree, orphans: list[Node]) -> Iterator[str]:
 def _lock_laws(
     tree: RadixTree, locks: Collection[PrefixLock], orphans: list[Node]
 ) -> Iterator[str]:
+    """Yield the broken laws of locks, of the tree's and of orphans."""
     ends_on = Counter(lock.node for lock in locks)
     nodes = [*tree.nodes(), *tree._roots.values()]
+    # The law of lock_ref, worked out from the locks themselves.
     for node in [*nodes, *orphans]:
         if node.lock_ref != ends_on[node] + sum(
             child.lock_ref > 0 for child in node.children.values()
@@ -97,6 +106,7 @@ def _lock_laws(
     for lock in locks:
         if not lock.held or lock.node.end * tree.page_size != lock.prefix_len:
             yield f"a node ends where a lock on it does: {lock} {lock.node}"
+    # An orphan that nothing holds would never be given back: no unlock leads to it.
     if any(node.lock_ref == 0 for node in orphans):
         yield "an orphan is held"
     if sum(node.num_pages for node in orphans) != tree.orphan_pages:
@@ -104,6 +114,7 @@ def _lock_laws(
 
 
 def _want_laws(tree: RadixTree) -> Iterator[str]:
+    """Yield the broken laws of wants, by walking each one's prefix from the root."""
     page_bytes = tree._page_bytes
     nodes = [*tree.nodes(), *tree._roots.values()]
     hanging = [want for node in nodes for hung in (node.wants or {}).values() for want in hung]
@@ -121,7 +132,7 @@ def _want_laws(tree: RadixTree) -> Iterator[str]:
 
 
 def _orphans(locks: Collection[PrefixLock], epoch: int) -> list[Node]:
-    """Every node of a path that was locked when the tree was reset and still is."""
+    """Return every node of a path that was locked when the tree was reset and still is."""
     found: dict[Node, None] = {}
     for lock in locks:
         node = lock.node
@@ -132,7 +143,7 @@ def _orphans(locks: Collection[PrefixLock], epoch: int) -> list[Node]:
 
 
 def picture(tree: RadixTree, limit: int = 200) -> str:
-    """Every node with all that it knows, a line each, for the report of a broken law."""
+    """Return every node in full, one per line, for the report of a broken law."""
     lines = "".join(
         f"\n{node!r} mark={node.mark} steps={node.steps} parent={id(node.parent):x} id={id(node):x}"
         for node in islice(tree.nodes(), limit)

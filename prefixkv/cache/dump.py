@@ -1,4 +1,4 @@
-"""The tree as text, for people: one node a line, as deep as it lies."""
+"""The tree as text for people: one node per line, indented by its depth."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from prefixkv.cache.tree import RadixTree
 
 
 def lines(tree: RadixTree, max_nodes: int) -> Iterator[str]:
-    """The roots and the first `max_nodes` nodes, each before its children. Indented no further
-    than 40 levels, so that a chain is not a triangle."""
+    """Yield the roots and the first `max_nodes` nodes, each before its children.
+
+    The indentation stops at 40 levels, so that a long chain stays readable.
+    """
     shown = 0
     for namespace, root in tree._roots.items():
         yield f"namespace {namespace!r}: {len(root.children)} children, lock_ref {root.lock_ref}"
+        # A stack, not recursion: a chain of nodes may be deeper than Python's limit. Reversed, so
+        # that the first child is printed first.
         stack: list[tuple[int, Node]] = [(1, child) for child in reversed(root.children.values())]
         while stack:
             above, node = stack.pop()
@@ -26,7 +30,7 @@ def lines(tree: RadixTree, max_nodes: int) -> Iterator[str]:
 
 
 def describe(tree: RadixTree, node: Node) -> str:
-    """One node: where it lies, its locks, its age in uses, and what the policy says of it."""
+    """Describe one node: where it lies, its locks, its age in uses, and what the policy adds."""
     size = tree.page_size
     text = (
         f"tokens {node.start * size}..{node.end * size} ({node.num_pages} pages), lock_ref "

@@ -1,17 +1,13 @@
-"""What changed in a tree, for routers, host tiers and tests. Recorded from the first time
-that it is asked for.
+"""Changes of a tree, for routers, host tiers and tests. Recorded from the first request for them.
 
-The tree notes *changes*: tokens and page ids as it has them, nothing computed. Who listens makes
-*events* of them, with `PagePaths`, in a thread of its choice: page keys for a listener in process
-(`EventFeed.take`), or the block hashes of other engines' dialects (`prefixkv.kv_events`).
+The tree notes *changes*: tokens and page ids as it has them, nothing computed. Listeners make
+*events* of them with `PagePaths`, in a thread of their choice: page keys for a listener in process
+(`EventFeed.take`), or the block hashes of other engines (`prefixkv.kv_events`).
 
-A page key names a page together with all tokens before it: the digest of the page's tokens and of
-the key of the page before. Equal prefixes have equal keys in every process, so a router can look a
-prompt up without holding any tokens.
-
-A listener in another process gets `EventBatch`es, numbered, so that it knows when one is missing.
-It then asks for a batch that begins with `Cleared` and gives the tree as it is
-(`EventFeed.take(afresh=True)`).
+A page key is the digest of a page's tokens and of the key of the page before. So it stands for a
+page together with all tokens before it and is the same in every process: a router can look a prompt
+up without holding tokens. `EventBatch`es are numbered, so that a listener in another process
+notices a gap. It then asks for a full batch (`EventFeed.take(afresh=True)`).
 
 Source: keys chained by hashes, as the block hashes of vLLM's prefix cache.
 """
@@ -32,7 +28,8 @@ from prefixkv.errors import ProtocolError
 PAGE_KEY_BYTES = 16
 
 UNTAKEN_LIMIT_PAGES = 1 << 20
-"""How many pages of changes wait for `EventFeed.take` beside a listener before it begins afresh."""
+"""Pages of changes that wait for `EventFeed.take` while a listener hears them; beyond, it starts
+over."""
 
 PageHash: TypeAlias = Callable[[bytes, bytes], bytes]
 """(The key of the page before, a page's packed tokens) -> that page's key."""
@@ -54,22 +51,23 @@ class Stored(_Path, frozen=True, tag=True):
 
 
 class Removed(_Path, frozen=True, tag=True):
-    """Neighbours on one path that can not be matched any more; what followed them went before."""
+    """Neighbours on one path that can no longer be matched. Pages that followed them were removed
+    before."""
 
 
 class Cleared(msgspec.Struct, frozen=True, tag=True):
-    """Nothing is stored any more (a reset), or a listener fell behind; `Stored` events for what
-    there is follow."""
+    """Nothing is stored any more (a reset), or the listener fell behind. `Stored` events follow for
+    all that there is."""
 
 
 CacheEvent: TypeAlias = Stored | Removed | Cleared
 
 
 class EventBatch(msgspec.Struct, frozen=True):
-    """What one worker's cache did since the batch before. A batch that begins with `Cleared` needs
-    none before it.
+    """The changes of one worker's cache since the batch before. One that begins with `Cleared` is
+    complete by itself.
 
-    `worker` and `incarnation` name the cache (that of an older incarnation is gone); `seq` counts
+    `worker` and `incarnation` name the cache; that of an older incarnation is gone. `seq` counts
     from 0.
     """
 
@@ -79,12 +77,12 @@ class EventBatch(msgspec.Struct, frozen=True):
     events: tuple[CacheEvent, ...]
 
     def encode(self) -> bytes:
-        """As msgpack."""
+        """Return the batch as msgpack."""
         return msgspec.msgpack.encode(self)
 
     @staticmethod
     def decode(raw: bytes) -> EventBatch:
-        """What `encode` made. Raises ProtocolError for anything else."""
+        """Decode what `encode` made. Raises ProtocolError for anything else."""
         try:
             batch = _DECODER.decode(raw)
             events = tuple(map(_with_tuples, batch.events))
@@ -94,8 +92,10 @@ class EventBatch(msgspec.Struct, frozen=True):
 
 
 def _with_tuples(event: CacheEvent) -> CacheEvent:
-    """With its namespace as it was: a frame knows lists only. TypeError for one that cannot be
-    looked up."""
+    """Return the event with tuples in its namespace again: msgpack turns them into lists.
+
+    Raises TypeError for a namespace that cannot be hashed, which a peer may send.
+    """
     if isinstance(event, Cleared):
         return event
     namespace = _as_tuple(event.namespace)
@@ -104,6 +104,7 @@ def _with_tuples(event: CacheEvent) -> CacheEvent:
 
 
 def _as_tuple(value: Any) -> Any:
+    """Turn lists into tuples, at every level."""
     return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
 
 
@@ -120,7 +121,7 @@ class Inserted(NamedTuple):
 
 
 class TakenOut(NamedTuple):
-    """Pages that an eviction took out, in runs: each of neighbours on one path, and after those
+    """Pages that an eviction took out, in runs of neighbours on one path. A run comes after those
     that followed it."""
 
     runs: list[Packed]  # packed ids
@@ -130,7 +131,8 @@ Change: TypeAlias = Inserted | TakenOut | Cleared
 
 
 class Place(NamedTuple):
-    """Where a page stands."""
+    """The position of one page: its namespace, its key and its parent's, and its number on the
+    path."""
 
     namespace: Hashable
     parent: bytes  # the key of the page before it, NO_PARENT for the first
@@ -140,17 +142,17 @@ class Place(NamedTuple):
 
 
 class PagePaths:
-    """Which pages a cache holds, as its changes tell; makes events of them. O(1) a page.
+    """The pages that a cache holds, followed by its changes, with the key of each. One owner.
 
-    One owner. The pages stand in the order in which they were stored last, so each comes after the
-    one before it.
+    Pages are kept in the order in which they were last stored, so each comes after the page that
+    it follows. O(1) per page.
 
     Args:
-        page_size: tokens a page.
-        keep_tokens: whether `places` has them.
-        hash_page: (key before it, its packed tokens) -> a page's key; by default `page_key`.
-        before_first: namespace -> what stands for the key before a first page in `hash_page`; by
-            default NO_PARENT.
+        page_size: tokens per page.
+        keep_tokens: keep the tokens of each page in its `Place`.
+        hash_page: (key of the page before, packed tokens) -> key; by default `page_key`.
+        before_first: namespace -> the bytes that `hash_page` gets before a first page; by default
+            NO_PARENT.
     """
 
     def __init__(
@@ -170,8 +172,8 @@ class PagePaths:
         return len(self._places)
 
     def runs(self) -> Iterator[list[Place]]:
-        """All pages in runs: each run's pages follow each other, and its first follows a page of an
-        earlier run, or none."""
+        """Yield all pages in runs of consecutive pages. A run's first page follows a page of an
+        earlier run, or is the first of its namespace."""
         run: list[Place] = []
         for place in self._places.values():
             if run and (place.parent, place.namespace) != (run[-1].key, run[-1].namespace):
@@ -182,12 +184,15 @@ class PagePaths:
             yield run
 
     def inserted(self, change: Inserted) -> list[Place]:
-        """Take in new pages; where each of them stands."""
+        """Add new pages, and return where each of them stands."""
         namespace, above, tokens, pages = change
+        # The page above must be known: changes come in order, so it was stored before.
         key, number = NO_PARENT, 0
         if above:
             upper = self._places[_ids(above)[0]]
             key, number = upper.key, upper.number + 1
+        # `before` goes into the hash, `key` into the event. They differ for a first page only,
+        # where a dialect may mix the namespace into the hash.
         before = key
         if not above and self._before_first is not None:
             before = self._before_first(namespace)
@@ -203,20 +208,22 @@ class PagePaths:
         return run
 
     def taken_out(self, change: TakenOut) -> list[list[Place]]:
-        """Forget pages; where each of them stood, run by run."""
+        """Forget pages, and return where each of them stood, run by run."""
         pop = self._places.pop
         return [[pop(page) for page in _ids(pages)] for pages in change.runs]
 
     def clear(self) -> None:
+        """Forget all pages."""
         self._places.clear()
 
 
 def as_stored(run: list[Place]) -> Stored:
+    """Return the event that a run of new pages is stored."""
     return Stored(run[0].namespace, run[0].parent, tuple(place.key for place in run))
 
 
 class EventSource(Protocol):
-    """What a feed listens to: a RadixCache."""
+    """The part of a RadixCache that a feed reads."""
 
     page_size: int
 
@@ -224,20 +231,28 @@ class EventSource(Protocol):
 
 
 class Listener(Protocol):
-    """What takes changes elsewhere: a `KVEventPublisher`."""
+    """A receiver of changes besides `EventFeed.take`: a `KVEventPublisher`."""
 
     def hand_over(self, changes: list[Change]) -> bool:
-        """Take these, and never block. False: they are lost, and so is what comes before a list
-        that begins with Cleared."""
+        """Take these changes without blocking.
+
+        Returns:
+            False if they are lost. Then all that follows is useless, up to a list that begins with
+            Cleared.
+        """
 
     @property
     def idle(self) -> bool:
-        """Whether all that was handed over has been dealt with."""
+        """True if all that was handed over has been dealt with."""
 
 
 class EventFeed:
-    """One cache's changes, recorded from the first time that they are asked for: as numbered
-    batches for who calls `take`, and as they are for a `Listener`. Owner: the cache's thread."""
+    """One cache's changes, recorded from the first request for them. Owner: the cache's thread.
+
+    Two readers may share it: a caller of `take` gets numbered batches, a `Listener` gets the
+    changes as they are. The cache hands out each change once, so what one of them draws is kept or
+    passed on for the other.
+    """
 
     def __init__(self, cache: EventSource, worker: str, incarnation: int) -> None:
         self._cache = cache
@@ -246,14 +261,22 @@ class EventFeed:
         self._seq = 0
         self._paths = PagePaths(cache.page_size)
         self._listener: Listener | None = None
-        self._lost = False  # the listener has to hear everything afresh
-        self._untaken: list[Change] = []  # handed to the listener, not taken yet
+        # The listener missed changes: it gets none until it is idle, and then everything.
+        self._lost = False
+        # Changes that the listener drew and `take` has not returned yet. Beyond the limit they are
+        # dropped and only the count stays, so that the next `take` starts over.
+        self._untaken: list[Change] = []
         self._num_untaken_pages = 0
 
     def take(self, afresh: bool = False) -> EventBatch:
-        """What happened since the last batch, maybe nothing; the first, and any with `afresh`,
-        gives all there is. O(pages) of those."""
+        """Return the changes since the last batch, possibly none. O(pages) of those.
+
+        The first batch is the whole tree, and so is any with `afresh` and one after too many
+        changes.
+        """
         afresh = afresh or not self._seq or self._num_untaken_pages > UNTAKEN_LIMIT_PAGES
+        # The listener hears of these too: the cache will not give them again. A full list begins
+        # with `Cleared`, which also repairs a listener that had lost something.
         changes = self._cache.drain_changes(afresh=afresh)
         self._hand_over(changes, afresh)
         if not afresh:
@@ -264,25 +287,31 @@ class EventFeed:
         return batch
 
     def listen(self, listener: Listener) -> None:
-        """Hand it all there is, and from now on with each `pass_on` what has changed."""
+        """Hand `listener` the whole tree now, and the changes since with each `pass_on`."""
         self._listener = listener
         self._lost = not listener.hand_over(self._cache.drain_changes(afresh=True))
 
     def pass_on(self) -> None:
-        """Hand the listener what has changed. O(changes), and no work of theirs; all there is where
-        it had lost something, once it has dealt with the rest."""
+        """Hand the listener what has changed since. O(changes), without hashing.
+
+        A listener that lost something gets the whole tree, once it has dealt with the rest.
+        """
         listener = self._listener
         if listener is None:
             return
-        if not self._lost and not self._seq:  # mostly: it hears each change, and nobody takes them
+        # 1. The frequent case: the listener hears each change, and `take` was never called.
+        if not self._lost and not self._seq:
             if changes := self._cache.drain_changes():
                 self._lost = not listener.hand_over(changes)
             return
+        # 2. Else. While the listener is busy a full list would be lost as well, so wait until it is
+        #    idle.
         afresh = self._lost and listener.idle
         changes = self._cache.drain_changes(afresh=afresh)
         if not changes:
             return
         self._hand_over(changes, afresh)
+        # Keep them for `take`, up to the limit.
         if self._seq and self._num_untaken_pages <= UNTAKEN_LIMIT_PAGES:
             self._untaken += changes
             self._num_untaken_pages += stored_pages(changes)
@@ -290,10 +319,12 @@ class EventFeed:
                 self._untaken = []
 
     def _hand_over(self, changes: list[Change], afresh: bool) -> None:
+        """Hand changes to the listener, if there is one that can use them."""
         if self._listener is not None and changes and (afresh or not self._lost):
             self._lost = not self._listener.hand_over(changes)
 
     def _events(self, changes: list[Change]) -> Iterator[CacheEvent]:
+        """Turn changes into events, hashing each new page."""
         for change in changes:
             match change:
                 case Inserted():
@@ -310,11 +341,11 @@ class EventFeed:
 
 
 def page_keys(data: Packed, page_size: int, parent: bytes = NO_PARENT) -> list[bytes]:
-    """The keys of all whole pages of a prompt. One hash a page.
+    """Return the keys of all whole pages of a prompt. One hash per page.
 
     Args:
         data: the packed tokens (`RadixKey.data`).
-        page_size: tokens a page, that of the caches.
+        page_size: tokens per page of the caches that are looked up.
         parent: the key of the page before them.
     """
     page_bytes = TOKEN_BYTES * page_size
@@ -326,7 +357,7 @@ def page_keys(data: Packed, page_size: int, parent: bytes = NO_PARENT) -> list[b
 
 
 def page_key(parent: bytes, page_tokens: bytes) -> bytes:
-    """The key of a page.
+    """Return the key of a page, which depends on all tokens up to its end.
 
     Args:
         parent: the key of the page before it, NO_PARENT for the first.
@@ -336,7 +367,7 @@ def page_key(parent: bytes, page_tokens: bytes) -> bytes:
 
 
 class EventLog:
-    """Changes since the last drain. O(1) a change."""
+    """Changes since the last drain. O(1) per change."""
 
     __slots__ = ("changes", "limit", "num_pages")
 
@@ -346,27 +377,34 @@ class EventLog:
         self.changes: list[Change] = []
 
     def stored(self, namespace: Hashable, above: Packed, key: Packed, pages: Packed) -> None:
-        """Pages with these packed tokens were added after the last page of `above` (which is empty
-        at the root)."""
+        """Record pages with these packed tokens, which follow the last page of `above` (empty at
+        the root)."""
+        # Copies: nodes grow in place, and a reader may look at this later in another thread.
         last = bytes(above[-PAGE_ID_BYTES:])
         self.changes.append(_new(Inserted, (namespace, last, bytes(key), bytes(pages))))
         self.num_pages += len(pages) // PAGE_ID_BYTES
 
     def removed(self, runs: list[Packed]) -> None:
-        """These pages were taken out, see `TakenOut`. Neither the list nor what is in it changes
-        any more."""
+        """Record that these pages were taken out, see `TakenOut`. The caller must not change the
+        runs any more."""
         self.changes.append(TakenOut(runs))
 
     def cleared(self) -> None:
+        """Record that the tree was emptied, or that the listener must start over."""
         self.changes.append(Cleared())
 
     def drain(self) -> list[Change]:
+        """Return all changes, and forget them."""
         changes, self.changes, self.num_pages = self.changes, [], 0
         return changes
 
 
 def stored_pages(changes: list[Change]) -> int:
-    """How many pages they have stored. What was taken out is no more than that, in the long run."""
+    """Return how many pages these changes have stored.
+
+    It measures a backlog: pages taken out must have been stored, so in the long run they are no
+    more.
+    """
     num_bytes = 0
     for change in changes:
         if type(change) is Inserted:
@@ -375,4 +413,5 @@ def stored_pages(changes: list[Change]) -> int:
 
 
 def _ids(pages: Packed) -> list[int]:
+    """Return packed page ids as ints."""
     return np.frombuffer(pages, np.int32).tolist()  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""A namespace that says what it is made of, for those who have to tell others."""
+"""A namespace with named fields, for code that has to describe it to other engines."""
 
 from __future__ import annotations
 
@@ -9,26 +9,28 @@ from typing import Final, NamedTuple
 from prefixkv.errors import RequestError
 
 MAX_NAMESPACE_BYTES: Final = 64 << 10
-"""Of all texts in one: it is kept for as long as KV of it is."""
+"""Limit for all texts of one namespace together: it is kept for as long as KV of it is."""
 
 _SHORT_CHARS: Final = 256
 
 
 def shortened(text: str) -> str:
-    """A text that a client has chosen, as it is kept: itself, or what stands for a long one. Equal
-    in every process for equal texts, and for no others.
+    """Return a client's text in the form that is kept: a long one is replaced by its digest.
+
+    Equal texts give equal results in every process, and different texts different ones.
 
     >>> shortened("tenant"), len(shortened("x" * 8_000_000))
     ('tenant', 72)
     """
     if len(text) <= _SHORT_CHARS:
         return text
+    # Clients may send unpaired surrogates, which plain UTF-8 refuses to encode.
     return "blake2b:" + blake2b(text.encode("utf-8", "surrogatepass"), digest_size=32).hexdigest()
 
 
 def check_size(namespace: Hashable) -> None:
-    """Raises RequestError for a namespace with more than `MAX_NAMESPACE_BYTES` of texts, or bytes,
-    in it."""
+    """Raise RequestError for a namespace that holds more than `MAX_NAMESPACE_BYTES` of texts or
+    bytes."""
     if (size := _size(namespace)) > MAX_NAMESPACE_BYTES:
         raise RequestError(
             f"namespace has {size} characters, at most {MAX_NAMESPACE_BYTES} are taken: a digest "
@@ -37,6 +39,8 @@ def check_size(namespace: Hashable) -> None:
 
 
 def _size(namespace: object) -> int:
+    """Return about how many bytes a namespace holds. Nested tuples count, and so do long
+    integers."""
     if isinstance(namespace, str | bytes):
         return len(namespace)
     if isinstance(namespace, tuple):
@@ -45,8 +49,8 @@ def _size(namespace: object) -> int:
 
 
 class Image(NamedTuple):
-    """An image, or another input that is not text: a name that no other has, and which tokens of
-    the prompt stand for it."""
+    """An image or other input that is not text: its unique name, and the tokens that stand for
+    it."""
 
     identifier: str
     start: int
@@ -60,15 +64,18 @@ class _Fields(NamedTuple):
 
 
 class Namespace(_Fields):
-    """What keeps requests apart that have equal tokens. A tuple, and a namespace like any other;
-    but cache events can tell of it in the words of other engines (`prefixkv.kv_events`).
+    """A namespace of named parts: adapter, salt and images.
+
+    Requests with equal tokens but different namespaces share no KV. The tree treats it like any
+    other hashable; cache events can express it in the dialects of other engines
+    (`prefixkv.kv_events`).
 
     Args:
         lora: name of the adapter.
-        salt: of a tenant, say.
-        images: (identifier, first token, tokens) of each.
+        salt: any text that separates clients, such as a tenant's name.
+        images: (identifier, first token, number of tokens) of each.
     Raises:
-        RequestError: none of them (that is None, the common namespace), or one of a wrong type.
+        RequestError: all three are missing (the common namespace is None), or one has a wrong type.
 
     >>> Namespace(lora="legal")
     Namespace(lora='legal', salt=None, images=())
@@ -82,6 +89,8 @@ class Namespace(_Fields):
         salt: str | None = None,
         images: Iterable[tuple[str, int, int]] = (),
     ) -> Namespace:
+        # Exact types: a subclass of str may compare and hash as it likes, and this is a key for
+        # life.
         for name, text in (("lora", lora), ("salt", salt)):
             if text is not None and (type(text) is not str or not text):
                 raise RequestError(f"{name} is {text!r}, a string that is not empty is needed")
@@ -96,6 +105,8 @@ class Namespace(_Fields):
                 or image.length < 1
             ):
                 raise RequestError(f"{image} is no name, first token and number of tokens")
+        # Else there would be two names for the common namespace, and requests in one would miss KV
+        # of the other.
         if lora is None and salt is None and not listed:
             raise RequestError("a namespace of nothing is the common one: None")
         return super().__new__(cls, lora, salt, listed)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable
 from typing import Any, TypeAlias
 
 Mark: TypeAlias = Any
-"""What a policy keeps about a use; the policy alone knows what is in it."""
+"""A policy's record of a use. Only the policy knows what is in it."""
 
 Fold: TypeAlias = Callable[[Mark, Mark], Mark]
 """Fold(upper or earlier, lower or later) -> the history that both make together."""
@@ -28,7 +28,8 @@ Packed: TypeAlias = bytes | bytearray
 """Tokens or page ids, four bytes each."""
 
 NO_CHILDREN: dict[bytes, Node] = {}
-"""Shared by all leaves, never written to: a dictionary a leaf would cost a sixth of its memory."""
+"""Shared by all leaves and never written to: a dictionary per leaf would cost a sixth of its
+memory."""
 
 DEAD = -1
 
@@ -37,8 +38,8 @@ class Want:
     """A prefix that a request waits for. It hangs at page `depth` of `node`'s path (see
     `wants.py`).
 
-    `place` is where it hangs in `Node.wants`: its depth, and the first page of it that is not in
-    the tree; less than a page when all of it is.
+    `place` is its key in `Node.wants`: its depth, and the first page of it that is not in the tree.
+    That page is shorter than a whole one (possibly empty) when the tree has all of the prefix.
     """
 
     __slots__ = ("data", "namespace", "node", "page_bytes", "place")
@@ -57,14 +58,20 @@ class Want:
 
 
 class Node:
-    """Pages `start` to `end` of one path. The policy and the counters are `RadixCache`'s."""
+    """Pages `start` to `end` of one path. Only `RadixTree` and `RadixCache` change it.
+
+    The methods here keep the node itself consistent. Counters, eviction queues and the policy are
+    the tree's business, and so is the parent's table of children unless a method says otherwise.
+    """
 
     __slots__ = (
+        # Slots: a node per branch, so an instance dictionary would cost memory for each.
         "children", "end", "entry", "key", "lock_ref", "mark", "only_child", "pages", "parent",
         "steps", "wants",
     )  # fmt: skip
 
     def __init__(self, key: Packed, pages: Packed, end: int, parent: Node | None) -> None:
+        # What the node owns: its tokens and the page ids that belong to them, equally many pages.
         self.key = key  # packed tokens, whole pages; a bytearray once it has grown or shrunk
         self.pages = pages  # packed int32 page ids, one a page
         self.end = end  # pages from the root to the end of this node; DEAD once it left the tree
@@ -72,10 +79,15 @@ class Node:
         self.children = NO_CHILDREN  # by the packed tokens of their first page
         # If there is exactly one: a walk compares with it and hashes nothing.
         self.only_child: Node | None = None
+        # The law of lock_ref. It makes lock and unlock stop at the first ancestor that is held
+        # anyway: the count of an ancestor changes only when a child's count leaves or reaches 0.
         self.lock_ref = 0  # locks that end here + children with lock_ref > 0
+        # The staircase of uses, see the top of the file. Every leaf of the tree has a mark, unless
+        # the policy raised: a leaf without one has no rank.
         self.mark: Mark = None  # uses that end at the last page; None: none did
         # (depth, mark) of uses that end inside, ascending
         self.steps: list[tuple[int, Mark]] | None = None
+        # Set and cleared by the queue alone. An entry found elsewhere in a queue is out of date.
         self.entry: Any = None  # this node's live place in an eviction queue
         self.wants: dict[tuple[int, bytes], list[Want]] | None = None  # see wants.py
 
@@ -86,11 +98,12 @@ class Node:
 
     @property
     def num_pages(self) -> int:
+        """Pages of this node itself, at least 1 (0 for a root)."""
         return len(self.pages) // PAGE_ID_BYTES
 
     @property
     def own_locks(self) -> int:
-        """How many locks end here. O(children)."""
+        """Locks that end on this node. O(children)."""
         return self.lock_ref - sum(child.lock_ref > 0 for child in self.children.values())
 
     def __lt__(self, other: Node) -> bool:
@@ -105,13 +118,15 @@ class Node:
     # --- family ----------------------------------------------------------------------------------
 
     def adopt(self, first_page: bytes, child: Node) -> None:
-        """Put a child where its first page says, maybe in another's place."""
+        """Make `child` the child that begins with `first_page`, replacing a former one."""
+        # NO_CHILDREN is shared: the first child needs a dictionary of its own.
         if not self.children:
             self.children = {}
         self.children[first_page] = child
         self.only_child = child if len(self.children) == 1 else None
 
     def disown(self, first_page: bytes) -> None:
+        """Remove the child that begins with `first_page`."""
         children = self.children
         del children[first_page]
         if not children:
@@ -122,13 +137,20 @@ class Node:
     # --- the staircase ---------------------------------------------------------------------------
 
     def leave_mark(self, depth: int, mark: Mark, fold: Fold, supersedes: bool) -> None:
-        """Note a use that ends at `depth`. Amortised O(1) when later marks supersede, else O(log
-        steps)."""
+        """Record a use that ends at `depth`. Amortised O(1) if later marks supersede, else O(log
+        steps).
+
+        Args:
+            supersedes: the history of a page is that of its last use alone, so marks above this one
+                no longer count (`Policy.supersedes`).
+        """
+        # 1. The use ends at the last page: its mark has a field of its own.
         if depth == self.end:
             self.mark = mark if self.mark is None else fold(self.mark, mark)
             if supersedes:
                 self.steps = None
             return
+        # 2. It ends inside: put it among the steps, which stay sorted by depth, one per depth.
         steps = self.steps
         if steps is None:
             self.steps = [(depth, mark)]
@@ -143,7 +165,7 @@ class Node:
         steps.insert(at, (depth, mark))
 
     def mark_at(self, depth: int) -> Mark:
-        """The mark at `depth`; None if there is none. O(log steps)."""
+        """Return the mark at `depth`, or None if no use ended there. O(log steps)."""
         if depth == self.end:
             return self.mark
         steps = self.steps or []
@@ -153,19 +175,26 @@ class Node:
     # --- cutting and joining ---------------------------------------------------------------------
 
     def split(self, depth: int, page_bytes: int) -> Node:
-        """Cut at `depth`. The lower half stays this object, with its children and locks; returns
-        the new upper half.
+        """Cut the node at `depth` and return the new upper half. The lower half stays this object.
+
+        Locks and queue entries refer to the object and to its last page, which is the lower half's.
+        So they stay right without being visited. A match that ended in the upper half finds it
+        through `parent` (`RadixCache.locate`).
 
         The caller puts the upper half in this node's place among the parent's children, and moves
         the wants.
         """
+        # `start` is read from the parent, so it has to be read before `parent` changes below.
         num_pages = depth - self.start
         upper_key, self.key = _cut(self.key, num_pages * page_bytes)
         upper_pages, self.pages = _cut(self.pages, num_pages * PAGE_ID_BYTES)
         upper = Node(upper_key, upper_pages, depth, self.parent)
         self.parent = upper
         upper.adopt(bytes(self.key[:page_bytes]), self)
+        # No lock ends on the upper half, and this is its only child: by the law of lock_ref it
+        # counts 1 if the child is held. The ancestors see no difference.
         upper.lock_ref = 1 if self.lock_ref else 0
+        # Marks keep their depth. The one exactly at the cut ends at the upper half's last page.
         if self.steps:
             at = bisect_left(self.steps, (depth,))
             above, below = self.steps[:at], self.steps[at:]
@@ -176,8 +205,10 @@ class Node:
         return upper
 
     def absorb_parent(self) -> None:
-        """Take over the parent's pages and marks; the parent, whose only child this is, leaves the
+        """Take over the pages and marks of the parent, which has no other child and leaves the
         tree.
+
+        The child's object survives because locks may end on it; none ends on the parent.
 
         The caller puts this node in the parent's place among the grandparent's children, and has
         moved the wants.
@@ -186,6 +217,8 @@ class Node:
         assert parent is not None
         self.key = _join(parent.key, self.key)
         self.pages = _join(parent.pages, self.pages)
+        # All of the parent's marks lie above this node's, so the lists are joined in order. Its
+        # last page is now inside a node, so the mark there becomes a step.
         steps = parent.steps or []
         if parent.mark is not None:
             steps.append((parent.end, parent.mark))
@@ -196,12 +229,15 @@ class Node:
         parent.leave_tree()
 
     def grow(self, key: bytes, pages: bytes, mark: Mark) -> None:
-        """Append pages at the end, with their first mark. O(of the new), amortised."""
+        """Append pages at the end, with their first mark. Amortised O(new pages)."""
+        # A bytearray grows in place: a conversation that goes on does not copy its past each turn.
         if type(self.key) is bytes:
             self.key = bytearray(self.key)
             self.pages = bytearray(self.pages)
         self.key += key
         self.pages += pages
+        # Uses that ended at the old end now end inside the node. Before `end` moves: it is their
+        # depth.
         if self.mark is not None:
             if self.steps is None:
                 self.steps = []
@@ -210,15 +246,22 @@ class Node:
         self.mark = mark
 
     def trim(self, num_pages: int, page_bytes: int, fold: Fold) -> bytes:
-        """Cut pages off the end, fold their marks into the page above; returns the ids. O(cut)."""
+        """Cut `num_pages` off the end, fold their marks into the page above, and return the ids.
+        O(cut).
+
+        Fewer than all: a node is never empty.
+        """
         if type(self.key) is bytes:
             self.key = bytearray(self.key)
             self.pages = bytearray(self.pages)
+        # Copy the ids out before the buffer shrinks.
         cut = num_pages * PAGE_ID_BYTES
         removed = bytes(self.pages[-cut:])
         del self.pages[-cut:]  # type: ignore[union-attr]
         del self.key[-num_pages * page_bytes :]  # type: ignore[union-attr]
         self.end -= num_pages
+        # The page that is now last inherits the history of all that was below it, so that evicting
+        # a tail forgets no use of the prefix. From below upwards: `fold` takes (upper, lower).
         steps = self.steps
         if steps:
             while steps and steps[-1][0] >= self.end:
@@ -228,14 +271,16 @@ class Node:
         return removed
 
     def leave_tree(self) -> None:
-        """Let go of everything, so that a match that still has this object sees that it is dead."""
+        """Clear the node, so that a match that still refers to it sees that it is dead (`end` is
+        DEAD)."""
+        # Less than every depth: `locate` then walks again from the root.
         self.end = DEAD
         self.parent = self.entry = self.steps = self.wants = self.only_child = None
         self.children = NO_CHILDREN
 
 
 class Root(Node):
-    """The top of one namespace: no pages, never evicted."""
+    """The top of one namespace. It has no pages and is never evicted."""
 
     __slots__ = ("namespace",)
 
@@ -245,8 +290,11 @@ class Root(Node):
 
 
 def _cut(run: Packed, at: int) -> tuple[Packed, Packed]:
-    """Both parts of a run. Of a bytearray only the lesser one is copied, and it mostly is one: what
-    was cut once is joined again, and cut anew for the next request."""
+    """Return both parts of a run. Of a bytearray only the smaller part is copied.
+
+    Bytes become a bytearray above the cut: what was cut once is usually joined again and cut again
+    for the next request, and then only the small part moves.
+    """
     if type(run) is bytes:
         return bytearray(memoryview(run)[:at]), run[at:]
     if 2 * at < len(run):
@@ -259,7 +307,8 @@ def _cut(run: Packed, at: int) -> tuple[Packed, Packed]:
 
 
 def _join(upper: Packed, lower: Packed) -> Packed:
-    """`upper` + `lower`, in place if `upper` is a bytearray: a short merge copies no long trunk."""
+    """Return `upper` + `lower`, in place if `upper` is a bytearray: a short merge copies no long
+    trunk."""
     if type(upper) is bytearray:
         upper += lower
         return upper

@@ -43,26 +43,28 @@ from prefixkv.paging import Pages, Where
 from prefixkv.settings import check_time, whole_count
 
 EVENT_LIMIT_PAGES = 1 << 20
-"""How many pages of events wait for a listener before it is made to start afresh."""
+"""Pages of events that wait for a listener at most; one further behind is sent the whole tree
+again."""
 
 NOTHING_CHANGED: list[Change] = []
-"""Never written to."""
+"""Shared and never written to."""
 
 
 class RadixCache(RadixTree):
-    """See the module's text. One owner, no threads; every call leaves all laws of `audit.py` true.
+    """The prefix cache of one worker: a radix tree over its pages. One owner, no threads.
 
-    Sizes are attributes: `num_pages` = `evictable_pages` + `protected_pages`; `orphan_pages`
-    besides; `num_nodes`.
+    Every call leaves all laws of `audit.py` true, also a call that raises. The sizes are
+    attributes: `num_pages` = `evictable_pages` + `protected_pages`, and besides `orphan_pages` and
+    `num_nodes`.
 
     Args:
-        page_size: tokens a page.
-        policy: a name (`eviction.policy.policy_names()`), or a policy object, for settings of its
+        page_size: tokens per page.
+        policy: a name (`eviction.policy.policy_names()`), or a policy object with settings of its
             own. An object serves one cache.
-        pool_pages: how many pages the pool has; if given, ids out of range or in the tree already
+        pool_pages: pages in the pool. If given, ids that are out of range or in the tree already
             are refused.
-        errors: takes what the policy raises, and somebody else raises it. None: the next `lock`,
-            `insert` or `evict` does, before it changes anything.
+        errors: collects what the policy raises, for its owner to raise. None: the next `lock`,
+            `insert` or `evict` raises it, before it changes anything.
     Raises:
         ConfigError: names the setting, the value and the bound.
 
@@ -93,16 +95,20 @@ class RadixCache(RadixTree):
         errors: UserErrors | None = None,
     ) -> None:
         super().__init__(page_size, policy, pool_pages, errors or UserErrors())
+        # Without a collector of errors this cache reports them itself.
         self._raises = errors is None
+        # All locks that are held, those of orphans included: `unlock` accepts no others.
         self._locks: set[PrefixLock] = set()
+        # A lock of an earlier epoch holds an orphan.
         self._epoch = 0  # counts resets
         self._last_want = 0  # its number
+        # One object for all uses, filled in by `_next_use`.
         self._use = Use()
 
     # --- looking ---------------------------------------------------------------------------------
 
     def match_prefix(self, tokens: TokensLike, namespace: Hashable = None) -> MatchResult:
-        """The longest cached prefix. Changes nothing, recency included.
+        """Find the longest cached prefix. Changes nothing, recency included.
 
         O(nodes on the path), and one memcmp over the tokens that match.
 
@@ -131,18 +137,19 @@ class RadixCache(RadixTree):
     ) -> PrefixLock:
         """Keep what was matched or inserted from eviction until `unlock`. Counts as a use.
 
-        If pages came or went since, walks again and locks what is there now: the lock's own
-        `prefix_len` is what counts. Nothing matched makes an empty lock, a lock like any other.
-        O(1) when the tree has not changed and the path is held already, O(nodes not yet held) else.
+        If pages came or went since the match, it walks again and locks what is there now, so read
+        `prefix_len` of the lock, not of the match. An empty match gives an empty lock, which has to
+        be unlocked too. O(1) if the tree has not changed and the path is held already, else
+        O(nodes not yet held).
 
         Args:
-            result: of this cache.
+            result: a result of this cache.
             now_s: the caller's clock, for policies that need one.
-            visit: whether the request is seen for the first time, which policies count; by default
+            visit: True if the request is seen for the first time, which policies count. By default
                 a lock of a match is a visit, and a lock of what was inserted is not.
         Raises:
-            LockError: another cache's result. CallerError: a time that is no number. Nothing was
-                changed.
+            LockError: the result is another cache's. CallerError: the time is no number. Nothing
+                was changed.
 
         >>> cache = RadixCache(page_size=2)
         >>> lock = cache.lock(cache.insert([1, 2, 3, 4], [10, 11]))
@@ -152,16 +159,22 @@ class RadixCache(RadixTree):
         >>> cache.evict(1).tolist()
         [11]
         """
+        # Report what the policy raised earlier before anything changes: the caller may then call
+        # again.
         if self.errors.due is not None and self._raises:
             self.errors.raise_due()
         check_time(now_s)
+        # The namespace may be empty: the lock then holds its root, so that it is not dropped.
         found, depth = self.locate(result)
         node = found if found is not None else self._root(result.namespace)
+        # Split before holding, or pages below the match would be protected too.
         if depth < node.end:
-            node = self._split(node, depth)  # a lock ends where a node ends
+            node = self._split(node, depth)
         self._hold(node)
         lock = PrefixLock(self, node, depth * self.page_size, self._epoch, now_s, NO_PAGES)
         self._locks.add(lock)
+        # A use, of the pages that the lock holds. An empty lock used nothing. The history is kept
+        # in the lock, because others may use the page before this request inserts.
         if depth:
             if visit is None:
                 visit = type(result) is MatchResult
@@ -171,31 +184,37 @@ class RadixCache(RadixTree):
         return lock
 
     def unlock(self, lock: PrefixLock) -> Pages:
-        """End a lock, once. O(nodes that no other lock holds).
+        """End a lock. Allowed once per lock. O(nodes that no other lock holds).
 
         Returns:
-            The pages of an orphan (see `reset`) that this lock was the last to hold, now the
+            int32 ids of the pages of an orphan (see `reset`) that only this lock held, now the
             caller's; usually none.
         Raises:
-            LockError: unlocked already, or another cache's. Nothing was changed.
+            LockError: the lock was unlocked already, or is another cache's. Nothing was changed.
         """
         if lock not in self._locks:
             why = "was unlocked before" if lock.cache is self else "is another cache's"
             raise LockError(f"the lock {why}")
+        # Out of the set first: whatever happens below, a second unlock is refused and cannot lower
+        # a count that other locks rely on.
         self._locks.remove(lock)
         lock.held = False
+        # An orphan is in no tree: what nothing else holds goes back to the caller.
         if lock.epoch != self._epoch:
             lock.freed = self._release_orphan(lock.node)
             return lock.freed
         node = lock.node
         self._release(node)
+        # 1. An empty root is dropped.
+        # 2. A leaf that nothing holds is evictable from now on.
+        # 3. An inner node stood by itself only for this lock, unless branches part there.
         if not node.children:
             if node.parent is None:
                 self._drop_root_if_idle(node)
             elif not node.lock_ref:
                 self._enqueue(node)
         else:
-            self._merge_if_idle(node)  # no lock ends here any more; maybe branches part here
+            self._merge_if_idle(node)
         return lock.freed
 
     def _next_use(
@@ -208,8 +227,13 @@ class RadixCache(RadixTree):
         priority: int | None,
         now_s: float,
     ) -> Use:
-        """A use of `num_pages`, of which `old_pages` are in the tree and end in `node`."""
+        """Return the next use: of `num_pages` pages, of which `old_pages` are in the tree and end
+        in `node`.
+
+        The object is the same for every use; policies copy what they keep.
+        """
         self.tick += 1
+        # Callers' clocks may step back. For policies time only goes on, so no age is negative.
         if now_s > self._now_s:
             self._now_s = now_s
         use = self._use
@@ -225,6 +249,7 @@ class RadixCache(RadixTree):
         return use
 
     def _leave_mark(self, node: Node, depth: int, use: Use) -> None:
+        """Leave the policy's mark for `use` at `depth` of `node`; none if the policy raises."""
         policy = self.policy
         try:
             mark = policy.mark(use)
@@ -250,27 +275,29 @@ class RadixCache(RadixTree):
     ) -> InsertResult:
         """Add what a request has computed. Counts as a use of all of it.
 
-        The tree takes over the pages of what it did not have; for the rest see `InsertResult`.
-        O(nodes on the path + tokens); a conversation that goes on grows its node in place.
+        The tree takes over the pages of tokens that it did not have; for the others see
+        `InsertResult`. O(nodes on the path + tokens). A conversation that continues grows its node
+        in place.
 
         Args:
-            tokens: as for `match_prefix`; every one in [0, 2**31).
-            pages: int32 [whole pages of `tokens`] page ids, or one more (the partial page's,
-                ignored). Copied.
-            priority: for policies that rank by it; a page has the highest of those that inserted
-                it.
-            now_s, visit: as for `lock`; by default an insertion is a visit unless the last page
-                that was there already is held (by the request itself, then, which has been seen).
-            lock: the caller's, of the first of these tokens, which are not looked at again; `pages`
-                are then those behind what it holds.
-            extend_lock: the lock holds all of it from then on, `prefix_len` included, by this same
+            tokens: as for `match_prefix`; each in [0, 2**31).
+            pages: int32 [whole pages of `tokens`] page ids, or one more (that of the partial page,
+                which is ignored). Copied.
+            priority: for policies that rank by it. A page has the highest priority that it was
+                inserted with.
+            now_s, visit: as for `lock`. By default an insertion is a visit unless the last page
+                that was there already is held: then the request itself holds it, and was counted.
+            lock: the caller's lock on the first of these tokens. They are not compared again, and
+                `pages` begin behind what the lock holds.
+            extend_lock: make `lock` hold all of the key, `prefix_len` included, as part of this
                 use.
-            checked: the same pages as an index, from a caller that gives `pages` packed, as bytes,
-                and has seen that they are below `pool_pages`, each named once and none in the tree:
-                they are only counted.
+            checked: the same pages as an index array. `pages` are then packed, as bytes, and the
+                caller has checked that all are below `pool_pages`, none is named twice and none is
+                in the tree; only their number is checked here.
         Raises:
-            TokenError, PageStateError: see there.
-            LockError: the lock is not held, or not a lock of what is in this tree.
+            TokenError: a token is no int in range.
+            PageStateError: too few or too many ids, an id twice, out of range, or in the tree.
+            LockError: the lock is not held, or is no lock on these tokens in this tree.
             CallerError: a time or a priority that is no number. Nothing was changed by any of them.
 
         >>> cache = RadixCache(page_size=2)
@@ -279,6 +306,7 @@ class RadixCache(RadixTree):
         >>> result.prefix_len, result.pages.tolist()
         (2, [10, 21])
         """
+        # 1. Everything that can be refused, before anything changes.
         if self.errors.due is not None and self._raises:
             self.errors.raise_due()
         check_time(now_s)
@@ -289,6 +317,8 @@ class RadixCache(RadixTree):
         data = key.data
         num_pages, held_pages = len(data) // self._page_bytes, 0
         node: Node | None = self._roots.get(key.namespace)
+        # What the caller holds need not be walked again: its node ends where the lock ends. That
+        # the tokens are the same is the caller's promise; only the number can be checked cheaply.
         if lock is not None:
             node, held_pages = lock.node, lock.prefix_len // self.page_size
             if lock not in self._locks or lock.epoch != self._epoch or held_pages > num_pages:
@@ -300,6 +330,7 @@ class RadixCache(RadixTree):
         elif len(pages) != (num_pages - held_pages) * PAGE_ID_BYTES:
             given = len(pages) / PAGE_ID_BYTES
             raise PageStateError(f"{given} page ids for {num_pages - held_pages} whole pages")
+        # Less than a page: nothing to share, and no use.
         if not num_pages:
             return InsertResult(self, data, key.namespace, node, 0, self.version, 0)
         extended = lock if extend_lock else None
@@ -307,7 +338,9 @@ class RadixCache(RadixTree):
         if node is not None:
             node, matched = self._walk(node, data, held_pages * self._page_bytes)
         old_pages = matched // self._page_bytes
-        # This is the last call that may fail; from here on the tree changes.
+        # 2. The last check. Ids of pages that the tree has already are not taken over, so only the
+        #    new ones may not be in the tree. It is the last call that may fail: from here on the
+        #    tree changes.
         new = old_pages - held_pages
         if checked is None:
             packed = self._new_pages(pages, new).tobytes()
@@ -315,16 +348,24 @@ class RadixCache(RadixTree):
             packed = pages[new * PAGE_ID_BYTES :]
         if node is None:
             node = self._root(key.namespace)
+        # 3. The use, as the policy is to see it. `lock_ref` is read before `_attach` changes the
+        #    node.
         if visit is None:
             visit = not (old_pages and node.lock_ref)
         use = self._next_use(data, node, num_pages, old_pages, visit, priority, now_s)
         if lock is not None and not visit and lock.mark is not None:
-            use.before = lock.mark  # others may have used these pages since
+            # Others may have used these pages since: this request goes on from its own use.
+            use.before = lock.mark
+        # 4. The change. Either everything was there, and only a mark is left,
         if old_pages == num_pages:
             self._leave_mark(node, num_pages, use)
+            # A mark at the very end of an evictable leaf changes its rank. A mark above its last
+            # page does not, since a page's history is what lies at it or below.
             if num_pages == node.end and not node.lock_ref and not node.children:
                 self._enqueue(node)
         else:
+            # or new pages go below. `checked` indexes all pages behind the lock: it is of use only
+            # if all of them are new.
             new_key = data[matched : num_pages * self._page_bytes]
             where = None if new else checked
             node = self._attach(node, old_pages, new_key, packed, where, use, extended)
@@ -333,15 +374,21 @@ class RadixCache(RadixTree):
         return InsertResult(self, data, key.namespace, node, num_pages, self.version, old_pages)
 
     def _extend(self, lock: PrefixLock, node: Node, depth: int, now_s: float) -> None:
-        """Let a lock hold what lies below it down to `depth`, which is in `node`."""
+        """Make a lock hold all pages down to `depth`, which lies in `node`, at or below its present
+        end."""
         before = lock.node
         if node is not before:
+            # The tree may go on below: the lock gets a node of its own, as in `lock`.
             if depth < node.end:
                 node = self._split(node, depth)
+            # Hold before releasing: the walk up then ends at `before`, which is held, and no page
+            # is evictable in between. The other way round both walks would go up to the root.
             self._hold(node)
             lock.node = node
             self._release(before)
             self._merge_if_idle(before)
+        # If the node grew under this lock, there was nothing to move: it still ends where the lock
+        # does.
         lock.prefix_len, lock.taken_s = depth * self.page_size, now_s
         lock.mark, lock._pages = node.mark, None
 
@@ -350,13 +397,15 @@ class RadixCache(RadixTree):
     def evict(self, num_pages: int, now_s: float = 0.0) -> Pages:
         """Take the pages least worth keeping: exactly `num_pages`, or all that are evictable.
 
-        A step takes the last page of a leaf, so what is left is still prefixes; the policy says of
-        which leaf. A batch takes what single steps would. O(log leaves) a leaf, and O(1) a page.
+        Each step takes the last page of the leaf that the policy ranks first, so what is left is
+        still a set of prefixes. A batch takes the same pages as single steps would. O(log leaves)
+        per leaf and O(1) per page.
 
         Returns:
             int32 page ids, now the caller's, in no particular order.
         Raises:
-            CallerError: a negative count, or none; a time that is no number. Nothing was changed.
+            CallerError: a count that is negative or no whole number; a time that is no number.
+                Nothing was changed.
 
         >>> cache = RadixCache(page_size=1, policy="lru")
         >>> _ = cache.insert([1, 2, 3], [10, 11, 12])
@@ -373,8 +422,9 @@ class RadixCache(RadixTree):
         if not num_pages:
             return NO_PAGES.copy()
         thinned: dict[Node, None] = {}  # lost a child, so may have become mergeable
-        # All at once needs no order. But `_strip` walks over what is held, so that has to be the
-        # lesser part.
+        # If everything goes, the order does not matter and `_strip` is quicker. It walks over what
+        # is held, though, so that has to be the smaller part. Listeners hear of pages in reverse:
+        # what follows on a path is removed before what it follows.
         if num_pages == self.evictable_pages >= self.protected_pages and self._order_is_free():
             taken = self._strip(thinned)
             if self._log is not None:
@@ -383,8 +433,11 @@ class RadixCache(RadixTree):
             taken = self._evict_in_order(num_pages, thinned)
             if self._log is not None:
                 self._log.removed(taken)
+        # Merge last. A node that lost one child may lose the others in the same call, and
+        # `_evict_in_order` must not meet nodes that died in a merge.
         for node in thinned:
             self._merge_if_idle(node)
+        # Count what was taken, not what was asked for.
         ids = self._taken_out(taken)
         self.evictable_pages -= len(ids)
         self._evicted_pages += len(ids)
@@ -392,38 +445,46 @@ class RadixCache(RadixTree):
         return ids
 
     def reset(self, forget_locks: bool = False) -> Pages:
-        """Empty the tree, and forget all counts.
+        """Empty the tree, and make the policy forget all it has learnt.
 
-        Locked paths live on as orphans that no match finds: their pages are given back by the
-        `unlock` that ends their last lock. What waits in a queue still waits. O(tree).
+        Locked paths live on as orphans that no match finds: the `unlock` that ends their last lock
+        gives their pages back. Wants stay. O(tree).
 
         Args:
-            forget_locks: for an engine that takes all pages back at once. Every lock ends here
-                (`held` is False, and to unlock it is a LockError), also those of orphans.
+            forget_locks: for an engine that takes all pages back at once. Every lock ends here,
+                those of orphans too (`held` is False, and unlocking it raises LockError).
         Returns:
-            int32 page ids of all that was not locked, now the caller's; of everything, orphans
-            included, with `forget_locks`.
+            int32 page ids of all that was not locked, now the caller's; with `forget_locks` of
+            everything, orphans included.
         """
         if forget_locks:
+            # Pages of former orphans come back here; all other pages are evictable then.
             orphans = [self.unlock(lock) for lock in list(self._locks)]
             return np.concatenate([*orphans, self.reset()])
         freed = self._strip({})
+        # What is left is held. It keeps its own root, so that locks can still walk up, but no match
+        # finds that root again. Its wants and queue entries belong to the tree, which goes on
+        # without it.
         for namespace, root in list(self._roots.items()):
-            for node in self._subtree(root):  # what is still there is held
+            for node in self._subtree(root):
                 node.wants = node.entry = None
             del self._roots[namespace]
         try:
             self.policy.reset()
         except Exception as error:
             self.errors.caught(error)
+        # Before the counters start again at 0. The flags of orphans stay set: a page that a lock
+        # still holds must not be inserted.
         self.orphan_pages += self.protected_pages
         self.evictable_pages = self.protected_pages = self.num_nodes = 0
         if self._hints is not None:
             self._hints.clear()
+        # Results become stale, and locks of before are orphans from here on.
         self.version += 1
         self._epoch += 1
         if self._log is not None:
             self._log.cleared()
+        # Waiting requests begin again at the top of their namespaces.
         for want in self._wants.values():
             wants.hang(want, self._root(want.namespace), 0)
         return self._taken_out(freed)
@@ -431,16 +492,20 @@ class RadixCache(RadixTree):
     # --- hints, all of them soft -----------------------------------------------------------------
 
     def hint(self, target: MatchResult | PrefixLock | Node, continues: bool | None) -> None:
-        """Say whether the session whose use ended at `target` will go on: True, False, or None
-        (unknown: ignored).
+        """Note whether the session that used `target` last will continue; soft, it changes only
+        the order of evictions.
 
-        Leaves of sessions that are over go first, those of sessions that go on go last, until they
-        are used again or `Policy.promise_s` have passed (eviction/hints.py). A place that is gone,
-        or where no use ended, is ignored.
+        Leaves of finished sessions go first and leaves of sessions that continue go last, until
+        they are used again or `Policy.promise_s` have passed (eviction/hints.py). A target that is
+        gone, or where no use ended, is ignored.
 
+        Args:
+            continues: True, False, or None for unknown, which is ignored.
         Raises:
-            LockError: another cache's.
+            LockError: the target is another cache's.
         """
+        # 1. Find the place. A lock of an earlier epoch, or after its end, may point to where
+        #    nothing is.
         if isinstance(target, Node):
             node, depth = target, target.end
         elif isinstance(target, PrefixLock):
@@ -454,24 +519,26 @@ class RadixCache(RadixTree):
             if found is None:
                 return
             node = found
+        # 2. The hint is about one use, so it needs that use's mark.
         mark = None if continues is None or depth < 1 else node.mark_at(depth)
         if continues is None or mark is None:
             return
         self._hint(mark, continues)
-        # The use may have left its mark here on its way to the end of this leaf.
+        # 3. The leaf may belong to another group of the queue now, also if the mark lies above its
+        # end: one insertion may leave several marks, the last of them there.
         if not node.lock_ref and not node.children:
             self._enqueue(node)
 
     def want(self, match: MatchResult) -> int:
-        """A request begins to wait for what was matched, and for what will be there of its tokens.
+        """Register that a request waits for the tokens of `match`; soft, unlike a lock.
 
-        Pages on the path of a waiting request go after all others, also those inserted while it
-        waits. O(1), for a stale match O(nodes on the path).
+        Pages on the path of a waiting request are evicted after all others, also those inserted
+        while it waits. O(1), for a stale match O(nodes on the path).
 
         Returns:
             The number of the want, for `unwant`: 1, 2, 3, ...
         Raises:
-            LockError: another cache's result.
+            LockError: the result is another cache's.
         """
         node, depth = self.locate(match)
         if node is None:
@@ -483,10 +550,10 @@ class RadixCache(RadixTree):
         return self._last_want
 
     def unwant(self, number: int) -> None:
-        """A request waits no longer. O(wants of one prefix).
+        """End a want: its request waits no longer. O(wants of one prefix).
 
         Raises:
-            CallerError: there is no want of this number, or no more.
+            CallerError: no want has this number, or it has ended already.
         """
         want = self._wants.pop(number, None)
         if want is None:
@@ -495,21 +562,23 @@ class RadixCache(RadixTree):
         if home.parent is None:
             self._drop_root_if_idle(home)
         elif not home.children and not home.lock_ref:
-            forget(home)  # it may stand among the wanted
+            # It may stand in the queue of wanted leaves, which go last.
+            forget(home)
             self._enqueue(home)
 
     # --- listening and looking on ----------------------------------------------------------------
 
     def drain_changes(self, afresh: bool = False) -> list[Change]:
-        """What was stored and removed since the last call, for an `EventFeed`.
+        """Return what was stored and removed since the last call, for an `EventFeed`.
 
-        The first call begins to listen and gives the tree as it is; a listener that fell too far
-        behind, or asks to begin `afresh`, is given `Cleared`, and the tree as it is. Before the
-        first call nothing is recorded.
+        The first call starts the recording and returns the whole tree as insertions. A listener
+        that fell more than `EVENT_LIMIT_PAGES` behind, or passes `afresh`, gets `Cleared` and then
+        the whole tree. Before the first call nothing is recorded.
         """
         log = self._log
         if log is not None and not afresh and log.num_pages <= log.limit:
             return log.drain() if log.changes else NOTHING_CHANGED
+        # A snapshot: parents before children, since an insertion names the page that it follows.
         self._log = EventLog(EVENT_LIMIT_PAGES)
         if log is not None or afresh:
             self._log.cleared()
@@ -519,6 +588,7 @@ class RadixCache(RadixTree):
         return self._log.drain()
 
     def stats(self) -> CacheStats:
+        """Return a snapshot of sizes and counts. O(1)."""
         return CacheStats(
             num_pages=self.num_pages,
             evictable_pages=self.evictable_pages,
@@ -534,29 +604,31 @@ class RadixCache(RadixTree):
 
     @property
     def num_wants(self) -> int:
-        """Of requests that wait."""
+        """Number of requests that wait for a prefix."""
         return len(self._wants)
 
     @property
     def locks(self) -> frozenset[PrefixLock]:
-        """All that are held, for audits."""
+        """All locks that are held, for audits."""
         return frozenset(self._locks)
 
     def oldest_lock(self) -> PrefixLock | None:
-        """The first taken, by `now_s`, of the locks that hold pages. O(locks); from any thread."""
+        """Return, of the locks that hold pages, the one taken first by `now_s`. O(locks); from any
+        thread."""
+        # A copy, since the owner may lock and unlock meanwhile.
         holding = (lock for lock in self._locks.copy() if lock.prefix_len)
         return min(holding, key=attrgetter("taken_s"), default=None)
 
     def dump(self, max_nodes: int = 1000) -> str:
-        """The tree as text, a node a line: depth, tokens, lock_ref, age in uses, and what the
-        policy says of it."""
+        """Return the tree as text, one node per line: depth, tokens, lock_ref, age in uses, and
+        what the policy adds."""
         return "\n".join(dump.lines(self, max_nodes))
 
     def check_invariants(self) -> None:
-        """Hold the tree against its laws (`audit.py`). O(tree).
+        """Check the tree against its laws (`audit.py`). O(tree).
 
         Raises:
-            InternalError: every law that is broken, and the state.
+            InternalError: lists every law that is broken, and the state.
         """
         if broken := audit.broken_laws(self, self._locks, self._epoch):
             check_laws(dict.fromkeys(broken, False), self.stats(), audit.picture(self))
@@ -564,26 +636,33 @@ class RadixCache(RadixTree):
     # --- shared ----------------------------------------------------------------------------------
 
     def locate(self, result: MatchResult) -> tuple[Node | None, int]:
-        """Where a result ends now: a node, and the depth in it (above its start, unless it is a
-        root).
+        """Return where a result ends now: a node, and the depth in it (above its start, unless it
+        is a root).
+
+        The node is None if the namespace is gone. O(1) if no page came or went since, apart from
+        splits.
 
         Raises:
-            LockError: another cache's result.
+            LockError: the result is another cache's.
         """
         if result.cache is not self:
             raise LockError("the result is another cache's")
         node, depth = result.node, result.depth
+        # 1. Pages came or went, or the node died in a merge (DEAD is below every depth): walk
+        #    again.
         if node is None or result.version != self.version or node.end < depth:
             root = self._roots.get(result.namespace)
             if root is None:
                 return None, 0
             node, num_bytes = self._walk(root, result.data)
             return node, num_bytes // self._page_bytes
-        while node.parent is not None and depth <= node.parent.end:  # split since
+        # 2. The content is the same, but splits may have moved the place into a node above.
+        while node.parent is not None and depth <= node.parent.end:
             node = node.parent
         return node, depth
 
     def _key(self, tokens: TokensLike, namespace: Hashable) -> RadixKey:
+        """Return `tokens` as a key. Raises CallerError for two namespaces."""
         if type(tokens) is not RadixKey:
             return RadixKey(tokens, namespace)
         if namespace is not None:

@@ -24,7 +24,7 @@ TOKEN_LIMIT = 2**31
 _LE_INT32 = np.dtype("<i4")
 
 TokensLike: TypeAlias = "RadixKey | Sequence[int] | npt.NDArray[Any] | Any"
-"""A RadixKey, a sequence of ints, an integer numpy array or a torch tensor (one-dimensional)."""
+"""A RadixKey, a sequence of ints, or a 1-D array of integers (numpy, `array.array` or torch)."""
 
 
 class RadixKey:
@@ -36,8 +36,7 @@ class RadixKey:
         tokens: 1-D; ints, or an integer array. Copied.
         namespace: anything hashable; None is the common one.
     Raises:
-        TokenError: floats, bools, or values that no int32 holds. Negative ones are found by
-        `check`.
+        TokenError: floats, bools, or values beyond int32. `check` finds negative ones.
 
     >>> key = RadixKey([1, 2, 3])
     >>> key.append(4)
@@ -50,14 +49,17 @@ class RadixKey:
     namespace: Hashable
 
     def __init__(self, tokens: TokensLike = (), namespace: Hashable = None) -> None:
+        # The key is `_data` followed by `_tail`. Joining them costs a copy, so it waits until
+        # somebody asks for `data`: a request appends token by token between two looks at its key.
         self._data = pack(tokens)
-        self._checked_bytes = 0  # how far `check` has been
+        # Bytes from the start that are known to hold no negative token; `check` goes on from there.
+        self._checked_bytes = 0
         if type(tokens) is RadixKey:
             self._checked_bytes = tokens._checked_bytes
             namespace = tokens.namespace if namespace is None else namespace
         elif _packing_checks(tokens):
             self._checked_bytes = len(self._data)
-        self._tail = bytearray()  # appended since `data` was last asked for
+        self._tail = bytearray()
         self.namespace = namespace
 
     @property
@@ -69,7 +71,8 @@ class RadixKey:
         return self._data
 
     def append(self, token: int) -> None:
-        """Add one token; amortised O(1). Raises TokenError, and adds nothing, if it is not one."""
+        """Add one token; amortised O(1). Raises TokenError for anything else, and then adds
+        nothing."""
         if type(token) is not int:
             token = _as_int(token)
         if not 0 <= token < TOKEN_LIMIT:
@@ -77,37 +80,39 @@ class RadixKey:
         self._tail += token.to_bytes(TOKEN_BYTES, "little")
 
     def extend(self, tokens: TokensLike) -> None:
-        """Add several tokens; O(of them), amortised. Raises TokenError, and adds nothing, if one is
-        none."""
+        """Add several tokens; amortised O(new tokens). Raises TokenError if one is invalid, and
+        then adds none."""
+        # All checks come first: nothing is added if one fails.
         more = pack(tokens)
         if not _packing_checks(tokens):
             check_packed(more)
+        # The checked part is a prefix. If there is an unchecked gap before the new tokens, `check`
+        # has to look at them again.
         if self._checked_bytes == len(self._data) + len(self._tail):
             self._checked_bytes += len(more)
         self._tail += more
 
     def extend_checked(self, tokens: Sequence[int]) -> None:
-        """As `extend`, by tokens that were found to be ints in [0, TOKEN_LIMIT) where they came in:
-        they are not looked at again."""
+        """Add tokens that the caller has checked to be ints in [0, TOKEN_LIMIT). See `extend`."""
         self.extend_packed(struct.pack(f"<{len(tokens)}i", *tokens))
 
     @staticmethod
     def of_packed(data: bytes, namespace: Hashable = None) -> RadixKey:
-        """The key of tokens that the caller has packed, each seen to be in [0, 2**31): they are not
-        looked at again."""
+        """Build a key from packed tokens that the caller has checked to be in [0, TOKEN_LIMIT). No
+        copy."""
         key = RadixKey.__new__(RadixKey)
         key.namespace, key._tail = namespace, bytearray()
         key._data, key._checked_bytes = data, len(data)
         return key
 
     def extend_packed(self, more: bytes) -> None:
-        """As `extend`, by what `of_packed` takes."""
+        """Add packed tokens that the caller has checked, as for `of_packed`. See `extend`."""
         if self._checked_bytes == len(self._data) + len(self._tail):
             self._checked_bytes += len(more)
         self._tail += more
 
     def check(self) -> None:
-        """See that no token is negative; only what was added since the last time is looked at.
+        """Check that no token is negative. Only what was added since the last check is looked at.
 
         Raises:
             TokenError: names the value and its place.
@@ -118,7 +123,7 @@ class RadixKey:
             self._checked_bytes = len(data)
 
     def prefix(self, num_tokens: int) -> RadixKey:
-        """The key of its first `num_tokens`; this one, if those are all. O(of them).
+        """Return the key of the first `num_tokens`; this object if those are all. O(num_tokens).
 
         >>> RadixKey([1, 2, 3], "lora").prefix(2)
         RadixKey(2 tokens, namespace='lora')
@@ -126,6 +131,7 @@ class RadixKey:
         data = self.data
         if num_tokens * TOKEN_BYTES >= len(data):
             return self
+        # Past `__init__`, which would pack again.
         key = RadixKey.__new__(RadixKey)
         key.namespace, key._tail = self.namespace, bytearray()
         key._data = data[: num_tokens * TOKEN_BYTES]
@@ -133,7 +139,7 @@ class RadixKey:
         return key
 
     def tokens(self) -> npt.NDArray[np.int32]:
-        """The tokens as an int32 array, the caller's."""
+        """Return the tokens as an int32 array that the caller may change."""
         return np.frombuffer(bytearray(self.data), _LE_INT32)
 
     def __len__(self) -> int:
@@ -144,15 +150,19 @@ class RadixKey:
 
 
 def pack(tokens: TokensLike) -> bytes:
-    """Tokens as little-endian int32 bytes; O(tokens), one memcpy for an int32 array. Of a wider
-    array, one pass looks at all values and one converts them.
+    """Pack tokens as little-endian int32 bytes. O(tokens); one memcpy for an int32 array.
+
+    A wider array takes one pass to check all values and one to convert them.
 
     Raises:
-        TokenError: not one-dimensional, floats, bools, or beyond int32. Negative int32 pass (see
-        `check_packed`).
+        TokenError: not one-dimensional, floats, bools, or beyond int32. Negative int32 values pass
+            (see `check_packed`).
     """
     if type(tokens) is RadixKey:
         return tokens.data
+    # From the cheapest to the dearest: 1. packed already, 2. arrays, which are checked and
+    # converted as a whole, 3. any other iterable, token by token. A string is a sequence too, but
+    # not of tokens.
     if isinstance(tokens, np.ndarray):
         return _pack_array(tokens)
     # A torch tensor is known by what it can do: torch is not imported for this.
@@ -166,18 +176,20 @@ def pack(tokens: TokensLike) -> bytes:
 
 
 def common_pages(data: bytes, other: bytes, equal: int, end: int, page_bytes: int) -> int:
-    """How many whole pages two packed keys have in common: the first `equal` are known to be, and
-    beyond `end` is not looked.
+    """Return how many whole pages two packed keys have in common, from `equal` to `end`.
 
-    Each probe is one memcmp, and none looks again at what was equal before.
+    The first `equal` pages are known to be the same; pages from `end` on are not compared. Binary
+    search by memcmp, and no probe compares again what was equal before.
 
     >>> common_pages(b"aabbccdd", b"aabbccxx", equal=1, end=4, page_bytes=2)
     3
     """
     theirs = memoryview(other)  # a slice of it costs no copy
+    # The frequent answer first.
     if data.startswith(theirs[equal * page_bytes : end * page_bytes], equal * page_bytes):
         return end
-    while end - equal > 1:  # and different somewhere before `end`
+    # Invariant: equal up to `equal`, different somewhere before `end`.
+    while end - equal > 1:
         middle = (equal + end) // 2
         if data.startswith(theirs[equal * page_bytes : middle * page_bytes], equal * page_bytes):
             equal = middle
@@ -198,8 +210,11 @@ def check_packed(data: bytes, start_byte: int = 0) -> None:
 
 
 def _pack_array(values: npt.NDArray[Any]) -> bytes:
+    """Pack a numpy array. Raises TokenError."""
     if values.ndim != 1:
         raise TokenError(f"tokens have shape {values.shape}, one dimension is needed")
+    # int32 is copied as it is. It may hold negative values, which `check` looks for later, and only
+    # once.
     if values.dtype == _LE_INT32:
         return values.tobytes()
     if values.dtype.kind not in "iu":
@@ -212,15 +227,19 @@ def _pack_array(values: npt.NDArray[Any]) -> bytes:
 
 
 def _packing_checks(tokens: TokensLike) -> bool:
-    """Whether `pack` has seen that no token of these is negative."""
+    """Return whether `pack` has already refused negative tokens: it has for arrays wider than
+    int32."""
     if isinstance(tokens, array):
         return tokens.itemsize > TOKEN_BYTES
     return isinstance(tokens, np.ndarray) and tokens.dtype.itemsize > TOKEN_BYTES
 
 
 def _pack_sequence(values: list[Any]) -> bytes:
+    """Pack a list of objects. Raises TokenError that names the first bad one."""
     try:
         packed = struct.pack(f"<{len(values)}i", *values)
+    # One is no int, or too large. Packing again value by value finds which, and accepts what
+    # converts to an int (numpy scalars).
     except struct.error:
         packed = struct.pack(f"<{len(values)}i", *map(_checked_int, values, range(len(values))))
     # A bool packs as 0 or 1, so only those places can hide one; looking at all of them would cost
@@ -232,6 +251,7 @@ def _pack_sequence(values: list[Any]) -> bytes:
 
 
 def _checked_int(value: Any, place: int) -> int:
+    """Return `value` as an int in [0, TOKEN_LIMIT). Raises TokenError that names its place."""
     token = _as_int(value)
     if not 0 <= token < TOKEN_LIMIT:
         raise TokenError(f"token {token} at {place} is not in [0, {TOKEN_LIMIT})")
@@ -239,6 +259,8 @@ def _checked_int(value: Any, place: int) -> int:
 
 
 def _as_int(value: Any) -> int:
+    """Return `value` as an int. Raises TokenError for bools and whatever does not convert without
+    loss."""
     if isinstance(value, (bool, np.bool_)):
         raise TokenError(f"{value!r} is a bool, not a token")
     try:

@@ -1,4 +1,4 @@
-"""How many pages ending some locks would leave without one: asked before any of them ends."""
+"""Pages that would be without a lock if some locks ended: worked out before any of them ends."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from prefixkv.cache.results import PrefixLock
 
 
 class Releases:
-    """Ends locks on paper, one after the other; the tree is not touched. Of use until the tree
-    changes.
+    """Ends locks in a copy of the counts, one after the other; the tree is not touched. Valid until
+    the tree changes.
 
     Two locks that share a prefix free it only together, so the sum of what each frees alone would
     be too low.
@@ -18,10 +18,15 @@ class Releases:
         self._refs: dict[Node, int] = {}  # what `lock_ref` of a node would be, where it differs
 
     def end(self, lock: PrefixLock | None) -> int:
-        """Pages that no lock would hold any more, once this one and those before have ended.
-        O(nodes of them)."""
+        """End `lock` too, and return the pages that it frees after those before it. O(nodes of
+        them).
+
+        None frees nothing. Mirrors `RadixTree._release`.
+        """
         if lock is None:
             return 0
+        # The first node that something else holds ends the walk, as in the tree; its count is lower
+        # from here on, so the next lock may go further.
         refs, node = self._refs, lock.node
         end = node.end
         refs[node] = left = refs.get(node, node.lock_ref) - 1

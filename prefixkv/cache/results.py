@@ -1,4 +1,4 @@
-"""What the calls of a `RadixCache` give back. Page ids are put together only when asked for."""
+"""Results of the calls of a `RadixCache`. Page ids are put together only when asked for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NO_PAGES: Pages = np.empty(0, np.int32)
 
 
 class Cache(Protocol):
-    """What a result asks of the `RadixCache` that gave it."""
+    """The part of a `RadixCache` that its results use."""
 
     page_size: int
     version: int
@@ -44,10 +44,11 @@ class CacheStats:
 
 @dataclass(slots=True, eq=False, repr=False)
 class MatchResult:
-    """The longest cached prefix of some tokens, when it was looked for. Nothing is held by it.
+    """The longest cached prefix of some tokens, as of the time of the call. It holds nothing.
 
-    `node` is where the match ends (inside it, maybe), for tests and tools; None when the namespace
-    is empty. The page ids are right until the tree changes; take those of the lock.
+    `node` is where the match ends, at its end or inside; None if the namespace is empty. It is for
+    tests and tools. The page ids are right until the tree changes: a caller that keeps them has to
+    lock the result and take the ids of the lock.
     """
 
     cache: Cache
@@ -64,20 +65,23 @@ class MatchResult:
 
     @property
     def is_current(self) -> bool:
-        """Whether no page came or went since: to match again would give the same."""
+        """True while no page came or went since: matching again would give the same."""
         return self.version == self.cache.version
 
     @property
     def pages(self) -> Pages:
-        """int32 [prefix_len / page_size] page ids, the caller's; of a stale match, those still
-        there. O(pages)."""
+        """int32 [prefix_len / page_size] page ids, the caller's own array. A stale match gives
+        those that are still there. O(pages)."""
         node, depth = self.cache.locate(self)
         return page_ids(node, min(depth, self.depth))
 
     @property
     def unprotected_pages(self) -> int:
-        """How many pages a lock would take out of the evictable ones. O(nodes not yet held)."""
+        """Number of pages that would stop being evictable if this were locked. O(nodes not yet
+        held)."""
         node, depth = self.cache.locate(self)
+        # The same walk as `RadixTree._hold`: up to the first node that is held anyway. If that is
+        # the node itself, the match may end above its end, and then nothing would change.
         while node is not None and not node.lock_ref and node.parent is not None:
             node = node.parent
         return depth - min(depth, node.end) if node is not None else 0
@@ -88,7 +92,7 @@ class MatchResult:
 
 @dataclass(slots=True, eq=False, repr=False)
 class InsertResult(MatchResult):
-    """What the tree has after an insertion. `prefix_len` tokens of it were there before.
+    """The tree's view of a key after an insertion. The first `prefix_len` tokens were there before.
 
     `pages` are the tree's page ids for all of the key. For the first `prefix_len` tokens the caller
     still owns its own pages: it repoints its page table to the tree's, then frees those of its own
@@ -99,18 +103,18 @@ class InsertResult(MatchResult):
 
     @property
     def prefix_len(self) -> int:
-        """Tokens that were in the tree before, whole pages."""
+        """Tokens that were in the tree before the insertion, whole pages."""
         return self.old_depth * self.cache.page_size
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class PrefixLock:
-    """A prefix held in place. Given back by `RadixCache.unlock`, once, or by leaving its `with`
+    """A prefix that cannot be evicted. `RadixCache.unlock` ends it, once, or leaving its `with`
     block.
 
-    `node` ends where the lock ends, as long as it is held. `freed`: see `RadixCache.unlock`.
-    `mark` is the history of its last page when it was taken, None if it is empty: what this very
-    use was like, whoever uses the page later.
+    While it is held, `node` ends where the lock ends. `freed`: see `RadixCache.unlock`. `mark` is
+    the history of the last page when the lock was taken or extended, None if the lock is empty: the
+    traits of this request's own use, whatever uses the page later.
     """
 
     cache: Cache
@@ -125,9 +129,10 @@ class PrefixLock:
 
     @property
     def pages(self) -> Pages:
-        """int32 [prefix_len / page_size] page ids, the caller's. After `unlock`, only if asked for
+        """int32 [prefix_len / page_size] page ids, a new array. After `unlock` only if read
         before."""
         if self._pages is None:
+            # The pages may be another prompt's by now: a lock that has ended no longer knows them.
             if not self.held:
                 raise PageStateError("the pages of a lock have to be asked for while it is held")
             self._pages = page_ids(self.node, self.node.end)
@@ -145,7 +150,8 @@ class PrefixLock:
 
 
 def page_ids(node: Node | None, depth: int) -> Pages:
-    """int32 [depth] ids of the path to `depth` in `node`; a new array. O(nodes + pages)."""
+    """Return int32 [depth] ids of the path down to `depth` in `node`; a new array. O(nodes +
+    pages)."""
     if node is None or not depth:
         return NO_PAGES.copy()
     runs = packed_path(node)
@@ -154,7 +160,7 @@ def page_ids(node: Node | None, depth: int) -> Pages:
 
 
 def packed_path(node: Node) -> list[Packed]:
-    """The packed page ids of a node and of all above it, the last run first. O(nodes)."""
+    """Return the packed page ids of a node and of all above it, the lowest run first. O(nodes)."""
     runs = []
     while (parent := node.parent) is not None:
         runs.append(node.pages)
@@ -163,25 +169,27 @@ def packed_path(node: Node) -> list[Packed]:
 
 
 def packed_ids(runs: Iterable[Packed]) -> Pages:
-    """The page ids in several runs of packed ones, one after the other; a new array."""
+    """Return the page ids of several packed runs, one after the other, as a new array."""
+    # One copy into a new bytearray, which also makes the array writable.
     return np.frombuffer(bytearray().join(runs), np.int32)
 
 
 def as_page_ids(pages: Any, num_pages: int) -> Pages:
-    """The first `num_pages` of what a caller gave as page ids, as int32 (maybe its own array: not
-    to be kept).
+    """Return the first `num_pages` of a caller's page ids as int32. It may be the caller's own
+    array, so it must not be kept.
 
     Raises:
         PageStateError: not one-dimensional integers, fewer than `num_pages`, more than one more,
             negative, beyond int32, or an id twice.
     """
     ids: Pages = as_pages(pages)
+    # One id more is that of a partial last page, which the tree does not take.
     if not num_pages <= len(ids) <= num_pages + 1:
         raise PageStateError(f"{len(ids)} page ids for {num_pages} whole pages")
     ids = ids[:num_pages]
     if num_pages:
-        # Ids mostly come in rising order, which is quick to see; bytes are searched in a fraction
-        # of the time of `all`.
+        # Ids mostly come in rising order, which is quick to see and rules duplicates out. Searching
+        # the bytes takes a fraction of the time of `all`. Else sort: equal ids become neighbours.
         in_order = np.sort(ids) if b"\1" in (ids[1:] <= ids[:-1]).tobytes() else ids
         if in_order[0] < 0:
             raise PageStateError(f"page id {in_order[0]} is below 0")

@@ -1,5 +1,5 @@
-"""The nodes of a radix cache, and everything that changes them: walking, splitting and merging,
-holding, attaching new pages and taking pages out. `radix_cache.py` says what they are for."""
+"""The nodes of a radix cache and every change of them: walking, splitting, merging, holding,
+attaching new pages and taking pages out. `radix_cache.py` builds the public calls from these."""
 
 from __future__ import annotations
 
@@ -21,19 +21,21 @@ from prefixkv.settings import check_whole
 
 
 def _no_rank(mark: Mark) -> int:
+    """Rank all strays alike: the policy gave them no rank, so any order will do."""
     return 0
 
 
 class RadixTree:
-    """Nodes, and all that is counted of them. One owner, no threads.
+    """Nodes, and the counters of their pages. One owner, no threads.
 
     Attributes:
         evictable_pages: pages in the tree that no lock covers.
         protected_pages: pages in the tree that a lock covers.
         orphan_pages: pages of paths that were locked when the tree was reset, and still are.
         num_nodes: nodes in the tree, roots not counted.
-        tick: how many uses there were.
-        version: of the content: counts what adds or takes pages, not splits and merges.
+        tick: number of uses so far.
+        version: counts changes of content: pages added or taken out. Splits and merges do not
+            count, so a result of the same version is still right.
     """
 
     def __init__(
@@ -48,19 +50,26 @@ class RadixTree:
         self.pool_pages = pool_pages
         self.version = self.tick = 0
         self._page_bytes = page_size * TOKEN_BYTES
+        # One root per namespace that has pages, locks or wants; others are dropped at once.
         self._roots: dict[Hashable, Root] = {}
+        # From here on the policy serves this cache. If it cannot make a queue there will be no
+        # cache, and the object has to be free for another one.
         try:
             self._queue: EvictionQueue = self.policy.make_queue()
         except BaseException:
             self.policy.release()
             raise
         self._hints: Hints | None = None  # from the first one on
+        # Every evictable leaf stands in exactly one of three queues. `Node.entry` says where.
         # Leaves on the path of a waiting request: they go last.
         self._wanted_queue = LeafHeap(self.policy.last_tick)
         # Evictable leaves that the policy did not rank when asked: they go before all others.
         self._strays = LeafHeap(_no_rank)
         self._wants: dict[int, Want] = {}  # by number
+        # One flag per page of the pool: in the tree, or in an orphan. It refuses an id that is
+        # inserted a second time, which would give two prompts the same memory.
         self._in_tree = None if pool_pages is None else np.zeros(pool_pages, np.bool_)
+        # None until somebody listens: recording costs nothing before that.
         self._log: EventLog | None = None
         self._now_s = 0.0  # the latest time that was given
         self.evictable_pages = self.protected_pages = self.orphan_pages = self.num_nodes = 0
@@ -70,11 +79,12 @@ class RadixTree:
 
     @property
     def num_pages(self) -> int:
-        """Pages in the tree. Those of orphans (see `reset`) are not."""
+        """Pages in the tree, without those of orphans (see `RadixCache.reset`)."""
         return self.evictable_pages + self.protected_pages
 
     def nodes(self) -> Iterator[Node]:
-        """All nodes but the roots, each before its children. Do not change the tree meanwhile."""
+        """Iterate over all nodes but the roots, each before its children. The tree must not change
+        meanwhile."""
         stack: list[Node] = list(self._roots.values())
         while stack:
             node = stack.pop()
@@ -86,18 +96,26 @@ class RadixTree:
     # --- walking -------------------------------------------------------------------------------
 
     def _walk(self, node: Node, data: bytes, at: int = 0) -> tuple[Node, int]:
-        """Follow `data` down from the end of a node, where `at` bytes of it have matched.
+        """Follow `data` down from the end of `node`, where `at` bytes of it have matched already.
 
-        Returns the node in which the match ends, and the bytes that matched (whole pages).
+        Returns:
+            The node in which the match ends (at its end or inside it), and the matched bytes, whole
+            pages.
         """
         page_bytes = self._page_bytes
+        # A partial last page can not match: no request may share a page that is still being
+        # written.
         end = len(data)
         end -= end % page_bytes
         while at < end:
+            # An only child is taken unseen, which saves hashing a page; the comparison below
+            # decides. Else the children's first pages differ, so at most one can match.
             child = node.only_child or node.children.get(data[at : at + page_bytes])
             if child is None:
                 break
             key = child.key
+            # The run differs, or `data` ends inside it. It ends the walk within the child, or above
+            # it if not even the first page is equal (an only child that was taken unseen).
             if not data.startswith(key, at):
                 common = self._common_bytes(data, at, end, key)
                 return (child, at + common) if common else (node, at)
@@ -106,14 +124,15 @@ class RadixTree:
         return node, at
 
     def _common_bytes(self, data: bytes, at: int, end: int, key: bytes | bytearray) -> int:
-        """How many bytes of `key`, in whole pages, `data` has at `at`.
+        """Return how many bytes, in whole pages, `key` has in common with `data` from `at` to
+        `end`.
 
-        A binary search whose probes never look at the same bytes twice when they match: memcmp in
-        all but name.
+        Binary search by memcmp. A probe that matches is never compared again.
         """
         page_bytes = self._page_bytes
         view = memoryview(key)
         high = min(len(key), end - at)
+        # The two frequent answers first: nothing, and everything up to where the shorter one ends.
         if not data.startswith(view[:page_bytes], at):
             return 0
         if data.startswith(view[page_bytes:high], at + page_bytes):
@@ -133,22 +152,27 @@ class RadixTree:
     # --- shape ---------------------------------------------------------------------------------
 
     def _root(self, namespace: Hashable) -> Root:
+        """Return the root of `namespace`, made if there is none."""
         root = self._roots.get(namespace)
         if root is None:
             root = self._roots[namespace] = Root(namespace)
         return root
 
     def _drop_root_if_idle(self, root: Node) -> None:
-        """Namespaces come and go; an empty one leaves nothing behind."""
+        """Drop a namespace that has no pages, locks or wants: namespaces come and go with
+        tenants."""
         assert isinstance(root, Root)
         if not root.children and not root.lock_ref and not root.wants:
             del self._roots[root.namespace]
             root.leave_tree()
 
     def _split(self, node: Node, depth: int) -> Node:
-        """Make `depth` the end of a new node, and return it; `node` keeps what lies below."""
+        """Split `node` so that a node ends at `depth`, and return that one; `node` keeps what lies
+        below."""
         upper = node.split(depth, self._page_bytes)
         assert upper.parent is not None
+        # `Node.split` left this to us: until here the parent still names the lower half as its
+        # child.
         upper.parent.adopt(bytes(upper.key[: self._page_bytes]), upper)
         if node.wants:
             wants.move(node, upper, upper.start, depth, limit=depth)
@@ -156,12 +180,18 @@ class RadixTree:
         return upper
 
     def _merge_if_idle(self, node: Node) -> None:
-        """Merge a node with its only child, if no lock ends on it. The node's object dies, the
-        child's goes on."""
+        """Merge a node with its only child unless a lock ends on it. The node's object dies, the
+        child's stays."""
+        # Not merged are
+        # 1. roots and nodes that left the tree,
+        # 2. leaves and forks,
+        # 3. nodes on which a lock ends: the single child accounts for 1 of lock_ref at most.
         grandparent = node.parent
         child = node.only_child
         if grandparent is None or child is None or node.lock_ref > (child.lock_ref > 0):
             return
+        # Read before the child takes the parent's key over. Out of the queue and without wants
+        # before the object dies, or both would refer to a dead node.
         first_page = bytes(node.key[: self._page_bytes])
         forget(node)
         if node.wants:
@@ -171,7 +201,8 @@ class RadixTree:
         self.num_nodes -= 1
 
     def _subtree(self, top: Node, held: bool = False) -> list[Node]:
-        """`top` and all below it, or only what is held, each before its children."""
+        """Return `top` and all nodes below it, each before its children; with `held`, only those
+        that a lock covers."""
         found = [top]
         for node in found:  # grows meanwhile
             found += [child for child in node.children.values() if child.lock_ref or not held]
@@ -180,18 +211,25 @@ class RadixTree:
     # --- holding -------------------------------------------------------------------------------
 
     def _hold(self, node: Node) -> None:
-        """One more holder of `node`. The walk up ends at the first node that is held already: the
-        law of lock_ref."""
+        """Add a holder to `node`.
+
+        By the law of lock_ref a held node counts 1 at its parent, however many locks are below. So
+        the walk up ends at the first node that was held before.
+        """
         end = node.end
         node.lock_ref += 1
         while node.lock_ref == 1 and node.parent is not None:
             node = node.parent
             node.lock_ref += 1
+        # `node` is now the deepest that was held before, or the root. What lies between was
+        # evictable until now. Depths are absolute, so one subtraction counts all pages on the way.
         num_pages = end - node.end
         self.evictable_pages -= num_pages
         self.protected_pages += num_pages
 
     def _release(self, node: Node) -> None:
+        """Remove a holder from `node`: the reverse of `_hold`. The caller enqueues or merges the
+        node."""
         end = node.end
         node.lock_ref -= 1
         while node.lock_ref == 0 and node.parent is not None:
@@ -204,6 +242,8 @@ class RadixTree:
     # --- what the policy says; it may raise -------------------------------------------------------
 
     def _fold(self, upper: Mark, lower: Mark) -> Mark:
+        """Return the history that two marks make together. A policy that raises loses the upper
+        one."""
         if upper is None or lower is None:  # a mark is missing that the policy did not say
             return upper if lower is None else lower
         try:
@@ -213,9 +253,12 @@ class RadixTree:
             return lower
 
     def _marks(self, use: Use) -> list[tuple[int, Mark]]:
-        """What the insertion of new pages leaves, the last of it on the last page."""
+        """Return (depth, mark) for all that the insertion of new pages leaves; the last is on the
+        last page."""
         try:
             marks = list(self.policy.insertion_marks(use))
+            # A user's policy may return anything. A mark outside the new pages would break the
+            # staircase: steps must rise, inside their node.
             if marks[-1][0] == use.num_pages and marks[0][0] >= use.old_pages:
                 return marks
             raise ValueError(f"insertion_marks of {use.num_pages} pages are {marks}")
@@ -224,7 +267,7 @@ class RadixTree:
             return [(use.num_pages, None)]
 
     def _enqueue(self, leaf: Node) -> None:
-        """It is an evictable leaf now, or has another history."""
+        """Put an evictable leaf in the eviction queue, or move it after its history has changed."""
         if leaf.mark is None:  # the policy did not say what its use leaves, so it has no rank
             forget(leaf)
             self._strays.add(leaf)
@@ -232,14 +275,18 @@ class RadixTree:
         try:
             self._queue.add(leaf)
         except Exception as error:
+            # The leaf must stand in some queue, or its pages could never be evicted. Its old entry
+            # is good enough if the queue kept it.
             self.errors.caught(error)
             if leaf.entry is None:
                 self._strays.add(leaf)
 
     def _hint(self, mark: Mark, continues: bool) -> None:
-        """The session of the use that left this mark goes on, or is over."""
+        """Pass on to the eviction order whether the session of the use that left `mark` goes on."""
         try:
             tick = self.policy.last_tick(mark)
+            # The first hint wraps the policy's queue. `_hints` is set last: if anything raises
+            # before, there were no hints and the next one tries again.
             if self._hints is None:
                 hints = Hints(self.policy.promise_s, self.policy.tells_returns)
                 if self.policy.tells_returns:
@@ -251,6 +298,7 @@ class RadixTree:
             self.errors.caught(error)
 
     def _expect(self, num_leaves: int) -> None:
+        """Tell the queue about how many leaves the coming eviction will take; 0 when it is over."""
         try:
             self._queue.expect(num_leaves, self._now_s)
         except Exception as error:
@@ -259,10 +307,13 @@ class RadixTree:
     # --- attaching -----------------------------------------------------------------------------
 
     def _new_pages(self, ids: Pages, num_old: int) -> Pages:
-        """The ids but the first `num_old`. Raises PageStateError if one cannot be new."""
+        """Return the ids without the first `num_old`. Raises PageStateError if one of the rest
+        cannot be new."""
         new = ids[num_old:]
         if self._in_tree is not None:
             try:
+                # All ids are looked up, also those of pages that the tree has: an id out of range
+                # is refused wherever it stands.
                 in_tree = self._in_tree[ids.astype(np.intp)]
             except IndexError:
                 raise PageStateError(
@@ -283,16 +334,27 @@ class RadixTree:
         use: Use,
         lock: PrefixLock | None,
     ) -> Node:
-        """Put new pages at `depth` of `node`, and return the node that ends with them. `where`: the
-        same pages as an index, if the caller has one. `lock` will hold them; where nothing else
-        does, the node that it ends on grows."""
+        """Put new pages at `depth` of `node`, and return the node that ends with them.
+
+        Nothing here may fail: the caller has checked everything.
+
+        Args:
+            key, pages: packed tokens and packed page ids of the new pages.
+            where: the same pages as an index, if the caller has one.
+            lock: the lock that `_extend` will make hold them, or None. A node on which no other
+                lock ends grows even if this one ends on it.
+        """
         fold, page_bytes, num_pages = self._fold, self._page_bytes, len(pages) // PAGE_ID_BYTES
         *inner_marks, (_, mark) = self._marks(use)
+        # Where the new branch leaves an edge in the middle there has to be a node.
         if depth < node.end:
             node = self._split(node, depth)
         if inner_marks and inner_marks[0][0] == depth > 0:
             node.leave_mark(*inner_marks.pop(0), fold, False)  # what the old pages get
+        # Copied before `grow` appends to the same buffer.
         parent, pages_above = node, node.pages[-PAGE_ID_BYTES:]
+        # A leaf may grow if no lock ends on it but the one that moves to the new end anyway: a lock
+        # ends where its node ends. Roots have no pages, and a node with children would hide them.
         lock_ref = 1 if lock is not None and lock.node is node else 0
         if node.parent is not None and not node.children and node.lock_ref == lock_ref:
             node.grow(key, pages, mark)  # a branch that goes on is the same branch
@@ -301,6 +363,7 @@ class RadixTree:
             node.mark = mark
             parent.adopt(key[:page_bytes], node)
             self.num_nodes += 1
+        # Those at `depth` or above were for the old pages.
         for at, inner_mark in inner_marks:
             if at > depth:
                 node.leave_mark(at, inner_mark, fold, False)
@@ -312,6 +375,9 @@ class RadixTree:
                 whole = len(want.data) - len(want.data) % page_bytes
                 common = self._common_bytes(want.data, depth * page_bytes, whole, key)
                 wants.hang(want, node, depth + common // page_bytes)
+        # A node that grew under `lock` is held already. A new node is not, and `_extend` moves its
+        # pages from evictable to protected; it stays out of the queue, which it would leave at
+        # once.
         if node.lock_ref:
             self.protected_pages += num_pages
         else:
@@ -329,6 +395,7 @@ class RadixTree:
         return node
 
     def _log_stored(self, node: Node, pages_above: Packed, key: Packed, pages: Packed) -> None:
+        """Record for listeners that pages were stored after the last page of `pages_above`."""
         assert self._log is not None
         while node.parent is not None:
             node = node.parent
@@ -338,7 +405,11 @@ class RadixTree:
     # --- taking out ----------------------------------------------------------------------------
 
     def _victim(self) -> Node | None:
-        """The leaf whose last page goes first; a wanted one only when there is no other."""
+        """Return the leaf that loses a page next, or None. A wanted leaf goes only when there
+        is no other."""
+        # 1. Leaves that the policy did not rank.
+        # 2. The policy's first, passing over leaves with a last page that a request waits for.
+        # 3. Those wanted leaves, the least recently used first.
         if (node := self._strays.first()) is not None:
             return node
         try:
@@ -346,6 +417,8 @@ class RadixTree:
                 if not (node.wants and wants.deepest(node, node.end) == node.end):
                     return node
                 forget(node)
+                # The queue does not know of wants, so a wanted leaf moves aside when it comes up.
+                # `unwant` brings it back, and so does a later use.
                 self._wanted_queue.add(node)
             return self._wanted_queue.first()
         except Exception as error:
@@ -357,14 +430,26 @@ class RadixTree:
         return self._strays.first()
 
     def _evict_in_order(self, num_pages: int, thinned: dict[Node, None]) -> list[Packed]:
+        """Take exactly `num_pages` evictable pages, coldest leaf first, and return their packed
+        ids.
+
+        Equals single steps that each take the last page of the first leaf; a step here takes as
+        many pages of one leaf as such steps would take in a row.
+
+        Args:
+            thinned: gets every node that lost a child but keeps others: the caller merges those.
+        """
         taken: list[Packed] = []
         ghost_pages = self.policy.ghost_pages
+        # About how many leaves will go, if their nodes have as many pages as the average.
         self._expect(num_pages * self.num_nodes // self.evictable_pages)
         missing = num_pages
         while missing:
             node = self._victim()
             if node is None:
                 break
+            # How far up this leaf may be cut before another leaf could be due: to its parent if all
+            # its pages have one history, else to where the policy says, and not past a wanted page.
             parent, end, steps = node.parent, node.end, node.steps
             assert parent is not None
             floor = self._floor(node, end - missing) if steps else parent.end
@@ -374,11 +459,15 @@ class RadixTree:
             if count > missing:
                 count = missing
             missing -= count
+            # The policy remembers evicted paths at every `ghost_pages` pages. It reads the path
+            # from the node, so it hears of it before the pages leave.
             if ghost_pages and end // ghost_pages != (end - count) // ghost_pages:
                 try:
                     self.policy.evicted(node, count)
                 except Exception as error:
                     self.errors.caught(error)
+            # The whole leaf goes: fold its steps into its one mark, which `_remove_leaf` hands to
+            # the parent.
             if end - count == parent.end:
                 for _, mark in reversed(steps or ()):
                     node.mark = self._fold(mark, node.mark)
@@ -386,12 +475,19 @@ class RadixTree:
                 self._remove_leaf(node, parent, thinned)
             else:
                 taken.append(self._trim(node, count))
+        # The eviction is over, also when it found less than was asked for.
         self._expect(0)
         return taken
 
     def _floor(self, node: Node, low: int) -> int:
-        """Down to which depth a leaf with steps may be cut, at least to `low` if that is one tread.
-        Pages above have another history, so it may not be their turn."""
+        """Return the depth down to which a leaf with steps may be cut in one go.
+
+        Pages above a step have another history, so it may not be their turn. The policy may allow
+        more, when histories differ but ranks do not (`Policy.floor`).
+
+        Args:
+            low: no more than down to this depth is to go now, so the search may stop there.
+        """
         steps, mark = node.steps, node.mark
         assert steps
         assert node.parent is not None
@@ -405,25 +501,32 @@ class RadixTree:
         return node.parent.end if floor is None else floor
 
     def _trim(self, node: Node, num_pages: int) -> bytes:
-        """Cut pages off the end of a leaf; returns their ids."""
+        """Cut pages off the end of a leaf and return their ids. The leaf gets its new place in the
+        queue."""
         end = node.end
         pages = node.trim(num_pages, self._page_bytes, self._fold)
+        # A want hangs at the deepest page of it that the tree has: now that is this leaf's end.
         if node.wants:
             wants.move(node, node, node.end, end, limit=node.end)
         self._enqueue(node)
         return pages
 
     def _remove_leaf(self, node: Node, parent: Node, thinned: dict[Node, None]) -> None:
-        """Take a leaf out; what is known of its uses goes to the page above."""
+        """Take a leaf out of the tree. The history of its uses goes to the page above."""
         parent.disown(bytes(node.key[: self._page_bytes]))
         self.num_nodes -= 1
+        # Roots have no pages, so no history either.
         if parent.parent is not None:
             mark = parent.mark
             parent.mark = node.mark if mark is None else self._fold(mark, node.mark)
         if node.wants:
             wants.move(node, parent, parent.end, node.end, limit=parent.end)
+        # Out of the queue while the node still has its entry, which `leave_tree` clears.
         self._leave_queue(node)
         node.leave_tree()
+        # 1. The parent has other children: if one is left in the end, the caller merges.
+        # 2. An empty root is dropped.
+        # 3. A parent that became a leaf is evictable: the rest of this eviction may take it.
         if parent.children:
             thinned[parent] = None
         elif parent.parent is None:
@@ -432,27 +535,31 @@ class RadixTree:
             self._enqueue(parent)
 
     def _leave_queue(self, leaf: Node) -> None:
-        """`_victim` chose it. A queue whose ranks do not compare may raise here."""
+        """Remove the leaf that `_victim` chose from its queue, which may raise if its ranks do not
+        compare."""
         try:
             leaf.entry[2].take(leaf)
         except Exception as error:
             self.errors.caught(error)
 
     def _order_is_free(self) -> bool:
-        """Whether evicting everything leaves the same in any order: it does if no ghosts are left.
+        """Return whether evicting everything leaves the same state in any order: true if it leaves
+        no ghosts.
 
-        Whether events are recorded must not matter: of several ranks only one records them, and
+        Whether events are recorded must not matter: only one of several ranks records them, and
         marks that fold in another order may round to other floats.
         """
         ghost_pages = self.policy.ghost_pages
         return not (ghost_pages and any(node.end >= ghost_pages for node in self.nodes()))
 
     def _strip(self, thinned: dict[Node, None]) -> list[Packed]:
-        """Take out everything that no lock covers; page ids of it, those of each branch before what
-        follows. What was known of it goes to the page above."""
+        """Take out everything that no lock covers, and return its page ids, those of each branch
+        before what follows. The history of its uses goes to the page above."""
         freed: list[Packed] = []
         fold = self._fold
         for root in list(self._roots.values()):
+            # The list holds only held nodes and the root, none of which leaves below: safe to
+            # iterate over.
             for node in self._subtree(root, held=True):
                 gone = [item for item in node.children.items() if not item[1].lock_ref]
                 for first_page, child in gone:
@@ -460,10 +567,14 @@ class RadixTree:
                     branch = self._subtree(child) if child.children else [child]
                     for below in branch:
                         freed.append(below.pages)
+                        # What was below the held node counts as its last page's history, as after
+                        # single evictions.
                         if node is not root:
                             for _, mark in [*(below.steps or ()), (below.end, below.mark)]:
                                 if mark is not None:
                                     node.mark = mark if node.mark is None else fold(node.mark, mark)
+                        # Wants survive: each now hangs at the end of the held node, the deepest
+                        # page that is left.
                         if below.wants:
                             wants.move(below, node, 0, below.end, limit=node.end)
                         below.leave_tree()
@@ -484,7 +595,11 @@ class RadixTree:
         return freed
 
     def _release_orphan(self, node: Node) -> Pages:
-        """Release an orphaned path, and take the pages that no lock holds any more."""
+        """Release an orphaned path, and return the pages that no lock holds any more.
+
+        Like `_release`, but a node without holders is freed instead of becoming evictable: no match
+        finds it, so keeping it would be of no use.
+        """
         freed: list[Packed] = []
         node.lock_ref -= 1
         while node.lock_ref == 0 and node.parent is not None:
@@ -499,7 +614,7 @@ class RadixTree:
         return ids
 
     def _taken_out(self, runs: list[Packed]) -> Pages:
-        """The ids of pages that are in the tree no longer."""
+        """Return the ids of `runs`, pages that have just left the tree, and clear their flags."""
         ids = packed_ids(runs)
         if self._in_tree is not None:
             self._in_tree[ids.astype(np.intp)] = False

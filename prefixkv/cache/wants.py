@@ -1,8 +1,8 @@
-"""Prefixes that requests wait for: each hangs at the deepest page of it that the tree holds.
+"""Prefixes that requests wait for. Each hangs at the deepest page of it that the tree holds.
 
 A page is wanted while some waiting prefix passes through it, whether that page was there when the
 prefix began to wait or came later. So a want moves down when pages along it are inserted and up
-when they are evicted. Wants at one place are kept by the page they ask for next: an insertion finds
+when they are evicted. Wants at one depth are kept by the page they ask for next: an insertion finds
 the wants it serves in one look-up, however many there are.
 """
 
@@ -13,6 +13,8 @@ from prefixkv.cache.node import Node, Want
 
 def hang(want: Want, node: Node, depth: int) -> None:
     """Hang a want at `depth`, which lies in `node`."""
+    # The page that the want asks for next. Empty or partial at its end: no insertion asks for such
+    # a page, so a complete want stays where it is.
     start = depth * want.page_bytes
     want.node = node
     want.place = place = (depth, want.data[start : start + want.page_bytes])
@@ -31,6 +33,7 @@ def unhang(want: Want) -> Node:
     assert node is not None
     assert node.wants is not None
     there = node.wants[want.place]
+    # Leave no empty list and no empty dictionary behind: `node.wants` is tested for truth.
     if len(there) > 1:
         there.remove(want)
     elif len(node.wants) > 1:
@@ -41,12 +44,16 @@ def unhang(want: Want) -> Node:
 
 
 def deepest(node: Node, limit: int) -> int:
-    """The depth of the deepest wanted page of `node`, down to `limit`; 0 if none is. O(places)."""
+    """Return the depth of the deepest wanted page of `node` that is at most `limit`; 0 if none is.
+    O(places)."""
     return max((depth for depth, _ in node.wants or () if depth <= limit), default=0)
 
 
 def served_by(node: Node, depth: int, first_page: bytes) -> list[Want]:
-    """Take off and return the wants at `depth` of `node` that ask for `first_page` next."""
+    """Take off and return the wants at `depth` of `node` that ask for `first_page` next.
+
+    They hang nowhere until the caller hangs them again.
+    """
     if node.wants is None:
         return []
     served = node.wants.pop((depth, first_page), [])
@@ -56,9 +63,13 @@ def served_by(node: Node, depth: int, first_page: bytes) -> list[Want]:
 
 
 def move(source: Node, target: Node, from_depth: int, to_depth: int, limit: int) -> None:
-    """Rehang the wants of `source` in (from_depth, to_depth] on `target`, none below `limit`."""
+    """Move the wants of `source` in (from_depth, to_depth] to `target`, none deeper than `limit`.
+
+    `source` may be `target`: then they only move up, because pages were cut off its end.
+    """
     if source.wants is None:
         return
+    # A list, not a view: hanging on the same node changes the dictionary.
     for place in [place for place in source.wants if from_depth < place[0] <= to_depth]:
         for want in source.wants.pop(place):
             hang(want, target, min(want.depth, limit))

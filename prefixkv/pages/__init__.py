@@ -1,1 +1,1 @@
-"""Who owns a page: the allocator, the page table, and every move of a request's pages. Pure."""
+"""Page ownership: the allocator, the page table, and every move of a request's pages. Pure."""

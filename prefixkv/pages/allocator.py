@@ -1,14 +1,14 @@
-"""What holds each page of the pool: one state a page, and the only transitions between them.
+"""The state of each page of the pool, one per page, and the only transitions between them.
 
     FREE -> OWNED     alloc          OWNED -> HELD                hold (for a room, say)
     OWNED -> FREE     free           HELD -> QUARANTINED          quarantine
     OWNED -> CACHED   cache          HELD, QUARANTINED -> FREE    release
     CACHED -> OWNED   uncache
 
-Every transition is all or nothing: a page out of range, named twice or in another state raises and
-changes nothing; so does a KeyboardInterrupt within the call (all else is made of the states then).
-The states are bytes in one array, so a call checks and moves its pages in a few
-vector operations; `free_runs` keeps the free ones. Nothing is linear in the pool.
+Every transition is all or nothing. A page out of range, named twice or in another state raises, and
+nothing changes; nor does it if a KeyboardInterrupt comes within the call (counts and runs are then
+rebuilt from the states). The states are bytes in one array, so a call checks and moves its pages in
+a few vector operations; `free_runs` keeps the free ones. Nothing else is linear in the pool.
 """
 
 from __future__ import annotations
@@ -31,7 +31,11 @@ from prefixkv.settings import check_whole, whole_count
 
 
 class PageState(enum.IntEnum):
-    """What holds a page."""
+    """The holder of a page: see `PageAllocator` for what each state means.
+
+    FREE: none. OWNED: a request, or the caller between two moves. CACHED: the tree. HELD: a room
+    that a peer may still write. QUARANTINED: such a room, after its deadline for proof.
+    """
 
     FREE = 0
     OWNED = 1
@@ -47,10 +51,10 @@ _PACKED = 4  # bytes an id has
 
 
 class PageAllocator:
-    """States of the pages 0..num_pages-1, all FREE at first.
+    """States of the pages 0..num_pages-1, all FREE at first. Owner: the scheduler's thread.
 
-    Owned by the scheduler thread. Page ids come in as int32 arrays, as any sequence of integers, or
-    packed, as bytes; in any order. They go out as int32 arrays that are the caller's.
+    Page ids come in as int32 arrays, as any sequence of integers, or packed, as bytes; in any
+    order. They go out as int32 arrays that are the caller's own.
 
     >>> pages = PageAllocator(8)
     >>> pages.alloc(3).tolist(), pages.alloc(2).tolist()
@@ -68,26 +72,33 @@ class PageAllocator:
     def __init__(self, num_pages: int) -> None:
         check_whole("num_pages", num_pages, 1, MAX_INDEX)
         self._num_pages = num_pages
-        self._ids = np.arange(num_pages, dtype=np.int32).tobytes()  # of all pages
+        # All ids in order, packed: any run of pages is a slice of it, recognised by one memcmp.
+        self._ids = np.arange(num_pages, dtype=np.int32).tobytes()
+        # The states are the truth: free runs and counts follow from them, and are rebuilt from them
+        # when a transition is interrupted.
         self._state = np.zeros(num_pages, np.uint8)
         self._states = self._state.data  # the same memory, faster for a run
         self._runs = FreeRuns(num_pages)
         self._counts = [num_pages, 0, 0, 0, 0]  # by state
-        self._held: dict[Hashable, list[Index]] = {}  # every page HELD or QUARANTINED, by its owner
+        # Every page HELD or QUARANTINED, by its owner; an owner may also hold none.
+        self._held: dict[Hashable, list[Index]] = {}
 
     # --- transitions ------------------------------------------------------------------------------
 
     def alloc(self, num_pages: int) -> Pages:
-        """FREE -> OWNED: pages in as few runs as the free ones allow, ascending.
+        """Take free pages (FREE -> OWNED) and return their ids, ascending, in the fewest runs.
 
-        Raises: OutOfPagesError when fewer are free; CallerError when negative, or
-        no whole number.
+        Raises:
+            OutOfPagesError: fewer pages are free. CallerError: the number is negative or not whole.
+                Nothing was taken.
         """
         num_pages = whole_count("num_pages", num_pages)
         if num_pages > self._counts[_FREE]:
             raise OutOfPagesError(needed=num_pages, free=self._counts[_FREE])
         if num_pages == 0:
             return np.empty(0, np.int32)
+        # Runs first, states second. If an interrupt comes between, the states still say FREE for
+        # what the runs have given away, and `_undo` rebuilds the runs.
         where: Where | None = None
         try:
             if (start := self._runs.take_run(num_pages)) is not None:
@@ -102,7 +113,7 @@ class PageAllocator:
             raise
 
     def free(self, pages: PageIds | bytes) -> None:
-        """OWNED -> FREE. Raises PageStateError."""
+        """Free pages (OWNED -> FREE). Raises PageStateError, with nothing changed."""
         where, num_pages = self._checked(pages, _OWNED)
         if num_pages:
             try:
@@ -113,28 +124,38 @@ class PageAllocator:
                 raise
 
     def owned(self, pages: PageIds | bytes) -> tuple[Where, int]:
-        """Where `pages` are, and how many: each is OWNED, and named once. Raises PageStateError."""
+        """Return where `pages` are, and how many. Raises PageStateError unless all are OWNED, each
+        named once."""
         return self._checked(pages, _OWNED)
 
     def cache(self, pages: PageIds | bytes) -> None:
-        """OWNED -> CACHED: the tree has them now. Raises PageStateError."""
+        """Give pages to the tree (OWNED -> CACHED). Raises PageStateError, with nothing changed."""
         self._move(*self._checked(pages, _OWNED), _OWNED, _CACHED)
 
     def cache_owned(self, where: Where, num_pages: int) -> None:
-        """As `cache`, of what `owned` gave; no page may have changed its state since."""
+        """Give pages to the tree, like `cache`, without checking again what `owned` has returned.
+
+        No page may have changed its state since.
+        """
         self._move(where, num_pages, _OWNED, _CACHED)
 
     def uncache(self, pages: PageIds | bytes) -> None:
-        """CACHED -> OWNED: the tree gave them up, they are the caller's. Raises PageStateError."""
+        """Take pages back from the tree (CACHED -> OWNED). Raises PageStateError, with nothing
+        changed."""
         self._move(*self._checked(pages, _CACHED), _CACHED, _OWNED)
 
     def hold(self, pages: PageIds | bytes, owner: Hashable) -> None:
-        """OWNED -> HELD: a peer may still write them; `owner` (a room) keeps them until `release`.
+        """Let `owner`, a room, keep pages that a peer may still write (OWNED -> HELD), until
+        `release`.
 
         An owner may hold more in a later call, and may hold none: it exists until its release all
-        the same. Raises: PageStateError.
+        the same.
+
+        Raises:
+            PageStateError: a page is not OWNED. Nothing was changed.
         """
-        held = self._held.get(owner)  # first: an owner without a hash must change nothing
+        # First: it raises for an owner without a hash, which must change nothing.
+        held = self._held.get(owner)
         where, _ = self._checked(pages, _OWNED)
         ascending: Index = np.arange(where.start, where.stop) if type(where) is slice else where
         try:
@@ -142,6 +163,8 @@ class PageAllocator:
             self._set(ascending, len(ascending), _OWNED, _HELD)
         except BaseException:
             self._undo(ascending, _OWNED)
+            # The owner's list is not made from the states, so it is put back by hand. It was
+            # replaced above, not extended: the old one is still what it was.
             if held is None:
                 self._held.pop(owner, None)
             else:
@@ -149,26 +172,36 @@ class PageAllocator:
             raise
 
     def quarantine(self, owner: Hashable) -> int:
-        """HELD -> QUARANTINED, all that `owner` holds: its deadline passed, but nothing is proven.
+        """Mark all that `owner` holds as overdue (HELD -> QUARANTINED), and return how many pages.
 
-        Returns: how many pages. Raises: PageStateError for an unknown owner, or one in quarantine
-        already.
+        Its deadline has passed without proof that no write can land, so the pages stay where they
+        are.
+
+        Raises:
+            PageStateError: the owner is unknown, or in quarantine already.
         """
         pages = self._pages_of(owner)
+        # The owner may have come to hold more since an earlier quarantine.
         held = pages[self._state[pages] == _HELD]
         if len(pages) and not len(held):
             raise self._fault(pages.astype(np.int32).tobytes(), _HELD)
         return self._move(held, len(held), _HELD, _QUARANTINED)
 
     def release(self, owner: Hashable) -> int:
-        """HELD, QUARANTINED -> FREE, all that `owner` holds: no write can land any more, by proof.
+        """Free all that `owner` holds (HELD, QUARANTINED -> FREE), and return how many pages.
 
-        Returns: how many pages. Raises: PageStateError for an unknown owner.
+        Only for a caller with proof that no write can land any more.
+
+        Raises:
+            PageStateError: the owner is unknown.
         """
+        # Copies of the states and the owner's list, for the undo: pages may be in either state.
         pages = np.sort(self._pages_of(owner))
         before, parts = self._state[pages], self._held[owner]
         try:
             del self._held[owner]
+            # The runs come last: an interrupt before leaves them short of pages that are free,
+            # never long of pages that a peer may write.
             if len(pages):
                 num_quarantined = int(np.count_nonzero(before == _QUARANTINED))
                 self._counts[_QUARANTINED] -= num_quarantined
@@ -183,7 +216,7 @@ class PageAllocator:
             raise
 
     def _move(self, where: Where, num_pages: int, before: int, after: int) -> int:
-        """`_set`, where no page becomes free or stops being so. Returns `num_pages`."""
+        """Change the state of pages between two states other than FREE, and return `num_pages`."""
         try:
             self._set(where, num_pages, before, after)
             return num_pages
@@ -192,14 +225,17 @@ class PageAllocator:
             raise
 
     def _undo(self, pages: Where | None, before: Any) -> None:
-        """A transition was interrupted: give `pages` the state that they had, and make counts and
-        runs anew. O(num_pages)."""
+        """Give `pages` of an interrupted transition their state back, and rebuild counts and runs.
+
+        O(num_pages of the pool). `before` is one state, or one per page.
+        """
         if pages is not None:
             self._state[pages] = before
         self._counts[:] = np.bincount(self._state, minlength=5).tolist()
         self._runs = FreeRuns.of(self._state == _FREE)
 
     def _set(self, where: Where, num_pages: int, before: int, after: int) -> None:
+        """Write the new state of pages and move their counts. The caller has checked the pages."""
         counts = self._counts
         if type(where) is slice:
             self._states[where] = _RUN_OF[after] * num_pages
@@ -235,40 +271,41 @@ class PageAllocator:
         return self._counts[_QUARANTINED]
 
     def state(self, page: int) -> PageState:
-        """The state of one page. PageStateError when it is outside the pool."""
+        """Return the state of one page. Raises PageStateError if it is outside the pool."""
         if not 0 <= page < self._num_pages:
             raise PageStateError(f"page {page} is not in [0, {self._num_pages})")
         return PageState(int(self._state[page]))
 
     def pages_in(self, state: PageState) -> Pages:
-        """All pages in `state`, ascending. O(num_pages)."""
+        """Return all pages in `state`, ascending. O(num_pages)."""
         return np.flatnonzero(self._state == int(state)).astype(np.int32)
 
     def owners(self) -> list[Hashable]:
-        """Those that hold pages (or none), in the order of their first `hold`."""
+        """Return the owners that hold pages (or none), in the order of their first `hold`."""
         return list(self._held)
 
     def holds(self, owner: Hashable) -> bool:
-        """Whether `owner` is known: it held pages, or none, and was not released yet. O(1)."""
+        """Return whether `owner` has called `hold` and was not released since. O(1)."""
         return owner in self._held
 
     def held_by(self, owner: Hashable) -> Pages:
-        """The HELD and QUARANTINED pages of `owner`, ascending; none when it is unknown."""
+        """Return the HELD and QUARANTINED pages of `owner`, ascending; none if it is unknown."""
         pages = np.sort(self._pages_of(owner)) if owner in self._held else np.empty(0)
         return pages.astype(np.int32)
 
     @property
     def num_free_runs(self) -> int:
-        """How many runs the free pages form: 1 is no fragmentation. O(1)."""
+        """Number of runs that the free pages form: 1 means no fragmentation. O(1)."""
         return len(self._runs)
 
     def free_runs(self) -> list[tuple[int, int]]:
-        """The runs of free pages as (first page, pages), ascending. O(num_pages)."""
+        """Return the runs of free pages as (first page, pages), ascending. O(num_pages)."""
         return self._runs.runs()
 
     # --- checks -----------------------------------------------------------------------------------
 
     def _pages_of(self, owner: Hashable) -> Index:
+        """Return all pages of an owner. Raises PageStateError if it is unknown."""
         try:
             held = self._held[owner]
         except KeyError:
@@ -276,7 +313,8 @@ class PageAllocator:
         return held[0] if len(held) == 1 else np.concatenate(held)
 
     def _checked(self, pages: PageIds | bytes, state: int) -> tuple[Where, int]:
-        """Where `pages` are, all of them in `state`, and how many, or PageStateError."""
+        """Return where `pages` are, and how many. Raises PageStateError unless all are in `state`,
+        each once."""
         if type(pages) is bytes:
             packed = pages
             if len(packed) % _PACKED:
@@ -287,12 +325,17 @@ class PageAllocator:
         if num_pages == 0:
             return slice(0, 0), 0
         # Bytes are compared, searched and counted in a fraction of the time of numpy's own calls.
+        # 1. One run within the pool, the usual case: ids are in order and in range if they equal a
+        #    slice of all ids, so only their states are left to check.
         first = int.from_bytes(packed[:_PACKED], "little")
-        if self._ids.startswith(packed, _PACKED * first):  # one run, within the pool
+        if self._ids.startswith(packed, _PACKED * first):
             run = slice(first, first + num_pages)
             if self._states[run].tobytes().count(state) == num_pages:
                 return run, num_pages
             raise self._fault(packed, state)
+        # 2. Any other pages. Sorted, so that the ends show the range and neighbours show
+        #    duplicates. The range is tested before the states are indexed: numpy would take -1 for
+        #    the last page.
         ascending = np.frombuffer(packed, np.int32).astype(np.intp)
         ascending.sort()
         if (
@@ -305,7 +348,7 @@ class PageAllocator:
         return ascending, num_pages
 
     def _fault(self, packed: bytes, state: int) -> PageStateError:
-        """The error for the first of these pages, in the caller's order, that cannot leave
+        """Build the error for the first of these pages, in the caller's order, that is not in
         `state`."""
         seen, pages = set(), np.frombuffer(packed, np.int32)
         for page in pages.tolist():

@@ -1,4 +1,4 @@
-"""Free pages as maximal runs: hands out the fewest runs possible, and merges what comes back.
+"""Free pages as maximal runs: gives out the fewest runs possible, and merges what comes back.
 
 Two arrays hold a run's length at its first page and just behind its last one, so a freed run finds
 both neighbours in O(1). Dictionaries file runs by length and first page: a run that merges is taken
@@ -6,8 +6,8 @@ out in O(1), and all runs of a length can be taken at once. When many runs come 
 with a neighbour are merged one by one. In a pool that is mostly full these are few; the others are
 entered together.
 
-To take n pages: the shortest run of at least n if there is one, else all of the longest run, and
-again for the rest. No other choice has fewer runs.
+To take n pages: the shortest run of at least n if there is one, else all of the longest run, and so
+on for the rest. No other choice has fewer runs.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ _LOOP_BELOW_RUNS = 8
 
 
 class FreeRuns:
-    """The maximal runs among pages 0..num_pages-1, all of them free at first. Owned by one
-    `PageAllocator`.
+    """The maximal runs among pages 0..num_pages-1, all free at first. Owned by one `PageAllocator`.
 
     It trusts its caller: `add` gets pages that are not free, `take` is asked for no more than there
     are.
@@ -50,8 +49,9 @@ class FreeRuns:
 
     @classmethod
     def of(cls, free: npt.NDArray[np.bool_]) -> FreeRuns:
-        """The runs of the pages that are free. O(num_pages)."""
+        """Build the runs of the pages that are free. O(num_pages)."""
         made = cls(len(free))
+        # Empty it first: a new one has all pages free.
         made.take(len(free))
         pages = np.flatnonzero(free)
         if len(pages):
@@ -59,19 +59,19 @@ class FreeRuns:
         return made
 
     def __len__(self) -> int:
-        """How many runs there are. O(1)."""
+        """Return the number of runs. O(1)."""
         return self._num_runs
 
     def runs(self) -> list[tuple[int, int]]:
-        """All runs as (first page, pages), ascending. O(num_pages)."""
+        """Return all runs as (first page, pages), ascending. O(num_pages)."""
         starts = np.flatnonzero(self._length_from)
         return list(zip(starts.tolist(), self._length_from[starts].tolist(), strict=True))
 
     # --- out --------------------------------------------------------------------------------------
 
     def take(self, num_pages: int) -> Index:
-        """Remove `num_pages` pages, at least one, and give back their ids, ascending. About 0.1 us
-        a run."""
+        """Remove `num_pages` pages, at least one, and return their ids, ascending. About 0.1 us per
+        run."""
         # Whole lengths first, then the part of a run that is left: the ends in the two arrays are
         # cleared below, for all runs at once.
         lengths = self._lengths
@@ -79,15 +79,19 @@ class FreeRuns:
         sizes: list[int] = []  # pages from each
         missing = num_pages
         while missing:
+            # The shortest run that is long enough, else the longest. Of the latter as many as are
+            # needed whole: they are all taken at once.
             at = bisect_left(lengths, missing)
             length = lengths[at] if at < len(lengths) else lengths[-1]
             found = self._pop(length, missing // length or 1)
+            # Part of one run: its rest goes back as a run of its own. This ends the loop.
             if length > missing:
                 self._put(found[0] + missing, length - missing)
                 length = missing
             missing -= length * len(found)
             starts += found
             sizes += [length] * len(found)
+        # Clear both ends of each run and list its pages: in a loop for a few runs, else as vectors.
         if len(starts) < _LOOP_BELOW_RUNS:
             parts: list[Index] = []
             for start, length in sorted(zip(starts, sizes, strict=True)):
@@ -97,14 +101,15 @@ class FreeRuns:
         firsts, taken = np.array(starts), np.array(sizes)
         self._length_from[firsts] = 0
         self._length_to[firsts + taken] = 0
-        firsts += taken - taken.cumsum()  # less the pages in the runs before each
+        # Page i of the result is i plus its run's first page, less the pages of the runs before.
+        firsts += taken - taken.cumsum()
         pages: Index = np.arange(num_pages) + firsts.repeat(taken)
         pages.sort()
         return pages
 
     def take_run(self, num_pages: int) -> int | None:
-        """As `take` where one run has them all: returns their first page. None: no run is so long,
-        and nothing was taken."""
+        """Remove `num_pages` pages of one run and return the first. None if no run is so long:
+        nothing is taken."""
         lengths = self._lengths
         at = bisect_left(lengths, num_pages)
         if at == len(lengths):
@@ -115,14 +120,17 @@ class FreeRuns:
         if not runs:
             self._drop_length(length)
         self._num_runs -= 1
+        # The rest is a run of its own: its mark at the far end replaces that of the whole run.
         if length > num_pages:
             self._put(start + num_pages, length - num_pages)
         self._from[start] = self._to[start + num_pages] = 0
         return start
 
     def _pop(self, length: int, most: int) -> list[int]:
-        """Take up to `most` runs of this length out of the file; returns their first pages. Both
-        arrays still have the length at their ends: the caller clears these."""
+        """Remove up to `most` runs of this length from the file, and return their first pages.
+
+        Both arrays still have the length at their ends: the caller clears these.
+        """
         runs = self._by_length[length]
         if most < len(runs):
             starts = [runs.popitem()[0] for _ in range(most)]
@@ -133,16 +141,18 @@ class FreeRuns:
         return starts
 
     def _drop_length(self, length: int) -> None:
+        """Forget a length that no run has any more."""
         del self._by_length[length]
         del self._lengths[bisect_left(self._lengths, length)]
 
     # --- back -------------------------------------------------------------------------------------
 
     def add(self, pages: Where) -> None:
-        """Take back `pages`, at least one. About 0.3 us a run."""
+        """Add `pages`, at least one, ascending. About 0.3 us per run."""
         if type(pages) is slice:
             self._add_run(pages.start, pages.stop)
             return
+        # A run ends where the next page is not the next id.
         first, last = int(pages[0]), int(pages[-1])
         (breaks,) = (pages[1:] - pages[:-1] != 1).nonzero()
         num_runs = len(breaks) + 1
@@ -160,6 +170,8 @@ class FreeRuns:
             self._add_runs(starts, ends)
 
     def _add_run(self, start: int, end: int) -> None:
+        """Add the run [start, end), merged with free neighbours."""
+        # `_to[start]`: a run that ends just before. `_from[end]`: one that begins just behind.
         left, right = self._to[start], self._from[end]
         if left:
             start -= left
@@ -170,7 +182,7 @@ class FreeRuns:
         self._put(start, end - start)
 
     def _remove(self, start: int, length: int) -> None:
-        """Take a run out that becomes part of another."""
+        """Remove a run that becomes part of another."""
         runs = self._by_length[length]
         del runs[start]
         if not runs:
@@ -179,12 +191,15 @@ class FreeRuns:
         self._num_runs -= 1
 
     def _add_runs(self, starts: Index, ends: Index) -> None:
-        """`_add_run` for many: the runs ascend and do not touch each other."""
+        """Add many runs, which ascend and do not touch each other. See `_add_run`."""
         meets = (self._length_to[starts] | self._length_from[ends]).astype(np.bool_)
+        # 1. Those that touch a free run merge, one by one. Two of them may touch the same free run,
+        #    so the second has to see what the first has made. The others still touch none then.
         if np.count_nonzero(meets):
             for start, end in zip(starts[meets].tolist(), ends[meets].tolist(), strict=True):
                 self._add_run(start, end)
             starts, ends = starts[~meets], ends[~meets]
+        # 2. The others are maximal as they are.
         lengths = ends - starts
         self._length_from[starts] = lengths
         self._length_to[ends] = lengths
@@ -192,12 +207,13 @@ class FreeRuns:
         self._file(starts.tolist(), lengths.tolist())
 
     def _put(self, start: int, length: int) -> None:
-        """Enter a maximal run."""
+        """Enter a maximal run: both ends and the file."""
         self._from[start] = self._to[start + length] = length
         self._num_runs += 1
         self._file((start,), (length,))
 
     def _file(self, starts: Sequence[int], lengths: Sequence[int]) -> None:
+        """File runs by length. A length that is new is sorted in."""
         by_length = self._by_length
         for start, length in zip(starts, lengths, strict=True):
             runs = by_length.get(length)
@@ -210,7 +226,7 @@ class FreeRuns:
     # --- laws -------------------------------------------------------------------------------------
 
     def check_invariants(self, free: npt.NDArray[np.bool_]) -> None:
-        """Check against the pages that are free. O(num_pages). Raises InternalError."""
+        """Check the runs against the pages that are free. O(num_pages). Raises InternalError."""
         edges = np.diff(np.concatenate(([False], free, [False])).astype(np.int8))
         starts, ends = np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)
         expected = list(zip(starts.tolist(), ends.tolist(), strict=True))

@@ -1,5 +1,4 @@
-"""The pages of requests: every move between page table, allocator and tree is made here, on both
-sides.
+"""The pages of requests: on both sides every move between page table, allocator and tree is here.
 
 A request's row of the page table, in pages, and what frees each region:
 
@@ -9,9 +8,9 @@ A request's row of the page table, in pages, and what frees each region:
     |  (under our    |  request's,   |  cached, or is freed as   |  freed when the request   |
     |  PrefixLock)   |  on their way |  a duplicate              |  ends                     |
 
-`len(key)` is the request's kv_len: its key holds the tokens whose KV is written, and no other. What
-was joined becomes locked (`lock_joined`) when the other request's pages have gone to the tree;
-nothing is cached before.
+`len(key)` is the request's kv_len: its key holds the tokens with written KV, and no other. Joined
+pages become locked (`lock_joined`) when the other request's pages have gone to the tree; nothing is
+cached before.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ from prefixkv.stats import MICROSECONDS, Histogram
 
 @dataclass(slots=True, eq=False)
 class RequestPages:
-    """One request's pages, and its slot of extra state (-1: none), which is freed or held with its
-    own pages.
+    """One request's pages, and its slot of extra state (-1: none), which is freed or held with
+    them.
 
     Made by `PageManager.open`; ended by exactly one of `cache_finished`, `drop` and `hold`.
     """
@@ -63,13 +62,15 @@ class RequestPages:
 
 
 class PageManager:
-    """One worker's tree, allocator and page table, kept in agreement. Owned by the scheduler's
+    """One worker's tree, allocator and page table, kept in agreement. Owner: the scheduler's
     thread.
 
-    With `caching` off nothing is matched and nothing kept. An eviction takes `evict_reserve_pages`
-    more than are missing: they become free side by side, so that pages taken later form fewer runs.
-    With `num_slots` every request has a slot of extra state from `open` to its end, under the rules
-    of its own pages.
+    Args:
+        caching: if False nothing is matched and nothing kept.
+        evict_reserve_pages: an eviction takes this many more than are missing. They become free
+            side by side, so that pages taken later form fewer runs.
+        num_slots: slots of extra state, or 0. Every request has one from `open` to its end, under
+            the rules of its own pages.
     """
 
     def __init__(
@@ -87,11 +88,13 @@ class PageManager:
         self.num_pages = num_pages
         self.evict_reserve_pages = evict_reserve_pages
         self.caching = caching
-        self.errors = UserErrors()  # to be raised by the scheduler
+        # What the policy raises: the scheduler raises it once, from a call where nothing is half
+        # done. So the tree never raises it in the middle of a move.
+        self.errors = UserErrors()
         self.allocator = PageAllocator(num_pages)
         self.slots = PageAllocator(num_slots) if num_slots else None
         self.table = PageTable(max_requests, max_pages_per_request or num_pages)
-        # Last: an object of a policy serves one cache, which is to be one that was built.
+        # Last: a policy object serves one cache, so nothing that could fail may come after it.
         self.cache = RadixCache(page_size, policy, num_pages, self.errors)
         self.clock: Callable[[], float] | None = None
         self.evictions = Histogram(MICROSECONDS)  # seconds that each took, by `clock`, if set
@@ -101,22 +104,22 @@ class PageManager:
 
     @property
     def available_pages(self) -> int:
-        """Pages that could be taken now: free, and cached without a lock."""
+        """Pages that could be taken now: free, or cached without a lock."""
         return self.allocator.free_pages + self.cache.evictable_pages
 
     @property
     def can_open(self) -> bool:
-        """Whether there is a row, and a slot, for one request more."""
+        """True if there is a row, and a slot, for one request more."""
         return bool(self.table.free_rows and (self.slots is None or self.slots.free_pages))
 
     def pages(self, pages: RequestPages) -> Pages:
-        """A read-only view of all page ids of a request, int32, in order."""
+        """Return a read-only view of all page ids of a request, int32, in order."""
         return self.table.pages(pages.row)
 
     # --- a request's life -------------------------------------------------------------------------
 
     def match(self, key: RadixKey, cacheable: bool = True) -> MatchResult | None:
-        """The longest cached prefix; None where caching is off. Changes nothing."""
+        """Return the longest cached prefix; None if caching is off. Changes nothing."""
         return self.cache.match_prefix(key) if self.caching and cacheable else None
 
     def open(
@@ -128,13 +131,16 @@ class PageManager:
         joined: RequestPages | None = None,
         joined_end: int = 0,
     ) -> RequestPages:
-        """Lock the match of `key` and take new pages behind it.
+        """Lock the match of `key`, take new pages behind it, and return the request's pages.
 
-        `joined`: a request on its way whose first `joined_end` pages are of the same tokens, more
-        than the match has. From the match's end to there the row names its pages; they stay its own
-        until `lock_joined`. Raises CapacityError (no row or slot is left), OutOfPagesError, and
-        RequestError for more pages than a row has; nothing is locked or taken then, and no use is
-        counted.
+        Args:
+            joined: a request on its way with the same first `joined_end` tokens' pages, more than
+                the match has. From the match's end to there the row names its pages; they stay its
+                own until `lock_joined`.
+            joined_end: in pages.
+        Raises:
+            CapacityError: no row or slot is left. OutOfPagesError. RequestError: more pages than a
+                row has. Nothing is locked or taken then, and no use is counted.
         """
         check_time(now_s)
         num_new_pages = whole_count("num_new_pages", num_new_pages)
@@ -155,12 +161,13 @@ class PageManager:
             if missing > evictable:
                 raise OutOfPagesError(num_new_pages, self.allocator.free_pages, evictable)
         self.table.check_fits(num_locked + num_joined + num_new_pages)
+        # From here on only `lock` and `_take` could fail, and both undo below.
         row = self.table.alloc_row()
         # A use of the cache is counted once, of all that was found: if the request joins another,
         # that is when it locks what it joined.
         visit = None if joined is None else False
         lock: PrefixLock | None = None
-        # Locked first, then taken: else the eviction could take the match itself.
+        # Lock first, then take: else the eviction could take the match itself.
         try:
             if match is not None:
                 lock = self.cache.lock(match, now_s=now_s, visit=visit)
@@ -169,6 +176,8 @@ class PageManager:
             self.table.free_row(row)
             self._unlock(lock)
             raise
+        # Nothing below can fail: that the row is long enough and a slot is free was seen above. The
+        # ids go to the table packed, as the tree has them.
         runs: list[bytes | bytearray | Pages] = []
         if lock is not None and lock.prefix_len:
             runs += reversed(packed_path(lock.node))
@@ -180,24 +189,30 @@ class PageManager:
         return RequestPages(row, lock, num_locked, num_joined, num_pages, self.epoch, slot)
 
     def lock_joined(self, pages: RequestPages, key: RadixKey, now_s: float) -> None:
-        """What the request joined has gone to the tree: from now on its lock holds that too.
+        """Lock the pages that the request joined, now that they have gone to the tree.
 
-        Raises InternalError if the tree does not have it, CallerError if the request has ended;
-        nothing is locked then.
+        Raises:
+            InternalError: the tree does not have them. CallerError: the request has ended. Nothing
+                is locked then.
         """
+        # Raises for a request that has ended, before anything is locked.
         self.table.length(pages.row)
         num_shared = pages.num_shared
         prefix = RadixKey(
             np.frombuffer(key.data, "<i4", num_shared * self.page_size), key.namespace
         )
         match = self.cache.match_prefix(prefix)
+        # The caller says that they are in the tree. If they are not, or a flush came between, the
+        # pages may belong to anything by now.
         if match.prefix_len != len(prefix) or pages.epoch != self.epoch:
             raise InternalError(
                 f"{num_shared} pages were joined, {match!r} is what the tree has of them"
             )
+        # The new lock before the end of the old one, so that the prefix is never evictable in
+        # between.
         lock = self.cache.lock(match, now_s=now_s)
-        # The tree may have had some of these pages already. It kept its own then, and those that
-        # were joined are free now: so the row is written anew.
+        # The tree may have had some of these pages already. Then it kept its own, and those that
+        # were joined are free now, so the row must name the tree's.
         self.table.write(pages.row, pages.num_locked, lock.pages[pages.num_locked :])
         self._unlock(pages.lock)
         pages.lock = lock
@@ -205,11 +220,15 @@ class PageManager:
         pages.num_joined = 0
 
     def grow_many(self, many: Sequence[RequestPages], now_s: float) -> None:
-        """Take one page at the end of each of these requests. Raises OutOfPagesError, CallerError
-        for one that has ended or is named twice, RequestError for one whose row is full; nothing is
-        taken then."""
+        """Take one page at the end of each of these requests.
+
+        Raises:
+            OutOfPagesError. CallerError: a request has ended or is named twice. RequestError: a row
+                is full. Nothing is taken then.
+        """
         check_time(now_s)
         many = list(many)
+        # All checks before `_take`: an eviction cannot be undone.
         free, evictable = self.allocator.free_pages, self.cache.evictable_pages
         if len(many) > free + evictable:
             raise OutOfPagesError(len(many), free, evictable)
@@ -227,20 +246,25 @@ class PageManager:
         priority: int = 0,
         being_read: bool = False,
     ) -> None:
-        """Give the tree the request's whole pages and hold them by a lock from now on.
+        """Give the tree the request's whole pages, and extend its lock over them.
 
-        Where the tree has a page already, the request's row is repointed to it and its own is
-        freed; with `being_read` (writes to a peer may still read it) only when the request ends.
+        Where the tree has a page already, the request's row is repointed to it and its own page is
+        freed. With `being_read` (writes to a peer may still read it) that waits until the request
+        ends.
         """
+        # What was joined is another request's to cache; the key would cover pages that are not
+        # ours.
         if pages.num_joined:
             raise InternalError(
                 f"row {pages.row} has {pages.num_joined} pages of another request, on their way"
             )
         num_whole = len(key) // self.page_size
+        # Old weights, no caching, or nothing new.
         if pages.epoch != self.epoch or not self.caching or num_whole <= pages.num_locked:
             return
         own = self.table.packed(pages.row, pages.num_locked, num_whole)
-        # Looked at here, once: what is owned is in the pool, named once, and not in the tree.
+        # The one check of these ids, so that the tree need not repeat it: a page that is OWNED is
+        # in the pool, named once, and not in the tree.
         owned, num_own = self.allocator.owned(own)
         result = self.cache.insert(
             key,
@@ -251,13 +275,18 @@ class PageManager:
             extend_lock=True,
             checked=owned,
         )
+        # Nothing can evict between the insertion and this: one thread owns the tree.
         if pages.lock is None:
             pages.lock = self.cache.lock(result, now_s=now_s)
+        # The tree took over the pages that it did not have. For the others the request has
+        # duplicates.
         num_there = result.prefix_len // self.page_size
         num_duplicates = num_there - pages.num_locked
         if not num_duplicates:
             self.allocator.cache_owned(owned, num_own)
         else:
+            # The row first: what it names must not be freed. The states last, duplicates and
+            # published pages each as one move.
             ids = np.frombuffer(own, np.int32)
             duplicates, published = ids[:num_duplicates], ids[num_duplicates:]
             there = result.pages[pages.num_locked : num_there]
@@ -279,45 +308,51 @@ class PageManager:
         priority: int = 0,
         continues: bool | None = None,
     ) -> None:
-        """The request ends: its whole pages become cached prefix, its tail is freed."""
+        """End the request: its whole pages become cached prefix, its tail is freed."""
         self.cache_unfinished(pages, key, now_s, priority=priority)
+        # Before `drop`, which ends the lock that says where the use ended.
         if continues is not None:
             self.hint(pages, continues)
         self.drop(pages)
 
     def hint(self, pages: RequestPages, continues: bool) -> None:
-        """Tell the eviction policy whether the conversation will go on."""
+        """Tell the eviction policy whether the conversation will continue. See
+        `RadixCache.hint`."""
         if pages.lock is not None and pages.epoch == self.epoch:
             self.cache.hint(pages.lock.node, continues=continues)
 
     def want(self, match: MatchResult) -> int:
-        """A request waits for pages: what is matched of its tokens, and what will be, is evicted
-        last. Returns a number for `unwant`."""
+        """Evict the pages of a waiting request's tokens last, and return a number for `unwant`. See
+        `RadixCache.want`."""
         return self.cache.want(match)
 
     def unwant(self, number: int) -> None:
-        """The request waits no longer."""
+        """End a want: the request waits no longer."""
         self.cache.unwant(number)
 
     def drop(self, pages: RequestPages) -> None:
-        """The request ends and no peer can write its own pages: they are freed."""
+        """End the request and free its own pages, which no peer can write."""
         self.allocator.free(self._close(pages))
         if self.slots is not None:
             self.slots.free([pages.slot])
 
     def hold(self, pages: RequestPages, owner: Hashable) -> None:
-        """The request ends while a peer may still write its own pages: `owner` holds them until
+        """End the request while a peer may still write its own pages: `owner` holds them until
         `release`."""
-        self.allocator.holds(owner)  # first: an owner without a hash must change nothing
+        # First: it raises for an owner without a hash, which must change nothing.
+        self.allocator.holds(owner)
         own = self._close(pages)
         if own or self.slots is not None:
-            self.allocator.hold(own, owner)  # also no pages, so that both know the owner
+            # With slots also for no pages: `release` asks the allocator if it knows the owner.
+            self.allocator.hold(own, owner)
         if self.slots is not None:
             self.slots.hold([pages.slot], owner)
 
     def release(self, owner: Hashable) -> int:
-        """No write can land in what `owner` holds any more: free it. Returns how many pages; 0 if
-        unknown."""
+        """Free what `owner` holds, and return how many pages; 0 if the owner is unknown.
+
+        Only with proof that no write can land there any more.
+        """
         if not self.allocator.holds(owner):
             return 0
         self.version += 1
@@ -326,7 +361,7 @@ class PageManager:
         return self.allocator.release(owner)
 
     def quarantine(self, owner: Hashable) -> int:
-        """The deadline for proof has passed; the pages stay held, and are counted apart."""
+        """Mark what `owner` holds as overdue, and return how many pages: they stay held."""
         if not self.allocator.holds(owner):
             return 0
         if self.slots is not None:
@@ -334,14 +369,16 @@ class PageManager:
         return self.allocator.quarantine(owner)
 
     def holds(self, owner: Hashable) -> bool:
-        """Whether `owner` has held or quarantined pages, or a slot."""
+        """Return whether `owner` has held or quarantined pages, or a slot."""
         return self.allocator.holds(owner)
 
     def flush(self) -> int:
-        """Empty the tree, after a weight update: requests that run now finish, but cache nothing.
+        """Empty the tree after a weight update, and return how many pages were freed at once.
 
-        Returns the pages freed at once; locked ones come back as their requests end.
+        Requests that run now finish, but cache nothing. Locked pages come back as their requests
+        end.
         """
+        # The epoch first: from here on no request of before adds KV of the old weights.
         self.epoch += 1
         freed = self.cache.reset()
         self._free_cached(freed)
@@ -350,8 +387,8 @@ class PageManager:
     # --- pages ------------------------------------------------------------------------------------
 
     def _take(self, num_pages: int, now_s: float) -> Pages:
-        """Allocate pages, evicting what is missing and the reserve. Raises OutOfPagesError; nothing
-        is evicted then."""
+        """Allocate pages, evicting what is missing and the reserve. Raises OutOfPagesError, with
+        nothing evicted."""
         free = self.allocator.free_pages
         missing = num_pages - free
         if missing <= 0:
@@ -360,16 +397,19 @@ class PageManager:
         if missing > evictable:
             raise OutOfPagesError(num_pages, free, evictable)
         evicted = self._evict(min(missing + self.evict_reserve_pages, evictable), now_s)
+        # The evicted pages left the tree, so they are ours. With a reserve free all and allocate
+        # again: neighbours merge, and the allocator picks the longest runs.
         self.allocator.uncache(evicted)
         if len(evicted) > missing:
             self.allocator.free(evicted)
             return self.allocator.alloc(num_pages)
-        # All free pages and all evicted ones are wanted, so the evicted need not become free first.
+        # Without, all free pages and all evicted ones are needed: these need not become free first.
         taken = np.concatenate([self.allocator.alloc(free), evicted])
         taken.sort()
         return taken
 
     def _evict(self, num_pages: int, now_s: float) -> Pages:
+        """Evict pages, and observe how long it took if there is a clock."""
         began_s = self.clock() if self.clock is not None else 0.0
         evicted = self.cache.evict(num_pages, now_s)
         self.evicted_pages += len(evicted)
@@ -378,13 +418,15 @@ class PageManager:
         return evicted
 
     def _close(self, pages: RequestPages) -> bytes:
-        """End the lock and the row; returns the request's own pages, packed, for the caller to free
-        or hold."""
+        """End the lock and the row, and return the request's own pages, packed, to be freed or
+        held."""
+        # Read before the row is emptied. It raises for a request that has ended: its row is -1.
         own = self.table.packed(pages.row, pages.num_shared, pages.num_pages)
         self.table.free_row(pages.row)
         self._unlock(pages.lock)
         pages.lock = None
         pages.row = -1
+        # The caller ends a request only when nothing reads its pages any more.
         for duplicates in pages.duplicates:
             self.allocator.free(duplicates)
         pages.duplicates.clear()
@@ -392,10 +434,12 @@ class PageManager:
         return own
 
     def _unlock(self, lock: PrefixLock | None) -> None:
+        """End a lock, if there is one, and free what only it held: pages of before a flush."""
         if lock is not None:
             self._free_cached(self.cache.unlock(lock))
 
     def _free_cached(self, pages: Pages) -> None:
+        """Free pages that the tree has given up."""
         if len(pages):
             self.allocator.uncache(pages)
             self.allocator.free(pages)
@@ -412,6 +456,7 @@ class PageManager:
                     f"slots are held by {self.slots.owners()}, pages by {self.allocator.owners()}"
                 )
         self.table.check_invariants()
+        # After a flush the allocator also counts pages of orphans, which are in no tree.
         in_tree = self.cache.num_pages
         if in_tree > self.allocator.cached_pages or (
             self.epoch == 0 and in_tree != self.allocator.cached_pages

@@ -1,4 +1,4 @@
-"""What both sides have in common: a request that holds pages, and the scheduler that has it."""
+"""The parts that both sides share: a request that holds pages, and its scheduler."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ MAX_REASON_CHARS: Final = 1000
 
 
 def reason_of(error: BaseException | str) -> str:
-    """What a peer is told of an error. It never raises: it is asked in the middle of a change, and
-    the error may be of the user's own class."""
+    """Return the text of an error as a peer is to read it, shortened. Never raises.
+
+    It runs in the middle of a change, and the error may be of the user's own class.
+    """
     try:
         return str(error)[:MAX_REASON_CHARS]
     except Exception:
@@ -31,22 +33,22 @@ def reason_of(error: BaseException | str) -> str:
 
 
 def check_reason(reason: object) -> None:
-    """Raise RequestError for what no frame carries as a reason."""
+    """Raise RequestError for a reason that no frame can carry."""
     if not isinstance(reason, str):
         raise RequestError(f"reason is a {type(reason).__name__}, a string is needed")
 
 
 def check_error(error: object) -> None:
-    """Raise CallerError for what is to end a request, and is no exception."""
+    """Raise CallerError for an error that is to end a request, and is no exception."""
     if error is not None and not isinstance(error, Exception):
         raise CallerError(f"error is a {type(error).__name__}, an exception is needed")
 
 
 class PagedRequest(Generic[State]):
-    """A request as a scheduler has it: its state, its error, its pages.
+    """A request as a scheduler sees it: its state, its error, its pages.
 
-    `TRANSITIONS` says which states may follow one, `TIMES` which fields say when something
-    happened.
+    `TRANSITIONS` has for each state those that may follow. `TIMES` names the fields that hold
+    times.
     """
 
     __slots__ = (
@@ -63,13 +65,15 @@ class PagedRequest(Generic[State]):
         self.generation = request.generation
         self.state = state
         self.error: Exception | None = None
+        # Set by admission, and None again once the pages were dropped or held for a peer. Only the
+        # scheduler's thread writes it; `holders` reads it from any.
         self.pages_held: RequestPages | None = None
         self.arrived_s = now_s
         self.ended_s: float | None = None
         self._books = books
 
     def become(self, state: State) -> None:
-        """Move to another state. Raises InternalError if the table does not allow it."""
+        """Move to another state. Raises InternalError if `TRANSITIONS` does not allow it."""
         if state not in self.TRANSITIONS[self.state]:
             raise InternalError(
                 f"request {self.rid!r} cannot go from {self.state.value} to {state.value}"
@@ -78,28 +82,32 @@ class PagedRequest(Generic[State]):
 
     @property
     def room(self) -> int:
+        """Number of its room."""
         return self.request.room
 
     @property
     def room_key(self) -> RoomKey:
+        """Its room and generation: one attempt at the transfer."""
         return RoomKey(self.request.room, self.generation)
 
     @property
     def pages(self) -> Pages:
-        """Ids of all its pages in order, int32, a read-only view that is valid until the next call
-        on the node."""
+        """Page ids of the request in order, int32; a read-only view, valid until the next call on
+        the node."""
         if self.pages_held is None:
             return np.empty(0, dtype=np.int32)
         return self._books.pages(self.pages_held)
 
     @property
     def row(self) -> int:
-        """Its row of the page table, -1 while it holds no pages."""
+        """Row of the page table, -1 while the request holds no pages."""
         return -1 if self.pages_held is None else self.pages_held.row
 
     def timeline(self, side: str, outcome: str, peer: str, **found: int) -> dict[str, Any]:
-        """All that is known of it, `found` included, as JSON holds it. Times are seconds since it
-        arrived, or None."""
+        """Return the request's history for a log, as JSON can hold it; `found` adds fields.
+
+        Times are seconds since the request arrived, or None.
+        """
         times = {name: getattr(self, name) for name in self.TIMES}
         return {
             "side": side,
@@ -125,12 +133,13 @@ Command = TypeVar("Command")
 
 
 class BrokenEvent:
-    """An event that has raised: what it raises again is not worth saying again."""
+    """An event that has raised once. Later exceptions of it are not reported again."""
 
     def __init__(self, event: DeviceEvent) -> None:
         self._event = event
 
     def query(self) -> bool:
+        """Return whether the device is done; False if the event raises again."""
         try:
             return self._event.query()
         except Exception:
@@ -138,17 +147,20 @@ class BrokenEvent:
 
 
 def still_pending(event: DeviceEvent, errors: UserErrors) -> DeviceEvent | None:
-    """None once the device is done; else what to ask next time. An event that raises has proved
-    nothing, so its pages stay where they are."""
+    """Return None once the device is done, else the event to query next time.
+
+    An event that raises has proved nothing, so its pages stay where they are.
+    """
     try:
         return None if event.query() else event
     except Exception as error:
+        # Report the first exception only: it is queried on every pass.
         errors.caught(error)
         return event if isinstance(event, BrokenEvent) else BrokenEvent(event)
 
 
 class PagedScheduler(Generic[Req, Command]):
-    """The requests that live on one side, and what its control plane is to do for them."""
+    """The live requests of one side, and the commands for its control plane."""
 
     def __init__(self, books: PageManager, journal: Journal, weights_version: str = "") -> None:
         self.books = books
@@ -156,17 +168,20 @@ class PagedScheduler(Generic[Req, Command]):
         self.requests: dict[str, Req] = {}  # all that live, by rid, oldest first
         self.draining = False  # takes no new requests
         self.counters = journal.counters
+        # What a log handler of the journal raises is reported with the errors of the policy.
         journal.errors = books.errors
+        # Collected during a call: requests that failed, and commands not taken yet, in order.
         self._failed: list[Req] = []
         self._commands: list[Command] = []
         self._deadlines: Timers[Req] = Timers()  # the requests' own
 
     def _note_deadline(self, req: Req) -> None:
+        """Start the request's own deadline, if it has one."""
         if req.request.deadline_s is not None:
             self._deadlines.wake(req, req.arrived_s + req.request.deadline_s)
 
     def take_commands(self) -> list[Command]:
-        """What the control plane is to do, in order."""
+        """Return the commands for the control plane, in order, and forget them."""
         commands, self._commands = self._commands, []
         return commands
 
@@ -175,13 +190,19 @@ class PagedScheduler(Generic[Req, Command]):
         return self.books.flush()
 
     def holders(self) -> list[tuple[str, RequestPages]]:
-        """What holds pages, by request id. Any thread may ask."""
+        """Return (request id, pages) of all requests that hold pages. Any thread may call it."""
+        # A copy of the values first: the scheduler may add and remove requests meanwhile. Each
+        # request's field is read once, since it may become None.
         held = [(req.rid, req.pages_held) for req in list(self.requests.values())]
         return [(name, pages) for name, pages in held if pages is not None]
 
     def _check_new(self, request: Request, num_pages: int, needs: str) -> None:
-        """Raise RequestError for a request that cannot be taken; `needs` says in
-        words what it needs, with {} for `num_pages`."""
+        """Raise RequestError for a request that cannot be accepted.
+
+        Args:
+            num_pages: pages that it may need in all.
+            needs: the need in words, with {} for `num_pages`.
+        """
         rid, limit = request.rid, min(self.books.num_pages, self.books.table.array.shape[1])
         if self.draining:
             raise DrainingError(f"request {rid!r} comes too late: this node is being drained")

@@ -1,5 +1,5 @@
-"""Which pages a request reads, as the array an attention kernel indexes: a row a request, -1 where
-unused.
+"""The page table: which pages a request reads, as the array that an attention kernel indexes. One
+row per request, -1 where unused.
 
 A table only names pages; the allocator knows what holds them.
 """
@@ -29,14 +29,14 @@ _NO_ROW: Final = -1  # in `_lengths`: the row is not in use
 
 
 class Growth(NamedTuple):
-    """Rows that may have one page more, and their lengths now."""
+    """Rows that may have one page more, checked, and their present lengths."""
 
     rows: Index
     lengths: npt.NDArray[np.int32]
 
 
 class PageTable:
-    """Rows of page ids. Owned by the scheduler thread.
+    """Rows of page ids. Owner: the scheduler's thread.
 
     The memory never moves, so a kernel may keep `array` (int32 [max_requests,
     max_pages_per_request], C order). A row in use holds `length(row)` page ids and then -1; a row
@@ -49,17 +49,19 @@ class PageTable:
         self.array = np.full((max_requests, max_pages_per_request), UNUSED, np.int32)
         self._lengths = np.full(max_requests, _NO_ROW, np.int32)
         self._length = self._lengths.data  # the same memory, faster for single rows
-        # And for ids that are packed: little-endian, as every machine has them that NIXL is for.
+        # The same memory as `array`, as bytes, for packed ids: little-endian, like every machine
+        # that NIXL runs on. It spans all rows, so each write has to stay within its row.
         self._packed = self.array.data.cast("B")
-        self._free_rows = list(range(max_requests - 1, -1, -1))  # the lowest comes first
+        # A stack: the row freed last is used next, at first the lowest.
+        self._free_rows = list(range(max_requests - 1, -1, -1))
 
     @property
     def free_rows(self) -> int:
-        """How many rows are not in use."""
+        """Number of rows that are not in use."""
         return len(self._free_rows)
 
     def alloc_row(self) -> int:
-        """A row of no pages. Raises CapacityError when all are in use."""
+        """Return a row without pages, now in use. Raises CapacityError if there is none."""
         if not self._free_rows:
             raise CapacityError(f"all {len(self.array)} rows of the page table are in use")
         row = self._free_rows.pop()
@@ -67,27 +69,32 @@ class PageTable:
         return row
 
     def free_row(self, row: int) -> None:
-        """Empty the row and take it back. Raises CallerError when it is not in use."""
+        """Empty the row and take it back. Raises CallerError if it is not in use."""
+        # `length` raises for a free row: freed twice, it would be given to two requests. Only what
+        # the row holds is overwritten; the rest is -1 already.
         start, size = _BYTES * row * self.array.shape[1], _BYTES * self.length(row)
         self._packed[start : start + size] = _UNUSED_BYTE * size
         self._length[row] = _NO_ROW
         self._free_rows.append(row)
 
     def length(self, row: int) -> int:
-        """How many pages the row has. Raises CallerError when it is not in use."""
+        """Return the number of pages in the row. Raises CallerError if it is not in use."""
+        # A row of -1 marks a request that has ended; numpy would take it for the last row.
         if not 0 <= row < len(self._length) or self._length[row] == _NO_ROW:
             raise CallerError(f"row {row} of the page table is not in use")
         return self._length[row]
 
     def pages(self, row: int) -> Pages:
-        """The row's page ids: a read-only view, valid until the row changes."""
+        """Return the row's page ids: a read-only view, valid until the row changes."""
         view = self.array[row, : self.length(row)]
         view.flags.writeable = False
         return view
 
     def packed(self, row: int, start_page: int, end_page: int) -> bytes:
-        """The row's page ids at [start_page, end_page), as little-endian int32. Raises CallerError
-        if the row is not in use, or shorter."""
+        """Return the row's page ids at [start_page, end_page) as packed little-endian int32.
+
+        Raises CallerError if the row is not in use, or shorter.
+        """
         length = self.length(row)
         if not 0 <= start_page <= end_page <= length:
             raise CallerError(f"pages {start_page} to {end_page} of row {row}, which has {length}")
@@ -95,14 +102,18 @@ class PageTable:
         return self._packed[_BYTES * (at + start_page) : _BYTES * (at + end_page)].tobytes()
 
     def fill(self, row: int, runs: Iterable[bytes | bytearray | Pages]) -> int:
-        """Give a row that has no pages these, one run after the other; returns how many that are.
+        """Fill a row that has no pages with runs of ids, one after the other; return their number.
 
-        The ids are not looked at: they come from the allocator and the tree. Raises, with nothing
-        changed: RequestError when they reach beyond the row's end; CallerError for a row that is
-        not in use, or has pages.
+        The ids are not checked: they come from the allocator and the tree.
+
+        Raises:
+            RequestError: they reach beyond the row's end. CallerError: the row is not in use, or
+                has pages. Nothing is changed then.
         """
         if self.length(row):
             raise CallerError(f"row {row} of the page table has pages")
+        # Joined first: only then is their number known, and ids beyond the end would land in the
+        # next row.
         ids = b"".join(runs)  # type: ignore[arg-type]  # arrays are buffers, whatever the stubs say
         columns = self.array.shape[1]
         num_pages = len(ids) // _BYTES
@@ -113,7 +124,7 @@ class PageTable:
         return num_pages
 
     def check_fits(self, num_pages: int) -> None:
-        """Raises RequestError for more pages than a row has."""
+        """Raise RequestError for more pages than a row can hold."""
         if num_pages > self.array.shape[1]:
             raise RequestError(
                 f"a row would have {num_pages} pages, the limit is {self.array.shape[1]}"
@@ -123,8 +134,11 @@ class PageTable:
         """Put `pages` at positions start_page, start_page + 1, ... of the row, over what was there.
 
         The first position may be at most the row's length, which grows if they reach beyond it.
-        Raises, with nothing changed: RequestError when they reach beyond the row's end; CallerError
-        for a row not in use or a gap; PageStateError for a negative page id.
+
+        Raises:
+            RequestError: they reach beyond the row's end. CallerError: the row is not in use, or
+                there would be a gap. PageStateError: a page id is negative. Nothing is changed
+                then.
         """
         length = self.length(row)
         ids = as_pages(pages)
@@ -158,14 +172,18 @@ class PageTable:
         self.append_checked(growth, page_ids)
 
     def check_growth(self, rows: npt.NDArray[np.integer] | Sequence[int]) -> Growth:
-        """See that each of these rows is in use, named once, and has room for one page more: so
-        nothing can fail once its page is taken. Raises CallerError, RequestError."""
+        """Check that each of these rows is in use, named once, and has room for one page more.
+
+        So nothing can fail once the pages are taken. Raises CallerError, RequestError.
+        """
         row_ids = np.asarray(rows)
         if row_ids.ndim != 1 or (len(row_ids) and row_ids.dtype.kind not in "iu"):
             raise CallerError(f"rows are {row_ids.dtype} {row_ids.shape}, must be integers [n]")
         row_ids = row_ids.astype(np.intp, copy=False)
         if len(row_ids) == 0:
             return Growth(row_ids, self._lengths[:0])
+        # Sorted, the ends show the range and neighbours show duplicates. The range comes before the
+        # look-up: numpy would take -1 for the last row.
         ordered = np.sort(row_ids)
         for row in (ordered[0], ordered[-1]):
             if not 0 <= row < len(self._lengths):
@@ -173,6 +191,7 @@ class PageTable:
         lengths = self._lengths[row_ids]
         if lengths.min() == _NO_ROW:
             raise CallerError(f"row {row_ids[lengths.argmin()]} of the page table is not in use")
+        # Room in the longest row is room in all.
         if lengths.max() >= self.array.shape[1]:
             row = row_ids[lengths.argmax()]
             raise RequestError(
@@ -184,8 +203,11 @@ class PageTable:
         return Growth(row_ids, lengths)
 
     def append_checked(self, growth: Growth, pages: Pages) -> None:
-        """As `append_each`, of rows that `check_growth` has seen and that have not changed since,
-        and of pages of the allocator."""
+        """Append one page of the allocator to each row that `check_growth` has checked.
+
+        The rows must not have changed since.
+        """
+        # Ids before lengths: a row names no page within its length that is not there yet.
         self.array[growth.rows, growth.lengths] = pages
         self._lengths[growth.rows] = growth.lengths + 1
 

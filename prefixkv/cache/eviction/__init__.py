@@ -1,1 +1,1 @@
-"""Which pages go first."""
+"""Eviction policies and the queues that put their order into practice."""

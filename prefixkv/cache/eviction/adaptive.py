@@ -1,25 +1,22 @@
 """The adaptive policy, the default: keep what is likely to be used soon for the room it takes, as
 learnt from this cache's own traffic.
 
-Nothing is taken as given about who comes back. Each page has a class: how many requests used it
-(1, 2, 3, 4 to 5, 6 and more; the new end of a next turn counts as used twice) and how much was new
-with the last of them (up to 4, up to 16, more blocks of 512 tokens). For each class it is counted
-after what time uses are followed by a return (`hazards.py`). From that each leaf has a worth by
-class and age, and the least worth goes first. Worth rises with age, then falls: of the leaves of
-one class the least is the oldest or the newest.
+Each page has a class: how many requests used it (1, 2, 3, 4 to 5, 6 and more; the new end of a next
+turn counts as used twice) and how much was new with the last of them (up to 4, up to 16, more
+blocks of 512 tokens). For each class it is counted after what time uses are followed by a return
+(`hazards.py`). That gives each leaf a worth by class and age, and the least worth goes first. Worth
+rises with age, then falls: of the leaves of one class the least is the oldest or the newest.
 
-What is counted are uses, not blocks, at the end of their path only, in the class of the new pages
-and, from the third turn on, in that of the pages before them, which share its fate: O(1) a use.
-
-Pages that paths part from, such as a document that many prompts share, are the end of no path. They
-have classes of their own, by how many there are and how often paths have parted there, and it is
-counted after what time that happens again.
+Counted are uses, not blocks, at the end of their path only: in the class of the new pages and, from
+the third turn on, in that of the pages before them, which share its fate. O(1) per use. Pages that
+paths part from (a document that many prompts share) are the end of no path. They have classes of
+their own, by their number and by how often paths have parted there, and it is counted after what
+time that happens again. Evicted pages leave ghosts (`ghosts.py`), so that a return is seen although
+the pages are gone.
 
 Among chats, where few return, this keeps what was seen twice and lets the newest go first, like
-`gated`; among agents, where nearly all return, and in a large pool it behaves like `lru`; and in
-a pool for fewer sessions than are active it keeps some whole, which `lru` does not.
-
-Evicted pages leave ghosts (`ghosts.py`), so that a return is seen although the pages are gone.
+`gated`; among agents, where nearly all return, and in a large pool it behaves like `lru`; in a pool
+for fewer sessions than are active it keeps some of them whole, which `lru` does not.
 
 Source: the index of Gittins (1979), see `hazards.py`; classes by use count, and a bounded memory of
 what was evicted, as in 2Q (Johnson and Shasha, 1994).
@@ -41,13 +38,13 @@ from prefixkv.cache.node import Mark, Node
 from prefixkv.settings import at_least
 
 COUNTS = (0, 0, 1, 2, 3, 3, 4)
-"""The class of a use count: 1, 2, 3, 4 to 5, 6 and more."""
+"""Class by use count: 1, 2, 3, 4 to 5, 6 and more."""
 
 SIZES = 3
-"""How many classes of a use count there are, by how much was new."""
+"""Classes per use count, by how much was new."""
 
 TRUNK_COUNTS = (0, 0, 0, 1, 1, 1, 2)
-"""The class of pages that paths have parted from so often: up to 2, 3 to 5, 6 and more times."""
+"""Class of a trunk by how often paths have parted there: up to 2, 3 to 5, 6 and more times."""
 
 NUM_OWN = (COUNTS[-1] + 1) * SIZES
 NUM_KINDS = NUM_OWN + (TRUNK_COUNTS[-1] + 1) * SIZES
@@ -56,20 +53,21 @@ NUM_KINDS = NUM_OWN + (TRUNK_COUNTS[-1] + 1) * SIZES
 MOST_TURNS = len(COUNTS) - 1
 
 NO_END = 0
-"""As `path_pages`: a use that brought nothing of its own, and so says nothing about returns."""
+"""`path_pages` of a use that brought nothing of its own: it says nothing about returns."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Traits:
-    """What a use was like; equal ones are one object (`TRAITS`)."""
+    """The kind of a use: turn and size. Equal ones are one object (`TRAITS`)."""
 
-    number: int  # of the row it is counted in
-    turn: int  # of its conversation, at most `MOST_TURNS`
-    kinds: tuple[int, ...]  # that of its new pages, that of those before them: what the row is for
-    classes: tuple[int, ...]  # of pages of which it is the last use, by visits, at most 6
+    number: int  # the row of `Hazards` that it is counted in
+    turn: int  # turn of its conversation, at most `MOST_TURNS`
+    kinds: tuple[int, ...]  # classes the row counts for: of its new pages, of those before them
+    classes: tuple[int, ...]  # by visits, at most 6: class of pages that it is the last use of
 
 
 def _traits(size: int, turn: int) -> Traits:
+    """Build the traits of a use by its size class and turn."""
     turn = min(turn, MOST_TURNS)
     new = kind_of(min(turn, 2), size)
     classes = [kind_of(visits, size) for visits in range(len(COUNTS))]
@@ -80,7 +78,7 @@ def _traits(size: int, turn: int) -> Traits:
 
 
 def kind_of(visits: int, size: int) -> int:
-    """The class of pages with so many uses, the last of this size."""
+    """Return the class of pages with this many visits, the last of them of this size class."""
     return COUNTS[min(visits, MOST_TURNS)] * SIZES + size
 
 
@@ -97,7 +95,8 @@ NO_TRUNK: Trunk = (0, 0, 0, 0)
 
 
 def trunk_of(pages: int, length: int, times: int) -> Trunk:
-    """`length`: which class of how many pages."""
+    """Return the trunk of `pages` pages, of size class `length`, from which paths parted `times`
+    times."""
     kind = NUM_OWN + SIZES * length + TRUNK_COUNTS[times]
     return pages, times, SIZES * MOST_TURNS + kind - NUM_OWN, kind
 
@@ -106,10 +105,10 @@ ROWS = [
     *(TRAITS[turn][size].kinds for size in range(SIZES) for turn in range(1, MOST_TURNS + 1)),
     *((kind,) for kind in range(NUM_OWN, NUM_KINDS)),
 ]
-"""By `Traits.number`."""
+"""The classes that each row counts for: by `Traits.number`, then a row per class of trunks."""
 
 NO_GHOSTS: list[Ghost] = []
-"""Never written to."""
+"""Shared and never written to."""
 
 
 Seen: TypeAlias = tuple[int, int, float, Traits, int, Trunk]
@@ -120,8 +119,9 @@ time.
 
 
 def class_of(leaf: Node) -> int:
-    """The class of a leaf's last page."""
+    """Return the class of a leaf's last page."""
     _, visits, _, of_use, _, trunk = leaf.mark
+    # Within a trunk the class is the trunk's; below it counts by how often it was visited.
     if leaf.end <= trunk[0]:
         return trunk[3]  # type: ignore[no-any-return]
     return of_use.classes[visits if visits < MOST_TURNS else MOST_TURNS]  # type: ignore[no-any-return]
@@ -130,7 +130,7 @@ def class_of(leaf: Node) -> int:
 @register_policy
 @dataclass(eq=False, repr=False)
 class Adaptive(GhostPolicy):
-    """See the module's text.
+    """The default policy: the least worth goes first, as learnt from the cache's own traffic.
 
     Args:
         short_tokens, long_tokens: the two bounds between the three classes of how much was new.
@@ -153,6 +153,8 @@ class Adaptive(GhostPolicy):
         at_least(0, short_tokens=self.short_tokens)
         at_least(self.short_tokens, long_tokens=self.long_tokens)
         at_least(1, trust=self.trust, period=self.period, half_life_s=self.half_life_s)
+        # A group is the three sizes of one use count: they are alike, so they learn from each
+        # other.
         groups = [list(range(first, first + SIZES)) for first in range(0, NUM_KINDS, SIZES)]
         self.hazards = Hazards(groups, self.trust, self.period, self.half_life_s, ROWS, NUM_OWN)
 
@@ -170,9 +172,12 @@ class Adaptive(GhostPolicy):
     def marks_of_new(self, use: Use, found: list[Ghost]) -> Sequence[tuple[int, Seen]]:
         of_use, end, trunk = self._begin(use, found)
         tick, now_s = use.tick, use.now_s
+        # 1. Nothing is remembered: the new pages begin with one visit. If the request was counted
+        #    before, the old pages had that visit already, so it is subtracted above.
         if not found:
             above = (tick, 0 if use.visit else -1, now_s, of_use, end, trunk)
             return (use.old_pages, above), (use.num_pages, (tick, 1, now_s, of_use, end, trunk))
+        # 2. Some pages come back: they go on from the visits of their ghosts.
         totals = [(depth, history[1] + 1) for history, depth, *_ in found]
         steps = staircase(use, totals, 1, 0, sub)
         if use.old_pages < trunk[0] < use.num_pages and trunk[0] not in dict(steps):
@@ -181,24 +186,33 @@ class Adaptive(GhostPolicy):
         return [(depth, (tick, visits, now_s, of_use, end, trunk)) for depth, visits in steps]
 
     def _begin(self, use: Use, found: list[Ghost] | None) -> tuple[Traits, int, Trunk]:
-        """The traits of a use, where its path ends, and its trunk; counts it if it is the first of
-        its request. `found` are the ghosts beyond its old pages, None: not looked up."""
+        """Return the traits of a use, where its path ends, and its trunk. Counts the first use of a
+        request.
+
+        Args:
+            found: the ghosts beyond its old pages; None if they were not looked up.
+        """
         before: Seen | None = use.before
         old_pages, now_s = use.old_pages, use.now_s
+        # 1. Not the first use of its request: the request was counted, and this is the same turn.
         if before is not None:
             if not use.visit:
                 has_end = before[4] != NO_END or use.num_pages > old_pages
                 return before[3], use.num_pages if has_end else NO_END, before[5]
             if before[4] == old_pages and found is None:
-                # It goes on where the last path there ended, so what lies beyond counts as new. An
-                # older, longer path may have left ghosts there: too rare to look at each next turn.
+                # 2. The usual next turn: it goes on where the last path there ended, so what lies
+                # beyond counts as new. An older, longer path may have left ghosts there: too rare
+                # to look for them at each next turn.
                 self.remembered.none_beyond(use.data, old_pages)
                 found = NO_GHOSTS
         if found is None:
             found = self.remembered.find(use.data, old_pages)
+        # 3. Else it may continue a path that was evicted.
         last, new_pages = self.goes_on(use, found)
         size = (new_pages > self._short_pages) + (new_pages > self._long_pages)
         hazards, turn, trunk = self.hazards, 1, NO_TRUNK
+        # A return ends the start that it goes on from, and begins another, one turn later. A use
+        # without new pages begins none. One that leaves a known path has a trunk.
         if last is not None:
             was: Traits = last[3]
             hazards.returned(was.number, last[2], now_s)
@@ -212,9 +226,15 @@ class Adaptive(GhostPolicy):
         return of_use, use.num_pages, trunk
 
     def _parts(self, history: Seen | None, known: int, now_s: float) -> Trunk:
-        """A path parts from others after its known pages, the last of which has this history. No
-        path ends there, so the trunk is counted by itself."""
+        """Count that a path parts from others after its `known` pages, and return their trunk.
+
+        No path ends there, so trunks have rows of their own.
+
+        Args:
+            history: that of the last known page, None if it has none.
+        """
         times = 1
+        # Paths have parted at or below this place before: this is a return to that trunk.
         if history is not None and known <= history[5][0]:
             times = min(history[5][1] + 1, MOST_TURNS)
             self.hazards.returned(history[5][2], history[2], now_s)
@@ -224,6 +244,7 @@ class Adaptive(GhostPolicy):
         return trunk
 
     def fold(self, upper: Seen, lower: Seen) -> Seen:
+        """Take all of the later mark, with the visits of both."""
         if upper[0] > lower[0]:
             tick, visits, now_s, of_use, end, trunk = upper
             return tick, visits + lower[1], now_s, of_use, end, trunk
@@ -239,9 +260,13 @@ class Adaptive(GhostPolicy):
         return LeastWorth(self.hazards, class_of)
 
     def floor(self, steps: Sequence[tuple[int, Seen]], mark: Seen, low: int) -> int | None:
+        """Return the first step from below where the class or the last use changes; see
+        `Policy.floor`."""
         tick, visits, _, of_use, _, (trunk_pages, *_) = mark
         classes = of_use.classes
         kind = classes[visits if visits < MOST_TURNS else MOST_TURNS]
+        # Above a step another use may be the last, the trunk may begin, or visits may give another
+        # class. Going on to `low` is enough.
         for depth, above in reversed(steps):
             visits += above[1]
             if (
@@ -254,6 +279,7 @@ class Adaptive(GhostPolicy):
         return None
 
     def evicted(self, node: Node, num_pages: int) -> None:
+        """Leave ghosts of the pages. Path ends that are forgotten for them count as losses."""
         hazards = self.hazards
         for ghost in self.remember(node, num_pages):
             last: Seen = ghost[0]

@@ -1,4 +1,4 @@
-"""What is remembered of pages that were evicted, so that a path that comes back is known.
+"""Ghosts: records of evicted pages, so that a path that comes back is recognised.
 
 Few ghosts are kept, at whole blocks only: one every `stride_blocks` blocks on a path, and one at
 the last block of the path. Together they stand for a bounded number of pages; the oldest are
@@ -25,39 +25,43 @@ from prefixkv.cache.radix_key import TOKEN_BYTES
 from prefixkv.settings import at_least, check_types
 
 Worth: TypeAlias = Any
-"""Whatever a policy counts of a page's uses: it compares with `<` and adds up."""
+"""A policy's count of a page's uses: it compares with `<` and adds up."""
 
 PATH = 4
-"""Where a mark has how many pages its use covered."""
+"""Index in a mark of the number of pages that its use covered."""
 
 NAME_BYTES = 16 * TOKEN_BYTES
-"""A ghost's name holds the last page before it, and at least this much."""
+"""A ghost's name covers the last page before it, and at least this many bytes."""
 
 SEGMENT_BYTES = 8 * TOKEN_BYTES
-"""A segment's name holds this much before its begin."""
+"""A segment's name covers this many bytes before its beginning."""
 
 
 Ghost: TypeAlias = tuple[Mark, int, int, int, int | None, bool]
-"""(history, depth, stands for, name, segment, is end): the history of its page, as its policy keeps
-it; pages from the root to its end; how many pages it stands for; the name of the segment that it
-ends, None if it lies at a stride; whether it is the end, to the block, of the path that its page
-was last part of.
+"""(history, depth, stands for, name, segment, is end).
+
+- history: of its page, as the policy keeps it.
+- depth: pages from the root to its end.
+- stands for: number of pages, for the bound on all ghosts.
+- name: its key in `Ghosts`.
+- segment: name of the segment in which it ends a path; None for a ghost at a stride.
+- is end: True if it is the end, to the block, of the path that its page was last part of.
 
 A plain tuple: making ghosts is most of what an eviction costs.
 """
 
 
 class Ghosts:
-    """A bounded queue with a look-up. O(1) a ghost.
+    """A bounded queue of ghosts with a look-up by name. O(1) per ghost.
 
-    A segment is what lies between two strides of a path, and is known by its begin (the first, by
-    its first block). It is counted how many ghosts of path ends a segment has, so that a look-up
-    tries the blocks of a segment only if there is one.
+    A segment is what lies between two strides of a path. It is named after its beginning (the first
+    segment after its first block). The ghosts of path ends are counted per segment, so that a
+    look-up tries the blocks of a segment only if one of them has a ghost.
 
     Args:
-        page_bytes: of packed tokens.
+        page_bytes: bytes of packed tokens per page.
         block_pages: ghosts lie at multiples of this depth only.
-        stride_blocks: how many blocks lie between two ghosts of one path.
+        stride_blocks: blocks between two ghosts of one path.
     """
 
     def __init__(self, page_bytes: int, block_pages: int, stride_blocks: int) -> None:
@@ -65,16 +69,18 @@ class Ghosts:
         self._name_bytes = max(page_bytes, NAME_BYTES)
         self.block_pages = block_pages
         self.stride_pages = stride_blocks * block_pages
-        self._ghosts: OrderedDict[int, Ghost] = OrderedDict()
-        self._ends: dict[int, int] = {}  # by segment: ghosts of path ends in it
-        self.num_pages = 0  # that all of them stand for
-        # (packed path, old pages, what was found) of the last look-up, while it holds
+        self._ghosts: OrderedDict[int, Ghost] = OrderedDict()  # by name, the oldest first
+        self._ends: dict[int, int] = {}  # by segment: ghosts of path ends in it, never 0
+        self.num_pages = 0  # pages that all of them stand for
+        # (packed path, old pages, ghosts found) of the last look-up, as long as no ghost has come
+        # or gone: a request looks the same path up for its mark and for its insertion.
         self._last: tuple[bytes, int, list[Ghost]] | None = None
 
     def __len__(self) -> int:
         return len(self._ghosts)
 
     def clear(self) -> None:
+        """Forget all ghosts."""
         self._ghosts.clear()
         self._ends.clear()
         self.num_pages = 0
@@ -83,27 +89,33 @@ class Ghosts:
     def remember(
         self, node: Node, num_pages: int, path_pages: int, limit_pages: int, fold: Fold
     ) -> list[Ghost]:
-        """The last `num_pages` of a leaf go: leave ghosts of them, and forget the oldest beyond
-        `limit_pages`.
+        """Leave ghosts of the last `num_pages` of a leaf, which are about to go, and forget the
+        oldest ghosts beyond `limit_pages`.
 
         Args:
-            path_pages: how long the path was that these pages were last part of.
+            path_pages: length of the path that these pages were last part of.
             fold: the policy's.
         Returns:
-            Of the forgotten those that were ends of their paths.
+            Those of the forgotten ghosts that were ends of their paths.
         """
         end, stride = node.end, self.stride_pages
         low = end - num_pages
         self._last = None
+        # The last whole block of the path is its end, as far as ghosts are concerned.
         last = path_pages - path_pages % self.block_pages
+        # The history at a depth: the leaf's mark, folded with the steps at or below that depth.
+        # Depths only fall from here on, so one pass over the steps serves all ghosts.
         history, steps = node.mark, node.steps
         at = len(steps) - 1 if steps is not None else -1
         ghosts, size, page_bytes = self._ghosts, self._name_bytes, self._page_bytes
+        # The tokens that names are made of, copied once. Near the top of the node a name may reach
+        # into its ancestors: that is the slow way, `_name_in_tree`.
         key = node.key
         bytes_above = end * page_bytes - len(key)
         cut = max(0, low * page_bytes - bytes_above - size)
         tail, bytes_above = bytes(key[cut:]), bytes_above + cut
         num_pages = self.num_pages
+        # 1. The end of the path, unless it lies at a stride, which the loop below covers.
         if low < last <= end and (over := last % stride):
             while at >= 0 and steps[at][0] >= last:  # type: ignore[index]
                 history = fold(steps[at][1], history)  # type: ignore[index]
@@ -119,11 +131,15 @@ class Ghosts:
                 name = hash((last, tail[at_byte - size : at_byte]))
             else:
                 name = self._name_in_tree(node, last, size)
+            # An older ghost of the same name goes first: it leaves its segment, and the new one is
+            # the newest in the order of forgetting.
             if name in ghosts:
                 num_pages -= self._forget(ghosts[name])
             self._ends[segment] = self._ends.get(segment, 0) + 1
             ghosts[name] = (history, last, over, name, segment, True)
             num_pages += over
+        # 2. The strides, from below, so that a deeper ghost is older and forgotten before what it
+        #    follows.
         for depth in range(end - end % stride, low, -stride):
             while at >= 0 and steps[at][0] >= depth:  # type: ignore[index]
                 history = fold(steps[at][1], history)  # type: ignore[index]
@@ -137,6 +153,7 @@ class Ghosts:
                 num_pages -= self._forget(ghosts[name])
             ghosts[name] = (history, depth, stride, name, None, depth == last)
             num_pages += stride
+        # 3. Forget the oldest until the bound holds.
         forgotten: list[Ghost] = []
         while num_pages > limit_pages:
             _, ghost = ghosts.popitem(last=False)
@@ -149,15 +166,18 @@ class Ghosts:
         return forgotten
 
     def find(self, data: bytes, old_pages: int) -> list[Ghost]:
-        """Those of a packed path beyond its `old_pages`, rising in depth. O(found + stride)."""
+        """Return the ghosts of a packed path beyond its `old_pages`, by rising depth. O(found +
+        stride)."""
         if not self._ghosts:
             return []
+        # Identity of the bytes is enough, and costs nothing: a request keeps its packed tokens.
         if (known := self._last) is not None and known[0] is data and known[1] == old_pages:
             return known[2]
         get, size, page_bytes = self._ghosts.get, self._name_bytes, self._page_bytes
         end = len(data) // page_bytes
         block, stride = self.block_pages, self.stride_pages
         found: list[Ghost] = []
+        # 1. From stride to stride, as long as there are ghosts.
         depth = old_pages - old_pages % stride + stride
         while depth <= end:
             at = depth * page_bytes
@@ -166,7 +186,8 @@ class Ghosts:
                 break
             found.append(ghost)
             depth += stride
-        # The end of the path is less than a stride further.
+        # 2. The end of the path is less than a stride further. Its blocks are tried from below only
+        # if the segment has such a ghost at all.
         begin = depth - stride
         low = old_pages if old_pages > begin else begin
         high = min(depth - block, end - end % block)
@@ -179,11 +200,11 @@ class Ghosts:
         return found
 
     def none_beyond(self, data: bytes, old_pages: int) -> None:
-        """The next look-up of this path finds nothing."""
+        """Note that the next look-up of this path finds nothing, without a search."""
         self._last = data, old_pages, []
 
     def come_back(self, found: list[Ghost]) -> None:
-        """The pages of these ghosts, just found, are in the tree again."""
+        """Remove these ghosts, just found: their pages are in the tree again."""
         if found:
             ghosts, num_pages = self._ghosts, self.num_pages
             for _, _, stands_for, name, segment, _ in found:
@@ -195,7 +216,7 @@ class Ghosts:
             self._last = None
 
     def broken_laws(self) -> list[str]:
-        """Every law that does not hold; for tests. O(ghosts)."""
+        """Return every law that does not hold; for tests. O(ghosts)."""
         ghosts = self._ghosts
         ends = Counter(ghost[4] for ghost in ghosts.values() if ghost[4] is not None)
         laws = {
@@ -212,29 +233,34 @@ class Ghosts:
         return [law for law, holds in laws.items() if not holds]
 
     def _forget(self, ghost: Ghost) -> int:
-        """Returns how many pages it stood for."""
+        """Remove a ghost, and return how many pages it stood for."""
         del self._ghosts[ghost[3]]
         if ghost[4] is not None:
             self._leave_segment(ghost[4])
         return ghost[2]
 
     def _leave_segment(self, segment: int) -> None:
+        """Count one path end less in a segment."""
         if self._ends[segment] == 1:
             del self._ends[segment]
         else:
             self._ends[segment] -= 1
 
     def _name(self, data: bytes, depth: int, num_bytes: int) -> int:
-        """What `depth` of a packed path is known by: so many bytes before it."""
+        """Return the name of `depth` on a packed path: a hash of it and of up to `num_bytes` before
+        it."""
         end = depth * self._page_bytes
         return hash((depth, data[end - num_bytes if end > num_bytes else 0 : end]))
 
     def _name_in_tree(self, node: Node, depth: int, num_bytes: int) -> int:
-        """As `_name`, of the path that `node` ends."""
+        """Return `_name` for the path that `node` ends, read from the tree. O(nodes that hold the
+        bytes)."""
         key = node.key
         end = len(key) - (node.end - depth) * self._page_bytes
         if end >= num_bytes:
             return hash((depth, bytes(key[end - num_bytes : end])))
+        # 1. Up to the node in which `depth` lies. 2. From there upwards until there are bytes
+        #    enough.
         parent = node.parent
         while end <= 0 and parent is not None:
             node, parent = parent, parent.parent
@@ -248,13 +274,15 @@ class Ghosts:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class GhostPolicy(Policy):
-    """The base of policies that remember evicted pages. A mark of theirs is a tuple; it begins with
-    the tick of its use, and has at `PATH` how many pages its use covered.
+    """The base of policies that remember evicted pages.
+
+    Their marks are tuples that begin with the tick of the use, and hold at `PATH` the number of
+    pages that the use covered.
 
     Args:
-        ghosts: how many pages the ghosts may stand for, as a multiple of the pool (or of the tree,
-            at its largest).
-        block_tokens, stride_blocks: how far ghosts lie apart.
+        ghosts: pages that the ghosts may stand for, as a multiple of the pool (or of the tree, at
+            its largest, if the size of the pool is not known).
+        block_tokens, stride_blocks: distance between ghosts.
         promise_s: see `Policy`.
     Raises:
         ConfigError: a setting below its bound.
@@ -280,6 +308,7 @@ class GhostPolicy(Policy):
         self.remembered = Ghosts(self._page_bytes, self.ghost_pages, self.stride_blocks)
 
     def insertion_marks(self, use: Use) -> Sequence[tuple[int, Mark]]:
+        # Marks first: they are worked out from the ghosts, which go once their pages are back.
         found = self.remembered.find(use.data, use.old_pages)
         marks = self.marks_of_new(use, found)
         self.remembered.come_back(found)
@@ -287,15 +316,18 @@ class GhostPolicy(Policy):
 
     @abstractmethod
     def marks_of_new(self, use: Use, found: list[Ghost]) -> Sequence[tuple[int, Mark]]:
-        """As `insertion_marks`, where `found` are the ghosts of the new pages."""
+        """Return the marks of an insertion, see `insertion_marks`; `found` are the ghosts of the
+        new pages."""
 
     def goes_on(self, use: Use, found: list[Ghost]) -> tuple[Mark | None, int]:
-        """The use that this first use of a request goes on from, and how many pages it adds.
+        """Return the last use that this first use of a request continues, or None, and the number
+        of new pages.
 
-        It goes on where the last path that held the known pages ended, if it does; else None. Of
-        `found`, the ghosts beyond the old pages, that end is known to the block only.
+        It continues a use if it goes on where the last path that held the known pages ended. If
+        `found`, the ghosts beyond the old pages, is not empty, that end is known to the block only.
         """
         self._capacity_pages = max(self._capacity_pages, use.tree_pages)
+        # Known are the pages in the tree, or those up to the deepest ghost.
         known, last = use.old_pages, use.before
         if found:
             last, known = found[-1][:2]
@@ -305,6 +337,7 @@ class GhostPolicy(Policy):
         end: int = last[PATH]
         if found:
             end -= end % self.ghost_pages
+        # The known pages end elsewhere: this path parts from that one, which may still continue.
         if end != known:
             return None, new_pages
         if self.came_back is not None:
@@ -318,7 +351,7 @@ class GhostPolicy(Policy):
         self.remember(node, num_pages)
 
     def remember(self, node: Node, num_pages: int) -> list[Ghost]:
-        """Leave ghosts of evicted pages; returns the ends of paths that are forgotten for them."""
+        """Leave ghosts of evicted pages, and return the path ends that are forgotten for them."""
         limit_pages = int(self.ghosts * self._capacity_pages)
         path_pages = node.mark[PATH]
         return self.remembered.remember(node, num_pages, path_pages, limit_pages, self.fold)
@@ -341,12 +374,11 @@ def staircase(
     nothing: Worth,
     less: Callable[[Worth, Worth], Worth],
 ) -> list[tuple[int, Worth]]:
-    """(depth, what a mark there adds), rising: what an insertion leaves so that each page has its
-    total.
+    """Return (depth, worth added by a mark there), rising, so that each page gets its total.
 
-    New pages up to a ghost have the ghost's worth besides this visit, those below the last ghost
-    have this visit. The old pages have at most this visit: what was added for the new ones is taken
-    off again where they end.
+    New pages down to a ghost have the ghost's worth besides this visit, those below the last ghost
+    have this visit. The old pages have at most this visit: what was added for the new ones is
+    subtracted where the old ones end.
 
     Args:
         totals: (depth, worth) of the ghosts found, this visit included, rising in depth.
@@ -355,9 +387,12 @@ def staircase(
     """
     if not totals or totals[-1][0] < use.num_pages:
         totals.append((use.num_pages, one))
+    # From below: a mark counts for all pages above it too, so each step adds only the difference.
     steps = []
     below = nothing  # what marks further down add to a page already
     for depth, total in [*reversed(totals), (use.old_pages, one if use.visit else nothing)]:
+        # A ghost with a lower total than what lies below it is left out: worths do not fall
+        # upwards.
         if depth == use.old_pages or total > below:
             steps.append((depth, less(total, below)))
             below = total

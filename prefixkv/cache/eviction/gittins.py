@@ -1,18 +1,15 @@
 """The gittins policy: keep what is likely to be used soon for the room it takes, as learnt from
-what came back.
+earlier returns.
 
 Each use of a path has a class: which turn of its conversation it is (1, 2, 3, 4 to 5, 6 and more),
 and how much was new (up to 3, up to 16, more blocks of 512 tokens). For each class it is counted
-after what time paths came back (`return_tables.py`). From that each leaf has a worth by class and
-age, and the least worth goes first. Worth rises with age, then falls: of the leaves of one class
-the least is the oldest or the newest, so that 30 look-ups find the victim.
+after what time paths came back (`return_tables.py`). That gives each leaf a worth by class and age,
+and the least worth goes first. Worth rises with age, then falls: of the leaves of one class the
+least is the oldest or the newest, so that 30 look-ups find the victim.
 
-What is counted are uses, not blocks, and the class is the use's. All pages that a use was the last
-to cover share the fate of its conversation, and only the end of the path has to be looked at: O(1)
-a use.
-
-Evicted pages leave ghosts (`ghosts.py`), so that a return is
-seen although the pages are gone.
+Counted are uses, not blocks, and the class is the use's. All pages that a use was the last to cover
+share the fate of its conversation, and only the end of the path has to be looked at: O(1) per use.
+Evicted pages leave ghosts (`ghosts.py`), so that a return is seen although they are gone.
 
 Source: the index of Gittins (1979), see `return_tables.py`.
 """
@@ -31,19 +28,19 @@ from prefixkv.cache.node import Node
 from prefixkv.settings import at_least
 
 TURNS = (1, 2, 3, 5)
-"""The last turn of each class of turns but the last one."""
+"""Last turn of each class of turns; the last class has no end."""
 
 SIZES = 3
-"""How many classes of a turn there are, by how much was new."""
+"""Classes per turn, by how much was new."""
 
 NUM_KINDS = (len(TURNS) + 1) * SIZES
 
 NO_END = 0
-"""As `path_pages`: a use that brought nothing of its own, and so says nothing about returns."""
+"""`path_pages` of a use that brought nothing of its own: it says nothing about returns."""
 
 
 class LastUse(NamedTuple):
-    """A mark: all of it is the last use's."""
+    """A mark: the traits of the last use."""
 
     tick: int
     now_s: float
@@ -55,7 +52,7 @@ class LastUse(NamedTuple):
 @register_policy
 @dataclass(eq=False, repr=False)
 class Gittins(GhostPolicy):
-    """See the module's text.
+    """Evicts the least worth first, by returns counted per turn and size.
 
     Args:
         short_tokens, long_tokens: the two bounds between the three classes of how much was new.
@@ -78,6 +75,7 @@ class Gittins(GhostPolicy):
         at_least(0, short_tokens=self.short_tokens, power=self.power)
         at_least(self.short_tokens, long_tokens=self.long_tokens)
         at_least(1, trust=self.trust, period=self.period)
+        # The three sizes of a turn are one group.
         groups = [list(range(first, first + SIZES)) for first in range(0, NUM_KINDS, SIZES)]
         self.tables = ReturnTables(groups, self.power, self.trust, self.period)
 
@@ -93,13 +91,16 @@ class Gittins(GhostPolicy):
 
     def marks_of_new(self, use: Use, found: list[Ghost]) -> Sequence[tuple[int, LastUse]]:
         mark = self._last_use(use, found)
-        # One where the new pages begin, too: a later use that ends there does not go on from there.
+        # A mark where the new pages begin as well: this use passed there, so a later use that ends
+        # there does not continue an older one.
         return ((use.old_pages, mark), (use.num_pages, mark))
 
     def _last_use(self, use: Use, found: list[Ghost] | None) -> LastUse:
-        """The mark of a use; `found` are the ghosts beyond its old pages, None: not looked up."""
+        """Return the mark of a use; `found` are the ghosts beyond its old pages, None: not looked
+        up."""
         before: LastUse | None = use.before
-        if not use.visit and before is not None:  # the first use of its request was counted
+        # A later use of a request has the class of the first, which was counted.
+        if not use.visit and before is not None:
             kind, turn = before.kind, before.turn
             has_end = before.path_pages != NO_END or use.num_pages > use.old_pages
         else:
@@ -110,8 +111,8 @@ class Gittins(GhostPolicy):
         return LastUse(use.tick, use.now_s, kind, turn, end)
 
     def _begin(self, use: Use, found: list[Ghost]) -> tuple[int, int, bool]:
-        """Count the first use of a request, which may go on where another ended. Returns its class,
-        its turn, and whether it has an end."""
+        """Count the first use of a request, which may continue another. Return its class, its turn,
+        and whether it has an end."""
         last, new_pages = self.goes_on(use, found)
         turn = 1
         if last is not None:
@@ -124,6 +125,7 @@ class Gittins(GhostPolicy):
         return kind, turn, has_end
 
     def _kind(self, turn: int, new_pages: int) -> int:
+        """Return the class of a use by its turn and new pages."""
         turns = sum(turn > last for last in TURNS)
         return turns * SIZES + sum(new_pages > most for most in self._new_pages)
 
@@ -139,6 +141,7 @@ class Gittins(GhostPolicy):
         return _LeastWorth(self)
 
     def evicted(self, node: Node, num_pages: int) -> None:
+        """Leave ghosts of the pages. Path ends that are forgotten for them count as losses."""
         for ghost in self.remember(node, num_pages):
             last: LastUse = ghost[0]
             self.tables.lost(last.kind, self.tables.now_s - last.now_s)
@@ -149,7 +152,7 @@ class Gittins(GhostPolicy):
 
 
 class _LeastWorth(LeafOrders):
-    """Two orders for each class, from the oldest and from the newest."""
+    """A queue of two orders per class: 2k from the oldest, 2k + 1 from the newest."""
 
     def __init__(self, policy: Gittins) -> None:
         super().__init__(2 * NUM_KINDS)
@@ -160,6 +163,7 @@ class _LeastWorth(LeafOrders):
         return 2 * kind, tick, (2 * kind + 1, -tick)
 
     def choose(self, now_s: float) -> Node | None:
+        # Of each class the oldest or the newest leaf is worth least, so the heads are enough.
         least, chosen = None, None
         for order, heap in enumerate(self._heaps):
             leaf = self.head(order) if heap else None
@@ -170,6 +174,7 @@ class _LeastWorth(LeafOrders):
         return chosen
 
     def rank_at(self, leaf: Node, now_s: float) -> Rank:
+        """Return (worth, True if newer ones go first, +-tick): lowest first, at this time only."""
         tick, used_s, kind, _, _ = leaf.mark
         tables = self._tables
         place = bin_of(now_s - used_s)

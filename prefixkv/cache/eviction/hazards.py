@@ -1,19 +1,17 @@
-"""How soon paths of each class are used again, and what keeping their pages is worth by that.
-
+"""Returns of each class of paths, counted by age, and the worth of keeping a page that follows.
 A start is a use that left pages behind. It ends in a return (the next use goes on where it ended)
-or in a loss (its ghost was forgotten). For each class and age bin are counted the starts that
-reached the bin, and those that returned in it. Traffic changes, so all counts are halved now and
-then. A class of which little was seen is taken to be like its group, a group like all, and all like
-`UNTAUGHT`, whose worth falls with age: the order of LRU.
+or in a loss (its ghost was forgotten). Per class and age bin it is counted how many starts reached
+the bin and how many returned in it. Traffic changes, so all counts are halved now and then. A class
+with few observations is taken to be like its group, a group like all, and all like `UNTAUGHT`,
+whose worth falls with age: the order of LRU.
 
-Worth is the Gittins index: of all times that a page might be kept from now on, the best ratio of
-expected uses to expected seconds of residence. Bins are of equal ratio and reach from seconds to
-eight hours, so a large pool is ranked by what was seen as well as a small one.
+Worth is the Gittins index: over all times for which a page might be kept from now on, the best
+ratio of expected uses to expected seconds of residence. Bins are of equal ratio and reach from
+seconds to eight hours, so large pools are ranked by observations as well as small ones. Only sums,
+products and quotients, in a fixed order: every machine works out the same.
 
-Only sums, products and quotients, in a fixed order: every machine works out the same.
-
-Source: Gittins, Bandit processes and dynamic allocation indices (1979). Of expected uses and
-seconds, both summed up from age 0, the index is the steepest slope from an age to any later one.
+Source: Gittins, Bandit processes and dynamic allocation indices (1979). With expected uses and
+seconds both summed up from age 0, the index is the steepest slope from an age to any later one.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ EDGES_S = (
     1.5, 2.36, 3.70, 5.82, 9.14, 14.4, 22.6, 35.4, 55.7, 87.5, 137.0, 216.0, 339.0, 533.0, 837.0,
     1315.0, 2066.0, 3246.0, 5100.0, 8013.0, 12_590.0, 19_780.0, 31_080.0,
 )  # fmt: skip
-"""Where a bin ends and the next begins."""
+"""Ages at which a bin ends and the next begins."""
 
 BEGINS_S = (0.0, *EDGES_S)
 LENGTHS_S = (
@@ -45,42 +43,45 @@ UNTAUGHT = tuple(
     min(0.5, length_s / (8 * (begin_s + 60)))
     for begin_s, length_s in zip(BEGINS_S, LENGTHS_S, strict=True)
 )
-"""How likely a return in each bin is taken to be before anything was seen."""
+"""Assumed chance of a return in each bin before anything was seen."""
 
 RESOLUTION = 0.05
-"""Starts that are out are counted to this share of their age."""
+"""Precision, as a share of their age, to which starts without an end are counted."""
 
 APART = 2
-"""Of how many starts one does a part of working the worths out. A request has one start or two."""
+"""Starts per part of working out the worths. A request has one start or two."""
 
 _NUM_SLICES: Final = 3  # of the classes, ranked one after the other
 
 _UNTAUGHT, _LENGTHS_S = np.array(UNTAUGHT), np.array(LENGTHS_S)
 _EDGES_S, _BEGINS_S = np.array(EDGES_S), np.array(BEGINS_S)
 _LEAST_S = np.where(np.arange(NUM_BINS)[:, None] < np.arange(NUM_BINS + 1), 1e-300, np.inf)
-"""[age, later age]: to any other nothing is gained in no time."""
+"""[age, end of keeping]: the least seconds to divide by; infinite where the end is not later, so
+that the ratio there is 0."""
 
 Table: TypeAlias = npt.NDArray[Any]
 Chances = list[float]
 
 
 class Hazards:
-    """Counts, and the worths worked out from them now and then. Deterministic; it reads no clock.
+    """Counts of returns, and the worths worked out from them now and then. Deterministic; reads no
+    clock.
 
-    Starts and ends are only written down as they happen, and counted all at once before the counts
-    are needed. Memory O(rows x 300). A start, a return and a loss cost O(1) and their share of
-    that; working out the worths O(classes x bins squared), in numpy, in parts.
+    Starts and ends are only noted as they happen, and counted together before the counts are
+    needed. Memory O(rows x 300). A start, a return and a loss cost O(1) and their share of the
+    counting. Working out the worths costs O(classes x bins squared), in numpy, in parts.
 
     Args:
         groups: classes that are alike, one list each; all classes occur once.
-        trust: how many observations the chances of its group count as in a class, and the chances
-            of all classes in a group. In all classes together `UNTAUGHT` counts five times as many.
-        period: after how many starts worths are worked out anew, in parts, so that no start takes
+        trust: number of observations that the chances of a group count as in its classes, and the
+            chances of all classes in a group. In all classes together `UNTAUGHT` counts five times
+            as many.
+        period: starts after which worths are worked out again, in parts, so that no start takes
             long.
-        half_life_s: all counts are halved as often. A start counts for its return or loss what it
-            counts by then itself, so that this favours neither.
-        rows: of each row, the classes that its starts count in; by default a row a class.
-        num_common: how many classes, the first, say how all are; by default all.
+        half_life_s: time after which all counts are halved. The return or loss of a start counts as
+            much as the start itself by then, so that neither is favoured.
+        rows: for each row, the classes that its starts count in; by default one row per class.
+        num_common: number of classes, from the first, that stand for all; by default all of them.
     """
 
     def __init__(
@@ -115,14 +116,14 @@ class Hazards:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all that was seen."""
+        """Forget everything that was seen."""
         num_rows = self._num_rows
         self.now_s = 0.0
-        self._halves_s = self._half_life_s  # when next
-        self._num_halved = 0  # how often
+        self._halves_s = self._half_life_s  # time of the next halving
+        self._num_halved = 0  # halvings so far
         self._due = self._period  # starts to come until worths are worked out, in parts
-        self._part = 0  # what comes next of that
-        # Not counted yet: (row, when), and (row, when it began, age).
+        self._part = 0  # index of the next part
+        # Not counted yet: (row, time) of starts, and (row, time of the start, age) of ends.
         self._started: list[tuple[int, float]] = []
         self._returned: list[tuple[int, float, float]] = []
         self._lost: list[tuple[int, float, float]] = []
@@ -131,34 +132,42 @@ class Hazards:
         self._out: Table = np.zeros((0, num_rows))
         self._returns: Table = np.zeros((num_rows, NUM_BINS))
         self._losses: Table = np.zeros((num_rows, NUM_BINS))
+        # Worths of an empty table: those of `UNTAUGHT`.
         for part in _PARTS:
             part(self)
 
     # --- what happens -----------------------------------------------------------------------------
 
     def start(self, row: int, now_s: float) -> None:
+        """Note a start in `row`. O(1), and now and then a part of the work on the worths."""
+        # Before the start is noted: it is of the new half-life.
         if now_s >= self._halves_s:
             self._halve(int(now_s // self._half_life_s))
         self.now_s = now_s
         self._started.append((row, now_s))
         self._due -= 1
         if self._due == APART:
-            self._count()  # so that little is left to be counted then
+            # Ahead of the first part, which then has little left to count.
+            self._count()
         elif self._due <= 0 and self._due % APART == 0:
             self._go_on()
 
     def returned(self, row: int, start_s: float, now_s: float) -> None:
-        """A start of then was followed by a return."""
-        # A start's time is that of the last use, which may be after the last start of any.
+        """Note that a start of `start_s` was followed by a return."""
+        # The given time is that of the last use, which may be later than the last start of all:
+        # `_count` needs a time at which starts were counted.
         began_s = self.now_s if start_s > self.now_s else start_s
         self._returned.append((row, began_s, now_s - start_s))
 
     def lost(self, row: int, start_s: float) -> None:
+        """Note that the ghost of a start was forgotten: its return would not be noticed any
+        more."""
         began_s = self.now_s if start_s > self.now_s else start_s
         self._lost.append((row, began_s, self.now_s - began_s))
 
     def _count(self) -> None:
-        """Count what was written down since the last time."""
+        """Count what was noted since the last time."""
+        # 1. Starts, in slots of at least a second. `_out` gets rows for the new slots.
         if self._started:
             times_s, slots = self._times_s, []
             last_s = times_s[-1] if times_s else -inf
@@ -173,6 +182,9 @@ class Hazards:
             np.add.at(out, (np.array(slots), rows), 1.0)
             self._out = out
             self._started = []
+        # 2. Ends: into the bin of their age, and out of the slot of their start. A start of an
+        #    earlier half-life was halved since, so its end counts as little: 2 ** -(halvings
+        #    since).
         for ends, table in ((self._returned, self._returns), (self._lost, self._losses)):
             if not ends:
                 continue
@@ -181,12 +193,14 @@ class Hazards:
             halved = starts_s // self._half_life_s - self._num_halved
             counts = np.ldexp(1.0, halved.astype(np.intc))
             np.add.at(table, (rows, np.searchsorted(_EDGES_S, found[:, 2], "right")), counts)
+            # The last slot that begins no later than the start.
             begun = np.searchsorted(self._times_s, starts_s, "right") - 1
             np.subtract.at(self._out, (begun, rows), counts)
             ends.clear()
 
     def _halve(self, times: int) -> None:
-        """Halve all counts, so that they have been this often."""
+        """Halve all counts until they have been halved `times` times in all."""
+        # First count what is noted: it is of the time before.
         self._count()
         share = ldexp(1.0, self._num_halved - times)
         self._num_halved = times
@@ -195,13 +209,13 @@ class Hazards:
             table *= share
 
     def counts(self) -> tuple[Table, Table, Table]:
-        """float [classes, bins]: how many starts of each class reached each bin, how many returned
-        in it, and how many were lost in it."""
+        """Return three float [classes, bins] tables: starts of each class that reached each bin,
+        starts that returned in it, and starts that were lost in it."""
         self._count()
         return self._entered(), self._by_class(self._returns), self._by_class(self._losses)
 
     def broken_laws(self) -> list[str]:
-        """Every law that does not hold; for tests. O(classes x bins)."""
+        """Return every law that does not hold; for tests. O(classes x bins)."""
         self._count()
         tables = {"returned": self._returns, "lost": self._losses}
         laws = {
@@ -223,7 +237,7 @@ class Hazards:
     # --- what it says -----------------------------------------------------------------------------
 
     def _thin_out(self) -> None:
-        """Put starts together that lie closer than their age asks for."""
+        """Merge slots of starts that lie closer together than their age requires."""
         kept_s: list[float] = []
         firsts: list[int] = []
         for at, time_s in enumerate(self._times_s):
@@ -237,24 +251,31 @@ class Hazards:
     # Worths are worked out in parts, of what was counted by the first of them.
 
     def _go_on(self) -> None:
-        """The next part; all of them, where they are wanted at each start."""
+        """Do the next part of the work; all parts at once if worths are wanted more often than
+        parts fit in."""
         first = self._part
         self._part = first + 1 if self._period >= APART * len(_PARTS) else len(_PARTS)
         for part in _PARTS[first : self._part]:
             part(self)
+        # Done: count down again. `_due` is at or below 0 by now, so the parts are within the
+        # period.
         if self._part == len(_PARTS):
             self._due += self._period
             self._part = 0
 
     def _tidy(self) -> None:
+        """Part: count what was noted, and keep the number of slots small."""
         self._count()
         self._thin_out()
 
     def _see(self) -> None:
+        """Part: fix the counts that all later parts are worked out from."""
         self._seen = self._entered(), self._by_class(self._returns)
 
     def _estimate(self) -> None:
+        """Part: estimate the chances of each class, from all to groups to classes."""
         entered, returns = self._seen
+        # Each level starts from the one above, which counts as `trust` observations.
         of_all = slice(self._num_common)
         common = _chances(
             entered[of_all].sum(0), returns[of_all].sum(0), _UNTAUGHT, 5 * self._trust
@@ -265,29 +286,40 @@ class Hazards:
         self._ranked: list[Table] = []
 
     def _rank_slice(self) -> None:
+        """Part: the Gittins indices of the next slice of classes."""
         first = len(self._ranked) * self._slice
         some = self._chances[first : first + self._slice]
         self._ranked.append(gittins_indices(some, self._scratch))
 
     def _rank(self) -> None:
-        """`worth[kind][bin]`, which rises up to `peak[kind]` and falls from there: a class's least
-        is at an end. Both are new lists."""
+        """Part: publish the new worths.
+
+        `worth[kind][bin]` rises up to `peak[kind]` and falls from there, so that the leaf of a
+        class that is worth least is its oldest or its newest. Both lists are new objects (see
+        `LeastWorth.choose`).
+        """
         indices = np.concatenate(self._ranked)
         peaks = indices.argmax(1)
         self.peak: list[int] = peaks.tolist()
         self.worth: list[Chances] = rise_and_fall(indices, peaks).tolist()
 
     def _entered(self) -> Table:
-        """float [classes, bins]: how many starts of each class reached each bin: those that ended
-        in it or later, and those that are out and old enough."""
+        """Return float [classes, bins]: starts of each class that reached each bin.
+
+        These are the starts that ended in it or later, and those without an end that are old
+        enough.
+        """
         ended = self._by_class(self._returns + self._losses)
         entered: Table = ended[:, ::-1].cumsum(1)[:, ::-1]
         if self._times_s:
+            # For each bin: the slots that are at least as old as its beginning, summed from the
+            # oldest.
             until = np.searchsorted(self._times_s, self.now_s - _BEGINS_S, "right")
             out = np.zeros((len(self._out) + 1, self._out.shape[1]))
             self._out.cumsum(0, out=out[1:])
-            # A request's last use may be later than its first, which is its start, and two prefixes
-            # may be taken for one: so the difference may be too small by a few.
+            # Ends may be subtracted from the wrong slot: a request's last use may be later than its
+            # first, which is its start, and two prefixes may be taken for one. So a sum may be too
+            # small by a few, even negative.
             entered = entered + np.maximum(self._by_class(out[until].T), 0.0)
         return entered
 
@@ -302,11 +334,12 @@ _PARTS: Final = (
 
 
 class _Sums:
-    """Sums of rows of a table, added in their order: the same on every machine, as those of a
-    matrix product may not be.
+    """Sums of chosen rows of a table, added in their order.
+
+    The result is the same on every machine, which that of a matrix product may not be.
 
     Args:
-        rows: of each sum, at least one.
+        rows: the rows of each sum, at least one.
     """
 
     def __init__(self, rows: Sequence[Sequence[int]]) -> None:
@@ -318,27 +351,34 @@ class _Sums:
 
 
 def _chances(entered: Table, returns: Table, before: Table, trust: float) -> Table:
-    """How likely a start returns in a bin it reaches; `before` counts as `trust` observations."""
+    """Return the chance that a start which reaches a bin returns in it.
+
+    `before`, the chance assumed without observations, counts as `trust` of them.
+    """
     return (returns + trust * before) / (entered + trust)
 
 
 def new_scratch(num_classes: int) -> Table:
-    """For `gittins_indices`: to get memory of that size anew takes longer than to fill it."""
+    """Return memory for `gittins_indices`. Getting that much from the system takes longer than
+    filling it."""
     return np.empty((2, num_classes, NUM_BINS, NUM_BINS + 1))
 
 
 def gittins_indices(chances: Table, scratch: Table | None = None) -> Table:
-    """Of each class and bin: the best ratio, over how long to keep, of expected uses to expected
-    seconds until then. O(classes x bins squared), in numpy.
+    """Return the Gittins index of each class and bin. O(classes x bins squared), in numpy.
+
+    It is the best ratio, over all times to keep a page, of expected uses to expected seconds.
 
     Args:
-        chances: [classes, bins], all below 1.
-        scratch: of `new_scratch`, for as many classes at least; its content is lost.
+        chances: float [classes, bins], all below 1.
+        scratch: from `new_scratch`, for at least as many classes; its content is lost.
 
     >>> (index,) = gittins_indices(np.array([[0.1, *[0.0] * (NUM_BINS - 2), 0.5]]))
     >>> bool(index[0] > index[1] < index[-1])
     True
     """
+    # From age 0: the chance to be still out at each bin, and the expected uses and seconds of
+    # residence up to each bin's end. A use in a bin comes in its middle on average.
     still_out = np.ones((len(chances), NUM_BINS))
     np.cumprod(1 - chances[:, :-1], 1, out=still_out[:, 1:])
     uses = np.zeros((len(chances), NUM_BINS + 1))
@@ -347,6 +387,7 @@ def gittins_indices(chances: Table, scratch: Table | None = None) -> Table:
     np.cumsum(still_out * _LENGTHS_S * (1 - 0.5 * chances), 1, out=seconds[:, 1:])
     if scratch is None:
         scratch = new_scratch(len(chances))
+    # Differences of these sums from every age to every later one: the index is the largest slope.
     gained, took_s = scratch[:, : len(chances)]
     np.subtract(uses[:, None, :], uses[:, :-1, None], out=gained)
     np.subtract(seconds[:, None, :], seconds[:, :-1, None], out=took_s)
@@ -356,8 +397,7 @@ def gittins_indices(chances: Table, scratch: Table | None = None) -> Table:
 
 
 def rise_and_fall(values: Table, peaks: Table) -> Table:
-    """Lift what dips on the way up to the peak of each row and on the way down from it.
-
+    """Lift values so that each row rises to its peak and falls from there.
     >>> rise_and_fall(np.array([[2, 1, 5, 3, 4]]), np.array([2])).tolist()
     [[2, 2, 5, 4, 4]]
     """

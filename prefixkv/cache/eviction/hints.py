@@ -1,15 +1,14 @@
-"""What is said of sessions, under every policy alike: leaves of sessions that are over go first,
-those of sessions that go on go last, and within each of the three groups the policy decides.
+"""Hints about sessions, under every policy alike: leaves of finished sessions go first, those of
+sessions that continue go last, and within each of the three groups the policy decides.
 
-A hint is about one use, so it is kept by the use's tick: a leaf stands in the group of what was
-said of its last use, and a later use makes the hint void by itself. A promise counts for
-`promise_s`; a session that has not come back by then counts as over. So a wrong hint costs little:
-a false promise ends, and leaves that are wrongly said to be over go in the policy's order.
+A hint is about one use, so it is kept by the use's tick: a leaf's group follows from the hint about
+its last use, and a later use makes the hint void by itself. A promise to continue counts for
+`promise_s`; after that the session counts as finished.
 
-Where nearly all sessions come back, most that are said to be over do, too, even if few hints are
-wrong. So it is counted how many come back, and while hints do not tell sessions apart, all leaves
-go in the policy's order. That needs a policy that sees returns of what was evicted, or what goes
-first because it is said to be over would never be seen to come back.
+Where nearly all sessions come back, most of those said to be finished do, too. So returns are
+counted, and while hints do not tell sessions apart, all leaves go in the policy's order. That needs
+a policy that sees returns of evicted pages: what goes first because it is said to be finished would
+otherwise never be seen to come back.
 """
 
 from __future__ import annotations
@@ -23,23 +22,23 @@ from prefixkv.cache.eviction.queues import EvictionQueue, Rank
 from prefixkv.cache.node import Node
 
 MOST_HINTS: Final = 1 << 16
-"""How many are remembered; of more, the oldest are forgotten."""
+"""Limit for remembered hints; beyond it the oldest are forgotten."""
 
 TRUST: Final = 8
-"""How many hints of each kind are taken to have come true, all but one, before any has."""
+"""Imagined hints of each kind from the start, of which all but one came true."""
 
 WINDOW: Final = 256
-"""When it is known of so many hints of a kind whether they came true, each counts half."""
+"""Known outcomes of one kind of hint after which each counts half."""
 
 _OVER, _UNKNOWN, _GOES_ON = range(3)
 
 
 class Hints:
-    """(continues, when it was said) by the tick of the use that it was said of.
+    """All hints in force: (continues, time of the hint) by the tick of the use that it is about.
 
     Attributes:
-        believed: while of what was said to be over at most half as much comes back as of what was
-            said to go on; always if the policy tells no returns.
+        believed: True while sessions said to be finished come back at most half as often as those
+            said to continue; always True if the policy tells no returns.
     """
 
     def __init__(self, promise_s: float, tells_returns: bool = False) -> None:
@@ -48,22 +47,26 @@ class Hints:
         self.clear()
 
     def say(self, tick: int, continues: bool, now_s: float) -> None:
+        """Note a hint about the use with this tick. O(1)."""
         for said in (self._said, self._open) if self._tells_returns else (self._said,):
-            said.pop(tick, None)  # what is said again is the newest
+            # Dictionaries keep the order of insertion: a repeated hint becomes the newest.
+            said.pop(tick, None)
             said[tick] = (continues, now_s)
             if len(said) > MOST_HINTS:
                 del said[next(iter(said))]
-        for old, (continued, since_s) in list(islice(self._open.items(), 2)):  # O(1)
+        # Two of the oldest per call: more than come in, so those that are decided never pile up.
+        for old, (continued, since_s) in list(islice(self._open.items(), 2)):
             if self.broken(since_s, now_s):
                 del self._open[old]
                 self._count(continued, False)
 
     def came_back(self, tick: int) -> None:
-        """Another use goes on from this one."""
+        """Note that another use continues the one with this tick."""
         if (said := self._open.pop(tick, None)) is not None:
             self._count(said[0], True)
 
     def _count(self, continues: bool, came_back: bool) -> None:
+        """Count the outcome of a hint, and decide again if hints are believed."""
         counts = self._counts[continues]
         counts[came_back] += 1
         if sum(counts) > WINDOW:
@@ -72,29 +75,32 @@ class Hints:
         self.believed = 2 * over <= goes_on
 
     def group(self, tick: int, now_s: float) -> tuple[int, float]:
-        """Which group a leaf is in whose last use this is, and since when."""
+        """Return the group of a leaf with last tick `tick`, and the time of the hint."""
         if (said := self._said.get(tick)) is None:
             return _UNKNOWN, 0.0
         continues, since_s = said
         return (_GOES_ON if continues and not self.broken(since_s, now_s) else _OVER), since_s
 
     def broken(self, since_s: float, now_s: float) -> bool:
-        """Whether a promise of then is broken by now, if the session has not come back."""
+        """Return whether a promise made at `since_s` is broken unless the session has come back."""
         return now_s - since_s > self._promise_s
 
     def clear(self) -> None:
+        """Forget all hints and outcomes."""
         self._said: dict[int, tuple[bool, float]] = {}
-        self._open: dict[int, tuple[bool, float]] = {}  # whether they come true is not known
-        # Of what was said to be over, and to go on: how many did not come back, and how many did.
+        # Hints without an outcome so far. One leaves `_said` by the limit alone: it is still in
+        # force for its leaf when its outcome is known.
+        self._open: dict[int, tuple[bool, float]] = {}
+        # By kind of hint (finished, continues): sessions that did not come back, and that did.
         self._counts = [TRUST - 1.0, 1.0], [1.0, TRUST - 1.0]
         self.believed = True
 
 
 class HintedQueue:
-    """An `EvictionQueue` of three queues of the policy's. O(1) more than these.
+    """Three queues of the policy's, one per group of hints. O(1) more than one of these.
 
     Args:
-        queue: the policy's queue of all leaves so far, of which nothing was said.
+        queue: the policy's queue of all leaves so far, none of which has a hint.
     """
 
     def __init__(self, policy: Policy, hints: Hints, queue: EvictionQueue) -> None:
@@ -109,9 +115,12 @@ class HintedQueue:
         group, since_s = self._hints.group(tick, self._now_s)
         if group == _GOES_ON:
             heappush(self._promised, (since_s, tick, leaf))
+        # The inner queue takes the leaf out of another one that it was in.
         self._queues[group].add(leaf)
 
     def first(self, now_s: float) -> Node | None:
+        """Return the first leaf of the first group that has one; by the policy's rank while hints
+        are not believed."""
         self._break_promises(now_s)
         found: tuple[Rank, Node] | None = None
         for queue in self._queues:
@@ -130,6 +139,7 @@ class HintedQueue:
         leaf.entry[2].take(leaf)
 
     def bury(self) -> None:
+        """Refuse: `Node.entry` always names one of the three inner queues."""
         raise NotImplementedError("entries stand in one of the three queues")
 
     def expect(self, num_leaves: int, now_s: float) -> None:
@@ -141,13 +151,15 @@ class HintedQueue:
         return [law for queue in self._queues for law in queue.broken_laws()]
 
     def _break_promises(self, now_s: float) -> None:
-        """Leaves of sessions that have not come back in time go over to those that are over."""
+        """Move leaves of sessions that have not come back in time to those of finished sessions."""
         self._now_s = max(self._now_s, now_s)
         promised = self._promised
         while promised and self._hints.broken(promised[0][0], self._now_s):
             _, tick, leaf = heappop(promised)
+            # The heap is lazy: the leaf may be gone, held, or used again since.
             stands = leaf.entry is not None and not leaf.lock_ref and not leaf.children
             if stands and self._last_tick(leaf.mark) == tick:
                 group, _ = self._hints.group(tick, self._now_s)
-                if group != _GOES_ON:  # else it was promised again
+                # Else it was promised again later, and has another item in the heap.
+                if group != _GOES_ON:
                     self._queues[group].add(leaf)

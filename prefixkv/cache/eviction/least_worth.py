@@ -1,9 +1,10 @@
-"""The eviction queue of `adaptive`: leaves by class; the one that is worth least goes first.
+"""The eviction queue of `adaptive`: leaves by class, of which the one that is worth least goes
+first.
 
-Of one class that is the oldest or the newest leaf (`Hazards`). What each class offers is written
-down, with the time until which it holds, and worked out anew only if a leaf came to the class, an
-age came into its next bin, or the tables changed. If leaves only went, what is written down is at
-most what the class would offer now, so it is looked at again only when it is the least of all.
+Within a class that is the oldest or the newest leaf (`Hazards`). The offer of each class is kept
+together with the time until which it holds. It is worked out again only if a leaf came to the
+class, an age came into its next bin, or the tables changed. If leaves only went, the kept offer is
+at most what the class would offer now, so it is looked at again only when it is the least of all.
 """
 
 from __future__ import annotations
@@ -23,29 +24,34 @@ Entry: TypeAlias = tuple[int, Node, "LeastWorth", int]
 """(tick, leaf, queue, class)."""
 
 MARGIN_S = 1e-6
-"""An age is worked out anew so long before it is in its next bin: clocks round."""
+"""Seconds before the end of its bin at which an age is worked out again: clocks round."""
 
 AT_ONCE = -inf
 WITH_A_CLOCK = nextafter(0.0, 1.0)
-"""The first time there is."""
+"""The least time above 0: an offer made without a clock holds until the first time is given."""
 
 ENDS_S = (*EDGES_S, inf)
-"""Where each bin ends."""
+"""End of each age bin, in seconds."""
 
 
 class Line:
-    """The leaves of one class by tick. Most come in order; of those that do not, two heaps."""
+    """The leaves of one class by tick. Most come in order; those that do not are kept in two
+    heaps."""
 
     __slots__ = ("in_order", "newest", "oldest")
 
     def __init__(self) -> None:
+        # Rising ticks, so both ends are at hand.
         self.in_order: deque[Entry] = deque()
+        # Leaves that came out of order, each in both: a pop from one leaves a dead item in the
+        # other.
         self.oldest: list[Entry] = []
         self.newest: list[tuple[int, Entry]] = []
 
     def add(self, entry: Entry) -> None:
-        """O(1) in order, else O(log leaves)."""
+        """Add an entry. O(1) in order, else O(log leaves)."""
         in_order = self.in_order
+        # Dead entries at the end would push a living one out of order for nothing.
         while in_order and (last := in_order[-1])[0] >= entry[0] and last[1].entry is not last:
             in_order.pop()
         if not in_order or in_order[-1][0] < entry[0]:
@@ -55,7 +61,8 @@ class Line:
             heappush(self.newest, (-entry[0], entry))
 
     def first(self) -> Entry | None:
-        """The oldest; drops what is dead before it."""
+        """Return the oldest entry, or None. Drops dead entries before it."""
+        # The usual case, with `_stands` written out: it runs for each page that is evicted.
         if not self.oldest:  # as a rule
             in_order = self.in_order
             while in_order:
@@ -66,6 +73,7 @@ class Line:
                 _stands(entry)
                 in_order.popleft()
             return in_order[0] if in_order else None
+        # Both sources, each cleared of what is dead.
         while (in_order := self.in_order) and not _stands(in_order[0]):
             in_order.popleft()
         while (heap := self.oldest) and not _stands(heap[0]):
@@ -75,7 +83,7 @@ class Line:
         return in_order[0] if in_order else heap[0] if heap else None
 
     def last(self) -> Entry | None:
-        """The newest; drops what is dead behind it."""
+        """Return the newest entry, or None. Drops dead entries behind it. The mirror of `first`."""
         if not self.newest:  # as a rule
             in_order = self.in_order
             while in_order:
@@ -95,7 +103,7 @@ class Line:
         return in_order[-1] if in_order else heap[0][1] if heap else None
 
     def sweep(self) -> None:
-        """Drop all that is dead."""
+        """Drop all dead entries. O(entries)."""
         self.in_order = deque(entry for entry in self.in_order if entry[1].entry is entry)
         self.oldest = [entry for entry in self.oldest if entry[1].entry is entry]
         heapify(self.oldest)
@@ -104,22 +112,25 @@ class Line:
 
 
 def _stands(entry: Entry) -> bool:
-    """Whether this is an evictable leaf's place still."""
+    """Return whether this is still the place of an evictable leaf; if it just stopped being one,
+    count it dead."""
     node = entry[1]
     if node.entry is not entry:
         return False
     if node.lock_ref or node.children:
-        node.entry = None  # it is added again when it is an evictable leaf again
+        # Its entry dies here. The tree adds it again when it is an evictable leaf again.
+        node.entry = None
         entry[2].lost_one()
         return False
     return True
 
 
 class LeastWorth(LeafOrders):
-    """See the module's text. A mark is (tick, anything, now_s, ...).
+    """One line of leaves per class, and what each class offers. A mark is (tick, anything, now_s,
+    ...).
 
     Args:
-        class_of: the class of a leaf.
+        class_of: returns the class of a leaf.
     """
 
     def __init__(self, hazards: Hazards, class_of: Callable[[Node], int]) -> None:
@@ -129,16 +140,20 @@ class LeastWorth(LeafOrders):
         self._class_of = class_of
         self._lines = [Line() for _ in range(num_kinds)]
         self._worth = hazards.worth
-        # What each class offers: (worth, whether it is the newest, +-tick, class), and of whom.
+        # The offer of each class: (worth, True if it is the newest leaf, +-tick, class). Compares
+        # like `rank_at`. An empty class offers infinity.
         self._offers: list[tuple[float, bool, int, int]] = [
             (inf, True, 0, kind) for kind in range(num_kinds)
         ]
+        # The entry that each class offers, and, for a quick search, the worths by themselves.
         self._offered: list[Entry | None] = [None] * num_kinds
-        self._least = [inf] * num_kinds  # the worths of the offers
-        self._holds_s = [inf] * num_kinds  # until when
+        self._least = [inf] * num_kinds
+        # The times until which each offer holds, and the least of them at most.
+        self._holds_s = [inf] * num_kinds
         self._all_hold_s = inf
 
     def add(self, leaf: Node) -> None:
+        """Add or move a leaf. O(1) as a rule."""
         mark = leaf.mark
         kind, tick, old = self._class_of(leaf), mark[0], leaf.entry
         if old is not None:
@@ -148,7 +163,7 @@ class LeastWorth(LeafOrders):
         leaf.entry = entry = (tick, leaf, self, kind)
         self._num_entries += 1
         self._lines[kind].add(entry)
-        # Where worth only falls, a newer leaf than the oldest changes nothing.
+        # Where worth only falls with age, the oldest leaf is the offer, whatever newer ones come.
         offered = self._offered[kind]
         if offered is None or offered[0] > tick or self._hazards.peak[kind]:
             self._holds_s[kind] = self._all_hold_s = AT_ONCE
@@ -156,20 +171,26 @@ class LeastWorth(LeafOrders):
             heappush(self._late, (self.rank_at(leaf, self._batch_s), leaf, entry))
 
     def choose(self, now_s: float) -> Node | None:
+        """Return the leaf that is worth least at `now_s`. O(classes), and O(1) per class to look at
+        again."""
+        # 1. New tables: no offer holds any more. `Hazards` makes new lists, so identity is enough.
         if self._hazards.worth is not self._worth:
             self._worth = self._hazards.worth
             self._holds_s = [AT_ONCE] * len(self._lines)
             self._all_hold_s = AT_ONCE
+        # 2. Look again at the classes of which an age may be in another bin.
         all_hold_s = self._all_hold_s
         if now_s >= all_hold_s:
             for kind, holds_s in enumerate(self._holds_s):
                 if now_s >= holds_s:
                     self._look(kind, now_s)
             all_hold_s = min(self._holds_s)
+        # 3. Take the least offer. If its leaf has gone since, the class offers at least as much
+        #    now: look again at this class alone, and choose again.
         worths, offered = self._least, self._offered
         while True:
             least = min(worths)
-            # Equal ones are rare, but as long as nothing was learnt.
+            # Equal worths are rare once something was learnt; then the whole offers decide.
             kind = worths.index(least) if worths.count(least) == 1 else min(self._offers)[3]
             entry = offered[kind]
             if entry is None:
@@ -193,11 +214,14 @@ class LeastWorth(LeafOrders):
             self._least[kind] = self._holds_s[kind] = inf
             self._offered[kind] = None
             return
+        # The oldest leaf, and the time at which its age enters the next bin.
         worth, peak = self._worth[kind], self._hazards.peak[kind]
         used_s: float = oldest[1].mark[2]
         place = bisect_right(EDGES_S, now_s - used_s)
         holds_s = used_s + ENDS_S[place]
         offered, least, is_newest, key = oldest, worth[place], False, oldest[0]
+        # Where worth rises with age at first, the newest may be worth less than the oldest. The
+        # offer holds until the first of both ages changes its bin.
         if peak and now_s > 0:
             newest = line.last()
             assert newest is not None
@@ -217,6 +241,7 @@ class LeastWorth(LeafOrders):
         self._holds_s[kind] = holds_s - MARGIN_S if now_s > 0 else WITH_A_CLOCK
 
     def rank_at(self, leaf: Node, now_s: float) -> Rank:
+        """Return (worth, True if newer ones go first, +-tick): lowest first, at this time only."""
         tick, _, used_s, *_ = leaf.mark
         kind, hazards = self._class_of(leaf), self._hazards
         place = bisect_right(EDGES_S, now_s - used_s)
@@ -226,15 +251,18 @@ class LeastWorth(LeafOrders):
         return (hazards.worth[kind][place], rises, -tick if rises else tick)
 
     def lost_one(self) -> None:
-        """As `bury`, in the middle of a look at a line: sweeps nothing."""
+        """Count a dead entry while a line is being read. Unlike `bury` it never sweeps, which would
+        replace the line."""
         self._num_entries -= 1
         self._num_dead += 1
 
     def _entries(self) -> Iterable[tuple[Any, ...]]:
+        """Iterate over all entries, each once: `newest` holds those of `oldest` again."""
         return (entry for line in self._lines for part in (line.in_order, line.oldest)
                 for entry in part)  # fmt: skip
 
     def _sweep(self) -> None:
+        """Drop all dead entries from all lines. O(entries)."""
         for line in self._lines:
             line.sweep()
         self._num_dead = 0

@@ -1,4 +1,4 @@
-"""The plain policies: those whose order is one rank, fixed when a page is last used.
+"""The plain policies: their order is one rank, fixed when a page is last used.
 
 What is counted of a page is the requests that used it (visits), not the calls: a request that locks
 what it found, inserts what it computed and locks that is one visit.
@@ -49,6 +49,7 @@ class Summing(Policy):
     """The base of policies that add up. A mark is (a sum, last tick)."""
 
     def fold(self, upper: Mark, lower: Mark) -> Mark:
+        # Adding up is associative, and so is the later of two ticks.
         return (upper[0] + lower[0], upper[1] if upper[1] > lower[1] else lower[1])
 
     def last_tick(self, history: Mark) -> int:
@@ -97,7 +98,7 @@ class SegmentedLru(LeastFrequentlyUsed):
 
 @register_policy
 class FirstInFirstOut(Summing):
-    """What was inserted first goes first. A mark is (tick of insertion, last tick)."""
+    """The page inserted first goes first. A mark is (tick of insertion, last tick)."""
 
     name = "fifo"
 
@@ -105,12 +106,14 @@ class FirstInFirstOut(Summing):
         return (0, use.tick)
 
     def insertion_marks(self, use: Use) -> Sequence[tuple[int, Mark]]:
+        # The new pages get the tick as their sum. At the end of the old ones it is taken off again,
+        # so that their sums stay what they were.
         return ((use.old_pages, (-use.tick, use.tick)), (use.num_pages, (use.tick, use.tick)))
 
 
 @register_policy
 class FirstInLastOut(FirstInFirstOut):
-    """What was inserted last goes first."""
+    """The page inserted last goes first."""
 
     name = "filo"
 
@@ -120,8 +123,9 @@ class FirstInLastOut(FirstInFirstOut):
 
 @register_policy
 class ByPriority(Policy):
-    """The lowest priority goes first, of those the least recently used; a mark is (priority, last
-    tick, last time).
+    """The lowest priority goes first, among equals the least recently used.
+
+    A mark is (priority, last tick, last time).
 
     Args:
         ttl_s: pages that were not used for this long lose their priority, and go before all others.
@@ -137,6 +141,7 @@ class ByPriority(Policy):
         self.ttl_s = ttl_s
 
     def mark(self, use: Use) -> Mark:
+        # A lock has no priority of its own: it must not raise or lower that of the pages.
         return (-inf if use.priority is None else use.priority, use.tick, use.now_s)
 
     def fold(self, upper: Mark, lower: Mark) -> Mark:
@@ -150,11 +155,12 @@ class ByPriority(Policy):
         return history[1]  # type: ignore[no-any-return]
 
     def make_queue(self) -> EvictionQueue:
+        """Return a heap, or two orders if pages lose their priority as time passes."""
         return LeafHeap(self.rank) if self.ttl_s is None else _ExpiringQueue(self.ttl_s)
 
 
 class _ExpiringQueue(LeafOrders):
-    """Two orders over the same leaves: by last use, to see what has expired, and by rank."""
+    """Two orders over the same leaves: 0 by last use, to see what has expired, and 1 by rank."""
 
     def __init__(self, ttl_s: float) -> None:
         super().__init__(2)
@@ -164,6 +170,7 @@ class _ExpiringQueue(LeafOrders):
         return 1, history[:2], (0, history[1])
 
     def choose(self, now_s: float) -> Node | None:
+        # If the least recently used leaf has not expired, none has.
         oldest = self.head(0)
         if oldest is not None and now_s - oldest.mark[2] > self._ttl_s:
             return oldest

@@ -1,7 +1,8 @@
-"""Evictable leaves in the order in which they go.
+"""Eviction queues: evictable leaves in the order in which they go.
 
-Queues are lazy. A node's `entry` is its one living place; a queue may hold places of a node that
-have died since, and drops them when they come to its front, or all at once when they are too many.
+Queues are lazy. A node's `entry` is its only valid place. A queue may still hold older places of a
+node, which are dead: it drops them when they come to its front, or all at once when there are too
+many.
 """
 
 from __future__ import annotations
@@ -13,41 +14,42 @@ from typing import Any, Protocol, TypeAlias
 from prefixkv.cache.node import Mark, Node
 
 Rank: TypeAlias = Any
-"""Whatever compares with `<`; of all evictable leaves the one with the least goes first."""
+"""Any type with `<`; of all evictable leaves the one with the lowest rank goes first."""
 
 
 class EvictionQueue(Protocol):
     """The evictable leaves in the order in which they go.
 
-    `Node.entry` is a leaf's live place in one queue, (places, node, queue); what a heap holds of a
-    node is dead unless it is, or names, this very object.
+    `Node.entry` is a leaf's valid place in one queue: (key, node, queue, ...). An item in a heap is
+    dead unless it is this very object, or refers to it.
     """
 
     def add(self, leaf: Node) -> None:
-        """A node became an evictable leaf, or its history has changed while it is one."""
+        """Add a node that became an evictable leaf, or move a leaf after its history has
+        changed."""
 
     def first(self, now_s: float) -> Node | None:
-        """The leaf that goes first, still in the queue; None if there is none."""
+        """Return the leaf that goes first, and leave it in the queue; None if there is none."""
 
     def rank_at(self, leaf: Node, now_s: float) -> Rank:
-        """Where a leaf in it stands: the least goes first. Asked only if the policy
+        """Return the rank of a leaf in the queue: the lowest goes first. Used only if the policy
         `tells_returns`."""
 
     def take(self, leaf: Node) -> None:
-        """Take out what `first` has just returned."""
+        """Remove the leaf that `first` has just returned."""
 
     def bury(self) -> None:
-        """One entry of this queue has died."""
+        """Count that one entry of this queue has died."""
 
     def expect(self, num_leaves: int, now_s: float) -> None:
-        """A batch begins, in which about `num_leaves` will be taken; 0: it is over."""
+        """Begin a batch in which about `num_leaves` will be taken; 0 ends it."""
 
     def broken_laws(self) -> list[str]:
-        """Laws of its own that do not hold; for tests."""
+        """Return the queue's own laws that do not hold; for tests."""
 
 
 def forget(node: Node) -> None:
-    """Take a node out of the queue it is in, if it is in one."""
+    """Remove a node from the queue that it is in, if any. O(1): the entry is left there, dead."""
     if node.entry is not None:
         queue: EvictionQueue = node.entry[2]
         node.entry = None
@@ -57,13 +59,13 @@ def forget(node: Node) -> None:
 class LeafHeap:
     """A lazy heap by rank: a node's entry may rank it too low, but never too high.
 
-    Uses only raise the rank under most policies, so they need not touch the heap at all; `first`
-    sets an entry right when it comes to the top. `add` costs O(log leaves) and is needed only when
-    a node becomes a leaf or ranks lower than before. The dead are swept when they outnumber the
+    Under most policies uses only raise the rank, so they need not touch the heap at all; `first`
+    corrects an entry when it comes to the top. `add` costs O(log leaves) and is needed only when a
+    node becomes a leaf or ranks lower than before. Dead entries are swept when they outnumber the
     living.
 
-    Before a large batch the heap is sorted into a run, from which taking is a pop; what is added
-    later is a heap again, and the first is the lesser of both heads.
+    Before a large batch the heap is sorted into a run, from which taking is a pop. What is added
+    later forms a heap again, and the first leaf is the lesser of both heads.
     """
 
     def __init__(self, rank: Callable[[Mark], Rank]) -> None:
@@ -73,9 +75,11 @@ class LeafHeap:
         self._num_dead = 0
 
     def add(self, leaf: Node) -> None:
+        """Add or move a leaf. O(1) if its rank has only risen."""
         rank = self._rank(leaf.mark)
         entry = leaf.entry
         if entry is not None:
+            # It ranks too low at worst, which `first` corrects.
             if entry[2] is self and not rank < entry[0]:
                 return
             forget(leaf)
@@ -83,19 +87,25 @@ class LeafHeap:
         heappush(self._heap, entry)
 
     def first(self, now_s: float = 0.0) -> Node | None:
+        """Return the leaf with the lowest rank. Amortised O(log leaves)."""
         heap, run = self._heap, self._run
         while heap or run:
             in_run = not heap or (run and run[-1] < heap[0])
             entry = run[-1] if in_run else heap[0]
             node = entry[1]
+            # 1. A living leaf at its true rank is the answer; at a higher one it moves down.
+            # 2. A node that was locked or got children leaves the queue. It is added again when it
+            #    is an evictable leaf again.
+            # 3. A dead entry is dropped.
             if node.entry is entry and not node.lock_ref and not node.children:
                 rank = self._rank(node.mark)
                 if rank == entry[0]:
                     return node
+                # Its rank has risen, so the top of the heap is still the old entry, popped below.
                 node.entry = moved = (rank, node, self)
-                heappush(heap, moved)  # behind the one at the top, which goes next
+                heappush(heap, moved)
             elif node.entry is entry:
-                node.entry = None  # it is added again when it is an evictable leaf again
+                node.entry = None
             else:
                 self._num_dead -= 1
             if in_run:
@@ -108,6 +118,7 @@ class LeafHeap:
         return self._rank(leaf.mark)
 
     def take(self, leaf: Node) -> None:
+        """Remove the leaf that `first` has just returned; it is at one of the two heads."""
         run = self._run
         if run and run[-1] is leaf.entry:
             run.pop()
@@ -116,6 +127,7 @@ class LeafHeap:
         leaf.entry = None
 
     def bury(self) -> None:
+        """Count a dead entry, and sweep when the dead are more than half. Amortised O(1)."""
         self._num_dead += 1
         if self._num_dead > 1024 and 2 * self._num_dead > len(self._heap) + len(self._run):
             self._heap = [entry for entry in self._heap + self._run if entry[1].entry is entry]
@@ -127,6 +139,7 @@ class LeafHeap:
         return []
 
     def expect(self, num_leaves: int, now_s: float) -> None:
+        """Sort the queue before a large batch: quicker than a pop from the heap for each leaf."""
         if num_leaves > 64 and 4 * num_leaves > len(self._heap):
             self._run += self._heap
             self._run.sort(reverse=True)
@@ -160,18 +173,19 @@ class LeafOrders:
         self._late: list[tuple[Rank, Node, Any]] = []  # those that became leaves in it: a heap
 
     def place(self, history: Mark) -> Place:
-        """Where a leaf with this history stands."""
+        """Return the place of a leaf with this history."""
         raise NotImplementedError
 
     def choose(self, now_s: float) -> Node | None:
-        """The leaf that goes first, by the heads of the orders."""
+        """Return the leaf that goes first, by the heads of the orders."""
         raise NotImplementedError
 
     def rank_at(self, leaf: Node, now_s: float) -> Rank:
-        """The same as one rank, the least of which goes first; it holds at this time only."""
+        """Combine all orders into one rank at time `now_s`; the lowest goes first."""
         raise NotImplementedError
 
     def add(self, leaf: Node) -> None:
+        """Add or move a leaf. O(log leaves)."""
         order, key, second = self.place(leaf.mark)
         entry = leaf.entry
         if entry is not None:
@@ -183,10 +197,13 @@ class LeafOrders:
         heappush(self._heaps[order], entry)
         if second is not None:
             heappush(self._heaps[second[0]], (second[1], entry))
+        # A parent may become a leaf in the middle of a batch, and may be due at once.
         if self._batch_s is not None:
             heappush(self._late, (self.rank_at(leaf, self._batch_s), leaf, entry))
 
     def first(self, now_s: float) -> Node | None:
+        """Return the leaf that goes first: within a large batch from the sorted run, else by
+        `choose`."""
         if self._batch_s is None:
             return self.choose(now_s)
         run, late = self._run, self._late
@@ -202,7 +219,7 @@ class LeafOrders:
         return None
 
     def head(self, order: int) -> Node | None:
-        """The leaf that is first in one order; None if the order is empty."""
+        """Return the leaf that is first in one order; None if the order is empty."""
         heap = self._heaps[order]
         while heap:
             entry = _entry(heap[0])
@@ -210,6 +227,7 @@ class LeafOrders:
             if node.entry is entry:
                 if not node.lock_ref and not node.children:
                     return node
+                # Locked, or no leaf any more. This may sweep, which replaces the heaps.
                 forget(node)
                 heap = self._heaps[order]
             else:
@@ -217,16 +235,21 @@ class LeafOrders:
         return None
 
     def take(self, leaf: Node) -> None:
+        """Remove the leaf that `first` has just returned."""
+        # The entry may stand in several heaps: it only dies here.
         leaf.entry = None
         self.bury()
 
     def bury(self) -> None:
+        """Count a dead entry, and sweep when the dead outnumber the living, but not within a
+        batch."""
         self._num_entries -= 1
         self._num_dead += 1
         if self._num_dead > 1024 and self._num_dead > self._num_entries and self._batch_s is None:
             self._sweep()
 
     def expect(self, num_leaves: int, now_s: float) -> None:
+        """Begin a large batch by sorting all leaves at its time, or end it."""
         if num_leaves > 64 and 4 * num_leaves > self._num_entries:
             rank_at = self.rank_at
             self._run = [
@@ -236,6 +259,7 @@ class LeafOrders:
             ]
             self._run.sort(reverse=True)
             self._batch_s = now_s
+        # The batch has killed many entries, and none was swept meanwhile.
         elif self._batch_s is not None and not num_leaves:
             self._batch_s = None
             self._run, self._late = [], []
@@ -254,11 +278,12 @@ class LeafOrders:
         return [law for law, holds in laws.items() if not holds]
 
     def _entries(self) -> Iterable[tuple[Any, ...]]:
-        """All entries, the dead too, each once."""
-        # Once: elsewhere it stands behind a key.
+        """Iterate over all entries, the dead included, each once."""
+        # An item of two is an entry's second place, behind another key.
         return (entry for heap in self._heaps for entry in heap if len(entry) == 4)
 
     def _sweep(self) -> None:
+        """Drop all dead entries. O(entries)."""
         if not self._num_entries:
             self._heaps = [[] for _ in self._heaps]
         for order, heap in enumerate(self._heaps):
@@ -268,5 +293,5 @@ class LeafOrders:
 
 
 def _entry(item: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The entry behind what stands in one of the heaps."""
+    """Return the entry of an item of a heap, in which it may stand behind another key."""
     return item if len(item) == 4 else item[1]
