@@ -1,5 +1,5 @@
-"""In which order requests that wait for pages are tried: a policy ranks them, the queue does the
-rest.
+"""The order in which requests that wait for pages are tried: a policy ranks them, the queue does
+the rest.
 
 Under every policy requests that were admitted before come first, and a request that has waited for
 `patience_s` is overtaken by nothing. A policy sees a request and an estimate, never the queue: it
@@ -17,7 +17,7 @@ from prefixkv.registry import Registry
 DEFAULT_ADMISSION = "hit_aware"
 
 Rank: TypeAlias = Any
-"""Whatever compares with `<`: the least is tried first, of equal ones the one that came first."""
+"""Anything that compares with `<`: the least is tried first, and equal ones by arrival."""
 
 
 class AdmissionPolicy:
@@ -26,15 +26,16 @@ class AdmissionPolicy:
     name = "fifo"
 
     overtakes = False
-    """Whether others are tried behind one that does not fit. Only then are requests matched to
+    """True if others are tried behind one that does not fit. Only then are requests matched to
     estimate `new_pages`."""
 
     def rank(self, req: DecodeRequest, new_pages: int) -> Rank:
-        """Where a request stands. Called when it comes, and whenever it has been matched anew.
+        """Return the rank of a request. Called when the request comes, and after each new match.
 
         `new_pages`: how many pages prefill would have to send. That is an estimate: the tree may
         have changed by the time the request is admitted.
         """
+        # All ranks are equal, so the order is that of arrival.
         return 0
 
 
@@ -43,19 +44,21 @@ _POLICIES: Registry[AdmissionPolicy] = Registry("admission", AdmissionPolicy)
 P = TypeVar("P", bound=type[AdmissionPolicy])
 
 
-def register_admission(policy: P) -> P:
-    """Make a policy class known by its `name`; a decorator. A later one of the same name replaces
-    it."""
+def register(policy: P) -> P:
+    """Register a policy class under its `name` (decorator). A later class of that name
+    replaces it.
+    """
     _POLICIES.add(policy)
     return policy
 
 
 def admission_names() -> list[str]:
+    """Return the names of all registered policies."""
     return _POLICIES.names()
 
 
 def make_admission(policy: str | Admission) -> Admission:
-    """A policy object by name, or the object itself. Raises ConfigError for an unknown name."""
+    """Return a policy by name, or the object itself. Raises ConfigError for an unknown name."""
     return _POLICIES.make(cast("str | AdmissionPolicy", policy))
 
 
@@ -64,8 +67,11 @@ register_admission(AdmissionPolicy)
 
 @register_admission
 class FewestNewPages(AdmissionPolicy):
-    """Of those that fit, the one that needs the fewest new pages."""
+    """Policy that tries the request that needs the fewest new pages first, and lets it overtake."""
 
+    # A request that needs few new pages has most of its prompt in the cache, or a short prompt: it
+    # is served soonest, and takes least from the others. `patience_s` bounds how long it may
+    # overtake them.
     name = "hit_aware"
     overtakes = True
 
@@ -75,8 +81,10 @@ class FewestNewPages(AdmissionPolicy):
 
 @register_admission
 class HighestPriority(AdmissionPolicy):
-    """By `Request.priority`, the highest first. A request that does not fit is overtaken by those
-    of higher priority only."""
+    """Policy that follows `Request.priority`, the highest first.
+
+    A request that does not fit is overtaken by those of higher priority only.
+    """
 
     name = "priority"
 

@@ -1,4 +1,4 @@
-"""The laws of decode's scheduler and of its queue: pages, budget, lanes and requests agree."""
+"""Laws of decode's scheduler and of its queue: pages, budget, lanes and requests agree."""
 
 from __future__ import annotations
 
@@ -27,17 +27,23 @@ def check_decode(
     requests: Collection[DecodeRequest],
     deferred: Collection[DecodeRequest],
 ) -> None:
-    """Check these against each other; each checks itself elsewhere. Raises InternalError.
+    """Check the parts of the scheduler against each other; each part checks itself elsewhere.
 
     `requests` live, `waiting` of them are queued; the pages of `deferred` are released later.
+    Raises InternalError.
     """
+    # A request that was retracted, and waits for the device, is in both `requests` and `deferred`:
+    # it is counted once, by identity.
     live = [*requests, *deferred]
     holding = list({id(req): req for req in live if req.pages_held is not None}.values())
+    # Pages have three kinds of owners: requests, flights that lost their request, and undrained
+    # rooms. The last are the allocator's to count, as held.
     orphans = [flight for flight in flights if flight.owner is None]
     held = [req.pages_held for req in holding if req.pages_held is not None]
     held += [flight.pages for flight in orphans]
     own = sum(pages.num_own for pages in held)
     allocator, undrained = books.allocator, rooms.undrained()
+    # A page that no law finds an owner for has leaked; one that two find would be freed twice.
     laws = {
         "every owned page is a request's, or a flight's without an owner": own
         == allocator.owned_pages,
@@ -92,6 +98,8 @@ def check_queue(
     all_lanes = lanes.all()
     in_line = [waiter for lane in all_lanes for waiter in lane.waiters()]
     unsaid = {waiter for waiter in waiters if not waiter.want and waiter.req.request.cacheable}
+    # Each order is kept beside the others by hand; these compare every order with the waiters
+    # themselves.
     laws = {
         "every request waits once, in line or aside": sorted(map(id, [*in_line, *aside]))
         == sorted(map(id, waiters)),

@@ -1,4 +1,4 @@
-"""How many pages admission may promise away.
+"""Number of pages that admission may promise away.
 
 Admitting a request takes its pages now; running requests take more as they grow. The budget keeps
 enough back for that, by sums that are updated as requests come, grow and go: the cost of a decision
@@ -8,7 +8,7 @@ does not depend on how many run.
     admit if and only if  need <= space - max(reserved, single)
                      and  remaining <= space + private_pages
 
-`reserved` is the sum over the admitted requests of what is kept for the growth of each: its
+`reserved` is the sum over the admitted requests of the pages kept for the growth of each: its
 `remaining`, but at most `reserve_pages`. So nothing is kept that a request can never write.
 
 `single` is the most that any one admitted request may still need, less what retracting the others
@@ -17,7 +17,7 @@ would free:
     max over i of  remaining_i - (private_pages - private_i)
         =  max(remaining_i + private_i) - private_pages
 
-A request whose KV is still on its way counts too. It cannot be retracted, so its private pages
+A request with its KV still on its way counts too. It cannot be retracted, so its private pages
 count as 0. Without it, several such requests could come to run with no page left and none of them
 retractable. A page that a request takes moves from its `remaining` to its `private`. So the sum of
 the two is constant while it runs, and a heap of these sums, with lazy deletion, gives the maximum.
@@ -33,7 +33,8 @@ from prefixkv.settings import whole_count
 
 
 class PreallocBudget:
-    """Counters of the requests that run. Owned by the scheduler's thread.
+    """Sums over the admitted requests, in pages; see the module's text. Owned by the scheduler's
+    thread.
 
     Args:
         reserve_pages: pages kept back for each active request, as far as it may still grow.
@@ -51,16 +52,19 @@ class PreallocBudget:
         self._largest: list[tuple[int, str]] = []
 
     def start(self, rid: str, remaining_pages: int, private_pages: int) -> None:
-        """A request may grow by `remaining_pages`, and retracting it frees `private_pages`.
+        """Count a request that may grow by `remaining_pages`, and frees `private_pages` if
+        retracted.
 
-        Called when it is admitted (with `private_pages` 0: it cannot be retracted yet), and again
-        when its KV is complete. Raises CallerError, with nothing changed, for what is no number of
-        pages or no name.
+        Called when the request is admitted (with `private_pages` 0: it cannot be retracted yet),
+        and again when its KV is complete. O(log active). Raises CallerError, with nothing changed,
+        for what is no number of pages or no name.
         """
         remaining_pages = whole_count("remaining_pages", remaining_pages)
         private_pages = whole_count("private_pages", private_pages)
         if not isinstance(rid, str):
             raise CallerError(f"rid is {rid!r}, a string is needed")
+        # The second call replaces the first. The sum of both numbers may change here, and only
+        # here.
         self.stop(rid)
         self.version += 1
         self._private[rid] = private_pages
@@ -70,15 +74,19 @@ class PreallocBudget:
         heapq.heappush(self._largest, (-self._reach[rid], rid))
         if len(self._largest) > 2 * len(self._reach) + 16:
             # Entries of ended requests are dropped at the top of the heap; below a request that
-            # runs for ever they never get there.
+            # never ends they would stay. Rebuilt at twice the size, this costs O(1) per call on
+            # average.
             self._largest = [(-reach, rid) for rid, reach in self._reach.items()]
             heapq.heapify(self._largest)
 
     def grow_many(self, rids: Sequence[str]) -> None:
-        """Running requests took a page each. O(of them). Raises CallerError, with nothing changed,
-        for one that is not here."""
+        """Count one page more for each of these running requests. O(of them).
+
+        Raises CallerError, with nothing changed, for one that is not here.
+        """
         private, reach, reserve = self._private, self._reach, self.reserve_pages
         rids = list(rids)
+        # Two loops: the first only checks, so that an unknown name leaves every sum as it was.
         for rid in rids:
             if rid not in private:
                 raise CallerError(f"request {rid!r} is not admitted")
@@ -89,9 +97,10 @@ class PreallocBudget:
         self.private_pages += len(rids)
 
     def stop(self, rid: str) -> None:
-        """A request ended or was retracted. Unknown: no-op."""
+        """Forget a request that ended or was retracted. Unknown: no-op."""
         reach = self._reach.pop(rid, None)
         if reach is not None:
+            # Its entry stays in the heap, and is found to be out of date when it gets to the top.
             self.version += 1
             private = self._private.pop(rid)
             self.private_pages -= private
@@ -99,13 +108,15 @@ class PreallocBudget:
 
     @property
     def active(self) -> int:
-        """Requests in transfer, waiting to run, or running."""
+        """Number of requests in transfer, waiting to run, or running."""
         return len(self._private)
 
     @property
     def single(self) -> int:
-        """The most that one admitted request may still need, less what retracting the others would
-        free."""
+        """Pages that one admitted request may still need, less what retracting the others frees.
+
+        O(1), but for entries of ended requests, each of which is dropped once.
+        """
         heap = self._largest
         while heap and self._reach.get(heap[0][1]) != -heap[0][0]:
             heapq.heappop(heap)
@@ -117,7 +128,7 @@ class PreallocBudget:
         return max(self.reserved_pages, self.single)
 
     def check_invariants(self) -> None:
-        """Raises InternalError if a counter disagrees with what it counts."""
+        """Raise InternalError if a counter disagrees with what it counts."""
         if self.private_pages != sum(self._private.values()):
             raise InternalError(f"private_pages is {self.private_pages}, admitted: {self._private}")
         if self._private.keys() != self._reach.keys():

@@ -1,5 +1,6 @@
-"""Requests that have ended while the device may still read or write their pages: released once its
-event says that it is done."""
+"""Pages of requests that have ended while the device may still read or write them: released once
+the request's event reports that the device is done.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from prefixkv.request import DeviceEvent
 
 
 class _Ended(NamedTuple):
-    """A request whose pages are released, once the device is done. It may be aborted meanwhile."""
+    """A request that has ended, to be released once the device is done. An abort may come first."""
 
     req: DecodeRequest
     state: DecodeState  # why: `finish`, `retract` or an abort
@@ -22,8 +23,10 @@ class _Ended(NamedTuple):
 
 
 class Deferred:
-    """Owned by a `DecodeScheduler`. `again` queues a request that was retracted, when its pages are
-    released."""
+    """Ended requests that wait for the device. Owned by a `DecodeScheduler`.
+
+    `again` queues a request that was retracted, when its pages are released.
+    """
 
     def __init__(self, books: PageManager, again: Callable[[DecodeRequest], None]) -> None:
         self._books = books
@@ -34,17 +37,20 @@ class Deferred:
         return len(self._waiting)
 
     def requests(self) -> list[DecodeRequest]:
-        """Whose pages are released later. Any thread may ask."""
+        """Return the requests that wait to be released. Any thread may call it."""
+        # Copied first, in one step: the scheduler's thread may append meanwhile.
         return [ended.req for _, ended in self._waiting.copy()]
 
     def holders(self) -> list[tuple[str, RequestPages]]:
-        """Their ids and pages. Any thread may ask."""
+        """Return the ids and pages of those requests. Any thread may call it."""
         held = [(req.rid, req.pages_held) for req in self.requests()]
         return [(rid, pages) for rid, pages in held if pages is not None]
 
     def coming_pages(self, releases: Releases) -> int:
-        """Pages that are available again once the device is done. `releases` takes down the locks
-        that end with them. O(of these requests)."""
+        """Count the pages that are available again once the device is done. O(of these requests).
+
+        `releases` collects the locks that end with them.
+        """
         held = [
             ended.req.pages_held
             for event, ended in self._waiting
@@ -53,7 +59,7 @@ class Deferred:
         return sum(pages.num_own + releases.end(pages.lock) for pages in held if pages is not None)
 
     def stuck_pages(self, releases: Releases) -> int:
-        """Pages of requests whose event has raised: nothing says that they ever come back."""
+        """Count the pages of requests with a broken event: nothing proves that they come back."""
         stuck = [
             ended.req.pages_held for event, ended in self._waiting if isinstance(event, BrokenEvent)
         ]
@@ -62,7 +68,9 @@ class Deferred:
     def end(
         self, after: DeviceEvent | None, req: DecodeRequest, continues: bool | None, now_s: float
     ) -> None:
-        """The request has ended, as its state says. None: the device is done with it already."""
+        """Release an ended request, as its state says, once `after` is done; None: at once."""
+        # The state is copied: an abort may change it before the device is done, but what the
+        # request has computed is cached as its first end asked for.
         ended = _Ended(req, req.state, continues)
         if after is not None:
             self._waiting.append((after, ended))
@@ -70,9 +78,11 @@ class Deferred:
             self._release(ended, now_s)
 
     def release(self, now_s: float) -> None:
-        """Release what waited for the device, where it is done."""
+        """Release the requests with which the device is done. O(of these requests)."""
         if not self._waiting:
             return
+        # A fresh list, since `_release` may queue a request again, and `still_pending` runs the
+        # user's code.
         waiting, self._waiting = self._waiting, []
         for event, ended in waiting:
             if (left := still_pending(event, self._books.errors)) is None:
@@ -81,8 +91,10 @@ class Deferred:
                 self._waiting.append((left, ended))
 
     def _release(self, ended: _Ended, now_s: float) -> None:
-        """Hand the pages on, as the end asks for."""
+        """Hand a request's pages on, as its end asks for."""
         req, state, continues = ended
+        # 1. A request that finished, or was retracted, leaves its whole pages to the cache; one
+        # that was aborted or may not be cached leaves nothing.
         if req.pages_held is not None:
             if state in (DecodeState.FINISHED, DecodeState.RETRACTED) and req.request.cacheable:
                 self._books.cache_finished(
@@ -95,11 +107,15 @@ class Deferred:
             else:
                 self._books.drop(req.pages_held)
             req.pages_held = None
+        # 2. Only now may a retracted request queue again: it must hold nothing, and the next match
+        # finds what has just been cached. One aborted meanwhile is over.
         if req.state is DecodeState.RETRACTED:
             self._again(req)
 
 
 def not_done(after: DeviceEvent | None) -> DeviceEvent | None:
-    """The event if there is something to wait for. Asked before anything changes, since `query` may
-    raise."""
+    """Return the event if there is something to wait for, else None.
+
+    Called before anything changes, since `query` is the user's and may raise.
+    """
     return None if after is None or after.query() else after

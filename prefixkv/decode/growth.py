@@ -1,7 +1,7 @@
 """A page for the next token of each running request, or the names of those to retract for it.
 
-What is on its way back counts first: pages of requests that have ended, or were retracted, while
-the device may still touch them. Only what these do not cover is asked of others.
+Pages on their way back count first: those of requests that have ended, or were retracted, while the
+device may still touch them. Only what these do not cover is taken from running requests.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ def raise_output_limits(
     deferred: Deferred,
     now_s: float,
 ) -> bool:
-    """Check that each of these runs, and give each a page for one more token if it needs one; those
-    that were aborted are left out, and whether there are some is returned.
+    """Check that each request runs, and give it a page for one more token if it needs one.
 
-    `running` gives all that run, the oldest first; `deferred` has what the device is still busy
-    with. Raises as `DecodeScheduler.append_many` does.
+    Requests that were aborted are left out; returns True if there are some. `running` gives all
+    that run, the oldest first; `deferred` has what the device is still busy with. O(of these
+    requests). Raises as `DecodeScheduler.append_many` does, with nothing changed.
     """
     page_size, started, aborted = books.page_size, DecodeState.RUNNING, DecodeState.ABORTED
     grows: list[RequestPages] = []
     growing: list[str] = []
     new: list[DecodeRequest] = []  # their first token
     any_aborted = False
+    # 1. Check all, and find out which need a page. Nothing changes here.
     for req in reqs:
         if req.state is not started:
             if req.state is aborted:
@@ -55,14 +56,18 @@ def raise_output_limits(
         if not is_last and req.prompt_len + num_tokens >= pages.num_pages * page_size:
             grows.append(pages)
             growing.append(req.rid)
+    # 2. All or none: if one page is missing, none is taken, so that the engine can retract and
+    # repeat the call with the same tokens.
     missing = len(grows) - books.available_pages
     if missing > 0:
         free, evictable = books.allocator.free_pages, books.cache.evictable_pages
         retract = _fewest_to_retract(running(), set(growing), missing, deferred)
         raise OutOfPagesError(len(grows), free, evictable, retract)
+    # 3. Take. The budget follows at once: pages move from what remains to what is private.
     if grows:
         books.grow_many(grows, now_s)
         budget.grow_many(growing)
+    # 4. Now nothing can fail any more: states and limits change.
     for req in new:
         req.become(started)
         journal.runs(req, now_s)
@@ -75,11 +80,13 @@ def raise_output_limits(
 def _fewest_to_retract(
     running: Iterable[DecodeRequest], growing: set[str], missing: int, deferred: Deferred
 ) -> tuple[str, ...]:
-    """The fewest running requests whose pages cover what is missing, the one with most first; the
-    oldest never. None where all that is missing comes back by itself.
+    """Return the fewest running requests that have the missing pages, the one with most first.
 
-    One that is taken back does not grow either.
+    Never the oldest, so that one request always makes progress. Empty if all that is missing comes
+    back by itself. O(running log running).
     """
+    # A shared prefix comes back only when the last lock on it ends; `releases` remembers the locks
+    # that would have ended so far, so each call counts only what is added.
     releases = Releases()
     missing -= deferred.coming_pages(releases)
     younger = list(running)[1:]
@@ -89,6 +96,7 @@ def _fewest_to_retract(
         if missing <= 0:
             break
         found.append(req.rid)
+        # A retracted request does not need its own next page either.
         missing -= req.rid in growing
         if req.pages_held is not None:
             missing -= req.pages_held.num_own + releases.end(req.pages_held.lock)

@@ -3,13 +3,13 @@
 Each admitted request's transfer is a *flight*: it brings the pages that the request found neither
 in the tree nor on their way already. Those on their way belong to another flight, which it *joins*;
 its own flight brings the rest only, and can be committed when the one it joined has been. So
-flights form trees, each pointing to the one whose end it continues from:
+flights form trees, each pointing to the one at the end of which it continues:
 
     a: [0, 9)    b joined a at 6: [6, 8)    c joined b at 8: [8, 12)    c waits for b, b for a
 
-A flight whose request was aborted goes on, without an owner, for as long as another waits for it.
-A flight that will not arrive takes with it all that wait for it; their requests ask again for what
-they lack.
+A flight that loses its request to an abort continues without an owner, for as long as another waits
+for it. A flight that will not arrive takes with it all that wait for it; their requests ask again
+for what they lack.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from prefixkv.protocol.ids import RoomKey
 from prefixkv.request import Request
 
 Place: TypeAlias = tuple[Hashable, int, bytes]
-"""A namespace, where a flight begins, in pages, and the packed tokens of the page it begins with.
-"""
+"""A namespace, the page number at which a flight begins, and the packed tokens of that page."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -86,27 +85,30 @@ class InFlight:
         return len(self._flights)
 
     def __iter__(self) -> Iterator[Flight]:
-        """In the order of their numbers."""
+        """Iterate over the flights in the order of their numbers."""
         return iter(self._flights)
 
     def all(self) -> list[Flight]:
-        """In the order of their numbers. Any thread may ask: copied in one step, as `list(self)` is
-        not."""
+        """Return all flights in the order of their numbers.
+
+        Any thread may call it: the copy is made in one step, as that of `list(self)` is not.
+        """
         return list(self._flights)
 
     def of(self, req: DecodeRequest) -> Flight | None:
-        """The flight that brings this request's KV; None before and after."""
+        """Return the flight that brings this request's KV; None before and after."""
         return self._by_owner.get(req)
 
     # --- looking ----------------------------------------------------------------------------------
 
     def find(self, key: RadixKey, start_pages: int) -> tuple[Flight | None, int]:
-        """The flight that brings most of `key` beyond `start_pages`, and where the common part
-        ends, in pages.
+        """Find the flight that brings most of `key` beyond `start_pages`, and where the common part
+        ends.
 
-        `start_pages` is what the tree has of the key. One flight may begin where another ends or is
-        left: they are followed as far as they go, and the last one, which waits for those before,
-        is given back. (None, `start_pages`) if there is none.
+        `start_pages` is how much the tree has of the key, in pages; so is the end that is returned.
+        One flight may begin where another ends or is left: they are followed as far as they go, and
+        the last one, which waits for those before, is returned. (None, `start_pages`) if there is
+        none.
         """
         found, end = None, start_pages
         if not self._by_start:
@@ -115,21 +117,25 @@ class InFlight:
         while True:
             page = data[end * page_bytes : (end + 1) * page_bytes]
             bucket = self._by_start.get((key.namespace, end, page))
-            if bucket is None:  # also where the key ends: no flight begins with a partial page
+            # Also where the key ends: no flight begins with a partial page.
+            if bucket is None:
                 return found, end
             for flight in bucket:
                 if common := self._common_pages(flight, data, end):
                     found, end = flight, common
-                    break  # no other can match: it would have joined this one
+                    # No other flight of this bucket can match: it would have joined this one.
+                    break
             else:
                 return found, end
 
     def _common_pages(self, flight: Flight, data: bytes, start: int) -> int:
-        """How many whole pages `data` has in common with a flight that begins at `start`; 0 if not
-        even one of its.
+        """Return where the common part of `data` and a flight from `start` on ends, in whole pages.
+
+        0 if they differ before the end of the flight's first page.
         """
         page_bytes = self._page_bytes
         theirs = flight.key.data
+        # The place compares one page only; the pages before it may differ, and then the KV does.
         if not data.startswith(memoryview(theirs)[: (start + 1) * page_bytes]):
             return 0
         high = min(flight.end_pages, len(data) // page_bytes)
@@ -138,8 +144,7 @@ class InFlight:
     # --- the life of a flight ---------------------------------------------------------------------
 
     def start(self, owner: DecodeRequest, joined: Flight | None, shareable: bool) -> Flight:
-        """The pages of an admitted request are on their way from now on, and may be joined if
-        `shareable`."""
+        """Enter the flight of an admitted request; others may join it if `shareable`."""
         self._count += 1
         page_bytes = self._page_bytes
         key, pages = owner.key, owner.pages_held
@@ -152,6 +157,7 @@ class InFlight:
         self._by_owner[owner] = flight
         if joined is not None:
             joined.waiters[flight] = None
+        # It can be found only if it brings a whole page: a partial one is never shared.
         if shareable and start < end:
             first_page = data[start * page_bytes : (start + 1) * page_bytes]
             flight.place = place = key.namespace, start, first_page
@@ -159,14 +165,16 @@ class InFlight:
         return flight
 
     def disown(self, flight: Flight) -> None:
-        """The flight's request goes; the flight goes on for those that wait for it."""
+        """Take the owner from a flight: its request ends, it continues for those that wait
+        for it.
+        """
         if flight.owner is not None:
             del self._by_owner[flight.owner]
             flight.owner = None
 
     def commit(self, flight: Flight) -> list[Flight]:
-        """The flight's pages are the tree's now. Returns those that waited for it, which wait no
-        more."""
+        """Take out a flight that is now in the tree. Return the flights that waited for it."""
+        # From here on a match finds its pages in the tree, so no flight may be found for them.
         self._take_out(flight)
         waiters = list(flight.waiters)
         flight.waiters.clear()
@@ -175,14 +183,16 @@ class InFlight:
         return waiters
 
     def remove(self, flight: Flight) -> list[Flight]:
-        """The flight will not be committed. Returns the others that go with it, in the order of
-        their numbers.
+        """Take out a flight that is not to be committed. Return the others that end with it, by
+        number.
 
-        They are those that wait for it, and those it waited for that nothing else needs.
+        These are the flights that wait for it, and those it waited for that nothing else needs.
         """
         gone = [flight]
         for one in gone:  # the list grows as waiters of waiters come to light
             gone.extend(one.waiters)
+        # Upwards: a flight without an owner lived only for those that waited. The first that has an
+        # owner, or another waiter, stays.
         needless = flight
         while (above := needless.joined) is not None:
             del above.waiters[needless]
@@ -190,6 +200,7 @@ class InFlight:
                 break
             gone.append(above)
             needless = above
+        # Links are cut only now: the walks above follow them.
         for one in gone:
             self._take_out(one)
             one.waiters.clear()
@@ -197,11 +208,11 @@ class InFlight:
         return sorted(gone[1:], key=attrgetter("number"))
 
     def flush(self) -> list[Flight]:
-        """None of these pages may go to the tree. Returns the flights that end for that, in the
-        order of their numbers.
+        """Take out and return the flights that a flush of the tree ends, by number.
 
-        They are those without an owner, and those that wait. The others go on for their own request
-        alone, and can be joined no more.
+        None of their pages may go to the tree any more. The flights without an owner, and those
+        that wait, end for that. The others continue for their own request alone, and can be joined
+        no more.
         """
         flights = self._flights
         gone = [one for one in flights if one.joined is not None or one.owner is None]
@@ -209,6 +220,8 @@ class InFlight:
             self._forget(flight)
             flight.joined = None
             flight.waiters.clear()
+        # What arrives later is of the old weights: a request that came after the flush must not
+        # join it.
         for flight in flights:
             flight.waiters.clear()
             flight.place = None
@@ -216,7 +229,7 @@ class InFlight:
         return gone
 
     def remove_all(self) -> list[Flight]:
-        """None of the flights will be committed. Returns them, in the order of their numbers."""
+        """Take out every flight. Return them in the order of their numbers."""
         gone = list(self._flights)
         for flight in gone:
             flight.joined = flight.place = None
@@ -227,11 +240,13 @@ class InFlight:
         return gone
 
     def _forget(self, flight: Flight) -> None:
+        """Drop a flight and its link from its owner."""
         del self._flights[flight]
         if flight.owner is not None:
             del self._by_owner[flight.owner]
 
     def _take_out(self, flight: Flight) -> None:
+        """Drop a flight, and its place if it can be joined."""
         self._forget(flight)
         if flight.place is not None:
             bucket = self._by_start[flight.place]
@@ -288,5 +303,5 @@ class InFlight:
 
 
 def _page(flight: Flight, page_bytes: int) -> bytes:
-    """The page that a flight begins with, as it stands in its key."""
+    """Return the page that a flight begins with, as it stands in its key."""
     return flight.key.data[flight.start_pages * page_bytes :][:page_bytes]

@@ -1,4 +1,4 @@
-"""What happened to a decode worker's requests, and when: the scheduler writes it down as it goes.
+"""Times and counts of a decode worker's requests, written down by the scheduler as it goes.
 
     arrived -- pages --> admitted -- transfer --> transferred -- flight --> committed
     committed -- engine --> first token
@@ -17,14 +17,14 @@ from prefixkv.decode.request import DecodeRequest
 from prefixkv.stats import Journal
 
 REASONS = ("pages", "transfer", "flight", "engine", "first_token")
-"""What is waited for; `first_token` is all of it."""
+"""Reasons of a wait; `first_token` is the sum of all."""
 
 
 class DecodeJournal(Journal):
-    """See the module's text. No event is a token's, and each costs what adding up costs.
+    """Journal of the decode side; see the module's text.
 
-    `counters` count every admission, those after a retraction too; `tokens` counts each request
-    once.
+    No entry is made per token, and each costs a few additions. `counters` count every admission,
+    those after a retraction too; `tokens` counts each request once.
     """
 
     def __init__(self) -> None:
@@ -34,8 +34,10 @@ class DecodeJournal(Journal):
     def admitted(
         self, req: DecodeRequest, new_pages: int, shared_tokens: int, now_s: float
     ) -> None:
-        """Its prefix is locked; of that, `shared_tokens` are on their way with another flight.
-        Prefill is asked for `new_pages`."""
+        """Note that a request was admitted, and prefill is asked for `new_pages`.
+
+        Its prefix is locked; of that, `shared_tokens` are on their way with another flight.
+        """
         counters = self.counters
         counters["admitted"] += 1
         counters["prompt_tokens"] += req.fill_len
@@ -44,6 +46,8 @@ class DecodeJournal(Journal):
             counters["shared_flights"] += 1
             counters["shared_tokens"] += shared_tokens
         req.new_pages += new_pages
+        # Counters above are of admissions; what follows is of requests, so a second admission adds
+        # nothing.
         if req.admitted_s is not None:
             return
         req.admitted_s = now_s
@@ -53,7 +57,7 @@ class DecodeJournal(Journal):
         self.found(req.request.key.namespace, req.fill_len, req.hit_tokens, shared_tokens)
 
     def transferred(self, flight: Flight, now_s: float) -> None:
-        """All pages that the flight brings are there."""
+        """Note that all pages which the flight brings are there."""
         self.transfer_ended(flight.prefill, "success")
         self.pages_received += flight.pages.num_own
         req = flight.owner
@@ -62,7 +66,7 @@ class DecodeJournal(Journal):
             self.waited("transfer", req.admitted_s, now_s)
 
     def committed(self, req: DecodeRequest, now_s: float) -> None:
-        """Its KV is in the tree, whole, and it may run."""
+        """Note that the request's KV is in the tree, whole, and it may run."""
         if req.committed_s is not None:
             return
         req.committed_s = now_s
@@ -70,7 +74,7 @@ class DecodeJournal(Journal):
             self.waited("flight", req.transferred_s, now_s)
 
     def runs(self, req: DecodeRequest, now_s: float) -> None:
-        """The engine has appended a token. Again, after a retraction: no-op."""
+        """Note that the engine has appended the request's first token. No-op after a retraction."""
         if req.first_token_s is None:
             req.first_token_s = now_s
             self.waited(
@@ -79,13 +83,13 @@ class DecodeJournal(Journal):
             self.waited("first_token", req.arrived_s, now_s)
 
     def ended(self, req: DecodeRequest, now_s: float) -> None:
+        """Note that the request has ended, and log it."""
         req.ended_s = now_s
         self.say_ended(req, now_s)
 
 
 def timeline(req: DecodeRequest, page_bytes: int, page_size: int) -> dict[str, Any]:
-    """All that is known of a request, as JSON holds it. Times are seconds since it arrived, or
-    None."""
+    """Return all that is known of a request, for JSON. Times: seconds since it arrived, or None."""
     return req.timeline(
         "decode",
         req.state.value,

@@ -27,7 +27,7 @@ UNSAID, GONE = 0, -1  # instead of a want's number: the tree does not know yet; 
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """A request in the queue, and what the last look at it found.
+    """A request in the queue, and the result of the last look at it.
 
     `arrival` numbers the queue's waiters. `is_returned`: it was admitted before. `since_s` is when
     it came, None for one that came back since the last pass.
@@ -53,16 +53,18 @@ class Waiter:
 
     @property
     def place(self) -> tuple[Rank, int, Waiter]:
+        """Entry of the request in an order: by rank, then by arrival."""
+        # Arrivals differ, so a comparison never reaches the waiter itself, which has no order.
         return self.rank, self.arrival, self
 
 
 @dataclass(slots=True, eq=False)
 class Lane:
-    """What waits for the prefill worker at `address`, but for those that are aside.
+    """Requests that wait for the prefill worker at `address`, without those that are aside.
 
-    `order` are the places of what is in `waiting`, `estimated` the same, the oldest estimate first.
-    `max_tokens` is what the worker's pool holds, 0 where that is not known. `away_s` is since when
-    it does not answer.
+    `order` has the places of what is in `waiting`, `estimated` the same waiters, the oldest
+    estimate first. `max_tokens` is the size of the worker's pool, 0 where that is not known.
+    `away_s` is the time since when it does not answer.
     """
 
     address: str
@@ -80,19 +82,22 @@ class Lane:
         return len(self.returned) + len(self.waiting)
 
     def waiters(self) -> Iterator[Waiter]:
+        """Iterate over the waiters in line: first those that came back, each group by arrival."""
         yield from self.returned.values()
         yield from self.waiting.values()
 
     def enter(self, waiter: Waiter) -> None:
-        """Stand in line. Raises what comparing ranks raises, with nothing changed."""
+        """Enter a waiter in line. Raises what comparing ranks raises, with nothing changed."""
         if waiter.is_returned:
             self.returned[waiter.arrival] = waiter
             return
+        # First, since it compares the user's ranks: if that raises, the other two are untouched.
         self.order.add(waiter.place)
         self.waiting[waiter.arrival] = waiter
         self.estimated[waiter] = None
 
     def leave(self, waiter: Waiter) -> None:
+        """Take a waiter out of line. It must stand there."""
         if waiter.is_returned:
             del self.returned[waiter.arrival]
             return
@@ -100,15 +105,18 @@ class Lane:
         if self.waiting:
             self.order.remove(waiter.place)
         else:
-            self.order.clear()  # it was alone
+            # It was alone: clearing compares no ranks.
+            self.order.clear()
         del self.estimated[waiter]
 
     def unanswered(self, patience_s: float, now_s: float) -> tuple[list[Waiter], float]:
-        """Those that have waited `patience_s` for the worker to answer, and when the next will
-        have. O(of them)."""
+        """Return the waiters that have waited `patience_s` for the worker to answer, and the time
+        at which the next one will have. O(of them).
+        """
         found: list[Waiter] = []
         next_s = math.inf
         for group in (self.returned, self.waiting):
+            # Both groups are sorted by arrival, so the first that is not due ends the search.
             for waiter in group.values():  # the one that came first, first
                 since_s = now_s if waiter.since_s is None else waiter.since_s
                 due_s = max(since_s, self.away_s) + patience_s
@@ -120,7 +128,7 @@ class Lane:
 
 
 class Lanes:
-    """All lanes. Owned by the scheduler's thread.
+    """The lanes of all prefill workers. Owned by the scheduler's thread.
 
     Args:
         gated: whether a lane is closed until its worker is said to answer. If not, all are open.
@@ -136,22 +144,23 @@ class Lanes:
         self._timers: Timers[Lane] = Timers()  # closed ones in which something waits
 
     def get(self, address: str) -> Lane | None:
+        """Return the lane of an address, or None."""
         return self._lanes.get(address)
 
     def of(self, address: str) -> Lane:
-        """The lane of an address; a new one is closed where they are gated."""
+        """Return the lane of an address; a new one is closed where they are gated."""
         lane = self._lanes.get(address)
         if lane is None:
             lane = self._lanes[address] = Lane(address, not self.gated)
         return lane
 
     def max_tokens(self, address: str) -> int:
-        """What the pool of the worker there holds, 0 where that is not known."""
+        """Return the size of the worker's pool in tokens, 0 where that is not known."""
         lane = self._lanes.get(address)
         return 0 if lane is None else lane.max_tokens
 
     def all(self) -> list[Lane]:
-        """Any thread may ask."""
+        """Return all lanes. Any thread may call it."""
         return list(self._lanes.values())
 
     @property
@@ -161,86 +170,106 @@ class Lanes:
 
     @property
     def closed(self) -> set[str]:
-        """The addresses of workers that do not answer."""
+        """Addresses of workers that do not answer."""
         return {lane.address for lane in self._lanes.values() if not lane.is_open}
 
-    # --- who stands in line -----------------------------------------------------------------------
+    # --- waiters in line --------------------------------------------------------------------------
 
     def enter(self, waiter: Waiter) -> None:
-        """Raises what comparing ranks raises, with nothing changed."""
+        """Enter a waiter into its lane. Raises what comparing ranks raises, and changes nothing
+        then.
+        """
         lane = waiter.lane
         if not waiter.is_returned:
             self.check_comparable(lane, waiter.place)
         lane.enter(waiter)
         if lane.is_open:
+            # An open lane takes part in passes. In a closed one a timer runs instead, from when
+            # both hold: the request waits, and the worker does not answer. One that came back is
+            # stamped by the next pass first.
             self._busy[lane] = None
         elif waiter.since_s is not None:
             self._timers.wake(lane, max(waiter.since_s, lane.away_s) + self._patience_s)
 
     def check_comparable(self, lane: Lane | None, place: tuple[Rank, int, Waiter]) -> None:
-        """Raise what comparing a place in this lane with those of other lanes raises: a pass does
-        that, where nothing may raise."""
+        """Compare a place in this lane with those of the other lanes, and raise what that raises.
+
+        A pass merges the orders of the lanes, and nothing may raise there: so a rank that does not
+        compare is refused when it enters.
+        """
         for other in self._lanes.values() if len(self._lanes) > 1 else ():
             if other.order and other is not lane:
                 bool(place < other.order[0])
 
     def stamp(self, waiter: Waiter, now_s: float) -> None:
-        """The time of one that has come back begins."""
+        """Begin the waiting time of a request that has come back."""
         waiter.since_s = now_s
         if not waiter.is_aside and not waiter.lane.is_open:
             self._timers.wake(waiter.lane, max(now_s, waiter.lane.away_s) + self._patience_s)
 
     def leave(self, waiter: Waiter) -> None:
+        """Take a waiter out of its lane."""
         lane = waiter.lane
         lane.leave(waiter)
+        # A pass walks the busy lanes, and a timer of an empty lane would wake the scheduler for
+        # nothing.
         if not len(lane):
             self._busy.pop(lane, None)
             self._timers.forget(lane)
 
     def forget_if_idle(self, lane: Lane) -> None:
-        """Nothing waits there, and nothing is known of its worker. A few are kept: the next
-        request may go there."""
+        """Drop a lane without waiters if nothing is known of its worker and there are many lanes.
+
+        A few are kept: the next request may go there.
+        """
         if len(self._lanes) > _MOST_IDLE and not lane.num_waiters and not lane.is_met:
             self._lanes.pop(lane.address, None)
 
     def forget_if_new(self, lane: Lane) -> None:
-        """What was to wait there does not: a lane of which nothing is known goes again."""
+        """Drop a lane that was made for a request which then was refused."""
+        # It may be older than that request: then something waits there, or was asked or learnt of
+        # its worker.
         if not lane.num_waiters and not lane.is_met and not lane.max_tokens:
             self._lanes.pop(lane.address, None)
 
-    # --- what is heard of workers -----------------------------------------------------------------
+    # --- state of the workers ---------------------------------------------------------------------
 
     def ready(self, lane: Lane, max_tokens: int) -> None:
-        """Its worker answers, and holds so many tokens."""
+        """Open a lane: its worker answers, and its pool holds `max_tokens`."""
         lane.max_tokens = max_tokens
         lane.is_open = True
         self.version += 1
+        # No request there waits for an answer any more.
         self._timers.forget(lane)
         if len(lane):
             self._busy[lane] = None
 
     def away(self, lane: Lane, now_s: float) -> None:
-        """Its worker answers no more."""
+        """Close a lane: its worker has stopped answering."""
         lane.is_open, lane.away_s = False, now_s
         self.version += 1
         self._busy.pop(lane, None)
+        # Those in line wait for the worker from now on, not from when they came.
         if len(lane):
             self._timers.wake(lane, now_s + self._patience_s)
 
     @property
     def wake_s(self) -> float:
-        """When one may have waited too long for a worker; infinity if none does."""
+        """Time at which a request may have waited too long for a worker; infinity if none does."""
         return self._timers.next_s
 
     def unanswered(self, now_s: float) -> list[Waiter]:
-        """Those that have waited too long for a worker that does not answer; they still have to be
-        taken out, or to enter again. O(1) if there are none."""
+        """Return the waiters that have waited too long for a worker that does not answer.
+
+        They still have to be taken out, or to enter again. O(1) if there are none.
+        """
         found: list[Waiter] = []
         if self._timers.next_s > now_s:
             return found
         for lane in self._timers.due(now_s):
             late, next_s = lane.unanswered(self._patience_s, now_s)
             found += late
+            # A timer fires once: set it again for those that are not late yet.
             if next_s < math.inf:
                 self._timers.wake(lane, next_s)
         return found

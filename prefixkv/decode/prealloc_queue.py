@@ -1,28 +1,28 @@
 """Requests that wait for pages, and the decision to admit one.
 
-Each waits in the lane of its prefill worker (`lanes.py`). A closed lane takes no part in a pass.
-Of the open ones three groups are tried, each only when the one before is empty:
+Each waits in the lane of its prefill worker (`lanes.py`). A closed lane takes no part in a pass. Of
+the open ones three groups are tried, each only when the one before is empty:
 
     returned    admitted before (retracted, or to be asked for again): the last to return first
     overdue     the request that has waited longest, once that is `patience_s`
     the rest    in the order of an `AdmissionPolicy`, which may let requests overtake one that does
                 not fit
 
-Whatever cannot be admitted by what the running requests give back holds up none:
+A request that the running ones cannot make room for holds up no other:
 
     aside       it may need more pages than can come back (`prospects.py`): out of its lane, until
                 enough have been proved free
     share       its prefill worker has its share of the pool (`shares.py`): its lane waits, and the
-                other lanes go on; if the share is held without proof, it waits aside alone
+                other lanes continue; if the share is held without proof, it waits aside alone
     prefill     its prefill worker does not answer: its lane is closed
 
-The order rests on estimates: what a match said when the request came, or was last looked at. A
-request is admitted only after another look, which matches anew if the tree has changed, and counts
-anew what locking the match would take out of the evictable pages. A pass makes at most `MAX_LOOKS`
-looks that admit nothing, and none at a request that did not fit before and for which nothing has
-changed since (`PageManager.version`). A request that cannot fit by its estimate gets no look; where
-that leaves looks over, the oldest estimates get them, so that none stays wrong for long.
-What the tree has of a request that waits is evicted last (`wants.py`).
+The order rests on estimates: the result of the match when the request came, or was last looked at.
+A request is admitted only after another look, which repeats the match if the tree has changed, and
+recounts what locking the match would take out of the evictable pages. A pass makes at most
+`MAX_LOOKS` looks that admit nothing, and none at a request that did not fit before and for which
+nothing has changed since (`PageManager.version`). A request that cannot fit by its estimate gets no
+look; looks that are left over go to the oldest estimates, so that none stays wrong for long. The
+tree evicts the cached prefixes of waiting requests last (`wants.py`).
 
 Source: SGLang's `DecodePreallocQueue`, which admits first come, first served.
 """
@@ -58,8 +58,11 @@ ASIDE_REASONS = ("pages", "share", "prefill")
 
 
 class DecodePreallocQueue:
-    """Owned by the scheduler's thread. `add` and each admission cost O(log waiting), a pass that
-    admits nothing no more, times the prefill workers that requests wait for.
+    """Waiting requests, and the passes that admit those that fit; see the module's text. Owned by
+    the scheduler's thread.
+
+    `add` and each admission cost O(log waiting). A pass that admits nothing costs no more, times
+    the number of prefill workers that requests wait for.
 
     Args:
         reserve_tokens: space kept for a request's output when it is admitted (never more than it
@@ -67,7 +70,7 @@ class DecodePreallocQueue:
         policy: a name, or an `AdmissionPolicy`.
         patience_s: a request that has waited this long is overtaken by nothing.
         waiting_timeout_s: how long a request may wait to be admitted, if it sets no `deadline_s` of
-            its own; and one that was admitted before, and came back, in any case.
+            its own; and how long one may that was admitted before and came back, in any case.
         shares: of prefill workers.
         lanes: which of them answer.
         prospects: which pages can come back.
@@ -99,6 +102,8 @@ class DecodePreallocQueue:
         self._policy = make_admission(policy)
         self._patience_s = patience_s
         self._waiting_timeout_s = waiting_timeout_s
+        # Every waiting request is in `_waiters`, and in exactly one of: its lane, `_aside`,
+        # `_over_share`.
         self._waiters: dict[DecodeRequest, Waiter] = {}
         self._aside: SortedList = SortedList()  # (pages it may need, arrival, waiter)
         self._over_share: dict[Waiter, None] = {}  # aside too, for their workers' shares
@@ -116,20 +121,26 @@ class DecodePreallocQueue:
         self.stepped_aside = dict.fromkeys(ASIDE_REASONS, 0)  # how often, by why
 
     def add(self, req: DecodeRequest, *, first: bool = False) -> None:
-        """Queue a request, before all others with `first`: that one has been admitted before, and
-        its time begins with the next pass.
+        """Queue a request. With `first` it was admitted before: it goes before all others, and its
+        waiting time begins with the next pass.
 
-        Raises what the policy raises, with nothing changed.
+        Cost: O(log waiting), and a match where the policy lets requests overtake. Raises what the
+        policy raises, with nothing changed.
         """
         lane = self._lanes.of(req.prefill)
         waiter = Waiter(req, self._num_arrivals + 1, lane, first)
+        # Ranks and their comparisons are the user's code. Everything that may raise comes before
+        # the first count; only a lane that was made for this request has to be undone.
         try:
+            # One that comes back has no rank: the order among those is by return, which no policy
+            # changes.
             if not first:
                 waiter.since_s = req.arrived_s
                 if self._policy.overtakes:
                     self._look(waiter)
                 waiter.rank = _checked(self._policy.rank(req, waiter.new))
-            self._stand(waiter)  # it may raise: the ranks may not compare
+            # Comparing the rank with those of the lane may raise too.
+            self._stand(waiter)
         except BaseException:
             self._lanes.forget_if_new(lane)
             raise
@@ -138,16 +149,21 @@ class DecodePreallocQueue:
         self._waiters[req] = waiter
         lane.num_waiters += 1
         self.wants.say_soon(waiter)
+        # `add` is not given the time where a request comes back, so the next pass stamps it.
         if first:
             self._unstamped.append(waiter)
         elif req.request.deadline_s is None:  # else the scheduler looks at it
             self._deadlines.wake(req, req.arrived_s + self._waiting_timeout_s)
 
     def _stand(self, waiter: Waiter) -> None:
-        """In line, or aside."""
+        """Enter a waiter into its lane, or set it aside if it may need pages that cannot come
+        back.
+        """
         if waiter.req.max_pages > self._prospects.most_pages:
             if not waiter.is_returned:
-                self._lanes.check_comparable(None, waiter.place)  # it will stand among them
+                # It will stand in its lane later, in the middle of a pass, where nothing may raise.
+                # So its rank is compared now.
+                self._lanes.check_comparable(None, waiter.place)
             self._step_aside(waiter)
             return
         self._lanes.enter(waiter)
@@ -155,9 +171,11 @@ class DecodePreallocQueue:
             self.stepped_aside["prefill"] += 1
 
     def remove(self, req: DecodeRequest) -> None:
-        """Take a request out, wherever it is."""
+        """Take a request out, wherever it stands."""
+        # The next pass has to look again: this may be the request that held up the others.
         self._spent_at = -1
         waiter = self._waiters.pop(req)
+        # Counted down first: `forget_if_idle` reads it, and keeps a lane with waiters aside.
         waiter.lane.num_waiters -= 1
         self._leave(waiter)
         self._lanes.forget_if_idle(waiter.lane)
@@ -165,6 +183,7 @@ class DecodePreallocQueue:
         self.wants.forget(waiter)
 
     def _leave(self, waiter: Waiter) -> None:
+        """Take a waiter out of the one place where it stands: its lane, or one kind of aside."""
         if waiter.is_aside:
             waiter.is_aside = False
             if waiter in self._over_share:
@@ -175,20 +194,25 @@ class DecodePreallocQueue:
             self._lanes.leave(waiter)
 
     def check_move(self, req: DecodeRequest, prefill: str) -> None:
-        """Raise what comparing a request's rank with those at another prefill worker raises, before
-        it leaves its place. Not in the queue: no-op."""
+        """Compare a request's rank with those at another prefill worker, before it moves there.
+
+        Raises what that comparison raises. Not in the queue: no-op.
+        """
         waiter = self._waiters.get(req)
         if waiter is None or waiter.is_returned:
             return
         lane = self._lanes.get(prefill)
         self._lanes.check_comparable(lane, waiter.place)
         if lane is not None:
+            # This compares as `order.add` will in `move`.
             lane.order.bisect(waiter.place)
 
     def move(self, req: DecodeRequest, prefill: str) -> None:
-        """It goes to another prefill worker, and keeps its place in time."""
+        """Move a request to another prefill worker's lane. It keeps its place in time."""
         waiter = self._waiters[req]
         self._leave(waiter)
+        # Left before the lane changes, since `_leave` finds the place by `waiter.lane`; the former
+        # lane is forgotten only after its count.
         former, waiter.lane = waiter.lane, self._lanes.of(prefill)
         former.num_waiters -= 1
         waiter.lane.num_waiters += 1
@@ -197,7 +221,7 @@ class DecodePreallocQueue:
         self.look_again()
 
     def look_again(self) -> None:
-        """A request may fit that did not before."""
+        """Make the next pass look again: a request may fit now that did not before."""
         self._num_started += 1
 
     def __len__(self) -> int:
@@ -207,7 +231,7 @@ class DecodePreallocQueue:
         return req in self._waiters
 
     def __iter__(self) -> Iterator[DecodeRequest]:
-        """Those that come first, then the others by arrival."""
+        """Iterate over the requests that came back, the last first, then the others by arrival."""
         waiters = self._waiters.values()
         returned = [waiter for waiter in waiters if waiter.is_returned]
         rest = [waiter for waiter in waiters if not waiter.is_returned]
@@ -216,12 +240,13 @@ class DecodePreallocQueue:
         return iter([waiter.req for waiter in [*returned, *rest]])
 
     def at(self, prefill: str) -> list[DecodeRequest]:
-        """What waits for this prefill worker, aside or not, by arrival. O(waiting)."""
+        """Return what waits for this prefill worker, aside or not, by arrival. O(waiting)."""
         waiters = [one for one in self._waiters.values() if one.lane.address == prefill]
         return [waiter.req for waiter in sorted(waiters, key=_arrival)]
 
     def aside(self) -> dict[str, int]:
-        """How many wait without holding up others, by why. Any thread may ask."""
+        """Count requests that wait without holding up others, by reason. Any thread may call it."""
+        # Copies, since the scheduler's thread may change these while another thread counts.
         lanes = self._lanes.all()
         return {
             "pages": len(self._aside),
@@ -232,19 +257,22 @@ class DecodePreallocQueue:
 
     @property
     def may_admit(self) -> bool:
-        """Whether a pass may admit a request. O(1)."""
+        """True if a pass may admit a request. O(1)."""
         return bool(self._waiters and self._spent_at != self._version and self._books.can_open)
 
     # --- deadlines --------------------------------------------------------------------------------
 
     @property
     def wake_s(self) -> float:
-        """When the next deadline passes, or a little earlier; infinity if none."""
+        """Time of the next deadline, or a little earlier; infinity if there is none."""
         return min(self._deadlines.next_s, self._lanes.wake_s)
 
     def expired(self, now_s: float) -> list[tuple[DecodeRequest, str]]:
-        """Requests whose time to wait is over, and why they were not admitted; they still have to
-        be removed. O(1) if there are none."""
+        """Return the requests that have waited too long, each with the reason in words.
+
+        They still have to be removed. O(1) if there are none.
+        """
+        # It may have been removed, and even added again as another waiter, since it came back.
         for waiter in self._unstamped:
             if self._waiters.get(waiter.req) is waiter:
                 self._lanes.stamp(waiter, now_s)
@@ -254,19 +282,27 @@ class DecodePreallocQueue:
         self._unstamped.clear()
         if self._deadlines.next_s > now_s:
             return []
+        # The reasons are read before any is removed: they name what holds the pages now.
         late = [self._waiters[req] for req in self._deadlines.due(now_s)]
         return [(waiter.req, self.why(waiter.req, now_s)) for waiter in late]
 
     def unanswered(self, now_s: float) -> list[DecodeRequest]:
-        """Requests that have waited too long for a prefill worker that does not answer; they still
-        have to be removed. O(1) if there are none."""
+        """Return the requests that have waited too long for a prefill worker that does not answer.
+
+        They still have to be removed. O(1) if there are none.
+        """
         return [waiter.req for waiter in self._lanes.unanswered(now_s)]
 
     def why(self, req: DecodeRequest, now_s: float) -> str:
-        """In words, what a request has waited for, and how long."""
+        """Describe in words for what a request has waited, and how long."""
         waiter = self._waiters[req]
         since_s = now_s if waiter.since_s is None else waiter.since_s
         waited = f"waited {now_s - since_s:.3f} s"
+        # From the most particular reason to the general one:
+        # 1. Aside: the pages cannot come back without a proof.
+        # 2. Its worker does not answer.
+        # 3. Its worker has its share of the pool.
+        # 4. Other requests run with the pages.
         if waiter.is_aside and waiter not in self._over_share:
             pages = f"{req.max_pages} of the pool's {self._books.num_pages} pages"
             return f"{waited} for pages: it may need {pages}, and {self._prospects.why()}"
@@ -290,41 +326,52 @@ class DecodePreallocQueue:
         """Admit what fits: lock its prefix, take its pages, write its row. `take_admitted` returns
         it.
 
-        A request whose rank a user's policy cannot say keeps the one it has.
+        A request for which a user's policy fails to give a rank keeps the rank it has.
         """
+        # `_come_back` sets it to False where more requests are aside than one pass may bring back.
         self._all_back = True
         self._admit_what_fits(now_s)
         if not self._all_back:
             self._spent_at = -1  # the next pass brings more of them back
+        # Only what still waits after the pass: telling the tree of one that was admitted would be
+        # for nothing.
         if self.wants.unsaid:
             self.wants.say()
 
     def _admit_what_fits(self, now_s: float) -> None:
+        """Make one pass over those that may fit."""
         books = self._books
         if not self._waiters:
             return
+        # 1. Something has changed since the last pass: forget what that one had found out, and let
+        # those aside return that now have prospects, before anything is tried.
         if self._spent_at != self._version:
             self._shares.new_pass()
             self._limited.clear()
             self._most_pages = self._prospects.most_pages
             self._all_back = self._come_back()
+        # 2. The common case, without the orders.
         if len(self._waiters) == 1:
             self._admit_alone(now_s)
             return
+        # 3. Requests that nothing may overtake, one after the other. The first that does not fit,
+        # and does not step aside, ends the pass: all that comes behind it waits for it.
         while (first := self._first_of_all(now_s)) is not None and books.can_open:
             if first.seen_at == self._version or not self._try(first, *self._look(first), now_s):
                 if self._steps_aside(first):
                     continue  # the next one's turn
                 self._spent_at = self._version
                 return
+        # 4. Nothing is first of all any more: the policy's order decides.
         if self._spent_at != self._version and books.can_open:
             self._admit_in_order(now_s)
-            # After an admission the next pass looks again: others may share what is now on its way.
+            # After an admission the next pass looks again: others may join the flight that has just
+            # started.
             if not self._admitted:
                 self._spent_at = self._version
 
     def _admit_alone(self, now_s: float) -> None:
-        """`admit` where one request waits: there is nothing to overtake, and no choice to make."""
+        """Make the pass for a single request: there is nothing to overtake, and no choice."""
         (waiter,) = self._waiters.values()
         version = self._version
         if self._spent_at == version or not self._books.can_open:
@@ -333,18 +380,24 @@ class DecodePreallocQueue:
             if self._try(waiter, *self._look(waiter), now_s):
                 return
             if self._policy.overtakes and not waiter.is_returned:
-                self._falls_back(waiter)  # others may come
+                # Its new estimate has to be in the order for those that may come.
+                self._falls_back(waiter)
             self._steps_aside(waiter)
         self._spent_at = version
 
     def take_admitted(self) -> list[DecodeRequest]:
-        """The requests admitted since the last call, in that order."""
+        """Return the requests admitted since the last call, in that order."""
         admitted, self._admitted = self._admitted, []
         return admitted
 
     def _come_back(self) -> bool:
-        """Those that are aside stand in line again where enough pages may come back; whether all
-        such do."""
+        """Put requests that are aside back into their lanes where enough pages may come back.
+
+        Returns False if more of them may, which the next pass takes in; a pass moves `MAX_WALK` at
+        most.
+        """
+        # 1. Those over their share, all at once, and only when a share or a lane has changed:
+        # before that they would step aside again.
         shares_at = self._shares.version + self._lanes.version
         if self._shares_at != shares_at:
             self._shares_at = shares_at
@@ -352,6 +405,8 @@ class DecodePreallocQueue:
                 waiter.is_aside = False
                 self._lanes.enter(waiter)
             self._over_share.clear()
+        # 2. Those that need too many pages, by what they need: behind the first that cannot return
+        # none can.
         for _ in range(MAX_WALK):
             if not self._aside or self._aside[0][0] > self._most_pages:
                 return True
@@ -361,41 +416,55 @@ class DecodePreallocQueue:
         return False
 
     def _steps_aside(self, waiter: Waiter) -> bool:
-        """Whether a request that did not fit holds up no other, by what is known now."""
+        """Set aside a request that did not fit, if waiting for the running ones cannot help it.
+        True if so: then it holds up no other.
+        """
+        # 1. More pages than can come back without a proof.
         if waiter.req.max_pages > self._most_pages:
             self._lanes.leave(waiter)
             self._step_aside(waiter)
             return True
+        # 2. It does not fit for another reason than its worker's share: pages will come back, so it
+        # waits where it is.
         lane = waiter.lane
         if not self._shares.refuses(lane.address, waiter.new):
             return False
+        # 3. The share. If even the end of all its worker's transfers would not help, it waits
+        # alone. Otherwise the whole lane does: what comes behind it there, and needs less, would
+        # overtake it each time.
         self.stepped_aside["share"] += 1
         if self._shares.is_hopeless(lane.address, waiter.new):
             self._lanes.leave(waiter)
             waiter.is_aside = True
             self._over_share[waiter] = None
-        else:  # what comes behind it in its lane is not to overtake it for ever
+        else:
             self._limited[lane] = None
         return True
 
     def _step_aside(self, waiter: Waiter) -> None:
+        """Set a waiter aside for pages. It has left its lane, or never entered it."""
         waiter.is_aside = True
         self._aside.add((waiter.req.max_pages, waiter.arrival, waiter))
         self.stepped_aside["pages"] += 1
 
     def _first_of_all(self, now_s: float) -> Waiter | None:
-        """The request that nothing may overtake now, if there is one."""
+        """Return the request that nothing may overtake now, if there is one."""
+        # Limited lanes are left out: they wait for their worker's share, which is no reason for
+        # others to wait. The cases, in order:
+        # 1. The last to come back.
         lanes = [lane for lane in self._lanes.busy if lane not in self._limited]
         returned = [lane.returned.peekitem(-1)[1] for lane in lanes if lane.returned]
         if returned:
             last: Waiter = max(returned, key=_arrival)
             return last
+        # 2. The oldest, if its patience is over.
         oldest = [lane.waiting.peekitem(0)[1] for lane in lanes if lane.waiting]
         if not oldest:
             return None
         first: Waiter = min(oldest, key=_arrival)
         if now_s - first.req.arrived_s >= self._patience_s:
             return first
+        # 3. The first in the policy's order, if the policy lets none overtake it.
         if not self._policy.overtakes:
             place = min(lane.order[0] for lane in lanes if lane.waiting)
             waiter: Waiter = place[-1]
@@ -404,7 +473,9 @@ class DecodePreallocQueue:
 
     def _admit_in_order(self, now_s: float) -> None:
         """Admit requests that fit by their estimates; if none does, renew the oldest estimates."""
-        # `_falls_back` may reorder, so the first request is searched anew after each look.
+        # Each round searches from the front again: `_falls_back` may reorder, and an admission
+        # leaves less space for all the others. Looks that admit nothing count down, so that a pass
+        # is bounded.
         looks = MAX_LOOKS
         while looks and self.may_admit and (waiter := self._first_that_may_fit()) is not None:
             found = self._look(waiter)
@@ -412,29 +483,37 @@ class DecodePreallocQueue:
                 looks -= 1  # its new estimate ranks it behind another
             elif not self._try(waiter, *found, now_s):
                 looks -= 1
+        # An estimate that is too high gets no look above, however wrong it has become. So the looks
+        # that are left go to the oldest ones, one per lane and round.
         lanes = [lane for lane in self._lanes.busy if lane.waiting and lane not in self._limited]
         while looks > 0 and lanes and not self._admitted:
             lanes = [lane for lane in lanes if self._renew(lane, now_s)]
             looks -= len(lanes)
 
     def _renew(self, lane: Lane, now_s: float) -> bool:
-        """Look at the oldest estimate of a lane; whether there was one that is not of now."""
+        """Renew the oldest estimate of a lane. Return False if none is older than this version."""
         waiter = next(iter(lane.estimated), None)
         if waiter is None or waiter.seen_at == self._version:
             return False
         found = self._look(waiter)
+        # The look moved it to the end of `estimated`, so the next round takes the next oldest.
         self._falls_back(waiter)
         self._try(waiter, *found, now_s)
         return True
 
     def _first_that_may_fit(self) -> Waiter | None:
-        """The first of the order that fits by its estimate and got no look at this version."""
+        """Return the first of the order that fits by its estimate and got no look at this version.
+
+        Walks at most `MAX_WALK` places.
+        """
         waiter: Waiter
         version, (space, most), shares = self._version, self._limits(), self._shares
         lanes = [lane for lane in self._lanes.busy if lane.waiting and lane not in self._limited]
         if len(lanes) == len(self._waiters) == 1:  # there is no choice to make
             waiter = lanes[0].order[0][-1]
             return waiter if waiter.seen_at != version else None
+        # Lanes are merged lazily: the ranks of the first places of each were compared when they
+        # entered.
         orders = [islice(lane.order, MAX_WALK) for lane in lanes]
         places = orders[0] if len(orders) == 1 else islice(heapq.merge(*orders), MAX_WALK)
         for _, _, waiter in places:
@@ -449,29 +528,33 @@ class DecodePreallocQueue:
 
     @property
     def _version(self) -> int:
-        """Grows whenever a request may fit that did not before."""
+        """Number that grows whenever a request may fit that did not before."""
         books, budget = self._books.version, self._budget.version
         return books + budget + self._num_started + self._shares.version + self._lanes.version
 
     def _limits(self) -> tuple[int, int]:
-        """The largest `Waiter.needed` and `Waiter.most` that fit, in pages."""
+        """Return the largest `Waiter.needed` and `Waiter.most` that fit, in pages."""
         available = self._books.available_pages
         return available - self._budget.kept_back, available + self._budget.private_pages
 
     def _look(self, waiter: Waiter) -> tuple[Flight | None, int]:
-        """Find out what admitting a request takes now.
+        """Compute the pages that admitting a request takes now, and note them in its waiter.
 
-        Returns the flight that it would join, behind what is in the tree, and how many pages both
-        are together.
+        Returns the flight that it would join behind its match in the tree, and the end of both
+        together, in pages.
         """
         req, match, page_size = waiter.req, waiter.match, self._books.page_size
         key = req.key
+        # 1. What is cached. A match of a tree that has not changed since is still right.
         if match is None or not match.is_current:
             match = waiter.match = self._books.match(key, req.request.cacheable)
+        # 2. What is on its way already, behind it.
         joined, shared_pages, unprotected = None, 0, 0
         if match is not None:
             joined, shared_pages = self._flights.find(key, match.depth)
             unprotected = match.unprotected_pages
+        # 3. What is missing, now and in the end. Locking the match takes its unprotected pages out
+        # of the evictable ones, so they count as needed; what is shared does not.
         reserve = min(self._reserve_tokens, req.max_new_tokens - len(req.output))
         # The token sampled last is written by the first step after the return, so it counts; unless
         # it is the last of all. Of what may still be generated, that one needs no space either.
@@ -483,8 +566,10 @@ class DecodePreallocQueue:
         return joined, shared_pages
 
     def _falls_back(self, waiter: Waiter) -> bool:
-        """Enter a new estimate; True if its place in the order is behind the old one."""
+        """Enter a new estimate into the order. Return True if its place is behind the old one."""
         lane, before = waiter.lane, waiter.rank
+        # Before the policy is called: one that raises each time would else stay the oldest, and get
+        # all looks.
         lane.estimated.move_to_end(waiter)
         try:
             rank = _checked(self._policy.rank(waiter.req, waiter.new))
@@ -502,8 +587,10 @@ class DecodePreallocQueue:
         return falls_back
 
     def _try(self, waiter: Waiter, joined: Flight | None, shared_pages: int, now_s: float) -> bool:
-        """Admit a request that was just looked at, if it fits."""
+        """Admit a request that was just looked at, if it fits. Return True if it was admitted."""
         books, req, match = self._books, waiter.req, waiter.match
+        # 1. Measure. It fits if what it needs now leaves what is kept back, and all that it may
+        # become could be had by retracting.
         space, most = self._limits()
         if waiter.is_returned:
             # All it had may still be cached, so that it needs almost nothing. It would come back at
@@ -514,12 +601,17 @@ class DecodePreallocQueue:
         if waiter.needed > space or waiter.most > most or self._shares.refuses(prefill, new):
             waiter.seen_at = self._version
             return False
+        # 2. Before an eviction the tree has to know what the others wait for, or it evicts just
+        # that.
         if new > books.allocator.free_pages:  # an eviction is due
             self.wants.admitting(waiter)
-        # The match told what locking costs, so this cannot fail, and there is nothing to undo.
+        # 3. Lock and take. The look has counted what locking costs, and nothing ran since, so this
+        # cannot fail: there is nothing to undo below.
         joined_pages = joined.pages if joined is not None else None
         req.pages_held = books.open(req.key, match, new, now_s, joined_pages, shared_pages)
         req.prefix_len = shared_pages * books.page_size
+        # 4. Enter the flight, so that the next look of this pass can join it; then the sums that
+        # the next `_limits` reads.
         flight = self._flights.start(req, joined, shareable=match is not None)
         self._shares.promise(flight.room_key, prefill, new)
         self._num_started += 1
@@ -531,11 +623,12 @@ class DecodePreallocQueue:
 
 
 def _checked(rank: Rank) -> Rank:
-    """ValueError for NaN, which has no place in an order."""
+    """Return the rank. Raise ValueError for NaN, which has no place in an order."""
     if rank != rank:
         raise ValueError(f"the admission policy ranks a request {rank!r}")
     return rank
 
 
 def _arrival(waiter: Waiter) -> int:
+    """Return the number by which waiters are sorted."""
     return waiter.arrival

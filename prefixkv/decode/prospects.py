@@ -1,7 +1,8 @@
-"""Which pages of the pool a waiting request can come to have, if the running ones give back theirs.
+"""Pages that a waiting request can come to have, if the running ones give back theirs.
 
-All but those that only a proof, or a peer that does not answer, brings back. A request that may
-need more waits aside: it holds up none, until such pages have come back or its time is over.
+That is the whole pool, but for pages that only a proof, or a peer that does not answer, brings
+back. A request that may need more waits aside: it holds up none, until such pages have come back or
+its time is over.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from prefixkv.pages.manager import PageManager
 
 
 class Unproved(NamedTuple):
-    """Pages that no request gives back, by why."""
+    """Pages that no request gives back, by reason."""
 
     held: int  # of rooms that have failed, until they are drained
     away: int  # promised to prefill workers that do not answer, and the prefixes locked for them
@@ -29,11 +30,11 @@ class Unproved(NamedTuple):
 
 
 class Prospects:
-    """Owned by the scheduler's thread.
+    """Estimate of the pages that can come back. Owned by the scheduler's thread.
 
     Args:
-        stuck: pages of requests whose device event has raised; the locks that it takes down are
-            theirs.
+        stuck: returns the pages of requests with a device event that has raised, and enters the
+            locks of these requests into the `Releases` that it is given.
     """
 
     def __init__(
@@ -48,9 +49,15 @@ class Prospects:
         self._flights, self._stuck = flights, stuck
 
     def unproved(self) -> Unproved:
-        """O(closed lanes, and requests that the device is busy with); where a lane is closed, also
-        O(flights)."""
+        """Count the pages that no running request gives back.
+
+        O(closed lanes, and requests that the device is busy with); where a lane is closed, also
+        O(flights).
+        """
         pages, away, releases = self._books.allocator, 0, Releases()
+        # A prefill worker that does not answer may keep its flights open, and their pages, without
+        # limit. Both counts share `releases`, since a prefix with two locks comes back only with
+        # both.
         if closed := self._lanes.closed:
             for flight in self._flights:
                 if flight.is_open and flight.prefill in closed:
@@ -60,11 +67,11 @@ class Prospects:
 
     @property
     def most_pages(self) -> int:
-        """The most that one request can come to have."""
+        """Number of pages that a single request can come to have at most."""
         return self._books.num_pages - self.unproved().total
 
     def why(self) -> str:
-        """In words, which pages are missing and at whom; "" where none is."""
+        """Describe in words which pages are missing, and where they are; "" where none is."""
         held, away, stuck = self.unproved()
         of = ", ".join(self._shares.owners())
         parts = [

@@ -16,7 +16,7 @@ from prefixkv.request import Request
 
 
 class DecodeState(enum.Enum):
-    """Where a request is. The last three are terminal."""
+    """The state of a request. The last three are terminal."""
 
     QUEUED = "queued"
     PREALLOCATED = "preallocated"
@@ -42,13 +42,12 @@ ACTIVE = CAN_RUN | {DecodeState.PREALLOCATED}
 
 
 class DecodeRequest(PagedRequest[DecodeState]):
-    """One request on a decode worker. Made by `add`; its fields are for the engine to read, not to
-    change.
+    """One request on a decode worker. Made by `add`; the engine reads its fields, and changes none.
 
     `output_limit` is the length that `output` may reach before `append_many` has to look at the
     request: up to there its pages suffice. It is 0 while the request does not run, so that
     `append_many` looks, and refuses it. `prefill` is the address of the prefill worker that it goes
-    to: the request's, until `retarget` says another.
+    to: the request's, until `retarget` names another.
     """
 
     __slots__ = (
@@ -69,6 +68,7 @@ class DecodeRequest(PagedRequest[DecodeState]):
 
     def __init__(self, request: Request, books: PageManager, now_s: float) -> None:
         super().__init__(request, books, DecodeState.QUEUED, now_s)
+        # Tokens with KV. `_key` lags behind `output` until `key` is read; see there.
         self._key = RadixKey(request.key)
         self.prefill = request.prefill
         self.max_new_tokens = request.max_new_tokens
@@ -77,6 +77,8 @@ class DecodeRequest(PagedRequest[DecodeState]):
         self.output: list[int] = []
         self.output_limit = 0
         self.aux = b""
+        # Of the latest admission, in tokens: the prefix found here, and what the transfer fills up
+        # to.
         self.prefix_len = 0
         self.fill_len = self.prompt_len
         self.retries = 0
@@ -90,26 +92,28 @@ class DecodeRequest(PagedRequest[DecodeState]):
         self.hit_tokens = self.shared_tokens = self.new_pages = 0
 
     def become(self, state: DecodeState) -> None:
+        """Move to another state. Raises InternalError if the table does not allow it."""
         super().become(state)
+        # No state inherits the limit: the pages behind it may be gone. `append_many` sets it again.
         self.output_limit = 0
 
     @property
     def kv_len(self) -> int:
-        """Tokens whose KV is written, or promised by the transfer under way.
+        """Number of tokens with KV that is written, or promised by the transfer under way.
 
-        The prompt and all output but the last token, which has no KV until the engine's next step
-        writes it.
+        These are the prompt and all output but the last token, which has no KV until the engine's
+        next step writes it.
         """
         return self.prompt_len + max(0, len(self.output) - 1)
 
     @property
     def most_kv_len(self) -> int:
-        """The most tokens whose KV it may come to have: the token sampled last never has any."""
+        """Largest `kv_len` that the request may reach: the token sampled last never gets KV."""
         return self.prompt_len + self.max_new_tokens - 1
 
     @property
     def key(self) -> RadixKey:
-        """The tokens whose KV is written, or promised. O(output since the last call)."""
+        """Tokens with KV that is written, or promised. O(output since the last call)."""
         key, output = self._key, self.output
         if len(output) > 1 and (missing := self.kv_len - len(key)) > 0:
             # All at once, here: so a step of the batch costs a request no more than its token.
@@ -123,16 +127,18 @@ class DecodeRequest(PagedRequest[DecodeState]):
 
     @property
     def most_output(self) -> int:
-        """The length that `output` may reach with the pages that it has, at most
-        `max_new_tokens`. The last token of all needs no page, since no step writes its KV."""
+        """Length that `output` may reach with the pages that the request has, at most
+        `max_new_tokens`.
+
+        The last token of all needs no page, since no step writes its KV.
+        """
         assert self.pages_held is not None
         space = self.pages_held.num_pages * self._books.page_size - self.prompt_len
         return self.max_new_tokens if space >= self.max_new_tokens - 1 else space
 
     @property
     def state_slot(self) -> int:
-        """Its slot of the StatePool, the same on all ranks; -1 without one, and while it is not
-        admitted.
+        """Slot of the StatePool, the same on all ranks; -1 without one, or before admission.
 
         Its state is there from `pop_transferred` on, and is the engine's to advance until the
         request ends or is retracted; a retracted one's state is sent again.
@@ -141,7 +147,7 @@ class DecodeRequest(PagedRequest[DecodeState]):
 
     @property
     def resumed(self) -> bool:
-        """It ran before: its next token is known, so the engine samples nothing from `aux`."""
+        """True if it ran before: its next token is known, the engine samples none from `aux`."""
         return bool(self.output)
 
     def __repr__(self) -> str:
@@ -150,8 +156,8 @@ class DecodeRequest(PagedRequest[DecodeState]):
 
 
 class PrefillAsk:
-    """The engine should submit this to a prefill worker again: KV that decode had, or should have
-    had, is lost, or the request's extra state is.
+    """A prompt that the engine should submit to a prefill worker again: KV that decode had, or
+    should have had, is lost, or the request's extra state is.
 
     `tokens` are prompt and output but the last token: the KV that is needed. `known_token` is the
     next token if one was sampled already (it must not be sampled again), else None. `namespace` and

@@ -1,4 +1,4 @@
-"""Whether a request whose transfer has failed is asked for again, and at which prefill worker."""
+"""Retries of a request after a failed transfer: how many, and at which prefill worker."""
 
 from __future__ import annotations
 
@@ -11,16 +11,21 @@ from prefixkv.errors import RequestError, UserErrors
 
 @dataclass(frozen=True, slots=True)
 class Retries:
-    """At most `most` a request. `retarget` is the user's: what it raises is kept in `errors`."""
+    """Limit of `most` retries per request, and the user's choice of worker for each.
+
+    An exception that `retarget` raises is kept in `errors`.
+    """
 
     most: int
     retarget: Retarget | None
     errors: UserErrors
 
     def next_prefill(self, req: DecodeRequest, error: Exception) -> str | None:
-        """Where the user wants the next attempt; None: where the last one was."""
+        """Return the address that the user wants for the next attempt; None: the same as before."""
         if self.retarget is None:
             return None
+        # The user's code runs in the middle of a change: what it raises, and what it returns that
+        # is no address, must not stop that. The retry then goes where the last attempt went.
         try:
             prefill = self.retarget(req, error)
             if prefill is not None:

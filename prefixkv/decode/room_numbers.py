@@ -1,4 +1,4 @@
-"""Which room numbers are in use on decode, and why."""
+"""Room numbers that are in use on decode, and why."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ class RoomNumbers:
     """Numbers of live requests, and of rooms that are not drained. Owned by the scheduler's thread.
 
     A number is free again when its request has ended and each of its generations is drained: until
-    then a peer may write to that room, or the control plane has something to say of it.
+    then a peer may write to that room, or the control plane still has to report its end.
 
     >>> rooms = RoomNumbers()
     >>> rooms.add(7)
@@ -30,23 +30,23 @@ class RoomNumbers:
         return room in self._live or room in self._undrained
 
     def is_live(self, room: int) -> bool:
-        """Whether a live request uses the number."""
+        """Return True if a live request uses the number."""
         return room in self._live
 
     def add(self, room: int) -> None:
-        """A live request uses the number."""
+        """Reserve the number for a live request."""
         self._live.add(room)
 
     def remove(self, room: int) -> None:
-        """That request has ended."""
+        """Note that the live request of this number has ended."""
         self._live.discard(room)
 
     def await_drained(self, key: RoomKey) -> None:
-        """The number stays in use until this room is drained."""
+        """Keep the number in use until this room is drained."""
         self._undrained.setdefault(key.room, set()).add(key.generation)
 
     def drained(self, key: RoomKey) -> None:
-        """The room is drained. Not awaited: no-op."""
+        """Note that the room is drained. Not awaited: no-op."""
         generations = self._undrained.get(key.room, set())
         generations.discard(key.generation)
         if not generations:
@@ -54,10 +54,11 @@ class RoomNumbers:
 
     @property
     def any_undrained(self) -> bool:
+        """True if a room is awaited. O(1)."""
         return bool(self._undrained)
 
     def undrained(self) -> set[RoomKey]:
-        """All rooms that are awaited. O(of them)."""
+        """Return all rooms that are awaited. O(of them)."""
         return {RoomKey(room, gen) for room, gens in self._undrained.items() for gen in gens}
 
     def __repr__(self) -> str:

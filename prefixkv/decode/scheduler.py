@@ -1,19 +1,19 @@
 """The decode side of the library, without threads or sockets: queues, budget and pages behind one
 object.
 
-It asks the control plane for rooms by commands (`take_commands`), and hears what became of them by
-`room_ended`, `room_drained` and `room_overdue`. `runtime/nodes.py` joins it to threads; the tests
-join it to a simulated network.
+It asks the control plane for rooms by commands (`take_commands`). The control plane reports what
+became of them through `room_ended`, `room_drained` and `room_overdue`. `runtime/nodes.py` connects
+it to threads; the tests connect it to a simulated network.
 
-Each way out of a request releases its lock and its pages, or hands them on, once:
+Each way in which a request can end releases its lock and its pages, or hands them on, once:
 
     finish, retract          cache_finished   whole pages to the tree, tail freed
     fail or abort, drained   drop             own pages freed
     fail or abort, not yet   hold             own pages belong to the room until it is drained
-    abort, others wait       nothing          the flight has them, and goes on without an owner
+    abort, others wait       nothing          the flight keeps them, and continues without an owner
 
-Source: SGLang's decode queues (`disaggregation/decode.py`), whose names `pop_preallocated` and
-`pop_transferred` keep.
+Source: SGLang's decode queues (`disaggregation/decode.py`); `pop_preallocated` and
+`pop_transferred` keep their names.
 """
 
 from __future__ import annotations
@@ -69,20 +69,21 @@ from prefixkv.settings import check_time
 
 
 class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
-    """See the module's text. Owned by the scheduler's thread.
+    """Admit, transfer, run and end the requests of one decode rank; see the module's text. Owned by
+    the scheduler's thread.
 
     Args:
         max_retries, retarget: how often prefill is asked again when a transfer fails, and which
             one: see DecodeConfig.
         admission, patience_s, waiting_timeout_s, shares, protect_waiting: see
             `DecodePreallocQueue`.
-        lanes: which prefill workers answer; None: all are taken to. Where they are gated, it asks
-            for each by `MeetPrefill`, and hears by `prefill_ready`, `prefill_away` and
-            `prefill_lost`.
-        name: this worker's; a request may name no other in `Request.decode`.
-        ticket: draws a number, never one twice, for each use of a room; in a service one that no
-            other process can guess. None: they are counted.
-        weights_version: of the weights that it begins with.
+        lanes: which prefill workers answer; None: all are assumed to. Where lanes are gated, the
+            scheduler asks about each worker by `MeetPrefill`, and gets the answer through
+            `prefill_ready`, `prefill_away` and `prefill_lost`.
+        name: this worker's name; a request may name no other in `Request.decode`.
+        ticket: draws a number for each use of a room, never the same one twice; in a service one
+            that no other process can guess. None: they are counted.
+        weights_version: version of the weights that it begins with.
     """
 
     def __init__(
@@ -106,6 +107,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.name = name
         self.journal = DecodeJournal()
         super().__init__(books, self.journal, weights_version)
+        # Pages: what is promised away, what is on its way, what waits for the device. The prospects
+        # read all of these, so they are built last.
         self.budget = PreallocBudget(pages_for(reserve_tokens, books.page_size))
         self.flights = InFlight(books.page_size)
         self.shares = shares or PrefillShares()
@@ -114,6 +117,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.prospects = Prospects(
             books, self.shares, self.lanes, self.flights, self._deferred.stuck_pages
         )
+        # The queues, in the order in which a request passes through them: waiting, transfers.
+        # `requests` (of the base class) has every live request, in whichever of the two it is, or
+        # running.
         self.waiting = DecodePreallocQueue(
             books,
             self.budget,
@@ -130,6 +136,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.transfers = DecodeTransferQueue(books, self.flights)
         self._retries = Retries(max_retries, retarget, books.errors)
         self._max_waiting = max_waiting
+        # Rooms outlive requests: a number stays in use until the control plane has proved that its
+        # room is drained, so that two requests never share one.
         self.rooms = RoomNumbers()
         self._asks: list[PrefillAsk] = []
         self._refused: set[RoomKey] = set()  # by `refuse`, and prefill has not answered
@@ -143,15 +151,21 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     def add(self, request: Request, now_s: float) -> DecodeRequest:
         """Queue a request.
 
+        Cost: O(log waiting), and a match of the prompt where the admission policy lets requests
+        overtake.
+
         Raises RequestError, with nothing changed: a duplicate id, a room in use, no prefill
         address, the name of another decode worker, a request that the pool could never hold, or
-        the pool of its prefill worker, as far as that is known, or any while `draining`
-        (DrainingError). So does a time that is no number: CallerError, as of each call here; and
-        what a user's admission policy raises.
+        that the pool of its prefill worker could not, as far as its size is known; DrainingError
+        for any request while `draining`. Raises CallerError for a `now_s` that is no number, as
+        does every call here, and what a user's admission policy raises.
         """
+        # All checks come before the first change: a request that is refused leaves no trace.
         check_time(now_s)
         most_tokens = len(request.key) + request.max_new_tokens - 1  # the last one has no KV
         most = pages_for(most_tokens, self.books.page_size)
+        # Judged by the most that it may become, not by its prompt: a request that can never finish
+        # would be admitted, and then retracted again and again.
         self._check_new(request, most, "may need {} pages (max_new_tokens included)")
         if most > MAX_PAGES:
             raise RequestError(f"may need {most} pages, a promise names at most {MAX_PAGES}")
@@ -160,7 +174,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         if len(self.waiting) >= self._max_waiting:
             raise RequestError(f"{len(self.waiting)} requests wait already, that is the limit")
         req = DecodeRequest(request, self.books, now_s)
-        self.waiting.add(req)  # first, since a user's policy may raise
+        # From here on something changes. The queue comes first since it calls a user's policy,
+        # which may raise: nothing else is noted then, and nothing has to be undone.
+        self.waiting.add(req)
         self.shares.name(request.prefill)
         self.requests[req.rid] = req
         self.rooms.add(req.room)
@@ -169,20 +185,27 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         return req
 
     def pop_preallocated(self, now_s: float) -> list[DecodeRequest]:
-        """Admit what fits: prefix locked, pages taken, prefill told what to skip.
+        """Admit the waiting requests that fit, and return them: prefix locked, pages taken, prefill
+        asked for the rest.
 
-        What a policy, a log handler or an event of the user's has raised since the last call is
-        raised here, once all is in order again. Requests that were admitted are on their way; the
-        next call returns them.
+        Ends what is past its deadline first. Raises what a policy, a log handler or an event of the
+        user's has raised since the last call, once all state is consistent again. Requests that
+        were admitted then are on their way; the next call returns them.
         """
         check_time(now_s)
+        # 1. Pages come back before any decision: what the device is done with, and what requests
+        # hold that are past their deadlines.
         self.release_deferred(now_s)
         if self._deadlines.next_s <= now_s:
             for req in self._deadlines.due(now_s):
                 self._too_late(req, now_s)
+        # Left from a call that raised. One of them may have failed or completed since; it comes out
+        # elsewhere.
         if self._admitted:
             there = DecodeState.PREALLOCATED
             self._admitted = [req for req in self._admitted if req.state is there]
+        # 2. Admit, and only then end what has waited too long: a request that fits just when its
+        # wait is over is admitted. It has left the queue, so the next two loops do not see it.
         self.waiting.admit(now_s)
         for req in self.waiting.unanswered(now_s):
             late = TransferTimeoutError(f"request {req.rid!r} {self.waiting.why(req, now_s)}")
@@ -190,51 +213,63 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         for req, why in self.waiting.expired(now_s):
             error = AdmissionTimeoutError(f"request {req.rid!r} {why}")
             self._end(req, DecodeState.FAILED, error, now_s)
+        # 3. Open the rooms. `_ask` may find that nothing is to be sent; then the flight is complete
+        # at once.
         for req in self.waiting.take_admitted():
             self._ask(req, now_s)
             self._admitted.append(req)
+        # 4. Raise last: by now every admitted request has its room, and the next call returns it.
         self.books.errors.raise_due()
         admitted, self._admitted = self._admitted, []
         return admitted
 
     def pop_transferred(self, now_s: float) -> list[DecodeRequest]:
-        """Requests whose KV is complete, committed to the tree and ready to run."""
+        """Commit the requests whose KV is complete to the tree, and return them, ready to run."""
         check_time(now_s)
         committed = self.transfers.pop_transferred(now_s)
         for req in committed:
             assert req.pages_held is not None
             self.counters["transferred"] += 1
+            # `deadline_s` is about the arrival of the KV, which is over.
             self._deadlines.forget(req)
             remaining = req.max_pages - req.pages_held.num_pages
+            # From now on it can be retracted, so its pages count as private; at its admission they
+            # did not.
             self.budget.start(req.rid, remaining, req.pages_held.num_own)
             self.journal.committed(req, now_s)
         return committed
 
     def pop_failed(self) -> list[DecodeRequest]:
-        """Requests that failed or were aborted since the last call; `error` says why."""
+        """Return the requests that failed or were aborted since the last call; `error` says why."""
         failed, self._failed = self._failed, []
         return failed
 
     def pop_needs_prefill(self) -> list[PrefillAsk]:
-        """Prompts that the engine should submit to a prefill worker again."""
+        """Return prompts that the engine should submit to a prefill worker again."""
         asks, self._asks = self._asks, []
         return asks
 
     def append_many(
         self, reqs: Sequence[DecodeRequest], token_ids: Sequence[int], now_s: float
     ) -> None:
-        """Add each request's newly sampled token; the KV of the one before it is written by now.
+        """Add each request's newly sampled token; the KV of the token before it is written by now.
 
-        Afterwards every request has the page that the next step writes to; one that has its
-        `max_new_tokens` is to be finished, and has no page for a step more. One that was aborted
-        meanwhile is left out; `pop_failed` says why. Raises, with nothing
-        changed: RequestError for a request that does not run, has its tokens already or is named
-        twice, or another number of tokens; TokenError; OutOfPagesError, which names the requests to
-        retract, best first, and no more of them than are needed. It names none if what is missing
-        comes back by itself, so wait a step: pages that the device is still busy with (`after=`),
-        and those held for failed rooms, which come back with their proof.
+        Afterwards every request has the page that the next step writes to. A request that has its
+        `max_new_tokens` is to be finished, and has no page for another step. A request that was
+        aborted meanwhile is left out; `pop_failed` says why.
+
+        Cost: a comparison per request, and more only for those that reach the end of their pages.
+
+        Raises, with nothing changed: RequestError for a request that does not run, has its tokens
+        already or is named twice, or where the number of tokens differs from that of requests;
+        TokenError; OutOfPagesError, which names the requests to retract, best first, and no more of
+        them than are needed. It names none if what is missing comes back by itself, so wait a step:
+        pages that the device is still busy with (`after=`), and those held for failed rooms, which
+        come back with their proof.
         """
         check_time(now_s)
+        # Tokens are checked before any is added: `DecodeRequest.key` later appends them without a
+        # check.
         packed = pack(token_ids)
         check_packed(packed)
         tokens: list[int] = np.frombuffer(packed, "<i4").tolist()
@@ -246,10 +281,14 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         # requests that are at their limit.
         due = [req for req in reqs if len(req.output) >= req.output_limit]
         for req in due:
+            # An aborted request is no error of the engine's: it may have sampled before it could
+            # hear of the abort. Any other that is gone from here is.
             if self.requests.get(req.rid) is not req and req.state is not DecodeState.ABORTED:
                 raise RequestError(
                     f"request {req.rid!r} is {req.state.value}, it does not run here"
                 )
+        # This takes pages, or raises before it takes any. So the tokens are appended only
+        # afterwards.
         if due and raise_output_limits(
             self.books, self.budget, self.journal, due, self._running, self._deferred, now_s
         ):
@@ -268,13 +307,18 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         after: DeviceEvent | None = None,
         continues: bool | None = None,
     ) -> None:
-        """The request is done: what has KV becomes cached prefix.
+        """End a request that has generated all it will: its KV becomes cached prefix.
 
-        `after`: nothing is released before its `query()` is True. `continues`: whether the
-        conversation will go on, if known. Raises RequestError if the request does not run.
+        Args:
+            after: nothing is released before its `query()` is True.
+            continues: whether the conversation will go on, if known.
+
+        Raises RequestError if the request does not run.
         """
         check_time(now_s)
         self._check_runs(req)
+        # The last call that may raise: `query` is the user's. Everything below only changes our own
+        # state.
         after = not_done(after)
         req.become(DecodeState.FINISHED)
         self._leave(req, now_s)
@@ -282,10 +326,10 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._deferred.end(after, req, continues, now_s)
 
     def retract(self, rid: str, now_s: float, after: DeviceEvent | None = None) -> None:
-        """Take a running request's pages back; it queues again, in front, and resumes where it was.
+        """Take a running request's pages back and queue it again, in front, to resume where it was.
 
         Raises RequestError if the request does not run, or is the oldest that does: so one request
-        always goes on.
+        always makes progress.
         """
         check_time(now_s)
         req = self.requests.get(rid)
@@ -296,6 +340,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             raise RequestError(f"request {rid!r} is the oldest that runs; it is never retracted")
         after = not_done(after)
         req.become(DecodeState.RETRACTED)
+        # It leaves the budget, but not `requests`, and its room number stays in use: it comes back.
+        # `Deferred` queues it again when its pages are released, since a queued request holds none.
         self.budget.stop(req.rid)
         self.counters["retracted"] += 1
         req.retractions += 1
@@ -308,7 +354,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         error: Exception | None = None,
         after: DeviceEvent | None = None,
     ) -> bool:
-        """End a request wherever it is. Unknown or ended: no-op, False."""
+        """End a request in whichever state it is. Return False, and do nothing, if it is unknown or
+        has ended.
+        """
         check_time(now_s)
         check_error(error)
         req = self.requests.get(rid)
@@ -316,16 +364,18 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self.counters["aborts_of_unknown"] += 1
             return False
         error = error or AbortedError(f"request {rid!r} was aborted")
+        # `not_done` is evaluated before the call, so an event that raises leaves the request as it
+        # was.
         self._cut_short(req, error, now_s, not_done(after))
         return True
 
     def retarget(self, rid: str, prefill: str) -> None:
         """Send a request to another prefill worker from its next attempt on.
 
-        One that was never admitted is refused at the worker that it named, and comes out of
-        `pop_needs_prefill` when it is. Raises RequestError, with nothing changed: it is not here,
-        its KV is on its way, the address is none, or the worker there is known to hold too little;
-        and what comparing a user's ranks raises.
+        A request that was never admitted is refused at the worker that it named;
+        `pop_needs_prefill` returns it when it is admitted. Raises RequestError, with nothing
+        changed, if the request is not here, its KV is on its way, `prefill` is no address, or the
+        worker there is known to hold too little; and what comparing a user's ranks raises.
         """
         req = self.requests.get(rid)
         if req is None:
@@ -336,7 +386,12 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         if prefill == req.prefill:
             return
         self._check_prefill_holds(rid, _most_asked(req), prefill)
+        # The last call that may raise: it compares the user's ranks as `move` will, before anything
+        # changes.
         self.waiting.check_move(req, prefill)
+        # The former worker may have computed the prompt, and waits for a promise that will not
+        # come: a refusal ends it there. A new generation keeps its answer apart from the next
+        # attempt. A retracted request has no open attempt, so nothing is refused.
         if req.state is DecodeState.QUEUED:
             moved = AbortedError(f"request {rid!r} goes to another prefill worker")
             self._refuse(req.room_key, req.prefill, moved, req.request.digest)
@@ -344,8 +399,13 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._go_to(req, prefill)
 
     def _go_to(self, req: DecodeRequest, prefill: str) -> None:
+        """Point a request at another prefill worker, and move it to that worker's lane if it
+        waits.
+        """
         self.shares.name(prefill)
         req.prefill = prefill
+        # One that is to be asked for again is not in the queue yet: `_queue_again` enters it, and
+        # meets then.
         if req in self.waiting:
             self.waiting.move(req, prefill)
             self._meet(prefill)
@@ -354,44 +414,52 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         """Tell prefill at once that decode will not take this request, for example after `add`
         refused it.
 
-        Where a former request of its number has ended, prefill is told once that one's room is
-        drained. Raises RequestError, with nothing changed: its room is a live request's here, or it
-        names no prefill worker.
+        Where a former request of its number has ended, prefill is told once the room of that one is
+        drained. Raises RequestError, with nothing changed: its room is a live request's here, the
+        same refusal is still unanswered, it names no prefill worker, or it is for another decode
+        worker.
         """
         key = RoomKey(request.room, request.generation)
+        # 1. The number is free: refuse now.
+        # 2. The number is in use by a room that is not drained: a frame about it now would be read
+        # as one about that room, so it waits for `room_drained`.
         if self._check_can_open(request, to_refuse=key not in self._refused):
             self._refuse(key, request.prefill, error, request.digest)
             self._refused.add(key)
-        else:  # a former request of this number has ended, and its room is not drained yet
+        else:
             self._refused.add(key)
             self._late_refusals[key] = request.prefill, error, request.digest
 
     def flush(self) -> int:
-        """Empty the cache after a weight update. Returns the pages freed at once.
+        """Empty the cache after a weight update. Return the number of pages freed at once.
 
         Requests that wait for another's pages ask prefill again: those pages are of the old
         weights.
         """
+        # Flights first: they release their locks, so that the flush frees those pages at once.
         self._fall_back(self.flights.flush())
         return self.books.flush()
 
     def move_weights(
         self, weights_version: str, now_s: float, after: DeviceEvent | None = None
     ) -> None:
-        """The weights are of another version from now on; `flush` is to follow at once.
+        """Take over weights of another version from now on; `flush` has to follow at once.
 
-        What has KV of the former one, or output, ends as aborted, with a WeightsVersionError: what
-        runs, what is on its way, what was retracted. What only waits goes on. `after` is as for
-        `abort`. Raises, with nothing changed: ConfigError for what is no version.
+        A request that has KV of the former version, or output, ends as aborted with a
+        WeightsVersionError: it runs, is on its way, or was retracted. A request that only waits
+        stays in the queue. `after` is as for `abort`. Raises ConfigError, with nothing changed, for
+        what is no version.
         """
         check_time(now_s)
         check_version(weights_version)
         after = not_done(after)
         error = WeightsVersionError(self.weights_version, weights_version)
         self.weights_version = weights_version
-        # First, so that prefill hears this reason, and not that its rooms were aborted.
+        # Before the aborts below, so that prefill learns this reason, and not that its rooms were
+        # aborted.
         self._commands.append(MoveWeights(weights_version))
-        # Whole flights, not request by request: else those that joined one would ask again.
+        # Whole flights before requests: a request that is cut short alone would make those that
+        # joined its flight ask again, for KV of weights that are gone.
         for flight in self.flights.remove_all():
             self._end_flight(flight, error)
         for req in list(self.requests.values()):
@@ -401,19 +469,21 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     @property
     def has_news(self) -> bool:
-        """Whether one of the `pop_*` has something, or may admit. O(1)."""
+        """True if one of the `pop_*` calls returns something, or may admit. O(1)."""
         complete = self.transfers.num_complete
         return bool(self._failed or self._asks or complete or self.waiting.may_admit)
 
     @property
     def idle(self) -> bool:
-        """Nothing lives here: no request, nothing to pop, no room that is not drained. O(1)."""
+        """True if nothing lives here: no request, nothing to pop, no room that is not drained.
+        O(1).
+        """
         left = self.requests, self._failed, self._asks, self._deferred, self.rooms.any_undrained
         return not any(left) and not len(self.flights)
 
     @property
     def wake_s(self) -> float:
-        """When a request that waits may fail for it; infinity if none."""
+        """Time at which the next waiting request may pass its deadline; infinity if none waits."""
         return min(self.waiting.wake_s, self._deadlines.next_s)
 
     # --- what the control plane calls -------------------------------------------------------------
@@ -421,19 +491,30 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     def room_ended(
         self, key: RoomKey, poll: KVPoll, error: Exception | None, aux: bytes, now_s: float
     ) -> None:
-        """A room reached its terminal state."""
+        """Take note that a room has reached its terminal state.
+
+        Args:
+            poll: SUCCESS, or else the room failed with `error`.
+            aux: the payload that came with a success; bytes.
+        """
+        # 1. Success. It proves that every write has landed, so the pages leave prefill's share at
+        # once. If its flight is gone, or has lost its owner, the room number is what still waits
+        # for that proof.
         if poll is KVPoll.SUCCESS:
             self.shares.back(key)
             flight = self.transfers.succeed(key, aux)
             if flight is not None:
                 self.journal.transferred(flight, now_s)
             if flight is None or flight.owner is None:
-                # It was aborted while its success was reported: nothing can land any more.
                 self.room_drained(key)
             return
+        # 2. Failure of a room that was aborted here meanwhile: its pages are held already, and the
+        # request has ended.
         flight = self.transfers.get(key)
         if flight is None:
             return
+        # 3. Failure. It is no proof: writes may still be landing. `_cancel` moves the pages to the
+        # room, which holds them until `room_drained`. The request tries again with other pages.
         self.counters["transfers_failed"] += 1
         self.journal.transfer_ended(flight.prefill, "failed")
         error = error or InternalError(f"{key} failed without a reason")
@@ -444,8 +525,12 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._try_again(req, error, now_s)
 
     def prefill_ready(self, address: str, max_tokens: int, now_s: float) -> None:
-        """The prefill worker at this address answers, and its pool holds so many tokens (0: it does
-        not say). Requests that it could never compute fail before any page is promised."""
+        """Open the lane of a prefill worker that answers, and end the requests that its pool cannot
+        hold.
+
+        These fail before any page is promised. `max_tokens` is the size of its pool, 0 if the
+        worker does not say.
+        """
         lane = self.lanes.get(address)
         if lane is None:
             return
@@ -457,48 +542,63 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
                 self._end(req, DecodeState.FAILED, error, now_s)
 
     def prefill_away(self, address: str, now_s: float) -> None:
-        """It answers no more. What waits for it holds up no other."""
+        """Close the lane of a prefill worker that has stopped answering: its requests hold up no
+        others.
+        """
         lane = self.lanes.get(address)
         if lane is not None:
             self.lanes.away(lane, now_s)
 
     def prefill_lost(self, address: str, error: Exception, now_s: float) -> None:
-        """Nothing answers at this address, or what does is refused: what waits for it fails, or is
-        asked for again."""
+        """Fail or ask again the requests of an address where nothing answers, or where what does is
+        refused.
+        """
         lane = self.lanes.get(address)
         if lane is None:
             return
         self.lanes.away(lane, now_s)
+        # Before the requests try again: one that comes back to this address has to ask for it once
+        # more.
         lane.is_met = False
         for req in self.waiting.at(address):
             self._unmet(req, error, now_s)
+        # Last, since each request that leaves may be the one that makes the lane idle.
         self.lanes.forget_if_idle(lane)
 
     def room_drained(self, key: RoomKey) -> None:
-        """No write can land in the room's pages any more."""
+        """Release a room's held pages and its number: no write can land in its pages any more."""
         self.shares.back(key)
         self.books.release(key)
         self.rooms.drained(key)
+        # A refusal that still waits for this number stays noted, else `refuse` would queue it
+        # twice.
         if key not in self._late_refusals:
             self._refused.discard(key)
+        # The number is free of every generation: now a frame about a later request cannot be
+        # confused with one about this room.
         if self._late_refusals and key.room not in self.rooms:
             for late in [one for one in self._late_refusals if one.room == key.room]:
                 self._refuse(late, *self._late_refusals.pop(late))
 
     def room_overdue(self, key: RoomKey) -> None:
-        """The room is not drained by its deadline."""
+        """Count the pages of a room that is not drained by its deadline as quarantined. They stay
+        held.
+        """
         self.counters["quarantined_pages"] += self.books.quarantine(key)
 
     def release_deferred(self, now_s: float) -> None:
-        """Release what waited for the device, where it is done."""
+        """Release the pages of ended requests with which the device is done."""
         self._deferred.release(now_s)
 
     @property
     def num_deferred(self) -> int:
+        """Number of ended requests whose pages the device may still touch."""
         return len(self._deferred)
 
     def holders(self) -> list[tuple[str, RequestPages]]:
-        """What holds pages: request ids, and flights whose request has gone. Any thread may ask."""
+        """Return what holds pages, by name: requests, and flights whose request has ended. Any
+        thread may call it.
+        """
         orphans = [flight for flight in self.flights.all() if flight.owner is None]
         held = super().holders() + self._deferred.holders()
         return held + [(f"flight of room {one.room_key.room}", one.pages) for one in orphans]
@@ -509,6 +609,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.budget.check_invariants()
         self.waiting.check_invariants()
         self.transfers.check_invariants()
+        # Pages may be in a prefill worker's power only while a room is open, or failed and not
+        # drained.
         flying = {flight.room_key for flight in self.flights if flight.is_open}
         self.shares.check_invariants(flying | self.rooms.undrained())
         parts = self.books, self.budget, self.flights, self.rooms, self.waiting
@@ -517,17 +619,19 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     # --- admission --------------------------------------------------------------------------------
 
     def _meet(self, address: str) -> None:
-        """Have it said whether this prefill worker answers, unless that was asked already."""
+        """Ask the control plane whether this prefill worker answers, unless it was asked
+        already.
+        """
         lane = self.lanes.get(address)
         if self.lanes.gated and lane is not None and not lane.is_met:
             lane.is_met = True
             self._commands.append(MeetPrefill(address))
 
     def _check_prefill_holds(self, rid: str, num_tokens: int, address: str) -> None:
-        """Raise RequestError where the prefill worker is known not to hold so many tokens.
+        """Raise RequestError where the prefill worker is known to hold fewer than `num_tokens`.
 
-        All that the request may become counts, since a request that was retracted late may have to
-        be computed anew: it would fail half answered.
+        All that the request may become counts. A request that was retracted late may have to be
+        computed again in full: it would fail with half of its answer given.
         """
         most = self.lanes.max_tokens(address)
         if 0 < most < num_tokens:
@@ -537,18 +641,25 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             )
 
     def _unmet(self, req: DecodeRequest, error: Exception, now_s: float) -> None:
-        """Its prefill worker does not answer. It was promised nothing, and is told nothing."""
+        """Take out a request whose prefill worker does not answer, and try again. That worker was
+        promised nothing, so it is sent nothing.
+        """
         self.waiting.remove(req)
         self._try_again(req, error, now_s)
 
     def _try_again(self, req: DecodeRequest, error: Exception, now_s: float) -> None:
-        """Its transfer has failed, or could not begin: it is asked for again, or fails."""
+        """Ask prefill again after a transfer that failed or could not begin, or fail the
+        request.
+        """
         if req.retries < self._retries.most:
             self.counters["retries"] += 1
             req.retries += 1
+            # Kept while it tries again, so that a request that ends by its deadline names the last
+            # failure.
             req.error = error
             if (prefill := self._retries.next_prefill(req, error)) is not None:
                 self._go_to(req, prefill)
+            # The worker may be another one now, or its size be known only since the request came.
             try:
                 self._check_prefill_holds(req.rid, _most_asked(req), req.prefill)
             except RequestError as too_long:
@@ -559,31 +670,43 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._end(req, DecodeState.FAILED, error, now_s)
 
     def _ask(self, req: DecodeRequest, now_s: float) -> None:
-        """A request was admitted: prefill is to send what it lacks."""
+        """Open the room of an admitted request, by which prefill sends what it lacks."""
         flight = self.flights.of(req)
         assert flight is not None
         pages, page_size = flight.pages, self.books.page_size
         start, end = pages.num_shared, pages_for(req.fill_len, page_size)
         self.journal.admitted(req, end - start, pages.num_joined * page_size, now_s)
         if req.resumed and req.prefix_len == req.fill_len and pages.slot < 0:
-            # All its KV is here, and it has no extra state, which is never cached: nothing to send.
+            # 1. A resumed request with all its KV in the tree, and no extra state, which is never
+            # cached: nothing is to be sent, so no room is opened.
             self.transfers.arrived(flight)
             self.shares.back(flight.room_key)
             return
+        # 2. A later attempt: prefill has ended, or never had, the request of this generation. The
+        # engine has to submit it there again.
         if req.generation > req.request.generation:
             self._asks.append(PrefillAsk(req, self.name))
+        # 3. Registered before the command leaves, so that an answer always finds its flight.
         self.transfers.add(flight)
         page_ids = self.books.table.packed(pages.row, start, end)
         (room, generation, _), lens = flight.room_key, (req.fill_len, req.prefix_len)
         what = *lens, page_ids, self._ticket(), pages.slot
         promise = Promise(room, generation, *what, weights_version=self.weights_version)
+        # After some output the tokens to compute are more than the prompt, so their digest is
+        # another.
         digest = req.request.digest if req.fill_len == req.prompt_len else prompt_digest(req.key)
         self._commands.append(OpenRoom(promise, req.prefill, digest))
 
     # --- ends -------------------------------------------------------------------------------------
 
     def _end(self, req: DecodeRequest, state: DecodeState, error: Exception, now_s: float) -> None:
-        # The flight, or the queue, gives the request up first: what it holds after that is its own.
+        """End a live request with an error, and hand on its flight or its place in the queue.
+
+        A request that runs keeps `pages_held`; the caller releases them.
+        """
+        # The flight, or the queue, gives the request up before anything is released: pages of an
+        # open room go to that room, and `pages_held` is None afterwards. What the request then
+        # still holds is its own.
         before = req.state
         req.error = error
         req.become(state)
@@ -600,13 +723,19 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     def _cut_short(
         self, req: DecodeRequest, error: Exception, now_s: float, after: DeviceEvent | None
     ) -> None:
-        """End it wherever it is. `after`: None if the device is done with it."""
+        """End a request as aborted, in whichever state it is. `after`: None if the device is done
+        with it.
+        """
         self._end(req, DecodeState.ABORTED, error, now_s)
+        # One that ran still holds its pages. One that was retracted, and waits for the device, is
+        # released by that entry: a second one would free its pages twice.
         if req.pages_held is not None and req not in self._deferred.requests():
             self._deferred.end(after, req, None, now_s)
 
     def _too_late(self, req: DecodeRequest, now_s: float) -> None:
-        """Its KV is not here by its own deadline, unless it waits only to be popped."""
+        """Fail a request whose KV is not here by its own deadline, unless it only waits to be
+        popped.
+        """
         flight = self.flights.of(req)
         if flight is not None and self.transfers.is_complete(flight):
             return
@@ -618,8 +747,11 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._end(req, DecodeState.FAILED, error, now_s)
 
     def _check_can_open(self, request: Request, to_refuse: bool = False) -> bool:
-        """Whether its room is free; with `to_refuse` it may also be one that is not drained yet.
-        Raises RequestError."""
+        """Return True if the room of `request` is free. Raise RequestError if the request cannot be
+        taken.
+
+        With `to_refuse` a room that is not drained yet passes too, and gives False.
+        """
         is_free = request.room not in self.rooms
         if not is_free and not (to_refuse and not self.rooms.is_live(request.room)):
             raise RequestError(f"room {request.room} is in use")
@@ -630,30 +762,39 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         return is_free
 
     def _refuse(self, key: RoomKey, prefill: str, error: Exception, digest: bytes) -> None:
-        """Prefill may have the request, and hold KV for it. The room's number is in use until
-        prefill has answered."""
+        """Tell prefill that decode does not take a request: it may have that request, and hold KV
+        for it.
+
+        The room's number is in use until prefill has answered.
+        """
         command = RefuseRoom(key, self._ticket(), prefill, reason_of(error), digest)
         self.counters["refused"] += 1
+        # Reserved before the command leaves: a request that reused the number could be hit by this
+        # refusal.
         self.rooms.await_drained(key)
         self._commands.append(command)
 
     def _leave_flight(self, flight: Flight, error: Exception) -> None:
-        """The request ends while its KV is on its way. If others wait for it, it goes on for
-        them."""
+        """End the request of a flight on its way. If others wait for the flight, it continues for
+        them.
+        """
         if not flight.waiters:
             self._cancel(flight, error)
             return
         self.counters["flights_adopted"] += 1
         assert flight.owner is not None
+        # The flight keeps the pages and the lock. The request lets go of them first, so that they
+        # have one owner at any time; the room number has to outlive the request.
         flight.owner.pages_held = None
         self.flights.disown(flight)
         if flight.is_open:
             self.rooms.await_drained(flight.room_key)
 
     def _cancel(self, flight: Flight, error: Exception | None) -> None:
-        """The flight will not be committed: its room is aborted with `error`, or has failed (None).
+        """End a flight that will not be committed: its room is aborted with `error`, or has failed
+        (None).
 
-        What becomes of its owner is the caller's decision. Flights that waited for it fall back.
+        Its owner stays for the caller to decide about. Flights that waited for it fall back.
         """
         # Out of the index first: a request that asks again must not join a flight that is ending.
         others = self.flights.remove(flight)
@@ -661,8 +802,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._fall_back(others)
 
     def _fall_back(self, flights: list[Flight]) -> None:
-        """These will not be committed, though nothing went wrong with them; their owners ask again,
-        in order of arrival."""
+        """End flights that will not be committed though they did not fail; their owners ask again,
+        in order of arrival.
+        """
         for flight in flights:
             reason = "what it waited for will not come, or nothing waits for it anymore"
             error = AbortedError(reason)
@@ -674,13 +816,17 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self._ask_again(req)
 
     def _end_flight(self, flight: Flight, error: Exception | None) -> None:
-        """End its room, and hand on its pages: the room holds them as long as a peer may write
-        them.
+        """End a flight's room and hand on its pages: the room holds them as long as a peer may
+        write them.
 
         The room's number stays in use as long, also without pages: the control plane still has to
         report its end.
         """
         key = flight.room_key
+        # 1. The room is open, or has failed: prefill knows the page ids, and a posted write cannot
+        # be called back. The pages change owner, from request to room, and wait for proof.
+        # 2. The room has succeeded, or was never opened: nothing can land, so they are free at
+        # once.
         if self.transfers.remove(flight):
             if error is not None:
                 self._commands.append(AbortRoom(key, reason_of(error)))
@@ -694,12 +840,19 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             flight.owner.pages_held = None
 
     def _ask_again(self, req: DecodeRequest) -> None:
+        """Queue a request for another attempt, as retracted."""
         if req.state is not DecodeState.RETRACTED:  # else it was not admitted since
             req.become(DecodeState.RETRACTED)
+        # It may still be counted as admitted. The flight has handed its pages on, so there is
+        # nothing to release.
         self.budget.stop(req.rid)
         self._queue_again(req)
 
     def _queue_again(self, req: DecodeRequest) -> None:
+        """Enter a request in front of the queue, under a new generation."""
+        # A new generation, so that what peers still send about the former attempt is not taken for
+        # this one. All the tokens so far count as prompt; how many are cached is for the next
+        # admission to find.
         req.generation += 1
         req.fill_len = req.kv_len
         req.prefix_len = 0
@@ -707,22 +860,28 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._meet(req.prefill)
 
     def _leave(self, req: DecodeRequest, now_s: float) -> None:
+        """Forget an ended request everywhere but in the page accounts."""
         self.budget.stop(req.rid)
         self._deadlines.forget(req)
+        # The number stays in use where a room of it is not drained; see `RoomNumbers`.
         self.rooms.remove(req.room)
         self.requests.pop(req.rid, None)
         self.journal.ended(req, now_s)
 
     def _check_runs(self, req: DecodeRequest) -> None:
+        """Raise RequestError if the request does not run here."""
         if self.requests.get(req.rid) is not req or req.state not in CAN_RUN:
             raise RequestError(f"request {req.rid!r} is {req.state.value}, it does not run")
 
     def _running(self) -> Iterator[DecodeRequest]:
-        """The requests that run, the oldest first."""
+        """Iterate over the requests that run, the oldest first."""
         return (req for req in self.requests.values() if req.state in CAN_RUN)
 
 
 def _most_asked(req: DecodeRequest) -> int:
-    """The tokens that its prefill worker has to hold. Of one that runs, or ran, what it has so far:
-    it is half answered, so what it may still become refuses it no more."""
+    """Return how many tokens the prefill worker of a request has to hold.
+
+    Of a request that runs, or ran, only what it has so far: half of its answer is given, so what it
+    may still become is no reason to refuse it.
+    """
     return req.kv_len if req.resumed else req.most_kv_len

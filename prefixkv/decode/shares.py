@@ -1,9 +1,9 @@
-"""How much of the pool each prefill worker may have in its power at once.
+"""Limit on the part of the pool that each prefill worker may have in its power at once.
 
-Pages are in a prefill worker's power from the promise until the transfer has succeeded, or until
-it is proved that no write of it can land there any more. A worker that takes promises and never
-gives that proof would come to have them all. So while other prefill workers are ready too, each
-has at most its share: its requests wait for pages to come back, those of others do not.
+Pages are in a prefill worker's power from the promise until the transfer has succeeded, or until it
+is proved that no write of it can land there any more. A worker that takes promises and never gives
+that proof would come to have them all. So while other prefill workers are ready too, each has at
+most its share: its requests wait for pages to come back, those of others do not.
 """
 
 from __future__ import annotations
@@ -42,56 +42,68 @@ class PrefillShares:
         self._named: OrderedDict[str, None] = OrderedDict()  # leaders' addresses, by requests
 
     def name(self, address: str) -> None:
-        """A request names this prefill worker."""
+        """Note that a request names this prefill worker."""
         self._named[address] = None
+        # Addresses come from requests, so what is remembered of them is bounded.
         self._named.move_to_end(address)
         if len(self._named) > _MAX_KNOWN:
             self._named.popitem(last=False)
 
     def pages(self, address: str) -> int:
-        """Pages in the power of the worker at `address`."""
+        """Return the number of pages in the power of the worker at `address`."""
         return self._pages.get(address, 0)
 
     def new_pass(self) -> None:
-        """Who answers now is asked once a pass of the queue, however many requests wait."""
+        """Begin a pass of the queue: `ready` is called once in it at most."""
         self._answering = None
 
     def refuses(self, address: str, num_pages: int) -> bool:
-        """Whether so many pages more would be above its share. O(1) where they would not."""
+        """Return True if `num_pages` more would exceed a worker's share. O(1) where they
+        would not.
+        """
         held = self._pages.get(address)
         if held is None or held + num_pages <= self.most:
             return False
+        # The share binds only while another worker that requests go to could use the pages.
         answering = self._answering = self._ready() if self._answering is None else self._answering
         if not any(other != address and other in self._named for other in answering):
             return False
+        # Noted so that `version` grows only for pages of a worker that something waits for.
         self._refused.add(address)
         return True
 
     def promise(self, key: RoomKey, address: str, num_pages: int) -> None:
+        """Count `num_pages` that are promised to a worker for this room."""
         if num_pages:
             self._rooms[key] = address, num_pages
             self._pages[address] = self._pages.get(address, 0) + num_pages
 
     def hold(self, key: RoomKey) -> None:
-        """The room's transfer has failed, and its pages are held. Unknown: no-op."""
+        """Note that the room's transfer has failed, and its pages are held. Unknown: no-op."""
         if key in self._rooms:
             self._held.add(key)
 
     def is_hopeless(self, address: str, num_pages: int) -> bool:
-        """Whether so many pages are above its share also once its transfers have ended, since what
-        is held for failed rooms is. O(rooms that have failed)."""
+        """Return True if `num_pages` more exceed a worker's share even once its transfers have
+        ended.
+
+        Then the pages that are held for its failed rooms take up the share. O(rooms that have
+        failed).
+        """
         held = sum(self._rooms[key][1] for key in self._held if self._rooms[key][0] == address)
         return bool(held) and held + num_pages > self.most
 
     def owners(self) -> list[str]:
-        """The addresses of workers that have pages in their power, at most 8."""
+        """Return the addresses of workers that have pages in their power, at most 8."""
         return sorted(self._pages)[:8]
 
     def back(self, key: RoomKey) -> None:
-        """The room's transfer has succeeded, or no write can land in its pages. Unknown: no-op."""
+        """Take a room that succeeded or is drained out of its worker's share. Unknown: no-op."""
         room = self._rooms.pop(key, None)
         self._held.discard(key)
         if room is not None:
+            # A room comes back twice where a success is followed by its proof; the second call
+            # finds nothing.
             address, num_pages = room
             self.version += address in self._refused
             self._refused.discard(address)
@@ -100,8 +112,10 @@ class PrefillShares:
                 del self._pages[address]
 
     def check_invariants(self, rooms: Set[RoomKey]) -> None:
-        """Raises InternalError if a sum disagrees with what it is of, or is of another room than
-        these, which are open or undrained."""
+        """Check the sums against the rooms. Raises InternalError.
+
+        `rooms` are those that are open or undrained: no other may have pages in a worker's power.
+        """
         sums: dict[str, int] = {}
         for address, num_pages in self._rooms.values():
             sums[address] = sums.get(address, 0) + num_pages

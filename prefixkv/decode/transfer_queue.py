@@ -1,4 +1,4 @@
-"""Requests whose KV is on its way, and what to do when it is there.
+"""Requests with KV on its way, and the steps that follow when it is there.
 
 A flight is complete when its room has succeeded and the flight that it joined has been committed.
 To commit it is to give its pages to the tree. The flights that joined it then find there what they
@@ -19,27 +19,29 @@ from prefixkv.protocol.ids import RoomKey
 
 
 class DecodeTransferQueue:
-    """Owned by the scheduler's thread."""
+    """Open rooms, and flights that are complete. Owned by the scheduler's thread."""
 
     def __init__(self, books: PageManager, flights: InFlight) -> None:
         self._books = books
         self._flights = flights
+        # A flight is in `_open`, then in neither while the one it joined is on its way, then in
+        # `_complete`.
         self._open: dict[RoomKey, Flight] = {}
         self._complete: deque[Flight] = deque()
 
     def add(self, flight: Flight) -> None:
-        """A request was admitted; its room is open."""
+        """Enter the flight of an admitted request; its room is open."""
         key = flight.room_key
         if key in self._open:
             raise InternalError(f"{key} is in transfer twice")
         self._open[key] = flight
 
     def get(self, key: RoomKey) -> Flight | None:
-        """The flight of an open room."""
+        """Return the flight of an open room, or None."""
         return self._open.get(key)
 
     def succeed(self, key: RoomKey, aux: bytes) -> Flight | None:
-        """The room's pages are all written. Unknown (it was aborted meanwhile): None."""
+        """Note that a room's pages are all written. Return its flight; None if it was aborted."""
         flight = self._open.pop(key, None)
         if flight is not None:
             if flight.owner is not None:
@@ -48,17 +50,18 @@ class DecodeTransferQueue:
         return flight
 
     def arrived(self, flight: Flight) -> None:
-        """Its own pages are there; what is left to wait for is the flight it joined, if any."""
+        """Note that a flight's own pages are there; it may still wait for the flight it joined."""
         flight.is_open = False
+        # Else `pop_transferred` appends it, when the joined flight is committed.
         if flight.joined is None:
             self._complete.append(flight)
 
     def is_complete(self, flight: Flight) -> bool:
-        """Whether `pop_transferred` will commit it."""
+        """Return True if `pop_transferred` will commit the flight."""
         return not flight.is_open and flight.joined is None
 
     def remove(self, flight: Flight) -> bool:
-        """Take a flight out that will not be committed. True if its room was still open."""
+        """Take out a flight that will not be committed. Return True if its room was still open."""
         if flight.is_open:
             del self._open[flight.room_key]
             return True
@@ -68,32 +71,39 @@ class DecodeTransferQueue:
 
     @property
     def num_open(self) -> int:
-        """Rooms whose pages are still being written."""
+        """Number of rooms with pages that are still being written."""
         return len(self._open)
 
     @property
     def num_complete(self) -> int:
-        """Flights that `pop_transferred` will commit."""
+        """Number of flights that `pop_transferred` will commit."""
         return len(self._complete)
 
     def __len__(self) -> int:
         return len(self._flights)
 
     def pop_transferred(self, now_s: float) -> list[DecodeRequest]:
-        """Commit what is complete: its whole pages become cached prefix that the request holds by a
-        lock."""
+        """Commit the complete flights, and return their requests.
+
+        The whole pages of each become cached prefix, which its request holds by a lock.
+        """
         # A commit may complete flights that joined it, so the queue grows as it is worked off.
         committed = []
         while self._complete:
             flight = self._complete.popleft()
             req = flight.owner
+            # 1. To the tree. A flight without an owner is there only for others, which find it in
+            # the tree.
             if req is None or req.request.cacheable:
                 priority = flight.request.priority
                 self._books.cache_unfinished(flight.pages, flight.key, now_s, priority=priority)
+            # 2. Its waiters lock what they joined, before the flight's own lock may end below: in
+            # between nothing may evict these pages.
             for waiter in self._flights.commit(flight):
                 self._books.lock_joined(waiter.pages, waiter.key, now_s)
                 if not waiter.is_open:
                     self._complete.append(waiter)
+            # 3. Without an owner nothing runs: the lock and the tail go.
             if req is None:
                 self._books.drop(flight.pages)
             else:

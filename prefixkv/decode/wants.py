@@ -1,8 +1,8 @@
-"""Which waiting requests the tree has been told of: what it has of them is evicted last
+"""Waiting requests that the tree knows of: it evicts their cached prefixes last
 (`RadixCache.want`).
 
-The tree is told before an admission evicts, and after a pass that leaves requests waiting; it is
-not told of one that is admitted from free pages in the first pass after it came.
+They are entered before an admission evicts, and after a pass that leaves requests waiting. A
+request that is admitted from free pages in the first pass after it came is never entered.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ MAX_WANTS = 128  # prefixes that are said to be wanted at once
 
 
 class Wants:
-    """Owned by a `DecodePreallocQueue`. `protects`: whether anything is said at all."""
+    """The wanted prefixes of a queue. Owned by a `DecodePreallocQueue`.
+
+    `protects`: False where nothing is entered at all.
+    """
 
     def __init__(self, books: PageManager, protects: bool) -> None:
         self._books = books
@@ -22,12 +25,17 @@ class Wants:
         self.unsaid: list[Waiter] = []  # the tree does not know yet that they wait, if they do
 
     def say_soon(self, waiter: Waiter) -> None:
+        """Note a waiter whose prefix the tree should learn of at the next `say`."""
         if self.protects and waiter.req.request.cacheable:
             self.unsaid.append(waiter)
 
     def say(self) -> None:
-        """Tell the tree what waits, the first to come first. O(1) a request, or a match."""
+        """Enter the prefixes of what waits, the first to come first. O(1) or a match per
+        request.
+        """
         books = self._books
+        # At most `MAX_WANTS` per call, which bounds the cost of a pass; the rest follow with later
+        # passes.
         for waiter in self.unsaid[:MAX_WANTS]:
             if waiter.want == UNSAID:
                 match = waiter.match
@@ -38,14 +46,16 @@ class Wants:
         del self.unsaid[:MAX_WANTS]
 
     def admitting(self, waiter: Waiter) -> None:
-        """An eviction is due for it: the others are said first, and this one is as good as gone."""
+        """Enter the other waiters before an eviction that is due for this one."""
         if self.unsaid:
+            # Its own match is about to be locked, so it needs no protection.
             if waiter.want == UNSAID:
                 waiter.want = GONE
             self.say()
 
     def forget(self, waiter: Waiter) -> None:
-        """It waits no longer."""
+        """Withdraw the want of a request that waits no longer."""
         if waiter.want > 0:
             self._books.unwant(waiter.want)
+        # It may still be in `unsaid`, where this mark makes `say` pass over it.
         waiter.want = GONE
