@@ -2,14 +2,14 @@
 Pure.
 
 `PrefillControl.on` takes one input and the time, and returns effects; `effects.py` lists both. It
-holds the decode ranks that are known (`prefill/peers.py`), the rooms it sends for, each a `SenderMachine`
-(`prefill/rooms.py`), and staging (`StagingSender`), which stands between the two and the transport.
+holds the decode ranks that are known (`peers.py`), the rooms it sends for, each a `SenderMachine`
+(`rooms.py`), and staging (`StagingSender`), which stands between the two and the transport.
 
 A room belongs to one decode worker, named in its key, so that no other can speak about it. Page ids
 are checked before they become addresses. A promise or an abort that comes before the engine's
 request is kept, bounded per peer and with a deadline. A room that our engine ends before its
 promise has come is kept for a while, so that decode hears of it at once. A room that our engine has
-drawn itself is an *offer* (`prefill/offers.py`): the first decode worker that proves the prompt gets it.
+drawn itself is an *offer* (`offers.py`): the first decode worker that proves the prompt gets it.
 """
 
 from __future__ import annotations
