@@ -23,8 +23,11 @@ EXAMINE_S: Final = 0.25
 FENCED: Final = "was fenced"
 FENCED_DEAD: Final = "was fenced, since it is proved dead"
 
+LostPeers = dict[PeerId, tuple[str, int]]
+"""By life: what is wrong with it, and how many pages (on decode) or rooms (on prefill) it holds."""
 
-class Deaths:
+
+class DeathWatch:
     """The processes whose death may be asked of the kernel. Owned by a control object.
 
     Args:
@@ -102,3 +105,15 @@ class Deaths:
         kept = {*asked, *self._current()}
         self._lives = {peer: life for peer, life in self._lives.items() if peer in kept}
         return asked
+
+
+def merged_lost_peers(ranks: Iterable[LostPeers]) -> LostPeers:
+    """Merge the lost peers of all ranks of a decode worker.
+
+    Pages are the maximum over the ranks and not the sum: all ranks hold the same page ids.
+    """
+    found: LostPeers = {}
+    for lost in ranks:
+        for peer, (what, pages) in lost.items():
+            found[peer] = what, max(pages, found.get(peer, (what, 0))[1])
+    return found

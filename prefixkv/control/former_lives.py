@@ -28,7 +28,7 @@ LEFT: Final = "has left"
 _NONE: Final[Mapping[int, str]] = MappingProxyType({})
 
 
-class Lives:
+class IncarnationHistory:
     """Lives that are over, by name. Owned by a control object, which takes its news; any thread may
     call `how`."""
 

@@ -25,7 +25,7 @@ class Stamper:
 
 
 @dataclass(slots=True)
-class Liveness:
+class PeerClock:
     """When the other end was last heard and last spoken to. Silence makes it suspect, never
     dead."""
 

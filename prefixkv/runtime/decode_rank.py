@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixkv.config import DecodeConfig
-from prefixkv.control.rooms import LostPeers
+from prefixkv.control.death_watch import LostPeers
 from prefixkv.errors import ConfigError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh

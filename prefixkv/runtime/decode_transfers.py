@@ -9,8 +9,8 @@ from typing import cast
 
 from prefixkv.addresses import is_loopback
 from prefixkv.config import DecodeConfig
+from prefixkv.control.death_watch import LostPeers
 from prefixkv.control.decode.control import DecodeControl
-from prefixkv.control.rooms import LostPeers
 from prefixkv.decode.retries import check_address
 from prefixkv.digest import check_digest
 from prefixkv.errors import ConfigError, RequestError

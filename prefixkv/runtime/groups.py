@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from prefixkv.cache.eviction.policy import Policy
 from prefixkv.config import DecodeConfig, PrefillConfig
-from prefixkv.control.rooms import LostPeers, merged
+from prefixkv.control.death_watch import LostPeers, merged_lost_peers
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.errors import ConfigError
 from prefixkv.memory.kv_pool import KVPool
@@ -155,7 +155,9 @@ class DecodeGroup(DecodeNode):
 
     def lost_peers(self) -> LostPeers:
         """As `DecodeNode.lost_peers`, of all ranks; their pages are the same."""
-        return merged([super().lost_peers(), *(rank.lost_peers() for rank in self.others)])
+        return merged_lost_peers(
+            [super().lost_peers(), *(rank.lost_peers() for rank in self.others)]
+        )
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """As `DecodeNode.wait`; any rank's news end it."""

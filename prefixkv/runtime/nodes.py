@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import assert_never
 
 from prefixkv.config import DecodeConfig, PrefillConfig
-from prefixkv.control.rooms import LostPeers
+from prefixkv.control.death_watch import LostPeers
 from prefixkv.decode import journal as decode_journal
 from prefixkv.decode.lanes import Lanes
 from prefixkv.decode.request import DecodeRequest, PrefillAsk

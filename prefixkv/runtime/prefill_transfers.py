@@ -10,9 +10,9 @@ from typing import cast
 
 from prefixkv.addresses import is_loopback
 from prefixkv.config import PrefillConfig
+from prefixkv.control.death_watch import LostPeers
 from prefixkv.control.prefill.control import PrefillControl
 from prefixkv.control.prefill.writes import StagingSlots
-from prefixkv.control.rooms import LostPeers
 from prefixkv.digest import check_digest
 from prefixkv.errors import AbortedError, AuxTooLargeError, ConfigError, RequestError
 from prefixkv.memory.kv_pool import KVPool

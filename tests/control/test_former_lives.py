@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from prefixkv.control import former_lives as module
-from prefixkv.control.former_lives import Lives, nonce
+from prefixkv.control.former_lives import IncarnationHistory, nonce
 from prefixkv.errors import FormerLifeError
 from prefixkv.protocol.ids import PeerId
 
@@ -13,7 +13,7 @@ A, B, C = PeerId("d0", 0x3F2A), PeerId("d0", 0x77B1), PeerId("d0", 0x1)
 OTHER = PeerId("d1", 0x3F2A)
 
 
-def over(lives: Lives, life: PeerId) -> bool:
+def over(lives: IncarnationHistory, life: PeerId) -> bool:
     try:
         lives.check(life)
     except FormerLifeError:
@@ -22,7 +22,7 @@ def over(lives: Lives, life: PeerId) -> bool:
 
 
 def test_a_refusal_says_both_lives_by_name() -> None:
-    lives = Lives()
+    lives = IncarnationHistory()
     lives.supersede(A, B)
     with pytest.raises(FormerLifeError, match=r"^d0 life 3f2a was superseded by life 77b1$"):
         lives.check(A)
@@ -31,7 +31,7 @@ def test_a_refusal_says_both_lives_by_name() -> None:
 
 
 def test_how_a_life_ended_first_is_what_is_said_of_it() -> None:
-    lives = Lives()
+    lives = IncarnationHistory()
     lives.end(A, "was fenced")
     lives.supersede(A, B)
     with pytest.raises(FormerLifeError, match="was fenced"):
@@ -40,7 +40,7 @@ def test_how_a_life_ended_first_is_what_is_said_of_it() -> None:
 
 def test_of_a_name_the_lives_heard_of_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PER_NAME", 2)
-    lives = Lives()
+    lives = IncarnationHistory()
     lives.end(A, "has left")
     lives.end(B, "has left")
     assert over(lives, A), "it speaks, so it is kept"
@@ -50,7 +50,7 @@ def test_of_a_name_the_lives_heard_of_last_are_kept(monkeypatch: pytest.MonkeyPa
 
 def test_the_names_heard_of_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_NAMES", 2)
-    lives = Lives()
+    lives = IncarnationHistory()
     names = [PeerId(name, 1) for name in "abc"]
     for life in names[:2]:
         lives.end(life, "has left")
@@ -63,7 +63,7 @@ def test_the_names_heard_of_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_life_that_was_silent_may_come_back_until_another_comes() -> None:
-    lives = Lives()
+    lives = IncarnationHistory()
     lives.silent(A)
     lives.begin(A)
     assert not over(lives, A)

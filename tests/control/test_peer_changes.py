@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from prefixkv.control import peer_changes as module
+from prefixkv.control.death_watch import merged_lost_peers
 from prefixkv.control.effects import ConnectFailed, RemovePeer, Unreached
 from prefixkv.control.peer_changes import News, PeerNews
-from prefixkv.control.rooms import merged
 from prefixkv.errors import ConfigError, PeerLostError
 from prefixkv.protocol.commands import AbortRoom, Fence
 from prefixkv.protocol.events import RoomEnded, decode_error, encode_error
@@ -161,7 +161,7 @@ def test_a_lost_peer_is_named_on_every_rank() -> None:
 def test_ranks_have_the_same_pages() -> None:
     a, b = PeerId("p", 1), PeerId("p/1", 1)
     ranks = [{a: ("suspect", 5)}, {a: ("suspect", 2), b: ("was fenced", 1)}]
-    assert merged(ranks) == {a: ("suspect", 5), b: ("was fenced", 1)}
+    assert merged_lost_peers(ranks) == {a: ("suspect", 5), b: ("was fenced", 1)}
 
 
 @pytest.mark.parametrize("how", ["fenced", "left", "replaced"])

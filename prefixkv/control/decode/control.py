@@ -19,9 +19,9 @@ from typing import assert_never
 
 from prefixkv.config import ControlConfig
 from prefixkv.control import handshake
-from prefixkv.control.death_watch import FENCED, FENCED_DEAD
+from prefixkv.control.death_watch import FENCED, FENCED_DEAD, LostPeers
 from prefixkv.control.decode.links import Link, Links
-from prefixkv.control.decode.rooms import ReceiverRooms
+from prefixkv.control.decode.rooms import ReceiverRooms, Room, lost_peers
 from prefixkv.control.effects import (
     AgentDestroyed,
     ConnectFailed,
@@ -36,11 +36,10 @@ from prefixkv.control.effects import (
     Tick,
     Unreached,
 )
-from prefixkv.control.former_lives import LEFT, Lives
+from prefixkv.control.effects import DecodeEffect as DecodeEffect
+from prefixkv.control.effects import DecodeInput as DecodeInput
+from prefixkv.control.former_lives import LEFT, IncarnationHistory
 from prefixkv.control.peer_changes import News
-from prefixkv.control.rooms import LostPeers, Room, lost_peers
-from prefixkv.control.sides import DecodeEffect as DecodeEffect
-from prefixkv.control.sides import DecodeInput as DecodeInput
 from prefixkv.errors import (
     AbortedError,
     ConfigError,
@@ -132,7 +131,7 @@ class DecodeControl:
         self._links = Links(me, hello, *known, born_s)
         parts = self._timers, self._links, self.staging, self.news
         self._rooms = ReceiverRooms(timing, *parts, self._option_names)
-        self._lives = Lives(self.news)
+        self._lives = IncarnationHistory(self.news)
         # By address that the scheduler asked about: was PrefillReady the last answer?
         self._met: dict[str, bool] = {}
         # The number in the last Expect; -1 forces the next one.

@@ -16,9 +16,9 @@ import msgspec
 
 from prefixkv.config import ControlConfig
 from prefixkv.control import handshake
-from prefixkv.control.death_watch import Deaths
+from prefixkv.control.death_watch import DeathWatch
 from prefixkv.control.effects import Connect, Disconnect, Reached, SendFrame, Unreached
-from prefixkv.control.heartbeat import Liveness, Stamper
+from prefixkv.control.heartbeat import PeerClock, Stamper
 from prefixkv.control.peer_changes import News
 from prefixkv.digest import prove
 from prefixkv.errors import FormerLifeError, PeerLostError
@@ -55,7 +55,7 @@ class Link:
     """
 
     address: str
-    live: Liveness
+    live: PeerClock
     hello: Backoff
     gone_s: float = math.inf  # since when there is no connection
     gone_why: str = ""
@@ -95,10 +95,10 @@ class Links:
         born_s: float | None = None,
     ) -> None:
         """Start without links; `timers` wake links by address and are shared with rooms, `lost` is
-        as for `Deaths`, `born_s` as for `DecodeControl`."""
+        as for `DeathWatch`, `born_s` as for `DecodeControl`."""
         self._born_s = born_s
         self.news = news
-        self.deaths = Deaths(timing, lost, self._current)
+        self.deaths = DeathWatch(timing, lost, self._current)
         self._hello = hello
         self._timing = timing
         self._timers = timers
@@ -148,7 +148,7 @@ class Links:
         """Connect to the address and say Hello, unless there is a link to it already."""
         if address in self._links:
             return []
-        link = Link(address, Liveness(now_s, now_s), Backoff(self._timing.resend_s))
+        link = Link(address, PeerClock(now_s, now_s), Backoff(self._timing.resend_s))
         self._links[address] = link
         return [Connect(address), *self.greet(link, now_s)]
 

@@ -11,9 +11,9 @@ from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from prefixkv.config import ControlConfig
+from prefixkv.control.death_watch import LostPeers
 from prefixkv.control.prefill.budgets import ABORT_BYTES, Budget, hello_bytes
 from prefixkv.control.prefill.peers import Peer
-from prefixkv.control.rooms import LostPeers
 from prefixkv.digest import proves
 from prefixkv.errors import ProtocolError, TransferError
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey

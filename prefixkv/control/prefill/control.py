@@ -20,7 +20,7 @@ from typing import assert_never
 
 from prefixkv.config import Backend, ControlConfig
 from prefixkv.control import handshake
-from prefixkv.control.death_watch import FENCED, FENCED_DEAD
+from prefixkv.control.death_watch import FENCED, FENCED_DEAD, LostPeers
 from prefixkv.control.effects import (
     AgentDestroyed,
     ConnectFailed,
@@ -33,17 +33,15 @@ from prefixkv.control.effects import (
     Tick,
     Unreached,
 )
+from prefixkv.control.effects import PrefillEffect as PrefillEffect
+from prefixkv.control.effects import PrefillInput as PrefillInput
 from prefixkv.control.former_lives import LEFT
-from prefixkv.control.prefill.admission import Greetings
+from prefixkv.control.prefill.admission import OnTrial, PeerAdmission
 from prefixkv.control.prefill.claims import Claims
 from prefixkv.control.prefill.offers import Offer, Offers
 from prefixkv.control.prefill.peers import Peer, Peers
 from prefixkv.control.prefill.rooms import SenderRooms
 from prefixkv.control.prefill.writes import Granted, StagingSlots, Want, Welcome, Writes
-from prefixkv.control.rooms import LostPeers
-from prefixkv.control.sides import PrefillEffect as PrefillEffect
-from prefixkv.control.sides import PrefillInput as PrefillInput
-from prefixkv.control.trials import OnTrial
 from prefixkv.errors import (
     AbortedError,
     FormerLifeError,
@@ -149,7 +147,7 @@ class PrefillControl:
         self._timers: Timers[str | RoomKey] = Timers()  # peers by name, rooms by key
         self._peers = Peers(me, self._ours, endpoints, timing, self._timers, self.lost_peers)
         self.news = self._peers.news
-        self._greetings = Greetings(self._ours, self._peers, timing, tries, self.counters)
+        self._greetings = PeerAdmission(self._ours, self._peers, timing, tries, self.counters)
         self._claims = Claims(timing, secret)
         self._offers = Offers(timing)
         known = self._timers, self._peers, self._claims

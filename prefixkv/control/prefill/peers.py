@@ -14,14 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixkv.config import ControlConfig
-from prefixkv.control.death_watch import Deaths
+from prefixkv.control.death_watch import DeathWatch
 from prefixkv.control.effects import RemovePeer, SendFrame
-from prefixkv.control.former_lives import Lives, nonce
+from prefixkv.control.former_lives import IncarnationHistory, nonce
 from prefixkv.control.handshake import Accepted, OurSide
-from prefixkv.control.heartbeat import Liveness, Stamper
+from prefixkv.control.heartbeat import PeerClock, Stamper
 from prefixkv.control.peer_changes import News
 from prefixkv.control.prefill.budgets import PAGE_BYTES, Budget, Claimed, hello_bytes
-from prefixkv.control.uses import PastUses
+from prefixkv.control.prefill.retired_tickets import RetiredTickets
 from prefixkv.errors import HandshakeError, ProtocolError
 from prefixkv.paging import pages_for
 from prefixkv.protocol.ids import PeerId, RoomKey
@@ -56,14 +56,14 @@ class Peer:
     route: bytes
     credential: str
     hello: Hello
-    live: Liveness
+    live: PeerClock
     readers: tuple[int, ...]
     writes: bool
     staged: bool
     takes_state: bool
     budget: Budget
     claimed: Claimed
-    past: PastUses
+    past: RetiredTickets
     num_parked: int = 0
     succeeded: int = 0
     gone: bool = False
@@ -180,11 +180,11 @@ class Peers:
         lost: Callable[[float], Iterable[PeerId]],
     ) -> None:
         """Start with no peer; `timers` wake peers by name and are shared with rooms, `lost` is as
-        for `Deaths`."""
+        for `DeathWatch`."""
         self._me = me
         self.news = News()
-        self.lives = Lives(self.news)
-        self.deaths = Deaths(timing, lost, self._current)
+        self.lives = IncarnationHistory(self.news)
+        self.deaths = DeathWatch(timing, lost, self._current)
         self._ours = ours
         self._endpoints = endpoints
         self._timing = timing
@@ -338,7 +338,7 @@ class Peers:
             credential=credential,
             hello=hello,
             # The Hello's own number: only frames after it are taken from now on.
-            live=Liveness(now_s, now_s, frame.seq),
+            live=PeerClock(now_s, now_s, frame.seq),
             succeeded=self.num_met if self.lives.has_former(frame.name) else 0,
             readers=accepted.readers,
             writes=added is not None,
@@ -346,7 +346,7 @@ class Peers:
             takes_state=added is not None and added.state is not None,
             budget=budget,
             claimed=Claimed(hello.layout.num_pages, budget),
-            past=PastUses(self._timing.max_parked_per_peer),
+            past=RetiredTickets(self._timing.max_parked_per_peer),
         )
         self._timers.wake(frame.name, now_s + self._timing.heartbeat_s)
         self.news.say("met", frame.sender)

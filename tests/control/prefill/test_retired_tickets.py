@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from prefixkv.control.uses import PastUses
+from prefixkv.control.prefill.retired_tickets import RetiredTickets
 from prefixkv.protocol.commands import AbortRoom
 from prefixkv.protocol.events import Bootstrapped, RoomEnded
 from prefixkv.protocol.ids import KVPoll, RoomKey
@@ -41,7 +41,7 @@ def used_once(ticket: int = 1) -> DecodePeer:
     return peer
 
 
-def past(peer: DecodePeer) -> PastUses:
+def past(peer: DecodePeer) -> RetiredTickets:
     found = peer.control._peers.find(DECODE)
     assert found is not None
     return found.past
@@ -164,7 +164,7 @@ def test_what_is_answered_takes_no_place_of_what_is_not(
 
 def test_what_is_kept_is_bounded_and_what_is_answered_takes_no_place_of_the_rest() -> None:
     uses = [(RoomKey(room, 0, "d"), 1) for room in range(10)]
-    kept = PastUses(3)
+    kept = RetiredTickets(3)
     for use in uses[:3]:
         kept.add(use)
     for use in uses[3:8]:

@@ -25,7 +25,7 @@ import numpy as np
 from prefixkv.config import ControlConfig
 from prefixkv.control import effects
 from prefixkv.control.decode.control import DecodeControl
-from prefixkv.control.heartbeat import Liveness
+from prefixkv.control.heartbeat import PeerClock
 from prefixkv.control.prefill.control import PrefillControl
 from prefixkv.memory.mesh import Mesh, writers_to
 from prefixkv.protocol import commands, events, messages
@@ -210,7 +210,7 @@ def _effects(control: Any, what: Any, now_s: float) -> list[Any]:
         raise ControlError(f"{type(what).__name__} raised {error!r}") from error
 
 
-def lives(control: Any) -> list[tuple[PeerId | None, Liveness]]:
+def lives(control: Any) -> list[tuple[PeerId | None, PeerClock]]:
     """What a control object has heard, and when."""
     if isinstance(control, PrefillControl):
         return [(peer.id, peer.live) for peer in control._peers.all()]
@@ -281,7 +281,7 @@ class _Digest:
         if known is not None:
             return "seen", known
         self._seen[id(what)] = len(self._seen)
-        if isinstance(what, Liveness):
+        if isinstance(what, PeerClock):
             return what.in_seq, what.heard_s >= self._now_s
         if isinstance(what, Backoff):
             return what._pause_s, self._time(what.due_s)

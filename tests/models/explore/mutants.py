@@ -15,8 +15,8 @@ from typing import Any
 
 from prefixkv.control.decode.control import DecodeControl
 from prefixkv.control.decode.rooms import ReceiverRooms
-from prefixkv.control.heartbeat import Liveness
-from prefixkv.control.prefill.admission import Greetings
+from prefixkv.control.heartbeat import PeerClock
+from prefixkv.control.prefill.admission import PeerAdmission
 from prefixkv.control.prefill.claims import Claims
 from prefixkv.control.prefill.control import PrefillControl
 from prefixkv.control.prefill.rooms import SenderRooms
@@ -89,7 +89,7 @@ MUTANTS = (
         "self.error = event.error", "self._undrained.clear()", "abort",
     ),
     _M(
-        "repeated frames are taken", Liveness.take,
+        "repeated frames are taken", PeerClock.take,
         "frame.seq <= self.in_seq", "False", "again: repeat, abort",
     ),
     _M(
@@ -134,7 +134,7 @@ MUTANTS = (
         "repeat, abort, restart",
     ),
     _M(
-        "a peer is loaded whatever its trial says", Greetings.tried,
+        "a peer is loaded whatever its trial says", PeerAdmission.tried,
         "if error is None:", "if True:", "tried: lose, fail",
     ),
     _M(

@@ -13,7 +13,7 @@ from prefixkv.protocol.ids import RoomKey
 Use = tuple[RoomKey, int]  # a room, and the ticket of one use of its number
 
 
-class PastUses:
+class RetiredTickets:
     """The past uses of one decode rank: at most `most` that it has not answered, and `most` that it
     has; beyond that the oldest is forgotten.
 
