@@ -33,6 +33,7 @@ class DeathWatch:
     Args:
         lost: returns the peers that are suspect or over at a time and still hold something of ours.
         current: returns the peers that a link leads to now.
+        examine: takes what is to be looked at.
     """
 
     def __init__(
@@ -40,11 +41,13 @@ class DeathWatch:
         timing: ControlConfig,
         lost: Callable[[float], Iterable[PeerId]],
         current: Callable[[], Iterable[PeerId]],
+        examine: Callable[[Examine], None],
     ) -> None:
         self.due_s = math.inf  # when `tick` is wanted; infinity: nothing is to be asked
         self._timing = timing
         self._lost = lost
         self._current = current
+        self._examine = examine
         # The process that each peer says it is. None: it named none, named two different ones, or
         # is fenced. None stays, so that a later handshake cannot point at a process again.
         self._lives: dict[PeerId, ProcessLife | None] = {}
@@ -89,14 +92,15 @@ class DeathWatch:
         self._doubted.pop(peer, None)
         self._lives.pop(peer, None)
 
-    def tick(self, now_s: float) -> list[Examine]:
-        """Return the processes to examine now, and set `due_s` for the next look."""
+    def tick(self, now_s: float) -> None:
+        """Have the processes examined whose time has come, and set `due_s` for the next look."""
         if now_s < self.due_s:
-            return []
-        asked = self._forget_others(now_s)
-        out = [Examine(peer, life) for peer in asked if (life := self._lives.get(peer))]
-        self.due_s = now_s + EXAMINE_S if out else math.inf
-        return out
+            return
+        self.due_s = math.inf
+        for peer in self._forget_others(now_s):
+            if life := self._lives.get(peer):
+                self._examine(Examine(peer, life))
+                self.due_s = now_s + EXAMINE_S
 
     def _forget_others(self, now_s: float) -> Iterable[PeerId]:
         """Drop the peers without a link with which nothing is wrong; return those to ask about."""

@@ -3,7 +3,7 @@ scheduler."""
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -14,7 +14,9 @@ from prefixkv.memory.state_layout import StateLink
 from prefixkv.protocol.commands import DecodeCommand, PrefillCommand
 from prefixkv.protocol.events import DecodeEvent, PrefillEvent, WorkerEvent
 from prefixkv.protocol.ids import PeerId, RoomKey
-from prefixkv.protocol.messages import ProcessLife
+from prefixkv.protocol.messages import LeaseGrant, ProcessLife
+from prefixkv.protocol.sender_events import CancelWrite, PostWrite
+from prefixkv.staging.cut import LeaseCut
 from prefixkv.staging.receiver import Scatter
 from prefixkv.staging.sender import Gather
 from prefixkv.transport.base import (
@@ -102,6 +104,24 @@ class AgentDestroyed(msgspec.Struct, frozen=True):
 
 
 # --- effects --------------------------------------------------------------------------------------
+
+E = TypeVar("E")
+
+
+class EffectList(Generic[E]):
+    """The effects of one input, in order. All parts of a control object add to the same one, so
+    that the order in which things happen is the order in which they are carried out."""
+
+    def __init__(self) -> None:
+        self.effects: list[E] = []
+
+    def begin(self) -> None:
+        """Start the list of the next input. The last one is the caller's."""
+        self.effects = []
+
+    def add(self, effect: E) -> None:
+        """Append an effect."""
+        self.effects.append(effect)
 
 
 # Generic in where it goes: decode knows prefill ranks by address, prefill answers routes.
@@ -273,3 +293,37 @@ PrefillEffect = (
     | Gather  # for the copy threads
     | PrefillEvent  # Bootstrapped, RoomEnded, SourceFree: for the scheduler
 )
+
+
+# --- prefill, before staging ----------------------------------------------------------------------
+
+
+class PeerAccepted(NamedTuple):
+    """A peer that can be written to from now on; `cut` says how slices for it are staged, None: not
+    at all."""
+
+    added: AddPeer
+    cut: LeaseCut | None
+
+
+class LeaseGranted(NamedTuple):
+    """A lease in a peer's staging memory was granted to one of our rooms."""
+
+    peer: PeerId
+    key: RoomKey
+    grant: LeaseGrant
+
+
+RoomAction = (
+    SendFrame[bytes]
+    | TryPeer
+    | Examine
+    | PeerAccepted
+    | LeaseGranted
+    | RemovePeer
+    | PostWrite
+    | CancelWrite
+    | PrefillEvent
+)
+"""What prefill's rooms and peers want done. `Writes` turns each into a PrefillEffect or hands it to
+staging."""

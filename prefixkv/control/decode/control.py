@@ -26,6 +26,7 @@ from prefixkv.control.effects import (
     AgentDestroyed,
     ConnectFailed,
     CopyDone,
+    EffectList,
     Expect,
     FrameFailed,
     FrameReceived,
@@ -127,73 +128,86 @@ class DecodeControl:
         self._page_size = hello.topology.page_size
         self._timing = timing
         self._timers: Timers[str | RoomKey] = Timers()  # links by address, rooms by key
-        known = timing, self._timers, self.news, self.lost_peers
-        self._links = Links(me, hello, *known, born_s)
-        parts = self._timers, self._links, self.staging, self.news
-        self._rooms = ReceiverRooms(timing, *parts, self._option_names)
+        # The one list that all parts add their effects to.
+        self._out: EffectList[DecodeEffect] = EffectList()
+        self._links = Links(
+            me, hello, timing, self._timers, self.news, self.lost_peers, self._out, born_s
+        )
+        self._rooms = ReceiverRooms(
+            timing,
+            self._timers,
+            self._links,
+            self.staging,
+            self.news,
+            self._out,
+            self._option_names,
+        )
         self._lives = IncarnationHistory(self.news)
         # By address that the scheduler asked about: was PrefillReady the last answer?
         self._met: dict[str, bool] = {}
         # The number in the last Expect; -1 forces the next one.
         self._said_expected = 0
-        # Effects of the last `on`. Where it raised, those from before the exception: they have
-        # changed state here, so the thread must carry them out all the same.
-        self.last_effects: list[DecodeEffect] = []
 
     def on(self, what: DecodeInput, now_s: float) -> list[DecodeEffect]:
         """Take one input and return what to do about it, in order."""
-        out = self.last_effects = []
+        self._out.begin()
         match what:
             case OpenRoom():
-                self._open(what, now_s, out)
+                self._open(what, now_s)
             case MeetPrefill():
-                self._meet_worker(what.address, now_s, out)
+                self._meet_worker(what.address, now_s)
             case RefuseRoom():
-                self._refuse(what, now_s, out)
+                self._refuse(what, now_s)
             case AbortRoom():
-                self._abort(what, now_s, out)
+                self._abort(what, now_s)
             case MoveWeights():
-                self._move_weights(what, now_s, out)
+                self._move_weights(what, now_s)
             case Fence(peer, proved):
                 # Before `_fence`, which has every process examined that a link loses.
                 if self._links.deaths.fenced(peer) and proved:
                     self.counters["peers_proved_dead"] += 1
-                self._fence(peer, FENCED_DEAD if proved else FENCED, now_s, out)
+                self._fence(peer, FENCED_DEAD if proved else FENCED, now_s)
             case FrameReceived():
-                self._frame(what, now_s, out)
+                self._frame(what, now_s)
             case FrameFailed():
-                self._frame_failed(what, now_s, out)
+                self._frame_failed(what, now_s)
             case Arrived():
-                self._arrived(what.tag, now_s, out)
+                self._arrived(what.tag, now_s)
             case Settled():
-                self._rooms.settled(what.token, now_s, out)
+                self._rooms.settled(what.token, now_s)
             case WriteDone() | WriteFailed() | WriteDrained() | PeerTried():
                 raise InternalError(f"decode writes nothing, and hears {what}")
             case PeerUnreachable():
                 self.counters["peers_unreachable"] += 1
             case CopyDone():
-                self._scattered(what, now_s, out)
+                self._scattered(what, now_s)
             case ConnectFailed():
                 link = self._links.get(what.address)
                 if link is not None:
-                    self._refuse_link(link, what.error, now_s, out)
+                    self._refuse_link(link, what.error, now_s)
             case Reached() | Unreached():
                 self._links.heard_of(what, now_s)
             case Tick():
-                self._tick(now_s, out)
+                self._tick(now_s)
             case AgentDestroyed():
-                out += self._links.farewell()
+                self._links.farewell()
             case _:
                 assert_never(what)
         # The two answers that depend on the state after the input, not on the input. Asking whether
         # a worker is ready may change links itself, so until nothing changes.
         while changed := self._links.take_changed():
-            self._say_workers(changed, now_s, out)
+            self._say_workers(changed, now_s)
         # At the end, so that an input which closes one room and opens another says it once.
         if self._rooms.num_expected != self._said_expected:
             self._said_expected = self._rooms.num_expected
-            out.append(Expect(self._rooms.num_expected))
-        return out
+            self._out.add(Expect(self._rooms.num_expected))
+        return self._out.effects
+
+    @property
+    def last_effects(self) -> list[DecodeEffect]:
+        """Effects of the last `on`. Where it raised, those from before the exception: they go with
+        state that has changed here, so the thread must carry them out all the same."""
+        return self._out.effects
 
     @property
     def wake_s(self) -> float:
@@ -238,34 +252,34 @@ class DecodeControl:
 
     # --- commands ---------------------------------------------------------------------------------
 
-    def _open(self, command: OpenRoom, now_s: float, out: list[DecodeEffect]) -> None:
+    def _open(self, command: OpenRoom, now_s: float) -> None:
         """Open a room: promise its pages once the prefill worker answers."""
         machine = ReceiverMachine(command.promise, self._timing, now_s, command.address)
         try:
-            self._enter(machine, command.address, now_s, out, command.digest)
+            self._enter(machine, command.address, now_s, command.digest)
         except RequestError as error:  # no peer has learned of the pages
-            out += [RoomEnded(machine.key, KVPoll.FAILED, error), RoomDrained(machine.key)]
+            self._out.add(RoomEnded(machine.key, KVPoll.FAILED, error))
+            self._out.add(RoomDrained(machine.key))
 
-    def _meet_worker(self, address: str, now_s: float, out: list[DecodeEffect]) -> None:
+    def _meet_worker(self, address: str, now_s: float) -> None:
         """Connect to a prefill worker that the scheduler asks about, and report once whether it
         answers."""
-        out += self._links.open(address, now_s)
+        self._links.open(address, now_s)
         self._met[address] = False  # so that the present state is reported, though it was before
         link = self._links.get(address)
         assert link is not None
         self._links.note_change(link)
 
-    def _refuse(self, command: RefuseRoom, now_s: float, out: list[DecodeEffect]) -> None:
+    def _refuse(self, command: RefuseRoom, now_s: float) -> None:
         """Tell prefill that no promise will come for a request that it may have."""
         machine = RefusalMachine(command.key, command.ticket, command.reason, self._timing, now_s)
-        self._enter(machine, command.address, now_s, out, command.digest)
+        self._enter(machine, command.address, now_s, command.digest)
 
     def _enter(
         self,
         machine: ReceiverMachine | RefusalMachine,
         address: str,
         now_s: float,
-        out: list[DecodeEffect],
         digest: bytes = b"",
     ) -> None:
         """Let a new room wait at its leader's link. Raise RequestError if its number is in use."""
@@ -277,21 +291,21 @@ class DecodeControl:
             if not isinstance(known.machine, RefusalMachine) or known.machine.is_news:
                 raise RequestError(f"room {key.room} generation {key.generation} is open already")
             self._rooms.drop(known)  # the number is in use again
-        out += self._links.open(address, now_s)
+        self._links.open(address, now_s)
         link = self._links.get(address)
         assert link is not None
         # The room must be at its link before the link is looked at, or it would wait for the next
         # frame.
         self._rooms.add(Room(machine, link, digest))
-        self._promote(link, now_s, out)
+        self._promote(link, now_s)
 
-    def _abort(self, command: AbortRoom, now_s: float, out: list[DecodeEffect]) -> None:
+    def _abort(self, command: AbortRoom, now_s: float) -> None:
         """End a room that the scheduler wants no more. Unknown or a refusal: no-op."""
         room = self._rooms.get(command.key)
         if room is not None and isinstance(room.machine, ReceiverMachine):
-            self._give_up(room, room.machine, AbortedError(command.reason), now_s, out)
+            self._give_up(room, room.machine, AbortedError(command.reason), now_s)
 
-    def _move_weights(self, command: MoveWeights, now_s: float, out: list[DecodeEffect]) -> None:
+    def _move_weights(self, command: MoveWeights, now_s: float) -> None:
         """End the open rooms of another weights version: their KV is not taken any more."""
         now = command.weights_version
         for room in self._rooms.all():
@@ -299,7 +313,7 @@ class DecodeControl:
             if isinstance(machine, ReceiverMachine) and not machine.poll.ended:
                 was = machine.promise.weights_version
                 if was != now:
-                    self._give_up(room, machine, WeightsVersionError(was, now), now_s, out)
+                    self._give_up(room, machine, WeightsVersionError(was, now), now_s)
 
     def _give_up(
         self,
@@ -307,20 +321,19 @@ class DecodeControl:
         machine: ReceiverMachine,
         error: TransferError,
         now_s: float,
-        out: list[DecodeEffect],
     ) -> None:
         """End a room from this side, and let prefill know."""
         # A room that was promised says so to its ranks itself.
-        self._rooms.on(room, receiver.Fail(error), now_s, out)
+        self._rooms.on(room, receiver.Fail(error), now_s)
         if not room.peers:
             # Prefill has not heard of this one, but may have the request and wait for a promise.
             # Its answer is of no interest to the scheduler, which has heard the end by now.
             versions = error.versions if isinstance(error, WeightsVersionError) else None
             what = machine.key, machine.ticket, str(error)
             refusal = RefusalMachine(*what, self._timing, now_s, is_news=False, versions=versions)
-            self._enter(refusal, room.link.address, now_s, out, room.digest)
+            self._enter(refusal, room.link.address, now_s, room.digest)
 
-    def _fence(self, peer: PeerId, how: str, now_s: float, out: list[DecodeEffect]) -> None:
+    def _fence(self, peer: PeerId, how: str, now_s: float) -> None:
         """End the rooms of a process that is proved unable to write any more, and drain them soon
         after.
 
@@ -330,19 +343,19 @@ class DecodeControl:
         """
         # 1. Over first: what ends below may send frames, and answers of this life must not count.
         self._lives.end(peer, how)
-        self._rooms.fail_of(peer, PeerLostError(f"{peer} {how}", peer), now_s, out)
+        self._rooms.fail_of(peer, PeerLostError(f"{peer} {how}", peer), now_s)
         # 2. Its links are free for another life.
         for link in self._links.all():
             if link.peer == peer:
                 self._links.lost(link, None, now_s)
-                out += self._links.greet(link, now_s)
+                self._links.greet(link, now_s)
         # 3. The pages last: with `fence_settle_s` 0 they are drained at once, and a room has to end
         # before it is drained.
-        self._rooms.settle(peer, now_s, out)
+        self._rooms.settle(peer, now_s)
 
     # --- what the transport and the copies say ----------------------------------------------------
 
-    def _arrived(self, raw_tag: bytes, now_s: float, out: list[DecodeEffect]) -> None:
+    def _arrived(self, raw_tag: bytes, now_s: float) -> None:
         """Take a notification: a part of a write has landed.
 
         Late, repeated and foreign ones are counted and dropped. They can do no harm, since nothing
@@ -364,33 +377,33 @@ class DecodeControl:
         # scattered.
         if tag.lease_id < 0:
             landed = receiver.ChunkLanded(*tag[3:7], num_units=tag.num_pages)
-            self._rooms.on(room, landed, now_s, out)
+            self._rooms.on(room, landed, now_s)
         elif self.staging is not None:
-            self._rooms.staged(self.staging.on_arrival(tag), now_s, out)
+            self._rooms.staged(self.staging.on_arrival(tag), now_s)
 
-    def _scattered(self, done: CopyDone, now_s: float, out: list[DecodeEffect]) -> None:
+    def _scattered(self, done: CopyDone, now_s: float) -> None:
         """Take the end of a scatter: its units are in the pages, or the room fails."""
         if self.staging is not None:
-            self._rooms.staged(self.staging.on_scattered(done.copy_id, done.error), now_s, out)
+            self._rooms.staged(self.staging.on_scattered(done.copy_id, done.error), now_s)
 
-    def _tick(self, now_s: float, out: list[DecodeEffect]) -> None:
+    def _tick(self, now_s: float) -> None:
         """Look at the links and rooms that are due, then at processes to examine."""
 
         def look(key: str | RoomKey) -> None:
             if isinstance(key, str):
-                out.extend(self._links.tick(key, now_s))
+                self._links.tick(key, now_s)
                 # No connection for too long: the rooms that wait there fail.
                 if (link := self._links.get(key)) and (why := self._links.gone(link, now_s)):
-                    self._refuse_link(link, why, now_s, out)
+                    self._refuse_link(link, why, now_s)
             elif (room := self._rooms.get(key)) is not None:
-                self._rooms.on(room, receiver.Tick(room.heard_s), now_s, out)
+                self._rooms.on(room, receiver.Tick(room.heard_s), now_s)
 
         self._timers.visit(now_s, look)
-        out += self._links.deaths.tick(now_s)
+        self._links.deaths.tick(now_s)
 
     # --- frames -----------------------------------------------------------------------------------
 
-    def _frame(self, received: FrameReceived[str], now_s: float, out: list[DecodeEffect]) -> None:
+    def _frame(self, received: FrameReceived[str], now_s: float) -> None:
         """Decode a frame and take it. Malformed, stale and foreign frames are counted and
         dropped."""
         link = self._links.get(received.source)
@@ -399,8 +412,8 @@ class DecodeControl:
             if link is None:
                 raise ProtocolError("a frame on a closed link")
             link.is_local = received.is_local
-            self._take(link, frame, now_s, out)
-        # Effects of a frame that is refused half way stay in `out`: see `last_effects`.
+            self._take(link, frame, now_s)
+        # Effects of a frame that is refused half way are kept: see `last_effects`.
         except ProtocolError as error:
             self.counters["frames_dropped"] += 1
             self.counters[f"dropped: {type(error).__name__}"] += 1
@@ -409,9 +422,9 @@ class DecodeControl:
             if isinstance(error, VersionError) and link is not None and link.peer is None:
                 self.counters["handshakes_refused"] += 1
                 refused = HandshakeError("protocol version", error.ours, error.theirs)
-                self._refuse_link(link, refused, now_s, out)
+                self._refuse_link(link, refused, now_s)
 
-    def _frame_failed(self, what: FrameFailed[str], now_s: float, out: list[DecodeEffect]) -> None:
+    def _frame_failed(self, what: FrameFailed[str], now_s: float) -> None:
         """End the room that a frame names, after an exception while it was taken.
 
         Only if the room was promised to the sender, so that no peer can end rooms of another.
@@ -422,14 +435,14 @@ class DecodeControl:
             room = self._rooms.get(frame.body.key)
             if room is not None and room.ranks_of(frame.sender, what.frame.source):
                 error = ProtocolError(f"a {type(frame.body).__name__} raised {what.error!r}")
-                self._rooms.on(room, receiver.Fail(error), now_s, out)
+                self._rooms.on(room, receiver.Fail(error), now_s)
 
-    def _take(self, link: Link, frame: Frame, now_s: float, out: list[DecodeEffect]) -> None:
+    def _take(self, link: Link, frame: Frame, now_s: float) -> None:
         """Take a decoded frame: handshakes from any process, all else only from the link's peer."""
         body = frame.body
         # 1. A handshake may come from a process that is to replace the peer.
         if isinstance(body, HelloReply | HelloWanted):
-            self._meet(link, frame, body, now_s, out)
+            self._meet(link, frame, body, now_s)
             return
         # 2. Anything else counts only from the process that answers here, and only in order.
         if frame.sender != link.peer:
@@ -439,15 +452,15 @@ class DecodeControl:
         # here.
         match body:
             case Outcome():
-                self._take_outcome(link, body, now_s, out)
+                self._take_outcome(link, body, now_s)
             case PromiseAck():
-                self._to_room(link, body, receiver.PromiseAcked(body.rank), now_s, out)
+                self._to_room(link, body, receiver.PromiseAcked(body.rank), now_s)
             case Drained():
-                self._take_drained(link, body, now_s, out)
+                self._take_drained(link, body, now_s)
             case LeaseAsk():
-                self._take_ask(link, body, now_s, out)
+                self._take_ask(link, body, now_s)
             case messages.Fenced():
-                self._take_farewell(link, frame.sender, now_s, out)
+                self._take_farewell(link, frame.sender, now_s)
             case Heartbeat():
                 pass
             case (
@@ -458,40 +471,34 @@ class DecodeControl:
             case _:
                 assert_never(body)
         # It speaks, so it is suspect no more, and rooms may have waited for that.
-        self._promote(link, now_s, out)
+        self._promote(link, now_s)
 
-    def _take_outcome(
-        self, link: Link, outcome: Outcome, now_s: float, out: list[DecodeEffect]
-    ) -> None:
+    def _take_outcome(self, link: Link, outcome: Outcome, now_s: float) -> None:
         """Take how a room ended at prefill; acknowledge it even if the room is over here."""
         room = self._rooms.get(outcome.key)
         if room is None or room.machine.ticket != outcome.ticket:
             # That use of the room has ended and is drained here; only the acknowledgement was lost.
             # Without one, prefill would repeat itself until its `ack_timeout_s`.
             ack = OutcomeAck(outcome.room, outcome.generation, outcome.rank, outcome.ticket)
-            out.append(self._links.send(link, ack, now_s))
+            self._links.send(link, ack, now_s)
         else:
-            self._to_room(link, outcome, receiver.OutcomeSaid(outcome), now_s, out)
+            self._to_room(link, outcome, receiver.OutcomeSaid(outcome), now_s)
             if isinstance(room.machine, ReceiverMachine) and room.machine.awaits_notifications:
                 # The notifications came with the bytes, before the outcome, so they are there: make
                 # the transport look at once, by another Expect.
                 self._said_expected = -1
 
-    def _take_drained(
-        self, link: Link, drained: Drained, now_s: float, out: list[DecodeEffect]
-    ) -> None:
+    def _take_drained(self, link: Link, drained: Drained, now_s: float) -> None:
         """Take a rank's word that it no longer writes the room; let settle first if it asks for
         that."""
         room = self._room_of(link, drained)
         # Only once the room has ended: until then its pages are in use, and nothing is freed.
         if room is not None and drained.settle and room.machine.poll.ended:
-            self._rooms.settle(
-                RankDrained(room.machine.key, drained.rank, drained.ticket), now_s, out
-            )
+            self._rooms.settle(RankDrained(room.machine.key, drained.rank, drained.ticket), now_s)
         elif room is not None:
-            self._rooms.on(room, receiver.DrainedSaid(drained.rank), now_s, out)
+            self._rooms.on(room, receiver.DrainedSaid(drained.rank), now_s)
 
-    def _take_ask(self, link: Link, ask: LeaseAsk, now_s: float, out: list[DecodeEffect]) -> None:
+    def _take_ask(self, link: Link, ask: LeaseAsk, now_s: float) -> None:
         """Take a writer's request for a lease. A request that cannot be honest ends the room."""
         room = self._room_of(link, ask)
         if room is None:
@@ -499,9 +506,9 @@ class DecodeControl:
         if self.staging is None:
             raise ProtocolError("a lease is asked for where there is no staging")
         try:
-            self._rooms.staged(self.staging.on_ask(ask.rank, ask), now_s, out)
+            self._rooms.staged(self.staging.on_ask(ask.rank, ask), now_s)
         except ProtocolError as error:  # and the frame is counted as dropped
-            self._rooms.on(room, receiver.Fail(error), now_s, out)
+            self._rooms.on(room, receiver.Fail(error), now_s)
             raise
 
     def _to_room(
@@ -510,12 +517,11 @@ class DecodeControl:
         body: Outcome | PromiseAck,
         event: receiver.Event,
         now_s: float,
-        out: list[DecodeEffect],
     ) -> None:
         """Give an event to the room that a frame is about, if it lives."""
         room = self._room_of(link, body)
         if room is not None:
-            self._rooms.on(room, event, now_s, out)
+            self._rooms.on(room, event, now_s)
 
     def _room_of(self, link: Link, body: Outcome | PromiseAck | Drained | LeaseAsk) -> Room | None:
         """Return the room that a frame is about, None if it is over.
@@ -545,7 +551,6 @@ class DecodeControl:
         frame: Frame,
         body: HelloReply | HelloWanted,
         now_s: float,
-        out: list[DecodeEffect],
     ) -> None:
         """Take a HelloReply, or the HelloWanted of a rank that does not know us.
 
@@ -555,7 +560,7 @@ class DecodeControl:
         try:
             self._lives.check(frame.sender)
         except FormerLifeError as error:
-            out += self._links.refuse(link, frame.sender, body, error, now_s)
+            self._links.refuse(link, frame.sender, body, error, now_s)
             raise
         is_other = frame.sender != link.peer
         # 2. Of the peer that is known: its frames are counted in order.
@@ -565,26 +570,26 @@ class DecodeControl:
         # gone: it replaces nothing. The rank gets another Hello.
         if isinstance(body, HelloWanted) or (is_other and body.known != link.known):
             nonce = body.nonce if isinstance(body, HelloWanted) else 0
-            out += self._links.wanted(link, nonce, now_s)
+            self._links.wanted(link, nonce, now_s)
             return
         # 4. Another process has proved that it answers now: it replaces the one before, and its
         # numbers begin again.
         if is_other:
-            self._lose_peer(link, frame.sender, now_s, out)
+            self._lose_peer(link, frame.sender, now_s)
             link.live.in_seq = 0
             link.live.take(frame, now_s)
         # 5. Its word on itself must fit. A refused rank stays the link's peer and is not ready.
         try:
             self._links.accept(link, frame, body, now_s)
         except (HandshakeError, ConfigError) as refused:
-            self._refuse_peer(link, frame.sender, body, refused, now_s, out)
+            self._refuse_peer(link, frame.sender, body, refused, now_s)
             return
         # 6. Reported once per process. Then the rooms that waited for it are promised.
         if is_other:
             self.news.say("met", frame.sender, f"at {link.address}")
-        self._promote(link, now_s, out)
+        self._promote(link, now_s)
 
-    def _lose_peer(self, link: Link, newer: PeerId, now_s: float, out: list[DecodeEffect]) -> None:
+    def _lose_peer(self, link: Link, newer: PeerId, now_s: float) -> None:
         """End what was promised here to a process that another has replaced at this address."""
         lost = self._links.lost(link, newer, now_s)
         if lost is None:
@@ -596,11 +601,9 @@ class DecodeControl:
         else:
             self.news.say("over", lost, f"was replaced by {newer}")
         error = PeerLostError(f"{lost} was replaced by {newer}", lost)
-        self._rooms.fail_of(lost, error, now_s, out, link.address)
+        self._rooms.fail_of(lost, error, now_s, link.address)
 
-    def _take_farewell(
-        self, link: Link, peer: PeerId, now_s: float, out: list[DecodeEffect]
-    ) -> None:
+    def _take_farewell(self, link: Link, peer: PeerId, now_s: float) -> None:
         """Take a rank's word that it can write no more: end and drain what was promised to it here.
 
         Only here: any process may answer under any name, so its word proves nothing about the
@@ -610,39 +613,36 @@ class DecodeControl:
             self._links.deaths.fenced(peer)
             self._lives.end(peer, LEFT)
         error = PeerLostError(f"{peer} {LEFT}", peer)
-        self._rooms.fail_of(peer, error, now_s, out, link.address)
+        self._rooms.fail_of(peer, error, now_s, link.address)
         self._links.lost(link, None, now_s)
-        out += self._links.greet(link, now_s)
-        self._rooms.settle(Left(peer, link.address), now_s, out)
+        self._links.greet(link, now_s)
+        self._rooms.settle(Left(peer, link.address), now_s)
 
     def _is_elsewhere(self, peer: PeerId, link: Link) -> bool:
         """Return whether another address leads to this process too, or to one that uses its
         name."""
         return any(other.peer == peer for other in self._links.all() if other is not link)
 
-    def _promote(self, link: Link, now_s: float, out: list[DecodeEffect]) -> None:
+    def _promote(self, link: Link, now_s: float) -> None:
         """Promise the rooms that waited only for this rank to answer."""
         for leader in self._links.leaders(link):
             if leader.waiting and leader.ready:
-                self._promote_rooms(leader, now_s, out)
+                self._promote_rooms(leader, now_s)
             # The scheduler waits to hear that this worker is ready.
             if self._met.get(leader.address) is False:
                 self._links.note_change(leader)
 
-    def _ranks_ready(
-        self, leader: Link, now_s: float, out: list[DecodeEffect]
-    ) -> dict[int, Link] | None:
+    def _ranks_ready(self, leader: Link, now_s: float) -> dict[int, Link] | None:
         """Return the links of the ranks that rooms of this leader are promised to, None if one of
         them does not answer. Opens those that are missing; a rank that does not fit is refused."""
-        links, opened = self._links.told(leader, now_s)
-        out += opened
+        links = self._links.told(leader, now_s)
         try:
             return links if self._links.ready(leader, links, now_s) else None
         except HandshakeError as refused:
-            self._refuse_peer(leader, leader.peer, leader.reply, refused, now_s, out)
+            self._refuse_peer(leader, leader.peer, leader.reply, refused, now_s)
             return None
 
-    def _say_workers(self, changed: set[str], now_s: float, out: list[DecodeEffect]) -> None:
+    def _say_workers(self, changed: set[str], now_s: float) -> None:
         """Tell the scheduler which workers that it asked about answer now, and which do so no
         more."""
         # Sorted, so that a run from a seed replays exactly.
@@ -650,24 +650,24 @@ class DecodeControl:
             leader = self._links.get(address)
             if leader is None:
                 silent = PeerLostError(f"prefill worker {address} was silent for long")
-                self._lose_worker(address, silent, out)
+                self._lose_worker(address, silent)
                 continue
             # `_ranks_ready` may refuse the worker, which removes it from `_met`: hence `get` below,
             # and a missing entry is neither True nor False.
-            is_ready = leader.ready and self._ranks_ready(leader, now_s, out) is not None
+            is_ready = leader.ready and self._ranks_ready(leader, now_s) is not None
             if self._met.get(address) is (not is_ready):
                 self._met[address] = is_ready
                 most = self._links.max_tokens(leader) if is_ready else 0
-                out.append(PrefillReady(address, most) if is_ready else PrefillAway(address))
+                self._out.add(PrefillReady(address, most) if is_ready else PrefillAway(address))
 
-    def _lose_worker(self, address: str, error: Exception, out: list[DecodeEffect]) -> None:
+    def _lose_worker(self, address: str, error: Exception) -> None:
         """Report that a worker which the scheduler asked about is lost, once."""
         if self._met.pop(address, None) is not None:
-            out.append(PrefillLost(address, error))
+            self._out.add(PrefillLost(address, error))
 
-    def _promote_rooms(self, leader: Link, now_s: float, out: list[DecodeEffect]) -> None:
+    def _promote_rooms(self, leader: Link, now_s: float) -> None:
         """Promise every room that waits at this leader, if all its ranks answer."""
-        links = self._ranks_ready(leader, now_s, out)
+        links = self._ranks_ready(leader, now_s)
         if links is None:
             return
         for key in list(leader.waiting):
@@ -686,8 +686,8 @@ class DecodeControl:
                 assert self.staging is not None
                 promise = room.machine.promise
                 staged = self.staging.open(promise, self._page_size, leader.plan)
-                self._rooms.staged(staged, now_s, out)
-            self._rooms.on(room, receiver.PeerReady(tuple(links)), now_s, out)
+                self._rooms.staged(staged, now_s)
+            self._rooms.on(room, receiver.PeerReady(tuple(links)), now_s)
 
     def _refuse_peer(
         self,
@@ -696,18 +696,15 @@ class DecodeControl:
         reply: HelloReply | HelloWanted | None,
         refused: HandshakeError | ConfigError,
         now_s: float,
-        out: list[DecodeEffect],
     ) -> None:
         """Refuse a rank that answered and does not fit, and fail the rooms that wait for it."""
         error = handshake.named(refused, self._option_names)
         self.counters["handshakes_refused"] += 1
         if life is not None:
-            out += self._links.refuse(link, life, reply, error, now_s)
-        self._refuse_link(link, error, now_s, out)
+            self._links.refuse(link, life, reply, error, now_s)
+        self._refuse_link(link, error, now_s)
 
-    def _refuse_link(
-        self, link: Link, error: Exception, now_s: float, out: list[DecodeEffect]
-    ) -> None:
+    def _refuse_link(self, link: Link, error: Exception, now_s: float) -> None:
         """Fail the rooms that wait for this rank, at its link and at those of its leaders."""
         kind = "lost" if isinstance(error, PeerLostError) else "refused"
         self.news.say(kind, link.peer or link.address, str(error))
@@ -715,9 +712,9 @@ class DecodeControl:
         for leader in dict.fromkeys((link, *self._links.leaders(link))):
             # A copy, since a failed room leaves `waiting`.
             for key in list(leader.waiting):
-                self._rooms.on(self._rooms[key], receiver.Fail(error), now_s, out)
-            self._lose_worker(leader.address, error, out)
+                self._rooms.on(self._rooms[key], receiver.Fail(error), now_s)
+            self._lose_worker(leader.address, error)
         if any(link.peer in self._rooms[key].peers.values() for key in link.rooms):
             self._links.suspend(link, now_s)  # it has pages of ours: only its word can drain them
         else:
-            out += self._links.close(link, now_s)
+            self._links.close(link, now_s)

@@ -17,7 +17,15 @@ import msgspec
 from prefixkv.config import ControlConfig
 from prefixkv.control import handshake
 from prefixkv.control.death_watch import DeathWatch
-from prefixkv.control.effects import Connect, Disconnect, Reached, SendFrame, Unreached
+from prefixkv.control.effects import (
+    Connect,
+    DecodeEffect,
+    Disconnect,
+    EffectList,
+    Reached,
+    SendFrame,
+    Unreached,
+)
 from prefixkv.control.heartbeat import PeerClock, Stamper
 from prefixkv.control.peer_changes import News
 from prefixkv.digest import prove
@@ -38,7 +46,6 @@ from prefixkv.protocol.messages import (
 from prefixkv.protocol.timers import Backoff, Timers
 from prefixkv.staging.receiver import StagingPlan
 
-LinkEffect = SendFrame[str] | Connect | Disconnect
 Word = TypeVar("Word", bound=Promise | Abort)
 
 
@@ -81,7 +88,7 @@ class Link:
 class Links:
     """The links of one decode rank, by address. Owned by a `DecodeControl`.
 
-    A method that returns effects returns them in the order in which they must be carried out.
+    Effects go to `out`, in the order in which they must be carried out.
     """
 
     def __init__(
@@ -92,13 +99,15 @@ class Links:
         timers: Timers[str | RoomKey],
         news: News,
         lost: Callable[[float], Iterable[PeerId]],
+        out: EffectList[DecodeEffect],
         born_s: float | None = None,
     ) -> None:
         """Start without links; `timers` wake links by address and are shared with rooms, `lost` is
         as for `DeathWatch`, `born_s` as for `DecodeControl`."""
         self._born_s = born_s
         self.news = news
-        self.deaths = DeathWatch(timing, lost, self._current)
+        self._out = out
+        self.deaths = DeathWatch(timing, lost, self._current, out.add)
         self._hello = hello
         self._timing = timing
         self._timers = timers
@@ -144,35 +153,35 @@ class Links:
 
     # --- what is said -----------------------------------------------------------------------------
 
-    def open(self, address: str, now_s: float) -> list[LinkEffect]:
+    def open(self, address: str, now_s: float) -> None:
         """Connect to the address and say Hello, unless there is a link to it already."""
         if address in self._links:
-            return []
+            return
         link = Link(address, PeerClock(now_s, now_s), Backoff(self._timing.resend_s))
         self._links[address] = link
-        return [Connect(address), *self.greet(link, now_s)]
+        self._out.add(Connect(address))
+        self.greet(link, now_s)
 
-    def greet(self, link: Link, now_s: float) -> list[LinkEffect]:
+    def greet(self, link: Link, now_s: float) -> None:
         """Say Hello, and repeat it until it is answered."""
         # The backoff starts first: its first repeat is what the timer is set for.
         link.hello.start(now_s)
-        sent = self._say_hello(link, now_s)
+        self._say_hello(link, now_s)
         self._timers.wake(link.address, link.hello.due_s)
-        return [sent]
 
-    def _say_hello(self, link: Link, now_s: float) -> SendFrame[str]:
-        """Return a Hello with what has changed since the last one: nonce, incarnation, age."""
+    def _say_hello(self, link: Link, now_s: float) -> None:
+        """Send a Hello with what has changed since the last one: nonce, incarnation, age."""
         # As it is now, and not as it was when the worker was made: the other side subtracts it from
         # its own clock.
         age_ms = None if self._born_s is None else max(0, int(1000 * (now_s - self._born_s)))
         said = {"nonce": link.nonce, "known": link.known, "age_ms": age_ms}
         hello = msgspec.structs.replace(self._hello, **said)
-        return self.send(link, hello, now_s)
+        self.send(link, hello, now_s)
 
-    def send(self, link: Link, body: AnyBody, now_s: float) -> SendFrame[str]:
-        """Return a frame to the link's rank, and note when it was spoken to."""
+    def send(self, link: Link, body: AnyBody, now_s: float) -> None:
+        """Send a frame to the link's rank, and note when it was spoken to."""
         link.live.sent_s = now_s
-        return SendFrame(link.address, self._stamp.frame(body))
+        self._out.add(SendFrame(link.address, self._stamp.frame(body)))
 
     def heard_of(self, what: Reached | Unreached, now_s: float) -> None:
         """Note that there is a connection to the address, or that there is none."""
@@ -201,15 +210,16 @@ class Links:
         proof = prove(digest, self._hello.secret, link.reply.secret)
         return msgspec.structs.replace(word, proof=proof)
 
-    def tick(self, address: str, now_s: float) -> list[LinkEffect]:
+    def tick(self, address: str, now_s: float) -> None:
         """Repeat a Hello, say a Heartbeat, or close a link that is silent and has no rooms."""
         link = self._links.get(address)
         if link is None:
-            return []
+            return
         # A link with rooms is kept however long it is silent: its word may still drain their pages.
         if not link.rooms and link.live.forgettable(self._timing, now_s):
             self.news.say("forgotten", link.peer or link.address, "was silent for long")
-            return self.close(link, now_s)
+            self.close(link, now_s)
+            return
         if link.peer is not None and link.ready:
             is_silent = link.live.suspect(self._timing, now_s)
             # Every look repeats the question; only a change is acted upon.
@@ -217,17 +227,15 @@ class Links:
                 self.note_change(link)
                 if is_silent:
                     self.deaths.doubt(link.peer, now_s)
-        out: list[LinkEffect] = []
         if not link.ready and link.hello.take(now_s):
-            out.append(self._say_hello(link, now_s))
+            self._say_hello(link, now_s)
         elif link.ready and link.live.heartbeat_due(self._timing, now_s):
-            out.append(self.send(link, Heartbeat(), now_s))
+            self.send(link, Heartbeat(), now_s)
         # A rank that has not answered our Hello gets it again, and no heartbeats. The time at which
         # the address counts as lost is a wake-up of its own, until it has passed.
         next_s = link.live.heartbeat_due_s(self._timing) if link.ready else link.hello.due_s
         gone_s = link.gone_s + self._timing.connect_timeout_s
         self._timers.wake(link.address, min(next_s, gone_s) if gone_s > now_s else next_s)
-        return out
 
     def refuse(
         self,
@@ -236,23 +244,21 @@ class Links:
         reply: HelloReply | HelloWanted | None,
         error: Exception,
         now_s: float,
-    ) -> list[LinkEffect]:
+    ) -> None:
         """Tell a process that we do not work with it, unless it has refused us itself."""
         if isinstance(reply, HelloReply) and reply.refused:
-            return []
+            return
         is_over = isinstance(error, FormerLifeError)
         if is_over:
             self.news.say("refused", life, f"still speaks at {link.address}: {error}")
         refusal = HelloRefused(life.incarnation, str(error)[:1000], is_over)
-        return [self.send(link, refusal, now_s)]
+        self.send(link, refusal, now_s)
 
-    def farewell(self) -> list[LinkEffect]:
-        """Return a Fenced for every rank that answered: this process leaves."""
-        return [
-            SendFrame(link.address, self._stamp.frame(Fenced()))
-            for link in self._links.values()
-            if link.peer is not None
-        ]
+    def farewell(self) -> None:
+        """Send a Fenced to every rank that answered: this process leaves."""
+        for link in self._links.values():
+            if link.peer is not None:
+                self._out.add(SendFrame(link.address, self._stamp.frame(Fenced())))
 
     # --- handshake --------------------------------------------------------------------------------
 
@@ -279,16 +285,16 @@ class Links:
         link.hello.due_s = math.inf
         self._timers.wake(link.address, link.live.heartbeat_due_s(self._timing))
 
-    def wanted(self, link: Link, nonce: int, now_s: float) -> list[LinkEffect]:
+    def wanted(self, link: Link, nonce: int, now_s: float) -> None:
         """Say Hello to a rank that does not know us, unless one with this nonce is on its way."""
         # A Hello with this nonce is being repeated already: one more for each HelloWanted would
         # only multiply frames. Nonce 0: the rank could not read the frame that it answers.
         if not link.ready and link.hello.due_s != math.inf and nonce in (0, link.nonce):
-            return []
+            return
         link.nonce = nonce or link.nonce
         link.ready = False
         self.note_change(link)
-        return self.greet(link, now_s)
+        self.greet(link, now_s)
 
     def lost(self, link: Link, newer: PeerId | None, now_s: float) -> PeerId | None:
         """Note that another process answers at the link (`newer`), or none; return the one
@@ -304,16 +310,15 @@ class Links:
         """Return the processes that links lead to now."""
         return [link.peer for link in self._links.values() if link.peer is not None]
 
-    def told(self, leader: Link, now_s: float) -> tuple[dict[int, Link], list[LinkEffect]]:
-        """Return, by rank, the links to the ranks that rooms of this leader are promised to, with
-        the effects that open those that did not exist."""
+    def told(self, leader: Link, now_s: float) -> dict[int, Link]:
+        """Return, by rank, the links to the ranks that rooms of this leader are promised to; open
+        those that do not exist yet."""
         links: dict[int, Link] = {}
-        out: list[LinkEffect] = []
         for rank, address in leader.told.items():
-            out += self.open(address, now_s)
+            self.open(address, now_s)
             links[rank] = self._links[address]
             links[rank].leaders.add(leader.address)
-        return links, out
+        return links
 
     def ready(self, leader: Link, links: dict[int, Link], now_s: float) -> bool:
         """Return whether every rank that learns of a room is known and answers.
@@ -366,15 +371,15 @@ class Links:
             link.hello.start(now_s)
             self._timers.wake(link.address, link.hello.due_s)
 
-    def close(self, link: Link, now_s: float) -> list[LinkEffect]:
+    def close(self, link: Link, now_s: float) -> None:
         """Close the link and forget the address.
 
         Undrained rooms of an earlier peer keep the `Link` object; only a fence can drain them then.
         """
         # It was closed before, and the address may have another link by now.
         if self._links.get(link.address) is not link:
-            return []
+            return
         del self._links[link.address]
         self.lost(link, None, now_s)
         self._timers.forget(link.address)
-        return [Disconnect(link.address)]
+        self._out.add(Disconnect(link.address))

@@ -13,7 +13,7 @@ import msgspec
 from prefixkv.config import ControlConfig
 from prefixkv.control.death_watch import LostPeers
 from prefixkv.control.decode.links import Link, Links
-from prefixkv.control.effects import DecodeEffect, Left, RankDrained, Settle
+from prefixkv.control.effects import DecodeEffect, EffectList, Left, RankDrained, Settle
 from prefixkv.control.handshake import named_end
 from prefixkv.control.peer_changes import News
 from prefixkv.protocol import messages
@@ -98,7 +98,7 @@ def lost_peers(rooms: Iterable[Room], wrong: Callable[[PeerId, Link], str]) -> L
 class ReceiverRooms:
     """The rooms of one decode rank that are open or not drained. Owned by a `DecodeControl`.
 
-    Methods append what is to be done to `out`, in order.
+    Effects go to `out`, in order.
 
     Args:
         timers: they wake rooms by key; links share them.
@@ -113,6 +113,7 @@ class ReceiverRooms:
         links: Links,
         staging: StagingReceiver | None,
         news: News,
+        out: EffectList[DecodeEffect],
         option_names: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.num_expected = 0  # rooms whose pages a peer may be writing now
@@ -123,6 +124,7 @@ class ReceiverRooms:
         self._links = links
         self._staging = staging
         self._news = news
+        self._out = out
         self._option_names = option_names
 
     def __len__(self) -> int:
@@ -147,7 +149,7 @@ class ReceiverRooms:
         link.waiting[key] = None
         self._timers.wake(key, room.machine.wake_s)
 
-    def on(self, room: Room, event: receiver.Event, now_s: float, out: list[DecodeEffect]) -> None:
+    def on(self, room: Room, event: receiver.Event, now_s: float) -> None:
         """Give an event to the room's machine and carry out its actions; drop the room once it is
         over."""
         machine = room.machine
@@ -157,16 +159,16 @@ class ReceiverRooms:
         try:
             for action in machine.on(event, now_s):
                 if isinstance(action, Say):
-                    self._say(room, action.rank, action.body, now_s, out)
+                    self._say(room, action.rank, action.body, now_s)
                     continue
                 if isinstance(action, RoomEnded):
                     action = named_end(action, self._option_names)
                 # Staging sees the end of a room first: it may still hold leases that peers write,
                 # and passes RoomDrained on only when these are free.
                 if self._staging is not None:
-                    self.staged(self._staging.pass_on(action), now_s, out)
+                    self.staged(self._staging.pass_on(action), now_s)
                 else:
-                    out.append(action)
+                    self._out.add(action)
                 if isinstance(action, RoomOverdue):
                     room.tell_overdue(self._news)
         finally:
@@ -181,42 +183,39 @@ class ReceiverRooms:
         peer: PeerId,
         error: Exception,
         now_s: float,
-        out: list[DecodeEffect],
         address: str | None = None,
     ) -> None:
         """End the rooms that were promised to this process; with `address`, only those promised
         there."""
         for room in self.all():
             for rank in room.ranks_of(peer, address):
-                self.on(room, receiver.Fail(error, lost=rank), now_s, out)
+                self.on(room, receiver.Fail(error, lost=rank), now_s)
 
-    def settle(
-        self, token: PeerId | Left | RankDrained, now_s: float, out: list[DecodeEffect]
-    ) -> None:
+    def settle(self, token: PeerId | Left | RankDrained, now_s: float) -> None:
         """Drain what a writer holds, once the transport has read what kernels may still hold of it.
 
         The writer's agent is gone, as the token says. A token that is settling already is not
         repeated.
         """
         if not self._timing.fence_settle_s:
-            self._drain(token, now_s, out)
+            self._drain(token, now_s)
         elif token not in self.settling:
             self.settling.add(token)
-            out.append(Settle(token, self._timing.fence_settle_s))
+            self._out.add(Settle(token, self._timing.fence_settle_s))
 
-    def settled(self, token: Hashable, now_s: float, out: list[DecodeEffect]) -> None:
+    def settled(self, token: Hashable, now_s: float) -> None:
         """Drain what the token names: the transport has read for long enough. Unknown: no-op."""
         if token in self.settling:
             self.settling.discard(token)
-            self._drain(token, now_s, out)
+            self._drain(token, now_s)
 
-    def _drain(self, token: Hashable, now_s: float, out: list[DecodeEffect]) -> None:
+    def _drain(self, token: Hashable, now_s: float) -> None:
         """Tell the rooms that the token names that its writes are over."""
         if isinstance(token, RankDrained):
             drained = self._rooms.get(token.key)
             # One rank, one use of a room. The number may be in use again: then the ticket differs.
             if drained is not None and drained.machine.ticket == token.ticket:
-                self.on(drained, receiver.DrainedSaid(token.rank), now_s, out)
+                self.on(drained, receiver.DrainedSaid(token.rank), now_s)
         elif isinstance(token, PeerId | Left):
             # A whole process: all its rooms if it was fenced. If it said itself that it leaves,
             # only those that were promised to it at that address, since any process may speak under
@@ -225,9 +224,9 @@ class ReceiverRooms:
             what = (token, None) if left is None else (left.peer, left.address)
             for room in self.all():
                 for rank in room.ranks_of(*what):
-                    self.on(room, receiver.FencedOff(rank), now_s, out)
+                    self.on(room, receiver.FencedOff(rank), now_s)
 
-    def staged(self, actions: list[StagingAction], now_s: float, out: list[DecodeEffect]) -> None:
+    def staged(self, actions: list[StagingAction], now_s: float) -> None:
         """Carry out what staging wants: grants for writers, arrivals and failures for rooms."""
         for action in actions:
             match action:
@@ -235,21 +234,19 @@ class ReceiverRooms:
                     # The room may have ended since staging decided; then nothing is to be granted.
                     room = self._rooms.get(action.key)
                     if room is not None:
-                        self._say(room, action.rank, action.grant, now_s, out)
+                        self._say(room, action.rank, action.grant, now_s)
                 case Arrived():
                     if (room := self._rooms.get(action.key)) is not None:
                         landed = receiver.UnitsStaged(action.rank, action.num_units)
-                        self.on(room, landed, now_s, out)
+                        self.on(room, landed, now_s)
                 case BreakRoom():
-                    self.on(self._rooms[action.key], receiver.Fail(action.error), now_s, out)
+                    self.on(self._rooms[action.key], receiver.Fail(action.error), now_s)
                 case Scatter() | RoomEnded() | RoomDrained() | RoomOverdue():
-                    out.append(action)
+                    self._out.add(action)
                 case _:
                     assert_never(action)
 
-    def _say(
-        self, room: Room, rank: int, body: messages.AnyBody, now_s: float, out: list[DecodeEffect]
-    ) -> None:
+    def _say(self, room: Room, rank: int, body: messages.AnyBody, now_s: float) -> None:
         """Send a frame to the process that a rank of the room was promised to."""
         link = room.links[rank]
         if link.peer != room.peers[rank]:  # the one it is meant for listens there no more
@@ -259,11 +256,11 @@ class ReceiverRooms:
                 # the new life.
                 word = msgspec.structs.replace(body, ticket=0)
                 word = self._links.with_proof(link, word, room.digest)
-                out.append(self._links.send(link, word, now_s))
+                self._links.send(link, word, now_s)
             return
         if isinstance(body, messages.Promise) or (isinstance(body, messages.Abort) and room.digest):
             body = self._links.with_proof(link, body, room.digest)
-        out.append(self._links.send(link, body, now_s))
+        self._links.send(link, body, now_s)
 
     def drop(self, room: Room) -> None:
         """Forget a room that is over, here and at all links that it held on to."""

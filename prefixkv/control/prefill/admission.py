@@ -9,11 +9,16 @@ import msgspec
 
 from prefixkv.config import ControlConfig
 from prefixkv.control import handshake
-from prefixkv.control.effects import FrameReceived, PeerTried, TryPeer
+from prefixkv.control.effects import (
+    EffectList,
+    FrameReceived,
+    PeerTried,
+    RoomAction,
+    TryPeer,
+)
 from prefixkv.control.handshake import Accepted, ranges
 from prefixkv.control.prefill.budgets import hello_bytes
 from prefixkv.control.prefill.peers import Peers
-from prefixkv.control.prefill.writes import Want
 from prefixkv.errors import BudgetError, ConfigError, FormerLifeError, HandshakeError, ProtocolError
 from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.messages import Frame, Hello
@@ -43,7 +48,7 @@ class Trials:
         # result is no longer wanted, since the child process is busy with it.
         self._under_way: dict[PeerId, tuple[str, int]] = {}
 
-    def begin(self, arrived: OnTrial) -> list[TryPeer]:
+    def begin(self, arrived: OnTrial) -> TryPeer | None:
         """Return the trial to start; none if one of this life is under way.
 
         Then the Hello was repeated: what is tried stays, and only where the answer goes is updated.
@@ -63,7 +68,7 @@ class Trials:
                 frame=msgspec.structs.replace(former.frame, seq=frame.seq),
                 hello=msgspec.structs.replace(former.hello, known=hello.known),
             )
-            return []
+            return None
         # It was replaced under its name while its trial ran. The end of that trial would be taken
         # for the end of a second one under the same identity.
         if frame.sender in self._under_way:
@@ -80,7 +85,7 @@ class Trials:
             )
         self._under_way[frame.sender] = key, num_bytes
         self._on_trial[frame.name] = arrived._replace(received=received)
-        return [TryPeer(frame.sender, hello.agent_metadata, ranges(hello))]
+        return TryPeer(frame.sender, hello.agent_metadata, ranges(hello))
 
     def end(self, tried: PeerTried) -> OnTrial | None:
         """Remove and return what was on trial; None if another life has replaced it meanwhile."""
@@ -104,10 +109,12 @@ class PeerAdmission:
         timing: ControlConfig,
         tries: bool,
         counters: Counter[str],
+        actions: EffectList[RoomAction],
     ) -> None:
         self.counters = counters
         self._ours = ours
         self._peers = peers
+        self._actions = actions
         self._tries = tries
         self._trials = Trials(timing.max_peers, timing.max_peer_bytes)
 
@@ -117,7 +124,6 @@ class PeerAdmission:
         frame: Frame,
         hello: Hello,
         now_s: float,
-        out: list[Want],
     ) -> OnTrial | None:
         """Check the Hello of a decode rank, and start the trial of what the transport would load of
         it."""
@@ -127,16 +133,17 @@ class PeerAdmission:
             accepted = handshake.accept(self._ours, frame.sender, hello)
             self._peers.check_worker(frame, received.credential, hello)
         except (HandshakeError, ConfigError) as error:
-            self._refuse(received, frame, hello, error, out)
+            self._refuse(received, frame, hello, error)
             return None
         # 2. Nothing to load, so nothing to try: where we do not write to it, or by shm alone.
         arrived = OnTrial(accepted, received, frame, hello, now_s)
         if not self._tries or accepted.added is None or not hello.agent_metadata:
             return arrived
-        out += self._trials.begin(arrived)
+        if (trial := self._trials.begin(arrived)) is not None:
+            self._actions.add(trial)
         return None
 
-    def tried(self, tried: PeerTried, out: list[Want]) -> OnTrial | None:
+    def tried(self, tried: PeerTried) -> OnTrial | None:
         """Take the end of a trial: return the rank if it may be admitted, refuse it otherwise."""
         arrived = self._trials.end(tried)
         if arrived is None:
@@ -150,7 +157,7 @@ class PeerAdmission:
             error = error or late
         if error is None:
             return arrived
-        self._refuse(received, frame, hello, error, out)
+        self._refuse(received, frame, hello, error)
         return None
 
     def _refuse(
@@ -159,10 +166,9 @@ class PeerAdmission:
         frame: Frame,
         hello: Hello,
         error: Exception,
-        out: list[Want],
     ) -> None:
         """Answer with the reason, count it, and say it in the log."""
         error = handshake.named(error, self._ours.option_names)
         self.counters["handshakes_refused"] += 1
         self._peers.news.say("refused", frame.sender, str(error))
-        out.append(self._peers.reply(received.source, hello, str(error)))
+        self._peers.reply(received.source, hello, str(error))

@@ -25,11 +25,15 @@ from prefixkv.control.effects import (
     AgentDestroyed,
     ConnectFailed,
     CopyDone,
+    EffectList,
     FrameFailed,
     FrameReceived,
+    LeaseGranted,
+    PeerAccepted,
     PeerTried,
     Reached,
     Renew,
+    RoomAction,
     Tick,
     Unreached,
 )
@@ -41,7 +45,7 @@ from prefixkv.control.prefill.claims import Claims
 from prefixkv.control.prefill.offers import Offer, Offers
 from prefixkv.control.prefill.peers import Peer, Peers
 from prefixkv.control.prefill.rooms import SenderRooms
-from prefixkv.control.prefill.writes import Granted, StagingSlots, Want, Welcome, Writes
+from prefixkv.control.prefill.writes import StagingSlots, Writes
 from prefixkv.errors import (
     AbortedError,
     FormerLifeError,
@@ -145,86 +149,115 @@ class PrefillControl:
         self._weights_version = weights_version
         self._timing = timing
         self._timers: Timers[str | RoomKey] = Timers()  # peers by name, rooms by key
-        self._peers = Peers(me, self._ours, endpoints, timing, self._timers, self.lost_peers)
+        # What rooms and peers want done; and what becomes of it once staging has taken its part.
+        self._actions: EffectList[RoomAction] = EffectList()
+        self._out: EffectList[PrefillEffect] = EffectList()
+        self._peers = Peers(
+            me, self._ours, endpoints, timing, self._timers, self.lost_peers, self._actions
+        )
         self.news = self._peers.news
-        self._greetings = PeerAdmission(self._ours, self._peers, timing, tries, self.counters)
+        self._admission = PeerAdmission(
+            self._ours, self._peers, timing, tries, self.counters, self._actions
+        )
         self._claims = Claims(timing, secret)
         self._offers = Offers(timing)
-        known = self._timers, self._peers, self._claims
-        self._rooms = SenderRooms(rank, topology.page_size, timing, *known, option_names or {})
+        self._rooms = SenderRooms(
+            rank,
+            topology.page_size,
+            timing,
+            self._timers,
+            self._peers,
+            self._claims,
+            self._actions,
+            option_names or {},
+        )
         self.staging = None
         if staging is not None:
             resend_s, next_id = timing.resend_s, self._rooms.next_job_id
             self.staging = StagingSender(rank, *staging, resend_s, next_id)
-        self._writes = Writes(me, rank, self.staging, self._rooms, self._peers)
-        # Effects of the last `on`. Where it raised, those from before the exception: they have
-        # changed state here, so the thread must carry them out all the same.
-        self.last_effects: list[PrefillEffect] = []
+        self._writes = Writes(
+            me, rank, self.staging, self._rooms, self._peers, self._actions, self._out
+        )
 
     def on(self, what: PrefillInput, now_s: float) -> list[PrefillEffect]:
         """Take one input and return what to do about it, in order."""
-        out = self.last_effects = []
+        self._out.begin()
+        try:
+            self._take_input(what, now_s)
+        finally:
+            # What rooms and peers have wanted up to an exception has changed their state, so it is
+            # carried out all the same.
+            self._writes.flush(now_s)
+        return self._out.effects
+
+    @property
+    def last_effects(self) -> list[PrefillEffect]:
+        """Effects of the last `on`, those from before an exception too."""
+        return self._out.effects
+
+    def _take_input(self, what: PrefillInput, now_s: float) -> None:
         match what:
             case AddRoom() | OfferRoom():
                 try:
                     if isinstance(what, AddRoom):
-                        wants = self._add(what, now_s)
+                        self._add(what, now_s)
                     else:
-                        wants = self._offer(what, now_s)
-                    self._writes.carry_out(wants, now_s, out)
-                # Not by `carry_out`: staging would forget the room that has this number
+                        self._offer(what, now_s)
                 except RequestError as error:
-                    out += [RoomEnded(what.key, KVPoll.FAILED, error), SourceFree(what.key)]
+                    # Straight to the effects: as an action, SourceFree would make staging forget
+                    # the room that has this number now.
+                    self._out.add(RoomEnded(what.key, KVPoll.FAILED, error))
+                    self._out.add(SourceFree(what.key))
             case WithdrawRoom():
                 withdrawn = AbortedError(what.reason)
-                self._writes.carry_out(self._close_offer(what.key, withdrawn, now_s), now_s, out)
+                self._close_offer(what.key, withdrawn, now_s)
             case SendChunk():
-                self._writes.carry_out(self._chunk(what, now_s), now_s, out)
+                self._chunk(what, now_s)
             case DeclineRoom():
-                self._writes.carry_out(self._decline(what, now_s), now_s, out)
+                self._decline(what, now_s)
             case AbortRoom():
-                self._writes.carry_out(self._abort(what, now_s), now_s, out)
+                self._abort(what, now_s)
             case MoveWeights():
-                self._writes.carry_out(self._move_weights(what, now_s), now_s, out)
+                self._move_weights(what, now_s)
             case Fence():
-                self._writes.carry_out(self._fence(what, now_s), now_s, out)
+                self._fence(what, now_s)
             case FrameReceived():
-                self._writes.carry_out(self._frame(what, now_s), now_s, out)
+                self._frame(what, now_s)
             case FrameFailed():
-                self._writes.carry_out(self._frame_failed(what, now_s), now_s, out)
+                self._frame_failed(what, now_s)
             case WriteDone():
                 self.counters["bytes_sent"] += what.num_bytes
                 self.counters["writes_done"] += 1
-                self._writes.ended(what.job_id, None, True, now_s, out)
+                self._writes.ended(what.job_id, None, True, now_s)
             case WriteFailed():
                 self.counters["writes_failed"] += 1
-                self._writes.ended(what.job_id, what.error, what.drained, now_s, out)
+                self._writes.ended(what.job_id, what.error, what.drained, now_s)
                 if not what.drained:  # it holds decode's pages until its agent is destroyed
-                    out.append(Renew())
+                    self._out.add(Renew())
             case WriteDrained():
                 self.counters["writes_drained_by_renewal"] += 1
-                self._writes.drained(what.job_id, now_s, out)
+                self._writes.drained(what.job_id, now_s)
             case CopyDone():
                 if self.staging is not None:
                     gathered = self.staging.on_gathered(what.copy_id, what.error, now_s)
-                    self._writes.stage(gathered, now_s, out)
+                    self._writes.stage(gathered, now_s)
             case PeerUnreachable():
                 self.counters["peers_unreachable"] += 1
                 self._peers.deaths.doubt(what.peer, now_s)
             case PeerTried():
-                self._writes.carry_out(self._tried(what, now_s), now_s, out)
+                self._tried(what, now_s)
             case Arrived() | Settled() | ConnectFailed() | Reached() | Unreached():
                 pass  # prefill connects to nothing, and decode writes nothing here
             case Tick():
                 # Rooms first: what they cancel now, staging must not repeat an ask for.
-                self._writes.carry_out(self._tick(now_s), now_s, out)
+                self._tick(now_s)
+                self._writes.flush(now_s)
                 if self.staging is not None:
-                    self._writes.stage(self.staging.tick(now_s), now_s, out)
+                    self._writes.stage(self.staging.tick(now_s), now_s)
             case AgentDestroyed():
-                out += self._peers.farewell()
+                self._peers.farewell()
             case _:
                 assert_never(what)
-        return out
 
     @property
     def wake_s(self) -> float:
@@ -259,7 +292,7 @@ class PrefillControl:
 
     # --- commands ---------------------------------------------------------------------------------
 
-    def _add(self, command: AddRoom, now_s: float) -> list[Want]:
+    def _add(self, command: AddRoom, now_s: float) -> None:
         """Take the engine's request for a room: new, or promised already.
 
         Raises:
@@ -267,7 +300,6 @@ class PrefillControl:
         """
         # 1. Has decode aborted it before it came? Taken even if for another prompt: see
         # `take_abort`.
-        out: list[Want] = []
         key = command.key
         machine = self._rooms.get(key)
         early = self._claims.take_abort(key, command.digest)
@@ -292,15 +324,15 @@ class PrefillControl:
         # nothing to an engine that had not added it. So the engine hears of it here.
         ended_before = machine.poll.ended
         added = sender.Added(command.num_tokens, command.digest, self._weights_version)
-        self._rooms.on(machine, added, now_s, out)
+        self._rooms.on(machine, added, now_s)
         if ended_before:
             ended = machine.error or AbortedError("the room ended before the request came")
-            out += [RoomEnded(key, KVPoll.FAILED, ended), SourceFree(key)]
+            self._actions.add(RoomEnded(key, KVPoll.FAILED, ended))
+            self._actions.add(SourceFree(key))
         elif early is not None:
-            self._rooms.on(machine, sender.Fail(early), now_s, out)
-        return out
+            self._rooms.on(machine, sender.Fail(early), now_s)
 
-    def _offer(self, command: OfferRoom, now_s: float) -> list[Want]:
+    def _offer(self, command: OfferRoom, now_s: float) -> None:
         """Take a room that the engine has drawn for a computed prompt.
 
         Promises for it may be here already: the first that proves the prompt opens it, rooms of the
@@ -309,7 +341,6 @@ class PrefillControl:
         Raises:
             RequestError: the number is in use.
         """
-        out: list[Want] = []
         numbers, until_s = command.key.numbers, now_s + command.timeout_s
         # 1. The number must be free among rooms of all decode workers: any of them may open it.
         same = [one for one in self._rooms.all() if one.key.numbers == numbers]
@@ -323,38 +354,38 @@ class PrefillControl:
         # 3. Promises that came first. Once one has opened the offer, it is gone for the others.
         for machine in [one for one in same if one.is_parked]:
             if self._offers.get(command.key) is not None and machine.proves(offer.proved_by):
-                out += self._open_offer(machine.key, offer, now_s)
+                self._open_offer(machine.key, offer, now_s)
             else:
                 error = AbortedError(f"room {command.key.room} is another decode worker's")
-                self._rooms.on(machine, sender.Fail(error), now_s, out)
+                self._rooms.on(machine, sender.Fail(error), now_s)
         # 4. Aborts last: a worker that aborts cannot take the offer from one that has proved it.
         if (early := self._claims.take_aborts(numbers)) is not None:
-            out += self._close_offer(command.key, early, now_s)
-        return out
+            self._close_offer(command.key, early, now_s)
 
-    def _open_offer(self, key: RoomKey, offer: Offer, now_s: float) -> list[Want]:
+    def _open_offer(self, key: RoomKey, offer: Offer, now_s: float) -> None:
         """Give an offer to the decode worker of `key`, which has proved the prompt."""
         # Closed first, so that the next promise is refused and not taken for a second opening.
         why = f"room {key.room} was opened by another decode worker"
         self._offers.end(key.numbers, why, now_s)
         self._timers.forget(RoomKey(*key.numbers))
-        return self._add(AddRoom(key, offer.num_tokens, offer.digest), now_s)
+        self._add(AddRoom(key, offer.num_tokens, offer.digest), now_s)
 
-    def _close_offer(self, key: RoomKey, error: Exception, now_s: float) -> list[Want]:
-        """Close an offer that no decode worker has opened; it ends with `error`. Not open:
-        no-op."""
+    def _close_offer(self, key: RoomKey, error: Exception, now_s: float) -> bool:
+        """Close an offer that no decode worker has opened; it ends with `error`. Return
+        False, and do nothing, if it is not open."""
         if not self._offers.end(key.numbers, str(error), now_s):
-            return []
+            return False
         offered = RoomKey(*key.numbers)
         self._timers.forget(offered)
-        return [RoomEnded(offered, KVPoll.FAILED, error), SourceFree(offered)]
+        self._actions.add(RoomEnded(offered, KVPoll.FAILED, error))
+        self._actions.add(SourceFree(offered))
+        return True
 
-    def _decline(self, command: DeclineRoom, now_s: float) -> list[Want]:
+    def _decline(self, command: DeclineRoom, now_s: float) -> None:
         """Refuse a request for the engine, so that decode hears why, now or when it promises.
 
         A room that the engine has added is not touched.
         """
-        out: list[Want] = []
         key = command.key
         if self._claims.take_abort(key, command.digest) is None:  # else decode wants it no more
             machine = self._rooms.get(key)
@@ -365,34 +396,28 @@ class PrefillControl:
             machine = machine or self._rooms.new(key, now_s)
             if not machine.added:
                 machine.digest = command.digest
-                self._rooms.on(machine, sender.Fail(AbortedError(command.reason)), now_s, out)
-        return out
+                self._rooms.on(machine, sender.Fail(AbortedError(command.reason)), now_s)
 
-    def _chunk(self, command: SendChunk, now_s: float) -> list[Want]:
+    def _chunk(self, command: SendChunk, now_s: float) -> None:
         """Pass pages that the engine hands over to their room. Ended or unknown: no-op."""
-        out: list[Want] = []
         if (machine := self._rooms.get(command.key)) is not None:
-            self._rooms.on(machine, command, now_s, out)
-        return out
+            self._rooms.on(machine, command, now_s)
 
-    def _abort(self, command: AbortRoom, now_s: float) -> list[Want]:
+    def _abort(self, command: AbortRoom, now_s: float) -> None:
         """End a room that the engine wants no more. Unknown: no-op."""
-        out: list[Want] = []
         machine = self._rooms.get(command.key)
         if machine is not None:
-            self._rooms.on(machine, sender.Fail(AbortedError(command.reason)), now_s, out)
-        return out
+            self._rooms.on(machine, sender.Fail(AbortedError(command.reason)), now_s)
 
-    def _move_weights(self, command: MoveWeights, now_s: float) -> list[Want]:
+    def _move_weights(self, command: MoveWeights, now_s: float) -> None:
         """Move to another weights version: KV computed or promised under the old one is not sent.
 
         Rooms that the engine has added and that nothing was computed or promised for move with it,
         unless the command ends them too.
         """
-        out: list[Want] = []
         was, self._weights_version = self._weights_version, command.weights_version
         if was == (now := self._weights_version):
-            return out
+            return
         moved = WeightsVersionError(was, now)
         for machine in list(self._rooms.all()):
             if machine.poll.ended:
@@ -404,10 +429,9 @@ class PrefillControl:
             # 2. Parked: the request is to come, and is to end likewise.
             for promise, peer in machine.parked():
                 self._remember(machine.key, promise, moved, self._peers.find(peer), now_s)
-            self._rooms.on(machine, sender.Fail(moved), now_s, out)
+            self._rooms.on(machine, sender.Fail(moved), now_s)
         for numbers in self._offers.all():  # 3. offers: the KV of each is computed
-            out += self._close_offer(RoomKey(*numbers), moved, now_s)
-        return out
+            self._close_offer(RoomKey(*numbers), moved, now_s)
 
     def _remember(
         self, key: RoomKey, event: Promised, error: TransferError, peer: Peer | None, now_s: float
@@ -417,9 +441,8 @@ class PrefillControl:
         if peer is not None:
             self._claims.end_early(key, error, (event.ticket, event.proof), peer, now_s)
 
-    def _fence(self, command: Fence, now_s: float) -> list[Want]:
+    def _fence(self, command: Fence, now_s: float) -> None:
         """End all rooms of a decode process that is dead, and refuse it from now on."""
-        out: list[Want] = []
         peer_id, how = command.peer, FENCED_DEAD if command.proved else FENCED
         # First: forgetting the peer below drops what is known of its process, and the death would
         # not be counted.
@@ -429,90 +452,81 @@ class PrefillControl:
         self._peers.lives.end(peer_id, how)
         peer = self._peers.find(peer_id)
         if peer is not None:
-            self._lose_peer(peer, PeerLostError(f"{peer_id} {how}", peer_id), now_s, out)
-        return out
+            self._lose_peer(peer, PeerLostError(f"{peer_id} {how}", peer_id), now_s)
 
-    def _tick(self, now_s: float) -> list[Want]:
+    def _tick(self, now_s: float) -> None:
         """Look at the peers, rooms and offers that are due, at early aborts, and at processes to
         examine."""
-        out: list[Want] = []
 
         def look(key: str | RoomKey) -> None:
             # Three kinds of keys: a peer's name; a room; the numbers of an offer, as a room without
             # a decode worker.
             if isinstance(key, str):
-                out.extend(self._peers.tick(key, now_s))
+                self._peers.tick(key, now_s)
             elif (machine := self._rooms.get(key)) is not None:
-                self._rooms.tick(machine, now_s, out)
+                self._rooms.tick(machine, now_s)
             elif (offer := self._offers.get(key)) is not None and not key.decode:
                 if now_s < offer.until_s:
                     self._timers.wake(key, offer.until_s)  # the timer may wake early
                     return
                 late = TransferTimeoutError(f"no decode worker has opened room {key.room} in time")
-                out.extend(self._close_offer(key, late, now_s))
+                self._close_offer(key, late, now_s)
 
         self._timers.visit(now_s, look)
         self._claims.expire(now_s)
-        out += self._peers.deaths.tick(now_s)
-        return out
+        self._peers.deaths.tick(now_s)
 
     # --- frames -----------------------------------------------------------------------------------
 
-    def _frame(self, received: FrameReceived[bytes], now_s: float) -> list[Want]:
+    def _frame(self, received: FrameReceived[bytes], now_s: float) -> None:
         """Decode a frame and take it. Malformed, stale and foreign frames are counted and
         dropped."""
-        out: list[Want] = []
         try:
             frame = messages.decode(received.raw)
-            self._take(received, frame, now_s, out)
+            self._take(received, frame, now_s)
         except ProtocolError as error:
             self.counters["frames_dropped"] += 1
             self.counters[f"dropped: {type(error).__name__}"] += 1
             # Only two kinds are answered, those where the sender can act on the answer.
             if isinstance(error, VersionError):
                 # Any frame of ours tells the other side our version; it knows its own.
-                out.append(self._peers.hello_wanted(received.source))
+                self._peers.hello_wanted(received.source)
             elif isinstance(error, FormerLifeError):  # if it lives, it is to know
-                out.append(self._peers.reply(received.source, None, str(error)))
-        return out
+                self._peers.reply(received.source, None, str(error))
 
-    def _frame_failed(self, what: FrameFailed[bytes], now_s: float) -> list[Want]:
+    def _frame_failed(self, what: FrameFailed[bytes], now_s: float) -> None:
         """End the room that a frame names, after an exception while it was taken.
 
         Only if its sender has named the room: no peer can end rooms of another.
         """
-        out: list[Want] = []
         self.counters["frames_failed"] += 1
         frame = messages.decode(what.frame.raw)
         peer = self._peers.find(frame.sender)
         # The name alone proves nothing: it was accepted with this key.
         if peer is None or peer.credential != what.frame.credential:
-            return out
+            return
         if isinstance(frame.body, messages.RoomBody):
             machine = self._rooms.get(peer.key(frame.body))
             if machine is not None and peer.id in self._claims.of(machine.key):
                 error = ProtocolError(f"a {type(frame.body).__name__} raised {what.error!r}")
-                self._rooms.on(machine, sender.Fail(error), now_s, out)
-        return out
+                self._rooms.on(machine, sender.Fail(error), now_s)
 
-    def _take(
-        self, received: FrameReceived[bytes], frame: Frame, now_s: float, out: list[Want]
-    ) -> None:
+    def _take(self, received: FrameReceived[bytes], frame: Frame, now_s: float) -> None:
         """Take a decoded frame: introductions from any process, all else only from known peers."""
         route, body = received.source, frame.body
         # 1. Is the name the sender's to use, and its life not over?
         peer = self._peers.speaker(frame, received.credential)
         # 2. An introduction, or the refusal of one, may come from a process that is not known yet.
         if isinstance(body, Hello):
-            self._meet(peer, received, frame, body, now_s, out)
+            self._meet(peer, received, frame, body, now_s)
             return
         if isinstance(body, HelloRefused):
-            self._take_refusal(frame, body, now_s, out)
+            self._take_refusal(frame, body, now_s)
             return
         # 3. Anything else counts only from the very incarnation that is known, in order. It may
         # come by a new connection, so answers go there from now on.
         if peer is None or peer.id != frame.sender:
-            out.append(self._peers.hello_wanted(route, frame.sender))
+            self._peers.hello_wanted(route, frame.sender)
             raise ProtocolError(f"{frame.sender} has not introduced itself")
         peer.live.take(frame, now_s)
         peer.route = route
@@ -520,9 +534,9 @@ class PrefillControl:
         # here.
         match body:
             case Promise():
-                self._take_promise(peer, body, now_s, out)
+                self._take_promise(peer, body, now_s)
             case Abort():
-                self._take_abort(peer, body, now_s, out)
+                self._take_abort(peer, body, now_s)
             case OutcomeAck():
                 key = peer.key(body)
                 # The rank has answered that use even if the room is gone: no promise of it can come
@@ -532,12 +546,12 @@ class PrefillControl:
                 # Only a rank that has named the room, about the use that it named.
                 named = peer.id in self._claims.of(key)
                 if machine is not None and named and machine.ticket == body.ticket:
-                    self._rooms.on(machine, sender.OutcomeAcked(peer.hello.rank), now_s, out)
+                    self._rooms.on(machine, sender.OutcomeAcked(peer.hello.rank), now_s)
             case LeaseGrant():
-                out.append(Granted(peer.id, peer.key(body), body))
+                self._actions.add(LeaseGranted(peer.id, peer.key(body), body))
             case messages.Fenced():
                 self._peers.lives.end(peer.id, LEFT)
-                self._lose_peer(peer, PeerLostError(f"{peer.id} {LEFT}", peer.id), now_s, out)
+                self._lose_peer(peer, PeerLostError(f"{peer.id} {LEFT}", peer.id), now_s)
             case Heartbeat():
                 pass
             case (
@@ -559,7 +573,6 @@ class PrefillControl:
         frame: Frame,
         hello: Hello,
         now_s: float,
-        out: list[Want],
     ) -> None:
         """Take a Hello: of a peer that repeats it, of a stranger, or of a peer's next life."""
         route = received.source
@@ -567,28 +580,26 @@ class PrefillControl:
         if peer is not None and peer.id == frame.sender:
             peer.live.take(frame, now_s)
             peer.route = route
-            out.append(self._peers.reply(route, hello, staged=peer.staged))
+            self._peers.reply(route, hello, staged=peer.staged)
             return
         # 2. It has to repeat a number that was made after its predecessor was known, so that a late
         # Hello of a process that is gone cannot replace a live one.
         if hello.nonce != self._peers.nonce(frame.sender):
-            out.append(self._peers.hello_wanted(route, frame.sender))
+            self._peers.hello_wanted(route, frame.sender)
             return
         # 3. Checked, and perhaps tried in another process before it is admitted.
-        self._greeted(self._greetings.hello(received, frame, hello, now_s, out), now_s, out)
+        self._greeted(self._admission.hello(received, frame, hello, now_s), now_s)
 
-    def _tried(self, tried: PeerTried, now_s: float) -> list[Want]:
+    def _tried(self, tried: PeerTried, now_s: float) -> None:
         """Take the end of a trial."""
-        out: list[Want] = []
-        self._greeted(self._greetings.tried(tried, out), now_s, out)
-        return out
+        self._greeted(self._admission.tried(tried), now_s)
 
-    def _greeted(self, arrived: OnTrial | None, now_s: float, out: list[Want]) -> None:
+    def _greeted(self, arrived: OnTrial | None, now_s: float) -> None:
         """Admit what has passed all checks, if anything has."""
         if arrived is not None:
-            self._admit(arrived, now_s, out)
+            self._admit(arrived, now_s)
 
-    def _admit(self, arrived: OnTrial, now_s: float, out: list[Want]) -> None:
+    def _admit(self, arrived: OnTrial, now_s: float) -> None:
         """Make a decode rank a peer, in the place of its former life."""
         accepted, received, frame, hello, came_s = arrived
         # 1. The former life goes first, while the name still leads to it: otherwise the bytes of
@@ -597,19 +608,19 @@ class PrefillControl:
         if peer is not None:
             self._peers.lives.supersede(peer.id, frame.sender)
             lost = PeerLostError(f"{peer.id} was replaced by life {frame.incarnation:x}", peer.id)
-            self._lose_peer(peer, lost, now_s, out)
+            self._lose_peer(peer, lost, now_s)
         self._peers.add(accepted, frame, (route, received.credential), hello, now_s)
         self._peers.deaths.met(frame.sender, hello.life, received.is_local, now_s)
         # 2. The transport before the reply: decode promises pages as soon as it has the reply, and
         # a write must not be asked for before its target is known.
         if accepted.added is not None:
-            out.append(Welcome(accepted.added, accepted.cut))
-        out.append(self._peers.reply(route, hello, staged=accepted.cut is not None))
+            self._actions.add(PeerAccepted(accepted.added, accepted.cut))
+        self._peers.reply(route, hello, staged=accepted.cut is not None)
         # 3. Requests that are older than this life are most likely not its own.
         if hello.rank == 0 and hello.age_ms is not None:
-            self._life_began(frame.sender, came_s - hello.age_ms / 1000, now_s, out)
+            self._life_began(frame.sender, came_s - hello.age_ms / 1000, now_s)
 
-    def _life_began(self, life: PeerId, born_s: float, now_s: float, out: list[Want]) -> None:
+    def _life_began(self, life: PeerId, born_s: float, now_s: float) -> None:
         """Give this life of a decode worker a while to promise requests that came before it began.
 
         They are most likely a former life's, which knows them no more. Only most likely, since a
@@ -619,11 +630,9 @@ class PrefillControl:
         for machine in list(self._rooms.all()):
             before = machine.added_s is not None and machine.added_s < born_s
             if before and machine.key.decode == life.name and not machine.poll.ended:
-                self._rooms.on(machine, sender.LifeBegan(life, until_s), now_s, out)
+                self._rooms.on(machine, sender.LifeBegan(life, until_s), now_s)
 
-    def _take_refusal(
-        self, frame: Frame, word: HelloRefused, now_s: float, out: list[Want]
-    ) -> None:
+    def _take_refusal(self, frame: Frame, word: HelloRefused, now_s: float) -> None:
         """Take a decode rank's refusal to work with this process. It is never answered, lest two
         processes refuse each other without end."""
         # A refusal names the life that it is for. One meant for a former life of ours says nothing.
@@ -638,22 +647,22 @@ class PrefillControl:
         # forget it unless rooms are still to be drained.
         if peer is not None and word.is_over:
             self._peers.lives.end(peer.id, "holds this process for dead")
-            self._lose_peer(peer, PeerLostError(f"{peer.id}: {word.reason}", peer.id), now_s, out)
+            self._lose_peer(peer, PeerLostError(f"{peer.id}: {word.reason}", peer.id), now_s)
         elif peer is not None and not peer.rooms:
-            out.append(self._peers.forget(peer))
+            self._peers.forget(peer)
 
-    def _lose_peer(self, peer: Peer, error: Exception, now_s: float, out: list[Want]) -> None:
+    def _lose_peer(self, peer: Peer, error: Exception, now_s: float) -> None:
         """End the rooms of a peer that has left or was replaced, and forget it."""
         # Before its rooms end, so that nothing more is sent to it, and each room sees whether all
         # its ranks are gone.
         peer.gone = True
         for key in list(peer.rooms):
             self._rooms.on(
-                self._rooms.machines[key], sender.Fail(error, gone=peer.hello.rank), now_s, out
+                self._rooms.machines[key], sender.Fail(error, gone=peer.hello.rank), now_s
             )
-        out.append(self._peers.forget(peer))
+        self._peers.forget(peer)
 
-    def _take_promise(self, peer: Peer, promise: Promise, now_s: float, out: list[Want]) -> None:
+    def _take_promise(self, peer: Peer, promise: Promise, now_s: float) -> None:
         """Take a promise of pages: for a room of the engine, an offer, or a request that is to
         come.
 
@@ -682,7 +691,7 @@ class PrefillControl:
                 machine = None
             # 4. Of our weights? A room that the engine has added compares them itself.
             if machine is None or machine.is_parked:
-                self._check_weights(peer, event, key, now_s, out)
+                self._check_weights(peer, event, key, now_s)
             # 5. A promise stands: only a repeat, or another rank's equal one, is let through.
             if machine is not None and not machine.same_promise(event):
                 raise ProtocolError(
@@ -697,7 +706,7 @@ class PrefillControl:
             if machine is None:
                 machine = self._rooms.new(key, now_s)
         except ProtocolError as error:
-            self._refuse_promise(peer, promise, str(error)[:1000], now_s, out)
+            self._refuse_promise(peer, promise, str(error)[:1000], now_s)
             raise
         # Accepted. From here on nothing is refused.
         if not machine.poll.ended:
@@ -710,15 +719,13 @@ class PrefillControl:
             self._remember(key, event, gone, peer, now_s)
         # Before the machine takes it, since its answers go to the peers that have claimed the room.
         self._claims.add(key, peer, len(event.pages))
-        self._rooms.on(machine, event, now_s, out)
+        self._rooms.on(machine, event, now_s)
         if isinstance(machine.error, PromptMismatchError) and not machine.is_of(event):
             self._remember(key, event, machine.error, peer, now_s)  # its request may still come
         if offer is not None:  # behind the promise: so the room is parked for no time
-            out += self._open_offer(key, offer, now_s)
+            self._open_offer(key, offer, now_s)
 
-    def _check_weights(
-        self, peer: Peer, event: Promised, key: RoomKey, now_s: float, out: list[Want]
-    ) -> None:
+    def _check_weights(self, peer: Peer, event: Promised, key: RoomKey, now_s: float) -> None:
         """Raise ProtocolError for a promise of other weights than ours.
 
         A request that comes later ends likewise, and so does the offer that the promise would have
@@ -731,12 +738,10 @@ class PrefillControl:
         if offer is None:
             self._remember(key, event, error, peer, now_s)
         elif offer.proved_by(event):
-            out += self._close_offer(key, error, now_s)
+            self._close_offer(key, error, now_s)
         raise ProtocolError(str(error))
 
-    def _refuse_promise(
-        self, peer: Peer, promise: Promise, why: str, now_s: float, out: list[Want]
-    ) -> None:
+    def _refuse_promise(self, peer: Peer, promise: Promise, why: str, now_s: float) -> None:
         """Answer a promise that was refused; its pages are drained as far as this rank goes.
 
         No write for it is under way. If another promise of this room stands, decode has ended that
@@ -753,9 +758,9 @@ class PrefillControl:
             versions = promise.weights_version, self._weights_version
             differ = versions[0] != versions[1]  # then decode hears that first of all
             refusal = Outcome(*what, versions=versions if differ else None)
-            out += self._peers.send(peer, refusal, now_s)
+            self._peers.send(peer, refusal, now_s)
 
-    def _take_abort(self, peer: Peer, abort: Abort, now_s: float, out: list[Want]) -> None:
+    def _take_abort(self, peer: Peer, abort: Abort, now_s: float) -> None:
         """Take decode's abort of a room: end it, remember it for a request to come, answer
         Drained."""
         key = peer.key(abort)
@@ -769,13 +774,12 @@ class PrefillControl:
             theirs = theirs and machine.is_meant(abort.proof, peer.secrets(self._ours.secret))
             if not theirs:
                 machine = None
-        closed: list[Want] = []
+        closed = False
         # 2. An offer: its number is drawn at random, so a worker that names it has it from its
         # answer.
         if machine is None:
             error = abort_error(abort.reason, abort.versions)
             closed = self._close_offer(key, error, now_s)
-            out += closed
         # 3. The engine's request is still to come, and the room itself will be over by then.
         if theirs and not closed and (machine is None or not machine.added):
             self._claims.abort_early(key, abort, peer, now_s)
@@ -784,7 +788,7 @@ class PrefillControl:
         # until it is answered.
         if machine is None or not theirs or machine.is_other_use(abort.ticket):
             drained = Drained(*key.numbers, self._rank, abort.ticket, self._rooms.renewed)
-            out += self._peers.send(peer, drained, now_s)
+            self._peers.send(peer, drained, now_s)
             return
         # 5. The room ends. If it was the peer's first word on it, it counts as parked until it has
         # ended, which it does at once.
@@ -802,4 +806,4 @@ class PrefillControl:
             readers=peer.readers,
             versions=abort.versions,
         )
-        self._rooms.on(machine, said, now_s, out)
+        self._rooms.on(machine, said, now_s)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from prefixkv.config import ControlConfig
 from prefixkv.control.death_watch import DeathWatch
-from prefixkv.control.effects import RemovePeer, SendFrame
+from prefixkv.control.effects import EffectList, RemovePeer, RoomAction, SendFrame
 from prefixkv.control.former_lives import IncarnationHistory, nonce
 from prefixkv.control.handshake import Accepted, OurSide
 from prefixkv.control.heartbeat import PeerClock, Stamper
@@ -167,7 +167,7 @@ def _has_repeats(pages: npt.NDArray[np.int32], num_pages: int) -> bool:
 class Peers:
     """The decode ranks that a prefill rank knows, by name. Owned by a `PrefillControl`.
 
-    A method that returns effects returns them in the order in which they must be carried out.
+    What is to be done goes to `actions`, in order.
     """
 
     def __init__(
@@ -178,13 +178,15 @@ class Peers:
         timing: ControlConfig,
         timers: Timers[str | RoomKey],
         lost: Callable[[float], Iterable[PeerId]],
+        actions: EffectList[RoomAction],
     ) -> None:
         """Start with no peer; `timers` wake peers by name and are shared with rooms, `lost` is as
         for `DeathWatch`."""
         self._me = me
         self.news = News()
         self.lives = IncarnationHistory(self.news)
-        self.deaths = DeathWatch(timing, lost, self._current)
+        self._actions = actions
+        self.deaths = DeathWatch(timing, lost, self._current, actions.add)
         self._ours = ours
         self._endpoints = endpoints
         self._timing = timing
@@ -355,18 +357,18 @@ class Peers:
 
     def reply(
         self, route: bytes, hello: Hello | None, refused: str = "", staged: bool = False
-    ) -> SendFrame[bytes]:
-        """Return the answer to a Hello, or the refusal of it or of another frame."""
+    ) -> None:
+        """Answer a Hello, or refuse it or another frame."""
         ours, known = self._ours, hello.known if hello is not None else 0
         said = ours.secret, refused[:1000], ours.rank, staged, known
         most = ours.max_tokens
         body = HelloReply(ours.digest, ours.topology, self._endpoints, *said, ours.life, most)
-        return SendFrame(route, self._stamp.frame(body))
+        self._actions.add(SendFrame(route, self._stamp.frame(body)))
 
-    def hello_wanted(self, route: bytes, sender: PeerId | None = None) -> SendFrame[bytes]:
-        """Return the request to say Hello; `sender` is None if the frame could not be read."""
+    def hello_wanted(self, route: bytes, sender: PeerId | None = None) -> None:
+        """Ask for a Hello; `sender` is None if the frame could not be read."""
         wanted = HelloWanted(0 if sender is None else self.nonce(sender))
-        return SendFrame(route, self._stamp.frame(wanted))
+        self._actions.add(SendFrame(route, self._stamp.frame(wanted)))
 
     def nonce(self, sender: PeerId) -> int:
         """Return the number that a Hello of `sender` has to repeat; see `lives.nonce`."""
@@ -374,42 +376,40 @@ class Peers:
         known = self.lives.last_silent(sender.name) if peer is None else peer.id
         return nonce(self._me, sender, known)
 
-    def send(self, peer: Peer, body: AnyBody, now_s: float) -> list[SendFrame[bytes]]:
-        """Return a frame to the peer, none if it is gone."""
+    def send(self, peer: Peer, body: AnyBody, now_s: float) -> None:
+        """Send a frame to the peer. Gone: no-op."""
         # Its route may lead to the life that replaced it, which must not get these words.
-        if peer.gone:
-            return []
-        peer.live.sent_s = now_s
-        return [SendFrame(peer.route, self._stamp.frame(body))]
+        if not peer.gone:
+            peer.live.sent_s = now_s
+            self._actions.add(SendFrame(peer.route, self._stamp.frame(body)))
 
-    def farewell(self) -> list[SendFrame[bytes]]:
-        """Return a Fenced for every decode rank: our agent is gone, so no write of ours can
-        land."""
-        return [SendFrame(peer.route, self._stamp.frame(Fenced())) for peer in self._peers.values()]
+    def farewell(self) -> None:
+        """Send a Fenced to every decode rank: our agent is gone, so no write of ours can land."""
+        for peer in self._peers.values():
+            self._actions.add(SendFrame(peer.route, self._stamp.frame(Fenced())))
 
-    def tick(self, name: str, now_s: float) -> list[SendFrame[bytes] | RemovePeer]:
-        """Return a Heartbeat if one is due, or forget a peer that is silent and has no rooms."""
+    def tick(self, name: str, now_s: float) -> None:
+        """Say a Heartbeat if one is due, or forget a peer that is silent and has no rooms."""
         peer = self._peers.get(name)
         if peer is None:
-            return []
+            return
         # A peer with rooms is never forgotten for silence: its pages are drained by proof alone.
         if not peer.rooms and peer.live.forgettable(self._timing, now_s):
             self.lives.silent(peer.id)
             self.news.say("forgotten", peer.id, "was silent for long")
-            return [self.forget(peer)]
+            self.forget(peer)
+            return
         is_silent = peer.live.suspect(self._timing, now_s)
         # Every look repeats the question; only the change from heard to silent starts an
         # examination.
         if self.news.silent(peer.id, is_silent) and is_silent:
             self.deaths.doubt(peer.id, now_s)
-        out: list[SendFrame[bytes] | RemovePeer] = []
         if peer.live.heartbeat_due(self._timing, now_s):
-            out += self.send(peer, Heartbeat(), now_s)
+            self.send(peer, Heartbeat(), now_s)
         self._timers.wake(name, peer.live.heartbeat_due_s(self._timing))
-        return out
 
-    def forget(self, peer: Peer) -> RemovePeer:
-        """Remove the peer, and return what removes it from the transport.
+    def forget(self, peer: Peer) -> None:
+        """Remove the peer here and from the transport.
 
         Its name may belong to another life already; that one stays.
         """
@@ -419,7 +419,7 @@ class Peers:
             del self._peers[peer.id.name]
             self._timers.forget(peer.id.name)
             peer.budget.num_bytes -= hello_bytes(peer.hello)
-        return RemovePeer(peer.id)
+        self._actions.add(RemovePeer(peer.id))
 
 
 def _may_speak(allowed: Mapping[str, str], credential: str, name: str) -> bool:

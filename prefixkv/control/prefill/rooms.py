@@ -8,10 +8,10 @@ from types import MappingProxyType
 from typing import Final
 
 from prefixkv.config import ControlConfig
+from prefixkv.control.effects import EffectList, RoomAction
 from prefixkv.control.handshake import named_end
 from prefixkv.control.prefill.claims import Claims
 from prefixkv.control.prefill.peers import Peers
-from prefixkv.control.prefill.writes import Want
 from prefixkv.protocol import sender_events as sender
 from prefixkv.protocol.events import RoomEnded, SourceFree
 from prefixkv.protocol.ids import RoomKey
@@ -26,7 +26,7 @@ class SenderRooms:
     """The rooms of one prefill rank, with the writes under way for them. Owned by a
     `PrefillControl`.
 
-    Methods append what is to be done to `out`, in order.
+    What is to be done goes to `actions`, in order.
 
     Args:
         rank, page_size: ours.
@@ -43,6 +43,7 @@ class SenderRooms:
         timers: Timers[str | RoomKey],
         peers: Peers,
         claims: Claims,
+        actions: EffectList[RoomAction],
         option_names: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.machines: dict[RoomKey, SenderMachine] = {}
@@ -60,6 +61,7 @@ class SenderRooms:
         self._timers = timers
         self._peers = peers
         self._claims = claims
+        self._actions = actions
         self._option_names = option_names
         self._job_ids = count(1)
 
@@ -85,16 +87,14 @@ class SenderRooms:
         self.machines[key] = machine
         return machine
 
-    def on(
-        self, machine: SenderMachine, event: sender.Event, now_s: float, out: list[Want]
-    ) -> None:
+    def on(self, machine: SenderMachine, event: sender.Event, now_s: float) -> None:
         """Give an event to the room's machine and carry out its actions; drop the room once it is
         over."""
         key = machine.key
         open_before = not machine.poll.ended
         for action in machine.on(event, now_s):
             if isinstance(action, Say):
-                out += self._peers.send(self._claims.of(key)[action.peer], action.body, now_s)
+                self._peers.send(self._claims.of(key)[action.peer], action.body, now_s)
             elif isinstance(action, RoomEnded | SourceFree) and not machine.added:
                 continue  # the engine has never heard of it
             else:
@@ -102,7 +102,7 @@ class SenderRooms:
                     self.jobs[action.job_id] = key
                 elif isinstance(action, RoomEnded):
                     action = named_end(action, self._option_names)
-                out.append(action)
+                self._actions.add(action)
         # A promise counts as parked until its request comes or its room ends.
         if open_before and machine.poll.ended and not machine.added:
             self._claims.unpark(key)
@@ -121,11 +121,11 @@ class SenderRooms:
             else:
                 self.unclaimed.discard(key)
 
-    def tick(self, machine: SenderMachine, now_s: float, out: list[Want]) -> None:
+    def tick(self, machine: SenderMachine, now_s: float) -> None:
         """Let the room look at its deadlines and repeats."""
         key = machine.key
         heard_s = self._peers.heard_s(key.decode, machine.expected, machine.met_before)
-        self.on(machine, sender.Tick(heard_s), now_s, out)
+        self.on(machine, sender.Tick(heard_s), now_s)
 
     def drop(self, machine: SenderMachine) -> None:
         """Forget a room. Its claims go with it, and the peers remember the use as past."""
@@ -142,24 +142,20 @@ class SenderRooms:
 
     def write_ended(
         self, job_id: int, error: Exception | None, drained: bool, now_s: float
-    ) -> list[Want]:
-        """Tell the room of a write that it has ended, and return what the room wants then."""
-        out: list[Want] = []
+    ) -> None:
+        """Tell the room of a write that it has ended."""
         machine = self.machines.get(self.jobs.get(job_id, _NO_ROOM))
         # A write that failed and is not drained stays known, for `write_drained`.
         if error is None or drained:
             self.jobs.pop(job_id, None)
         if machine is not None:
-            self.on(machine, sender.WriteEnded(job_id, error, drained), now_s, out)
-        return out
+            self.on(machine, sender.WriteEnded(job_id, error, drained), now_s)
 
-    def write_drained(self, job_id: int, now_s: float) -> list[Want]:
+    def write_drained(self, job_id: int, now_s: float) -> None:
         """Tell the room that nothing can land any more of a write that had ended undrained."""
-        out: list[Want] = []
         # From now on any Drained may follow the end of an agent, so decode is asked to let settle
         # what kernels may hold of it.
         self.renewed = True
         machine = self.machines.get(self.jobs.pop(job_id, _NO_ROOM))
         if machine is not None:
-            self.on(machine, sender.WriteDrained(job_id), now_s, out)
-        return out
+            self.on(machine, sender.WriteDrained(job_id), now_s)

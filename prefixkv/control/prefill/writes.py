@@ -6,19 +6,29 @@ Rooms and peers return wants (`Want`), which become effects here. Where slices a
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol, assert_never
+from typing import NamedTuple, assert_never
 
 import numpy as np
 
-from prefixkv.control.effects import AddPeer, Cancel, Examine, RemovePeer, Renew, SendFrame, TryPeer
+from prefixkv.control.effects import (
+    Cancel,
+    EffectList,
+    Examine,
+    LeaseGranted,
+    PeerAccepted,
+    PrefillEffect,
+    RemovePeer,
+    RoomAction,
+    SendFrame,
+    TryPeer,
+)
 from prefixkv.control.prefill.peers import Peers
+from prefixkv.control.prefill.rooms import SenderRooms
 from prefixkv.memory.staging_area import BLOCK_BYTES
-from prefixkv.protocol.events import Bootstrapped, PrefillEvent, RoomEnded, SourceFree
-from prefixkv.protocol.ids import PeerId, RoomKey
-from prefixkv.protocol.messages import LeaseGrant
+from prefixkv.protocol.events import Bootstrapped, RoomEnded, SourceFree
+from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.sender_events import CancelWrite, PostWrite
 from prefixkv.protocol.tags import ChunkTag
-from prefixkv.staging.cut import LeaseCut
 from prefixkv.staging.sender import Action as StagingAction
 from prefixkv.staging.sender import (
     CancelStaged,
@@ -43,65 +53,24 @@ class StagingSlots(NamedTuple):
     window: int
 
 
-class Welcome(NamedTuple):
-    """A peer that can be written to from now on; `cut` says how slices for it are staged, None: not
-    at all."""
-
-    added: AddPeer
-    cut: LeaseCut | None
-
-
-class Granted(NamedTuple):
-    """A lease in a peer's staging memory was granted to one of our rooms."""
-
-    peer: PeerId
-    key: RoomKey
-    grant: LeaseGrant
-
-
-Want = (
-    SendFrame[bytes]
-    | TryPeer
-    | Examine
-    | Welcome
-    | Granted
-    | RemovePeer
-    | PostWrite
-    | CancelWrite
-    | PrefillEvent
-)
-"""What rooms and peers want, before staging has taken its part of it."""
-
-WriteEffect = (
-    SendFrame[bytes]
-    | TryPeer
-    | Examine
-    | AddPeer
-    | RemovePeer
-    | WriteJob
-    | Cancel
-    | Renew
-    | Gather
-    | PrefillEvent
-)
-"""What becomes of it: all effects of `PrefillControl`."""
-
-
-class Rooms(Protocol):
-    """The rooms that hear how their writes ended; each method returns what they want next."""
-
-    def write_ended(
-        self, job_id: int, error: Exception | None, drained: bool, now_s: float
-    ) -> list[Want]: ...
-
-    def write_drained(self, job_id: int, now_s: float) -> list[Want]: ...
-
-
 class Writes:
-    """Turns wants into effects. Owned by a `PrefillControl`; methods append to `out`, in order."""
+    """What rooms and peers action done becomes effects, with staging between. Owned by a
+    `PrefillControl`.
+
+    Args:
+        actions: what rooms and peers have added; `flush` takes it.
+        out: the effects of the control object.
+    """
 
     def __init__(
-        self, me: PeerId, rank: int, staging: StagingSender | None, rooms: Rooms, peers: Peers
+        self,
+        me: PeerId,
+        rank: int,
+        staging: StagingSender | None,
+        rooms: SenderRooms,
+        peers: Peers,
+        actions: EffectList[RoomAction],
+        out: EffectList[PrefillEffect],
     ) -> None:
         self._me = me
         self._rank = rank
@@ -110,6 +79,8 @@ class Writes:
         self._slot_blocks = 0 if staging is None else staging.slot_bytes // BLOCK_BYTES
         self._rooms = rooms
         self._peers = peers
+        self._actions = actions
+        self._out = out
 
     def ended(
         self,
@@ -117,96 +88,107 @@ class Writes:
         error: Exception | None,
         drained: bool,
         now_s: float,
-        out: list[WriteEffect],
     ) -> None:
         """Take the end of a write: a staged piece's goes to staging, any other to its room."""
         if self._staging is not None and self._staging.owns(job_id):
             ended = self._staging.on_write_ended(job_id, error, drained, now_s)
-            self.stage(ended, now_s, out)
+            self.stage(ended, now_s)
         else:
-            wants = self._rooms.write_ended(job_id, error, drained, now_s)
-            self.carry_out(wants, now_s, out)
+            self._rooms.write_ended(job_id, error, drained, now_s)
+            self.flush(now_s)
 
-    def drained(self, job_id: int, now_s: float, out: list[WriteEffect]) -> None:
+    def drained(self, job_id: int, now_s: float) -> None:
         """Take the proof that nothing can land any more of a write that had ended undrained."""
         if self._staging is not None and self._staging.owns(job_id):
-            self.stage(self._staging.on_write_drained(job_id), now_s, out)
+            self.stage(self._staging.on_write_drained(job_id), now_s)
         else:
-            self.carry_out(self._rooms.write_drained(job_id, now_s), now_s, out)
+            self._rooms.write_drained(job_id, now_s)
+            self.flush(now_s)
 
-    def carry_out(self, wants: list[Want], now_s: float, out: list[WriteEffect]) -> None:
-        """Turn wants into effects, with staging between rooms and transport."""
+    def flush(self, now_s: float) -> None:
+        """Turn what was added to `actions` into effects, with staging between rooms and
+        transport."""
+        actions = self._actions.effects
+        if not actions:
+            return
+        # Taken first: what staging says of a room's write below makes the room add more, which is
+        # carried out by a call inside this one, before what is left here.
+        self._actions.begin()
         staging = self._staging
         if staging is not None:
-            for want in wants:
+            for action in actions:
                 # None of the room's writes is under way, so staging has no job of it either.
-                if isinstance(want, SourceFree):
-                    staging.forget(want.key)
-        for want in wants:
-            match want:
+                if isinstance(action, SourceFree):
+                    staging.forget(action.key)
+        for action in actions:
+            match action:
                 case PostWrite():
-                    self._write(want, now_s, out)
+                    self._write(action, now_s)
                 case CancelWrite():
                     # The job is either staging's or the transport's; the other one does not know
                     # it.
                     if staging is not None:
-                        self.stage(staging.cancel(want.job_id), now_s, out)
-                    out.append(Cancel(want.job_id))
-                case Granted():
+                        self.stage(staging.cancel(action.job_id), now_s)
+                    self._out.add(Cancel(action.job_id))
+                case LeaseGranted():
                     if staging is not None:
-                        self.stage(staging.on_grant(want.peer, want.key, want.grant), now_s, out)
-                case Welcome():
+                        self.stage(staging.on_grant(action.peer, action.key, action.grant), now_s)
+                case PeerAccepted():
                     # The transport must know the peer before anything is written to it.
-                    out.append(want.added)
-                    if staging is not None and want.cut is not None:
-                        staging.add_peer(want.added.peer, want.cut)
+                    self._out.add(action.added)
+                    if staging is not None and action.cut is not None:
+                        staging.add_peer(action.added.peer, action.cut)
                 case RemovePeer():
-                    out.append(want)
+                    self._out.add(action)
                     if staging is not None:
-                        self.stage(staging.remove_peer(want.peer), now_s, out)
+                        self.stage(staging.remove_peer(action.peer), now_s)
                 case SendFrame() | TryPeer() | Examine():
-                    out.append(want)
+                    self._out.add(action)
                 case Bootstrapped() | RoomEnded() | SourceFree():
-                    out.append(want)
+                    self._out.add(action)
                 case _:
-                    assert_never(want)
+                    assert_never(action)
 
-    def _write(self, want: PostWrite, now_s: float, out: list[WriteEffect]) -> None:
+    def _write(self, action: PostWrite, now_s: float) -> None:
         """Post a room's write: by staging if its peer takes slices of what we hold, else into
         pages."""
         staging = self._staging
         # Extra state is never staged: it goes straight to its slot.
-        if staging is not None and want.peer in staging.peers and not want.state:
-            what = want.first_unit, want.src_pages, want.ready, now_s
-            staged = staging.write(want.job_id, want.key, want.ticket, want.peer, *what)
-            self.stage(staged, now_s, out)
+        if staging is not None and action.peer in staging.peers and not action.state:
+            what = action.first_unit, action.src_pages, action.ready, now_s
+            staged = staging.write(action.job_id, action.key, action.ticket, action.peer, *what)
+            self.stage(staged, now_s)
             return
-        tag = ChunkTag(self._me.incarnation, *want.key.numbers, rank=self._rank, chunk=want.chunk)
-        pages = want.src_pages, want.dst_pages
-        route: Route = "state" if want.state else "pages"
-        out.append(WriteJob(want.job_id, want.peer, *pages, tag, want.ready, route))
+        tag = ChunkTag(
+            self._me.incarnation, *action.key.numbers, rank=self._rank, chunk=action.chunk
+        )
+        pages = action.src_pages, action.dst_pages
+        route: Route = "state" if action.state else "pages"
+        self._out.add(WriteJob(action.job_id, action.peer, *pages, tag, action.ready, route))
 
-    def stage(self, actions: list[StagingAction], now_s: float, out: list[WriteEffect]) -> None:
+    def stage(self, actions: list[StagingAction], now_s: float) -> None:
         """Turn what staging wants into effects; ends of jobs go back to their rooms."""
         for action in actions:
             match action:
                 case SendAsk():
                     peer = self._peers.find(action.peer)
                     if peer is not None:
-                        out += self._peers.send(peer, action.ask, now_s)
+                        self._peers.send(peer, action.ask, now_s)
+                        self.flush(now_s)
                 case Gather():
-                    out.append(action)
+                    self._out.add(action)
                 case PostStaged():
-                    out.append(self._staged_write(action))
+                    self._out.add(self._staged_write(action))
                 case CancelStaged():
-                    out.append(Cancel(action.write_id))
+                    self._out.add(Cancel(action.write_id))
                 case JobEnded(job_id, error, drained):
                     # The recursion ends: a room answers a job's end by wants, and each job ends
                     # once.
-                    ended = self._rooms.write_ended(job_id, error, drained, now_s)
-                    self.carry_out(ended, now_s, out)
+                    self._rooms.write_ended(job_id, error, drained, now_s)
+                    self.flush(now_s)
                 case JobDrained(job_id):
-                    self.carry_out(self._rooms.write_drained(job_id, now_s), now_s, out)
+                    self._rooms.write_drained(job_id, now_s)
+                    self.flush(now_s)
                 case _:
                     assert_never(action)
 
