@@ -242,6 +242,7 @@ def _as_array(
     """Return a writable view of `count` slabs: [slab, page, token, head, lane]."""
     lanes = layout.head_bytes // dtype.itemsize
 
+    # numpy views foreign memory through this interface; `owner` keeps the memory alive.
     class Memory:
         __array_interface__ = {
             "version": 3,

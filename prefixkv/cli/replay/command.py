@@ -173,6 +173,7 @@ def replay(
                 mine: list[ReplayResult] = mine,
                 bytes_each: int = bytes_each,
             ) -> None:
+                """Replay with one policy at one capacity, and print the result."""
                 task = progress.add_task(f"{trace.name} {name} {size}", total=len(trace.requests))
                 result = runs.run(
                     trace, name, size, said, lambda at: progress.update(task, completed=at)

@@ -46,6 +46,7 @@ def read_trace(
         TraceError: names the file and the line.
     """
     reader = _Reader(page_size, block_tokens, spread_s)
+    # A folder holds whole sessions; a .json file one value; any other file one entry per line.
     if path.is_dir():
         files = sorted(path.glob("*.json"))[:limit]
         if not files:
