@@ -35,7 +35,7 @@ class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True):
 
 
 class VLLMStored(msgspec.Struct, frozen=True, tag="BlockStored", omit_defaults=True):
-    """Event: blocks were stored, in vLLM's fields. Their order is the wire's."""
+    """Event: blocks were stored, in vLLM's fields."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -51,7 +51,7 @@ class VLLMStored(msgspec.Struct, frozen=True, tag="BlockStored", omit_defaults=T
 
 
 class SGLangStored(msgspec.Struct, frozen=True, tag="BlockStored", omit_defaults=True):
-    """Event: blocks were stored, in SGLang's fields. Their order is the wire's."""
+    """Event: blocks were stored, in SGLang's fields."""
 
     block_hashes: list[int]
     parent_block_hash: int | None

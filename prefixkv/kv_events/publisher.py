@@ -43,7 +43,7 @@ UNREADABLE: Final = (-2).to_bytes(SEQ_BYTES, signed=True)
 SNAPSHOT: Final = b"snapshot"
 
 _PAUSE_S = 0.01  # between two looks at the queue while changes keep coming
-_AWAKE_S = 0.1  # without changes for so long the thread sleeps; waking it costs 10 us
+_AWAKE_S = 0.1  # after this long without changes the thread sleeps; waking it costs 10 us
 _LONGEST_S = 3600.0
 _RETRY_S = 0.01  # until a client whose queue is full is looked at again
 _REQUESTS_A_TURN = 64
