@@ -1,5 +1,5 @@
-"""Which of several decode workers a request goes to: where most of its prefix is, unless that
-worker is too busy.
+"""Choice of a decode worker for a request: the one that holds most of its prefix, unless it is too
+busy.
 
     router = BoundedAffinityRouter()
     router.add_worker("decode-0")
@@ -8,24 +8,8 @@ worker is too busy.
     ...  # the request goes to route.worker
     router.ended(route, now_s)
 
-The rule. The *load* of a worker is the work (pages, unless told otherwise) of its requests in
-progress, and of those that have ended, fading with `fade_s`. Workers whose load is within `bound`
-times the mean (and `slack` average requests, so that a conversation may go on in an idle cluster)
-are eligible. A page that a worker holds is *worth* the share of the other workers that lack it,
-squared: a chat's own pages count in full, and a system prompt that all hold counts nothing. A
-system prompt that all but a new worker hold counts next to nothing, so that the new worker is not
-starved. Of the eligible, the worker with the longest match by worth is taken; if even that match is
-worth less than `min_worth` of the prompt, the least loaded worker is taken.
-
-Fading makes balance a matter of minutes: the second turn of a chat may find its worker above the
-mean for a moment, and goes there all the same, while a document that many chats ask about spreads
-to more workers as the first fill up.
-
-Nothing here is more than a hint: a worker matches again at admission. So a late event costs a hit,
-never an error.
-
-Source of the bound: consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam,
-2018).
+A choice is only a hint: the worker matches again at admission, so a late event costs a hit, never
+an error.
 """
 
 from __future__ import annotations
@@ -40,7 +24,7 @@ from prefixkv.cache.events import Cleared, EventBatch, Removed, Stored
 from prefixkv.errors import CallerError
 from prefixkv.settings import above, at_least, check_time, check_types
 
-_STORED = math.inf
+_STORED = math.inf  # until when a page counts that the worker has reported
 _COUNTERS = (
     "routed", "routed_by_prefix", "routed_by_load", "overflowed", "batches",
     "batches_of_unknown_workers", "out_of_sync",
@@ -49,39 +33,45 @@ _COUNTERS = (
 
 @dataclass(slots=True, eq=False)
 class Route:
-    """Where a request goes. `matched_pages` of it are there, or expected there."""
+    """The choice for a request. `matched_pages` of it are on the worker, or expected there."""
 
     worker: str
     matched_pages: int
     work: float
-    _home: _Worker | None = field(repr=False)  # None once it has ended
+    _home: _Worker | None = field(repr=False)  # None once the request has ended
 
 
 class WorkerIndex:
-    """Which pages one worker holds, or is expected to hold soon. Bounded; about 150 bytes a page.
+    """Pages that one worker holds, or is expected to hold soon. Bounded; about 150 bytes per page.
 
-    A path longer than the bound allows is known by its upper part. What the worker holds is always
-    whole prefixes, so a match is found by bisection.
+    Of a path longer than the bound allows only the upper part is known. A worker always holds whole
+    prefixes, so a match is found by bisection.
     """
 
     def __init__(self, max_pages: int) -> None:
         self.max_pages = max_pages
         self.incarnation = -1
-        self._former: deque[int] = deque(maxlen=64)
+        self._former: deque[int] = deque(maxlen=64)  # earlier incarnations
         self.next_seq = 0
         self.in_sync = False
         self.num_pages = 0
-        self.skipped_pages = 0  # stored there, but not known here
-        # By namespace: page key, until when it counts.
+        self.skipped_pages = 0  # reported as stored, but beyond the bound or below such a page
+        # By namespace and page key: until when the page counts; `_STORED` once it was reported.
         self._held: dict[Hashable, dict[bytes, float]] = {}
+        # In order of time, since every expectation lasts as long: `expire` looks at its front
+        # alone.
         self._expected: deque[tuple[float, Hashable, Sequence[bytes]]] = deque()
 
     def apply(self, batch: EventBatch) -> bool:
-        """Follow the worker. False if something is missing, until a `Cleared` comes."""
+        """Follow a batch of the worker's events. Returns False if an event is missing, until a
+        `Cleared` begins a new snapshot."""
+        # 1. A late batch of an earlier incarnation, or one that was applied already: ignored.
+        # 2. A new incarnation: its cache is another, so everything known is dropped.
+        # 3. A gap in the numbers: out of sync. What is known stays, as it is better than nothing.
         if batch.incarnation in self._former or (
             batch.incarnation == self.incarnation and batch.seq < self.next_seq
         ):
-            return True  # a late word of a predecessor, or one heard already
+            return True
         if batch.incarnation != self.incarnation:
             self.forget()
             self._former.append(self.incarnation)
@@ -90,6 +80,7 @@ class WorkerIndex:
         elif batch.seq != self.next_seq:
             self.in_sync = False
         self.next_seq = batch.seq + 1
+        # A `Cleared` repairs any gap: after it all that the worker holds is reported again.
         for event in batch.events:
             if isinstance(event, Cleared):
                 self.forget()
@@ -101,15 +92,16 @@ class WorkerIndex:
         return self.in_sync
 
     def depth(self, namespace: Hashable, keys: Sequence[bytes]) -> int:
-        """How many of these pages, from the first on, are there. O(log pages)."""
+        """Count how many of these pages, from the first on, are held or expected. O(log pages)."""
         held = self._held.get(namespace)
         if not held or not keys or keys[0] not in held:
             return 0
         return bisect_left(keys, True, 1, key=lambda page_key: page_key not in held)
 
     def expect(self, namespace: Hashable, keys: Sequence[bytes], until_s: float) -> None:
-        """These pages, a prefix, will be there soon, unless they are not by then."""
+        """Count these pages, a prefix, as held until `until_s`, unless events say more by then."""
         held = self._held.get(namespace, {})
+        # Pages that are reported must not be turned into expected ones, which expire.
         keys = [key for key in keys if held.get(key, 0.0) != _STORED]
         keys = keys[: self.max_pages - self.num_pages]
         if not keys:
@@ -118,25 +110,30 @@ class WorkerIndex:
         self._expected.append((until_s, namespace, keys))
 
     def expire(self, now_s: float) -> None:
-        """Forget what was expected and has not come. Amortised O(pages expected)."""
+        """Forget pages that were expected by now and not reported. Amortised O(pages expected)."""
         while self._expected and self._expected[0][0] <= now_s:
             _, namespace, keys = self._expected.popleft()
             held = self._held.get(namespace, {})
             for key in keys:
+                # A page may have been reported meanwhile, or be expected for longer by a later
+                # request.
                 if held.get(key, _STORED) <= now_s:
                     self._drop(namespace, held, key)
 
     def forget(self) -> None:
-        """Hold nothing."""
+        """Forget all pages."""
         self._held.clear()
         self._expected.clear()
         self.num_pages = self.skipped_pages = 0
 
     def _store(self, event: Stored) -> bool:
+        """Add the pages of an event. Returns False if its parent should be known and is not."""
         held = self._held.get(event.namespace, {})
         keys = event.page_keys
+        # The parent is unknown. If any page was skipped before, the parent may be one of those, and
+        # its children are skipped like it. Otherwise an event is missing.
         if event.parent and held.get(event.parent) != _STORED:
-            self.skipped_pages += len(keys)  # what is below a page that was skipped is skipped
+            self.skipped_pages += len(keys)
             return self.skipped_pages > len(keys)
         keys = keys[: self.max_pages - self.num_pages]
         self.skipped_pages += len(event.page_keys) - len(keys)
@@ -145,7 +142,10 @@ class WorkerIndex:
         return True
 
     def _remove(self, event: Removed) -> bool:
+        """Remove the pages of an event. Returns False for a page that is neither known nor
+        skipped."""
         held = self._held.get(event.namespace, {})
+        # From the end, so that what is left is a whole prefix at every moment.
         for key in reversed(event.page_keys):
             if held.get(key) == _STORED:
                 self._drop(event.namespace, held, key)
@@ -156,12 +156,14 @@ class WorkerIndex:
         return True
 
     def _hold(self, namespace: Hashable, keys: Sequence[bytes], until_s: float) -> None:
+        """Set until when pages count. `num_pages` counts those that are new."""
         held = self._held.setdefault(namespace, {})
         before = len(held)
         held.update(dict.fromkeys(keys, until_s))
         self.num_pages += len(held) - before
 
     def _drop(self, namespace: Hashable, held: dict[bytes, float], key: bytes) -> None:
+        """Remove one page that is held."""
         del held[key]
         self.num_pages -= 1
         if not held:
@@ -173,12 +175,12 @@ class _Worker:
     """One worker's load and index."""
 
     index: WorkerIndex
-    open_work: float = 0.0
-    faded: float = 0.0
+    open_work: float = 0.0  # of requests in progress
+    faded: float = 0.0  # of ended requests, as of `faded_at_s`
     faded_at_s: float = -math.inf
 
     def fade(self, now_s: float, fade_s: float) -> float:
-        """Its load now."""
+        """Return the worker's load now: open work, and ended work by its age."""
         if now_s > self.faded_at_s:
             if self.faded:
                 self.faded *= math.exp((self.faded_at_s - now_s) / fade_s)
@@ -188,25 +190,38 @@ class _Worker:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class BoundedAffinityRouter:
-    """See the module's text. Pure; one owner, no threads. Times come from one monotonic clock of
-    the caller's.
+    """Affinity to cached prefixes, within a bound on load. Pure; one owner, no threads. Times come
+    from one monotonic clock of the caller's.
 
-    A decision costs O(workers * log pages of the prompt); `benchmarks/results/router.json` has it
-    measured.
+    The *load* of a worker is the work (pages by default) of its requests in progress, and of ended
+    ones, which fades with `fade_s`. Workers with a load within `bound` times the mean, plus `slack`
+    average requests, are eligible; the slack lets a conversation go on in an idle cluster. A page
+    that a worker holds is *worth* the squared share of the other workers that lack it: a chat's own
+    pages count in full, and a system prompt that all workers hold counts nothing. One that all but
+    a new worker hold counts next to nothing, so the new worker is not starved. Of the eligible
+    workers the one with the longest match by worth is chosen; if that match is worth less than
+    `min_worth` of the prompt, the least loaded worker is.
+
+    Fading makes balance a matter of minutes. The second turn of a chat may find its worker above
+    the mean for a moment and still goes there, while a document that many chats ask about spreads
+    to more workers as the first ones fill up.
+
+    A decision costs O(workers * log pages of the prompt); `benchmarks/results/router.json` has
+    measurements.
 
     Args:
         bound: how far above the mean load a worker may be and still be chosen for what it holds.
         slack: how many average requests may come on top of that.
-        fade_s: how fast work that has ended stops counting. Long enough for tens of requests a
-            worker.
-        min_worth: the least share of a prompt, by worth, for which its worker is preferred to the
-            least loaded one. Above about (1 - 1 / bound) squared no worker starves, however long
-            the system prompt.
+        fade_s: how fast ended work stops counting. Long enough for tens of requests per worker.
+        min_worth: least share of a prompt, by worth, for which its worker is preferred to the least
+            loaded one. Above about (1 - 1 / bound) squared no worker starves, however long the
+            system prompt.
         expect_s: how long the pages of a request count as held where it was sent, until the
             worker's events say so.
-        max_pages: how many pages are remembered of each worker.
+        max_pages: how many pages are remembered per worker.
     Raises:
         ConfigError: names the setting, the value and the bound.
+    Source: consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam, 2018).
     """
 
     bound: float = 1.2
@@ -224,28 +239,29 @@ class BoundedAffinityRouter:
         above(0, fade_s=self.fade_s)
         self.counters = Counter(dict.fromkeys(_COUNTERS, 0))
         self._workers: dict[str, _Worker] = {}
+        # A moving average over requests: the first one sets it, each later one moves it by 1%.
         self._average_work = 0.0
 
     # --- workers ----------------------------------------------------------------------------------
 
     def add_worker(self, name: str) -> None:
-        """Requests may go there from now on. Raises CallerError if it is known."""
+        """Let requests go to a worker from now on. Raises CallerError if it was added before."""
         if name in self._workers:
             raise CallerError(f"worker {name!r} is known already")
         self._workers[name] = _Worker(WorkerIndex(self.max_pages))
 
     def remove_worker(self, name: str) -> None:
-        """It is lost or leaves: what it held and did is forgotten. O(1). Raises CallerError if it
-        is unknown."""
+        """Forget a worker that is lost or leaves, with what it held and did. O(1). Raises
+        CallerError if it is unknown."""
         del self._workers[self._known(name)]
 
     def apply(self, batch: EventBatch) -> bool:
-        """Take in what a worker's cache did. False: out of sync, ask that worker for
-        `EventFeed.take(afresh=True)`.
+        """Apply a batch of a worker's cache events. Returns False if it is out of sync: ask that
+        worker for `EventFeed.take(afresh=True)`.
 
-        Until that comes, what was known of it goes on counting. A new incarnation starts from
-        nothing. A batch that was heard already, or of a worker not added, is counted and dropped
-        (True: nothing is missing).
+        Until that comes, what was known of it still counts. A new incarnation starts from nothing.
+        A batch that was applied already, or of a worker that was not added, is counted and dropped;
+        that returns True, since nothing is missing.
 
         Raises CallerError, with nothing changed, for what is not as `EventBatch` declares it.
         """
@@ -270,18 +286,19 @@ class BoundedAffinityRouter:
         work: float | None = None,
         among: Collection[str] | None = None,
     ) -> Route:
-        """Choose a worker for a request, and count it there until `ended`.
+        """Choose a worker for a request, and count the request there until `ended`.
 
         Args:
-            keys: of the prompt's whole pages, `cache.events.page_keys`; none for a request that is
+            keys: of the prompt's whole pages, `cache.events.page_keys`; empty for a request that is
                 not to be cached.
             namespace: the request's.
-            work: what it adds to a load; the pages of its prompt, and one, if left out.
+            work: what it adds to a load; by default the pages of its prompt, plus one.
             among: only these workers may be chosen (the others drain, say).
         Raises:
             CallerError: no worker to choose from, or an unknown one; work below 0; a time that is
-            no number, page keys or a namespace that cannot be looked up. Nothing was changed.
+                no number; page keys or a namespace that cannot be looked up. Nothing was changed.
         """
+        # All checks come before any change, so that an error leaves no count without an end.
         check_time(now_s)
         _check_keys(namespace, keys)
         if work is None:
@@ -296,11 +313,13 @@ class BoundedAffinityRouter:
         loads = {name: worker.fade(now_s, self.fade_s) for name, worker in workers.items()}
         depths = {}
         for name, worker in workers.items():
+            # First: a page that was expected and never came must not attract another request.
             worker.index.expire(now_s)
             depths[name] = worker.index.depth(namespace, keys)
         chosen = self._choose(loads, depths, len(keys))
         worker = workers[chosen]
         worker.open_work += work
+        # The next turn, or a similar prompt, may come before this request's events do.
         if self.expect_s and len(keys) > depths[chosen]:
             worker.index.expect(namespace, keys, now_s + self.expect_s)
         self._average_work += (work - self._average_work) * (0.01 if self._average_work else 1.0)
@@ -308,31 +327,35 @@ class BoundedAffinityRouter:
         return Route(chosen, depths[chosen], work, worker)
 
     def ended(self, route: Route, now_s: float) -> bool:
-        """The request is over, whatever became of it. Again, or after its worker was removed:
-        False, no-op. Raises CallerError, with nothing changed, for a time that is no number."""
+        """Move a request's work from open to fading, whatever became of the request. Returns False,
+        and does nothing, the second time or after its worker was removed. Raises CallerError, with
+        nothing changed, for a time that is no number."""
         check_time(now_s)
+        # By identity: a worker that was removed and added again has the same name, but another
+        # load.
         worker = route._home
         if worker is None or self._workers.get(route.worker) is not worker:
             return False
         route._home = None
+        # Before the work is added: it starts to fade now, not when the load was last computed.
         worker.fade(now_s, self.fade_s)
         worker.open_work = max(0.0, worker.open_work - route.work)
         worker.faded += route.work
         return True
 
     def expire(self, now_s: float) -> None:
-        """Forget what was expected by now and has not come, for `stats`; `route` does it too."""
+        """Forget expected pages that have not come by now, for `stats`; `route` does it too."""
         check_time(now_s)
         for worker in self._workers.values():
             worker.index.expire(now_s)
 
     def loads(self, now_s: float) -> dict[str, float]:
-        """The load of each worker."""
+        """Return the load of each worker."""
         check_time(now_s)
         return {name: worker.fade(now_s, self.fade_s) for name, worker in self._workers.items()}
 
     def stats(self) -> dict[str, int]:
-        """Counters, and how many pages are known of all workers."""
+        """Return the counters, and how many pages are known over all workers."""
         indexes = [worker.index for worker in self._workers.values()]
         return {
             **self.counters,
@@ -343,16 +366,20 @@ class BoundedAffinityRouter:
         }
 
     def _choose(self, loads: dict[str, float], depths: dict[str, int], num_pages: int) -> str:
+        """Return the worker for a prompt of `num_pages`, given each one's load and matched
+        pages."""
         worths = _worths(list(depths.values()))
         limit = self.bound * sum(loads.values()) / len(loads) + self.slack * self._average_work
         idlest = min(loads, key=loads.__getitem__)
+        # The least loaded worker is always eligible, so it is the choice to beat; equal worth goes
+        # to the lower load.
         best, best_worth, most = idlest, worths[depths[idlest]], max(worths.values())
         for name, load in loads.items():
             worth = worths[depths[name]]
             if load <= limit and (worth, -load) > (best_worth, -loads[best]):
                 best, best_worth = name, worth
         enough = self.min_worth * num_pages
-        self.counters["overflowed"] += best_worth < most >= enough  # a better match was too busy
+        self.counters["overflowed"] += best_worth < most >= enough  # the best match was too busy
         if best_worth <= 0 or best_worth < enough:
             self.counters["routed_by_load"] += 1
             return idlest
@@ -360,20 +387,23 @@ class BoundedAffinityRouter:
         return best
 
     def _known(self, name: str) -> str:
+        """Return the name of a worker that was added. Raises CallerError for any other."""
         if name not in self._workers:
             raise CallerError(f"worker {name!r} is unknown")
         return name
 
 
 def _worths(depths: list[int]) -> dict[int, float]:
-    """What a match of each of these depths is worth: each page, the square of the share of the
-    others that lack it.
+    """Return the worth of a match of each of these depths: per page, the square of the share of the
+    other workers that lack it.
 
     >>> _worths([4, 4, 8, 0, 0])
     {0: 0.0, 4: 1.0, 8: 5.0}
     """
     worths: dict[int, float] = {}
     above, worth, num_others = 0, 0.0, max(1, len(depths) - 1)
+    # In rising order: all workers before this one in the list are shallower, so they lack the pages
+    # between the last depth and this one.
     for num_lacking, depth in enumerate(sorted(depths)):
         if depth > above or not worths:
             worth += (depth - above) * (num_lacking / num_others) ** 2
@@ -383,7 +413,8 @@ def _worths(depths: list[int]) -> dict[int, float]:
 
 
 def _check_keys(namespace: Hashable, keys: Sequence[bytes]) -> None:
-    """Raise CallerError for what `page_keys` does not give. O(pages)."""
+    """Raise CallerError for keys or a namespace that are not as `page_keys` makes them.
+    O(pages)."""
     try:
         hash(namespace)
         all_bytes = isinstance(keys, Sequence) and set(map(type, keys)) <= {bytes}
@@ -394,8 +425,8 @@ def _check_keys(namespace: Hashable, keys: Sequence[bytes]) -> None:
 
 
 def _check_batch(batch: EventBatch) -> None:
-    """Raise CallerError for what is not as it is declared: half of it applied would be a worker
-    that is taken to be in sync."""
+    """Raise CallerError for a batch that is not as declared. Applying half of it would leave a
+    worker that seems to be in sync and is not."""
     if not isinstance(batch, EventBatch) or not isinstance(batch.events, tuple | list):
         raise CallerError(f"{batch!r:.100} is no batch of events")
     if type(batch.incarnation) is not int or type(batch.seq) is not int:

@@ -1,5 +1,5 @@
-"""`prefixkv worker`, `prefixkv serve` and `prefixkv proxy`: their options are the settings of
-`prefixkv.serving`."""
+"""Commands `prefixkv worker`, `prefixkv serve` and `prefixkv proxy`. Their options are the settings
+of `prefixkv.serving`."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ from prefixkv.serving.settings import (
 from prefixkv.spi import ConfigError
 
 TABLE: Final = "workers"
-"""Of a file for `serve`: [workers.prefill] and [workers.decode] have what a worker's file has."""
+"""Table of a file for `serve`: [workers.prefill] and [workers.decode] hold settings of workers."""
 
 
 def add_commands(app: typer.Typer) -> None:
-    """Add them to the application."""
+    """Add the three commands to the application."""
     workers = typer.Typer(help="One prefill or decode worker, with a model of Hugging Face's.")
     for role, kind in KINDS.items():
         workers.command(role)(_command(_worker(role), settings_of(kind), _doc(role)))
     app.add_typer(workers, name="worker")
+    # MODEL is the one setting that is an argument, so it is taken out of the options.
     model = Annotated[str | None, typer.Argument(help=_help_of("model", ServeConfig))]
     settings = [one for one in settings_of(ServeConfig) if one.name != "model"]
     app.command("serve")(_command(_serve, settings, _serve.__doc__ or "", model=model))
@@ -47,6 +48,7 @@ def add_commands(app: typer.Typer) -> None:
 
 
 def _doc(role: str) -> str:
+    """Return the help text of `prefixkv worker ROLE`."""
     return (
         f"One {role} worker as a process. Every setting is an option here, in the file, and a "
         "variable PREFIXKV_... of the environment. It drains on SIGTERM; a second one ends it."
@@ -54,9 +56,12 @@ def _doc(role: str) -> str:
 
 
 def _worker(role: str) -> Callable[..., int]:
+    """Return the function that runs a worker of this role."""
+
     def run(config: Path | None, **options: Any) -> int:
         _check_extra()
         loaded: Any = load(KINDS[role], config, os.environ, options)
+        # Imported after the settings are checked: it loads the worker's modules.
         from prefixkv.serving.process import run_worker
 
         return run_worker(loaded)
@@ -65,11 +70,12 @@ def _worker(role: str) -> Callable[..., int]:
 
 
 def _serve(config: Path | None, **options: Any) -> int:
-    """Prefill and decode workers and an OpenAI-compatible server on this machine.
+    """Serve OpenAI's API on this machine: prefill workers, decode workers and a front.
 
-    Without MODEL a small model made from a seed answers, in words of no language.
+    Without MODEL, a small model with random weights answers, in words without meaning.
     """
     _check_extra()
+    # Workers' settings in the file are checked here, before any worker starts with them.
     tables: dict[str, dict[str, Any]] = {}
     for role, table in (read_toml(config).get(TABLE, {}) if config else {}).items():
         if role not in KINDS or not isinstance(table, dict):
@@ -81,6 +87,7 @@ def _serve(config: Path | None, **options: Any) -> int:
         raise ConfigError("--ray needs ray: pip install 'prefixkv[ray]'")
     from prefixkv.serving.launch import run_serve
 
+    # Ray is imported only if it is asked for; the extra `serve` does not have it.
     if loaded.ray:
         from prefixkv.serving.cluster import RayLaunch
 
@@ -91,16 +98,16 @@ def _serve(config: Path | None, **options: Any) -> int:
 def _proxy(
     config: Path | None, prefill: list[str] | None, decode: list[str] | None, **options: Any
 ) -> int:
-    """An OpenAI-compatible server before prefill and decode servers of vLLM's with prefixkv's
-    connector.
+    """Serve OpenAI's API in front of vLLM servers that run prefixkv's connector.
 
-    A prefill server is its URL and the address at which its connector listens, a decode server its
-    URL and its connector's name: http://127.0.0.1:8100=tcp://127.0.0.1:14579,
+    A prefill server is given as its URL and the address that its connector listens on, a decode
+    server as its URL and its connector's name: http://127.0.0.1:8100=tcp://127.0.0.1:14579,
     http://127.0.0.1:8200=decode-0. In a file they are the lists `prefill` and `decode`.
     """
     _check_extra(with_model=False)
     tables = read_toml(config) if config else {}
     given = {"prefill": prefill, "decode": decode}
+    # Servers on the command line replace those of the file, role by role.
     servers = {
         role: [ServerAt.of(text) for text in named or _texts(tables.get(role, []), role)]
         for role, named in given.items()
@@ -112,12 +119,14 @@ def _proxy(
 
 
 def _texts(value: Any, where: str) -> list[str]:
+    """Return a list of strings from a file. Raises ConfigError for anything else."""
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
         raise ConfigError(f"{where} is {value!r}, a list of strings is needed")
     return value
 
 
 def _check_extra(*, with_model: bool = True) -> None:
+    """Raise ConfigError if the packages for serving are missing."""
     try:
         check_extra(with_model=with_model)
     except ImportError as error:
@@ -127,11 +136,13 @@ def _check_extra(*, with_model: bool = True) -> None:
 def _command(
     run: Callable[..., int], settings: list[Setting], doc: str, **arguments: Any
 ) -> Callable[..., int]:
-    """`run` with an option for each setting."""
+    """Return a command that calls `run`, with an option for each setting."""
 
     def command(**given: Any) -> int:
         return run(**given)
 
+    # Typer reads options from the signature, so it is made from the settings at run time. All
+    # default to None: an option that is not given must not hide the file or the environment.
     file = typer.Option("--config", metavar="FILE", help="TOML.")
     parameters = [_parameter(name, kind) for name, kind in arguments.items()]
     parameters.append(_parameter("config", Annotated[Path | None, file]))
@@ -148,8 +159,10 @@ def _command(
 
 
 def _parameter(name: str, kind: Any) -> Parameter:
+    """Return a keyword parameter of a command, None by default."""
     return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=kind)
 
 
 def _help_of(name: str, kind: type) -> str:
+    """Return the help text of one setting."""
     return next(one.help for one in settings_of(kind) if one.name == name)

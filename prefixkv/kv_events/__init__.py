@@ -1,4 +1,4 @@
-"""What a worker's prefix cache does, told to routers in the words of vLLM and SGLang.
+"""Events of a worker's prefix cache, published to routers in the formats of vLLM and SGLang.
 
-`stream` numbers and keeps what was told, `dialects` words it, `publisher` has the sockets.
+`stream` numbers and keeps batches, `dialects` formats events, `publisher` has the sockets.
 """

@@ -1,11 +1,11 @@
-"""How other engines word cache events: vLLM's maps, and SGLang's.
+"""Formats of cache events: vLLM's maps, and SGLang's.
 
-Both send `[time, [events], data-parallel rank]` as msgpack; an event is a map whose `type` is
-BlockStored, BlockRemoved or AllBlocksCleared. A block is a page. What a consumer refuses costs the
-whole batch in one router, so all that their decoders demand is there, null or not.
+Both send `[time, [events], data-parallel rank]` as msgpack. An event is a map with a `type` of
+BlockStored, BlockRemoved or AllBlocksCleared; a block is a page. One router drops a whole batch for
+one event that it refuses, so every field that the decoders demand is sent, null or not.
 
-A block's hash is cut out of its page key, and mixed with its namespace: page keys of two namespaces
-are equal, their blocks are two. It is never 0, which one consumer takes for "no parent".
+A block's hash is cut out of its page key and mixed with its namespace: page keys of two namespaces
+are equal, but their blocks differ. It is never 0, which one consumer reads as "no parent".
 
 Source: vLLM 0.32 `distributed/kv_events.py`; SGLang 0.5 `disaggregation/kv_events.py`.
 """
@@ -31,10 +31,12 @@ _LE_INT32 = np.dtype("<i4")
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True):
-    """Nothing is held any more."""
+    """Event: the cache is empty."""
 
 
 class VLLMStored(msgspec.Struct, frozen=True, tag="BlockStored", omit_defaults=True):
+    """Event: blocks were stored, in vLLM's fields."""
+
     block_hashes: list[int]
     parent_block_hash: int | None
     token_ids: list[int]
@@ -44,11 +46,13 @@ class VLLMStored(msgspec.Struct, frozen=True, tag="BlockStored", omit_defaults=T
     lora_name: str | None
     extra_keys: list[tuple[Any, ...] | None] | None = None
     cache_salt: str | None = None
-    """Not vLLM's: Dynamo mixes it into the hashes of all blocks, and looks there first. vLLM's own
-    consumers pass over it."""
+    """A field that vLLM does not have: Dynamo mixes it into the hashes of all blocks, and looks
+    there first. vLLM's own consumers ignore it."""
 
 
 class SGLangStored(msgspec.Struct, frozen=True, tag="BlockStored", omit_defaults=True):
+    """Event: blocks were stored, in SGLang's fields."""
+
     block_hashes: list[int]
     parent_block_hash: int | None
     token_ids: list[int]
@@ -60,16 +64,18 @@ class SGLangStored(msgspec.Struct, frozen=True, tag="BlockStored", omit_defaults
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, tag=True):
+    """Event: blocks were removed, in the fields of both."""
+
     block_hashes: list[int]
     medium: str | None
 
 
 class Dialect(ABC):
-    """One way to word events.
+    """One format of events.
 
     Args:
-        page_size: tokens a page, which is a block.
-        medium: where the KV is, in their words.
+        page_size: tokens per page, which is a block.
+        medium: where the KV is, in the format's own terms.
     """
 
     name: str
@@ -81,40 +87,44 @@ class Dialect(ABC):
 
     @abstractmethod
     def check(self, namespace: Hashable) -> None:
-        """Raises RequestError for a namespace that there are no words for."""
+        """Raise RequestError for a namespace that the format cannot express."""
 
     @abstractmethod
     def hash(self, key: bytes, namespace: Hashable) -> int:
-        """The hash of the block with this page key."""
+        """Return the hash of the block with this page key."""
 
     @abstractmethod
     def stored(self, run: list[Place]) -> Any:
-        """Blocks that follow each other."""
+        """Return the event for a run of blocks that were stored, each the parent of the next."""
 
     def removed(self, run: list[Place]) -> Any:
-        """Blocks that follow each other; the last of them goes first."""
+        """Return the event for a run of blocks that were removed, the last of them first."""
+        # Children before parents, so that a consumer's tree never has a block without a parent.
         hashes = [self.hash(place.key, place.namespace) for place in reversed(run)]
         return BlockRemoved(hashes, self._medium)
 
     def cleared(self) -> Any:
+        """Return the event for a cache that is empty."""
         return AllBlocksCleared()
 
     def _path(self, run: list[Place]) -> tuple[list[int], int | None, list[int]]:
-        """The hashes of a run, its parent's, and its tokens."""
+        """Return the hashes of a run, its parent's hash, and its tokens."""
         first = run[0]
         hashes = [self.hash(place.key, first.namespace) for place in run]
+        # A run has one namespace, so its parent's hash is mixed with the same.
         parent = None if first.parent == NO_PARENT else self.hash(first.parent, first.namespace)
         tokens = np.frombuffer(b"".join([place.tokens for place in run]), _LE_INT32).tolist()
         return hashes, parent, tokens
 
 
 class VLLM(Dialect):
-    """vLLM's words, which TensorRT-LLM publishes too. Hashes are unsigned: the last 8 bytes."""
+    """vLLM's format, which TensorRT-LLM publishes too. Hashes are unsigned: the last 8 bytes."""
 
     name = "vllm"
     topic_in_replay = True
 
     def check(self, namespace: Hashable) -> None:
+        """See `Dialect.check`."""
         if namespace is not None and type(namespace) is not Namespace:
             raise RequestError(
                 f"namespace is {namespace!r}, which cache events have no words for: None, or a "
@@ -122,10 +132,12 @@ class VLLM(Dialect):
             )
 
     def hash(self, key: bytes, namespace: Hashable) -> int:
+        """See `Dialect.hash`."""
         cut = int.from_bytes(key[-HASH_BYTES:])
         return (cut ^ _mixed(namespace) if namespace is not None else cut) or 1
 
     def stored(self, run: list[Place]) -> VLLMStored:
+        """See `Dialect.stored`."""
         hashes, parent, tokens = self._path(run)
         named = run[0].namespace
         fixed = hashes, parent, tokens, self._page_size, None, self._medium
@@ -135,26 +147,30 @@ class VLLM(Dialect):
         return VLLMStored(*fixed, named.lora, keys, named.salt)
 
     def _extra_keys(self, named: Namespace, number: int) -> tuple[Any, ...] | None:
-        """What a block is told apart by, beside its tokens: adapter, images in it with where they
-        begin from the block's first token, and on the first block the salt."""
+        """Return what tells a block apart beside its tokens: the adapter, images in it with their
+        start relative to the block's first token, and, for the first block, the salt."""
         keys: list[Any] = [] if named.lora is None else [named.lora]
         start = number * self._page_size
         end = start + self._page_size
         for image in named.images:
+            # Every block that an image overlaps; the start is negative where it began in an earlier
+            # one.
             if image.start < end and start < image.start + image.length:
                 keys.append((image.identifier, image.start - start))
+        # Only the first block has it: all others follow from that one by their parents.
         if named.salt is not None and not number:
             keys.append(named.salt)
         return tuple(keys) or None
 
 
 class SGLang(Dialect):
-    """SGLang's words. Hashes are signed: the first 8 bytes. Images are to be in the tokens."""
+    """SGLang's format. Hashes are signed: the first 8 bytes. Images must be in the tokens."""
 
     name = "sglang"
     topic_in_replay = False
 
     def check(self, namespace: Hashable) -> None:
+        """See `Dialect.check`."""
         if namespace is None or (type(namespace) is Namespace and not namespace.images):
             return
         raise RequestError(
@@ -163,10 +179,12 @@ class SGLang(Dialect):
         )
 
     def hash(self, key: bytes, namespace: Hashable) -> int:
+        """See `Dialect.hash`."""
         cut = int.from_bytes(key[:HASH_BYTES], signed=True)
         return (cut ^ _mixed(namespace, signed=True) if namespace is not None else cut) or 1
 
     def stored(self, run: list[Place]) -> SGLangStored:
+        """See `Dialect.stored`."""
         hashes, parent, tokens = self._path(run)
         named = run[0].namespace
         lora, salt = (named.lora, named.salt) if isinstance(named, Namespace) else (None, None)
@@ -179,6 +197,8 @@ DIALECTS: Final[dict[str, type[Dialect]]] = {kind.name: kind for kind in (VLLM, 
 
 @lru_cache(4096)
 def _mixed(namespace: Hashable, signed: bool = False) -> int:
-    """What the hashes of a namespace are mixed with."""
+    """Return the number that the hashes of a namespace are XORed with."""
+    # Cached, as it is needed for every block. Derived from the digest that peers compare, so all
+    # workers mix a namespace alike.
     digest = blake2b(prompt_digest((), namespace), digest_size=HASH_BYTES).digest()
     return int.from_bytes(digest, signed=signed)

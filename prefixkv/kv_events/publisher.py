@@ -1,11 +1,11 @@
-"""The sockets that a worker's cache events leave by, and the thread that serves them.
+"""Sockets that publish a worker's cache events, and the thread that serves them.
 
-Frames, vLLM's: an event is [topic, number, payload], the number 8 bytes, big-endian. A request for
-a repeat is ["", number], from a DEALER or REQ; each batch from there on is answered as ["", topic,
-number, payload], then comes the end ["", "", -1, ""]. The end has a text in place of the last frame
-where the request could not be read. SGLang's answers have no topic.
+Frames follow vLLM: an event is [topic, number, payload], the number 8 bytes, big-endian. A request
+for a repeat is ["", number], from a DEALER or REQ. Each batch from that number on is answered by
+["", topic, number, payload], then the end by ["", "", -1, ""], with a text in its last frame if the
+request could not be read. SGLang's answers have no topic.
 
-A snapshot is asked for by ["", "snapshot"] and answered by ["", number, life, payload]: the number
+A snapshot is requested by ["", "snapshot"] and answered by ["", number, life, payload]: the number
 of the last batch that it contains, 16 bytes that name this life of the worker, and a batch. A
 number of -2 says that the request could not be read.
 
@@ -42,24 +42,24 @@ END: Final = (-1).to_bytes(SEQ_BYTES, signed=True)
 UNREADABLE: Final = (-2).to_bytes(SEQ_BYTES, signed=True)
 SNAPSHOT: Final = b"snapshot"
 
-_PAUSE_S = 0.01  # between two looks at what was handed over, while something is
-_AWAKE_S = 0.1  # after that long without, the thread sleeps, and has to be woken: 10 us
+_PAUSE_S = 0.01  # between two looks at the queue while changes keep coming
+_AWAKE_S = 0.1  # after this long without changes the thread sleeps; waking it costs 10 us
 _LONGEST_S = 3600.0
 _RETRY_S = 0.01  # until a client whose queue is full is looked at again
 _REQUESTS_A_TURN = 64
-_QUEUE_ANSWERS = 16  # a client; the rest is made when it has read
-_MAX_CLIENTS = 256  # of a socket
+_QUEUE_ANSWERS = 16  # per client; further ones are made once it has read
+_MAX_CLIENTS = 256  # per socket
 _MAX_REQUEST_BYTES = 1024
-_QUEUED_REQUESTS = 16  # of a client
-_QUEUED_SUBSCRIPTIONS = 1000  # of a client, until the thread looks; libzmq takes them itself
-_KERNEL_BYTES = 16 << 10  # of what it sends; the kernel takes twice as many
+_QUEUED_REQUESTS = 16  # per client
+_QUEUED_SUBSCRIPTIONS = 1000  # per client, until the thread looks; libzmq handles them
+_KERNEL_BYTES = 16 << 10  # receive buffer per client; the kernel takes twice as many
 _CLIENT_BYTES = 128 << 10  # above the sum of both
-_SUBSCRIBER_BYTES = 64 << 10  # a subscription costs 35 bytes for each of its own
+_SUBSCRIBER_BYTES = 64 << 10  # a subscription costs 35 bytes for each byte of its topic
 _SOCKET_BYTES = 2 << 20
-_UNREAD_ANSWERS_BYTES = 1 << 20  # of a client, unless it is one answer
-_STUCK_S = 5.0  # until a client that does not read ends, where others wait for its room
+_UNREAD_ANSWERS_BYTES = 1 << 20  # per client, unless it is one answer
+_STUCK_S = 5.0  # until a client that does not read is cut, if others need its room
 _REFUSED_LOG_S = 1.0
-_FAILURES = 3  # in making batches, each a defect, until it is given up
+_FAILURES = 3  # defects in making batches until publishing is given up
 _LINGER_S = 0.2
 
 _COUNTERS = (
@@ -71,17 +71,16 @@ _Socket = zmq.Socket[bytes]
 
 
 class KVEventPublisher:
-    """See the module's text. `hand_over` and `idle` are the scheduler's thread's; the rest happens
-    in a thread of its own.
+    """Publisher of one worker's cache events. `hand_over` and `idle` are called by the scheduler's
+    thread; the rest happens in a thread of its own.
 
     Args:
-        config: see there.
-        worker: whose cache it is.
+        config: addresses, dialect and bounds.
+        worker: the one with this cache.
         model: `ModelConfig.model`, for the topic.
-        page_size: tokens a page.
+        page_size: tokens per page.
     Raises:
-        ConfigError: an address that cannot be bound, or a name that makes no topic. Nothing is left
-            open.
+        ConfigError: an address cannot be bound, or a name makes no topic. Nothing is left open.
     """
 
     def __init__(self, config: KVEventsConfig, worker: PeerId, model: str, page_size: int) -> None:
@@ -89,7 +88,7 @@ class KVEventPublisher:
         self.counters = Counter(dict.fromkeys(_COUNTERS, 0))
         self.topic = config.topic or default_topic(worker.name, model)
         self.dialect = DIALECTS[config.dialect](page_size, config.medium)
-        # Microseconds: no life publishes a million batches a second, so the next begins above this.
+        # In microseconds: no life publishes a million batches per second, so the next begins above.
         first_seq = time.time_ns() // 1000
         self._stream = EventStream(
             page_size, self.dialect, config.dp_rank, first_seq,
@@ -97,17 +96,22 @@ class KVEventPublisher:
         )  # fmt: skip
         self._epoch = worker.incarnation.to_bytes(EPOCH_BYTES)
         self._topic_frame = self.topic.encode()
+        # Lists of changes on their way to the thread: appended by the scheduler, taken by the
+        # thread.
         self._handed: deque[list[Change]] = deque()
-        self._asleep = False  # `hand_over` has to wake the thread
+        self._asleep = False  # set by the thread: `hand_over` must wake it
         self._bell: Inbox[None] = Inbox()
         self._handed_lists = self._handed_pages = 0  # written by the scheduler's thread alone
-        self._done_lists = self._done_pages = 0  # by this object's
+        self._done_lists = self._done_pages = 0  # written by this object's thread alone
         self._max_behind_pages = config.max_behind_pages
+        # After changes were lost nothing more is accepted until a list begins with Cleared.
+        # `_lost`: on the side of `hand_over`; `_deaf`: in the thread, for lists that were queued by
+        # then.
         self._lost = False
-        self._deaf = False  # until a list begins with Cleared
+        self._deaf = False
         self._num_failures = 0
         self._closing = False
-        self._waiting: dict[tuple[_Socket, bytes], int] = {}  # clients: the number they go on with
+        self._waiting: dict[tuple[_Socket, bytes], int] = {}  # clients: the batch to send next
         self._readers: dict[tuple[_Socket, bytes], _Reader] = {}
         self._refused_log_s = -_REFUSED_LOG_S
         self._watcher = Watcher("prefixkv-kv-events-connections")
@@ -134,7 +138,10 @@ class KVEventPublisher:
     # --- the scheduler's thread -------------------------------------------------------------------
 
     def hand_over(self, changes: list[Change]) -> bool:
-        """See `Listener`. Under 5 us a change."""
+        """See `Listener.hand_over`. Under 5 us per change."""
+        # 1. A list that begins with Cleared repairs every loss before it.
+        # 2. After a loss all else is refused: it would build on what routers do not have.
+        # 3. Too far behind: lose this list, rather than hold changes without bound.
         if type(changes[0]) is Cleared:
             self._lost = False
         elif self._lost:
@@ -146,21 +153,23 @@ class KVEventPublisher:
         self._handed_pages += stored_pages(changes)
         self._handed_lists += 1
         self._handed.append(changes)
+        # After the append: the thread says that it sleeps before it looks at the queue, so at least
+        # one of the two sees the other.
         if self._asleep:
             self._bell.rouse()
         return True
 
     @property
     def idle(self) -> bool:
-        """See `Listener`."""
+        """See `Listener.idle`. False for good after `_FAILURES` defects."""
         return self._handed_lists == self._done_lists and self._num_failures < _FAILURES
 
     def stats(self) -> dict[str, int]:
-        """What was published and answered, and what went wrong. Any thread may ask."""
+        """Return counts of what was published, answered and lost. Any thread may call."""
         return {**self.counters, **self._watcher.counters}
 
     def close(self) -> None:
-        """Say that nothing is held any more, and end the thread. Again: no-op."""
+        """Publish that the cache is empty, and end the thread. Idempotent."""
         if not self._closing:
             self._closing = True
             self._bell.rouse()
@@ -170,6 +179,7 @@ class KVEventPublisher:
     # --- its own thread ---------------------------------------------------------------------------
 
     def _run(self) -> None:
+        """Serve until closed, and close the sockets, whatever happens."""
         try:
             self._serve()
         except Exception:
@@ -178,6 +188,7 @@ class KVEventPublisher:
             self._close_sockets(_LINGER_S)
 
     def _serve(self) -> None:
+        """Publish what is handed over, answer requests, and send heartbeats, until closed."""
         poller = zmq.Poller()
         poller.register(self._bell.fd, zmq.POLLIN)
         routers = [
@@ -189,17 +200,20 @@ class KVEventPublisher:
             poller.register(watched.fd, zmq.POLLIN)
         heartbeat_s = self.config.heartbeat_s
         beat_s = time.monotonic() + heartbeat_s
-        sleep_s = 0.0  # when it may
+        sleep_s = 0.0  # from then on the thread may sleep
         while not self._closing:
             now_s = time.monotonic()
-            # Said before it is looked whether something has come: `hand_over` does it in the other
-            # order, so one of the two sees the other's.
+            # Set before the queue is looked at: `hand_over` appends first and reads this after,
+            # so one of the two sees the other.
             self._asleep = now_s >= sleep_s
             wait_s = min(
                 _PAUSE_S if self._handed or not self._asleep else _LONGEST_S, beat_s - now_s
             )
+            # Answers wait for room in a client's queue, which no descriptor reports.
             if self._waiting:
                 wait_s = min(wait_s, _RETRY_S)
+            # Sockets with messages that were not read last turn: read them now, without a wait.
+            # `Watched.may_sleep` says why the wait is on its descriptor, not on the socket.
             full = {watched.fd for sock, watched in routers if not watched.may_sleep(sock)}
             ready = {fd for fd, _ in poller.poll(0 if full else math.ceil(max(0.0, wait_s) * 1000))}
             for _, watched in routers:
@@ -208,6 +222,7 @@ class KVEventPublisher:
             self._bell.drain()
             now_s = time.monotonic()
             if self._handed:
+                # Events before answers: a repeat requested now includes what was just published.
                 self._publish([self._handed.popleft() for _ in range(len(self._handed))])
                 beat_s, sleep_s = now_s + heartbeat_s, now_s + _AWAKE_S
             elif now_s >= beat_s:
@@ -219,9 +234,13 @@ class KVEventPublisher:
                     self._read_requests(sock)
             for client in list(self._waiting):
                 self._answer(*client)
+        # A worker that ends holds nothing: routers that hear this send it no requests for its
+        # cache.
         self._publish([*self._handed, [Cleared()]])
 
     def _publish(self, lists: list[list[Change]]) -> None:
+        """Publish lists of changes. After a defect they are dropped up to one that begins with
+        Cleared."""
         for changes in lists:
             if type(changes[0]) is Cleared:
                 self._deaf = False
@@ -233,11 +252,13 @@ class KVEventPublisher:
                     self._failed()
             if self._deaf:
                 self.counters["events_lost"] += len(changes)
+            # Pages before lists, and both after sending: `idle` is true only when all has left.
             self._done_pages += stored_pages(changes)
             self._done_lists += 1
 
     def _failed(self) -> None:
-        """A defect: what is known may be wrong, so nothing is held until all is told afresh."""
+        """Handle a defect: what routers know may be wrong, so publish an empty cache until a
+        snapshot comes."""
         self._num_failures += 1
         _log.exception("cache events could not be made; nothing is held, until all is told afresh")
         self._deaf = self._lost = True
@@ -245,6 +266,7 @@ class KVEventPublisher:
             self._send(batch)
 
     def _send(self, batch: Batch) -> None:
+        """Publish one batch to all subscribers."""
         frames = self._topic_frame, self._number(batch.seq), batch.payload
         self._pub.send_multipart(frames)
         self._watched[self._pub].published(_sent_bytes(frames))
@@ -252,12 +274,16 @@ class KVEventPublisher:
         self.counters["bytes"] += len(batch.payload)
 
     def _number(self, seq: int) -> bytes:
+        """Return the frame of a batch's number, with the life of the worker behind it if
+        configured."""
         number = seq.to_bytes(SEQ_BYTES)
         return number + self._epoch if self.config.epoch_frames else number
 
     # --- answers ----------------------------------------------------------------------------------
 
     def _read_requests(self, sock: _Socket) -> None:
+        """Read up to `_REQUESTS_A_TURN` requests of a socket, and note what each client waits
+        for."""
         for _ in range(_REQUESTS_A_TURN):
             try:
                 received = receive(sock, self._watched[sock])
@@ -272,6 +298,8 @@ class KVEventPublisher:
             client, *frames = [part.bytes for part in parts]
             self._note(sock, client, connection)
             if sock is self._replay and len(frames) == 2 and len(frames[1]) == SEQ_BYTES:
+                # A client has one place: a new request replaces the one before, so it cannot pile
+                # them up.
                 self._waiting[sock, client] = int.from_bytes(frames[1])
                 self.counters["replays"] += 1
             elif sock is self._snapshots and frames == [b"", SNAPSHOT]:
@@ -279,11 +307,12 @@ class KVEventPublisher:
                 self.counters["snapshots"] += 1
             else:
                 self._refuse(sock, client, frames)
+            # Clients that were gone before their answer: the oldest entry makes room.
             if len(self._waiting) > 2 * _MAX_CLIENTS:
                 del self._waiting[next(iter(self._waiting))]
 
     def _refuse(self, sock: _Socket, client: bytes, frames: list[bytes]) -> None:
-        """Answer so that it is taken for no answer."""
+        """Answer a request that cannot be read, so that the answer is not mistaken for events."""
         self.counters["unreadable_requests"] += 1
         sizes = [len(frame) for frame in frames]
         if sock is self._replay:
@@ -302,12 +331,15 @@ class KVEventPublisher:
         self._send_to(sock, client, answer)
 
     def _answer(self, sock: _Socket, client: bytes) -> None:
-        """Send a client what it waits for, as far as its queue takes it."""
+        """Send a client the batches it waits for, as far as its queue takes them."""
         now_s = time.time()
         topic = [self._topic_frame] if self.dialect.topic_in_replay else []
         end = [b"", END, b""] if self.dialect.topic_in_replay else [END, b""]
         while (sock, client) in self._waiting:
             seq = self._waiting[sock, client]
+            # 1. A snapshot: one answer.
+            # 2. Nothing is missing any more: the end of a repeat.
+            # 3. The next batch of a repeat, or a snapshot in its place; then go on behind it.
             if sock is self._snapshots:
                 batch: Batch | None = self._stream.snapshot(now_s)
                 assert batch is not None
@@ -326,7 +358,8 @@ class KVEventPublisher:
                 self._waiting[sock, client] = batch.seq + 1
 
     def _send_to(self, sock: _Socket, client: bytes, frames: list[bytes]) -> bool | None:
-        """False: it is gone. None: its queue is full."""
+        """Send frames to one client. Returns True if sent, False if it is gone, None if it has no
+        room."""
         reader = self._readers.get((sock, client))
         num_bytes = _sent_bytes([b"", *frames])
         if reader is not None and not self._has_room(reader, num_bytes):
@@ -342,7 +375,7 @@ class KVEventPublisher:
         return True
 
     def _note(self, sock: _Socket, client: bytes, connection: Connection | None) -> None:
-        """A client has asked by this connection."""
+        """Remember the connection by which a client has asked, and forget those that are over."""
         known = self._readers.get((sock, client))
         if connection is not None and (known is None or known.connection is not connection):
             self._readers[sock, client] = _Reader(self._watched[sock], connection)
@@ -351,8 +384,9 @@ class KVEventPublisher:
                 del self._readers[key]
 
     def _has_room(self, reader: _Reader, num_bytes: int) -> bool:
-        """Whether a client may be given so many bytes more. One answer has always room where
-        nothing is unread; a client that keeps others waiting and does not read is ended."""
+        """Return whether a client may be sent `num_bytes` more. Without unread bytes there is
+        always room for one answer. A client that does not read while others need its room is cut
+        off."""
         unread = reader.unread
         if unread and unread + num_bytes > _UNREAD_ANSWERS_BYTES:
             return False
@@ -365,12 +399,15 @@ class KVEventPublisher:
         return False
 
     def _close_sockets(self, linger_s: float) -> None:
+        """Close all sockets, giving what is queued `linger_s` to leave."""
         for sock in self._watched:
             sock.disable_monitor()
         self._watcher.close()
         self._context.destroy(linger=int(linger_s * 1000))
 
     def _bound(self, kind: int, name: str, queue: int) -> _Socket | None:
+        """Bind a socket to the address of setting `name`, with its bounds; None without an address.
+        Raises ConfigError."""
         address = getattr(self.config, name)
         if not address:
             return None
@@ -379,6 +416,7 @@ class KVEventPublisher:
         sock.setsockopt(zmq.LINGER, int(_LINGER_S * 1000))
         sock.setsockopt(zmq.SNDHWM, queue)
         is_read = kind == zmq.ROUTER
+        # A ROUTER would drop answers to a client that is gone, or full, without a sign.
         if is_read:
             sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
         queued, most = _QUEUED_REQUESTS, _CLIENT_BYTES
@@ -388,6 +426,7 @@ class KVEventPublisher:
             _MAX_REQUEST_BYTES, queued, _KERNEL_BYTES, most, _SOCKET_BYTES, _MAX_CLIENTS,
             self.config.queue_bytes,
         )  # fmt: skip
+        # Watched before it is bound, so that no connection is missed.
         self._watched[sock] = self._watcher.watch_bound(sock, name, bounds, is_read=is_read)
         try:
             sock.bind(address)
@@ -405,7 +444,7 @@ class KVEventPublisher:
 
 
 class _Reader:
-    """A client of the other two sockets, and what it has not read."""
+    """A client of the replay or snapshot socket, and what it has not read."""
 
     def __init__(self, watched: Watched, connection: Connection) -> None:
         self.watched, self.connection = watched, connection
@@ -414,23 +453,26 @@ class _Reader:
 
     @property
     def unread(self) -> int:
-        """Bytes that were given to it and that its kernel has not acknowledged."""
+        """Number of bytes sent to it that its kernel has not acknowledged."""
         unread = self.watched.unread(self.connection)
+        # Any change shows that it reads, or that there is something new to read: its time starts
+        # again.
         if unread != self._unread or not unread:
             self._unread, self._since_s = unread, time.monotonic()
         return unread
 
     def stuck_s(self) -> float:
-        """How long it has not read, while there was something to read."""
+        """Return for how long it has not read, while there was something to read."""
         return time.monotonic() - self._since_s if self.unread else 0.0
 
 
 def _sent_bytes(frames: Iterable[bytes]) -> int:
+    """Return what a message of these frames costs a connection."""
     return sum(message_bytes(len(frame), is_curve=False) for frame in frames)
 
 
 def default_topic(worker: str, model: str) -> str:
-    """The topic where the config names none. Raises ConfigError for a name with an "@"."""
+    """Return the topic if the config names none. Raises ConfigError for a name with an "@"."""
     for what, name in (("the worker's name", worker), ("the model's name", model)):
         if "@" in name:
             raise ConfigError(
@@ -440,4 +482,5 @@ def default_topic(worker: str, model: str) -> str:
 
 
 def _address(sock: _Socket | None) -> str:
+    """Return the address that a socket is bound to; "" without a socket."""
     return "" if sock is None else sock.getsockopt_string(zmq.LAST_ENDPOINT)

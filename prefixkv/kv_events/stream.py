@@ -1,8 +1,8 @@
-"""One worker's cache events as numbered batches, the latest of them kept, and what they add up to.
+"""One worker's cache events as numbered batches: the latest of them, and the state they add up to.
 
-Numbers are dense and begin at `first_seq`, which is above that of every former life of the worker:
-so a router that was away sees a gap, asks for what it missed, and is given what there is instead.
-Whatever is asked for that is kept no more is answered by a *snapshot*: one batch that begins with
+Numbers are dense and begin at `first_seq`, above those of every former life of the worker. A router
+that was away sees a gap, asks for what it missed, and gets what there is instead. A request for a
+batch that is no longer kept is answered by a *snapshot*: one batch that begins with
 AllBlocksCleared and holds all blocks. It has the number of the last batch that it contains.
 """
 
@@ -18,25 +18,26 @@ from prefixkv.errors import check_laws
 from prefixkv.kv_events.dialects import Dialect
 
 BATCH_PAGES = 4096
-"""A batch ends with the change that makes it this long."""
+"""Pages after which a batch ends; the change that reaches it is still part of it."""
 
 
 class Batch(NamedTuple):
-    """A number, and msgpack."""
+    """A batch's number, and its msgpack."""
 
     seq: int
     payload: bytes
 
 
 class EventStream:
-    """See the module's text. One owner; no clock, no sockets.
+    """Batches of one worker's events. One owner; no clock, no sockets.
 
     Args:
-        page_size: tokens a page.
-        dialect: how events are worded.
-        rank: the data-parallel rank that batches name.
-        first_seq: the number of the first batch.
-        keep_batches, keep_bytes: how much is kept, at most; a batch that is longer is not kept.
+        page_size: tokens per page.
+        dialect: format of events.
+        rank: data-parallel rank that batches name.
+        first_seq: number of the first batch.
+        keep_batches, keep_bytes: most that is kept for repeats; a batch longer than `keep_bytes` is
+            not kept.
     """
 
     def __init__(
@@ -54,20 +55,22 @@ class EventStream:
         self._rank = rank
         self._keep_batches = keep_batches
         self._keep_bytes = keep_bytes
-        self._kept: dict[int, bytes] = {}  # by number, without a gap up to the newest
+        self._kept: dict[int, bytes] = {}  # by number, without a gap up to the newest batch
         self._paths = PagePaths(page_size, keep_tokens=True)
         self._encode = msgspec.msgpack.Encoder().encode
+        # The latest snapshot; good as long as its number is the newest batch's.
         self._snapshot: Batch | None = None
 
     @property
     def num_pages(self) -> int:
-        """Held by the cache, as far as was told."""
+        """Number of pages that the cache holds, by the changes published so far."""
         return len(self._paths)
 
     def publish(self, changes: Iterable[Change], ts: float) -> Iterator[Batch]:
-        """Batches that tell of these changes, as they are made; none if there are none."""
+        """Yield batches with these changes as they are made; none if there are none."""
         events, num_pages = [], 0
         for change in changes:
+            # `_paths` follows each change in the same step, so it always equals what was published.
             match change:
                 case Inserted():
                     run = self._paths.inserted(change)
@@ -82,6 +85,7 @@ class EventStream:
                     events.append(self.dialect.cleared())
                 case _:
                     assert_never(change)
+            # Cut here, so that many changes at once do not make one very long message.
             if num_pages >= BATCH_PAGES:
                 yield self._batch(events, ts)
                 events, num_pages = [], 0
@@ -89,21 +93,23 @@ class EventStream:
             yield self._batch(events, ts)
 
     def heartbeat(self, ts: float) -> Batch:
-        """A batch without events: who missed the last one sees it by this one's number."""
+        """Make a batch without events. Its number shows a router that it missed the batch
+        before."""
         return self._batch([], ts)
 
     def since(self, seq: int, ts: float) -> Batch | None:
-        """The batch with this number, or what takes its place: a snapshot, where it is not kept.
-        None: that is the next one, and nothing is missing."""
+        """Return the batch with this number, or a snapshot if it is no longer kept. None if it is
+        the next number, so that nothing is missing."""
         if seq == self.next_seq:
             return None
         if (payload := self._kept.get(seq)) is not None:
             return Batch(seq, payload)
+        # Also for a number that is not reached yet: only a snapshot puts that router right.
         return self.snapshot(ts)
 
     def snapshot(self, ts: float) -> Batch:
-        """All there is, in one batch. It goes on with the number after its own. O(pages), and O(1)
-        again until something is published."""
+        """Return everything that is held as one batch; the batch after it has the next number.
+        O(pages), then O(1) until something is published."""
         if self._snapshot is None or self._snapshot.seq != self.next_seq - 1:
             events = [self.dialect.cleared(), *map(self.dialect.stored, self._paths.runs())]
             payload = self._encode([ts, events, self._rank])
@@ -111,18 +117,21 @@ class EventStream:
         return self._snapshot
 
     def _batch(self, events: list[object], ts: float) -> Batch:
+        """Number a batch and keep it for repeats, within the bounds."""
         payload = self._encode([ts, events, self._rank])
         batch = Batch(self.next_seq, payload)
         self.next_seq += 1
         self._kept[batch.seq] = payload
         self.kept_bytes += len(payload)
+        # The oldest go first, so what is kept has no gap. The new one goes too if it alone is too
+        # long.
         while len(self._kept) > self._keep_batches or self.kept_bytes > self._keep_bytes:
             oldest = next(iter(self._kept))
             self.kept_bytes -= len(self._kept.pop(oldest))
         return batch
 
     def check_invariants(self) -> None:
-        """Raises InternalError for a law that does not hold."""
+        """Raise InternalError if an invariant does not hold."""
         kept = list(self._kept)
         laws = {
             "what is kept has no gap": kept

@@ -305,6 +305,7 @@ class RayLaunch(Launch):
         )
 
     def _child(self, role: str, number: int, fleet: Fleet) -> Actor:
+        """See `Launch._child`; the worker is an actor in the next bundle of the placement group."""
         loaded: Any = load(KINDS[role], None, self._environ(role, number))
         config = self._keys.give(loaded)
         name = config.node.name
@@ -327,6 +328,7 @@ class RayLaunch(Launch):
         return {**super()._environ(role, number), "PREFIXKV_PARENT": "0"}
 
     async def _close(self) -> None:
+        """Leave the cluster, and give its room back."""
         # The proofs run tasks in the cluster, so they end before it is left.
         await self._former.close()
         if self._group is not None:

@@ -198,8 +198,6 @@ class Front:
         if name != self.name:
             raise unknown_model(name)
         if self.draining or not self.fleet.ready:
-            # Draining first, then silence: the client's message names the cause that an operator
-            # can act on.
             silent = ", ".join(self.fleet.silent)
             why = (
                 "the server is ending" if self.draining
@@ -356,6 +354,7 @@ class _Metrics:
             self._tokens.labels(kind).inc(number)
 
     def collect(self) -> list[Metric]:
+        """Return the routers' counters, for prometheus_client."""
         family = GaugeMetricFamily(
             "prefixkv_front_routing", "What the routers count, by worker's kind.", labels=["what"]
         )

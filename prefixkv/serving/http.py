@@ -121,8 +121,7 @@ class _Local:
             host = headers.get(b"host", b"").decode("latin-1")
             origin = headers.get(b"origin", b"").decode("latin-1")
             error = None
-            # 1. A name that is not loopback: DNS rebinding, or a proxy that was not meant to reach
-            #    it.
+            # 1. A name that is not loopback: DNS rebinding.
             # 2. A page of another origin: cross-site use. Programs send no Origin, and pass.
             if host and not is_loopback(_name_of(host)):
                 why = f"the server has no API key, so it is not to be reached as {host!r}"
@@ -254,6 +253,7 @@ class Stream(Response):
                 await self._end()
 
     async def _send(self, send: Send) -> None:
+        """Send the head and the pieces; close the generator in any case."""
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         async with contextlib.aclosing(self._pieces):
             await send(start)
@@ -390,6 +390,7 @@ class _Protocol(H11Protocol):
         self._wait()
 
     def data_received(self, data: bytes) -> None:
+        """Pass data to uvicorn, and time the arrival of each request's head."""
         super().data_received(data)
         # 1. The head is complete: `read_body` has the time-out from here on.
         # 2. A later head on a kept connection has begun: its time starts with its first byte, since

@@ -274,7 +274,7 @@ class Launch:
         return {**os.environ, **as_environ(settings, known)}
 
     def _threads(self) -> int:
-        """Number of torch threads per worker, if the settings name none."""
+        """Return the number of torch threads per worker, if the settings name none."""
         return max(1, (os.cpu_count() or 1) // (self.config.prefill + self.config.decode))
 
 

@@ -720,6 +720,7 @@ class _Metrics:
         ]  # fmt: skip
 
     def collect(self) -> list[Metric]:
+        """Return the routers' counters and the waiting rooms, for prometheus_client."""
         family = GaugeMetricFamily(
             "prefixkv_proxy_routing", "What the routers count.", labels=["role", "what"]
         )
@@ -761,6 +762,7 @@ def run_proxy(config: ProxyConfig, prefill: Sequence[ServerAt], decode: Sequence
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, on_signal)
         try:
+            # Signals are handled before it serves: one that comes during the start is not lost.
             await proxy.start()
         except BaseException:
             await proxy.stop()

@@ -123,6 +123,7 @@ class Worker:
         app = make_app(routes, listen.api_key, max_bodies_bytes=self._limits.max_bodies_bytes)
         status_of = status_app(self.health, [engine.node], listen)
         asked, status = bind(app, status_of, listen, self._limits)
+        # Both or neither are bound (`bind`); from here on `close` gives them back.
         self._servers += [asked, status]
         model, layout = engine.model, engine.node.pool.layout
         # After binding, since a port of 0 has become a number only now.
@@ -282,12 +283,14 @@ class PrefillWorker(Worker):
     config: PrefillWorkerConfig
 
     def _make_engine(self) -> Any:
+        """See `Worker._make_engine`."""
         from prefixkv.engines.hf import PrefillEngine
 
         model, pool = _model_and_pool(self.settings)
         return PrefillEngine(model, pool, self.config.node, self.config.chunk_tokens)
 
     def _routes(self) -> list[Route]:
+        """See `Worker._routes`."""
         return [
             Route("/jobs", self._job, methods=["POST"]),
             Route("/abort", self._abort, methods=["POST"]),
@@ -349,12 +352,14 @@ class DecodeWorker(Worker):
         )  # fmt: skip
 
     def _make_engine(self) -> Any:
+        """See `Worker._make_engine`."""
         from prefixkv.engines.hf import DecodeEngine
 
         model, pool = _model_and_pool(self.settings)
         return DecodeEngine(model, pool, self.config.node, _tokenizer(self.settings.models.model))
 
     def _routes(self) -> list[Route]:
+        """See `Worker._routes`."""
         return [Route("/generate", self._generate, methods=["POST"])]
 
     async def close(self) -> None:
@@ -417,6 +422,7 @@ class DecodeWorker(Worker):
         self._outputs.append(output)
 
     def _after_step(self) -> None:
+        """See `Worker._after_step`; also collect the step's jobs and outputs for the event loop."""
         super()._after_step()
         jobs = self.engine.take_prefill_jobs()
         outputs, self._outputs = self._outputs, []

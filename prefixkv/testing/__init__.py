@@ -1,2 +1,2 @@
-"""For those who integrate prefixkv, and for its own tests: a fabric in memory, byte patterns, and a
-pair of workers in one process."""
+"""Tools for tests of prefixkv and of engines that integrate it: a fabric in memory, byte patterns,
+and a pair of workers in one process."""

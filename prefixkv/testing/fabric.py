@@ -1,12 +1,10 @@
-"""The transport in memory, as adversarial as the contract allows, and replayable from a seed.
+"""A transport in memory, as adversarial as the contract allows, and replayable from a seed.
 
-A `FakeFabric` joins `FakeTransport`s of one process. Nothing happens by itself: each `step()` picks
-one of all things that could happen now, at random, and does it. A posted write is an object of its
-own; any of its blocks may land at any later step, with the bytes that the source holds at that
-moment, also after the write failed, also when the target was closed. Only the end of the writer's
-transport stops it. Each landing is shown to `guard` first, so a test can say that no page is ever
-written that its room does not own; one in a staging area to `staging_guard`, with the tag of its
-write, which names the lease; one of state to `state_guard`, with its slot.
+A `FakeFabric` joins the `FakeTransport`s of one process. Nothing happens by itself: each `step()`
+picks one of all actions that are possible now, at random, and performs it. A posted write is an
+object of its own. Any of its blocks may land at any later step, with the bytes that the source
+holds at that moment, even after the write has failed or the target was closed; only the end of the
+writer's transport stops it. Before blocks land, a guard of the test sees them, see `FakeFabric`.
 """
 
 from __future__ import annotations
@@ -70,11 +68,10 @@ _DEFAULTS = TransportConfig()
 
 @dataclass(eq=False, slots=True)
 class _Write:
-    """One posted part. `blocks` are those not landed yet: (source address, target address, bytes,
-    target page).
+    """One posted part. `blocks` have not landed yet: (source address, target address, bytes, target
+    page).
 
-    The page is a block of the peer's staging area, or a slot of its state, where the job goes
-    there.
+    The page is a block of the peer's staging area, or a slot of its state, if the job goes there.
     """
 
     number: int
@@ -84,13 +81,15 @@ class _Write:
     part: Part
     tag: ChunkTag
     blocks: list[tuple[int, int, int, int]]
-    doom: Exception | None = None  # it will fail with this when checked
-    doomed_lands: bool = True  # and its blocks may still land afterwards
-    ended: bool = False
+    doom: Exception | None = None  # the error that its check will report
+    doomed_lands: bool = True  # whether blocks may still land after that error
+    ended: bool = False  # reported to the writer; may still have blocks to land
 
 
 @dataclass(eq=False, slots=True)
 class _Peer:
+    """A peer of one transport. `routes` is None while it is not connected."""
+
     peer: PeerId
     metadata: bytes
     memory: PeerMemory
@@ -102,14 +101,17 @@ class _Peer:
 
 @dataclass(eq=False)
 class FakeFabric:
-    """All the transports of a test, and chance. Not thread-safe: one thread steps it and calls the
-    transports.
+    """All transports of a test, and the chance that drives them. Not thread-safe: one thread steps
+    it and calls the transports.
 
     Args:
         seed: every choice follows from it.
         fail_at_post, fail_at_check: probability that a part is refused, or fails once posted.
-        lands_late: probability that a part that failed at check still lands, some time.
+        lands_late: probability that a part which failed at its check still lands at some time.
         lose_notification: probability that a notification never arrives.
+        guard, staging_guard, state_guard: called before blocks land in pages, in a staging area and
+            in state, so that a test can assert that each is written only by the room that owns it.
+            A staging guard gets the write's tag, which names the lease; a state guard gets slots.
     """
 
     seed: int
@@ -127,6 +129,7 @@ class FakeFabric:
         self.steps = 0
         self.transports: dict[PeerId, FakeTransport] = {}
         self._lost: list[PeerId] = []
+        # Writes that have not ended, and ended ones with blocks that may still land.
         self._writes: list[_Write] = []
         self._notifications: list[tuple[PeerId, PeerId, ChunkTag]] = []  # writer, target, tag
         self._holds: list[Hold] = []
@@ -140,16 +143,17 @@ class FakeFabric:
         staging: StagingArea | None = None, state: StateLayout | None = None,
         memory: object = None,
     ) -> FakeTransport:  # fmt: skip
-        """A transport on this fabric, as `make_transport` gives one. `memory` is what the others
-        describe; kept alive, since writes land late."""
+        """Make a transport on this fabric, see `make_transport`. `memory` owns the addresses that
+        the layouts describe; it is kept alive, since writes land late. Raises CallerError if `me`
+        has one."""
         if me in self.transports:
             raise CallerError(f"{me} is on this fabric already")
         self.transports[me] = FakeTransport(self, me, layout, sink, config, staging, state, memory)
         return self.transports[me]
 
     def step(self) -> bool:
-        """Let one thing happen. False if nothing can: all is quiet, held, not ready or not
-        expected."""
+        """Perform one possible action. Returns False if there is none: everything is quiet, held,
+        not ready, or notifies a peer that expects nothing."""
         choices = self._choices()
         if not choices:
             return False
@@ -158,20 +162,20 @@ class FakeFabric:
         return True
 
     def run(self, max_steps: int = 100_000) -> int:
-        """Step until nothing can happen. Returns the number of steps; InterruptedError beyond
-        `max_steps`."""
+        """Step until nothing is possible. Returns the number of steps. Raises InterruptedError
+        beyond `max_steps`."""
         for taken in range(max_steps):
             if not self.step():
                 return taken
         raise InterruptedError(f"something still happens after {max_steps} steps: {self.pending()}")
 
     def pending(self) -> list[Action]:
-        """What could happen at the next step."""
+        """Return the actions that are possible at the next step."""
         return [action for action, _ in self._choices()]
 
     def hold(self, matches: Predicate) -> Hold:
-        """Keep actions from happening until the hold is released, e.g. `lambda a: a.kind ==
-        "complete"`."""
+        """Keep matching actions from happening until the hold is released, e.g. `lambda a: a.kind
+        == "complete"`."""
         hold = Hold(matches, self._holds)
         self._holds.append(hold)
         return hold
@@ -184,16 +188,18 @@ class FakeFabric:
         *,
         lands: bool = True,
     ) -> None:
-        """Fail the next post that matches (its `Action` has kind "post"), refused or once posted.
+        """Fail the next post that matches (an `Action` of kind "post"): refuse it, or fail its
+        check.
 
-        `lands`: whether the bytes of one that fails at check may still land.
+        `lands`: whether the bytes of a part that fails at its check may still land.
         """
         self._faults.append(Fault(error, at, lands, matches))
 
     def lose(self, peer: PeerId) -> None:
-        """Cut a peer off as a target: what is in flight to it fails, and may land; new posts are
+        """Cut a peer off as a target: writes in flight to it fail, and may land; new posts are
         refused."""
         self._lost.append(peer)
+        # A write that is doomed already keeps its error and its fate.
         for write in self._writes:
             if write.peer.peer == peer and not write.ended and write.doom is None:
                 write.doom = _gone(peer)
@@ -203,10 +209,11 @@ class FakeFabric:
         self._lost.remove(peer)
 
     def kill(self, peer: PeerId) -> None:
-        """The process of a peer dies: its writes stop, its sink is silent, nothing lands in it any
-        more."""
+        """End a peer's process: its writes stop, its sink is silent, and nothing lands in its
+        memory any more."""
         self._lost.append(peer)
         self.transports[peer].die()
+        # The memory is gone with the process, so the blocks of writes into it are dropped.
         for write in self._writes:
             if write.peer.peer == peer and not write.ended:
                 write.doom, write.doomed_lands = _gone(peer), False
@@ -214,12 +221,13 @@ class FakeFabric:
         self._writes = [w for w in self._writes if w.blocks or not w.ended]
 
     def in_flight(self, writer: PeerId) -> int:
-        """How many parts a transport has posted and not seen the end of."""
+        """Count the parts that a transport has posted and that have not ended."""
         return sum(1 for write in self._writes if write.writer.me == writer and not write.ended)
 
     # --- choices ----------------------------------------------------------------------------------
 
     def _choices(self) -> list[Choice]:
+        """Return every possible action that no hold matches, with the call that performs it."""
         possible = chain(
             chain.from_iterable(transport.choices() for transport in self.transports.values()),
             chain.from_iterable(self._write_choices(write) for write in self._writes),
@@ -228,14 +236,20 @@ class FakeFabric:
         return [one for one in possible if not any(hold.matches(one[0]) for hold in self._holds)]
 
     def _notify_choices(self) -> Iterator[Choice]:
+        """Yield the notifications that can arrive, in any order among them."""
         for notification in self._notifications:
             writer, target, tag = notification
+            # A real transport looks for notifications only while rooms are expected.
             if self.transports[target].expected:
                 action = Action("notify", writer, target, tag=tag)
                 yield action, partial(self._notify, notification)
 
     def _write_choices(self, write: _Write) -> Iterator[Choice]:
+        """Yield what can happen to a posted part."""
         names = (write.writer.me, write.peer.peer, write.job.job.job_id, write.tag, write.number)
+        # 1. Some of its blocks land, also after it has ended.
+        # 2. A doomed part fails at any time, with blocks landed or not.
+        # 3. A sound one completes once all of its blocks have landed.
         if write.blocks:
             yield Action("land", *names), partial(self._land, write)
         if write.doom is not None and not write.ended:
@@ -244,7 +258,8 @@ class FakeFabric:
             yield Action("complete", *names), partial(self._complete, write)
 
     def _land(self, write: _Write) -> None:
-        """Some of the blocks, most often all that are left, in any order."""
+        """Copy some of the blocks, most often all that are left. `post` has shuffled their
+        order."""
         if self.random.random() < 0.5:
             count = len(write.blocks)
         else:
@@ -253,12 +268,13 @@ class FakeFabric:
         self._check_landing(write, blocks)
         for source, target, num_bytes, _ in blocks:
             ctypes.memmove(target, source, num_bytes)
+        # It failed before: with its last block landed there is nothing left of it.
         if write.ended and not write.blocks:
             self._writes.remove(write)
 
     def _check_landing(self, write: _Write, blocks: list[tuple[int, int, int, int]]) -> None:
-        """Ask the guards. Of a staged write see also that the area is still the target's, and the
-        blocks the job's."""
+        """Call the guard. For a staged write also check that the area is still the target's, and
+        that the blocks are the job's. Raises InternalError."""
         pages = np.unique(np.array([page for *_, page in blocks], dtype=np.int32))
         peer, job = write.peer.peer, write.job.job
         if job.route != "staging":
@@ -268,6 +284,7 @@ class FakeFabric:
             return
         area = self.transports[peer].staging
         blocks_of_job = job.dst_pages.tolist()
+        # Addresses of the job's blocks in the area that the target has now.
         first = (
             {area.base + BLOCK_BYTES * at for at in blocks_of_job} if area is not None else set()
         )
@@ -280,6 +297,8 @@ class FakeFabric:
             self.staging_guard(peer, write.tag, pages)
 
     def _complete(self, write: _Write) -> None:
+        """End a part after its bytes have landed: notify the target, unless the notification is
+        lost by chance, and tell the writer."""
         self._writes.remove(write)
         write.ended = True
         target = self.transports.get(write.peer.peer)
@@ -289,14 +308,18 @@ class FakeFabric:
         write.writer.part_ended(write, None)
 
     def _fail(self, write: _Write) -> None:
+        """End a doomed part. Its blocks stay if they may still land."""
         write.ended = True
         if not write.doomed_lands:
             write.blocks.clear()
+        # One with blocks left stays among the writes until they have landed, or its writer is
+        # fenced.
         if not write.blocks:
             self._writes.remove(write)
         write.writer.part_ended(write, write.doom)
 
     def _notify(self, notification: tuple[PeerId, PeerId, ChunkTag]) -> None:
+        """Deliver a notification."""
         self._notifications.remove(notification)
         _, target, tag = notification
         self.transports[target].emit(Arrived(tag.pack()))
@@ -304,13 +327,14 @@ class FakeFabric:
     # --- what the transports do -------------------------------------------------------------------
 
     def is_reachable(self, peer: PeerId) -> bool:
+        """Return whether a peer can be connected to and written to."""
         target = self.transports.get(peer)
         return target is not None and not target.closed and peer not in self._lost
 
     def post(
         self, writer: FakeTransport, peer: _Peer, job: ActiveJob, number: int
     ) -> Exception | None:
-        """Post a part; returns the error where it is refused."""
+        """Post a part. Returns the error if it is refused."""
         part = job.parts[number]
         tag = job.part_tag(number)
         action = Action("post", writer.me, peer.peer, job.job.job_id, tag)
@@ -321,6 +345,7 @@ class FakeFabric:
             return fault.error
         write = _Write(self._posted, writer, peer, job, part, tag, _blocks(job, part))
         self._posted += 1
+        # RDMA gives no order within a write, so blocks land in a random one.
         self.random.shuffle(write.blocks)
         if fault is not None:
             write.doom, write.doomed_lands = fault.error, fault.lands
@@ -328,6 +353,8 @@ class FakeFabric:
         return None
 
     def _fault_for(self, action: Action) -> Fault | None:
+        """Return the fault for a post: one that a test asked for, which is used up, or one by
+        chance."""
         for fault in self._faults:
             if fault.matches is not None and fault.matches(action):
                 self._faults.remove(fault)
@@ -340,8 +367,8 @@ class FakeFabric:
         return None
 
     def end_former(self, transport: FakeTransport) -> None:
-        """What this transport has posted is over: nothing of it lands any more, and what has not
-        ended fails."""
+        """End all posts of a transport because its agent is replaced: nothing of them lands any
+        more, and those that have not ended fail."""
         mine = [write for write in self._writes if write.writer is transport]
         self._writes = [write for write in self._writes if write.writer is not transport]
         for write in mine:
@@ -350,15 +377,15 @@ class FakeFabric:
                 transport.part_ended(write, TransferError("its agent was replaced"), may_land=False)
 
     def forget(self, transport: FakeTransport) -> None:
-        """The fence: nothing that this transport has posted lands any more. Its notifications are
-        out."""
+        """Fence a transport: nothing that it has posted lands any more. Notifications it has sent
+        still arrive; those for it are dropped."""
         self._writes = [write for write in self._writes if write.writer is not transport]
         self._notifications = [n for n in self._notifications if n[1] != transport.me]
 
 
 class FakeTransport:
-    """Keeps the contract of `base.Transport` on a `FakeFabric`; events go to the sink inside
-    `step()`."""
+    """A transport that keeps the contract of `base.Transport` on a `FakeFabric`. Events reach the
+    sink during `step()`."""
 
     def __init__(
         self, fabric: FakeFabric, me: PeerId, layout: KVLayout, sink: Sink, config: TransportConfig,
@@ -381,11 +408,13 @@ class FakeTransport:
         self._peers: dict[PeerId, _Peer] = {}
         self._events: list[TransportEvent] = []
         self._jobs = JobTable(self._report, config.post_bytes, config.post_descriptors)
+        # Jobs that failed without proof of drain; `renew` proves them by replacing the agent.
         self._unproven: set[int] = set()
         self._renewing = False
 
     @property
     def metadata(self) -> bytes:
+        """The name of this life of the peer, where NIXL has an agent's metadata."""
         return f"fake {self.me.name}#{self.me.incarnation}".encode()
 
     def add_peer(
@@ -393,9 +422,12 @@ class FakeTransport:
         parts: tuple[Shard, Shard] | None = None, staging: StagingArea | None = None,
         state: StateLink | None = None,
     ) -> None:  # fmt: skip
+        """See `base.Transport.add_peer`."""
         self._check_open()
         memory = PeerMemory(layout, parts, staging, state)
         if (known := self._peers.get(peer)) is not None:
+            # Described as before: nothing to do. Otherwise its memory has moved, so jobs that were
+            # cut for the former layout must not be posted.
             if not known.removed and (known.metadata, known.memory) == (metadata, memory):
                 return
             lost = PeerLostError(f"the memory of {peer.name} is another now")
@@ -404,6 +436,7 @@ class FakeTransport:
         self._connect(self._peers[peer])
 
     def remove_peer(self, peer: PeerId) -> None:
+        """See `base.Transport.remove_peer`."""
         known = self._peers.get(peer)
         if known is not None:
             known.removed = True
@@ -411,8 +444,11 @@ class FakeTransport:
             self._forget_if_unused(known)
 
     def write(self, job: WriteJob) -> None:
+        """See `base.Transport.write`."""
         self._check_open()
         peer = self._peers.get(job.peer)
+        # 1. Unknown or removed: refused. 2. Not connected: parked until it is. 3. Connected:
+        #    queued.
         if peer is None or peer.removed:
             self._jobs.refuse(job, PeerLostError(f"{job.peer} is no peer of this transport"))
         elif peer.routes is None:
@@ -421,24 +457,31 @@ class FakeTransport:
             self._jobs.start(peer.outbox, peer.routes, job)
 
     def cancel(self, job_id: int) -> None:
+        """See `base.Transport.cancel`."""
         if not self.closed:
             self._jobs.cancel(job_id)
 
     def expect(self, num_rooms: int) -> None:
+        """See `base.Transport.expect`."""
         self._check_open()
         self.expected = num_rooms
 
     def settle(self, token: Hashable, for_s: float) -> None:
+        """See `base.Transport.settle`; it settles at once."""
         self._check_open()
         self._events.append(Settled(token))  # there are no kernels here
 
     def renew(self) -> None:
+        """See `base.Transport.renew`; without unproven jobs there is nothing to replace the agent
+        for."""
         if not self.closed:
             self._renewing = bool(self._unproven)
 
     def close(self) -> None:
+        """See `base.Transport.close`."""
         if not self.closed:
             self.closed = True
+            # The fence first: the jobs then end as drained, which is what their last events say.
             self._fabric.forget(self)
             self._jobs.close(fenced=True)
             while self._events:
@@ -447,6 +490,7 @@ class FakeTransport:
     # --- what the fabric does ---------------------------------------------------------------------
 
     def choices(self) -> Iterator[Choice]:
+        """Yield the actions of this transport that are possible now."""
         if self.closed:
             return
         if self._events:
@@ -454,6 +498,8 @@ class FakeTransport:
         if self._renewing:
             yield Action("renew", self.me), self._renew
         for peer in self._peers.values():
+            # A peer that is not connected is tried again only with jobs to send, and once its
+            # former writes have ended.
             if peer.routes is None:
                 if peer.outbox.parked and not peer.in_flight:
                     yield Action("connect", self.me, peer.peer), partial(self._connect, peer)
@@ -461,11 +507,14 @@ class FakeTransport:
                 yield from self._post_choices(peer)
 
     def _post_choices(self, peer: _Peer) -> Iterator[Choice]:
+        """Yield the next part of each job that may post now."""
         for job in list(peer.outbox.round()):
             error: Exception | None = None
             try:
                 if not job.poll_ready():
                     continue
+            # Not raised here: listing choices must not change anything. The step that picks it
+            # stops the job.
             except Exception as failure:
                 error = failure
             tag = job.part_tag(job.next_part)
@@ -473,28 +522,33 @@ class FakeTransport:
             yield action, partial(self._post, peer, job, error)
 
     def _post(self, peer: _Peer, job: ActiveJob, error: Exception | None) -> None:
+        """Post a job's next part, or stop the job with the error of its `ready`."""
         if error is not None:
             self._jobs.stop(job, error)
             return
         number = job.next_part
         self._jobs.part_posted(job)
+        # Counted before the post: a refused part ends like any other, which counts it down.
         peer.in_flight += 1
         refused = self._fabric.post(self, peer, job, number)
         if refused is not None:
             self._ended(peer, job, job.parts[number], refused, may_land=False)
 
     def part_ended(self, write: _Write, error: Exception | None, may_land: bool = True) -> None:
+        """Take the end of a part that was posted. Called by the fabric."""
         self._ended(write.peer, write.job, write.part, error, may_land)
 
     def _renew(self) -> None:
-        """The former agent's time is over: here, together with its posts."""
+        """Replace the agent: end its former posts, and report that unproven jobs are drained."""
         self._renewing = False
+        # First: jobs that fail by it join `_unproven`, and are reported failed before drained.
         self._fabric.end_former(self)
         for job_id in sorted(self._unproven):
             self._events.append(WriteDrained(job_id))
         self._unproven.clear()
 
     def _report(self, event: TransportEvent) -> None:
+        """Queue an event of the jobs, and remember those that ended without proof."""
         if isinstance(event, WriteFailed) and not event.drained:
             self._unproven.add(event.job_id)
         self._events.append(event)
@@ -502,6 +556,7 @@ class FakeTransport:
     def _ended(
         self, peer: _Peer, job: ActiveJob, part: Part, error: Exception | None, may_land: bool
     ) -> None:
+        """Count a part as ended, and disconnect from a peer that is gone."""
         peer.in_flight -= 1
         self._jobs.part_ended(job, part, error, may_land)
         if isinstance(error, FakeDisconnectError) and peer.routes is not None:
@@ -509,11 +564,14 @@ class FakeTransport:
         self._forget_if_unused(peer)
 
     def _connect(self, peer: _Peer) -> None:
+        """Check a peer's description against its real memory, as a handshake would, and start its
+        parked jobs. A mismatch makes it unreachable."""
         peer.routes = None
         try:
             target = self._fabric.transports.get(peer.peer)
             if target is None or not self._fabric.is_reachable(peer.peer):
                 raise _gone(peer.peer)
+            # Another life of the peer: addresses of the former one must not be written to.
             if peer.metadata != target.metadata:
                 raise HandshakeError("agent name in the metadata", target.metadata, peer.metadata)
             routes = routes_to(peer.memory, self.layout, self.staging, self.state)
@@ -531,20 +589,24 @@ class FakeTransport:
         self._jobs.start_parked(peer.outbox, routes)
 
     def _lose(self, peer: _Peer, error: Exception) -> None:
+        """Disconnect from a peer: its queued jobs fail, and its owner hears that it is
+        unreachable."""
         peer.routes = None
         self._jobs.drop(peer.outbox, error)
         if not peer.removed:
             self._events.append(PeerUnreachable(peer.peer, error))
 
     def _forget_if_unused(self, peer: _Peer) -> None:
+        """Delete a removed peer once none of its parts is in flight."""
         if peer.removed and not peer.in_flight and self._peers.get(peer.peer) is peer:
             del self._peers[peer.peer]
 
     def emit(self, event: TransportEvent) -> None:
+        """Hand an event to the sink now."""
         self._sink(event)
 
     def die(self) -> None:
-        """As `close`, without a word."""
+        """Stop like a killed process: like `close`, but without events."""
         self.closed = True
         self._events.clear()
         self._fabric.forget(self)
@@ -559,10 +621,12 @@ def _gone(peer: PeerId) -> FakeDisconnectError:
 
 
 def _blocks(job: ActiveJob, part: Part) -> list[tuple[int, int, int, int]]:
-    """The blocks of a part: (source address, target address, bytes, the target's own page)."""
+    """Return the blocks of a part: (source address, target address, bytes, the target's own
+    page)."""
     runs = job.runs
     src, dst = part_indices(runs, part, job.src_pages, job.dst_pages)
     units = job.dst_pages[np.arange(part.start, part.stop) % len(job.dst_pages)]
+    # Pages of the job are unit pages; guards want pages of the target's own size.
     pages = units // runs.dst_positions.fold
     return [
         (_address(runs.src, i), _address(runs.dst, j), part.group.block_bytes, page)
@@ -571,6 +635,6 @@ def _blocks(job: ActiveJob, part: Part) -> list[tuple[int, int, int, int]]:
 
 
 def _address(table: RunTable, index: int) -> int:
-    """Of a block as NIXL counts them: row by row, equally many in each."""
+    """Return the address of a block, counted as NIXL does: row by row, equally many in each."""
     row, block = divmod(index, int(table[0, 4]))
     return int(table[row, 0]) + block * int(table[row, 3])

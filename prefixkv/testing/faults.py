@@ -1,4 +1,4 @@
-"""What may happen in a `FakeFabric`, what keeps it from happening, what goes wrong on command."""
+"""Actions of a `FakeFabric`: their description, holds that delay them, and faults on demand."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ Kind = Literal["event", "connect", "post", "land", "complete", "fail", "notify",
 
 
 class FakeDisconnectError(Exception):
-    """The peer of a write is gone. No class of ours, as NIXL's are not."""
+    """The peer of a write is gone. Not a class of prefixkv, as NIXL's errors are not."""
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing that may happen. `tag` names the part, where there is one; `number` counts the
-    writes posted."""
+    """One possible action. `tag` names the part, if there is one; `number` is its write's, in order
+    of posting."""
 
     kind: Kind
     owner: PeerId
@@ -28,24 +28,26 @@ class Action:
     number: int | None = None
 
 
+# A choice is an action, and the call that performs it.
 Predicate = Callable[[Action], bool]
 Choice = tuple[Action, Callable[[], None]]
 
 
 @dataclass(eq=False, slots=True)
 class Hold:
-    """Keeps matching actions from happening until `release()`."""
+    """Keeps matching actions from happening until `release`."""
 
     matches: Predicate
     _holds: list[Hold] = field(repr=False)
 
     def release(self) -> None:
+        """Let the actions happen again. Idempotent."""
         if self in self._holds:
             self._holds.remove(self)
 
 
 class Fault(NamedTuple):
-    """What becomes of a post; of one by chance, with no condition."""
+    """The fate of a post. A fault by chance has no condition."""
 
     error: Exception
     at: Literal["post", "check"]

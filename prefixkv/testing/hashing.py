@@ -1,7 +1,7 @@
-"""64-bit hashes in numpy, vectorised: of one number, and of every prefix of a token sequence.
+"""64-bit hashes in numpy, vectorised: of single numbers, and of every prefix of a token sequence.
 
-The prefix hash is a polynomial, so that a whole prompt takes one cumulative sum and one more token
-one multiplication. uint64 arithmetic wraps around, which is meant.
+The prefix hash is a polynomial, so a whole prompt takes one cumulative sum and one more token one
+multiplication. uint64 arithmetic wraps around on purpose.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 Words = npt.NDArray[np.uint64]
 
-VOCABULARY: Final = 128_000  # of token ids made here
+VOCABULARY: Final = 128_000  # token ids that `sample` returns are below it
 
 _FACTOR: Final = 0xD1342543DE82EF95  # odd, so it has an inverse
 _INVERSE: Final = pow(_FACTOR, -1, 2**64)
@@ -21,8 +21,8 @@ _START: Final = 0x243F6A8885A308D3
 
 
 def splitmix64(values: Words) -> Words:
-    """A bijection of uint64 whose output bits each depend on all input bits; same shape, a new
-    array."""
+    """Mix uint64 values by a bijection: each output bit depends on all input bits. Returns a new
+    array of the same shape."""
     z = values + np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -38,7 +38,7 @@ class PrefixHasher:
         self._inverses = np.ones(1, dtype=np.uint64)
 
     def prefixes(self, tokens: npt.NDArray[np.int32]) -> Words:
-        """One hash a token: uint64, same length. O(n).
+        """Return one hash per token: uint64, same length. O(n).
 
         >>> hasher = PrefixHasher()
         >>> long = hasher.prefixes(np.array([5, 6, 7], dtype=np.int32))
@@ -49,23 +49,26 @@ class PrefixHasher:
         if n >= len(self._powers):
             self._powers = _powers(_FACTOR, 2 * n + 1)
             self._inverses = _powers(_INVERSE, 2 * n + 1)
+        # h[i] = sum of (token[j] + 1) * F**(i - j), plus the start: with the inverse powers of F
+        # taken inside the sum it is one cumulative sum, times F**(i + 1). The + 1 keeps token 0
+        # from vanishing.
         terms = (tokens.astype(np.uint64) + np.uint64(1)) * self._inverses[1 : n + 1]
         terms[:1] += np.uint64(_START)
         return self._powers[1 : n + 1] * np.cumsum(terms, dtype=np.uint64)
 
 
 def extend(hashes: Words, tokens: npt.NDArray[np.int32]) -> Words:
-    """The prefix hashes of sequences with hashes `hashes`, each longer by its one token of
-    `tokens`."""
+    """Return the hashes of prefixes that are each one token of `tokens` longer."""
     return hashes * np.uint64(_FACTOR) + tokens.astype(np.uint64) + np.uint64(1)
 
 
 def sample(hashes: Words) -> npt.NDArray[np.int32]:
-    """The token that follows each prefix; int32 in [0, VOCABULARY)."""
+    """Return the token that follows each prefix; int32 in [0, VOCABULARY)."""
     return (splitmix64(~hashes) % np.uint64(VOCABULARY)).astype(np.int32)
 
 
 def _powers(base: int, count: int) -> Words:
+    """Return `base` to the powers 0 to `count` - 1, modulo 2**64."""
     factors = np.full(count, base, dtype=np.uint64)
     factors[0] = 1
     return np.cumprod(factors, dtype=np.uint64)

@@ -1,7 +1,7 @@
-"""A decode and a prefill worker in one process, over real NIXL, and an engine without a model.
+"""A decode and a prefill worker in one process, over real NIXL, with an engine that has no model.
 
-`StandInPrefill` is prefill's engine wherever its bytes matter and its model does not: in the demo,
-and in a `NodePair`, whose decode side the caller drives as its own engine would.
+`StandInPrefill` replaces prefill's engine where its bytes matter and its model does not: in the
+demo, and in a `NodePair`, where the caller drives the decode side as its own engine would.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _MESH: Final = Mesh(num_layers=2, num_kv_heads=2)
 
 
 class StandInPrefill:
-    """Computes prompts first come, first served, chunk by chunk, and sends each chunk as it is
-    done. Belongs to one thread.
+    """Prefill's engine without a model: computes prompts in order of arrival, chunk by chunk, and
+    sends each chunk as soon as it is computed. Belongs to one thread.
 
-    Computing is writing the pattern. What goes with the last chunk is the first token: the int32
-    `sample` of the prompt's hash.
+    Computing means writing the pattern. The last chunk carries the first token: the int32 `sample`
+    of the prompt's hash.
     """
 
     def __init__(
@@ -38,24 +38,28 @@ class StandInPrefill:
         chunk_tokens: int,
         seconds_per_token: float = 0.0,
     ) -> None:
-        """`patterns`: of each rank's pool. `seconds_per_token`: the least time computing takes."""
+        """`patterns`: one per rank's pool. `seconds_per_token`: least time that computing takes."""
         self.node = node
         self._patterns = patterns
         self._chunk_tokens = chunk_tokens
         self._seconds_per_token = seconds_per_token
         self._hasher = PrefixHasher()
-        self.open: dict[str, Words] = {}  # hashes of each prompt that is not sent yet
-        self._computed: dict[str, int] = {}  # tokens, of those whose pages are there
+        self.open: dict[str, Words] = {}  # by rid: hashes of a prompt that is not sent yet
+        self._computed: dict[str, int] = {}  # by rid: tokens computed or cached
         self._ready: deque[PrefillRequest] = deque()
-        self.prompt_tokens = 0  # of first attempts at prompts that may be cached
+        self.prompt_tokens = 0  # counts first attempts at cacheable prompts only
         self.hit_tokens = 0
 
     def add(self, request: Request) -> None:
+        """Submit a request."""
         self.open[request.rid] = self._hasher.prefixes(request.key.tokens())
         self.node.add(request)
 
     def step(self) -> bool:
-        """One turn of the scheduler loop, a chunk at most. False if there is none to compute."""
+        """Take one turn of the scheduler loop, and compute one chunk at most. Returns False if
+        there is none."""
+        # Ended requests are taken out before a chunk is computed: none is computed for one that
+        # failed.
         for req in self.node.pop_bootstrapped():
             self._begin(req)
         for req in self.node.pop_sent():
@@ -68,12 +72,13 @@ class StandInPrefill:
         return False
 
     def ended(self, req: PrefillRequest) -> None:
-        """The request is sent, or has failed."""
+        """Forget a request that was sent or has failed."""
         del self.open[req.rid]
         self._computed.pop(req.rid, None)
 
     def _begin(self, req: PrefillRequest) -> None:
-        # What every rank has: each has a cache of its own.
+        """Begin a request behind its cached prefix."""
+        # Each rank has a cache of its own: only what all of them have is skipped.
         known = min(rank.prefix_len for rank in self.node.ranks_of(req.rid))
         if req.request.generation == 0 and req.request.cacheable:
             self.prompt_tokens += len(self.open[req.rid])
@@ -82,6 +87,7 @@ class StandInPrefill:
         self._ready.append(req)
 
     def _compute_chunk(self, req: PrefillRequest) -> None:
+        """Compute and send the next chunk of a request."""
         if req.rid not in self.open:  # failed meanwhile
             self._ready.popleft()
             return
@@ -89,6 +95,7 @@ class StandInPrefill:
         hashes, start = self.open[req.rid], self._computed[req.rid]
         end = min(start + self._chunk_tokens, len(hashes))
         for rank, pattern in zip(self.node.ranks_of(req.rid), self._patterns, strict=True):
+            # A rank with a longer prefix keeps it: those pages are shared, and must not be written.
             pattern.fill(rank.pages, max(start, rank.prefix_len), hashes[:end])
         if self._seconds_per_token:
             busy_s = self._seconds_per_token * (end - start)
@@ -97,14 +104,15 @@ class StandInPrefill:
         last = end == len(hashes)
         if last:
             self._ready.popleft()
+        # The token travels with the last chunk alone: only then is the prompt's hash complete.
         aux = sample(hashes[-1:]).tobytes() if last else b""
         self.node.send_chunk(req, end=end, last=last, aux=aux)
 
 
 class NodePair:
-    """Both workers, of any two meshes, their small pools, and prefill's engine. Use as a context.
+    """Both workers, of any two meshes, with small pools and prefill's engine. Use as a context.
 
-    `decode` is for the caller's engine; `prefill.step()` gives prefill its turn and never blocks.
+    `decode` is for the caller's engine; `prefill.step()` gives prefill a turn and never blocks.
     """
 
     def __init__(
@@ -112,10 +120,11 @@ class NodePair:
         num_pages: int = 64, page_size: int = 16, head_dim: int = 16, chunk_tokens: int = 32,
         decode_config: DecodeConfig | None = None, prefill_config: PrefillConfig | None = None,
     ) -> None:  # fmt: skip
-        """`mesh` is decode's, and prefill's too by default."""
+        """`mesh` is decode's, and by default prefill's too."""
         meshes = mesh, prefill_mesh or mesh
         pools = [make_pools(one, num_pages, page_size, head_dim) for one in meshes]
         self._patterns = make_patterns(pools[0], meshes[0], salt=1)
+        # If the second worker fails to start, the first one is closed again.
         with ExitStack() as closing:
             prefill = PrefillGroup(pools[1], prefill_config or PrefillConfig(), meshes[1])
             closing.enter_context(prefill)
@@ -127,15 +136,15 @@ class NodePair:
             self.close = closing.pop_all().close
 
     def submit(self, rid: str, tokens: Any, room: int, **options: Any) -> DecodeRequest:
-        """A request to both sides; `options` are those of `Request`."""
+        """Submit a request to both sides; `options` are those of `Request`."""
         prefill, decode = self.prefill.node.endpoint, self.decode.peer_id.name
         request = Request(rid, tokens, room=room, prefill=prefill, decode=decode, **options)
         self.prefill.add(request)
         return self.decode.add(request)
 
     def arrived(self, patience_s: float = 60.0) -> list[DecodeRequest]:
-        """Give both sides turns until decode has the KV of requests; pops these. Raises the error
-        of a request that failed, TimeoutError."""
+        """Give both sides turns until decode has the KV of requests, and pop these. Raises the
+        error of a request that failed, or TimeoutError."""
         end_s = time.monotonic() + patience_s
         while not (found := self.decode.pop_transferred()):
             self.decode.pop_preallocated()
@@ -143,12 +152,15 @@ class NodePair:
                 raise req.error or InternalError(f"{req.rid} failed without an error")
             if time.monotonic() > end_s:
                 raise TimeoutError(f"nothing has arrived in {patience_s} s: {self.decode.stats()}")
+            # With nothing to compute decode waits for its control thread, not in a busy
+            # loop.
             if not self.prefill.step():
                 self.decode.wait(_IDLE_S)
         return found
 
     def wrong_pages(self, req: DecodeRequest) -> int:
-        """Over all ranks, how many of its pages have a wrong byte in its tokens' KV."""
+        """Count, over all ranks, a request's pages with a wrong byte in its tokens' KV."""
+        # The token sampled last has no KV yet.
         output = np.array(req.output[:-1], dtype=np.int32)
         hashes = PrefixHasher().prefixes(np.concatenate([req.request.key.tokens(), output]))
         pairs = zip(self._patterns, self.decode.pages_of(req), strict=True)

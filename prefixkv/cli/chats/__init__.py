@@ -1,7 +1,7 @@
 """Chats with a real model over worker processes: the first part of `prefixkv demo`.
 
 - `workers`: a prefill and decode workers as `prefixkv worker` runs them, and requests to them.
-- `play`: conversations that go on as they are answered.
+- `play`: conversations that continue as they are answered.
 - `report`: figures, their tables, and one conversation turn by turn.
-- `command`: all of it, every answer compared with what transformers says by itself.
+- `command`: the whole part; every answer is compared with what transformers generates by itself.
 """

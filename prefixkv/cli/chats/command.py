@@ -1,5 +1,5 @@
 """The demo's chats with a model: makes it, starts its workers, plays a workload with decode's cache
-on and off, and compares every answer with what transformers says by itself."""
+on and off, and compares every answer with what transformers generates by itself."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], object]
 
-# A Llama of 6.7 million parameters; its KV is 32 KiB a token.
+# A Llama of 6.7 million parameters; its KV is 32 KiB per token.
 SIZES: Final = {
     "hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8,
     "num_key_value_heads": 8, "head_dim": 128,
@@ -31,7 +31,7 @@ CHATS: Final = {
     "conversations": 6, "turns": 5, "system_tokens": 384, "user_tokens": 40, "output_tokens": 20,
 }  # fmt: skip
 SETTINGS: Final = {"page_size": 16, "num_pages": 640}
-_MIN_TOKENS: Final = 16  # of the requests that come before any that is counted
+_MIN_TOKENS: Final = 16  # prompt of each request that comes before those that count
 
 _DEFINITIONS: Final = {
     "cache_off": "decode's prefix cache is off; prefill's own stays on",
@@ -49,7 +49,7 @@ _DEFINITIONS: Final = {
 
 
 def missing() -> str:
-    """Why the model part cannot be run, in one line; empty where it can."""
+    """Return why the model part cannot be run, in one line; empty if it can."""
     from prefixkv.serving import check_extra
 
     try:
@@ -62,13 +62,13 @@ def missing() -> str:
 def run_chats(
     seed: int, caches: Sequence[bool], say: Say, chats: Mapping[str, int] = CHATS
 ) -> ChatsReport:
-    """The whole part.
+    """Run the whole part.
 
     Args:
         seed: of the model's weights and of the workload.
-        caches: which passes are run: decode's cache on, off.
-        say: hears what is being done, a line each.
-        chats: sizes of the workload, as of `chat`.
+        caches: passes to run: decode's cache on, off.
+        say: gets a line for each step.
+        chats: sizes of the workload, as in `chat`.
     Raises: ModelWorkerError, WorkerFailedError.
     """
     from prefixkv.engines.hf.reference import Reference
@@ -79,6 +79,7 @@ def run_chats(
     parameters = sum(one.numel() for one in model.model.parameters())
     kv_bytes = model.make_pool(1, 1).layout.kv_bytes_per_token
     workload = chat(seed, **chats)
+    # The workers are processes of their own, so the model reaches them as files.
     with tempfile.TemporaryDirectory(prefix="prefixkv-demo-") as folder:
         path = Path(folder)
         reference.save(path)
@@ -88,6 +89,7 @@ def run_chats(
             f"{kv_bytes // 1024} KiB of KV a token: starting its workers"
         )
         report = asyncio.run(_played(path, caches, workload, say))
+    # A number comes with its recipe: what is needed to measure it again.
     report.recipe = {
         "command": "prefixkv demo",
         "seed": seed,
@@ -99,6 +101,7 @@ def run_chats(
         "definitions": _DEFINITIONS,
     }
     report.recipe["versions"]["transformers"] = version("transformers")
+    # After the workers have ended, so that the comparison takes no time from the figures.
     say("comparing every answer with transformers' generate()")
     compare(report, reference)
     return report
@@ -107,6 +110,7 @@ def run_chats(
 async def _played(
     folder: Path, caches: Sequence[bool], workload: Workload, say: Say
 ) -> ChatsReport:
+    """Run the passes on worker processes that share one prefill worker."""
     from prefixkv.cli.chats.play import play
     from prefixkv.cli.chats.report import ChatsReport
     from prefixkv.cli.chats.workers import PREFILL, ModelWorkers
@@ -115,24 +119,28 @@ async def _played(
     spell = small_words()
     decode = {_name(on): {**SETTINGS, "cache": on} for on in caches}
     async with ModelWorkers(folder, SETTINGS, decode) as workers:
-        for name in decode:  # so that no pass has the two nodes' wire-up in it
+        for name in decode:  # so that no pass includes the first connection of two nodes
             await workers.ask(name, "first", [*range(_MIN_TOKENS)], 2, f"first {name}")
         for on in caches:
             title = CACHE_NAMES[on].replace("_", " ")
             say(f"{workload.num_requests} turns of {len(workload.sessions)} chats, {title}")
+            # Bytes are counted from settled to settled state: no write of another pass is among
+            # them.
             before, _ = await workers.settled(PREFILL)
             report.played[on] = await play(workers, _name(on), workload, spell, CACHE_NAMES[on])
+            # Each pass must leave no page in use, on either side.
             report.left += await _left(workers, PREFILL, title)
             report.left += await _left(workers, _name(on), title)
             after = await workers.figures(PREFILL)
             report.bytes_sent[on] = int(_sent(after) - _sent(before))
+        # A retry would hide in the latencies: the report counts it as a defect.
         if workers.retried:
             report.left.append(f"chats: {workers.retried} requests were not answered at first")
     return report
 
 
 def small_words() -> Words:
-    """The vocabulary of `small_tokenizer`."""
+    """Return the vocabulary of `small_tokenizer`."""
     from prefixkv.cli.chats.play import Words
     from prefixkv.engines.hf.small import WORDS, small_tokenizer
 
@@ -142,23 +150,25 @@ def small_words() -> Words:
 
 
 def _name(on: bool) -> str:
-    """Of the decode worker with its cache on, and of that with it off."""
+    """Return the name of the decode worker with its cache on, or off."""
     return "decode-0" if on else "decode-1"
 
 
 async def _left(workers: ModelWorkers, name: str, title: str) -> list[str]:
+    """Return a line for each page state in which a worker still holds pages."""
     _, pages = await workers.settled(name)
     return [f"chats, {title}: {num} pages left {state} on {name}" for state, num in pages.items()]
 
 
 def _sent(figures: dict[str, float]) -> float:
+    """Return the KV bytes that prefill has sent."""
     return figures['prefixkv_sent_bytes_total{node="prefill"}']
 
 
 def compare(report: ChatsReport, reference: Reference) -> None:
-    """Count in `report.wrong` the answers that are not the reference's."""
+    """Count in `report.wrong` the answers that differ from the reference's."""
 
-    @cache  # most prompts are those of both passes
+    @cache  # most prompts occur in both passes
     def expected(prompt: tuple[int, ...], max_new_tokens: int) -> list[int]:
         return reference.answer(prompt, max_new_tokens)
 
@@ -170,7 +180,7 @@ def compare(report: ChatsReport, reference: Reference) -> None:
 
 
 def show(report: ChatsReport, print_it: Callable[[Any], object]) -> None:
-    """Both tables, and the ratios in a line."""
+    """Print both tables, and the ratios in a line."""
     from prefixkv.engines.hf.small import small_tokenizer
 
     print_it(report.table())

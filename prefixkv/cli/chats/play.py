@@ -1,5 +1,5 @@
-"""Conversations with a model: each prompt is all that was said before and the turn's own text, so
-it is known once the turn before has been answered."""
+"""Conversations with a model. Each prompt is all that was said before plus the turn's own text, so
+it is known only once the turn before has been answered."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from prefixkv.cli.chats.workers import Answer, ModelWorkers
 from prefixkv.cli.workload import Run, Seconds, Turn, Workload
 
 Spell = Callable[[Turn, bool], list[int]]
-"""The tokens of a turn's text; and whether it is the first."""
+"""Function that returns the tokens of a turn's text; its second argument is True for the first
+turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +25,12 @@ class Played:
     duration_s: float  # from the first turn's arrival to the last answer's end
 
     def all(self) -> list[Answer]:
+        """Return the answers of all conversations."""
         return [answer for conversation in self.answers for answer in conversation]
 
 
 class Words:
-    """Texts of a chat in a vocabulary that has its words at [first, end), and marks.
+    """Chat texts in a vocabulary with words at [first, end) and marks.
 
     Args:
         first, end: ids of the words.
@@ -42,16 +44,19 @@ class Words:
         self._marks: Final = system, user, assistant, stop
 
     def __call__(self, turn: Turn, is_first: bool) -> list[int]:
-        """The prompt of a turn that follows an answer, up to where the model is to speak. The first
-        run of the first turn is the system's."""
+        """Return the tokens of a turn that follow the answer before it, up to where the model
+        continues. The first run of the first turn is the system's."""
         system, user, assistant, stop = self._marks
         said: list[int] = []
         runs = list(turn.text)
         if is_first:
             said += [system, *self._words(runs.pop(0)), stop]
+        # The answer before may have ended at its length, without a stop mark: the user's mark
+        # follows either way.
         return [*said, user, *(word for run in runs for word in self._words(run)), stop, assistant]
 
     def _words(self, run: Run) -> list[int]:
+        """Return a run of the workload as word ids."""
         return [int(token) % self._num + self._first for token in run.tokens()]
 
 
@@ -71,8 +76,8 @@ async def play(
     its `ttft_s` counts from there.
 
     Args:
-        due: as of `arrival_times`; None: as soon as the turn before is answered.
-        salt: of all requests; passes of different salts share nothing.
+        due: as in `arrival_times`; None: as soon as the turn before is answered.
+        salt: of all requests; passes with different salts share nothing.
         heard: called at the end of each answer.
     Raises: ModelWorkerError; the other conversations are ended.
     """
@@ -83,6 +88,8 @@ async def play(
         answers: list[Answer] = []
         for at, turn in enumerate(turns):
             said += spell(turn, at == 0)
+            # Due times count from the start of the pass; a negative rest means it is late, and
+            # sends at once.
             if due is not None:
                 await asyncio.sleep(begun_s + float(due[number][at]) - time.perf_counter())
             rid = f"{salt}.{number}.{at}"
@@ -98,6 +105,7 @@ async def play(
                 group.create_task(converse(number, turns))
                 for number, turns in enumerate(workload.sessions)
             ]
+    # The group has cancelled the others; the first failure explains theirs.
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
     answers = tuple(task.result() for task in tasks)

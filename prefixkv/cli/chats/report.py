@@ -1,4 +1,4 @@
-"""What the chats with a model found: figures, their tables, and one conversation turn by turn."""
+"""Results of the chats with a model: figures, their tables, and one conversation turn by turn."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from prefixkv.cli.report import CACHE_NAMES, less, milliseconds, percent, quanti
 if TYPE_CHECKING:
     from rich.table import Table
 
-_SHOWN_CHARACTERS: Final = 14  # of an answer
+_SHOWN_CHARACTERS: Final = 14  # per answer
 
 
 @dataclass(slots=True)
 class ChatsReport:
-    """Passes by whether decode's cache was on, and what they have to answer for.
+    """Passes by whether decode's cache was on, and their defects.
 
-    `bytes_sent` is KV that prefill wrote in each pass; `wrong` how many of its answers are not what
-    transformers says; `left` what was not given back at its end, a line each.
+    `bytes_sent` is the KV that prefill wrote in each pass, `wrong` the number of its answers that
+    differ from transformers', `left` one line for each thing that was not given back at its end.
     """
 
     recipe: dict[str, Any]
@@ -31,7 +31,7 @@ class ChatsReport:
     left: list[str] = field(default_factory=list)
 
     def complaints(self) -> list[str]:
-        """One line for each kind of thing that must not be."""
+        """Return one line per kind of defect."""
         wrong = (
             f"chats, {CACHE_NAMES[cache]}: {num} answers are not what generate() says"
             for cache, num in self.wrong.items()
@@ -40,11 +40,13 @@ class ChatsReport:
         return [*wrong, *self.left]
 
     def as_json(self) -> dict[str, Any]:
-        """For `--json`. `ratios` are cache_off / cache_on, None unless both were run."""
+        """Return the content for `--json`. `ratios` are cache_off / cache_on, None unless both were
+        run."""
         runs = {CACHE_NAMES[cache]: self._figures(cache) for cache in self.played}
         return {
             "recipe": self.recipe,
             "runs": runs,
+            # Each pass is a run; ratios compare the two.
             "ratios": {
                 "ttft_p50": less(runs, lambda run: run["ttft_s"]["p50"]),
                 "bytes_sent": less(runs, lambda run: run["bytes_sent"]),
@@ -53,6 +55,7 @@ class ChatsReport:
         }
 
     def _figures(self, cache: bool) -> dict[str, Any]:
+        """Return the figures of one pass."""
         played = self.played[cache]
         answers = played.all()
 
@@ -64,6 +67,7 @@ class ChatsReport:
         prefill_hit_tokens = total(lambda answer: answer.prefill_hit_tokens)
         return {
             "requests": len(answers),
+            # None until `compare` has run.
             "answers_wrong": self.wrong.get(cache),
             "prompt_tokens": prompt_tokens,
             "answer_tokens": total(lambda answer: len(answer.tokens)),
@@ -80,17 +84,21 @@ class ChatsReport:
         }
 
     def last_conversation(self) -> Sequence[Answer]:
-        """Its turns, with the cache on where that was run."""
+        """Return the turns of the last conversation, of the pass with the cache on if it was
+        run."""
+        # The last one: by then the shared system prompt is cached, so its ranges show all kinds of
+        # hits.
         played = self.played.get(True) or next(iter(self.played.values()))
         return played.answers[-1]
 
     def table(self) -> Table:
-        """The figures for a terminal, one column a pass."""
+        """Return the figures for a terminal, one column per pass."""
         from rich.table import Table
 
         table = Table(title="chats with a model, over two processes")
         table.add_column("")
         rows = [[label] for label, _ in _ROWS]
+        # Columns are passes, rows are figures: the rows grow by one cell per pass.
         for name, figures in self.as_json()["runs"].items():
             table.add_column(name.replace("_", " "), justify="right")
             for row, (_, show) in zip(rows, _ROWS, strict=True):
@@ -100,7 +108,7 @@ class ChatsReport:
         return table
 
     def conversation(self, text_of: Callable[[list[int]], str]) -> Table:
-        """The last conversation, a line a turn. `text_of` an answer's tokens."""
+        """Return the last conversation, one line per turn. `text_of` decodes an answer's tokens."""
         from rich.table import Table
 
         cache = "cache on" if True in self.played else "cache off"
@@ -112,6 +120,7 @@ class ChatsReport:
         for number, answer in enumerate(self.last_conversation(), 1):
             told = _of_turn(answer)
             text = text_of(answer.tokens).strip()[:_SHOWN_CHARACTERS]
+            # An answer is cut between two words, so that the table stays narrow.
             row = (_range(*told[name]) for name in _OF_TURN[1:])
             table.add_row(str(number), *row, f"{text.rpartition(' ')[0] or text} ...")
         return table
@@ -123,8 +132,10 @@ _OF_TURN: Final = (
 
 
 def _of_turn(answer: Answer) -> dict[str, tuple[int, int]]:
-    """Ranges of tokens, half-open: of where a prompt's KV on decode came from, and on prefill."""
+    """Return half-open ranges of a prompt's tokens, by where their KV came from: on decode, then on
+    prefill."""
     end, hit = len(answer.prompt), answer.hit_tokens
+    # On decode: cached, then arriving for another request, then sent. On prefill: cached, computed.
     joined = hit + answer.shared_tokens
     own = answer.prefill_hit_tokens
     return dict(
@@ -137,9 +148,11 @@ def _of_turn(answer: Answer) -> dict[str, tuple[int, int]]:
 
 
 def _range(start: int, end: int) -> str:
+    """Format a range; "-" if it is empty."""
     return f"{start}:{end}" if start < end else "-"
 
 
+# Rows of the table: the label, and the figure as text.
 _ROWS: Final[tuple[tuple[str, Callable[[dict[str, Any]], str]], ...]] = (
     ("answers", lambda run: f"{run['requests']:,}"),
     ("not what generate() says", lambda run: f"{run['answers_wrong']:,}"),

@@ -1,5 +1,5 @@
 """A prefill worker and decode workers with one model, each a process as `prefixkv worker` runs it,
-and requests to them. None outlives this process."""
+and requests to them. No worker outlives this process."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ PREFILL: Final = "prefill"  # the name of the prefill worker
 _END_S: Final = 15.0
 _START_S: Final = 300.0
 _SETTLE_S: Final = 10.0
-_ANSWER_S: Final = 5.0  # for a page of metrics
-_BUSY: Final = ("owned", "held", "quarantined")  # pages of these states are not at rest
+_ANSWER_S: Final = 5.0  # time-out for a page of metrics
+_BUSY: Final = ("owned", "held", "quarantined")  # states of pages that requests still use
 
 
 class ModelWorkerError(PrefixKVError):
@@ -36,9 +36,9 @@ class ModelWorkerError(PrefixKVError):
 
 @dataclass(slots=True)
 class Answer:
-    """What came of one request. Of its prompt, the KV of the first `hit_tokens` was on decode, that
-    of the next `shared_tokens` on its way there for another request; that of the first
-    `prefill_hit_tokens` was on prefill, which computed the rest."""
+    """Outcome of one request. Of its prompt, the KV of the first `hit_tokens` was cached on decode,
+    and that of the next `shared_tokens` was arriving there for another request. The KV of the first
+    `prefill_hit_tokens` was cached on prefill, which computed the rest."""
 
     prompt: list[int]
     max_new_tokens: int
@@ -51,23 +51,24 @@ class Answer:
 
     @property
     def computed_tokens(self) -> int:
-        """Of the prompt, by prefill."""
+        """Tokens of the prompt that prefill computed."""
         return len(self.prompt) - self.prefill_hit_tokens
 
     @property
     def sent_tokens(self) -> int:
-        """Those of the prompt whose KV prefill sent."""
+        """Tokens of the prompt for which prefill sent KV."""
         return len(self.prompt) - self.hit_tokens - self.shared_tokens
 
 
 class ModelWorkers:
-    """Use as an asynchronous context; entering waits for all, leaving ends them.
+    """The workers. Use as an asynchronous context: entering waits for all of them, leaving ends
+    them.
 
     Args:
         folder: the model, as `prefixkv worker --model` takes it.
         prefill: settings of the prefill worker by name, see `prefixkv worker prefill --help`.
-        decode: those of each decode worker, by its name. A request says by name where it goes.
-        prefill_within: a command that runs the prefill worker's in its place, see `Child`.
+        decode: settings of each decode worker, by its name. A request names the one it goes to.
+        prefill_within: a command that runs the prefill worker's command line, see `Child`.
     """
 
     def __init__(
@@ -81,6 +82,8 @@ class ModelWorkers:
         self._settings = {PREFILL: dict(prefill), **{name: dict(of) for name, of in decode.items()}}
         self._within = {PREFILL: prefill_within}
         self._key = secrets.token_urlsafe(24)
+        # A fleet per decode worker, each with the one prefill worker: so a request goes where it is
+        # sent.
         self._fleets = {name: Fleet(self._key) for name in decode}
         self._children: list[Child] = []
         self._infos: dict[str, WorkerInfo] = {}
@@ -91,6 +94,7 @@ class ModelWorkers:
             async with asyncio.timeout(_START_S):
                 await asyncio.gather(*(child.ready for child in self._children))
         except BaseException as error:
+            # `async with` does not leave a context that it could not enter: end what has started.
             await self.__aexit__(type(error))
             raise
         return self
@@ -98,16 +102,19 @@ class ModelWorkers:
     async def __aexit__(self, *failed: Any) -> None:
         for fleet in self._fleets.values():
             await fleet.close()
+        # After a failure nothing is worth a drain.
         grace_s = 0 if any(failed) else _END_S
         await asyncio.gather(*(child.end(grace_s) for child in self._children))
 
     def _start(self, name: str) -> Child:
+        """Start one worker, and keep the fleets that use it up to date."""
         role = PREFILL if name == PREFILL else "decode"
         settings = {
             "name": name, "model": str(self._folder), "threads": 1, "api_key": self._key,
             "parent": os.getpid(), **self._settings[name],
         }  # fmt: skip
         known = {setting.name: setting for setting in settings_of(KINDS[role])}
+        # Settings in this process's own environment must not reach the workers.
         others = {k: v for k, v in os.environ.items() if not k.startswith(PREFIX)}
         environ = others | as_environ(settings, known)
         fleets = [
@@ -131,13 +138,13 @@ class ModelWorkers:
         self, decode: str, rid: str, prompt: Sequence[int], max_new_tokens: int, salt: str = "",
         ignore_end: bool = False,
     ) -> Answer:  # fmt: skip
-        """One request to that decode worker, the likeliest token each time.
+        """Send one request to a decode worker; its tokens are chosen greedily.
 
         Args:
-            rid: unique among those under way.
-            salt: requests of different salts share nothing.
-            ignore_end: whether the model's end tokens do not end the answer.
-        Raises: ModelWorkerError where it does not end as it should.
+            rid: unique among the requests in progress.
+            salt: requests with different salts share nothing.
+            ignore_end: True: the model's end tokens do not end the answer.
+        Raises: ModelWorkerError if it does not end as it should.
         """
         answer = Answer(list(prompt), max_new_tokens)
         how = How(ignore_end=ignore_end)
@@ -149,6 +156,8 @@ class ModelWorkers:
                     now_s = time.perf_counter()
                     if said.finish in ("abort", "error") or said.token is None:
                         raise ModelWorkerError(f"request {rid}: {said.error or said.finish}")
+                    # Token times are the client's: from sending to the first token, then between
+                    # two tokens.
                     if answer.tokens:
                         answer.itl_s.append(now_s - last_s)
                     else:
@@ -164,21 +173,22 @@ class ModelWorkers:
 
     @property
     def retried(self) -> int:
-        """Requests that a worker did not answer at first."""
+        """Number of requests that a worker did not answer at first."""
         return sum(fleet.retried for fleet in self._fleets.values())
 
     # --- figures ----------------------------------------------------------------------------------
 
     async def figures(self, name: str) -> dict[str, float]:
-        """A worker's metrics now, by name and labels."""
+        """Return a worker's metrics now, by name and labels."""
         text = await asyncio.to_thread(_get, f"{self._infos[name].status_url}/metrics", self._key)
         lines = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
         return {what: float(number) for what, _, number in lines}
 
     async def settled(self, name: str) -> tuple[dict[str, float], dict[str, int]]:
-        """A worker's metrics once no request has pages there any more, or as they are after some
-        seconds; and what is left then, by state of the pages."""
+        """Return a worker's metrics once no request uses pages there, or as they are after
+        `_SETTLE_S`, and the number of pages still in use by state."""
         end_s = time.monotonic() + _SETTLE_S
+        # A request's pages are given back a moment after its last token.
         while True:
             figures = await self.figures(name)
             pages = {
@@ -191,7 +201,9 @@ class ModelWorkers:
 
 
 def _get(url: str, key: str) -> str:
+    """Fetch a page of metrics. Blocks."""
     request = urllib.request.Request(url, headers={"authorization": f"Bearer {key}"})
+    # No proxy of the environment: the workers are on this machine.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(request, timeout=_ANSWER_S) as answer:
         text: str = answer.read().decode()

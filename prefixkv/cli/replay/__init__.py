@@ -1,14 +1,13 @@
-"""Replays of traces through the cache: how often each eviction policy would have hit, and how often
-any could have.
+"""Replays of traces through the cache: the hit rate of each eviction policy, and of the optimum.
 
-    trace.py     a trace in memory
-    readers.py   which kind of file it is; Mooncake's traces and token lists
-    agents.py    traces of agents: a session a file, and Dynamo's agentic Mooncake
-    run.py       one policy at one capacity, through the real `RadixCache`
-    optimum.py   what no policy can exceed
-    hints.py     a client that knows which conversations come back
-    curves.py    several policies at several capacities: the table, the sentence, the plot
-    command.py   `prefixkv replay`
+trace.py     a trace in memory
+readers.py   kinds of files; Mooncake's traces and token lists
+agents.py    traces of agents: one session per file, and Dynamo's agentic Mooncake
+run.py       one policy at one capacity, through the real `RadixCache`
+optimum.py   the bound that no policy exceeds
+hints.py     a client that knows which conversations come back
+curves.py    several policies at several capacities: the table, the sentence, the plot
+command.py   `prefixkv replay`
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`prefixkv replay`: the options, the table as it comes, and what it says at the end."""
+"""`prefixkv replay`: its options, the table that grows as results come, and the recommendation."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LAYOUT = "{:<22.22} {:<10} {:>9} {:>7} {:>7} {:>10} {:>9} {:>7}"
 
 @dataclass(frozen=True, slots=True)
 class _Runs:
-    """How each policy is run."""
+    """Options that all replays of one command share."""
 
     warm: float
     queue: int
@@ -45,14 +45,19 @@ class _Runs:
     def run(
         self, trace: Trace, policy: str, capacity: int, said: Any, step: Callable[[int], None]
     ) -> ReplayResult:
+        """Replay a trace with one policy, or the optimum, at one capacity."""
+        # The optimum knows the future: neither a queue nor hints could add to it.
         if policy == OPTIMUM:
             return replay_optimum(trace, capacity, self.warm)
         result = replay_policy(
             trace, policy_of(policy), capacity, self.warm, self.queue, step, said
         )
+        # Named as on the command line, with its settings: two settings of one policy are two
+        # curves.
         return replace(result, policy=policy)
 
     def said(self, trace: Trace) -> list[bool | None] | None:
+        """Return the hints of the trace's clients; None without `--hints`."""
         return None if self.hints is None else client_hints(trace, self.hints, self.hints_wrong)
 
 
@@ -113,8 +118,9 @@ def replay(
         Path | None, typer.Option(help="Draw miss-ratio curves there (needs matplotlib).")
     ] = None,
 ) -> None:
-    """How often the cache would have hit, by policy and capacity, and how often any cache could
-    have; which policy to take, and what half or twice the memory would bring."""
+    """Replay recorded traces through the cache: hit rate by policy and capacity, the optimum that
+    no policy exceeds, and a recommendation."""
+    # Everything that can be refused is refused here, before minutes of replay.
     policies = _policies(policy)
     given = _capacities(capacity) if capacity else []
     for setting, value, low, high in (
@@ -127,10 +133,12 @@ def replay(
         ("--hints-wrong", hints_wrong, 0, 1), ("--spread", spread, 0, 10**4),
     ):  # fmt: skip
         check_range(setting, value, low, high)
+    # A file that cannot be written would be found out only after the last replay.
     check_writable("--json", json_file)
     check_writable("--plot", plot)
     check_plot(plot)
     console = Console(soft_wrap=True)
+    # Read, and merged if asked to; then each trace is replayed by itself.
     loaded = [read_trace(path, page_size, block_tokens, requests, spread * 3600) for path in traces]
     if mixed:
         loaded = [mix(loaded)]
@@ -142,6 +150,7 @@ def replay(
         "{task.description}", BarColumn(), TimeRemainingColumn(), console=console, transient=True
     ) as progress:
         for trace in loaded:
+            # The option wins over what the trace says of its model.
             bytes_each = bytes_per_token or trace.bytes_per_token
             blocks = footprint(trace)
             progress.console.print(
@@ -153,6 +162,8 @@ def replay(
             said = runs.said(trace)
             mine: list[ReplayResult] = []
 
+            # Results are printed as they come. Loop variables are bound as defaults, since a
+            # closure would see their last values.
             def measure(
                 name: str,
                 size: int,
@@ -161,6 +172,7 @@ def replay(
                 mine: list[ReplayResult] = mine,
                 bytes_each: int = bytes_each,
             ) -> None:
+                """Replay with one policy at one capacity, and print the result."""
                 task = progress.add_task(f"{trace.name} {name} {size}", total=len(trace.requests))
                 result = runs.run(
                     trace, name, size, said, lambda at: progress.update(task, completed=at)
@@ -170,12 +182,15 @@ def replay(
                 progress.console.print(_row(result, bytes_each), highlight=False)
 
             sizes = given or capacities_for(blocks)
+            # First every policy at every capacity, which decides the best one; then that one at
+            # half and twice of the pool, for the sentence.
             asked = pool or middle(sizes)
             for size in sorted({*sizes, *([asked] if pool else [])}):
                 for name in policies:
                     measure(name, size)
             chosen = best(mine, asked)
             if chosen is not None:
+                # Half or twice of the pool may be among the capacities that were replayed already.
                 there = {(one.policy, one.capacity_blocks) for one in mine}
                 for size in (max(1, asked // 2), 2 * asked):
                     if (chosen.policy, size) not in there:
@@ -184,6 +199,7 @@ def replay(
             results += mine
     for text in sentences:
         console.print(f"\n{text}", highlight=False)
+    # Files last: results are on the screen even if writing fails.
     if json_file is not None:
         how = {} if hints is None else {"hints_minutes": hints, "hints_wrong": hints_wrong}
         rows = [asdict(result) | how for result in results]
@@ -194,6 +210,7 @@ def replay(
 
 
 def _row(result: ReplayResult, bytes_per_token: int) -> str:
+    """Format a result as a line of the table; * marks the default policy."""
     name = result.policy + ("*" if result.policy == DEFAULT_POLICY else "")
     saved = amount(result.hit_tokens * bytes_per_token) if bytes_per_token else "-"
     return LAYOUT.format(
@@ -204,6 +221,8 @@ def _row(result: ReplayResult, bytes_per_token: int) -> str:
 
 
 def _policies(names: str) -> list[str]:
+    """Return the policies of `--policy`, each once. Raises ConfigError for one that is unknown or
+    has a wrong setting."""
     if names == "all":
         return [*policy_names(), OPTIMUM]
     chosen = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
@@ -219,6 +238,7 @@ def _policies(names: str) -> list[str]:
 
 
 def _capacities(sizes: str) -> list[int]:
+    """Return the capacities of `--capacity`, each once. Raises ConfigError."""
     try:
         capacities = [int(size) for size in sizes.split(",")]
     except ValueError:

@@ -1,5 +1,5 @@
-"""Several policies at several capacities: which capacities, what to make of the results in one
-sentence, and the plot of miss ratios."""
+"""Several policies at several capacities: the capacities, the recommendation in one sentence, and
+the plot of miss ratios."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ from prefixkv.cli.replay.run import ReplayResult
 from prefixkv.spi import DEFAULT_POLICY, ConfigError
 
 NOISE: Final = 0.02
-"""Up to this share of what is hit, or of what is missed, a difference between two policies says
-nothing."""
+"""Share of the hits, or of the misses, up to which a difference between two policies is noise."""
 
 _STYLES: Final[dict[str, dict[str, object]]] = {
     OPTIMUM: {"color": "black", "linestyle": "--"},
     DEFAULT_POLICY: {"linewidth": 2.5},
 }
-_PARTS: Final = (64, 32, 16, 8, 4, 2, 1)
+_PARTS: Final = (64, 32, 16, 8, 4, 2, 1)  # the footprint is divided by each
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def capacities_for(blocks: int) -> list[int]:
-    """Capacities that show the curve of a trace with so many different blocks, rising.
+    """Return capacities that show the curve of a trace with this many distinct blocks, rising.
 
     >>> capacities_for(6400)
     [100, 200, 400, 800, 1600, 3200, 6400]
@@ -33,12 +32,13 @@ def capacities_for(blocks: int) -> list[int]:
 
 
 def middle(capacities: Sequence[int]) -> int:
-    """The capacity that is asked about if none is named: the middle one, of two the larger."""
+    """Return the capacity to recommend for if none is named: the middle one, the larger of two."""
     return sorted(capacities)[len(capacities) // 2]
 
 
 def amount(num_bytes: float) -> str:
-    """
+    """Format a number of bytes.
+
     >>> amount(3 << 20), amount(1536), amount(12)
     ('3.0 MiB', '1.5 KiB', '12 B')
     """
@@ -50,10 +50,12 @@ def amount(num_bytes: float) -> str:
 
 
 def best(results: Sequence[ReplayResult], capacity: int) -> ReplayResult | None:
-    """Which policy to take at this capacity: the one that hits most; or the default, or else lru,
-    where it is as good up to noise. None if no policy was run."""
+    """Return the result of the policy to use at this capacity: the one with the most hits, unless
+    the default, or else lru, is as good up to noise. None if no policy was run."""
     there = [one for one in results if one.capacity_blocks == capacity and one.policy != OPTIMUM]
     most_hit = max((one.block_hit_ratio for one in there), default=0.0)
+    # Noise counts from both ends: near a hit rate of 1 a small share of the hits is most of the
+    # misses.
     as_good = [
         one
         for one in there
@@ -70,12 +72,13 @@ def best(results: Sequence[ReplayResult], capacity: int) -> ReplayResult | None:
 def sentence(
     results: Sequence[ReplayResult], pool: int, bytes_per_token: int = 0, block_tokens: int = 0
 ) -> str:
-    """What a pool of so many blocks should be run with, and what half or twice of it would bring.
+    """Return the recommendation for a pool of `pool` blocks, and what half or twice of it would
+    bring.
 
     Args:
         results: of one trace; at `pool` all policies, at half and twice of it that of `best`.
-        bytes_per_token: of KV; 0: unknown, then tokens are told.
-        block_tokens: to say how large the pool is in bytes; 0: it is not said.
+        bytes_per_token: of KV; 0: unknown, savings are then given in tokens.
+        block_tokens: tokens per block, to give the pool's size in bytes; 0: the size is left out.
     """
     chosen = best(results, pool)
     if chosen is None:
@@ -86,12 +89,14 @@ def sentence(
     large = f" ({size})" if block_tokens and bytes_per_token else ""
     text = f"{chosen.trace}, {pool:,} blocks{large}: take {named}, which finds "
     text += f"{chosen.block_hit_ratio:.1%} of the blocks"
+    # The two figures that put the choice in proportion: the default's, and the bound on any policy.
     if chosen.policy != DEFAULT_POLICY and (other := at.get((DEFAULT_POLICY, pool))):
         text += f" (the default, {DEFAULT_POLICY}: {other.block_hit_ratio:.1%})"
     if optimum := at.get((OPTIMUM, pool)):
         text += f", where no policy could find more than {optimum.block_hit_ratio:.1%}"
     text += f"; that saves {_saved(chosen.hit_tokens, bytes_per_token)}"
     for what, blocks in (("half", max(1, pool // 2)), ("twice", 2 * pool)):
+        # The best policy alone: its replays at half and twice of the pool must be in `results`.
         other = at[chosen.policy, blocks]
         more = other.hit_tokens - chosen.hit_tokens
         told = f"{_saved(abs(more), bytes_per_token)} {'more' if more >= 0 else 'less'}"
@@ -100,13 +105,14 @@ def sentence(
 
 
 def _saved(num_tokens: int, bytes_per_token: int) -> str:
+    """Format the KV that hits have saved."""
     if bytes_per_token:
         return f"{amount(num_tokens * bytes_per_token)} of KV"
     return f"the KV of {num_tokens:,} tokens"
 
 
 def check_plot(path: Path | None) -> None:
-    """Raises ConfigError if a plot is asked for and matplotlib is not there."""
+    """Raise ConfigError if a plot is requested and matplotlib is missing."""
     if path is not None:
         try:
             import matplotlib  # noqa: F401, ICN001
@@ -115,11 +121,12 @@ def check_plot(path: Path | None) -> None:
 
 
 def draw(results: Sequence[ReplayResult], path: Path) -> None:
-    """Miss ratio by capacity, a curve a policy, a panel a trace. Raises ConfigError without
-    matplotlib."""
+    """Draw miss ratio by capacity: one curve per policy, one panel per trace. Raises ConfigError
+    without matplotlib."""
     check_plot(path)
     import matplotlib as mpl
 
+    # A backend without a display; it must be chosen before pyplot is imported.
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
@@ -127,6 +134,7 @@ def draw(results: Sequence[ReplayResult], path: Path) -> None:
     figure, panels = plt.subplots(1, len(names), figsize=(7 * len(names), 4), squeeze=False)
     for panel, name in zip(panels[0], names, strict=True):
         for policy in dict.fromkeys(result.policy for result in results):
+            # Results come in the order of replay, with half and twice of the pool at the end.
             mine = [result for result in results if (result.trace, result.policy) == (name, policy)]
             mine.sort(key=lambda result: result.capacity_blocks)
             style: dict[str, object] = (

@@ -1,7 +1,8 @@
-"""What no policy can exceed: furthest next use, where a block may also be dropped at once.
+"""The hit rate that no policy exceeds: evict the furthest next use, and drop a new block at once if
+that is the furthest.
 
-A block's next use is never later than that of the blocks after it, so what is kept is prefixes, and
-dropping the block whose next use is furthest is optimal as it is for single pages.
+A block's next use is never later than that of the blocks after it. So the blocks kept are prefixes,
+and dropping the block with the furthest next use is optimal, as for single pages.
 
 Source: Belady (1966), with bypass.
 """
@@ -18,27 +19,32 @@ OPTIMUM = "optimum"
 
 
 def replay_optimum(trace: Trace, capacity: int, warm: float = 0.0) -> ReplayResult:
-    """No cache with this capacity hits more often. O(blocks log blocks)."""
+    """Replay a trace with the optimum: no cache of this capacity hits more often. O(blocks log
+    blocks)."""
     hits = Hits(trace, warm)
     paths = [block_names(request.whole_key, trace.page_size) for request in trace.requests]
     never = len(paths)
-    # of each block of each request: the next request with it
+    # Backwards: for each block of each request, the next request that has it.
     next_uses: list[list[int]] = [[] for _ in paths]
     seen: dict[Any, int] = {}
     for at in range(len(paths) - 1, -1, -1):
         next_uses[at] = [seen.get(name, never) for name in paths[at]]
         for name in paths[at]:
             seen[name] = at
-    kept: dict[Any, int] = {}  # block: its next use
+    kept: dict[Any, int] = {}  # by block: its next use
+    # The heap is lazy: an entry counts only if it still has its block's next use. Of equal next
+    # uses the deepest block goes first, so that prefixes are kept.
     furthest: list[tuple[int, int, Any]] = []  # (-next use, -depth, block), lazily
     evicted = 0
     for at, path in enumerate(paths):
+        # A hit is a prefix: it ends at the first block that is not kept.
         known = 0
         while known < len(path) and path[known] in kept:
             known += 1
         for depth, (name, then) in enumerate(zip(path, next_uses[at], strict=True)):
             kept[name] = then
             heapq.heappush(furthest, (-then, -depth, name))
+        # The request's own blocks may go at once: that is the bypass.
         while len(kept) > capacity:
             then, _, name = heapq.heappop(furthest)
             if kept.get(name) == -then:

@@ -1,15 +1,15 @@
-"""Reading traces: which kind a file is, Mooncake's traces, and lists of tokens.
+"""Readers of traces: the kinds of files, Mooncake's traces, and lists of tokens.
 
-A file is of one kind, which its first entry says:
+A file is of one kind, which its first entry decides:
 
-    [..] or {"tokens": [..]}             a prompt's tokens, maybe with "timestamp" (ms)
+    [..] or {"tokens": [..]}             a prompt's tokens, perhaps with "timestamp" (ms)
     {"hash_ids": [..], ..}               Mooncake's; `DecodeConfig(record=)` writes these
-    {"request_id": .., "hash_ids": ..}   Dynamo's agentic Mooncake, maybe behind a header (`agents.py`)
-    {"requests": [..], "block_size": ..} an agent's session (`agents.py`); one a line, or the file is
-                                         one, or all *.json of a folder are
+    {"request_id": .., "hash_ids": ..}   Dynamo's agentic Mooncake, perhaps after a header
+    {"requests": [..], "block_size": ..} an agent's session: one per line, one per file, or all
+                                         *.json of a folder (`agents.py` reads these two)
 
-Source: Mooncake's `FAST25-release/traces` (one id a block of 512 tokens, the last may be partial).
-"""  # noqa: E501
+Source: Mooncake's `FAST25-release/traces`: one id per block of 512 tokens, the last may be partial.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from prefixkv.cli.traces import blocks_in, number_in, read_lines
 from prefixkv.spi import TOKEN_LIMIT, RadixKey, TraceError
 
 SPREAD_S = 4 * 3600.0
+"""Default time over which the starts of agents' sessions are spread."""
 
 
 def read_trace(
@@ -33,17 +34,18 @@ def read_trace(
     limit: int | None = None,
     spread_s: float = SPREAD_S,
 ) -> Trace:
-    """The trace in a file, or in a folder of sessions; its requests are ordered by time.
+    """Read the trace in a file, or in a folder of sessions; its requests are ordered by time.
 
     Args:
-        page_size: tokens a page, for token lists.
-        block_tokens: tokens a hash id stands for, where the file does not say.
-        limit: read so many entries only.
-        spread_s: over how long the starts of sessions are spread, which their files do not say.
+        page_size: tokens per page, for token lists.
+        block_tokens: tokens that a hash id stands for, if the file does not say.
+        limit: read only this many entries.
+        spread_s: time over which the starts of sessions are spread, which their files do not say.
     Raises:
         TraceError: names the file and the line.
     """
     reader = _Reader(page_size, block_tokens, spread_s)
+    # A folder holds whole sessions; a .json file one value; any other file one entry per line.
     if path.is_dir():
         files = sorted(path.glob("*.json"))[:limit]
         if not files:
@@ -54,6 +56,7 @@ def read_trace(
         _read_whole(path, reader.add)
     else:
         read_lines(path, limit, reader.add, place="{path}:{number}")
+    # Errors of single entries carry their line; those found now concern the file as a whole.
     try:
         return reader.trace(path.stem)
     except (TypeError, ValueError) as error:
@@ -61,7 +64,7 @@ def read_trace(
 
 
 def make_trace(name: str, entries: Iterable[dict[str, Any]], block_tokens: int = 512) -> Trace:
-    """A trace of entries that are in memory. Raises TypeError or ValueError for a bad one."""
+    """Make a trace of entries in memory. Raises TypeError or ValueError for a bad one."""
     reader = _Reader(1, block_tokens, SPREAD_S)
     for entry in entries:
         reader.add(entry)
@@ -69,9 +72,10 @@ def make_trace(name: str, entries: Iterable[dict[str, Any]], block_tokens: int =
 
 
 def _read_whole(path: Path, add: Callable[[Any], None]) -> None:
-    """A file that is one JSON value, or as many as it has lines."""
+    """Read a file that is one JSON value, or one value per line."""
     try:
         entry = json.loads(path.read_text(encoding="utf-8"))
+    # Not one value: take it line by line, which also reports the line that is wrong.
     except ValueError:
         read_lines(path, None, add, place="{path}:{number}")
         return
@@ -84,11 +88,11 @@ def _read_whole(path: Path, add: Callable[[Any], None]) -> None:
 
 
 class _Reader:
-    """Takes a file's entries, one after the other. Raises TypeError for one that does not fit."""
+    """Builder of a trace from a file's entries. Raises TypeError for one that does not fit."""
 
     def __init__(self, page_size: int, block_tokens: int, spread_s: float) -> None:
         self._page_size, self._block_tokens = page_size, block_tokens
-        self._names: dict[Any, int] = {}  # hash id: token; dense, whatever the trace's ids are
+        self._names: dict[Any, int] = {}  # by hash id: a token; dense, whatever the ids are
         self._requests: list[TraceRequest] = []
         self._kind = ""
         self._bytes_per_token = 0
@@ -96,7 +100,9 @@ class _Reader:
         self._agentic = Agentic(block_tokens)
 
     def add(self, entry: Any) -> None:
+        """Read one entry; the first decides the kind of all."""
         kind = _kind(entry)
+        # A file of two kinds would have two units of block and time.
         if self._kind == "":
             self._kind = kind
         elif kind != self._kind:
@@ -111,9 +117,11 @@ class _Reader:
             self._agentic.add(entry)
 
     def trace(self, name: str) -> Trace:
+        """Return the trace of all entries, in order of time."""
         if self._kind == "tokens":
             return Trace(name, self._requests, self._page_size, self._page_size).in_order()
         block_tokens = self._block_tokens
+        # Their times are known only now, when all entries have been read.
         if self._kind in ("sessions", "agentic requests"):
             source = self._sessions if self._kind == "sessions" else self._agentic
             block_tokens = source.block_tokens
@@ -123,14 +131,18 @@ class _Reader:
         return found.in_order()
 
     def _add_tokens(self, entry: dict[str, Any]) -> None:
+        """Read a prompt given as tokens."""
         key = RadixKey(entry["tokens"])
+        # Here a prompt has no partial block: `page_size` cuts it when it is matched.
         key.check()
         self._requests.append(TraceRequest(self._time_s(entry), key, key, len(key)))
 
     def _add_blocks(self, entry: dict[str, Any]) -> None:
+        """Read a prompt given as hash ids."""
         length = number_in(entry, "input_length", 0, TOKEN_LIMIT - 1)
         if "block_size" in entry:
             size = number_in(entry, "block_size", 1, 1 << 20)
+            # The size may come with the file, in its first entry, but must not change within it.
             if self._requests and size != self._block_tokens:
                 raise TypeError(f"block_size is {size}, before it was {self._block_tokens}")
             self._block_tokens = size
@@ -143,6 +155,7 @@ class _Reader:
         self._add(self._time_s(entry), ids, length, self._block_tokens, namespace)
 
     def _time_s(self, entry: dict[str, Any]) -> float:
+        """Return an entry's time; without one, requests are a second apart."""
         stamped = {"timestamp": len(self._requests) * 1000} | entry
         return number_in(stamped, "timestamp", 0, 10**15 - 1, (int, float)) / 1000  # type: ignore[no-any-return]
 
@@ -154,18 +167,22 @@ class _Reader:
         block_tokens: int,
         namespace: Hashable = None,
     ) -> None:
+        """Add a request with these blocks."""
         names = self._names
         blocks = [names.setdefault(name, len(names)) for name in ids]
         key = RadixKey(blocks, namespace)
+        # The same blocks without a partial last one, which no cache holds.
         whole_key = RadixKey(blocks[: num_tokens // block_tokens], namespace)
         self._requests.append(TraceRequest(time_s, key, whole_key, num_tokens))
 
 
 def _kind(entry: Any) -> str:
+    """Return the kind of a file's entry. Raises TypeError for one of no kind."""
     if isinstance(entry, list):
         return "tokens"
     if not isinstance(entry, dict):
         raise TypeError("neither an object nor a list of tokens")
+    # By the field that only this kind has. "hash ids" comes last, as other kinds have them too.
     if "tokens" in entry:
         return "tokens"
     if "requests" in entry:

@@ -1,6 +1,6 @@
-"""One policy at one capacity, through the real `RadixCache`: each request is matched and locked,
-room is made for the rest, and the rest is inserted. The policies are told how many tokens a block
-stands for."""
+"""Replay of one policy at one capacity, through the real `RadixCache`: each request is matched and
+locked, room is made for the rest, and the rest is inserted. Policies know how many tokens a block
+stands for (`token_scale`)."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from prefixkv.spi import Policy, RadixCache, make_policy
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
+    """Hit rates and costs of one replay."""
+
     trace: str
     policy: str
     capacity_blocks: int
@@ -30,7 +32,8 @@ class ReplayResult:
 
 
 class Hits:
-    """What a replay counts: from a share of the requests on, which warm the cache."""
+    """Counts of a replay. The first requests, a share of `warm`, warm the cache and do not
+    count."""
 
     def __init__(self, trace: Trace, warm: float) -> None:
         self._trace = trace
@@ -39,7 +42,7 @@ class Hits:
         self._begin_s = time.perf_counter()
 
     def add(self, at: int, known: int) -> None:
-        """Request number `at` found so many blocks."""
+        """Count request number `at`, with the number of its blocks that were cached."""
         if at < self._from:
             return
         request, block_tokens = self._trace.requests[at], self._trace.block_tokens
@@ -49,6 +52,7 @@ class Hits:
         self._tokens += request.num_tokens
 
     def result(self, policy: str, capacity: int, evicted: int) -> ReplayResult:
+        """Return the result, with the time per request since this object was made."""
         count = len(self._trace.requests)
         return ReplayResult(
             trace=self._trace.name,
@@ -74,19 +78,22 @@ def replay_policy(
     hints: Sequence[bool | None] | None = None,
     found: list[int] | None = None,
 ) -> ReplayResult:
-    """One policy at one capacity (blocks). Cost: some ten microseconds a request.
+    """Replay a trace with one policy at one capacity (blocks). Costs some ten microseconds per
+    request.
 
     Args:
         policy: a name, or an object, which serves one replay.
-        warm: count from this share of the requests on.
-        queue: so many next requests count as waiting.
-        hints: of each request, what its client says at its end (`finish(continues=)`).
-        found: takes how many blocks each request finds.
+        warm: share of the requests that only warm the cache.
+        queue: how many following requests count as waiting.
+        hints: per request, what its client says at its end (`finish(continues=)`).
+        found: filled with the number of blocks that each request finds.
     """
     chosen = make_policy(policy)
     chosen.token_scale = trace.token_scale
     cache = RadixCache(page_size=trace.page_size, policy=chosen)
     requests = trace.requests
+    # Page ids: `free` first, then new ones. More than `capacity` are in use for a moment, between
+    # an insertion and its eviction.
     next_page = 0
     free: list[int] = []
     wants = deque(cache.want(cache.match_prefix(one.whole_key)) for one in requests[:queue])
@@ -94,22 +101,26 @@ def replay_policy(
     for at, request in enumerate(requests):
         key = request.whole_key
         if queue:
+            # The request itself no longer waits, and the one `queue` places behind it begins to.
             cache.unwant(wants.popleft())
             if at + queue < len(requests):
                 wants.append(cache.want(cache.match_prefix(requests[at + queue].whole_key)))
         total = len(key) // trace.page_size
+        # As a scheduler does: lock the prefix, take pages for the rest, insert. The lock keeps the
+        # prefix from eviction until the whole path is in the tree.
         with cache.lock(cache.match_prefix(key), request.time_s) as lock:
             known = lock.prefix_len // trace.page_size
             while len(free) < total - known:
                 free.append(next_page)
                 next_page += 1
+            # The pages used come off the end of `free` only once they are inserted.
             cut = len(free) - total + known
             pages = np.array([*lock.pages.tolist(), *free[cut:]], np.int32)
             inserted = cache.insert(key, pages, now_s=request.time_s)
             del free[cut:]
         if hints is not None:
             cache.hint(inserted, hints[at])
-        # What a request computed may go at once, as the optimum's may.
+        # After the lock is released: the request's own blocks may go at once, as the optimum's may.
         if cache.num_pages > capacity:
             free += cache.evict(cache.num_pages - capacity, request.time_s).tolist()
         hits.add(at, known)

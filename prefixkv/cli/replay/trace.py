@@ -1,7 +1,7 @@
 """A trace in memory. A block of a Mooncake trace becomes a page of one token, its id.
 
-A prompt's partial last block is never inserted and never found, under no policy and not by the
-optimum: no engine caches one. It counts among the blocks that are asked for, as in published
+The partial last block of a prompt is never inserted and never found, by no policy and not by the
+optimum: no engine caches one. It still counts as a block that was requested, as in published
 figures.
 """
 
@@ -29,38 +29,43 @@ class TraceRequest:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
+    """Requests of one trace, and the sizes of its blocks."""
+
     name: str
     requests: list[TraceRequest]
-    page_size: int  # tokens of a key a page
-    block_tokens: int  # prompt tokens a page
+    page_size: int  # tokens of a key per page
+    block_tokens: int  # prompt tokens per page
     bytes_per_token: int = 0  # of KV; 0: the trace does not say
 
     @property
     def token_scale(self) -> int:
-        """Prompt tokens that a token of a key stands for."""
+        """Prompt tokens that one token of a key stands for."""
         return self.block_tokens // self.page_size
 
     def in_order(self) -> Trace:
-        """The same, its requests by time; those of one time as they come."""
+        """Return the trace with its requests by time; those of equal time keep their order."""
         ordered = self.requests
+        # Traces are mostly in order already: looking is cheaper than sorting.
         if any(later.time_s < earlier.time_s for earlier, later in pairwise(ordered)):
             ordered = sorted(ordered, key=lambda request: request.time_s)
         return replace(self, requests=ordered)
 
 
 def block_names(key: RadixKey, page_size: int) -> list[Any]:
-    """What stands for each whole block together with all before it."""
+    """Return a name for each whole block together with all blocks before it."""
     names = []
     above = hash(key.namespace)
     size = TOKEN_BYTES * page_size
     for at in range(len(key) // page_size):
+        # Chained, so that equal blocks behind different prefixes have different names.
         above = hash((above, key.data[at * size : (at + 1) * size]))
         names.append(above)
     return names
 
 
 def footprint(trace: Trace) -> int:
-    """How many different whole blocks there are: a cache of this many never evicts."""
+    """Count the distinct whole blocks: a cache of this many never evicts."""
+    # By name, not by id: a block counts once per prefix that it follows.
     seen: set[Any] = set()
     for request in trace.requests:
         seen.update(block_names(request.whole_key, trace.page_size))
@@ -68,7 +73,7 @@ def footprint(trace: Trace) -> int:
 
 
 def mix(traces: Sequence[Trace]) -> Trace:
-    """All requests of several traces by time, each in a namespace of its own: nothing is shared.
+    """Merge traces by time, each in a namespace of its own, so that they share nothing.
 
     Raises:
         ConfigError: blocks of different sizes.
@@ -77,6 +82,7 @@ def mix(traces: Sequence[Trace]) -> Trace:
     if len(sizes) > 1:
         raise ConfigError("--mix: the traces have blocks of different sizes")
 
+    # The number of the trace goes into the namespace, beside the one that the trace has itself.
     def apart(key: RadixKey, number: int) -> RadixKey:
         return RadixKey(np.frombuffer(key.data, "<i4"), (number, key.namespace))
 
