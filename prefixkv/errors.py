@@ -181,8 +181,8 @@ def _fields_of(field: str, ours: object, theirs: object) -> list[str]:
 
 
 class MetadataError(HandshakeError):
-    """A peer's NIXL metadata that is not loaded here: it is not what is known of the peer, or a trial
-    load failed."""
+    """A peer's NIXL metadata that is not loaded here: it differs from what is known of the peer, or
+    a trial load of it failed."""
 
     def __init__(self, why: str) -> None:
         # Past HandshakeError and its message of two values: here only one side has one.
