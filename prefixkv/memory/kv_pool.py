@@ -100,6 +100,7 @@ class KVPool:
             tensors = [whole]
         else:
             raise ConfigError(f"order is {order!r}, a pool is created layer_major or page_major")
+        # One region per tensor, each whole: nothing else of the process is registered.
         regions = tuple((tensor.data_ptr(), tensor.numel() * tensor.itemsize) for tensor in tensors)
         return cls(_describe(slabs, attention, order, regions), slabs)
 
@@ -339,6 +340,8 @@ def _describe(
     """Return the validated layout of 4-dimensional views."""
     num_pages, page_size, num_kv_heads, head_dim = slabs[0].shape
     size = slabs[0].itemsize
+    # The views are alike, so the first gives the sizes; each gives its own address and strides, in
+    # bytes.
     layout = KVLayout(
         num_pages=num_pages,
         page_size=page_size,
@@ -355,7 +358,8 @@ def _describe(
             for slab in slabs
         ),
         regions=regions,
-        device=intern(str(slabs[0].device)),  # msgspec leaves the default out by identity
+        # Interned: msgspec leaves a default value out of a message by identity.
+        device=intern(str(slabs[0].device)),
         opaque=opaque,
     )
     layout.validate()

@@ -90,6 +90,7 @@ class Gittins(GhostPolicy):
         return self._last_use(use, None)
 
     def marks_of_new(self, use: Use, found: list[Ghost]) -> Sequence[tuple[int, LastUse]]:
+        """Return the marks that an insertion leaves; `found` are the ghosts of its new pages."""
         mark = self._last_use(use, found)
         # A mark where the new pages begin as well: this use passed there, so a later use that ends
         # there does not continue an older one.
