@@ -61,7 +61,7 @@ def shared_bytes(num_bytes: int) -> torch.Tensor:
     except OSError as error:
         raise CapacityError(f"no shared memory of {size} bytes: {error}") from error
     try:
-        # The size first: the seals forbid to change it afterwards.
+        # The size first: the seals forbid changing it afterwards.
         os.ftruncate(fd, size)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
         # No seal against writing: peers write into it. F_SEAL_SEAL keeps it that way.

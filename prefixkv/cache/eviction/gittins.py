@@ -52,7 +52,7 @@ class LastUse(NamedTuple):
 @register
 @dataclass(eq=False, repr=False)
 class Gittins(GhostPolicy):
-    """Evicts the least worth first, by returns counted per turn and size.
+    """A policy that evicts the least worth first, by returns counted per turn and size.
 
     Args:
         short_tokens, long_tokens: the two bounds between the three classes of how much was new.
