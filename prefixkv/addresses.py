@@ -1,4 +1,4 @@
-"""Addresses of sockets."""
+"""Checks of socket addresses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MAX_PORT = 65_535
 
 @lru_cache(1024)
 def is_loopback(address: str) -> bool:
-    """Whether a socket bound to this address can be reached from this machine only.
+    """Return whether a socket bound to this address can be reached from this machine only.
 
     >>> is_loopback("tcp://127.0.0.1:5000"), is_loopback("tcp://*:5000"), is_loopback("ipc:///run/kv")
     (True, False, True)
@@ -22,6 +22,8 @@ def is_loopback(address: str) -> bool:
         return False
     if parts.scheme in ("ipc", "inproc"):
         return True
+    # Without the port, and without the brackets of IPv6. A name other than localhost may resolve to
+    # anything, so it counts as reachable, as does "*".
     host = (parts.netloc.rpartition(":")[0] or parts.netloc).strip("[]")
     if host == "localhost":
         return True
@@ -32,15 +34,17 @@ def is_loopback(address: str) -> bool:
 
 
 def check_address(address: str) -> None:
-    """Raises ValueError for what zmq would take for another address, or explain badly."""
+    """Raise ValueError for an address that zmq would take for another, or reject without a clear
+    reason."""
     scheme, _, rest = address.partition("://")
     if not rest or scheme not in ("tcp", "ipc", "inproc"):
         raise ValueError(
             "an address begins with tcp://, as in tcp://127.0.0.1:5000, or with ipc://"
         )
     host, _, port = rest.rpartition(":")
+    # Only TCP has ports; "*" lets the system choose one.
     if scheme != "tcp" or (host and port == "*"):
         return
-    # Of another number zmq would take the rest of a division.
+    # zmq reduces a larger number modulo 65536, and would use some other port.
     if not (host and port.isascii() and port.isdecimal() and int(port) <= _MAX_PORT):
         raise ValueError(f"the port is {port!r}, a number up to {_MAX_PORT} is needed, or *")

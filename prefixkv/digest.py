@@ -1,4 +1,4 @@
-"""What two workers compare to know that they mean the same prompt.
+"""Digests and proofs by which two workers know that they mean the same prompt.
 
 A promise carries a proof: the prompt's digest, keyed with what the two ranks drew for each other in
 their handshake. So it says nothing to others, and is of no use on another link.
@@ -15,15 +15,16 @@ from prefixkv.errors import RequestError
 
 DIGEST_BYTES = 32
 MIN_DIGEST_BYTES, MAX_DIGEST_BYTES = 16, 64
-"""Of a digest that an engine makes itself."""
+"""Bounds for a digest that an engine makes itself."""
 
 
 def prompt_digest(tokens: TokensLike, namespace: Hashable = None) -> bytes:
-    """32 bytes that name a prompt: equal in every process for equal tokens and namespaces, and for
-    no others. About 4 us for 1,024 tokens.
+    """Return 32 bytes that name a prompt. About 4 us for 1,024 tokens.
+
+    They are equal in every process for equal tokens and namespaces, and for no others.
 
     Args:
-        tokens: as of `RadixKey`; of one, its own namespace counts where none is given.
+        tokens: as of `RadixKey`; a key's own namespace counts if none is given.
         namespace: None, an int, a str, bytes, or a tuple of these.
     Raises:
         TokenError: tokens that are not integers in [0, 2**31).
@@ -32,25 +33,28 @@ def prompt_digest(tokens: TokensLike, namespace: Hashable = None) -> bytes:
     key = tokens if type(tokens) is RadixKey and namespace is None else RadixKey(tokens, namespace)
     key.check()
     named = _canonical(key.namespace)
+    # The length first: else a longer namespace with fewer tokens could give the same bytes.
     digest = blake2b(len(named).to_bytes(8, "little") + named, digest_size=DIGEST_BYTES)
     digest.update(key.data)
     return digest.digest()
 
 
 def prove(digest: bytes, decode_secret: bytes, prefill_secret: bytes) -> bytes:
-    """What a promise says of the digest on the link of two ranks that drew these secrets, at most
-    32 bytes each."""
+    """Return the proof of a digest on the link of two ranks that drew these secrets, at most 32
+    bytes each."""
+    # Both secrets: a proof overheard or received on one link proves nothing on another.
     key = decode_secret + prefill_secret
     return blake2b(digest, key=key, digest_size=DIGEST_BYTES).digest()
 
 
 def proves(proof: bytes, digest: bytes, decode_secret: bytes, prefill_secret: bytes) -> bool:
-    """Whether the proof is of this digest. Takes as long for any proof."""
+    """Return whether the proof is of this digest. Takes the same time for any proof of its
+    length."""
     return hmac.compare_digest(proof, prove(digest, decode_secret, prefill_secret))
 
 
 def check_digest(digest: bytes) -> bytes:
-    """The digest as bytes. RequestError for what is none, or of another size than 16 to 64."""
+    """Return the digest as bytes. Raises RequestError unless it is bytes, 16 to 64 of them."""
     if not isinstance(digest, bytes | bytearray | memoryview):
         raise RequestError(f"digest is {digest!r}, bytes are needed: `prefixkv.prompt_digest`")
     if not MIN_DIGEST_BYTES <= len(raw := bytes(digest)) <= MAX_DIGEST_BYTES:
@@ -60,12 +64,15 @@ def check_digest(digest: bytes) -> bytes:
 
 
 def _canonical(namespace: Hashable) -> bytes:
-    """Equal for namespaces that are equal, and for no others: a letter for the type, the size,
-    the value."""
+    """Return the same bytes for equal namespaces, and different bytes for others.
+
+    They are a letter for the type, the size, and the value. Raises RequestError for other types.
+    """
     match namespace:
         case None:
             letter, value = b"n", b""
-        case int():  # a bool too: True is the namespace 1
+        # A bool too: True equals 1, so it has to be the same namespace.
+        case int():
             letter, value = b"i", b"%d" % namespace
         case str():
             letter, value = b"s", namespace.encode("utf-8", "surrogatepass")
@@ -78,4 +85,5 @@ def _canonical(namespace: Hashable) -> bytes:
                 f"namespace is {namespace!r}; None, an int, a str, bytes or a tuple of these "
                 "means the same in every process"
             )
+    # The size makes a tuple's items distinct: ("ab", "c") is not ("a", "bc").
     return letter + len(value).to_bytes(8, "little") + value

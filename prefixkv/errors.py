@@ -1,4 +1,4 @@
-"""Every exception, by whose fault it is.
+"""All exceptions, grouped by the side at fault.
 
 `CallerError`: the engine or operator passed something wrong; state is as before the call.
 `CapacityError`: nothing is wrong, there is no room; the numbers say how much is missing.
@@ -19,6 +19,7 @@ class PrefixKVError(Exception):
 # --- the caller's -------------------------------------------------------------------------------
 
 
+# A ValueError too, so that code that knows nothing of prefixkv handles a bad argument as usual.
 class CallerError(PrefixKVError, ValueError):
     """An argument or a call that the contract forbids. Nothing was changed."""
 
@@ -79,7 +80,7 @@ class CapacityError(PrefixKVError):
 class OutOfPagesError(CapacityError):
     """Fewer pages are free or evictable than asked for.
 
-    `retract` names the request ids whose retraction would make room, best first (empty if unknown).
+    `retract` names the requests that would make room if retracted, best first (empty if unknown).
     """
 
     def __init__(
@@ -119,17 +120,19 @@ class VersionError(ProtocolError):
 
 
 class BudgetError(ProtocolError):
-    """A word that asks to hold more for a peer than its pool has pages, or than `max_peer_bytes`
+    """A message that asks to hold more for a peer than its pool has pages, or than `max_peer_bytes`
     allows."""
 
 
 class FormerLifeError(ProtocolError):
-    """A word of a life that is over: another took its place, it was fenced, or it has left."""
+    """A message of an incarnation that is over: it was replaced, it was fenced, or it has left."""
 
 
 class HandshakeError(PeerError):
-    """Two nodes that cannot work together; names the field, what is wrong with it, and both
-    values. `option` is what the engine's user sets it by."""
+    """Two nodes that cannot work together. Names the field, what is wrong with it, and both values.
+
+    `option` is the engine's option that sets the field, as its user knows it.
+    """
 
     def __init__(
         self,
@@ -148,9 +151,10 @@ class HandshakeError(PeerError):
         self.option = option
 
     def named(self, options: Mapping[str, str]) -> HandshakeError:
-        """The same with the engine's option, where `options` has one for the field.
+        """Return this error with the engine's option, if `options` has one for the field.
 
-        A tag of words, `key=value`, is a field for each word: those that differ are named.
+        A tag is words of the form `key=value`. Each word counts as a field, and those that differ
+        are named.
 
         >>> HandshakeError("tag", "a=1 b=2", "a=1 b=3").named({"tag.b": "--b"})
         HandshakeError("tag (--b) differs: ours 'a=1 b=2', theirs 'a=1 b=3'")
@@ -159,6 +163,7 @@ class HandshakeError(PeerError):
         found = [
             options[key] for key in _fields_of(field, self.ours, self.theirs) if key in options
         ]
+        # Each option once, in the order of the words; else that of the field as a whole.
         option = ", ".join(dict.fromkeys(found)) or options.get(field, "")
         if not option:
             return self
@@ -166,24 +171,27 @@ class HandshakeError(PeerError):
 
 
 def _fields_of(field: str, ours: object, theirs: object) -> list[str]:
-    """Of the words of two tags, those that differ, each as a field."""
+    """Return those words of two tags that differ, each as a field."""
     if not isinstance(ours, str) or not isinstance(theirs, str):
         return []
+    # Words that only one side has. Listed in the order of both tags, so that the message is stable.
     words = set(ours.split()) ^ set(theirs.split())
     keys = [word.partition("=")[0] for word in (*ours.split(), *theirs.split()) if word in words]
     return [f"{field}.{key}" for key in keys]
 
 
 class MetadataError(HandshakeError):
-    """A peer's NIXL metadata that is not loaded here: it is not as it is known to be, or a trial
-    load of it failed."""
+    """A peer's NIXL metadata that is not loaded here: it differs from what is known of the peer, or
+    a trial load of it failed."""
 
     def __init__(self, why: str) -> None:
+        # Past HandshakeError and its message of two values: here only one side has one.
         PeerError.__init__(self, f"NIXL metadata is refused: {why}")
         self.field, self.ours, self.theirs = "agent_metadata", None, why
         self.reason, self.option = "is refused", ""
 
     def named(self, options: Mapping[str, str]) -> HandshakeError:
+        """Return this error as it is: no option sets the metadata."""
         return self
 
 
@@ -201,7 +209,7 @@ class TransferTimeoutError(TransferError):
 class PeerLostError(TransferError):
     """The peer of a transfer was restarted, fenced or cut off.
 
-    `peer` is its `PeerId`, (name, incarnation), what `fence` takes; None where it is not known.
+    `peer` is its `PeerId`, (name, incarnation), as `fence` takes it; None if it is not known.
     """
 
     def __init__(self, text: str, peer: tuple[str, int] | None = None) -> None:
@@ -215,10 +223,10 @@ class PromptMismatchError(TransferError):
 
 
 class WeightsVersionError(TransferError):
-    """The weights of one side are of another version than the request's KV is, or was to be.
+    """The weights of one side are of another version than the request's KV.
 
-    `request_version` is the version that the request was promised under, or runs under;
-    `current_version` is what `whose` has now. `option` is what the engine's user sets it by.
+    `request_version` is the version that the request was promised under, or runs under.
+    `current_version` is what `whose` has now. `option` is the engine's option that sets it.
     """
 
     def __init__(
@@ -239,11 +247,12 @@ class WeightsVersionError(TransferError):
 
     @property
     def versions(self) -> tuple[str, str]:
-        """The request's, and the other one."""
+        """Version of the request, and the other one."""
         return self.request_version, self.current_version
 
     def named(self, options: Mapping[str, str]) -> WeightsVersionError:
-        """The same with the engine's option, where `options` has one for `weights_version`."""
+        """Return this error with the engine's option, if `options` has one for
+        `weights_version`."""
         option = options.get("weights_version", "")
         return WeightsVersionError(*self.versions, self.whose, option) if option else self
 
@@ -263,28 +272,32 @@ class InternalError(PrefixKVError, AssertionError):
 
 
 class UserErrors:
-    """What code of the user's (a policy, a log handler, an event) raised while books were changed.
+    """Exceptions of the user's code (a policy, a log handler, an event), caught while state was
+    changed.
 
-    The change goes on without it. A later call raises the first, before it changes anything: each
-    at most once, and never two calls in a row, so that a loop that goes on gets its results.
+    The change goes on without the user's result. A later call raises the first of them, before it
+    changes anything: each at most once, and never two calls in a row, so that a loop that continues
+    gets its results.
     """
 
     def __init__(self) -> None:
-        self.num = 0  # of all that were caught
+        # All that were caught. Only the first is kept to be raised: it mostly causes the others.
+        self.num = 0
         self.due: Exception | None = None
         self._raised_last = False
 
     def caught(self, error: Exception) -> None:
-        """To be called where the exception was caught."""
+        """Note an exception. Call it in the handler that caught it."""
         self.num += 1
         if self.due is None:
             self.due = error
 
     def raise_due(self) -> None:
-        """Raise the first that was caught since the last one was raised."""
+        """Raise the first exception since the last one raised, but not in two calls in a row."""
         if self._raised_last or self.due is None:
             self._raised_last = False
             return
+        # Cleared before raising, so that it is raised once.
         error, self.due = self.due, None
         self._raised_last = True
         raise error

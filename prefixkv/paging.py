@@ -1,8 +1,8 @@
 """Page arithmetic, page ids and unit pages. Tokens become pages here and nowhere else.
 
 Where the page sizes of two pools differ by a whole factor, both are counted in *unit pages* of the
-smaller size: unit j of page p of a pool whose pages hold `fold` units is p * fold + j. With equal
-sizes a unit page is a page.
+smaller size: with `fold` units per page, unit j of page p is p * fold + j. With equal sizes a unit
+page is a page.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PageIds = npt.NDArray[np.integer] | Sequence[int]
 # the cost.
 Index = npt.NDArray[np.intp]
 Where = Index | slice
-"""Pages as an index of an array with an entry a page: ascending, none twice; a slice where they lie
+"""Pages as an index of an array with one entry per page: ascending, none twice. A slice if they lie
 side by side, which numpy takes in a fifth of the time."""
 
 MAX_INDEX: Final = 2**31 - 1  # ids of pages, slots and blocks are int32
@@ -32,7 +32,7 @@ _INT32 = np.dtype(np.int32)
 
 
 def page_floor(num_tokens: int, page_size: int) -> int:
-    """Largest whole-page token count not above `num_tokens`.
+    """Return the largest whole-page token count not above `num_tokens`.
 
     >>> page_floor(130, page_size=64)
     128
@@ -41,7 +41,7 @@ def page_floor(num_tokens: int, page_size: int) -> int:
 
 
 def whole_pages(num_tokens: int, page_size: int) -> int:
-    """How many whole pages `num_tokens` fill.
+    """Return how many whole pages `num_tokens` fill.
 
     >>> whole_pages(130, page_size=64)
     2
@@ -50,7 +50,7 @@ def whole_pages(num_tokens: int, page_size: int) -> int:
 
 
 def pages_for(num_tokens: int, page_size: int) -> int:
-    """How many pages hold `num_tokens`, a partial last page included.
+    """Return how many pages hold `num_tokens`, a partial last page included.
 
     >>> pages_for(130, page_size=64)
     3
@@ -62,11 +62,13 @@ def pages_for(num_tokens: int, page_size: int) -> int:
 
 
 def as_pages(pages: PageIds) -> Pages:
-    """`pages` as int32 [n]: the array itself if it is one, else a copy. Says nothing of the pool's
-    bounds.
+    """Return `pages` as int32 [n]: the array itself if it is one, else a copy.
 
-    Raises: PageStateError for another shape, for what is no integer, and for what an int32 cannot
-    hold (a cast would wrap it round to some other page).
+    It does not check the bounds of a pool.
+
+    Raises:
+        PageStateError: another shape, no integers, or a value beyond int32 (a cast would wrap it
+            round to some other page).
     """
     array = np.asarray(pages)
     if array.ndim != 1:
@@ -86,10 +88,12 @@ def as_pages(pages: PageIds) -> Pages:
 def checked_pages(
     pages: npt.NDArray[np.integer], num_pages: int, side: str, what: str = "page"
 ) -> Pages:
-    """`pages` as int32, after each id was found to lie in [0, num_pages). The only way to an
-    address.
+    """Return `pages` as int32 after checking that each id lies in [0, num_pages).
 
-    Raises: PageStateError naming the side, what is counted, and the id or the shape.
+    Every id passes here before it becomes an address.
+
+    Raises:
+        PageStateError: names the side, what is counted, and the id or the shape.
     """
     if (
         not isinstance(pages, np.ndarray)
@@ -105,7 +109,7 @@ def checked_pages(
 
 
 def check_in_pool(pages: npt.NDArray[np.integer], num_pages: int, what: str = "page") -> None:
-    """Raises PageStateError, naming the first id that is not in [0, num_pages), if there is one."""
+    """Raise PageStateError, naming the first id that is not in [0, num_pages), if there is one."""
     if len(pages) and (pages.min() < 0 or pages.max() >= num_pages):
         outside = pages[(pages < 0) | (pages >= num_pages)]
         raise PageStateError(f"{what} {outside[0]} is not in [0, {num_pages})")
@@ -115,15 +119,17 @@ def check_in_pool(pages: npt.NDArray[np.integer], num_pages: int, what: str = "p
 
 
 def page_table(rows: Sequence[Pages], width: int | None = None, pad: int = 0) -> Pages:
-    """The pages of a whole batch as one array, as kernels take it ("block table" in vLLM and
-    FlashAttention, "page table" in SGLang). O(its size).
+    """Build the page table of a batch, as kernels take it. O(its size).
+
+    It is called "block table" in vLLM and FlashAttention, "page table" in SGLang.
 
     Args:
-        rows: of each request its page ids in order, as `req.pages` has them.
-        width: columns; None: as many as the longest row has. Longer rows are cut off there.
-        pad: what stands behind a shorter row's end: a page that may be read, and counts for
+        rows: for each request its page ids in order, as `req.pages` has them.
+        width: columns; longer rows are cut off there. None: as many as the longest row has.
+        pad: page id behind the end of a shorter row: a page that may be read, and counts for
             nothing.
-    Returns: int32 [len(rows), width].
+    Returns:
+        int32 [len(rows), width].
 
     >>> page_table([np.array([7, 3], np.int32), np.array([5], np.int32)]).tolist()
     [[7, 3], [5, 0]]
@@ -140,15 +146,17 @@ def page_table(rows: Sequence[Pages], width: int | None = None, pad: int = 0) ->
 def slot_mapping(
     rows: Sequence[Pages], starts: Sequence[int], ends: Sequence[int], page_size: int
 ) -> npt.NDArray[np.int64]:
-    """Where the KV of new tokens goes, one request after the other: token i of a request is in slot
-    `pages[i // page_size] * page_size + i % page_size` of its pool.
+    """Return the slots for the KV of new tokens, one request after the other.
+
+    Token i of a request is in slot `pages[i // page_size] * page_size + i % page_size` of its pool.
 
     Args:
-        rows: of each request its page ids in order.
-        starts, ends: of each request the first new token, and the one behind the last.
-    Returns: int64 [sum of ends - starts], slots in [0, num_pages * page_size).
-
-    Raises: PageStateError for a range that its pages do not hold.
+        rows: for each request its page ids in order.
+        starts, ends: for each request the first new token, and the one behind the last.
+    Returns:
+        int64 [sum of ends - starts], slots in [0, num_pages * page_size).
+    Raises:
+        PageStateError: a range that its pages do not hold.
 
     >>> slot_mapping([np.array([7, 3], np.int32)], [2], [5], page_size=4).tolist()
     [30, 31, 12]
@@ -160,6 +168,7 @@ def slot_mapping(
                 f"tokens {start} to {end} of {len(row)} pages of {page_size} tokens"
             )
         first = start // page_size
+        # All slots of the pages concerned, then cut to the tokens.
         pages = row[first : pages_for(end, page_size)].astype(np.int64)
         slots = (pages[:, None] * page_size + np.arange(page_size)).ravel()
         parts.append(slots[start - first * page_size : end - first * page_size])
@@ -170,25 +179,26 @@ def slot_mapping(
 
 
 def unit_pages(pages: Pages, fold: int, start: int, stop: int) -> Pages:
-    """Units `start` to `stop` of the pages of a request, counted from the first unit of `pages[0]`.
+    """Return units `start` to `stop` of a request, counted from the first unit of `pages[0]`.
 
     >>> unit_pages(np.array([7, 3], np.int32), fold=4, start=2, stop=6).tolist()
     [30, 31, 12, 13]
 
-    Raises: PageStateError where `pages` has no such units, ConfigError where one would not fit into
-    an int32.
+    Raises:
+        PageStateError: `pages` has no such units. ConfigError: one would not fit into an int32.
     """
     if not 0 <= start <= stop <= len(pages) * fold:
         raise PageStateError(f"units {start} to {stop} of {len(pages)} pages of {fold}")
     if fold == 1:
         return pages[start:stop]
+    # Before the multiplication, which would wrap round to another page.
     check_unit_range(int(pages.max(initial=0)) + 1, fold)
     units = np.arange(start, stop, dtype=np.int32)
     return pages[units // fold] * np.int32(fold) + units % np.int32(fold)
 
 
 def check_unit_range(num_pages: int, fold: int) -> None:
-    """Raises ConfigError when a pool has more unit pages than an int32 can name."""
+    """Raise ConfigError if a pool has more unit pages than an int32 can name."""
     if num_pages * fold - 1 > MAX_INDEX:
         raise ConfigError(
             f"{num_pages} pages of {fold} units are {num_pages * fold} units, an int32 names "

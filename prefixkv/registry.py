@@ -1,4 +1,4 @@
-"""Classes that are chosen by name: eviction policies, admission policies."""
+"""Registries of classes that are chosen by name: eviction policies, admission policies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from prefixkv.errors import ConfigError
 
 
 class Named(Protocol):
-    """An object whose class has a name to be chosen by."""
+    """An object with the name that its class is chosen by."""
 
     name: str
 
@@ -31,11 +31,14 @@ class Registry(Generic[T]):
         self._classes: dict[str, type[T]] = {}
 
     def add(self, chosen: C) -> C:
-        """Make a class known by its `name`; a decorator. It replaces one of the same name.
+        """Make a class available by its `name`, replacing one of the same name. Works as a
+        decorator.
 
-        Raises ConfigError, with nothing changed, for what is no class derived from the base, and a
-        name that is no string.
+        Raises:
+            ConfigError: it is no class derived from the base, or its name is no string. Nothing was
+                changed.
         """
+        # Users call this too, so the types are checked, whatever the annotation says.
         given: Any = chosen
         if not isinstance(given, type) or not issubclass(given, self._base):
             raise ConfigError(f"{self._kind} {chosen!r} is no class derived from {self._base!r}")
@@ -45,14 +48,17 @@ class Registry(Generic[T]):
         return chosen
 
     def names(self) -> list[str]:
+        """Return all names, sorted."""
         return sorted(self._classes)
 
     def make(self, chosen: str | T) -> T:
-        """An object by its class's name, made with the default settings; or the object itself.
+        """Return a new object of the class named `chosen`, with default settings; an object is
+        returned as is.
 
         Raises:
             ConfigError: an unknown name, or an object of another kind.
         """
+        # An unknown name falls through to the error.
         if isinstance(chosen, str):
             if chosen in self._classes:
                 return self._classes[chosen]()

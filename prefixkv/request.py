@@ -1,4 +1,4 @@
-"""What an engine submits, the same on both sides."""
+"""A request as an engine submits it, the same on both sides."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from prefixkv.errors import RequestError
 from prefixkv.paging import MAX_INDEX
 
 MAX_TEXT_CHARS: Final = 1024
-"""Of a request's name, and of the addresses and names that it gives."""
+"""Limit for a request's name, and for the addresses and names that it gives."""
 
 
 class DeviceEvent(Protocol):
-    """What `ready=` and `after=` take: a CUDA event, or anything that answers `query()`."""
+    """The type of `ready=` and `after=`: a CUDA event, or any object with `query()`."""
 
     def query(self) -> bool: ...
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request. Its tokens are packed and checked here, once.
+    """One request. Its tokens are packed and checked once, when it is made.
 
     Args:
         rid: the engine's name for it, unique on a node while the request lives.
@@ -41,7 +41,7 @@ class Request:
         namespace: requests of two namespaces never share KV (LoRA adapter, tenant, salt, images):
             None, an int, a str, bytes, or a tuple of these, 64 KiB at most.
         cacheable: False for warm-up: neither matched nor kept.
-        generation: which attempt at this room it is; decode says (`PrefillAsk`).
+        generation: number of the attempt at this room, which decode gives (`PrefillAsk`).
         priority: for eviction, higher stays longer; and for admission by `priority`, higher goes
             first.
         deadline_s: seconds after `add`. On decode: its KV has to be here by then, else it fails,
@@ -72,6 +72,7 @@ class Request:
     digest: bytes = field(init=False)
 
     def __post_init__(self) -> None:
+        # Two different namespaces for one request: no guess which one is meant.
         if isinstance(self.tokens, RadixKey) and self.namespace not in (
             None,
             self.tokens.namespace,
@@ -79,6 +80,8 @@ class Request:
             raise RequestError(
                 f"namespace is {self.namespace!r}, that of the key is {self.tokens.namespace!r}"
             )
+        # Everything is checked here, where the stack still shows the caller at fault; what comes
+        # later, down to the frames, relies on it.
         self.key = key = RadixKey(self.tokens, self.namespace)
         key.check()
         _check_text("rid", self.rid)
@@ -87,10 +90,12 @@ class Request:
         _check_namespace(key.namespace)
         _check_text("prefill", self.prefill)
         _check_text("decode", self.decode)
+        # Values are made plain Python objects: numpy's do not travel in a frame.
         if type(self.cacheable) is not bool:
             if not isinstance(self.cacheable, np.bool_):
                 raise RequestError(f"cacheable is {self.cacheable!r}, True or False is needed")
             self.cacheable = bool(self.cacheable)
+        # After the namespace was checked: the digest needs one that has the same bytes everywhere.
         self.digest = prompt_digest(key)
         self.max_new_tokens = whole_number("max_new_tokens", self.max_new_tokens, 1, MAX_INDEX + 1)
         self.room = whole_number("room", self.room, 0, 2**64)
@@ -101,9 +106,10 @@ class Request:
 
 
 def _check_namespace(namespace: Hashable) -> None:
-    """RequestError for what cannot be found again in a dictionary: lists, NaN."""
+    """Raise RequestError for a namespace that a dictionary would not find again: a list, NaN."""
     if namespace is None:
         return
+    # `==` of an array raises ValueError where a truth value is needed.
     try:
         hash(namespace)
         found_again = bool(namespace == namespace)
@@ -115,7 +121,8 @@ def _check_namespace(namespace: Hashable) -> None:
 
 
 def _check_text(name: str, value: Any) -> None:
-    """RequestError for what is no string, or longer than anybody needs: it may be a client's."""
+    """Raise RequestError for a value that is no string, or longer than needed: it may come from a
+    client."""
     if not isinstance(value, str):
         raise RequestError(f"{name} is {value!r}, a string is needed")
     if len(value) > MAX_TEXT_CHARS:
@@ -125,10 +132,11 @@ def _check_text(name: str, value: Any) -> None:
 
 
 def whole_number(name: str, value: Any, low: int, end: int) -> int:
-    """`value` as an int: numpy's travel in no frame. RequestError if it is none, or not in [low,
-    end)."""
+    """Return `value` as an int in [low, end), else raise RequestError. numpy's ints do not fit in a
+    frame."""
     if type(value) is int and low <= value < end:
         return value
+    # Whatever is no integer becomes a value out of range: one error for both.
     try:
         whole = operator.index(value)
     except TypeError:
@@ -139,11 +147,12 @@ def whole_number(name: str, value: Any, low: int, end: int) -> int:
 
 
 def _seconds(name: str, value: Any) -> float:
-    """`value` as a float that is at least 0. RequestError if it is none."""
+    """Return `value` as a float of at least 0, else raise RequestError."""
     try:
         seconds = float(value)
     except (TypeError, ValueError):
         seconds = -1.0
+    # Written so that NaN fails too.
     if isinstance(value, bool | str) or not seconds >= 0:
         raise RequestError(f"{name} is {value!r}, a number of at least 0 is needed")
     return seconds

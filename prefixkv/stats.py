@@ -1,4 +1,4 @@
-"""What is counted for operators: histograms, and tallies by label.
+"""Counts for operators: histograms, and tallies by label.
 
 The owner's thread writes, any thread reads: every value is an int, a float or a list that is copied
 in one step, so a reader needs no lock and the writer does not wait. Figures read together may be of
@@ -26,11 +26,11 @@ OTHER = "other"
 
 
 OUTCOMES = ("success", "failed", "aborted")
-"""Of transfers."""
+"""Outcomes of transfers."""
 
 
 class Histogram:
-    """How many values were at most each bound. `observe` is O(log bounds).
+    """Counts of values by upper bound. `observe` is O(log bounds).
 
     >>> waits = Histogram((1.0, 2.0))
     >>> for value in (0.5, 2.0, 9.0):
@@ -44,54 +44,61 @@ class Histogram:
     def __init__(self, bounds: Sequence[float] = SECONDS) -> None:
         self.bounds = tuple(bounds)
         self.total = 0.0
+        # One more than bounds: values above the last.
         self._counts = [0] * (len(self.bounds) + 1)
 
     def observe(self, value: float) -> None:
+        """Count a value."""
         self._counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
     def cumulative(self) -> list[int]:
-        """Values up to each bound, the last one infinity."""
+        """Return the numbers of values up to each bound, the last one infinity."""
         return list(accumulate(self._counts.copy()))
 
 
 class Tally:
-    """Numbers by label, a row of `width` each; all labels beyond `max_labels` share the row of
+    """Numbers by label, a row of `width` each. All labels beyond `max_labels` share the row
     `OTHER`.
 
-    `name` makes the label's text of what a row is for; it is called once a row.
+    Args:
+        name: returns the text of a label. Called once per row.
     """
 
     def __init__(self, width: int, max_labels: int = 64, name: Callable[[Any], str] = str) -> None:
         self._width = width
         self._max_labels = max_labels
         self._name = name
+        # Both name the same rows: labels as the writer has them, and texts as readers want them.
+        # Labels with the same text share a row.
         self._rows: dict[Hashable, list[float]] = {}
         self._named: dict[str, list[float]] = {}
 
     def row(self, label: Hashable) -> list[float]:
-        """The label's numbers, to add to. O(1)."""
+        """Return the label's row, to add to. O(1)."""
         if (row := self._rows.get(label)) is not None:
             return row
         if len(self._rows) >= self._max_labels:
-            # Not kept by label: there may be any number of them.
+            # Clients may choose labels (a namespace): those beyond the limit are not kept, or they
+            # would fill memory.
             return self._named.setdefault(OTHER, [0.0] * self._width)
         row = self._named.setdefault(self._name(label), [0.0] * self._width)
         return self._rows.setdefault(label, row)
 
     def read(self) -> dict[str, list[float]]:
-        """A copy, by the labels' text."""
+        """Return a copy of all rows, by the labels' text."""
+        # Copied before iterating: the writer may add a row meanwhile.
         return {name: row.copy() for name, row in self._named.copy().items()}
 
 
 class Journal:
-    """What happened to one side's requests. Written by the scheduler's thread.
+    """Counts of one side's requests. Written by the scheduler's thread.
 
     `counters` by name, over all events. `tokens` by namespace, each request once: of its prompt,
-    found here, both again as means that fade over some hundred requests, and found on their way.
+    found here, both again as sums that fade over some hundred requests, and found on their way.
     `transfers` by outcome and peer. `waits` in seconds, by reason.
 
-    `on_ended(req, now_s)`, if set, is called when a request has ended, by the scheduler's thread.
+    `on_ended(req, now_s)`, if set, is called by the scheduler's thread when a request has ended.
     """
 
     PROMPT, HIT, RECENT_PROMPT, RECENT_HIT, SHARED = range(5)
@@ -103,10 +110,11 @@ class Journal:
         self.transfers = {outcome: Tally(1) for outcome in OUTCOMES}
         self.waits = {reason: Histogram() for reason in reasons}
         self.on_ended: Callable[[Any, float], None] | None = None
-        self.errors = UserErrors()  # what it raised
+        # What `on_ended` raised. A scheduler replaces it by its own collector.
+        self.errors = UserErrors()
 
     def say_ended(self, req: Any, now_s: float) -> None:
-        """A request has ended. It is in the middle of its end, so nothing may be raised here."""
+        """Call `on_ended` for a request. Never raises: the request is in the middle of its end."""
         if self.on_ended is not None:
             try:
                 self.on_ended(req, now_s)
@@ -116,26 +124,29 @@ class Journal:
     def found(
         self, namespace: Hashable, prompt_tokens: int, hit_tokens: int, shared_tokens: int = 0
     ) -> None:
-        """A request was admitted for the first time, and this much of its prompt was found."""
+        """Count a request that was admitted for the first time, and how much of its prompt was
+        found."""
         row = self.tokens.row(namespace)
         row[self.PROMPT] += prompt_tokens
         row[self.HIT] += hit_tokens
+        # Both fade alike, so their quotient is a recent hit rate.
         row[self.RECENT_PROMPT] = row[self.RECENT_PROMPT] * self.RECENT + prompt_tokens
         row[self.RECENT_HIT] = row[self.RECENT_HIT] * self.RECENT + hit_tokens
         row[self.SHARED] += shared_tokens
 
     def transfer_ended(self, peer: str, outcome: str) -> None:
+        """Count an ended transfer."""
         self.transfers[outcome].row(peer)[0] += 1
 
     def waited(self, reason: str, since_s: float | None, until_s: float | None) -> None:
-        """A wait from the one time to the other has ended; no-op if either is not known."""
+        """Observe the wait from `since_s` to `until_s`; no-op if either is not known."""
         if since_s is not None and until_s is not None:
             self.waits[reason].observe(until_s - since_s)
 
 
 def namespace_label(namespace: Hashable) -> str:
-    """A namespace as text: at most 64 characters, empty for the common one, "?" for one that raises
-    when it is asked for its text."""
+    """Return a namespace as text of at most 64 characters: "" for the common one, "?" if its text
+    raises."""
     try:
         return "" if namespace is None else str(namespace)[:64]
     except Exception:

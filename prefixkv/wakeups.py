@@ -1,8 +1,8 @@
-"""How threads reach each other: by inboxes, and by nothing else.
+"""Inboxes: the only way in which threads reach each other.
 
-The calls that notify and clear keep the GIL. `os.eventfd_write` gives it up for a call of half a
-microsecond, and the thread that notified, the scheduler's, then waits for the one that took it:
-1.5 ms a `send_chunk` beside a busy thread.
+The calls that notify and clear keep the GIL. `os.eventfd_write` releases it for a call of half a
+microsecond, and the thread that notified, the scheduler's, then waits for the thread that took it:
+1.5 ms per `send_chunk` beside a busy thread.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def notify(fd: int) -> None:
 
 
 def clear(fd: int) -> int:
-    """Make an eventfd unreadable again; returns how often it was notified."""
+    """Make an eventfd unreadable again, and return how often it was notified."""
+    # Non-blocking: the read fails if nothing was notified.
     times = ctypes.c_uint64()
     return 0 if _libc.eventfd_read(fd, times) else times.value
 
@@ -49,8 +50,8 @@ _ppoll.argtypes = (
 
 
 def wait_readable(fd: int, timeout_s: float | None) -> bool:
-    """Wait until a descriptor is readable, at most `timeout_s` (None: for ever); or until a signal
-    has come. True if it is readable.
+    """Wait until a descriptor is readable, or a signal comes, at most `timeout_s` (None: no limit).
+    Return True if it is readable.
 
     select.poll and select.epoll round up to whole milliseconds, select.select takes descriptors
     below 1024 only.
@@ -79,7 +80,8 @@ class Inbox(Generic[T]):
         self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def put(self, item: T) -> None:
-        """Queue an item and wake the reader. After `close`: dropped."""
+        """Queue an item and wake the reader. Dropped after `close`."""
+        # The item first: a reader woken before it is there would find nothing, and sleep on it.
         self._items.append(item)
         self.rouse()
 
@@ -92,9 +94,12 @@ class Inbox(Generic[T]):
             notify(self.fd)
 
     def drain(self) -> list[T]:
-        """Everything queued so far."""
+        """Return everything queued so far."""
+        # Clear first, then look: an item that comes in between finds no write begun and wakes the
+        # reader again. The other way round its wakeup would be cleared unseen.
         self._clear()
         items = []
+        # Item by item: writers may append meanwhile.
         while self._items:
             items.append(self._items.popleft())
         return items
@@ -104,19 +109,23 @@ class Inbox(Generic[T]):
 
     @property
     def pending(self) -> bool:
-        """Something is queued, or the descriptor has still to be cleared: `drain` is due."""
+        """True if something is queued, or the descriptor has still to be cleared: `drain` is
+        due."""
         return bool(self._items or self._begun)
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Wait until something is queued, at most `timeout_s` (None: for ever). True if something
-        is."""
+        """Wait until something is queued, at most `timeout_s` (None: no limit). Return True if
+        something is."""
         until_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         looked = False
         while not self._items:
+            # As in `drain`: clear, then look again, then sleep. A stale wakeup costs one more
+            # round.
             self._clear()
             if self._items:
                 break
             left_s = until_s - time.monotonic()
+            # With no time left it still polls once, so that 0 means "look".
             if not left_s > 0 and looked:
                 return False
             wait_readable(self.fd, left_s)
@@ -124,13 +133,14 @@ class Inbox(Generic[T]):
         return True
 
     def _clear(self) -> None:
+        """Make the descriptor unreadable, and forget the writes that were read."""
         for _ in range(
             clear(self.fd)
         ):  # none: nothing is written, or what has begun is not written yet
             self._begun.popleft()
 
     def close(self) -> None:
-        """Give the descriptor back. No writer may be left."""
+        """Close the descriptor. No writer may be left: its number may be another file's by then."""
         if not self._closed:
             self._closed = True
             os.close(self.fd)

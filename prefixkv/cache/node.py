@@ -246,10 +246,10 @@ class Node:
         self.mark = mark
 
     def trim(self, num_pages: int, page_bytes: int, fold: Fold) -> bytes:
-        """Cut `num_pages` off the end, fold their marks into the page above, and return the ids.
+        """Cut `num_pages` off the end and return their ids; their marks fold into the page above.
         O(cut).
 
-        Fewer than all: a node is never empty.
+        It is less than all of the node's pages: a node is never empty.
         """
         if type(self.key) is bytes:
             self.key = bytearray(self.key)

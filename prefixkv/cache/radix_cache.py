@@ -356,7 +356,7 @@ class RadixCache(RadixTree):
         if lock is not None and not visit and lock.mark is not None:
             # Others may have used these pages since: this request goes on from its own use.
             use.before = lock.mark
-        # 4. The change. Either everything was there, and only a mark is left,
+        # 4. The change: only a mark if all pages were there, else new pages below.
         if old_pages == num_pages:
             self._leave_mark(node, num_pages, use)
             # A mark at the very end of an evictable leaf changes its rank. A mark above its last
@@ -364,8 +364,7 @@ class RadixCache(RadixTree):
             if num_pages == node.end and not node.lock_ref and not node.children:
                 self._enqueue(node)
         else:
-            # or new pages go below. `checked` indexes all pages behind the lock: it is of use only
-            # if all of them are new.
+            # `checked` indexes all pages behind the lock: of use only if all of them are new.
             new_key = data[matched : num_pages * self._page_bytes]
             where = None if new else checked
             node = self._attach(node, old_pages, new_key, packed, where, use, extended)

@@ -160,9 +160,9 @@ def pack(tokens: TokensLike) -> bytes:
     """
     if type(tokens) is RadixKey:
         return tokens.data
-    # From the cheapest to the dearest: 1. packed already, 2. arrays, which are checked and
-    # converted as a whole, 3. any other iterable, token by token. A string is a sequence too, but
-    # not of tokens.
+    # From the cheapest to the most expensive: packed already; arrays, which are checked and
+    # converted as a whole; any other iterable, token by token. A string is a sequence too, but not
+    # of tokens.
     if isinstance(tokens, np.ndarray):
         return _pack_array(tokens)
     # A torch tensor is known by what it can do: torch is not imported for this.

@@ -204,7 +204,8 @@ class RadixTree:
         """Return `top` and all nodes below it, each before its children; with `held`, only those
         that a lock covers."""
         found = [top]
-        for node in found:  # grows meanwhile
+        # The list grows while it is iterated over: a breadth-first walk.
+        for node in found:
             found += [child for child in node.children.values() if child.lock_ref or not held]
         return found
 
@@ -244,7 +245,8 @@ class RadixTree:
     def _fold(self, upper: Mark, lower: Mark) -> Mark:
         """Return the history that two marks make together. A policy that raises loses the upper
         one."""
-        if upper is None or lower is None:  # a mark is missing that the policy did not say
+        # None stands for a mark that the policy should have made, but raised instead.
+        if upper is None or lower is None:
             return upper if lower is None else lower
         try:
             return self.policy.fold(upper, lower)
@@ -350,14 +352,15 @@ class RadixTree:
         if depth < node.end:
             node = self._split(node, depth)
         if inner_marks and inner_marks[0][0] == depth > 0:
-            node.leave_mark(*inner_marks.pop(0), fold, False)  # what the old pages get
+            # The old pages' share of the use, on the last of them.
+            node.leave_mark(*inner_marks.pop(0), fold, False)
         # Copied before `grow` appends to the same buffer.
         parent, pages_above = node, node.pages[-PAGE_ID_BYTES:]
         # A leaf may grow if no lock ends on it but the one that moves to the new end anyway: a lock
         # ends where its node ends. Roots have no pages, and a node with children would hide them.
         lock_ref = 1 if lock is not None and lock.node is node else 0
         if node.parent is not None and not node.children and node.lock_ref == lock_ref:
-            node.grow(key, pages, mark)  # a branch that goes on is the same branch
+            node.grow(key, pages, mark)
         else:
             node = Node(key, pages, depth + num_pages, parent)
             node.mark = mark
@@ -369,7 +372,8 @@ class RadixTree:
                 node.leave_mark(at, inner_mark, fold, False)
         if parent.wants:
             if parent is node:
-                forget(node)  # it may stand among the wanted, and ends elsewhere now
+                # It may stand in the queue of wanted leaves, for a last page that is inside now.
+                forget(node)
             # Wants that hang here and ask for these pages move down.
             for want in wants.served_by(parent, depth, key[:page_bytes]):
                 whole = len(want.data) - len(want.data) % page_bytes
@@ -423,7 +427,9 @@ class RadixTree:
             return self._wanted_queue.first()
         except Exception as error:
             self.errors.caught(error)
-        for node in self.nodes():  # without an order: all that may go, until they are used again
+        # The policy raised and gives no order: every evictable leaf becomes a stray, until its
+        # next use puts it back into the policy's queue.
+        for node in self.nodes():
             if not node.children and not node.lock_ref:
                 forget(node)
                 self._strays.add(node)

@@ -1,1 +1,1 @@
-"""Where bytes lie: layouts, the pools that own tensors, meshes of ranks, and staging copies."""
+"""Layouts of KV memory, the pools that own tensors, meshes of ranks, and staging copies."""

@@ -1,7 +1,7 @@
-"""From an engine's own tensors to the slabs of a pool: what each axis means, by name.
+"""From an engine's own tensors to the slabs of a pool: the meaning of each axis, by name.
 
 A name says which dimension of a tensor is the page, the token and so on, whatever their order in
-memory. What a pool is told besides has to agree with the shape. Nothing is copied.
+memory. Anything else that the engine says has to agree with the shape. Nothing is copied.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ _NAMES: Final = (*SLAB_AXES, "kv", "packed")
 
 
 class Told(NamedTuple):
-    """What an engine says of its tensors. None: as their shape is. See `KVPool.from_tensors`."""
+    """An engine's description of its tensors. None: believe the shape. See
+    `KVPool.from_tensors`."""
 
     axes: Sequence[str] | None
     page_size: int | None
@@ -32,19 +33,24 @@ class Told(NamedTuple):
 def as_slabs(
     k: Sequence[torch.Tensor], v: Sequence[torch.Tensor] | None, told: Told
 ) -> tuple[list[torch.Tensor], str]:
-    """Views [page, token, head, dim] in the order of `KVLayout.slabs`, and the kind of attention.
+    """Return views [page, token, head, dim] in the order of `KVLayout.slabs`, and the kind of
+    attention.
 
-    Raises: ConfigError where the tensors differ, or are not what was said.
+    Raises:
+        ConfigError: the tensors differ from each other or from their description.
     """
     if v is not None and len(v) != len(k):
         raise ConfigError(f"{len(k)} layers of k and {len(v)} of v")
     if not k:
         raise ConfigError("no layers, must be at least 1")
+    # 1. Check the names, then that all tensors are alike, then that the first fits the names.
     axes = _checked_axes(told, k_and_v=v is not None)
     tensors = list(k) if v is None else [view for pair in zip(k, v, strict=True) for view in pair]
     for i, tensor in enumerate(tensors):
         _check_alike(i, tensor, tensors[0])
     _check_shape(tensors[0], axes, told)
+    # 2. One slab per layer and kind. K and V in one tensor are taken apart along their axis; in the
+    #    order layer 0 K, layer 0 V, ..., as they are when they come apart.
     attention = "fused" if told.opaque else "mla"
     if "kv" in axes:
         at = axes.index("kv")
@@ -52,12 +58,13 @@ def as_slabs(
         axes = (*axes[:at], *axes[at + 1 :])
     if v is not None or len(tensors) > len(k):
         attention = "mha"
+    # 3. Each slab under the shape of a pool.
     as_slab = _opaque_slab if told.opaque else _plain_slab
     return [as_slab(i, tensor, axes, told) for i, tensor in enumerate(tensors)], attention
 
 
 def _checked_axes(told: Told, *, k_and_v: bool) -> tuple[str, ...]:
-    """The names of each tensor's axes, in its order."""
+    """Return the names of each tensor's axes, in its order. Raises ConfigError."""
     if not isinstance(told.opaque, str):
         raise ConfigError(f"opaque is {told.opaque!r}, must be a str, the name of the format")
     axes = tuple(told.axes or (SLAB_AXES if k_and_v else _LATENT_AXES))
@@ -66,10 +73,12 @@ def _checked_axes(told: Told, *, k_and_v: bool) -> tuple[str, ...]:
             raise ConfigError(f"axes are {axes}, must be different ones of {', '.join(_NAMES)}")
     if k_and_v and "kv" in axes:
         raise ConfigError(f'axes are {axes}, but with k and v apart no tensor has an axis "kv"')
+    # The bytes of opaque pages tell nothing about page size and axes: they have to be given.
     if told.opaque:
         if told.axes is None or told.page_size is None or "page" not in axes:
             raise ConfigError('opaque pages need page_size and axes, among them "page"')
         return axes
+    # Otherwise the axes must be exactly those of K and V, or those of MLA, which has no heads.
     latent = not k_and_v and "kv" not in axes
     needed = _LATENT_AXES if latent else SLAB_AXES
     if {*axes} - {"kv"} != {*needed}:
@@ -78,6 +87,7 @@ def _checked_axes(told: Told, *, k_and_v: bool) -> tuple[str, ...]:
 
 
 def _check_alike(i: int, tensor: torch.Tensor, first: torch.Tensor) -> None:
+    """Raise ConfigError unless a tensor has shape, dtype and device of the first."""
     for name in ("shape", "dtype", "device"):
         if getattr(tensor, name) != getattr(first, name):
             raise ConfigError(
@@ -87,12 +97,14 @@ def _check_alike(i: int, tensor: torch.Tensor, first: torch.Tensor) -> None:
 
 
 def _check_shape(tensor: torch.Tensor, axes: tuple[str, ...], told: Told) -> None:
-    """All tensors have the shape of this one."""
+    """Raise ConfigError unless the shape agrees with the description. All tensors have the same
+    shape."""
     if tensor.dim() != len(axes):
         raise ConfigError(
             f"the tensors have {tensor.dim()} dimensions, must have {len(axes)}: {', '.join(axes)}"
         )
     sizes = dict(zip(axes, tensor.shape, strict=True))
+    # `head_dim` of opaque pages is worked out from a page's size, see `_opaque_slab`.
     said = [("token", "page_size", told.page_size), ("head", "num_kv_heads", told.num_kv_heads)]
     if not told.opaque:
         said.append(("dim", "head_dim", told.head_dim))
@@ -104,9 +116,12 @@ def _check_shape(tensor: torch.Tensor, axes: tuple[str, ...], told: Told) -> Non
 
 
 def _plain_slab(i: int, tensor: torch.Tensor, axes: tuple[str, ...], told: Told) -> torch.Tensor:
+    """Return a tensor as a view [page, token, head, dim]."""
     if "head" not in axes:
         tensor, axes = tensor.unsqueeze(0), ("head", *axes)
     slab = tensor.permute([axes.index(axis) for axis in SLAB_AXES])
+    # A layout describes the other strides; a head of a token is the smallest piece that is copied,
+    # so it has to be contiguous.
     if slab.stride(-1) != 1:
         raise ConfigError(
             f'slab {i} has a stride of {slab.stride(-1)} in its axis "dim", must be 1'
@@ -115,9 +130,14 @@ def _plain_slab(i: int, tensor: torch.Tensor, axes: tuple[str, ...], told: Told)
 
 
 def _opaque_slab(i: int, tensor: torch.Tensor, axes: tuple[str, ...], told: Told) -> torch.Tensor:
-    """A page's bytes, in the order that they lie in, under the shape of a plain one."""
+    """Return a tensor as a view [page, token, head, dim]. Its pages keep their bytes in order.
+
+    The shape is that of plain pages of the same size; only the page axis has a meaning.
+    """
     sizes = dict(zip(axes, tensor.shape, strict=True))
     strides = dict(zip(axes, tensor.stride(), strict=True))
+    # From the innermost axis outwards: without gaps, or a page would be no run of bytes. Axes of
+    # one element have no meaningful stride.
     page_elements = 1
     for axis in sorted({*axes} - {"page"}, key=lambda axis: (strides[axis], sizes[axis])):
         if sizes[axis] != 1 and strides[axis] != page_elements:
@@ -126,6 +146,7 @@ def _opaque_slab(i: int, tensor: torch.Tensor, axes: tuple[str, ...], told: Told
                 f"{page_elements}: an opaque page is one run of bytes"
             )
         page_elements *= sizes[axis]
+    # `page_size` and heads are the engine's word. The rest of the page's size is `head_dim`.
     said_heads = 1 if told.num_kv_heads is None else told.num_kv_heads
     page_size, heads = told.page_size or 0, sizes.get("head", said_heads)
     check_range("page_size", page_size, 1, MAX_INDEX)

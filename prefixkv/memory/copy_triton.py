@@ -1,7 +1,7 @@
 """Gather and scatter on CUDA, or on the CPU under Triton's interpreter (TRITON_INTERPRET=1).
 
-One kernel for both directions: a program copies some rows of one slab, a tile of words wide. Where
-a row lies in the pool it computes from the plan's tables, in bytes, as addresses: so a pool of many
+One kernel serves both directions. A program copies some rows of one slab, a tile of words wide. It
+computes the address of each row in the pool from the plan's tables, in bytes, so a pool of many
 tensors takes one launch.
 """
 
@@ -37,8 +37,8 @@ _MOST_WORDS_WIDE: Final = 256
 
 @cache
 def _kernel(interpreted: bool) -> Any:
-    """The kernel, compiled or interpreted as Triton's settings say now; it reads them here, once a
-    kernel."""
+    """Return the kernel, compiled or interpreted as Triton's settings are now. It reads them once
+    per kernel."""
     return triton.jit(_copy_rows)
 
 
@@ -47,24 +47,28 @@ def _copy_rows(
     row_words: tl.tensor, fold: tl.constexpr, rows_a_unit: tl.constexpr, alignment: tl.constexpr,
     word: tl.constexpr, tile_rows: tl.constexpr, tile_width: tl.constexpr, to_stage: tl.constexpr,
 ) -> None:  # fmt: skip
-    """`slabs` int64 [slab, 3]: base, page stride, unit stride; `offsets` int64 [slab, row of a
-    unit]; all in bytes.
+    """Copy rows between pool and stage.
 
-    `num_rows` are a slab's, `row_words` a row's.
+    `slabs` int64 [slab, 3]: base, page stride, unit stride. `offsets` int64 [slab, row of a unit].
+    Both in bytes. `num_rows` per slab, `row_words` per row.
     """
+    # int64: row numbers times row sizes may pass 2**31.
     row = tl.program_id(0).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)
     slab = tl.program_id(1).to(tl.int64)
     column = tl.program_id(2) * tile_width + tl.arange(0, tile_width)
     there = row < num_rows
+    # Rows beyond the last read unit 0, which exists; the mask below keeps them from being copied.
     unit = tl.load(units + row // rows_a_unit, mask=there, other=0).to(tl.int64)
     offset = tl.load(offsets + slab * rows_a_unit + row % rows_a_unit, mask=there, other=0)
     base = tl.load(slabs + slab * 3)
     page_stride = tl.load(slabs + slab * 3 + 1)
     unit_stride = tl.load(slabs + slab * 3 + 2)
+    # `StagePlan`'s formula: the page of the unit, its place in the page, the row in the unit.
     address = base + unit // fold * page_stride + unit % fold * unit_stride + offset
     pointer = tl.pointer_type(word)  # pyright: ignore[reportArgumentType]
     start = tl.multiple_of(address.to(pointer), alignment)  # lets words be loaded in pairs
     pool = start[:, None] + column[None, :]
+    # The stage is dense: slab by slab, row by row.
     staged = stage + (slab * num_rows + row)[:, None] * row_words + column[None, :]
     mask = there[:, None] & (column < row_words)[None, :]
     if to_stage:
@@ -74,18 +78,21 @@ def _copy_rows(
 
 
 class TritonCopy:
-    """See `stage_copy.StagingCopy`. `device` is a CUDA device, or "cpu" under the interpreter."""
+    """A `stage_copy.StagingCopy` by a Triton kernel, on CUDA, or on "cpu" under the interpreter."""
 
     def __init__(self, plan: StagePlan, device: str) -> None:
         import torch
 
         self._plan = plan
         self._device = torch.device(device)
+        # The stride of a dimension with one element means nothing, and must not spoil the
+        # alignment.
         many = plan.layout.num_pages > 1
         slabs = [
             (slab.base, slab.page_stride if many else 0, unit if plan.fold > 1 else 0)
             for slab, unit in zip(plan.slabs, plan.unit_strides, strict=True)
         ]
+        # The widest word, up to 8 bytes, in which every row begins and ends.
         places = [place for slab in slabs for place in slab] + plan.row_offsets.ravel().tolist()
         self._alignment = gcd(16, plan.row_bytes, *places)
         self._word_bytes, dtype, self._word = next(
@@ -109,10 +116,12 @@ class TritonCopy:
         return iter(())
 
     def _copy(self, units: Pages, stage: torch.Tensor, to_stage: bool) -> None:
+        """Check the arguments, and queue the kernel on the current stream."""
         import torch
 
         plan = self._plan
         units = plan.checked(units, stage, self._device.type)
+        # The stage may be any slice of staging memory, and a misaligned load is an error on a GPU.
         if stage.data_ptr() % self._word_bytes:
             raise ConfigError(
                 f"stage begins at {stage.data_ptr():#x}, must be a multiple of {self._word_bytes}"
@@ -120,6 +129,7 @@ class TritonCopy:
         rows_a_unit = plan.row_offsets.shape[1]
         num_rows = len(units) * rows_a_unit
         row_words = plan.row_bytes // self._word_bytes
+        # A tile of about 1,024 words: narrow rows are taken several at a time.
         width = min(triton.next_power_of_2(row_words), _MOST_WORDS_WIDE)
         tile_rows = max(1, _TILE_WORDS // width)
         grid = (triton.cdiv(num_rows, tile_rows), len(plan.slabs), triton.cdiv(row_words, width))

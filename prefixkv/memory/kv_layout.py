@@ -1,4 +1,4 @@
-"""Where KV bytes lie: maps (layer, K or V, page, token, head) to addresses. Pure: owns no memory.
+"""Layouts of KV memory: maps (layer, K or V, page, token, head) to addresses. Pure: owns no memory.
 
 A *slab* is all that one layer keeps of one kind (K, V, or MLA's latent vector) for every page. It
 is an array [page, token, head, dim] with free strides, only `dim` is always contiguous; so an
@@ -33,7 +33,7 @@ _Dims = tuple[tuple[int, int], ...]  # (count, stride in bytes), the widest stri
 class Slab(msgspec.Struct, frozen=True):
     """One layer's K, V or latent vectors. `base` is the address of page 0, token 0, head 0.
 
-    Strides are in bytes. That of a dimension with one element only means nothing.
+    Strides are in bytes. The stride of a dimension with a single element has no meaning.
     """
 
     base: int
@@ -42,6 +42,7 @@ class Slab(msgspec.Struct, frozen=True):
     head_stride: int
 
 
+# Limits for a frame: a peer cannot make us sort more than this.
 Slabs = Annotated[tuple[Slab, ...], msgspec.Meta(max_length=8192)]
 Regions = Annotated[tuple[tuple[int, int], ...], msgspec.Meta(max_length=8192)]
 
@@ -49,22 +50,22 @@ Regions = Annotated[tuple[tuple[int, int], ...], msgspec.Meta(max_length=8192)]
 class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
     """The memory of one KV pool.
 
-    `attention` is "mha" (K and V; GQA has fewer KV heads) or "mla" (one latent vector of `head_dim`
-    elements a token and layer, `num_kv_heads` = 1), or "fused" (one slab holds all that a layer
+    `attention` is "mha" (K and V; GQA has fewer KV heads), "mla" (one latent vector of `head_dim`
+    elements per token and layer, `num_kv_heads` = 1), or "fused" (one slab holds all that a layer
     keeps of its K and V; opaque only). `slabs` run layer 0 K, layer 0 V, layer 1 K, ... (mla,
-    fused: one a layer). `regions` are the registered ranges as (address, bytes); each slab lies
+    fused: one per layer). `regions` are the registered ranges as (address, bytes); each slab lies
     in one of them. `page_size` is in tokens. `dtype`, `attention` and `order` are plain strings, so
-    that one unknown here is refused by its name and is not a malformed frame. `num_pages` is 0
-    where a peer did not say; see `sized`. `device` is "cpu" or "cuda:INDEX", with the index that
-    the owner's process knows the GPU by; the owner's staging area and state are there too. A
-    default value is left out of the message.
+    that a value unknown here is refused by its name and is not a malformed frame. `num_pages` is 0
+    if a peer did not say; see `sized`. `device` is "cpu" or "cuda:INDEX", with the index that the
+    owner's process knows the GPU by; the owner's staging area and state are there too. A default
+    value is left out of the message.
 
-    `opaque` is empty where the array [page, token, head, dim] is what it says. Otherwise the pages
-    are *opaque*: their bytes mean something only to what wrote them (kernels that pack a block for
-    an instruction set, rows with scales inside). It is then the name of that format. Such pages
-    move whole, between pools that agree in this tag, page size, heads a rank and bytes a page; a
-    page of a slab is one run of bytes, and `head_dim` is how many elements it has for each of its
-    tokens and heads.
+    `opaque` is empty if the array [page, token, head, dim] is what it says. Otherwise the pages are
+    *opaque*: only the code that wrote their bytes can read them (kernels that pack a block for an
+    instruction set, rows with scales inside). It is then the name of that format. Such pages move
+    whole, between pools that agree in this tag, page size, heads per rank and bytes per page. A
+    page of a slab is then one run of bytes, and `head_dim` is its number of elements per token and
+    head.
     """
 
     page_size: int
@@ -97,43 +98,43 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def head_bytes(self) -> int:
-        """One head of one token in one slab: the smallest piece, always contiguous."""
+        """Bytes of one head of one token in one slab: the smallest piece, always contiguous."""
         return self.head_dim * self.itemsize
 
     @property
     def token_bytes(self) -> int:
-        """One token in one slab, all heads."""
+        """Bytes of one token in one slab, all heads."""
         return self.num_kv_heads * self.head_bytes
 
     @property
     def slab_page_bytes(self) -> int:
-        """One page in one slab."""
+        """Bytes of one page in one slab."""
         return self.page_size * self.token_bytes
 
     @property
     def page_bytes(self) -> int:
-        """One page in all slabs."""
+        """Bytes of one page in all slabs."""
         return self.slab_page_bytes * len(self.slabs)
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """One token in all slabs."""
+        """Bytes of one token in all slabs."""
         return self.token_bytes * len(self.slabs)
 
     # --- places -----------------------------------------------------------------------------------
 
     def slab(self, layer: int, kv: int) -> Slab:
-        """The slab of `layer`; `kv` is 0 for K or the latent vector, 1 for V. ConfigError out of
-        range."""
+        """Return the slab of `layer`; `kv` is 0 for K or the latent vector, 1 for V. Raises
+        ConfigError."""
         _check_index("layer", layer, self.num_layers)
         _check_index("kv", kv, self.slabs_per_layer)
         return self.slabs[layer * self.slabs_per_layer + kv]
 
     def address(self, layer: int, kv: int, page: int, token: int = 0, head: int = 0) -> int:
-        """Address of the first byte of one head of one token.
+        """Return the address of the first byte of one head of one token.
 
-        Raises: PageStateError for a page outside the pool, ConfigError for any other index out of
-        range.
+        Raises:
+            PageStateError: a page outside the pool. ConfigError: any other number out of range.
         """
         if not 0 <= page < self.num_pages:
             raise PageStateError(f"page {page} is not in [0, {self.num_pages})")
@@ -148,16 +149,18 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
         )
 
     def sized(self) -> KVLayout:
-        """This layout with `num_pages`. Where a peer did not say, as many as fit behind its slabs'
-        bases in their regions.
+        """Return this layout with `num_pages`, worked out if the peer did not say it.
 
-        That may be more than the peer uses, where a region ends in something else, but never memory
-        that it did not register.
+        It is then the number of pages that fit behind its slabs' bases in their regions. That may
+        be more than the peer uses, if a region ends in something else, but never memory that it did
+        not register.
 
-        Raises: ConfigError where not one page fits; `validate` checks the rest.
+        Raises:
+            ConfigError: not one page fits. `validate` checks the rest.
         """
         if self.num_pages:
             return self
+        # Everything but the number is a peer's word and is checked first, for a single page.
         msgspec.structs.replace(self, num_pages=1).validate()
         regions = self._checked_regions()
         bases = sorted(slab.base for slab in self.slabs)
@@ -165,21 +168,25 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
         return msgspec.structs.replace(self, num_pages=num_pages)
 
     def _pages_that_fit(self, slab: Slab, regions: list[tuple[int, int]], bases: list[int]) -> int:
-        """How many pages from `slab.base` on end before the region does, or the next slab
+        """Return how many pages from `slab.base` on end before the region does, or the next slab
         begins."""
         step = slab.page_stride
         inner = self._inner_dims(slab)
         page_bytes = _extent(inner, self.head_bytes)
+        # Also guards the divisions below: a peer may send a stride of 0.
         if step < self.head_bytes:
             raise ConfigError(
                 f"a page stride of {step} leaves no room for pages, must be at least "
                 f"{self.head_bytes}"
             )
+        # 1. Up to the end of the region.
         region, region_bytes = regions[_region_at(regions, slab.base)]
         fits = [(region + region_bytes - slab.base - page_bytes) // step + 1]
-        # Where a stride spans pages, they lie inside a token, or a head.
+        # 2. If the stride of a token or head is wider than a page's, all pages lie inside it.
         fits += [stride // step for _, stride in inner if stride >= step]
-        following = bisect_left(bases, slab.base + step)  # nearer ones interleave
+        # 3. Up to the next slab. One that begins within the first page stride interleaves with this
+        # one, so it is no bound.
+        following = bisect_left(bases, slab.base + step)
         if following < len(bases) and not any(stride >= step for _, stride in inner):
             fits.append((bases[following] - slab.base - page_bytes) // step + 1)
         return min(fits)
@@ -187,15 +194,17 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
     # --- laws -------------------------------------------------------------------------------------
 
     def validate(self) -> None:
-        """Check every value and that no two elements of the pool share a byte.
+        """Check every value, and that no two elements of the pool share a byte.
 
         Accepted are slabs that nest: a stride spans all that is inside it, and slabs that
         interleave do so with equal strides. Every usual engine layout does; an exotic one that does
         not is refused, even if by luck no byte is shared. O(n log n) in slabs and regions;
         allocates no more than a list of them.
 
-        Raises: ConfigError naming the value and its bound.
+        Raises:
+            ConfigError: names the value and its bound.
         """
+        # Sizes first: the sums below rely on their bounds. Regions before slabs, which lie in them.
         self.validate_sizes()
         expected = self.num_layers * self.slabs_per_layer
         if len(self.slabs) != expected:
@@ -208,12 +217,13 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
         self._check_slabs_apart()
 
     def validate_sizes(self) -> None:
-        """The part of `validate` that needs no address: sizes and names."""
+        """Check sizes and names: the part of `validate` that needs no address."""
         for name in ("num_pages", "page_size", "num_layers", "num_kv_heads", "head_dim"):
             check_whole(name, getattr(self, name), 1, MAX_INDEX)
         _check_choice("dtype", self.dtype, tuple(ITEMSIZE))
         _check_choice("attention", self.attention, tuple(SLABS_PER_LAYER))
         _check_choice("order", self.order, ORDERS)
+        # Shortened in the message, since a peer chose it.
         if self.device != "cpu" and not _CUDA.fullmatch(self.device):
             raise ConfigError(
                 f'device is {self.device[:32]!r}, must be "cpu" or "cuda:INDEX", at most "cuda:999"'
@@ -225,12 +235,13 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
             raise ConfigError('attention is "fused", which only opaque pages are; opaque is empty')
 
     def _checked_regions(self) -> list[tuple[int, int]]:
-        """The regions by address, or ConfigError for one that is empty, out of range or overlaps
-        another."""
+        """Return the regions by address. Raises ConfigError if one is empty, out of range or
+        overlaps another."""
         regions = sorted(self.regions)
         for start, num_bytes in regions:
             check_range("region address", start, 0, ADDRESS_END - 1)
             check_range("region bytes", num_bytes, 1, ADDRESS_END - start)
+        # Sorted, so it is enough to compare neighbours.
         for (start, num_bytes), (following, _) in pairwise(regions):
             if following < start + num_bytes:
                 raise ConfigError(
@@ -240,7 +251,7 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
         return regions
 
     def _check_slab(self, i: int, slab: Slab, regions: list[tuple[int, int]]) -> None:
-        """Aligned, nested, and whole in one region."""
+        """Raise ConfigError unless a slab is aligned, nested, and whole in one region."""
         check_range(f"slab {i} base", slab.base, 0, ADDRESS_END - 1)
         dims = self._dims(slab)
         for name, value in (("base", slab.base), *(("stride", stride) for _, stride in dims)):
@@ -248,6 +259,8 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
                 raise ConfigError(
                     f"slab {i} {name} is {value}, must be a multiple of {self.itemsize}"
                 )
+        # From the inside: each stride must span all that is within it, so elements never overlap.
+        # `extent` ends as the bytes of the whole slab.
         extent = self.head_bytes
         for count, stride in reversed(dims):
             if stride < extent:
@@ -259,6 +272,8 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
                 f"slab {i} has strides of {slab.token_stride} and {slab.head_stride}, must be "
                 f"{self.token_bytes} and {self.head_bytes}: an opaque page is one run of bytes"
             )
+        # The end must lie in the region in which it begins: what is between two regions is not
+        # registered, and may not be a target of writes.
         at = _region_at(regions, slab.base)
         end = regions[at][0] + regions[at][1] if at >= 0 else 0
         if slab.base + extent > end:
@@ -268,12 +283,13 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
             )
 
     def _check_slabs_apart(self) -> None:
-        """ConfigError when slabs share bytes. Only those whose extents overlap are looked at
+        """Raise ConfigError if slabs share bytes. Only those with overlapping extents are compared
         closely."""
         placed = sorted((slab.base, i) for i, slab in enumerate(self.slabs))
         group: list[tuple[int, int]] = []
         end = 0
         for base, i in placed:
+            # A gap: all slabs before it are apart from all behind it.
             if base >= end:
                 self._check_group_apart(group)
                 group = []
@@ -282,6 +298,8 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
         self._check_group_apart(group)
 
     def _check_group_apart(self, group: list[tuple[int, int]]) -> None:
+        """Raise ConfigError unless slabs with overlapping extents interleave without sharing a
+        byte."""
         if len(group) < 2:
             return
         first = group[0][1]
@@ -292,6 +310,7 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
         _check_interleaved(group, dims, self.head_bytes)
 
     def _dims(self, slab: Slab) -> _Dims:
+        """Return a slab's dimensions, the widest stride first."""
         dims = (
             (self.num_pages, slab.page_stride),
             (self.page_size, slab.token_stride),
@@ -300,32 +319,36 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
         return _by_stride(dims)
 
     def _inner_dims(self, slab: Slab) -> _Dims:
+        """Return the dimensions of one page of a slab, the widest stride first."""
         return _by_stride(
             ((self.page_size, slab.token_stride), (self.num_kv_heads, slab.head_stride))
         )
 
 
 def _region_at(regions: list[tuple[int, int]], address: int) -> int:
-    """The number of the last region that begins at or before the address, -1 if none does."""
+    """Return the number of the last region that begins at or before the address, -1 if none
+    does."""
     return bisect_right(regions, address, key=lambda region: region[0]) - 1
 
 
 def _by_stride(dims: _Dims) -> _Dims:
+    """Sort dimensions by stride, the widest first, without those of one element."""
     return tuple(sorted((dim for dim in dims if dim[0] > 1), key=lambda dim: dim[1], reverse=True))
 
 
 def _extent(dims: _Dims, element_bytes: int) -> int:
-    """Bytes from the first to the last byte of an array with these dimensions."""
+    """Return the bytes from the first to the last byte of an array with these dimensions."""
     return element_bytes + sum((count - 1) * stride for count, stride in dims)
 
 
 def _check_interleaved(group: list[tuple[int, int]], dims: _Dims, element_bytes: int) -> None:
-    """Arrays of equal dimensions, sorted by base, share no byte; `group` holds (base, slab number).
+    """Raise ConfigError unless arrays of equal dimensions, sorted by base, share no byte.
 
-    Arrays whose extents overlap must all begin within one outermost stride and end before the next,
-    so that they meet only inside the same element of it; there the same holds one dimension further
-    in.
+    Arrays with overlapping extents must all begin within one outermost stride and end before the
+    next, so that they meet only inside the same element of it; there the same holds one dimension
+    further in. `group` holds (base, slab number).
     """
+    # Split into clusters of overlapping extents. At most one recursion per dimension, three in all.
     extent = _extent(dims, element_bytes)
     clusters: list[list[tuple[int, int]]] = []
     for base, i in group:
@@ -338,6 +361,8 @@ def _check_interleaved(group: list[tuple[int, int]], dims: _Dims, element_bytes:
         if a == b:
             continue
         inner = dims[1:]
+        # The last array's part within the first outermost element must end before the second
+        # begins.
         if not dims or last + _extent(inner, element_bytes) > first + dims[0][1]:
             raise ConfigError(
                 f"slabs {a} and {b} overlap: at {first:#x} and {last:#x}, {extent} bytes each"
@@ -346,10 +371,12 @@ def _check_interleaved(group: list[tuple[int, int]], dims: _Dims, element_bytes:
 
 
 def _check_index(name: str, value: int, end: int) -> None:
+    """Raise ConfigError unless `value` is in [0, end)."""
     if not 0 <= value < end:
         raise ConfigError(f"{name} is {value}, must be in [0, {end})")
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise ConfigError unless `value` is one of `choices`."""
     if value not in choices:
         raise ConfigError(f"{name} is {value!r}, must be one of {', '.join(choices)}")

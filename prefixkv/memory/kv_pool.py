@@ -1,7 +1,7 @@
-"""Torch tensors that hold KV, with the layout that describes them.
+"""KV pools: torch tensors that hold KV, with the layout that describes them.
 
 `KVPool.create` owns its memory; `KVPool.from_tensors` wraps an engine's own, strided, and keeps it
-alive. It knows nothing of what holds a page; the allocator does.
+alive. A pool knows nothing of page states; the allocator does.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8)
 
 
 class KVPool:
-    """The KV of one worker: a view [num_pages, page_size, num_kv_heads, head_dim] for each layer
-    and kind."""
+    """The KV of one worker: a view [num_pages, page_size, num_kv_heads, head_dim] per layer and
+    kind."""
 
     def __init__(self, layout: KVLayout, slabs: Sequence[torch.Tensor]) -> None:
-        """Takes views that match `layout`; use `create` or `from_tensors`."""
+        """Keep views that match `layout`. Use `create` or `from_tensors` instead."""
         self.layout = layout
         self._slabs = tuple(slabs)
         self._words = _as_words(layout, self._slabs)
@@ -50,17 +50,19 @@ class KVPool:
         device: str = "cpu",
         shared: bool = False,
     ) -> KVPool:
-        """A pool of zeros. Every memory page is touched, so that later timings include no page
-        faults. On the CPU each tensor begins on a multiple of 4096 bytes. O(bytes).
+        """Create a pool of zeros. O(bytes).
+
+        Every memory page is touched, so that later timings include no page faults. On the CPU each
+        tensor begins on a multiple of 4096 bytes.
 
         Args:
             num_pages: pages in the pool; `page_size` tokens each.
-            page_size: tokens a page.
+            page_size: tokens per page.
             num_layers, num_kv_heads: those that this rank holds; 1 head with "mla".
             head_dim: elements of a head; with "mla" of the latent vector.
             dtype: a key of `kv_layout.ITEMSIZE`, as torch names it.
             attention: "mha" (K and V, GQA too) or "mla" (one latent vector).
-            order: "layer_major", a tensor a layer: [2, num_pages, page_size, num_kv_heads,
+            order: "layer_major", a tensor per layer: [2, num_pages, page_size, num_kv_heads,
                 head_dim]; or "page_major", one tensor: [num_pages, num_layers, 2, page_size,
                 num_kv_heads, head_dim]. With "mla" the dimension of 2 is 1.
             device: as torch names it: "cpu", "cuda:1", or "cuda" for the present GPU.
@@ -68,9 +70,10 @@ class KVPool:
                 (`TransportConfig.backend`); on the CPU only. All tensors lie in one block then, and
                 forks of this process share it.
 
-        Raises: ConfigError for a value out of range, CapacityError when the device lacks the
-        memory.
+        Raises:
+            ConfigError: a value out of range. CapacityError: the device has not enough memory.
         """
+        # Sizes are checked before memory is taken: products of them are its size.
         sizes = KVLayout(
             page_size,
             num_layers,
@@ -97,6 +100,7 @@ class KVPool:
             tensors = [whole]
         else:
             raise ConfigError(f"order is {order!r}, a pool is created layer_major or page_major")
+        # One region per tensor, each whole: nothing else of the process is registered.
         regions = tuple((tensor.data_ptr(), tensor.numel() * tensor.itemsize) for tensor in tensors)
         return cls(_describe(slabs, attention, order, regions), slabs)
 
@@ -113,35 +117,35 @@ class KVPool:
         opaque: str = "",
         regions: Sequence[tuple[int, int]] | None = None,
     ) -> KVPool:
-        """Describe and keep an engine's own tensors.
+        """Describe an engine's own tensors, and keep them alive. Nothing is copied.
 
-        Without `page_size`, `num_kv_heads` and `head_dim` the shape is believed; what is given has
-        to agree with it. So give them: [page, head, token, dim] taken for [page, token, head, dim]
-        is a pool, of other tokens.
+        Without `page_size`, `num_kv_heads` and `head_dim` the shape is believed; if given they have
+        to agree with it. So give them: tensors [page, head, token, dim] taken for [page, token,
+        head, dim] make a valid pool, with the wrong tokens.
 
         Args:
-            k, v: one tensor a layer, alike in shape, dtype and device, strides as they like, except
-                that of "dim", which is 1. k alone: tensors that hold K and V, or MLA's latent
-                vectors.
-            page_size: tokens a page.
-            axes: what each dimension of the tensors is, in their order: "page", "token", "head",
-                "dim", and "kv", of 2, where one tensor holds K and V. MLA has no "head". By default
-                ("page", "token", "head", "dim"), for k alone ("page", "token", "dim").
-            num_kv_heads: that this rank holds.
-            head_dim: elements of a head; MLA: of the latent vector. Of opaque pages: elements of a
-                page for each of its tokens and heads.
-            opaque: "" or the name of the format that only the engine's kernels can read
-                (`KVLayout.opaque`): pages then move whole, and only to a pool with the same name,
-                page size and heads a rank. It has to differ where the bytes would. `page_size` and
-                `axes` are required then. Only "page" has to be among the axes; all others together
-                are one run of bytes, whatever their order. An axis whose meaning has no name is
-                "packed", as K and V are that lie mixed in a page; "kv" makes two runs a page, K
-                and V. Without an axis "head", `num_kv_heads` is 1 where it is not given.
-            regions: (address, bytes) ranges to register. By default each storage the views lie in,
-                whole; give them when the storage is an arena that holds more than KV.
-
-        Raises: ConfigError when the tensors differ, are not what was said of them, are neither on
-        the CPU nor on a GPU, overlap, or lie in no region.
+            k, v: one tensor per layer, all with the same shape, dtype and device. Strides are free,
+                except that of "dim", which is 1. k alone: tensors that hold K and V, or MLA's
+                latent vectors.
+            page_size: tokens per page.
+            axes: the meaning of each dimension, in the tensors' order: "page", "token", "head",
+                "dim", and "kv", of size 2, if one tensor holds K and V. MLA has no "head". By
+                default ("page", "token", "head", "dim"), for k alone ("page", "token", "dim").
+            num_kv_heads: KV heads that this rank holds.
+            head_dim: elements of a head; with MLA of the latent vector. With opaque pages: elements
+                of a page per token and head.
+            opaque: "" or the name of a format that only the engine's kernels can read
+                (`KVLayout.opaque`). Pages then move whole, and only to a pool with the same name,
+                page size and heads per rank. Formats with different bytes need different names.
+                `page_size` and `axes` are required then. Only "page" has to be among the axes; all
+                others together are one run of bytes, whatever their order. An axis without a name
+                of its own is "packed", such as K and V mixed in a page; "kv" makes two runs per
+                page, K and V. Without an axis "head", `num_kv_heads` is 1 by default.
+            regions: (address, bytes) ranges to register. By default each storage that the views lie
+                in, whole. Give them if the storage is an arena that holds more than KV.
+        Raises:
+            ConfigError: the tensors differ from each other or from their description, are neither
+                on the CPU nor on a GPU, overlap, or lie in no region.
 
         >>> blocks = torch.zeros(8, 2, 32, 128)  # K and V of a head together, in the last 128
         >>> k_and_v = blocks.unflatten(3, (2, 64))
@@ -161,21 +165,26 @@ class KVPool:
 
     @property
     def device(self) -> str:
-        """Where the tensors are: "cpu" or "cuda:INDEX"."""
+        """Device of the tensors: "cpu" or "cuda:INDEX"."""
         return self.layout.device
 
     def k(self, layer: int) -> torch.Tensor:
-        """K of one layer: a view [num_pages, page_size, num_kv_heads, head_dim]. MLA: the latent,
-        one head. Opaque pages: the bytes in their order, whatever they mean."""
+        """Return K of one layer: a view [num_pages, page_size, num_kv_heads, head_dim].
+
+        With MLA it is the latent vector, as one head. With opaque pages the bytes are in their own
+        order.
+        """
         return self._slab(layer, 0)
 
     def v(self, layer: int) -> torch.Tensor:
-        """V of one layer, like `k`. ConfigError with MLA, which has none."""
+        """Return V of one layer, like `k`. Raises ConfigError with MLA, which has none."""
         return self._slab(layer, 1)
 
     def latent(self, layer: int) -> torch.Tensor:
-        """MLA's latent vectors of one layer: a view [num_pages, page_size, head_dim]. ConfigError
-        with "mha"."""
+        """Return MLA's latent vectors of one layer: a view [num_pages, page_size, head_dim].
+
+        Raises ConfigError with other attention.
+        """
         if self.layout.attention != "mla":
             raise ConfigError(f"attention is {self.layout.attention}, only mla has latent vectors")
         return self._slab(layer, 0).squeeze(2)
@@ -187,12 +196,14 @@ class KVPool:
     # --- whole pages, as bytes --------------------------------------------------------------------
 
     def read_pages(self, pages: PageIds) -> torch.Tensor:
-        """A copy of the bytes of `pages`, on the CPU, whatever the layout.
+        """Return a copy of the bytes of `pages`, on the CPU, whatever the layout.
 
-        Returns: uint8 [n, slabs, page_size, num_kv_heads, head_bytes]. Two pools of equal sizes
-        hold the same KV if and only if these are equal.
+        Two pools of equal sizes hold the same KV if and only if these are equal.
 
-        Raises: PageStateError for a page outside the pool.
+        Returns:
+            uint8 [n, slabs, page_size, num_kv_heads, head_bytes].
+        Raises:
+            PageStateError: a page outside the pool.
         """
         index = self._index(pages)
         out = torch.empty((len(index), *self._shape_words()), dtype=self._words[0].dtype)
@@ -201,10 +212,12 @@ class KVPool:
         return out.view(torch.uint8)
 
     def write_pages(self, pages: PageIds, data: torch.Tensor) -> None:
-        """The inverse of `read_pages`: `data` is uint8 of that shape, on any device. On a GPU it
-        goes through the current stream, and is there on return.
+        """Write bytes that `read_pages` returned. On a GPU it waits until they are there.
 
-        Raises: PageStateError for a page outside the pool, ConfigError for another shape or dtype.
+        Args:
+            data: uint8 [n, slabs, page_size, num_kv_heads, head_bytes], on any device.
+        Raises:
+            PageStateError: a page outside the pool. ConfigError: another shape or dtype.
         """
         index = self._index(pages)
         layout = self.layout
@@ -222,6 +235,7 @@ class KVPool:
         source = data.contiguous().view(self._words[0].dtype).to(self._words[0].device)
         for i, words in enumerate(self._words):
             words.index_copy_(0, index, source[:, i])
+        # The transport reads the memory outside any stream.
         _settle(words.device)
 
     def _shape_words(self) -> tuple[int, ...]:
@@ -234,19 +248,22 @@ class KVPool:
 
 
 def zeros(shape: tuple[int, ...], dtype: str, device: str) -> torch.Tensor:
-    """Zeros of `dtype`, from a multiple of 4096 on; goes through bytes, since float8 has few
-    operations of its own.
+    """Return zeros of `dtype`, from a multiple of 4096 on.
 
-    Raises: CapacityError when the device has not the memory, ConfigError when there is no such
-    device.
+    They are made as bytes, since float8 has few operations of its own.
+
+    Raises:
+        CapacityError: the device has not enough memory. ConfigError: there is no such device.
     """
     _check_device(device)
     element = getattr(torch, dtype)
     num_bytes = prod(shape) * element.itemsize
     try:
+        # A block more than needed, so that an aligned start lies in it.
         raw = torch.empty(num_bytes + BLOCK_BYTES, dtype=torch.uint8, device=device)
         if device == "cpu":
             _prefer_huge_pages(raw)
+        # After the hint for huge pages, which counts only for memory that was not touched yet.
         raw.zero_()
         _settle(raw.device)
     except RuntimeError as error:
@@ -256,20 +273,23 @@ def zeros(shape: tuple[int, ...], dtype: str, device: str) -> torch.Tensor:
 
 
 class Zeros:
-    """Makes tensors as `zeros` does, or in memory that a peer may map."""
+    """A maker of tensors like `zeros`, or of such in memory that a peer may map."""
 
     def __init__(self, dtype: str, device: str, shared: bool) -> None:
-        """Raises ConfigError for shared memory that is not on the CPU."""
+        """Choose the kind of memory. Raises ConfigError for shared memory that is not on the
+        CPU."""
         if shared and device != "cpu":
             raise ConfigError(f'device is {device!r}, memory that a peer may map is on the "cpu"')
         self._dtype, self._device, self._shared = dtype, device, shared
 
     def __call__(self, shape: tuple[int, ...], count: int = 1) -> list[torch.Tensor]:
-        """So many of this shape; those that are shared lie in one block. Raises as `zeros`."""
+        """Return `count` tensors of this shape; shared ones lie in one block. Raises as `zeros`."""
         if not self._shared:
             return [zeros(shape, self._dtype, self._device) for _ in range(count)]
         element = getattr(torch, self._dtype)
         num_bytes = prod(shape) * element.itemsize
+        # One block for all: a peer maps each block by a descriptor of its own. Each tensor begins
+        # at a block boundary.
         step = -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
         block = shared_bytes(step * count)
         starts = range(0, step * count, step)
@@ -277,13 +297,14 @@ class Zeros:
 
 
 def _settle(device: torch.device) -> None:
-    """What was queued on the current stream is done: others (NIXL) use the memory in no stream."""
+    """Wait until all that is queued on the current stream is done: NIXL uses the memory in no
+    stream."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
 def _check_device(device: str) -> None:
-    """ConfigError for a device that a pool cannot be on here."""
+    """Raise ConfigError for a device on which this process cannot have a pool."""
     try:
         chosen = torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -291,15 +312,16 @@ def _check_device(device: str) -> None:
     if chosen.type not in ("cpu", "cuda"):
         raise ConfigError(f'device is {device!r}, must be "cpu", "cuda" or "cuda:INDEX"')
     num_gpus = torch.cuda.device_count() if chosen.type == "cuda" else 0
-    # torch takes the index modulo 256.
+    # torch takes the index modulo 256: compare the name, or "cuda:256" would be cuda:0.
     there = chosen.index is None or (0 <= chosen.index < num_gpus and str(chosen) == device)
     if chosen.type == "cuda" and not (num_gpus and there):
         raise ConfigError(f"device is {device!r}, torch {torch.__version__} finds {num_gpus} GPUs")
 
 
 def _prefer_huge_pages(memory: torch.Tensor) -> None:
-    """Ask Linux for them before the memory is first touched: NIXL's copies between processes walk
-    fewer pages."""
+    """Ask Linux for huge pages, before the memory is first touched. NIXL's copies then walk fewer
+    pages."""
+    # Only whole huge pages inside the memory: its edges belong to others.
     start = -(-memory.data_ptr() // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
     num_bytes = (memory.data_ptr() + memory.nbytes - start) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
     if num_bytes > 0 and hasattr(mmap, "MADV_HUGEPAGE"):
@@ -315,9 +337,11 @@ def _describe(
     regions: tuple[tuple[int, int], ...],
     opaque: str = "",
 ) -> KVLayout:
-    """The validated layout of 4-dimensional views."""
+    """Return the validated layout of 4-dimensional views."""
     num_pages, page_size, num_kv_heads, head_dim = slabs[0].shape
     size = slabs[0].itemsize
+    # The views are alike, so the first gives the sizes; each gives its own address and strides, in
+    # bytes.
     layout = KVLayout(
         num_pages=num_pages,
         page_size=page_size,
@@ -334,7 +358,8 @@ def _describe(
             for slab in slabs
         ),
         regions=regions,
-        device=intern(str(slabs[0].device)),  # msgspec leaves the default out by identity
+        # Interned: msgspec leaves a default value out of a message by identity.
+        device=intern(str(slabs[0].device)),
         opaque=opaque,
     )
     layout.validate()
@@ -342,8 +367,9 @@ def _describe(
 
 
 def storages(views: Sequence[torch.Tensor]) -> tuple[tuple[int, int], ...]:
-    """The memory ranges that the views' storages cover, as (address, bytes); ranges that overlap
-    become one."""
+    """Return the memory ranges of the views' storages as (address, bytes). Overlapping ones become
+    one."""
+    # A set: views of one storage name it once.
     spans = sorted(
         {
             (s.data_ptr(), s.data_ptr() + s.nbytes())
@@ -360,12 +386,13 @@ def storages(views: Sequence[torch.Tensor]) -> tuple[tuple[int, int], ...]:
 
 
 def _as_words(layout: KVLayout, slabs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The slabs as views [num_pages, page_size, num_kv_heads, words] of the widest word that fits
-    all strides.
+    """Return the slabs as views [num_pages, page_size, num_kv_heads, words] of the widest possible
+    word.
 
     Copying words instead of bytes is what makes `read_pages` fast: torch moves one element at a
     time.
     """
+    # Its size has to divide every stride, the offset and the bytes of a head.
     steps = [layout.head_bytes]
     for slab in slabs:
         steps += [

@@ -1,13 +1,14 @@
-"""Which part of a model's KV each rank of a worker holds, and which rank writes what to which.
+"""Meshes: the part of a model's KV that each rank of a worker holds, and which rank writes to
+which.
 
 A mesh shares the layers out over pipeline stages and the KV heads over tensor-parallel ranks; ranks
-are numbered stage by stage. Where a stage has more ranks than heads (always so with MLA, which has
-one latent vector), neighbouring ranks hold replicas of one head.
+are numbered stage by stage. If a stage has more ranks than heads (always so with MLA, which has one
+latent vector), neighbouring ranks hold replicas of one head.
 
 **Which rank sends.** Each layer and head that a reader holds is written by exactly one writer.
-Where writers hold replicas, those of a head share its readers out in order: of R writers and Q
-readers of a head, writer j * R // Q serves reader j. So equal meshes pair rank with rank, and a
-lone reader is served by the first replica.
+Replicas of a head share its readers out in order: of R writers and Q readers of a head, writer j *
+R // Q serves reader j. So equal meshes pair rank with rank, and a lone reader is served by the
+first replica.
 """
 
 from __future__ import annotations
@@ -35,11 +36,14 @@ class Shard(NamedTuple):
 
     @classmethod
     def whole(cls, layout: KVLayout) -> Shard:
-        """All that a pool holds, in its own numbers."""
+        """Return all that a pool holds, in its own numbers."""
         return cls(0, layout.num_layers, 0, layout.num_kv_heads)
 
     def overlap(self, other: Shard) -> Shard | None:
-        """What both hold.
+        """Return the part that both hold, None if there is none.
+
+        Args:
+            other: in the same numbers.
 
         >>> Shard(0, 4, 0, 2).overlap(Shard(2, 4, 1, 1))
         Shard(first_layer=2, num_layers=2, first_head=1, num_heads=1)
@@ -53,7 +57,7 @@ class Shard(NamedTuple):
         return Shard(layer, layers, head, heads) if layers > 0 and heads > 0 else None
 
     def inside(self, rank: Shard) -> Shard:
-        """The same part in the numbers of a rank that holds it.
+        """Return the same part in the numbers of a rank that holds it.
 
         >>> Shard(2, 2, 1, 1).inside(Shard(2, 4, 1, 1))
         Shard(first_layer=0, num_layers=2, first_head=0, num_heads=1)
@@ -66,10 +70,11 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """How the ranks of one side share a model of `num_layers` and `num_kv_heads` (mla: 1).
+    """The division of a model of `num_layers` and `num_kv_heads` (mla: 1) over the ranks of one
+    side.
 
-    `stage_layers` are the layers of each stage; empty: as equal as they can be, the first stages
-    one more.
+    `stage_layers` are the layers of each stage; empty: as equal as possible, the first stages one
+    more.
     """
 
     num_layers: int
@@ -84,23 +89,26 @@ class Mesh:
 
     @property
     def replicas(self) -> int:
-        """How many ranks of a stage hold each head."""
+        """Ranks of a stage that hold the same head."""
         return max(1, self.tp_size // self.num_kv_heads)
 
     def rank(self, pp_rank: int, tp_rank: int) -> int:
+        """Return the number of a rank."""
         return pp_rank * self.tp_size + tp_rank
 
     def validate(self) -> None:
-        """Raises ConfigError naming the value that no mesh can have. To be called before anything
+        """Raise ConfigError naming the value that no mesh can have. Call it before anything
         else."""
         for name in ("num_layers", "num_kv_heads", "tp_size", "pp_size"):
             check_whole(name, getattr(self, name), 1, MAX_INDEX)
+        # A peer's mesh comes here too: the number of ranks bounds the work for it.
         if self.num_ranks > MAX_RANKS:
             raise ConfigError(f"tp_size * pp_size is {self.num_ranks}, must be at most {MAX_RANKS}")
         if self.pp_size > self.num_layers:
             raise ConfigError(
                 f"pp_size is {self.pp_size}, must be at most num_layers, {self.num_layers}"
             )
+        # Else a rank would hold part of a head, or ranks would hold different numbers of them.
         if not _divides(self.tp_size, self.num_kv_heads):
             raise ConfigError(
                 f"tp_size is {self.tp_size}, must divide num_kv_heads, {self.num_kv_heads}, or be "
@@ -116,7 +124,7 @@ class Mesh:
             )
 
     def shard(self, rank: int) -> Shard:
-        """What a rank holds.
+        """Return the layers and heads of a rank, in the numbers of the model.
 
         >>> Mesh(num_layers=5, num_kv_heads=8, tp_size=4, pp_size=2).shard(6)
         Shard(first_layer=3, num_layers=2, first_head=4, num_heads=2)
@@ -129,12 +137,13 @@ class Mesh:
         each, more = divmod(self.num_layers, self.pp_size)
         stages = self.stage_layers or tuple(each + (stage < more) for stage in range(self.pp_size))
         first_layer = list(accumulate(stages, initial=0))[pp_rank]
+        # With more ranks than heads each holds one, and `replicas` neighbours hold the same.
         num_heads = max(1, self.num_kv_heads // self.tp_size)
         return Shard(first_layer, stages[pp_rank], tp_rank // self.replicas * num_heads, num_heads)
 
 
 def _divides(a: int, b: int) -> bool:
-    """Whether one is a whole multiple of the other."""
+    """Return whether one is a whole multiple of the other."""
     return max(a, b) % min(a, b) == 0
 
 
@@ -142,12 +151,13 @@ def _divides(a: int, b: int) -> bool:
 
 
 def check_meshes(ours: Mesh, theirs: Mesh) -> None:
-    """Refuse a pair of which one cannot write into the other's pools.
+    """Refuse a pair of meshes of which one cannot write into the other's pools.
 
     Raises:
         ConfigError: theirs breaks a law of meshes.
         HandshakeError: another model, or tensor-parallel sizes of which neither divides the other.
     """
+    # It came in a frame: nothing of it is used before this.
     theirs.validate()
     for name in ("num_layers", "num_kv_heads"):
         if getattr(ours, name) != getattr(theirs, name):
@@ -157,7 +167,7 @@ def check_meshes(ours: Mesh, theirs: Mesh) -> None:
 
 
 def check_page_sizes(ours: int, theirs: int) -> None:
-    """Raises HandshakeError unless one page size is a whole multiple of the other, up to
+    """Raise HandshakeError unless one page size is a whole multiple of the other, up to
     MAX_FOLD."""
     if ours < 1 or theirs < 1 or not _divides(ours, theirs):
         raise HandshakeError("page_size", ours, theirs, "neither divides the other")
@@ -168,8 +178,10 @@ def check_page_sizes(ours: int, theirs: int) -> None:
 
 
 def check_opaque(ours: Mesh, our_page_size: int, theirs: Mesh, their_page_size: int) -> None:
-    """Raises HandshakeError unless each page of one side is a whole page of the other, as opaque
-    pages need. Pipeline stages may differ."""
+    """Raise HandshakeError unless each page of one side is a whole page of the other.
+
+    Opaque pages need that. Pipeline stages may differ.
+    """
     why = "must be equal where pages are opaque"
     if our_page_size != their_page_size:
         raise HandshakeError("page_size", our_page_size, their_page_size, why)
@@ -178,7 +190,7 @@ def check_opaque(ours: Mesh, our_page_size: int, theirs: Mesh, their_page_size: 
 
 
 def check_holds(layout: KVLayout, shard: Shard) -> None:
-    """Raises HandshakeError when a pool is not of the size that its rank's shard says."""
+    """Raise HandshakeError if a pool does not have the layers and heads of its rank's shard."""
     for name, expected in (("num_layers", shard.num_layers), ("num_kv_heads", shard.num_heads)):
         if getattr(layout, name) != expected:
             raise HandshakeError(
@@ -187,20 +199,24 @@ def check_holds(layout: KVLayout, shard: Shard) -> None:
 
 
 def sent_share(writers: Mesh, writer: int, readers: Mesh, reader: int) -> Shard | None:
-    """What rank `writer` writes into the pool of rank `reader`; None if nothing. Over all writers,
-    the shares of a reader are its shard, each layer and head once. The meshes have passed
-    `check_meshes`.
+    """Return the part that rank `writer` writes into the pool of rank `reader`; None if nothing.
+
+    Over all writers, the shares of a reader are its shard, each layer and head once. The meshes
+    have passed `check_meshes`.
     """
     share = writers.shard(writer).overlap(readers.shard(reader))
     if share is None:
         return None
+    # Both hold the head, perhaps as replicas. The rule at the top says which of the writers serves
+    # this reader, so that nothing is written twice.
     replica = reader % readers.tp_size % readers.replicas
     sender = replica * writers.replicas // readers.replicas
     return share if writer % writers.tp_size % writers.replicas == sender else None
 
 
 def sent_shares(writers: Mesh, readers: Mesh, reader: int) -> dict[int, Shard]:
-    """By rank, in order, what each rank that writes to `reader` writes there; see `sent_share`."""
+    """Return, by rank in order, the share of each rank that writes to `reader`; see
+    `sent_share`."""
     shares = (
         (rank, sent_share(writers, rank, readers, reader)) for rank in range(writers.num_ranks)
     )
@@ -208,7 +224,7 @@ def sent_shares(writers: Mesh, readers: Mesh, reader: int) -> dict[int, Shard]:
 
 
 def writers_to(writers: Mesh, readers: Mesh, reader: int) -> tuple[int, ...]:
-    """The ranks that write to `reader`: it waits for each of them, and for no other.
+    """Return the ranks that write to `reader`: it waits for each of them, and for no other.
 
     >>> writers_to(Mesh(4, 8, tp_size=4), Mesh(4, 8, tp_size=2), reader=1)
     (2, 3)
@@ -219,15 +235,18 @@ def writers_to(writers: Mesh, readers: Mesh, reader: int) -> tuple[int, ...]:
 
 
 def readers_of(writers: Mesh, writer: int, readers: Mesh) -> tuple[int, ...]:
-    """The ranks that `writer` writes to; none, where other replicas of its head serve them all."""
+    """Return the ranks that `writer` writes to; none if other replicas of its heads serve all
+    readers."""
     return tuple(
         rank for rank in range(readers.num_ranks) if sent_share(writers, writer, readers, rank)
     )
 
 
 def ranks_told(writers: Mesh, readers: Mesh, reader: int) -> tuple[int, ...]:
-    """The ranks that `reader` promises its pages to: those that write to it. Rank 0 also tells
-    those that write to no rank, since their engine waits for the room as well.
+    """Return the ranks that `reader` promises its pages to: those that write to it.
+
+    Rank 0 also sends its promise to ranks that write to no reader, since their engine waits for the
+    room as well.
 
     >>> ranks_told(Mesh(4, 1, tp_size=2), Mesh(4, 1), reader=0)
     (0, 1)
@@ -240,5 +259,6 @@ def ranks_told(writers: Mesh, readers: Mesh, reader: int) -> tuple[int, ...]:
 
 
 def readers_awaited(writers: Mesh, writer: int, readers: Mesh) -> tuple[int, ...]:
-    """The ranks whose promises `writer` awaits; see `ranks_told`."""
+    """Return the ranks from which `writer` awaits promises; see `ranks_told`."""
+    # A writer without readers waits for rank 0, or it would never learn of the room's end.
     return readers_of(writers, writer, readers) or (0,)

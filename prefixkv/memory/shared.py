@@ -1,9 +1,10 @@
-"""Memory of this process that a peer's process may map: what the shm transport writes into.
+"""Memory of this process that a peer's process may map: the target of the shm transport's writes.
 
-A block is a memfd, sealed so that it can neither shrink nor grow: whoever maps it, and has seen the
-seals, can touch all of it without SIGBUS. Small pages, or what the kernel makes of MADV_HUGEPAGE
-(`/sys/kernel/mm/transparent_hugepage/shmem_enabled`). Not MFD_HUGETLB: a hole that its owner
-punches into such a file kills the peer that touches it, where the kernel has no huge page left.
+A block is a memfd, sealed so that it can neither shrink nor grow: a process that maps it, and has
+checked the seals, can touch all of it without SIGBUS. It has small pages, or those that the kernel
+makes of MADV_HUGEPAGE (`/sys/kernel/mm/transparent_hugepage/shmem_enabled`). Not MFD_HUGETLB: a
+hole that its owner punches into such a file kills the peer that touches it, if the kernel has no
+huge page left.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from prefixkv.errors import CapacityError, ConfigError
 
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
+# Weak: a block is forgotten when the last tensor on it is gone, with no call to forget it.
 _blocks: weakref.WeakValueDictionary[int, _Mapping] = weakref.WeakValueDictionary()  # by address
 
 
@@ -34,19 +36,20 @@ class SharedBlock(NamedTuple):
 
 
 class _Mapping(mmap.mmap):
-    """Lives as long as a tensor of it, and its descriptor with it."""
+    """A mapping that lives as long as a tensor on it, and so does its descriptor."""
 
     block: SharedBlock
 
 
 def shared_bytes(num_bytes: int) -> torch.Tensor:
-    """Zeros that a peer may map, uint8 [num_bytes], from a multiple of 4096 on. O(bytes).
+    """Return zeros that a peer may map, uint8 [num_bytes], from a multiple of 4096 on. O(bytes).
 
     For an engine that makes its tensors itself: views of it go to `KVPool.from_tensors`, or
-    `StatePool`. It is shared with forks of this process too.
+    `StatePool`. Forks of this process share it too.
 
-    Raises: ConfigError where the system has no such memory (it is Linux's), or for `num_bytes`
-    below 1; CapacityError where there is not enough.
+    Raises:
+        ConfigError: the system has no such memory (it is Linux's), or `num_bytes` is below 1.
+            CapacityError: there is not enough.
     """
     if num_bytes < 1:
         raise ConfigError(f"num_bytes is {num_bytes}, must be at least 1")
@@ -58,14 +61,18 @@ def shared_bytes(num_bytes: int) -> torch.Tensor:
     except OSError as error:
         raise CapacityError(f"no shared memory of {size} bytes: {error}") from error
     try:
+        # The size first: the seals forbid changing it afterwards.
         os.ftruncate(fd, size)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+        # No seal against writing: peers write into it. F_SEAL_SEAL keeps it that way.
         mapping = _Mapping(fd, size)
         with suppress(OSError, AttributeError):  # a kernel that has none for such memory
             mapping.madvise(mmap.MADV_HUGEPAGE)
+    # Undo: without a mapping nothing closes the descriptor.
     except OSError as error:
         os.close(fd)
         raise CapacityError(f"no shared memory of {size} bytes: {error}") from error
+    # The tensor keeps the mapping alive, and the mapping's end closes the descriptor.
     weakref.finalize(mapping, os.close, fd)
     whole = torch.frombuffer(mapping, dtype=torch.uint8)
     whole.zero_()  # touches each page: later timings include no page faults
@@ -75,7 +82,8 @@ def shared_bytes(num_bytes: int) -> torch.Tensor:
 
 
 def block_of(address: int, num_bytes: int) -> SharedBlock | None:
-    """The block that this memory lies in, None if it is not shared."""
+    """Return the block that this memory lies in, None if it is not shared."""
+    # A copy: a collection of garbage may remove entries meanwhile.
     for mapping in list(_blocks.values()):
         block = mapping.block
         if block.address <= address and address + num_bytes <= block.address + block.num_bytes:
@@ -84,7 +92,8 @@ def block_of(address: int, num_bytes: int) -> SharedBlock | None:
 
 
 def blocks_of(ranges: Iterable[tuple[int, int]]) -> list[SharedBlock] | None:
-    """The blocks that these ranges lie in, each once, by address; None if one is not shared."""
+    """Return the blocks that these ranges lie in, each once, by address; None if one is not
+    shared."""
     found = set()
     for address, num_bytes in ranges:
         block = block_of(address, num_bytes)

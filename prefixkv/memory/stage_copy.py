@@ -1,14 +1,12 @@
 """Gather and scatter between the pages of a pool and a piece of staging memory.
 
-What is staged is a part of the model (some layers, some heads) of some unit pages, dense and in one
-order whatever the pool's: [slab, unit page, token, head, byte]. So a gather with one pool's plan
-and a scatter with another's move KV between pools of any two layouts. `staging_copy` picks
-the copy:
+Staged is a part of the model (some layers, some heads) of some unit pages, dense and in one order
+whatever the pool's: [slab, unit page, token, head, byte]. So a gather with one pool's plan and a
+scatter with another's move KV between pools of any two layouts. `staging_copy` picks the copy:
+`CpuCopy`, here, for memory that the CPU reads, or `TritonCopy` in `copy_triton.py`, for CUDA.
 
-- `CpuCopy`, here, for memory that the CPU reads. It sees a pool as rows of opaque bytes, each
-  contiguous both in the pool and in the stage, and copies them by numpy's `take` and indexed
-  assignment. These release the GIL.
-- `TritonCopy` in `copy_triton.py`, for CUDA.
+`CpuCopy` sees a pool as rows of opaque bytes, each contiguous both in the pool and in the stage,
+and copies them by numpy's `take` and indexed assignment, which release the GIL.
 """
 
 from __future__ import annotations
@@ -33,17 +31,19 @@ if TYPE_CHECKING:
     import torch
 
 Int64s = npt.NDArray[np.int64]
-_STEP_BYTES: Final = 128 << 10  # of four parts together, with the pages they go to: half an L2
+# Four parts of this size, with the pages that they go to, fill half an L2 cache.
+_STEP_BYTES: Final = 128 << 10
 
 
 class StagingCopy(Protocol):
-    """Bound to one pool and one part of it; may be used from several threads at once. The pool's
-    memory has to outlive it. On CUDA a copy is queued on the current stream, and is done when an
-    event recorded there is.
+    """A copy bound to one pool and one part of it. May be used from several threads at once.
+
+    The pool's memory has to outlive it. On CUDA a copy is queued on the current stream, and is done
+    when an event recorded there is.
     """
 
     def num_bytes(self, num_units: int) -> int:
-        """How much staging memory `num_units` unit pages take."""
+        """Return the bytes of staging memory that `num_units` unit pages take."""
         ...
 
     def gather(self, units: Pages, stage: torch.Tensor) -> None:
@@ -53,9 +53,9 @@ class StagingCopy(Protocol):
             units: int32 [n], n >= 1: unit j of page p is p * fold + j. With pages of one size, page
                 ids.
             stage: uint8 [num_bytes(n)], contiguous, on the pool's device.
-
-        Raises: PageStateError for a unit that is not in the pool, ConfigError for another stage.
-        Nothing was copied.
+        Raises:
+            PageStateError: a unit that is not in the pool. ConfigError: another stage. Nothing was
+                copied.
         """
         ...
 
@@ -64,57 +64,63 @@ class StagingCopy(Protocol):
         ...
 
     def scatter_steps(self, units: Pages, stage: torch.Tensor) -> Iterator[None]:
-        """As `scatter`: checked now, copied in small steps, in the order of the stage, as it is
-        iterated over; or queued now."""
+        """Scatter in small steps, as the result is iterated over, in the order of the stage.
+
+        The arguments are checked at once. A copy that only queues its work may do so at once as
+        well, and return no steps.
+        """
         ...
 
 
 def scatter_together(parts: Sequence[tuple[StagingCopy, torch.Tensor]], units: Pages) -> None:
     """Scatter the stages of several parts into the same unit pages, each as its `scatter` would.
 
-    A few pages of each part in turn: parts of one token lie side by side in a pool, so the memory
-    that one part has brought into the cache is there for the next.
+    It takes a few pages of each part in turn: parts of one token lie side by side in a pool, so the
+    memory that one part has brought into the cache is there for the next.
 
-    Raises: as `scatter`. Nothing was copied (on CUDA: not of the part, nor of those behind it).
+    Raises:
+        As `scatter`. Nothing was copied (on CUDA: not of the part, nor of those behind it).
     """
-    steps = [copy.scatter_steps(units, stage) for copy, stage in parts]  # checks all, before any
+    # A list: all parts are checked before any is copied.
+    steps = [copy.scatter_steps(units, stage) for copy, stage in parts]
     deque(zip_longest(*steps), maxlen=0)
 
 
 def staging_copy(
     layout: KVLayout, part: Shard, unit_tokens: int, device: str = "cpu"
 ) -> StagingCopy:
-    """The copy of a part of a pool of ours, `part` in the pool's own numbers.
+    """Return the copy of a part of a pool of ours, `part` in the pool's own numbers.
 
-    Raises: ConfigError for a part or a unit that does not fit the pool, or a device that nothing
-    here copies on.
+    Raises:
+        ConfigError: a part or a unit that does not fit the pool, or a device without a copy.
     """
     plan = StagePlan.of(layout, part, unit_tokens)
     if device == "cpu":
         return CpuCopy(plan)
     if not device.startswith("cuda"):
         raise ConfigError(f"device is {device!r}, staging copies on cpu and cuda")
+    # Only here, since Triton need not be installed where no GPU is.
     from prefixkv.memory.copy_triton import TritonCopy
 
     return TritonCopy(plan, device)
 
 
 class _Pattern(NamedTuple):
-    """How the rows of some slabs lie, in steps of their view."""
+    """The places of some slabs' rows, counted in steps of their group's view."""
 
     offsets: Int64s  # [slab, 1, row of a unit]
     page_strides: Int64s  # [slab, 1]
     unit_strides: Int64s  # [slab, 1]
 
     def rows_of(self, page: Int64s, unit: Int64s) -> Int64s:
-        """The numbers of the rows, in the order of the stage."""
+        """Return the numbers of the rows, in the order of the stage."""
         places = page * self.page_strides + unit * self.unit_strides
         rows: Int64s = places[:, :, None] + self.offsets
         return rows.reshape(-1)
 
 
 class _Group(NamedTuple):
-    """Neighbouring slabs of one region."""
+    """Neighbouring slabs of one region, and its memory as rows."""
 
     first_slab: int
     num_slabs: int
@@ -124,11 +130,13 @@ class _Group(NamedTuple):
 
 
 class CpuCopy:
-    """See `StagingCopy`."""
+    """A `StagingCopy` for memory that the CPU reads."""
 
     def __init__(self, plan: StagePlan) -> None:
         self._plan = plan
         self._row = np.dtype((np.void, plan.row_bytes))
+        # Slabs of one region form a group, one array for numpy. Regions lie anywhere in memory, so
+        # no array spans two of them.
         starts = sorted(plan.layout.regions)
         regions = [max(r for r in starts if r[0] <= slab.base) for slab in plan.slabs]
         self._groups: list[_Group] = []
@@ -140,9 +148,12 @@ class CpuCopy:
             first += count
 
     def _group(self, first: int, count: int) -> _Group:
+        """Return `count` slabs from `first` on as one array of rows."""
         plan = self._plan
         num_pages = plan.layout.num_pages
         slabs = plan.slabs[first : first + count]
+        # Everything relative to the first slab. Strides of a single page or unit have no meaning,
+        # and must not spoil the step.
         origin = min(slab.base for slab in slabs)
         base = np.array([slab.base - origin for slab in slabs], dtype=np.int64)[:, None]
         page = np.array(
@@ -154,10 +165,14 @@ class CpuCopy:
         )
         unit = unit[:, None]
         offsets = base + plan.row_offsets[first : first + count]
+        # Every row begins at a multiple of `step`, so a row's place is its number in a view with
+        # that stride. Rows of the view overlap if the step is less than a row.
         step = gcd(
             plan.row_bytes,
             *(stride for column in (offsets, page, unit) for stride in column.ravel().tolist()),
         )
+        # The view ends with the last row of the last page, within the region: `validate` has
+        # checked it. It owns nothing; the pool's memory has to outlive it.
         last = int((offsets + (num_pages - 1) * page + (plan.fold - 1) * unit).max())
         memory = memoryview((ctypes.c_char * (last + plan.row_bytes)).from_address(origin))
         rows: npt.NDArray[Any] = np.ndarray(last // step + 1, self._row, memory, strides=(step,))
@@ -165,6 +180,7 @@ class CpuCopy:
         return _Group(first, count, rows, step == plan.row_bytes, pattern)
 
     def _pattern(self, new: _Pattern) -> int:
+        """Return the number of a pattern, stored once if groups share it."""
         for number, known in enumerate(self._patterns):
             if all(np.array_equal(a, b) for a, b in zip(known, new, strict=True)):
                 return number
@@ -179,8 +195,10 @@ class CpuCopy:
         staged = stage.numpy().view(self._row)
         for group, index, part in self._parts(units):
             if group.whole_rows:
-                np.take(group.rows, index, out=staged[part], mode="clip")  # "raise" copies twice
-            else:  # `take` would first copy all rows, to have them apart
+                # Numbers were checked; mode "raise" would copy into a buffer first.
+                np.take(group.rows, index, out=staged[part], mode="clip")
+            else:
+                # Of overlapping rows `take` would first copy all, to have them apart.
                 staged[part] = group.rows[index]
 
     def scatter(self, units: Pages, stage: torch.Tensor) -> None:
@@ -191,6 +209,7 @@ class CpuCopy:
         return self._scatter_steps(units, stage.numpy().view(self._row))
 
     def _scatter_steps(self, units: Pages, staged: npt.NDArray[Any]) -> Iterator[None]:
+        """Copy some units of a group per step."""
         step = max(1, _STEP_BYTES // self._plan.unit_bytes) * self._plan.row_offsets.shape[1]
         for group, index, part in self._parts(units):
             rows = staged[part]
@@ -199,7 +218,8 @@ class CpuCopy:
                 yield
 
     def _parts(self, units: Pages) -> Iterator[tuple[_Group, Int64s, slice]]:
-        """For each group the numbers of its rows in the pool, and where they lie in the stage."""
+        """Yield each group with the numbers of its rows in the pool, and their place in the
+        stage."""
         page, unit = (
             column.astype(np.int64) for column in np.divmod(units, np.int32(self._plan.fold))
         )

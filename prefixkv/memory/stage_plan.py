@@ -1,4 +1,5 @@
-"""Where the rows of a part of a pool lie, for the copies between the pool and staging memory."""
+"""Plans of the copies between a pool and staging memory: the place of each row of a part of a
+pool."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagePlan:
-    """Where the rows of a part lie: `row_bytes` that are contiguous in the pool and in the stage.
+    """The places of a part's rows: `row_bytes` that are contiguous in the pool and in the stage.
 
     Row r of unit j of page p of slab s is at
     `slabs[s].base + p * slabs[s].page_stride + j * unit_strides[s] + row_offsets[s, r]`.
@@ -34,8 +35,12 @@ class StagePlan:
 
     @classmethod
     def of(cls, layout: KVLayout, part: Shard, unit_tokens: int) -> StagePlan:
-        """O(slabs). Raises ConfigError for a part or a unit that does not fit the pool, or a
-        lawless layout."""
+        """Plan the copies of `part` in units of `unit_tokens`. O(slabs).
+
+        Raises:
+            ConfigError: a part or a unit that does not fit the pool, or an invalid layout.
+        """
+        # From here on addresses are computed without further checks.
         layout.validate()
         if part.overlap(Shard.whole(layout)) != part:
             raise ConfigError(f"{part} is not inside a pool of {Shard.whole(layout)}")
@@ -48,13 +53,16 @@ class StagePlan:
             part.first_layer * kinds : (part.first_layer + part.num_layers) * kinds
         ]
         row_bytes = layout.head_bytes
-        tokens, heads = unit_tokens, part.num_heads  # of them, rows of their own
+        # Rows as long as possible: heads that lie side by side in every slab become one row, then
+        # tokens too. `tokens` and `heads` are the numbers that remain rows of their own.
+        tokens, heads = unit_tokens, part.num_heads
         if heads == 1 or all(slab.head_stride == row_bytes for slab in slabs):
             row_bytes *= heads
             heads = 1
         if heads == 1 and (tokens == 1 or all(slab.token_stride == row_bytes for slab in slabs)):
             row_bytes *= tokens
             tokens = 1
+        # The order in the stage: token by token, head by head, in every pool alike.
         token, head = np.arange(tokens)[:, None], np.arange(heads)
         offsets = [
             (
@@ -75,15 +83,19 @@ class StagePlan:
 
     @property
     def unit_bytes(self) -> int:
-        """Of one unit page in one slab."""
+        """Bytes of one unit page in one slab."""
         return int(self.row_offsets.shape[1]) * self.row_bytes
 
     def num_bytes(self, num_units: int) -> int:
+        """Return the bytes of staging memory that `num_units` unit pages take."""
         return len(self.slabs) * num_units * self.unit_bytes
 
     def checked(self, units: Pages, stage: torch.Tensor, device: str) -> Pages:
-        """`units` as int32. Raises PageStateError or ConfigError for what may not be copied."""
+        """Return `units` as int32. Raises PageStateError or ConfigError if they cannot be copied to
+        `stage`."""
         units = checked_pages(units, self.layout.num_pages * self.fold, "staged")
+        # The copies write through raw addresses: a stage that is too small would mean writing past
+        # it.
         expected = (self.num_bytes(len(units)),)
         if (
             str(stage.dtype) != "torch.uint8"

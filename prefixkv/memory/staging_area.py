@@ -1,5 +1,5 @@
-"""A node's staging memory as it is described to a peer: where it is, and how much one lease of it
-may take."""
+"""A node's staging memory as described to a peer: its place, and the most that one lease may
+take."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def whole_blocks(num_bytes: int) -> int:
 
 
 class StagingArea(msgspec.Struct, frozen=True, array_like=True):
-    """`num_bytes` at address `base`; leases take at most `lease_bytes`, all in whole blocks of
-    BLOCK_BYTES."""
+    """Memory of `num_bytes` at address `base`. A lease takes at most `lease_bytes`; all in whole
+    blocks of BLOCK_BYTES."""
 
     base: int
     num_bytes: int
@@ -35,8 +35,8 @@ class StagingArea(msgspec.Struct, frozen=True, array_like=True):
         return self.num_bytes // BLOCK_BYTES
 
     def validate(self) -> None:
-        """Raises ConfigError naming the value that breaks the law. To be called on what a peer
-        says."""
+        """Check a peer's description. Raises ConfigError naming the value at fault."""
+        # Whole blocks: leases are counted in them, and begin at block boundaries.
         for name in ("num_bytes", "lease_bytes"):
             value = getattr(self, name)
             if value < BLOCK_BYTES or value % BLOCK_BYTES:
@@ -47,5 +47,6 @@ class StagingArea(msgspec.Struct, frozen=True, array_like=True):
             raise ConfigError(
                 f"staging lease_bytes is {self.lease_bytes}, the area has {self.num_bytes}"
             )
+        # Addresses in it must not overflow an int64.
         if not 0 < self.base <= _MAX_ADDRESS - self.num_bytes:
             raise ConfigError(f"staging of {self.num_bytes} bytes at {self.base} is no memory")

@@ -1,5 +1,5 @@
-"""Extra state of a request beside its KV (a sliding window's tail, a recurrent state), and where it
-lies. Pure.
+"""Layouts of the extra state that a request has beside its KV: a sliding window's tail, a recurrent
+state. Pure.
 
 A request has one *slot* in all state tensors. A tensor has heads, which tensor-parallel ranks share
 as they share KV heads, replicas included: so a tensor of one head is whole on every rank, and each
@@ -29,8 +29,8 @@ class StateTensor(msgspec.Struct, frozen=True, array_like=True):
     """One state tensor of the model: per slot [num_heads, *head_shape] of `dtype`, contiguous;
     heads over all ranks.
 
-    `layer` is the KV layer in whose pipeline stage it lives; several may name the same. Both sides
-    list all of the model's, in the same order.
+    `layer` is a KV layer: the tensor lives in its pipeline stage; several may name the same. Both
+    sides list all of the model's tensors, in the same order.
     """
 
     name: str
@@ -44,16 +44,16 @@ class StateTensor(msgspec.Struct, frozen=True, array_like=True):
         return prod(self.head_shape) * ITEMSIZE[self.dtype]
 
     def mesh(self, mesh: Mesh) -> Mesh:
-        """How a worker's ranks share this tensor's heads."""
+        """Return the mesh in which a worker's ranks share this tensor's heads."""
         return replace(mesh, num_kv_heads=self.num_heads)
 
     def shard(self, mesh: Mesh, rank: int) -> Shard | None:
-        """The heads that a rank holds; None where its stage has not got the layer."""
+        """Return the heads that a rank holds; None if the layer is not in its stage."""
         shard = self.mesh(mesh).shard(rank)
         return shard if 0 <= self.layer - shard.first_layer < shard.num_layers else None
 
     def validate(self, mesh: Mesh) -> None:
-        """Raises ConfigError naming the value that is out of range, or heads that the mesh cannot
+        """Raise ConfigError naming the value that is out of range, or heads that the mesh cannot
         share."""
         where = f"state tensor {self.name!r}"
         if self.dtype not in ITEMSIZE:
@@ -74,7 +74,7 @@ class StateTensor(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StateEntry(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank holds of one tensor: `num_bytes` a slot, that of slot 0 at `base`."""
+    """A rank's share of one tensor: `num_bytes` per slot, those of slot 0 at `base`."""
 
     base: int
     slot_stride: int
@@ -93,17 +93,20 @@ class StateLayout(msgspec.Struct, frozen=True, array_like=True):
     regions: Regions
 
     def validate(self) -> None:
-        """Check every value, and that slots share no byte. To be called on what a peer says. Raises
-        ConfigError.
+        """Check every value, and that slots share no byte. Raises ConfigError. Call it on a peer's
+        layout.
 
         Entries lie apart, or interleave with one stride.
         """
         check_whole("state num_slots", self.num_slots, 1, MAX_INDEX)
+        # Bounds the work below: each entry is looked up in all regions.
         if len(self.regions) > len(self.entries):
             raise ConfigError(f"{len(self.regions)} state regions for {len(self.entries)} entries")
         for start, num_bytes in self.regions:
             if not (start >= 0 and 0 < num_bytes <= ADDRESS_END - start):
                 raise ConfigError(f"state region of {num_bytes} bytes at {start} is no memory")
+        # A peer's word: a write goes to these addresses, so each entry has to lie in memory that it
+        # says is registered.
         for i, entry in enumerate(self.entries):
             if not 1 <= entry.num_bytes <= entry.slot_stride < ADDRESS_END:
                 raise ConfigError(
@@ -118,7 +121,9 @@ class StateLayout(msgspec.Struct, frozen=True, array_like=True):
                     f"state entry {i} is [{entry.base:#x}, {end:#x}), not inside one region"
                 )
         placed = sorted(self.entries, key=lambda entry: entry.base)
-        first = placed[0] if placed else None  # of those that interleave
+        # `first` is the first entry of those that interleave. An entry either begins behind
+        # them and starts a new set, or its slots lie between theirs, within one stride.
+        first = placed[0] if placed else None
         for before, entry in pairwise(placed):
             assert first is not None
             if entry.base >= first.base + self._extent(
@@ -133,10 +138,11 @@ class StateLayout(msgspec.Struct, frozen=True, array_like=True):
                 raise ConfigError(f"state entries at {before.base:#x} and {entry.base:#x} overlap")
 
     def _extent(self, entry: StateEntry) -> int:
+        """Return the bytes from an entry's first slot to the end of its last."""
         return (self.num_slots - 1) * entry.slot_stride + entry.num_bytes
 
     def check_holds(self, tensors: Iterable[StateTensor], mesh: Mesh, rank: int) -> None:
-        """Raises HandshakeError when this is not what a rank of the mesh holds of the tensors."""
+        """Raise HandshakeError unless this is what a rank of the mesh holds of the tensors."""
         shards = [(tensor, tensor.shard(mesh, rank)) for tensor in tensors]
         expected = [
             tensor.head_bytes * shard.num_heads for tensor, shard in shards if shard is not None
@@ -152,8 +158,7 @@ class StateLayout(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StateBlock(NamedTuple):
-    """Part of a slot that one rank writes to another. Entries and offsets in them say where it lies
-    on each side."""
+    """Part of a slot that one rank writes to another: entry and offset in it, on each side."""
 
     src_entry: int
     src_offset: int
@@ -163,24 +168,27 @@ class StateBlock(NamedTuple):
 
 
 class StateLink(NamedTuple):
-    """A peer's state memory, and what of our slots goes where in its slots."""
+    """A peer's state memory, and the blocks that are copied from our slots into its slots."""
 
     layout: StateLayout
     blocks: tuple[StateBlock, ...]
 
 
 def check_state_pairs(tensors: Iterable[StateTensor], writers: Mesh, readers: Mesh) -> None:
-    """Refuse meshes that cannot share the tensors, and pairs where a rank would send state to a
+    """Refuse meshes that cannot share the tensors, and pairs in which a rank would send state to a
     rank that it sends no KV.
 
-    Raises: ConfigError, HandshakeError. The meshes have passed `check_meshes`.
+    The meshes have passed `check_meshes`.
+
+    Raises:
+        ConfigError, HandshakeError.
     """
     for num_heads in {tensor.num_heads for tensor in tensors}:
         ours = replace(writers, num_kv_heads=num_heads)
         ours.validate()
         check_meshes(ours, replace(readers, num_kv_heads=num_heads))
-        # Of several writers a reader has its KV from each of those whose heads it needs; with no
-        # more heads than readers, only from the first of them.
+        # If there are more writers than readers, a reader gets its KV from each writer with heads
+        # that it needs; with no more heads than readers, only from the first of them.
         kv_heads, num_writers = writers.num_kv_heads, writers.tp_size
         if num_writers > readers.tp_size and not (
             kv_heads >= num_writers or num_heads <= readers.tp_size or kv_heads % num_heads == 0
@@ -193,8 +201,10 @@ def check_state_pairs(tensors: Iterable[StateTensor], writers: Mesh, readers: Me
 def state_blocks(
     tensors: Iterable[StateTensor], writers: Mesh, writer: int, readers: Mesh, reader: int
 ) -> tuple[StateBlock, ...]:
-    """What `writer` sends `reader` of each slot. Over all writers, each byte of a reader's slot
-    comes once."""
+    """Return the blocks that `writer` sends to `reader` of each slot.
+
+    Over all writers, each byte of a reader's slot comes once.
+    """
     blocks: list[StateBlock] = []
     src = dst = 0
     for tensor in tensors:
@@ -206,6 +216,8 @@ def state_blocks(
                 src_offset = (share.first_head - mine.first_head) * head
                 dst_offset = (share.first_head - theirs.first_head) * head
                 blocks.append(StateBlock(src, src_offset, dst, dst_offset, share.num_heads * head))
+        # Entries are counted on each side by itself: a rank lists only the tensors of its own
+        # stage.
         src += mine is not None
         dst += theirs is not None
     return tuple(blocks)

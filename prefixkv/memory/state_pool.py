@@ -1,5 +1,5 @@
-"""Torch tensors that hold the extra state of requests, one slot a request, with the layout that
-describes them."""
+"""State pools: torch tensors with the extra state of requests, one slot per request, and their
+layout."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from prefixkv.memory.state_layout import StateEntry, StateLayout, StateTensor
 class StatePool:
     """A view [num_slots, heads of this rank, *head_shape] for each tensor of this rank's stage.
 
-    On decode the library says which slot is whose (`DecodeRequest.state_slot`); on prefill the
-    slots are the engine's. `device` is where the views are, as torch names it: that of the rank's
-    KV pool. None: there are no views.
+    On decode the library assigns the slots (`DecodeRequest.state_slot`); on prefill the engine
+    does. `device` is that of the views, as torch names it, and that of the rank's KV pool. None:
+    there are no views.
     """
 
     def __init__(
@@ -30,18 +30,19 @@ class StatePool:
         regions: Sequence[tuple[int, int]] | None = None,
         num_slots: int = 0,
     ) -> None:
-        """Describe and keep an engine's own tensors.
+        """Describe an engine's own tensors, and keep them alive.
 
         Args:
             tensors: all of the model's state.
-            views: for each that this rank holds, in order. A slot of it is contiguous; slots may
-                lie apart.
+            views: one for each tensor that this rank holds, in order. A slot in it is contiguous;
+                slots may lie apart.
             mesh, rank: as the node's; None: this rank holds everything.
             regions: (address, bytes) ranges to register; by default the storages of the views,
                 whole.
-            num_slots: for a rank whose stage has no tensor, and so no view.
-        Raises: ConfigError for values out of range, views of another shape, dtype or number of
-        slots, on several devices, or that overlap.
+            num_slots: for a rank without tensors in its stage, and so without views.
+        Raises:
+            ConfigError: a value out of range; views of another shape, dtype or number of slots, on
+                several devices, or that overlap.
         """
         self.tensors = tuple(tensors)
         held = _held(self.tensors, mesh, rank)
@@ -49,6 +50,7 @@ class StatePool:
             raise ConfigError(
                 f"{len(views)} state views, this rank holds {len(held)} state tensors"
             )
+        # 1. Each view against the shape that the mesh gives this rank.
         num_slots = len(views[0]) if views else num_slots
         for (tensor, shape), view in zip(held, views, strict=True):
             expected = (num_slots, *shape)
@@ -60,6 +62,7 @@ class StatePool:
                 )
             if not view[0].is_contiguous():
                 raise ConfigError(f"a slot of state tensor {tensor.name!r} is not contiguous")
+        # 2. All views together: names, device.
         self._views = {
             (tensor.name, tensor.layer): view for (tensor, _), view in zip(held, views, strict=True)
         }
@@ -69,6 +72,8 @@ class StatePool:
         if len(devices) > 1:
             raise ConfigError(f"state views are on {' and '.join(devices)}, must be on one device")
         self.device = devices[0] if devices else None
+        # 3. Their description. Of a single slot the stride has no meaning, so it is the slot's
+        #    size.
         entries = []
         for view in views:
             num_bytes = view[0].numel() * view.itemsize
@@ -87,8 +92,11 @@ class StatePool:
         device: str = "cpu",
         shared: bool = False,
     ) -> StatePool:
-        """A pool of zeros; `shared` as for `KVPool.create`. Raises ConfigError, or CapacityError
-        when the device has not enough memory."""
+        """Create a pool of zeros; `shared` as for `KVPool.create`.
+
+        Raises:
+            ConfigError: a value out of range. CapacityError: the device has not enough memory.
+        """
         if num_slots < 1:
             raise ConfigError(f"num_slots is {num_slots}, must be at least 1")
         views = [
@@ -102,15 +110,16 @@ class StatePool:
         return self.layout.num_slots
 
     def view(self, name: str, layer: int) -> torch.Tensor:
-        """[num_slots, heads of this rank, *head_shape]. Raises KeyError for one that this rank does
-        not hold."""
+        """Return the view [num_slots, heads of this rank, *head_shape]. Raises KeyError if this
+        rank has none."""
         return self._views[name, layer]
 
 
 def _held(
     tensors: Sequence[StateTensor], mesh: Mesh | None, rank: int
 ) -> list[tuple[StateTensor, tuple[int, ...]]]:
-    """The tensors of the rank's stage, with the shape of a slot."""
+    """Return the tensors of the rank's stage, each with the shape of a slot."""
+    # Without a mesh a single rank holds every layer that is named.
     mesh = mesh or Mesh(1 + max((tensor.layer for tensor in tensors), default=0), 1)
     held = []
     for tensor in tensors:

@@ -200,8 +200,6 @@ class PageAllocator:
         before, parts = self._state[pages], self._held[owner]
         try:
             del self._held[owner]
-            # The runs come last: an interrupt before leaves them short of pages that are free,
-            # never long of pages that a peer may write.
             if len(pages):
                 num_quarantined = int(np.count_nonzero(before == _QUARANTINED))
                 self._counts[_QUARANTINED] -= num_quarantined

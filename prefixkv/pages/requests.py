@@ -82,12 +82,12 @@ class PagedRequest(Generic[State]):
 
     @property
     def room(self) -> int:
-        """Number of its room."""
+        """Number of the request's room."""
         return self.request.room
 
     @property
     def room_key(self) -> RoomKey:
-        """Its room and generation: one attempt at the transfer."""
+        """Room and generation: one attempt at the transfer."""
         return RoomKey(self.request.room, self.generation)
 
     @property
@@ -168,7 +168,7 @@ class PagedScheduler(Generic[Req, Command]):
         self.requests: dict[str, Req] = {}  # all that live, by rid, oldest first
         self.draining = False  # takes no new requests
         self.counters = journal.counters
-        # What a log handler of the journal raises is reported with the errors of the policy.
+        # What `on_ended` raises is reported together with the errors of the policy.
         journal.errors = books.errors
         # Collected during a call: requests that failed, and commands not taken yet, in order.
         self._failed: list[Req] = []

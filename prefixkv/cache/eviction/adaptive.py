@@ -170,6 +170,7 @@ class Adaptive(GhostPolicy):
         return use.tick, 1 if use.visit else 0, use.now_s, of_use, end, trunk
 
     def marks_of_new(self, use: Use, found: list[Ghost]) -> Sequence[tuple[int, Seen]]:
+        """Return the marks that an insertion leaves; `found` are the ghosts of its new pages."""
         of_use, end, trunk = self._begin(use, found)
         tick, now_s = use.tick, use.now_s
         # 1. Nothing is remembered: the new pages begin with one visit. If the request was counted

@@ -259,8 +259,7 @@ class Ghosts:
         end = len(key) - (node.end - depth) * self._page_bytes
         if end >= num_bytes:
             return hash((depth, bytes(key[end - num_bytes : end])))
-        # 1. Up to the node in which `depth` lies. 2. From there upwards until there are bytes
-        #    enough.
+        # Up to the node in which `depth` lies, then further up until there are bytes enough.
         parent = node.parent
         while end <= 0 and parent is not None:
             node, parent = parent, parent.parent

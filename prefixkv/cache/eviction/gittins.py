@@ -52,7 +52,7 @@ class LastUse(NamedTuple):
 @register_policy
 @dataclass(eq=False, repr=False)
 class Gittins(GhostPolicy):
-    """Evicts the least worth first, by returns counted per turn and size.
+    """A policy that evicts the least worth first, by returns counted per turn and size.
 
     Args:
         short_tokens, long_tokens: the two bounds between the three classes of how much was new.
@@ -90,6 +90,7 @@ class Gittins(GhostPolicy):
         return self._last_use(use, None)
 
     def marks_of_new(self, use: Use, found: list[Ghost]) -> Sequence[tuple[int, LastUse]]:
+        """Return the marks that an insertion leaves; `found` are the ghosts of its new pages."""
         mark = self._last_use(use, found)
         # A mark where the new pages begin as well: this use passed there, so a later use that ends
         # there does not continue an older one.

@@ -1,9 +1,10 @@
 """Returns of each class of paths, counted by age, and the worth of keeping a page that follows.
+
 A start is a use that left pages behind. It ends in a return (the next use goes on where it ended)
 or in a loss (its ghost was forgotten). Per class and age bin it is counted how many starts reached
 the bin and how many returned in it. Traffic changes, so all counts are halved now and then. A class
 with few observations is taken to be like its group, a group like all, and all like `UNTAUGHT`,
-whose worth falls with age: the order of LRU.
+where worth falls with age: the order of LRU.
 
 Worth is the Gittins index: over all times for which a page might be kept from now on, the best
 ratio of expected uses to expected seconds of residence. Bins are of equal ratio and reach from
@@ -398,6 +399,7 @@ def gittins_indices(chances: Table, scratch: Table | None = None) -> Table:
 
 def rise_and_fall(values: Table, peaks: Table) -> Table:
     """Lift values so that each row rises to its peak and falls from there.
+
     >>> rise_and_fall(np.array([[2, 1, 5, 3, 4]]), np.array([2])).tolist()
     [[2, 2, 5, 4, 4]]
     """

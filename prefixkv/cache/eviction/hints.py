@@ -111,6 +111,7 @@ class HintedQueue:
         self._now_s = 0.0
 
     def add(self, leaf: Node) -> None:
+        """Add or move a leaf, into the queue of its group."""
         tick = self._last_tick(leaf.mark)
         group, since_s = self._hints.group(tick, self._now_s)
         if group == _GOES_ON:

@@ -266,6 +266,7 @@ class LeafOrders:
             self._sweep()
 
     def broken_laws(self) -> list[str]:
+        """Return the queue's own laws that do not hold; for tests. O(entries)."""
         found, living = 0, 0
         for entry in self._entries():
             found += 1
