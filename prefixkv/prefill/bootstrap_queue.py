@@ -17,13 +17,16 @@ from prefixkv.prefill.request import PrefillRequest, PrefillState
 from prefixkv.prefill.send_plan import SendPlan
 
 UsablePrefix = Callable[[PrefillRequest, int], int]
-"""Given a request and the number of its cached tokens: how many of them the engine can go on from.
-Behind the others it has no extra state."""
+"""Function of a request and the number of its cached tokens that returns how many of them the engine
+can continue from. Behind those it has no extra state."""
 
 
 class PrefillBootstrapQueue:
-    """Owned by the scheduler's thread. `usable_prefix` is called for each hit; None: every hit is
-    used whole, and requests follow others (`Following`)."""
+    """Promised requests that wait for pages here. Owned by the scheduler's thread.
+
+    `usable_prefix` is called for each hit; None: every hit is used whole, and requests follow
+    others (`Following`).
+    """
 
     def __init__(
         self, books: PageManager, following: Following, usable_prefix: UsablePrefix | None = None
@@ -36,19 +39,21 @@ class PrefillBootstrapQueue:
         self._news = False  # since all were looked at: one came, or what one waits for has moved
 
     def add(self, req: PrefillRequest, decode_prefix_len: int) -> None:
-        """Decode has `decode_prefix_len` tokens of the request and waits for the rest."""
+        """Enter a request of which decode has `decode_prefix_len` tokens and waits for the rest."""
         req.become(PrefillState.BOOTSTRAPPED)
         req.decode_prefix_len = decode_prefix_len
         self._ready[req] = None
         self._news = True
 
     def remove(self, req: PrefillRequest) -> None:
+        """Take out a request that has ended."""
         del self._ready[req]
         self._following.forget(req)
+        # It may be the one that did not fit, and held up those behind it.
         self.look_again()
 
     def look_again(self) -> None:
-        """What one of them waits for may be there, or comes no more."""
+        """Make the next pass look at all: a prefix may be there now, or will not come."""
         self._blocked_at = -1
         self._news = True
 
@@ -60,23 +65,24 @@ class PrefillBootstrapQueue:
 
     @property
     def may_open(self) -> bool:
-        """Whether looking may open one. O(1)."""
+        """True if a pass may hand out a request. O(1)."""
         may_fit = self._blocked_at != self._books.version and self._books.table.free_rows
         return bool(self._ready and self._news and may_fit)
 
     @property
     def wake_s(self) -> float:
-        """When one of them waits for another's prefix no longer, and may be opened for that."""
+        """Time at which a wait for another's prefix ends, so that a request may be handed out."""
+        # Waking earlier would be for nothing: the first that may start lacks pages or a row.
         if self._blocked_at == self._books.version or not self._books.table.free_rows:
             return math.inf
         return self._following.wake_s
 
     def pop_bootstrapped(self, now_s: float, limit: int | None = None) -> list[PrefillRequest]:
-        """Requests the engine may compute now: own prefix locked, pages for all of the prompt
-        taken. At most `limit`.
+        """Hand out requests that the engine may compute now, at most `limit`.
 
-        Those that follow another are passed over. One that does not fit is not: it would wait for
-        ever.
+        The own prefix of each is locked, and pages for all of its prompt are taken. A request that
+        follows another is passed over. One that does not fit is not: others would overtake it each
+        time.
         """
         popped: list[PrefillRequest] = []
         following = self._following
@@ -87,29 +93,41 @@ class PrefillBootstrapQueue:
         for req in list(self._ready):
             if limit is not None and len(popped) >= limit:
                 return popped
+            # 1. Follows another: it holds no pages, so nothing behind it waits for it.
             if following.waits(req, now_s):
                 continue
+            # 2. Look what is cached, before `follow` is asked: only behind that does another's
+            # prefix help.
             match = self._match(req)
             prefix_len = match.prefix_len if match is not None else 0
             if self._usable_prefix is None and following.follow(
                 req, prefix_len // self._books.page_size, now_s
             ):
                 continue
+            # 3. Does not fit: the pass ends, first come, first served. Nothing is tried again at
+            # this version.
             if not self._books.table.free_rows or not self._open(req, match, now_s):
                 self._blocked_at = self._books.version
                 return popped
             del self._ready[req]
             self._blocked_at = -1
+            # After `_open`, which sets the prefix: it leads from there. Others in this pass may
+            # follow it at once.
             following.handed_out(req, self._books.caching and req.request.cacheable)
             popped.append(req)
         self._news = False
         return popped
 
     def _open(self, req: PrefillRequest, match: MatchResult | None, now_s: float) -> bool:
+        """Take the pages of a request. Return False, and change nothing, if too few are
+        available.
+        """
         books, page_size = self._books, self._books.page_size
         prefix_len = match.prefix_len if match is not None else 0
         unprotected = match.unprotected_pages if match is not None else 0
         num_new = pages_for(req.num_tokens, page_size) - whole_pages(prefix_len, page_size)
+        # Measured with the lock counted in, so that `open` below cannot fail: a request is never
+        # half open.
         if num_new > books.available_pages - unprotected:
             return False
         req.pages_held = books.open(req.key, match, num_new, now_s)
@@ -119,8 +137,9 @@ class PrefillBootstrapQueue:
         return True
 
     def _match(self, req: PrefillRequest) -> MatchResult | None:
-        """The cached prefix that the engine can go on from. Never the last token: the engine has to
-        compute that one to sample the next.
+        """Return the cached prefix that the engine can continue from.
+
+        Never the last token: the engine has to compute that one to sample the next.
         """
         key = req.key
         if len(key) % self._books.page_size == 0:
@@ -128,12 +147,15 @@ class PrefillBootstrapQueue:
         match = self._books.match(key, req.request.cacheable)
         if match is None or self._usable_prefix is None or not match.prefix_len:
             return match
+        # The engine's code: what it raises is reported by the scheduler, and the request is
+        # computed whole.
         try:
             usable = max(0, operator.index(self._usable_prefix(req, match.prefix_len)))
             usable = page_floor(usable, self._books.page_size)
         except Exception as error:  # the engine's
             self._books.errors.caught(error)
             usable = 0
+        # Else matched again, for a lock that covers the usable part and no more.
         if usable >= match.prefix_len:
             return match
         return self._books.match(key.prefix(usable))

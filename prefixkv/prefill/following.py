@@ -1,10 +1,10 @@
 """Requests in the queue that wait for a prefix which another request computes.
 
-A request that the engine has *leads* from where it stands: so many pages are computed and in the
-tree, and the next is of such tokens. One in the queue that has as many, and goes on with the same
-page, *follows*: it is not handed out before the leader has passed all that the two have in common.
-It holds nothing meanwhile, so no pages are kept from others, and a leader that ends early leaves
-its place to one of its followers.
+A request that the engine has *leads* from where it stands: from the number of pages that are
+computed and in the tree, and the tokens of the next. One in the queue that has as many, and
+continues with the same page, *follows*: it is not handed out before the leader has passed all that
+the two have in common. It holds nothing meanwhile, so no pages are kept from others, and a leader
+that ends early leaves its place to one of its followers.
 
 At no time would a follower be further had it been handed out when it began to wait. Its leader
 stands where it would have begun, and has been with the engine for longer. Whether the engine takes
@@ -25,7 +25,7 @@ from prefixkv.errors import check_laws
 from prefixkv.prefill.request import PrefillRequest, PrefillState
 
 Place: TypeAlias = tuple[Hashable, int, bytes]
-"""A namespace, how many pages there are, and the packed tokens of the next."""
+"""A namespace, the number of pages that are there, and the packed tokens of the next page."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,7 +38,7 @@ class _Lead:
 
 @dataclass(slots=True, eq=False)
 class _Wait:
-    """What a follower waits for: its leader, up to the page where the common part ends."""
+    """The wait of a follower for its leader, up to the page where the common part ends."""
 
     leader: PrefillRequest
     end_pages: int
@@ -50,10 +50,13 @@ class _Wait:
 
 
 class Following:
-    """Owned by the scheduler's thread. `stall_s` of 0: nothing is waited for.
+    """Leaders and followers of one rank. Owned by the scheduler's thread.
 
-    With `oldest_leads`, only what was added earlier is waited for. The ranks of a worker may hand
-    out in different orders, but add in the same: so no two wait for each other on two ranks.
+    With a `stall_s` of 0 no request follows another.
+
+    With `oldest_leads`, only requests that were added earlier are waited for. The ranks of a worker
+    may hand out in different orders, but add in the same: so no two wait for each other on two
+    ranks.
     """
 
     def __init__(
@@ -68,6 +71,8 @@ class Following:
         self._page_bytes = page_size * TOKEN_BYTES
         self._stall_s = stall_s
         self._oldest_leads = oldest_leads
+        # `_by_place` has the leaders that can be found: those with a place. A follower is in
+        # `_waits` only.
         self._leads: dict[PrefillRequest, _Lead] = {}
         self._by_place: dict[Place, list[PrefillRequest]] = {}
         self._waits: dict[PrefillRequest, _Wait] = {}  # those that began first come first
@@ -75,12 +80,13 @@ class Following:
         self.progress_s = -math.inf  # when anything was computed last
 
     def __len__(self) -> int:
-        """How many wait."""
+        """Return the number of followers."""
         return len(self._waits)
 
     @property
     def wake_s(self) -> float:
-        """When a wait ends unless something is computed. O(1)."""
+        """Time at which a wait ends unless something is computed. O(1)."""
+        # The first has begun first, so it ends first.
         for wait in self._waits.values():
             return max(wait.since_s, self.progress_s) + self._stall_s
         return math.inf
@@ -88,12 +94,16 @@ class Following:
     # --- those in the queue -----------------------------------------------------------------------
 
     def waits(self, req: PrefillRequest, now_s: float) -> bool:
-        """Whether what it waits for is still to come; it is looked at anew otherwise. O(1)."""
+        """Return True if the prefix that the request waits for is still to come. O(1).
+
+        False makes the queue match it again.
+        """
         wait = self._waits.get(req)
         if wait is None:
             return False
         lead = self._leads.get(wait.leader)
         place = lead.place if lead is not None else None
+        # The leader has ended, was flushed, or has passed the common part.
         if place is None or place[1] >= wait.end_pages:
             return False
         if now_s - max(wait.since_s, self.progress_s) >= self._stall_s:
@@ -101,10 +111,11 @@ class Following:
         return not wait.is_over
 
     def follow(self, req: PrefillRequest, num_pages: int, now_s: float) -> bool:
-        """Let the request wait if another goes on from the `num_pages` that the tree has of it.
+        """Let the request wait if another continues from the `num_pages` that the tree has of it.
 
-        O(leaders at the place), and a memcmp each.
+        Returns True if it waits. O(leaders at the place), and a memcmp each.
         """
+        # Taken out first: the former wait is over, and a new one begins with what is cached now.
         before = self._waits.pop(req, None)
         passed_over = before.passed_over if before is not None else set()
         if not (self._by_place and self._stall_s and req.request.cacheable):
@@ -129,35 +140,42 @@ class Following:
             self._counters["followed"] += before is None
             return True
         if before is not None and before.is_over:
-            self._waits[req] = before  # it may not fit, and is not to wait for that one again
+            # Kept with the leaders that were passed over: if the request does not fit now, it must
+            # not wait for those again.
+            self._waits[req] = before
         return False
 
     def _end_wait(self, wait: _Wait) -> None:
+        """End a wait for a leader that the engine has passed over. Repeated: no-op."""
         if not wait.is_over:
             wait.is_over = True
             wait.passed_over.add(wait.leader)
             self._counters["overtaken"] += 1
 
     def forget(self, req: PrefillRequest) -> None:
-        """The request leaves the queue."""
+        """Drop the wait of a request that leaves the queue."""
         self._waits.pop(req, None)
 
     # --- those that the engine has ----------------------------------------------------------------
 
     def handed_out(self, req: PrefillRequest, caches: bool) -> None:
-        """The engine has it now. `caches`: what it computes goes to the tree."""
+        """Enter a request that the engine has now. `caches`: what it computes goes to the tree."""
         self.forget(req)
         self._handed_out += 1
         self._leads[req] = lead = _Lead(self._handed_out)
+        # Also one that caches nothing is counted: its progress shows that an older leader is passed
+        # over.
         if caches:
             self._stand(req, lead, req.prefix_len)
 
     def advance(self, req: PrefillRequest, computed: int) -> None:
-        """Its first `computed` tokens are there. O(waits)."""
+        """Note that the first `computed` tokens of a request are there. O(waits)."""
         lead = self._leads.get(req)
         if lead is None:
             return
         progress = computed - req.prefix_len
+        # A request handed out after a wait began, which has computed as much as the follower lacks:
+        # by now the follower would have had it too.
         for wait in self._waits.values():
             if lead.number > wait.handed_out and progress >= wait.num_tokens:
                 self._end_wait(wait)
@@ -165,17 +183,18 @@ class Following:
             self._stand(req, lead, max(computed, req.prefix_len))
 
     def end(self, req: PrefillRequest) -> None:
-        """It computes nothing any more. Again, or never handed out: no-op."""
+        """Drop a request that computes nothing any more. Repeated, or never handed out: no-op."""
         lead = self._leads.pop(req, None)
         if lead is not None:
             self._leave(req, lead)
 
     def flush(self) -> None:
-        """What those with the engine compute goes to no tree any more."""
+        """Take the places of all leaders: what they compute goes to no tree any more."""
         for req, lead in self._leads.items():
             self._leave(req, lead)
 
     def _stand(self, req: PrefillRequest, lead: _Lead, num_tokens: int) -> None:
+        """Move a leader to its place after `num_tokens`; none if no whole page is left."""
         self._leave(req, lead)
         num_pages = num_tokens // self._page_size
         if (num_pages + 1) * self._page_size <= req.num_tokens:
@@ -185,6 +204,7 @@ class Following:
             self._by_place.setdefault(place, []).append(req)
 
     def _leave(self, req: PrefillRequest, lead: _Lead) -> None:
+        """Take a leader from its place, if it has one."""
         if lead.place is None:
             return
         here = self._by_place[lead.place]

@@ -16,7 +16,7 @@ from prefixkv.request import DeviceEvent, Request
 
 
 class PrefillCalls(Protocol):
-    """What an engine calls on one rank: see PrefillNode."""
+    """Calls of an engine to one rank: see PrefillNode."""
 
     def add(self, request: Request) -> PrefillRequest: ...
 
@@ -42,10 +42,12 @@ NodeT = TypeVar("NodeT", bound=PrefillCalls)
 
 
 class InStep(Generic[NodeT]):
-    """See the module's text. Used from one thread."""
+    """The ranks of a prefill worker behind one object; see the module's text. Used from one
+    thread.
+    """
 
     def __init__(self, nodes: Sequence[NodeT]) -> None:
-        """`nodes`: by rank."""
+        """Begin without requests. `nodes`: by rank."""
         self.nodes = nodes
         self._reqs: dict[str, list[PrefillRequest]] = {}
         self._begun: dict[str, int] = {}
@@ -57,12 +59,13 @@ class InStep(Generic[NodeT]):
         self._to_return_failed: list[PrefillRequest] = []
 
     def add(self, request: Request) -> PrefillRequest:
-        """As `PrefillNode.add`, on every rank or on none."""
+        """Add a request on every rank or on none. See `PrefillNode.add`."""
         reqs: list[PrefillRequest] = []
         try:
             for node in self.nodes:
                 reqs.append(node.add(request))
         except BaseException:
+            # Undo on the ranks that took it: they would wait for a promise that is meant for all.
             for node in self.nodes[: len(reqs)]:
                 node.abort(request.rid)
             raise
@@ -71,16 +74,19 @@ class InStep(Generic[NodeT]):
         return reqs[0]
 
     def refuse(self, request: Request, reason: str = "refused") -> None:
-        """As `PrefillNode.refuse`, on every rank."""
+        """Refuse a request on every rank. See `PrefillNode.refuse`."""
         for node in self.nodes:
             node.refuse(request, reason)
 
     def ranks_of(self, rid: str) -> list[PrefillRequest]:
-        """The request on each rank, until it is popped as sent or failed."""
+        """Return the request on each rank, until it is popped as sent or failed."""
         return self._reqs[rid]
 
     def pop_bootstrapped(self, limit: int | None = None) -> list[PrefillRequest]:
-        """As `PrefillNode.pop_bootstrapped`. What one rank hands out early is kept for later."""
+        """Return the requests that every rank has handed out. See `PrefillNode.pop_bootstrapped`.
+
+        A request that one rank hands out early is kept for later.
+        """
         for node in self.nodes:
             for req in node.pop_bootstrapped(limit):
                 if req.rid in self._begun:
@@ -94,29 +100,37 @@ class InStep(Generic[NodeT]):
         self, req: PrefillRequest, end: int, last: bool = False, aux: bytes = b"",
         ready: DeviceEvent | None = None, state_slot: int = -1,
     ) -> int:  # fmt: skip
-        """As `PrefillNode.send_chunk`, on every rank."""
+        """Send a chunk on every rank; return the sum of the pages. See `PrefillNode.send_chunk`."""
+        # It is being aborted on the other ranks: a chunk more would write for a room that ends.
         if req.rid in self._failed:
             return 0
         pairs = zip(self.nodes, self._reqs[req.rid], strict=True)
         return sum(node.send_chunk(mine, end, last, aux, ready, state_slot) for node, mine in pairs)
 
     def pop_sent(self) -> list[PrefillRequest]:
+        """Return the requests that every rank has sent."""
         for node in self.nodes:
             for req in node.pop_sent():
                 failed = req.rid in self._failed
                 if (ended := self._end(req.rid)) is not None and not failed:
                     self._to_return_sent.append(ended)
+        # Returned only here, when no rank's call can raise any more: see `_to_return_sent`.
         sent, self._to_return_sent = self._to_return_sent, []
         return sent
 
     def pop_failed(self, after: DeviceEvent | None = None) -> list[PrefillRequest]:
-        """As `PrefillNode.pop_failed`; a request that failed on one rank is aborted on the
-        others."""
+        """Return the requests that failed on a rank, and abort each on the others.
+
+        See `PrefillNode.pop_failed`.
+        """
+        # The same list, not a copy: if a later rank raises, what was found stays in it for the next
+        # call.
         failed = self._to_return_failed
         for node in self.nodes:
             for req in node.pop_failed(after):
                 if req.rid not in self._reqs:
                     continue  # its `add` failed on another rank
+                # Reported with its first failure; the ends on the other ranks are only counted.
                 if req.rid not in self._failed:
                     self._failed.add(req.rid)
                     self._ready.pop(req.rid, None)
@@ -130,16 +144,17 @@ class InStep(Generic[NodeT]):
         return failed
 
     def abort(self, rid: str) -> bool:
-        """As `PrefillNode.abort`, on every rank."""
+        """Abort a request on every rank. See `PrefillNode.abort`."""
+        # A list, not a generator: `any` would stop at the first rank that knows the request.
         known = [node.abort(rid) for node in self.nodes]
         return any(known)
 
     def flush(self, weights_version: str | None = None) -> int:
-        """As `PrefillNode.flush`, on every rank; the sum of what they return."""
+        """Flush every rank; return the sum of their pages. See `PrefillNode.flush`."""
         return sum(node.flush(weights_version) for node in self.nodes)
 
     def _end(self, rid: str) -> PrefillRequest | None:
-        """It has ended on one rank more; the request, if that was the last."""
+        """Count a rank on which the request has ended; return the request if that was the last."""
         self._left[rid] += 1
         if self._left[rid] < len(self.nodes):
             return None

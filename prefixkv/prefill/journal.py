@@ -1,4 +1,4 @@
-"""What happened to a prefill worker's requests, and when: the scheduler writes it down as it goes.
+"""Times and counts of a prefill worker's requests, written down by the scheduler as it goes.
 
 arrived -- decode --> promised -- pages --> started -- compute --> computed -- send --> sent
 """
@@ -12,24 +12,24 @@ from prefixkv.prefill.request import PrefillRequest, PrefillState
 from prefixkv.stats import Journal
 
 REASONS = ("decode", "pages", "compute", "send")
-"""What is waited for: decode's promise, pages of its own, the engine, and the writes with their
+"""Reasons of a wait: decode's promise, pages of its own, the engine, and the writes with their
 acknowledgement."""
 
 
 class PrefillJournal(Journal):
-    """See the module's text."""
+    """Journal of the prefill side; see the module's text."""
 
     def __init__(self) -> None:
         super().__init__(REASONS)
 
     def promised(self, req: PrefillRequest, peer: str, now_s: float) -> None:
-        """Decode (`peer`) has named the pages."""
+        """Note that decode (`peer`) has named the pages."""
         req.peer = peer
         req.promised_s = now_s
         self.waited("decode", req.arrived_s, now_s)
 
     def started(self, req: PrefillRequest, now_s: float) -> None:
-        """The engine may compute it."""
+        """Note that the engine may compute the request."""
         self.counters["prompt_tokens"] += req.num_tokens
         self.counters["hit_tokens"] += req.prefix_len
         self.counters["decode_hit_tokens"] += req.decode_prefix_len
@@ -38,6 +38,7 @@ class PrefillJournal(Journal):
         self.found(req.key.namespace, req.num_tokens, req.prefix_len)
 
     def chunk(self, req: PrefillRequest, pages: int, last: bool, now_s: float) -> None:
+        """Note a chunk of `pages`."""
         req.num_chunks += 1
         req.sent_pages += pages
         if last:
@@ -45,6 +46,7 @@ class PrefillJournal(Journal):
             self.waited("compute", req.started_s, now_s)
 
     def ended(self, req: PrefillRequest, now_s: float) -> None:
+        """Note that the request has ended, and log it."""
         req.ended_s = now_s
         if req.state is PrefillState.SENT:
             self.waited("send", req.computed_s, now_s)
@@ -56,15 +58,14 @@ class PrefillJournal(Journal):
 
 
 def outcome(req: PrefillRequest) -> str:
-    """How it ended."""
+    """Return how a request ended, as a label of metrics."""
     if req.state is PrefillState.FAILED and isinstance(req.error, AbortedError):
         return "aborted"
     return req.state.value
 
 
 def timeline(req: PrefillRequest, page_bytes: int, page_size: int) -> dict[str, Any]:
-    """All that is known of a request, as JSON holds it. Times are seconds since it arrived, or
-    None."""
+    """Return all that is known of a request, for JSON. Times: seconds since it arrived, or None."""
     return req.timeline(
         "prefill",
         outcome(req),

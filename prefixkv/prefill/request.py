@@ -15,7 +15,7 @@ from prefixkv.request import Request
 
 
 class PrefillState(enum.Enum):
-    """Where a request is. The last two are terminal."""
+    """The state of a request. The last two are terminal."""
 
     BOOTSTRAPPING = "bootstrapping"  # decode has not promised pages yet
     BOOTSTRAPPED = "bootstrapped"  # promised; waits for pages of its own
@@ -58,6 +58,7 @@ class PrefillRequest(PagedRequest[PrefillState]):
         self.decode_prefix_len = 0
         self.prefix_len = 0
         self.plan: SendPlan | None = None
+        # Its pages are released when all three are true: it has ended, `source_free`, `popped`.
         self.source_free = False  # no write reads its pages, and its state, any more
         self.state_slot = -1  # of the engine's, that it handed over
         self.popped = False  # the engine has seen its end
@@ -70,10 +71,12 @@ class PrefillRequest(PagedRequest[PrefillState]):
 
     @property
     def room_key(self) -> RoomKey:
+        """Key of the room, with the decode worker's name."""
         return RoomKey(self.request.room, self.generation, self.request.decode)
 
     @property
     def num_tokens(self) -> int:
+        """Length of the prompt, in tokens."""
         return len(self.key)
 
     @property

@@ -1,15 +1,16 @@
 """The prefill side of the library, without threads or sockets.
 
 Source pages are shared and cached, so other requests may use them meanwhile. A request that has
-ended keeps its lock and its own tail until two things are true: the control plane says that no
+ended keeps its lock and its own tail until two things are true: the control plane reports that no
 write reads them any more (`source_free`), and the engine, which may be computing into them, has
 seen the end (`pop_sent`, `pop_failed`).
 
-What a chunk computed goes to the tree, where others find it, at the next `pop_bootstrapped`: so the
-chunk is on its way before. Requests that need a prefix which another computes wait for it
+KV that a chunk has computed goes to the tree, where others find it, at the next `pop_bootstrapped`:
+so the chunk is on its way before. Requests that need a prefix which another computes wait for it
 (`following.py`).
 
-Source: SGLang's prefill queues (`disaggregation/prefill.py`), whose name `pop_bootstrapped` keeps.
+Source: SGLang's prefill queues (`disaggregation/prefill.py`), from which the name
+`pop_bootstrapped` comes.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ from prefixkv.settings import check_time, whole_count
 
 
 class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
-    """See the module's text. Owned by the scheduler's thread."""
+    """The requests of one prefill rank, from `add` until their pages are released; see the module's
+    text. Owned by the scheduler's thread.
+    """
 
     def __init__(
         self,
@@ -79,6 +82,9 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         self.bootstrapped = PrefillBootstrapQueue(
             books, self.following, usable_prefix or (_no_prefix if num_slots else None)
         )
+        # Requests: `requests` (of the base class) has all that live or hold pages; `_rooms` those
+        # with a room that may still be spoken of; `_sent` and `_failed` what the engine has not
+        # popped.
         self._num_added = 0
         self._computed: dict[PrefillRequest, None] = {}  # more than is in the tree
         self._max_aux_bytes = max_aux_bytes
@@ -92,11 +98,14 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         """Take a request; it waits for decode's promise.
 
         Raises RequestError, with nothing changed: a duplicate id, a room in use, a decode worker
-        that is not named, a prompt that the pool could never hold, or any while `draining`
-        (DrainingError). Where the room is not in use, decode is to be told why.
+        that is not named, a prompt that the pool could never hold; DrainingError for any request
+        while `draining`. Where the room is not in use, decode gets the reason.
         """
         check_time(now_s)
         needed = pages_for(len(request.key), self.books.page_size)
+        # 1. A request that is refused here may wait on decode already: decline it, so that decode
+        # does not wait until its deadline. Only for a free room: else this would end another
+        # request.
         try:
             self._check_new(request, needed, "needs {} pages")
         except RequestError as error:
@@ -104,15 +113,18 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
                 self.refuse(request, str(error))
             raise
         try:
+            # 2. The room must be free.
             self._free_room(request)
         except RequestError as error:
             former = self._rooms.get(self._key_of(request))
             if former is not None and former.state.ended:
                 # Its source is not free yet, as far as is known here. Decode may be about to
-                # promise the next one's pages, and would wait.
+                # promise pages for the new request, and would wait.
                 why = reason_of(error)
                 self._commands.append(DeclineRoom(former.room_key, why, request.digest))
             raise
+        # 3. Enter it everywhere, and only then ask for its room: the answer may come with the next
+        # events.
         req = PrefillRequest(request, self.books, now_s, self._num_added)
         self._num_added += 1
         self._note_deadline(req)
@@ -122,46 +134,56 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         return req
 
     def refuse(self, request: Request, reason: str) -> None:
-        """Let decode know that this request will not be taken. Raises RequestError where the room
-        is in use, the request names no decode worker, or the reason is no string."""
+        """Let decode know that this request will not be taken.
+
+        Raises RequestError where the room is in use, the request names no decode worker, or the
+        reason is no string.
+        """
         check_reason(reason)
         key = self._free_room(request)
         self._commands.append(DeclineRoom(key, reason_of(reason), request.digest))
 
     def _free_room(self, request: Request) -> RoomKey:
-        """Raises RequestError."""
+        """Return the key of the request's room. Raise RequestError if in use, or without a
+        worker.
+        """
         if not request.decode:
             raise RequestError(f"request {request.rid!r} names no decode worker")
         key = self._key_of(request)
         former = self._rooms.get(key)
-        # Nothing more is said of a room that has ended and whose source is free, though the engine
-        # may still have to pop its request.
+        # No event follows for a room that has ended with its source free, though the engine may
+        # still have to pop its request: so its number may be used again.
         if former is not None and not (former.state.ended and former.source_free):
             of = f"{request.generation} of {request.decode!r}"
             raise RequestError(f"room {request.room} generation {of} is in use")
         return key
 
     def _key_of(self, request: Request) -> RoomKey:
+        """Return the key of a request's room."""
         return RoomKey(request.room, request.generation, request.decode)
 
     def pop_bootstrapped(self, now_s: float, limit: int | None = None) -> list[PrefillRequest]:
-        """Requests the engine may compute now, at most `limit`; what is computed goes to the tree
-        before.
+        """Return the requests that the engine may compute now, at most `limit`.
 
-        What a policy, a log handler or an event of the user's has raised since the last call is
-        raised here first, with nothing changed. Raises CallerError, with nothing changed, for a
-        `limit` that is no whole number, or below 0.
+        KV that is computed goes to the tree before. Raises first, with nothing changed, what a
+        policy, a log handler or an event of the user's has raised since the last call. Raises
+        CallerError, with nothing changed, for a `limit` that is no whole number, or below 0.
         """
         check_time(now_s)
         limit = None if limit is None else whole_count("limit", limit)
         self.books.errors.raise_due()
+        # 1. Pages come back: those that waited for the device, and those of requests past their
+        # deadline.
         self.settle_deferred(now_s)
         for req in self._deadlines.due(now_s):
             if not req.state.ended:
                 what = f"{req.state.value} when its deadline_s, {req.request.deadline_s}, was over"
                 self.abort(req.rid, now_s, TransferTimeoutError(f"request {req.rid!r} was {what}"))
+        # 2. To the tree, before the queue matches: so a request finds what the last step computed.
+        # The chunks themselves were sent before, so caching does not delay them.
         while self._computed:
             self._cache(next(iter(self._computed)), now_s)
+        # 3. Hand out.
         popped = self.bootstrapped.pop_bootstrapped(now_s, limit)
         for req in popped:
             self.journal.started(req, now_s)
@@ -178,15 +200,19 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         ready: DeviceEvent | None = None,
         state_slot: int = -1,
     ) -> int:
-        """KV is computed up to token `end`: send what decode lacks of it. Returns the pages queued.
+        """Send what decode lacks of the computed KV, up to token `end`. Return the pages queued.
 
         With `last` the outcome follows, and `aux` and `state_slot` with it. A request that has
-        failed meanwhile takes no chunk: 0, and `pop_failed` says why; what was computed goes to the
-        tree all the same. Raises RequestError or AuxTooLargeError, with nothing changed.
+        failed meanwhile takes no chunk: the call returns 0, and `pop_failed` says why; KV that was
+        computed goes to the tree all the same. Raises RequestError or AuxTooLargeError, with
+        nothing changed.
         """
         check_time(now_s)
-        # All of it before anything moves: what is found out later leaves the room stuck.
+        # 1. Check everything before anything moves: an error that is found later would leave the
+        # room stuck.
         end, state_slot, aux = checked_chunk(end, state_slot, aux, last, ready)
+        # 2. Failed while the engine computed: no error of the engine's. What it computed is good
+        # prefix; but not once it has popped the failure, since its pages may be released then.
         if req.state is PrefillState.FAILED:
             if req.pages_held is not None and req.plan is not None and not req.popped:
                 with suppress(RequestError):
@@ -203,41 +229,44 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
             raise RequestError(f"state slot {state_slot} was handed over where {wanted} is needed")
         assert req.plan is not None
         assert req.pages_held is not None
-        # The plan checks `end`, so it moves first; the ids are copied since caching may change the
-        # row.
+        # 3. Send. The plan checks `end`, so it moves first; the ids are copied, since caching may
+        # change the row.
         span = req.plan.send(end, last)
         src_pages = req.pages[span.first_page : span.end_page].copy()
         self.journal.chunk(req, len(src_pages), last, now_s)
         if last:
             req.state_slot = state_slot
             req.become(PrefillState.SENDING)
+        # 4. Progress, for the tree and for those that follow this request.
         self._computed[req] = None
         self.following.progress_s = now_s
         if len(self.following):
             self.bootstrapped.look_again()
+        # 5. A chunk without pages sends nothing, but the last one carries the outcome.
         if len(src_pages) or last:
             chunk = span.first_page, src_pages, last, aux, ready, state_slot
             self._commands.append(SendChunk(req.room_key, *chunk))
         return len(src_pages)
 
     def pop_sent(self, now_s: float) -> list[PrefillRequest]:
-        """Requests whose KV is with decode, whole."""
+        """Return the requests with their KV at decode, whole."""
         return self._pop(self._sent, None, now_s)
 
     def pop_failed(self, now_s: float, after: DeviceEvent | None = None) -> list[PrefillRequest]:
-        """Requests that failed or were aborted; `error` says why. The engine stops computing them.
+        """Return the requests that failed or were aborted; `error` says why. The engine stops
+        computing them.
 
-        One that had handed over a state slot comes when no write reads it any more.
-        `after`: device work launched for them before this call is done once its `query()` is True;
+        A request that had handed over a state slot comes when no write reads it any more. `after`:
+        device work launched for the requests before this call is done once its `query()` is True;
         their pages are not released before.
         """
         return self._pop(self._failed, after, now_s)
 
     def abort(self, rid: str, now_s: float, error: Exception | None = None) -> bool:
-        """End a request. Unknown or ended: no-op, False.
+        """End a request. Return False, and do nothing, if it is unknown or has ended.
 
-        One whose last chunk is handed over may have succeeded already, and decode may know: then it
-        does succeed.
+        A request with its last chunk handed over may have succeeded already, and decode may know:
+        then it does succeed.
         """
         check_time(now_s)
         check_error(error)
@@ -247,23 +276,25 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
             return False
         error = error or AbortedError(f"request {rid!r} was aborted")
         self._commands.append(AbortRoom(req.room_key, reason_of(error)))
+        # While it sends, only its room knows whether the last write was first: `room_ended`
+        # decides.
         if req.state is not PrefillState.SENDING:
             self._fail(req, error, now_s)
         return True
 
     @property
     def has_news(self) -> bool:
-        """Whether one of the `pop_*` has something. O(1)."""
+        """True if one of the `pop_*` calls returns something. O(1)."""
         return bool(self._failed or self._sent or self.bootstrapped.may_open)
 
     @property
     def idle(self) -> bool:
-        """Nothing lives here: no request, and nothing to pop. O(1)."""
+        """True if nothing lives here: no request, and nothing to pop. O(1)."""
         return not (self.requests or self._failed or self._sent or self._deferred)
 
     @property
     def wake_s(self) -> float:
-        """When a request may have waited long enough, for another's prefix or at all."""
+        """Time at which a request may have waited long enough, for another's prefix or at all."""
         return min(self.bootstrapped.wake_s, self._deadlines.next_s)
 
     # --- what the control plane calls -------------------------------------------------------------
@@ -271,14 +302,15 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
     def room_bootstrapped(
         self, key: RoomKey, decode_prefix_len: int, peer: str, now_s: float
     ) -> None:
-        """The decode worker `peer` has promised pages for this room."""
+        """Queue the request of a room for which the decode worker `peer` has promised pages."""
         req = self._rooms.get(key)
+        # It may have been aborted while the event was on its way.
         if req is not None and req.state is PrefillState.BOOTSTRAPPING:
             self.bootstrapped.add(req, decode_prefix_len)
             self.journal.promised(req, peer, now_s)
 
     def room_ended(self, key: RoomKey, poll: KVPoll, error: Exception | None, now_s: float) -> None:
-        """A room reached its terminal state."""
+        """End the request of a room that has reached its terminal state."""
         req = self._rooms.get(key)
         if req is None or req.state.ended:
             return
@@ -291,16 +323,20 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
             self._fail(req, error or InternalError(f"{key} failed without a reason"), now_s)
 
     def source_free(self, key: RoomKey, now_s: float) -> None:
-        """No write reads the room's pages any more."""
+        """Note that no write reads the room's pages any more; release them if the engine is
+        done.
+        """
         req = self._rooms.get(key)
         if req is not None:
+            # A failed request with a state slot was kept back: the engine may reuse the slot once
+            # it is popped.
             if req.state is PrefillState.FAILED and req.state_slot >= 0 and not req.source_free:
                 self._failed.append(req)
             req.source_free = True
             self._maybe_release(req, now_s)
 
     def settle_deferred(self, now_s: float) -> None:
-        """Release what waited for the device, where it is done."""
+        """Release the pages of popped requests with which the device is done."""
         waiting, self._deferred = self._deferred, []
         for event, req in waiting:
             if (left := still_pending(event, self.books.errors)) is None:
@@ -310,18 +346,19 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
                 self._deferred.append((left, req))
 
     def flush(self) -> int:
-        """Empty the cache after a weight update. Returns the pages freed at once."""
+        """Empty the cache after a weight update. Return the number of pages freed at once."""
+        # First, so that no request waits for KV of the old weights.
         self.following.flush()
         self.bootstrapped.look_again()
         return super().flush()
 
     def move_weights(self, weights_version: str, now_s: float) -> None:
-        """The weights are of another version from now on; `flush` is to follow at once.
+        """Take over weights of another version from now on; `flush` has to follow at once.
 
-        What was promised pages under the former one, or is computed with it, fails with a
-        WeightsVersionError. What waits for its promise goes on. One whose last chunk is handed over
-        ends as its room does: it may have succeeded already.
-        Raises, with nothing changed: ConfigError for what is no version.
+        A request that was promised pages under the former version, or is computed with it, fails
+        with a WeightsVersionError. One that waits for its promise stays. One with its last chunk
+        handed over ends as its room does: it may have succeeded already. Raises ConfigError, with
+        nothing changed, for what is no version.
         """
         check_time(now_s)
         check_version(weights_version)
@@ -361,12 +398,15 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
     # --- ends -------------------------------------------------------------------------------------
 
     def _fail(self, req: PrefillRequest, error: Exception, now_s: float) -> None:
+        """End a request as failed; it is returned by `pop_failed`."""
         if req.state is PrefillState.BOOTSTRAPPED:
             self.bootstrapped.remove(req)
         self._computes_no_more(req)
         req.error = error
         req.become(PrefillState.FAILED)
         self.counters["failed"] += 1
+        # With a state slot that writes may still read, the engine must not hear of the end yet: it
+        # would reuse the slot. `source_free` reports it then.
         if req.state_slot < 0 or req.source_free:
             self._failed.append(req)
         self.journal.ended(req, now_s)
@@ -374,6 +414,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
     def _pop(
         self, ended: list[PrefillRequest], after: DeviceEvent | None, now_s: float
     ) -> list[PrefillRequest]:
+        """Hand out ended requests, and release each once the device is done (`after`)."""
         check_time(now_s)
         is_done = after is None or after.query()  # before anything changes: `query` may raise
         reqs = ended.copy()
@@ -387,15 +428,18 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         return reqs
 
     def _computes_no_more(self, req: PrefillRequest) -> None:
+        """Take a request from the leaders; those that followed it look again."""
         self.following.end(req)
         if len(self.following):
             self.bootstrapped.look_again()
 
     def _cache(self, req: PrefillRequest, now_s: float) -> None:
-        """What it has computed since the last time goes to the tree."""
+        """Give the tree what a request has computed since the last time."""
         del self._computed[req]
         if req.pages_held is None or req.plan is None:
             return
+        # The leader moves to what it has computed. The queue looks only after the next lines, so a
+        # follower finds those pages in the tree.
         self.following.advance(req, req.plan.computed)
         pages_computed = req.plan.computed // self.books.page_size
         if req.request.cacheable and pages_computed > req.pages_held.num_locked:
@@ -406,6 +450,8 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
             )  # fmt: skip
 
     def _maybe_release(self, req: PrefillRequest, now_s: float) -> None:
+        """Release an ended request's pages once no write and no kernel uses them."""
+        # All three, in whichever order they come: the last one releases.
         if not (req.source_free and req.popped and req.state.ended):
             return
         self.requests.pop(req.rid, None)
@@ -425,10 +471,10 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
 
 
 def _computed(req: PrefillRequest) -> RadixKey:
-    """The tokens of its prompt whose KV is there, as far as it has told."""
+    """Return the tokens of a request's prompt that have KV, as far as the engine has reported."""
     return req.key.prefix(req.plan.computed if req.plan is not None else 0)
 
 
 def _no_prefix(req: PrefillRequest, prefix_len: int) -> int:
-    """Of a hit, an engine with extra state can use nothing, unless it says otherwise."""
+    """Use nothing of a hit: an engine with extra state cannot, unless it says otherwise."""
     return 0

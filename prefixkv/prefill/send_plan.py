@@ -1,4 +1,4 @@
-"""Which pages each chunk sends: from what decode has, a cursor that only grows."""
+"""The pages that each chunk sends: behind what decode has, a cursor that only grows."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class SendPlan:
         self.ended = False
 
     def send(self, end: int, last: bool = False) -> Span:
-        """The pages to send now that KV is computed up to token `end`.
+        """Return the pages to send now that KV is computed up to token `end`.
 
         Raises RequestError, with nothing changed: after the last send; an `end` below the one
         before or beyond the request; a last send before its end.
@@ -60,6 +60,7 @@ class SendPlan:
             raise RequestError(
                 f"the last chunk ends at token {end}, the request has {self.num_tokens}"
             )
+        # A partly computed page waits for its rest, but for the last page of the request.
         end_page = pages_for(end, self.page_size) if last else whole_pages(end, self.page_size)
         span = Span(self.cursor_page, max(self.cursor_page, end_page))
         self.cursor_page = span.end_page
@@ -71,8 +72,11 @@ class SendPlan:
 def checked_chunk(
     end: int, state_slot: int, aux: bytes, last: bool, ready: DeviceEvent | None
 ) -> tuple[int, int, bytes]:
-    """`end`, `state_slot` and `aux` as what travels. Raises RequestError for one of another type,
-    an `aux` without `last`, and a `ready` that cannot be asked."""
+    """Return `end`, `state_slot` and `aux` as the types that travel.
+
+    Raises RequestError for one of another type, an `aux` without `last`, and a `ready` without
+    `query()`.
+    """
     end = whole_number("end", end, 0, MAX_INDEX + 1)
     state_slot = whole_number("state_slot", state_slot, -1, MAX_INDEX + 1)
     if not isinstance(aux, bytes | bytearray | memoryview):
@@ -89,7 +93,7 @@ def checked_chunk(
 def plan_sends(
     ends: Iterable[int], num_tokens: int, decode_prefix_len: int, page_size: int
 ) -> list[Span]:
-    """The spans for chunks that end at these tokens; the chunk that ends the request is the last
+    """Return the spans of chunks that end at these tokens; one at the request's end is the last
     send.
 
     >>> plan_sends([40, 100], num_tokens=100, decode_prefix_len=16, page_size=16)

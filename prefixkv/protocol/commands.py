@@ -1,5 +1,5 @@
-"""What a scheduler asks of its side's control object. Decode's commands travel to the other ranks
-as they are.
+"""Commands that a scheduler gives to its side's control object. Decode's commands travel to the
+other ranks as they are.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ class _Command(msgspec.Struct, frozen=True, array_like=True, tag_field="kind"):
 
 
 class OpenRoom(_Command, frozen=True, tag="open"):
-    """Promise these pages to the prefill worker at `address`, for the prompt of this digest. A
-    RoomEnded follows, and after a failure a RoomDrained."""
+    """Promise these pages to the prefill worker at `address`, for the prompt of this digest.
+
+    A RoomEnded follows, and after a failure a RoomDrained.
+    """
 
     promise: Promise
     address: str
@@ -27,15 +29,19 @@ class OpenRoom(_Command, frozen=True, tag="open"):
 
 
 class MeetPrefill(_Command, frozen=True, tag="meet"):
-    """Greet the prefill worker at `address`, and say whether it answers: PrefillReady and
-    PrefillAway follow as that changes, until a PrefillLost."""
+    """Greet the prefill worker at `address`, and report whether it answers.
+
+    PrefillReady and PrefillAway follow as that changes, until a PrefillLost.
+    """
 
     address: str
 
 
 class RefuseRoom(_Command, frozen=True, tag="refuse"):
-    """Tell the prefill worker at `address` that this room, for the prompt of this digest, will not
-    be opened. A RoomDrained follows. b"": whatever its prompt is."""
+    """Tell the prefill worker at `address` that decode refuses this room. A RoomDrained follows.
+
+    `digest` is that of the room's prompt; b"" stands for any prompt.
+    """
 
     key: RoomKey
     ticket: int
@@ -52,16 +58,16 @@ class AbortRoom(_Command, frozen=True, tag="abort"):
 
 
 class Fence(_Command, frozen=True, tag="fence"):
-    """The caller knows that this incarnation can write no more; `proved`: the kernel says so."""
+    """Note that this incarnation can write no more; `proved`: the kernel says so."""
 
     peer: PeerId
     proved: bool = False
 
 
 class MoveWeights(_Command, frozen=True, tag="move-weights"):
-    """The weights are of this version from now on. Rooms of another end, with a RoomEnded each.
+    """Move to weights of this version. Rooms of another version end, with a RoomEnded each.
 
-    Without `ends_waiting` the rooms of prefill go on for which no page was promised and no chunk
+    Without `ends_waiting` those rooms of prefill stay for which no page was promised and no chunk
     was handed over: the engine has not begun to compute them.
     """
 
@@ -70,7 +76,9 @@ class MoveWeights(_Command, frozen=True, tag="move-weights"):
 
 
 class AddRoom(_Command, frozen=True, tag="add"):
-    """Prefill's engine has the request of this room, `num_tokens` long and of this digest."""
+    """Enter the request of this room in prefill: `num_tokens` long, with a prompt of this
+    digest.
+    """
 
     key: RoomKey
     num_tokens: int
@@ -78,8 +86,11 @@ class AddRoom(_Command, frozen=True, tag="add"):
 
 
 class OfferRoom(_Command, frozen=True, tag="offer"):
-    """Prefill's engine has drawn this room for a prompt that it has computed: the first decode
-    worker that proves the digest within `timeout_s` opens it. The key names no decode worker."""
+    """Offer a room that prefill's engine has drawn for a prompt that it has computed.
+
+    The first decode worker that proves the digest within `timeout_s` opens it. The key names no
+    decode worker.
+    """
 
     key: RoomKey
     num_tokens: int
@@ -88,15 +99,18 @@ class OfferRoom(_Command, frozen=True, tag="offer"):
 
 
 class WithdrawRoom(_Command, frozen=True, tag="withdraw"):
-    """Nobody is to open this offer any more. Opened already, or ended: no-op."""
+    """Withdraw an offer: no decode worker may open it any more. Opened already, or ended: no-op."""
 
     key: RoomKey
     reason: str
 
 
 class DeclineRoom(_Command, frozen=True, tag="decline"):
-    """Prefill's engine does not take the request of this room, which has this digest: tell decode
-    why. No event follows. A room that was added is not touched. b"": whatever its prompt is."""
+    """Tell decode why prefill's engine does not take the request of this room.
+
+    No event follows. A room that was added is not touched. `digest` is that of the room's prompt;
+    b"" stands for any prompt.
+    """
 
     key: RoomKey
     reason: str
@@ -104,13 +118,12 @@ class DeclineRoom(_Command, frozen=True, tag="decline"):
 
 
 class SendChunk(msgspec.Struct, frozen=True, eq=False):
-    """KV of these pages of prefill's pool, the first of them page `first_page` of the request, is
-    computed once `ready` says so. With `last` the outcome, `aux` and the extra state in
-    `state_slot` follow.
+    """Send KV of these pages of prefill's pool, once `ready` reports that it is computed.
 
-    Pages are counted from the request's first token; there may be none. With `clip` it may come
-    before decode's promise, for which it waits; and pages of the prefix that decode has may be in
-    it, which are left out.
+    The first of them is page `first_page` of the request, counted from its first token; there may
+    be none. With `last` the outcome, `aux` and the extra state in `state_slot` follow. With `clip`
+    the chunk may come before decode's promise, for which it waits; and pages of the prefix that
+    decode has may be in it, which are left out.
     """
 
     key: RoomKey

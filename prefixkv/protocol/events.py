@@ -1,5 +1,5 @@
-"""What became of a room, or of a prefill worker, for the scheduler. Decode's events of rooms travel
-to rank 0 as they are.
+"""Events that tell a scheduler what became of a room, or of a prefill worker. Decode's events of
+rooms travel to rank 0 as they are.
 
 An exception travels as the name of its class and its text: see `encode_error`.
 """
@@ -50,14 +50,16 @@ class PrefillReady(_Event, frozen=True, tag="ready"):
 
 
 class PrefillAway(_Event, frozen=True, tag="away"):
-    """One of them answers no more, or was replaced."""
+    """A rank of the prefill worker at this address has stopped answering, or was replaced."""
 
     address: str
 
 
 class PrefillLost(_Event, frozen=True, tag="lost"):
-    """Nothing answers at this address, or what does is refused: `error` says which. No more is said
-    of it until it is asked about again."""
+    """Nothing answers at this address, or what does is refused; `error` says which of the two.
+
+    No further event of this address comes until it is asked about again.
+    """
 
     address: str
     error: Exception
@@ -73,7 +75,7 @@ class Bootstrapped(_Event, frozen=True, tag="bootstrapped"):
 
 
 class SourceFree(_Event, frozen=True, tag="source-free"):
-    """No write of the room reads prefill's pages any more. Comes once, with RoomEnded or later."""
+    """The room's writes read prefill's pages no more. Comes once, with RoomEnded or later."""
 
     key: RoomKey
 
@@ -86,8 +88,11 @@ RoomEvent = RoomEnded | RoomDrained | RoomOverdue | Bootstrapped | SourceFree | 
 
 
 def encode_error(value: Any) -> tuple[Any, ...]:
-    """A msgspec `enc_hook`: an exception as the name of its class and its text, cut to
-    MAX_ERROR_CHARS; and the peer that was lost, or the two versions."""
+    """Return an exception as the name of its class and its text; a msgspec `enc_hook`.
+
+    The text is cut to MAX_ERROR_CHARS. The peer that was lost, or the two versions, come with it.
+    """
+    # Subclasses before Exception: these carry fields that the scheduler of another rank acts on.
     if isinstance(value, errors.PeerLostError) and value.peer is not None:
         return type(value).__name__, str(value)[:MAX_ERROR_CHARS], *value.peer
     if isinstance(value, errors.WeightsVersionError):
@@ -98,8 +103,9 @@ def encode_error(value: Any) -> tuple[Any, ...]:
 
 
 def decode_error(kind: type, value: Any) -> Exception:
-    """A msgspec `dec_hook`, inverse of `encode_error`: what is no TransferError of ours comes back
-    as one.
+    """Return the exception that `encode_error` has encoded; a msgspec `dec_hook`.
+
+    An exception of any other class than our TransferErrors comes back as a TransferError.
 
     >>> decode_error(Exception, encode_error(errors.AbortedError("enough")))
     AbortedError('enough')
@@ -109,6 +115,8 @@ def decode_error(kind: type, value: Any) -> Exception:
     if kind is not Exception:
         raise NotImplementedError(f"{kind} does not travel")
     name, text, *more = value
+    # The name came with a frame. It only selects a class of our own module, and the checks below
+    # admit none but errors of transfers.
     found = getattr(errors, str(name), None)
     if found is errors.PeerLostError and len(more) == 2:
         return errors.PeerLostError(str(text), PeerId(str(more[0]), int(more[1])))

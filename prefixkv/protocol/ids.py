@@ -1,4 +1,4 @@
-"""The names a transfer goes by, and the states it goes through."""
+"""Names of transfers and their peers, and the states that a transfer goes through."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import NamedTuple
 class PeerId(NamedTuple):
     """One life of one process: a restart under the same name is another peer.
 
-    `incarnation` is drawn at random as the process starts, so it says nothing of which of two lives
-    is the newer: handshakes do.
+    `incarnation` is drawn at random as the process starts, so it does not order two lives by age:
+    handshakes do.
 
     >>> str(PeerId("decode-0", 0x3F2A))
     'decode-0 life 3f2a'
@@ -36,12 +36,12 @@ class RoomKey(NamedTuple):
 
     @property
     def numbers(self) -> tuple[int, int]:
-        """What frames and tags carry of it: the peer that speaks is the rest."""
+        """Fields that frames and tags carry; `decode` is known from the peer that sends them."""
         return self.room, self.generation
 
 
 class KVPoll(enum.IntEnum):
-    """How far a room's transfer is, as an engine polls it. The last two are terminal."""
+    """Progress of a room's transfer, as an engine polls it. The last two are terminal."""
 
     BOOTSTRAPPING = 0
     WAITING_FOR_INPUT = 1

@@ -1,9 +1,10 @@
-"""What the room machines share: a table of steps, how one is taken, and the table as a diagram.
+"""Parts that the room machines share: a table of steps, the function that takes one, and the table
+as a diagram.
 
 A table has a row for each state, and a row names every event that may come in it: with the method
-that takes it and the states that may follow, or IGNORED with the reason beside it. What a row does
-not name is a fault of this process, never of a peer: `run` raises InternalError for it, as it does
-for a step that ends in a state its row does not list.
+that takes it and the states that may follow, or IGNORED with the reason beside it. An event that a
+row does not name is a fault of this process, never of a peer: `run` raises InternalError for it, as
+it does for a step that ends in a state its row does not list.
 
 `python -m prefixkv.protocol.machine` prints the diagrams of both machines, in mermaid.
 """
@@ -19,8 +20,9 @@ from prefixkv.protocol.ids import KVPoll, RoomKey
 
 
 class Step(NamedTuple):
-    """`method(machine, event, now_s)` takes the event and returns actions; then the machine is in
-    one of `next_states`."""
+    """One entry of a table: `method(machine, event, now_s)` takes the event and returns actions.
+    Then the machine is in one of `next_states`.
+    """
 
     method: Callable[..., list[Any]] | None
     next_states: Set[KVPoll]
@@ -40,9 +42,9 @@ class _Machine(Protocol):
 
 
 def run(machine: _Machine, table: Table, event: object, now_s: float) -> list[Any]:
-    """Take one event as `table` says; returns the actions, in order.
+    """Take one event as `table` says; return the actions, in order.
 
-    Raises: InternalError for an event that the state's row does not name (nothing has changed), and
+    Raises InternalError for an event that the state's row does not name (nothing has changed), and
     for a step into a state that its row does not list.
     """
     before = machine.poll
@@ -53,6 +55,8 @@ def run(machine: _Machine, table: Table, event: object, now_s: float) -> list[An
     if method is None:
         return []
     actions = method(machine, event, now_s)
+    # Checked in production too: a wrong step would free pages that a peer still writes, or hold
+    # them without end.
     if machine.poll not in next_states:
         raise InternalError(
             f"{type(machine).__name__} of {machine.key}: {type(event).__name__} led from "
@@ -62,7 +66,7 @@ def run(machine: _Machine, table: Table, event: object, now_s: float) -> list[An
 
 
 def fault(machine: _Machine, event: object, why: str = "") -> InternalError:
-    """The error of an event that must not come in the machine's present state."""
+    """Return the error of an event that must not come in the machine's present state."""
     return InternalError(
         f"{type(machine).__name__} of {machine.key}: {type(event).__name__} must not come in "
         f"{machine.poll.name}" + (f": {why}" if why else "")
@@ -70,8 +74,10 @@ def fault(machine: _Machine, event: object, why: str = "") -> InternalError:
 
 
 def mermaid(table: Table) -> str:
-    """The table as a mermaid state diagram. An arrow names the events that may lead along it, a
-    note those that its state ignores; an event that a state names in neither must not come in it.
+    """Return the table as a mermaid state diagram.
+
+    An arrow names the events that may lead along it, a note those that its state ignores. An event
+    that a state names in neither must not come in it.
     """
     lines = ["stateDiagram-v2", f"    [*] --> {min(table).name}"]
     for state, row in table.items():
@@ -88,7 +94,7 @@ def mermaid(table: Table) -> str:
 
 
 def diagrams() -> dict[str, str]:
-    """The diagrams of both machines, by the name of the class."""
+    """Return the diagrams of both machines, by the name of the class."""
     found = {}
     for side in ("Receiver", "Sender"):  # by name: those modules import this one
         module = import_module(f"prefixkv.protocol.{side.lower()}_machine")

@@ -1,21 +1,19 @@
-"""What travels on the control plane: msgpack frames of typed structs, nothing pickled, nothing
-trusted.
+"""Frames of the control plane: msgpack of typed structs, nothing pickled, nothing trusted.
 
 Every frame names the protocol's version, its sender's name and incarnation, and a sequence number
 that only grows. A receiver takes a frame only if its number is above all it has seen from that
-incarnation, so a late, repeated or overtaken frame is dropped without any memory of rooms; whatever
-must arrive is said again, under
-a new number, until it is answered:
+incarnation, so a late, repeated or overtaken frame is dropped without any memory of rooms. A frame
+that must arrive is repeated, under a new number, until it is answered:
 
-    said (by)             answered by
+    sent (by)             answered by
     Hello (decode)        HelloReply
     Promise (decode)      PromiseAck, or an Outcome
     Abort (decode)        Drained, once no write of the room can land any more
     Outcome (prefill)     OutcomeAck
     LeaseAsk (prefill)    LeaseGrant
 
-A promise bears a ticket, which decode never uses twice, and all that is said of its room repeats
-it: so what is said late of a room cannot be taken for the next use of its number.
+A promise bears a ticket, which decode never uses twice, and every frame about its room repeats the
+ticket: so a late frame about a room cannot be taken for one about the next use of its number.
 """
 
 from __future__ import annotations
@@ -42,6 +40,8 @@ MAX_METADATA_BYTES = 1 << 20
 MAX_PAGES = MAX_FRAME_BYTES // 4 - 1024
 """Page ids that one promise may name, with room for its other fields."""
 
+# Bounds of the fields that a peer fills: msgspec refuses a frame beyond them before our code reads
+# it. Bytes without a bound of their own are bounded by the frame's, MAX_FRAME_BYTES.
 MAX_COUNT = 2**31 - 1
 Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
 Slot = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]
@@ -61,8 +61,10 @@ Version = Annotated[str, msgspec.Meta(max_length=MAX_VERSION_CHARS)]
 
 
 class ModelDigest(msgspec.Struct, frozen=True, array_like=True):
-    """What must be equal on both sides for KV and extra state to mean the same; heads are those of
-    all ranks. `opaque` is the pool's tag (`KVLayout.opaque`)."""
+    """Fields that must be equal on both sides for KV and extra state to mean the same.
+
+    Heads are those of all ranks. `opaque` is the pool's tag (`KVLayout.opaque`).
+    """
 
     model: Short
     kv_scales: Short
@@ -75,7 +77,7 @@ class ModelDigest(msgspec.Struct, frozen=True, array_like=True):
     state: Tensors = ()
 
     def check(self, theirs: ModelDigest) -> None:
-        """Raises HandshakeError for the first field that differs."""
+        """Raise HandshakeError for the first field that differs."""
         # `opaque` first: it is the reason where `attention` or `head_dim` differ too. Not `state`.
         _check_fields(self, theirs, ("opaque", *self.__struct_fields__[:-1]))
         for i, (mine, other) in enumerate(zip_longest(self.state, theirs.state)):
@@ -87,14 +89,16 @@ class ModelDigest(msgspec.Struct, frozen=True, array_like=True):
 def _check_fields(
     ours: msgspec.Struct, theirs: msgspec.Struct, fields: tuple[str, ...], of: str = ""
 ) -> None:
+    """Raise HandshakeError for the first field that differs; `of` is put before its name."""
     for field in fields:
         if getattr(ours, field) != getattr(theirs, field):
             raise HandshakeError(of + field, getattr(ours, field), getattr(theirs, field))
 
 
 class Topology(msgspec.Struct, frozen=True, array_like=True):
-    """What may differ and is negotiated: how a side's ranks share the model, and its page size in
-    tokens."""
+    """Fields that may differ and are negotiated: how a side's ranks share the model, and its page
+    size in tokens.
+    """
 
     page_size: Count
     tensor_parallel: Count = 1
@@ -102,19 +106,20 @@ class Topology(msgspec.Struct, frozen=True, array_like=True):
     stage_layers: Stages = ()
 
     def mesh(self, digest: ModelDigest) -> Mesh:
-        """How the model of `digest` is shared out; a peer's still has to be checked
-        (`check_meshes`)."""
+        """Return how the model of `digest` is shared out; a peer's still has to pass
+        `check_meshes`.
+        """
         sizes = (self.tensor_parallel, self.pipeline_parallel)
         return Mesh(digest.num_layers, digest.num_kv_heads, *sizes, self.stage_layers)
 
 
 class ProcessLife(msgspec.Struct, frozen=True, array_like=True):
-    """Which process of a machine one is; nothing but evidence against itself.
+    """Identity of a process on its machine; a peer's claim, so nothing but evidence against itself.
 
     `boot` is the kernel's id of this boot, the spaces are inodes of the namespaces in which `pid`
     and sockets are looked up. `began` is in clock ticks since boot. `holder` names the abstract
-    socket that it and its forks hold. `opened_ns` is when the node was made, in nanoseconds since
-    boot; 0: unknown.
+    socket that the process and its forks hold. `opened_ns` is when the node was made, in
+    nanoseconds since boot; 0: unknown.
     """
 
     boot: Short
@@ -126,8 +131,9 @@ class ProcessLife(msgspec.Struct, frozen=True, array_like=True):
     opened_ns: U64 = 0
 
     def is_before(self, other: ProcessLife) -> bool:
-        """Whether this one was made first; False where that is not known."""
+        """Return True if this one was made first; False where that is not known."""
         same = self.boot == other.boot
+        # Times of different boots do not compare.
         return same and 0 < self.opened_ns < other.opened_ns
 
 
@@ -141,10 +147,11 @@ class Hello(Body, frozen=True, tag="hello"):
     `secret` is random, drawn by this process: see `prefixkv.digest`. `worker` is rank 0's identity:
     the ranks of one worker name the same. `staging` is where slices may be staged, `state` where
     the extra state that `digest` lists is kept. `nonce` is that of the last HelloWanted, `known`
-    the life that is known at this address. `life` is None where the kernel has no such thing, or it
-    is not to be said. `agent_metadata` is NIXL's, empty where it is not written by that; `shm` is
-    for prefill workers of this host that map the memory, empty where it is not shared. `age_ms` is
-    how long ago this life of the worker began, as its rank 0 says it; other ranks say None.
+    the life that is known at this address. `life` is None where the kernel has no such thing, or
+    the process keeps it to itself. `agent_metadata` is NIXL's, empty where NIXL does not write to
+    it; `shm` is for prefill workers of this host that map the memory, empty where it is not shared.
+    `age_ms` is the age of this life of the worker, as its rank 0 reports it; other ranks leave it
+    None.
     """
 
     digest: ModelDigest
@@ -164,11 +171,11 @@ class Hello(Body, frozen=True, tag="hello"):
 
 
 class HelloReply(Body, frozen=True, tag="hello-reply"):
-    """A prefill rank's answer. `refused` is empty, or says why the two cannot work together.
+    """A prefill rank's answer. `refused` is empty, or the reason why the two cannot work together.
 
     `endpoints` are the addresses of all ranks, by rank; "" for one's own. `secret` is as in Hello.
-    `staged`: what it writes is staged. `known` is that of the Hello it answers. `life` is as in
-    Hello. `max_tokens` is what its pool holds: a longer prompt it can never compute; 0: not said.
+    `staged`: its writes are staged. `known` is that of the Hello it answers. `life` is as in Hello.
+    `max_tokens` is the size of its pool: a longer prompt it can never compute; 0: not given.
     """
 
     digest: ModelDigest
@@ -187,14 +194,17 @@ class HelloWanted(Body, frozen=True, tag="hello-wanted"):
     """Prefill does not know the sender of a frame: introduce yourself, with this `nonce`.
 
     A Hello counts only with the nonce that is wanted, so a late one of a former life is no more
-    than a question."""
+    than a question.
+    """
 
     nonce: U64 = 0
 
 
 class HelloRefused(Body, frozen=True, tag="hello-refused"):
-    """Decode does not work with the prefill process of this `life`; if it `is_over`, since it was
-    fenced or replaced."""
+    """Decode does not work with the prefill process of this `life`.
+
+    If it `is_over`, that is since the process was fenced or replaced.
+    """
 
     life: U64
     reason: Text
@@ -202,7 +212,7 @@ class HelloRefused(Body, frozen=True, tag="hello-refused"):
 
 
 class RoomBody(Body, frozen=True):
-    """Base of what is said of a room; its fields come first."""
+    """Base of the bodies about a room; the fields that name it come first."""
 
     room: U64
     generation: Count
@@ -216,9 +226,9 @@ class Promise(RoomBody, frozen=True, tag="promise"):
     """Decode has `prefix_len` tokens of the request and wants the rest of `fill_len` in these
     pages.
 
-    `proof` is of the prompt's digest (`prefixkv.digest.prove`), for this link alone. Extra state,
-    where the model has some, is wanted in `state_slot`, whole: as it is after `fill_len` tokens.
-    `weights_version` is that of the weights that the KV is for.
+    `proof` is that of the prompt's digest (`prefixkv.digest.prove`), for this link alone. Extra
+    state, where the model has some, is wanted in `state_slot`, whole: as it is after `fill_len`
+    tokens. `weights_version` is that of the weights that the KV is for.
     """
 
     fill_len: Count
@@ -230,14 +240,18 @@ class Promise(RoomBody, frozen=True, tag="promise"):
     weights_version: Version = ""
 
     def page_ids(self) -> npt.NDArray[np.int32]:
-        """The destination pages, int32. Raises ProtocolError if the bytes are no whole number of
-        ids."""
+        """Return the destination pages, int32.
+
+        Raises ProtocolError if the bytes are no whole number of ids.
+        """
         if len(self.pages) % 4:
             raise ProtocolError(f"{len(self.pages)} bytes are no list of page ids")
         return np.frombuffer(self.pages, dtype="<i4").astype(np.int32)
 
 
 class PromiseAck(RoomBody, frozen=True, tag="promise-ack"):
+    """This rank of prefill has the promise."""
+
     rank: Count
     ticket: U64 = 0
 
@@ -256,7 +270,7 @@ class Abort(RoomBody, frozen=True, tag="abort"):
 
 
 class Drained(RoomBody, frozen=True, tag="drained"):
-    """No write of this rank for this generation can land any more.
+    """Prefill reports that no write of this rank for this generation can land any more.
 
     `settle`: an agent was destroyed for it, so what kernels held by then may land as decode polls,
     for a moment.
@@ -268,21 +282,22 @@ class Drained(RoomBody, frozen=True, tag="drained"):
 
 
 class FailureCode(enum.IntEnum):
-    """What of a failure the other side tells apart; the text says the rest."""
+    """Kinds of failure that the other side tells apart; the text has the rest."""
 
     OTHER = 0
     PROMPT_MISMATCH = 1
 
     @classmethod
     def _missing_(cls, value: object) -> FailureCode:
-        return cls.OTHER  # of a later release
+        # A peer of a later release may send codes that are unknown here: its frame still counts.
+        return cls.OTHER
 
 
 class Outcome(RoomBody, frozen=True, tag="outcome"):
-    """How a rank's side of the room ended: `num_pages` of the room's pages were written.
+    """A rank reports how its side of the room ended: `num_pages` of the room's pages were written.
 
-    `num_chunks` and `num_units` are of what this writer wrote to the rank that is told: how many
-    chunks, and how many unit pages (extra state counts one). Its notifications must say the same.
+    `num_chunks` and `num_units` count the writes of this writer to the rank that it addresses:
+    chunks, and unit pages (extra state counts one). Its notifications must add up to the same.
     `versions`: the weights version of the room and the one that differs from it, where that is why
     it failed.
     """
@@ -301,6 +316,8 @@ class Outcome(RoomBody, frozen=True, tag="outcome"):
 
 
 class OutcomeAck(RoomBody, frozen=True, tag="outcome-ack"):
+    """This rank of decode knows the outcome."""
+
     rank: Count
     ticket: U64 = 0
 
@@ -330,7 +347,7 @@ class LeaseGrant(RoomBody, frozen=True, tag="lease-grant"):
 
 
 class Heartbeat(Body, frozen=True, tag="heartbeat"):
-    """Nothing to say, but alive."""
+    """The sender is alive, and has nothing else to report."""
 
 
 class Fenced(Body, frozen=True, tag="fenced"):
@@ -370,18 +387,24 @@ _envelope = msgspec.msgpack.Decoder(_Envelope)
 
 
 def encode(sender: PeerId, seq: int, body: AnyBody) -> bytes:
-    """A frame's bytes."""
+    """Return a frame's bytes."""
     return _encoder.encode(Frame(PROTOCOL_VERSION, sender.name, sender.incarnation, seq, body))
 
 
 def decode(raw: bytes) -> Frame:
-    """Inverse of `encode`. Raises VersionError for a frame of another version, whatever its body is
-    like there, and ProtocolError for anything that is no frame."""
+    """Return the frame of these bytes, which `encode` has made.
+
+    Raises VersionError for a frame of another version, whatever its body is like there, and
+    ProtocolError for anything that is no frame.
+    """
+    # First the size, before anything is parsed.
     if len(raw) > MAX_FRAME_BYTES:
         raise ProtocolError(f"frame of {len(raw)} bytes, the limit is {MAX_FRAME_BYTES}")
     try:
         frame = _decoder.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        # A frame of another version may be malformed by our rules only: then its version is the
+        # error that helps the operator.
         _check_version(_version(raw))
         raise ProtocolError(f"malformed frame: {error}") from None
     _check_version(frame.version)
@@ -389,7 +412,7 @@ def decode(raw: bytes) -> Frame:
 
 
 def _version(raw: bytes) -> int:
-    """The version that a frame begins with; ours where it begins with none."""
+    """Return the version that a frame begins with; ours where it begins with none."""
     try:
         return _envelope.decode(raw).version
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -397,5 +420,6 @@ def _version(raw: bytes) -> int:
 
 
 def _check_version(theirs: int) -> None:
+    """Raise VersionError for a version that is not ours."""
     if theirs != PROTOCOL_VERSION:
         raise VersionError(theirs, PROTOCOL_VERSION)

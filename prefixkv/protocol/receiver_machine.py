@@ -1,16 +1,16 @@
 """Decode's side of one room: promise pages, wait for every writer rank, know when nothing can land
 any more.
 
-How a room *ended* and whether it is *drained* are two things. Ended is for the request: SUCCESS or
-FAILED, once. Drained is for the pages: they may be used again only when each rank that was told of
-them has proved that its writes are over (its SUCCESS, its Drained) or was fenced. Time ends rooms;
-it never drains them. Nor does it end one whose ranks are heard: where a deadline passes, each is
-asked whether it has the room still, by the promise said again.
+The *end* of a room and the *proof* that it is drained are two things. The end is for the request:
+SUCCESS or FAILED, once. The proof is for the pages: they may be used again only when each rank that
+knows of them has proved that its writes are over (by its SUCCESS or its Drained), or was fenced.
+Time ends rooms; it never drains them. Nor does it end one while its ranks are heard: where a
+deadline passes, each rank is asked whether it still has the room, by repeating the promise.
 
-A rank's word that it has written is not enough for SUCCESS: our own side must have the notification
-of every part of it, and these must add up to the unit pages that the rank says. So a transport that
-takes a write for done, and has posted none of it or a part, is found out. One that writes other
-bytes, or to other pages of ours, is not.
+An outcome that claims success is not enough for SUCCESS: our own side must have the notification of
+every part of the writes, and these must add up to the unit pages that the outcome names. So a
+transport that reports a write as done, and has posted none of it or a part, is found out. One that
+writes other bytes, or to other pages of ours, is not.
 """
 
 from __future__ import annotations
@@ -37,12 +37,14 @@ from prefixkv.protocol.timers import Backoff, Wait
 
 
 class PeerReady(msgspec.Struct, frozen=True):
-    """The prefill worker is known; these ranks of it are told of the pages."""
+    """The prefill worker is known; the pages are promised to these ranks of it."""
 
     ranks: tuple[int, ...]
 
 
 class PromiseAcked(msgspec.Struct, frozen=True):
+    """This rank has the promise."""
+
     rank: int
 
 
@@ -57,23 +59,29 @@ class ChunkLanded(msgspec.Struct, frozen=True):
 
 
 class UnitsStaged(msgspec.Struct, frozen=True):
-    """All that this rank owes of so many unit pages is in our staging memory."""
+    """All bytes that this rank owes of `num_units` unit pages are in our staging memory."""
 
     rank: int
     num_units: int
 
 
 class OutcomeSaid(msgspec.Struct, frozen=True):
+    """A rank has reported how its side of the room ended."""
+
     outcome: Outcome
 
 
 class DrainedSaid(msgspec.Struct, frozen=True):
+    """This rank has reported that no write of it can land any more."""
+
     rank: int
 
 
 class Fail(msgspec.Struct, frozen=True):
-    """End the room from this side: aborted, refused, or its rank `lost` is gone. `tell` is False
-    where no rank listens."""
+    """End the room from this side: aborted, refused, or its rank `lost` is gone.
+
+    `tell` is False where no rank listens.
+    """
 
     error: Exception
     tell: bool = True
@@ -81,13 +89,13 @@ class Fail(msgspec.Struct, frozen=True):
 
 
 class FencedOff(msgspec.Struct, frozen=True):
-    """Proof from outside that this rank can write no more."""
+    """This rank can write no more, by proof from outside."""
 
     rank: int
 
 
 class Tick(msgspec.Struct, frozen=True):
-    """Time has passed. By `heard_s` every rank that is told of the room had been heard."""
+    """Time has passed. Every rank that the room was promised to had been heard by `heard_s`."""
 
     heard_s: float = -math.inf
 
@@ -113,23 +121,31 @@ _MAX_OPEN_CHUNKS = 1024  # of one rank; a writer has fewer posts under way
 
 
 class _Landings:
-    """What the notifications of one rank add up to. A peer may repeat them, or make them up: what
-    is kept for it is bounded by the units that it was promised."""
+    """Sum of the notifications of one rank, as whole chunks.
+
+    A peer may repeat notifications, or invent them: the state kept for it is bounded by the units
+    that it was promised.
+    """
 
     __slots__ = ("_done", "_max_chunks", "_open", "num_chunks", "num_units")
 
     def __init__(self, max_chunks: int) -> None:
         self.num_units = 0  # of whole chunks
         self.num_chunks = 0
+        # Chunks move from `_open` to `_done`, which stays: a repeated notification must not count
+        # twice.
         self._max_chunks = max_chunks
         self._done: set[int] = set()
         self._open: dict[int, tuple[int, int, int]] = {}  # by chunk: parts, units, bits of parts
 
     def take(self, event: ChunkLanded) -> None:
+        """Count one part. Repeated, contradictory or beyond the bound: no-op."""
         said = event.num_parts, event.num_units
         parts, units, landed = self._open.get(event.chunk, (*said, 0))
         is_known = event.chunk in self._open
         full = len(self._done) >= self._max_chunks or len(self._open) >= _MAX_OPEN_CHUNKS
+        # A part that disagrees with those before about its chunk is dropped; the chunk then stays
+        # open, and the room fails by its deadline instead of succeeding on invented numbers.
         if event.chunk in self._done or (parts, units) != said or (full and not is_known):
             return
         landed |= 1 << event.part
@@ -143,7 +159,7 @@ class _Landings:
 
 
 def _error(failed: Outcome) -> TransferError:
-    """What prefill's outcome means for the request here."""
+    """Return the error for the request here that prefill's failed outcome stands for."""
     if failed.versions is not None:
         return WeightsVersionError(*failed.versions, "prefill")
     is_mismatch = failed.code is FailureCode.PROMPT_MISMATCH
@@ -152,12 +168,16 @@ def _error(failed: Outcome) -> TransferError:
 
 
 class ReceiverMachine:
-    """One (room, generation) on decode. Pure; owned by the control object that holds it."""
+    """One (room, generation) on decode. Pure; owned by the control object that holds it.
+
+    The states are those of KVPoll; `TABLE` says which events each takes. Once ended, the room stays
+    until it is drained (`over`).
+    """
 
     def __init__(
         self, promise: Promise, timing: ControlConfig, now_s: float, prefill: str = ""
     ) -> None:
-        """`prefill`: the address of the prefill worker, for errors."""
+        """Begin before any rank is known. `prefill`: its worker's address, for errors."""
         self.key = promise.key
         self.promise = promise
         self.num_pages = len(promise.pages) // 4
@@ -166,6 +186,8 @@ class ReceiverMachine:
         self.error: Exception | None = None
         self._timing = timing
         self._prefill = prefill
+        # Ranks leave `_unacked` by any sign that they have the promise, and `_undrained` only by
+        # proof.
         self.ranks: frozenset[int] = frozenset()  # that have been told of the pages
         self._unacked: set[int] = set()  # ranks that may not have the promise yet
         self._undrained: set[int] = set()  # ranks that may write, or be writing
@@ -179,41 +201,47 @@ class ReceiverMachine:
 
     @property
     def ticket(self) -> int:
+        """Number of this use of the room; frames of another use carry another."""
         return self.promise.ticket
 
     @property
     def drained(self) -> bool:
-        """No write of the room can land any more (also before any peer knows its pages)."""
+        """True if no write of the room can land any more (also before any peer knows its pages)."""
         return not self._undrained
 
     @property
     def is_written(self) -> bool:
-        """A peer may be writing, or what it has written may not be notified yet: a promise without
-        pages, of a full hit, lets nothing be written."""
+        """True if a peer may be writing, or its last writes may not be notified yet.
+
+        A promise without pages, of a full hit, lets nothing be written.
+        """
         return (bool(self._undrained) or self.awaits_notifications) and self._has_target
 
     @property
     def undrained(self) -> frozenset[int]:
-        """The ranks that may write, or be writing. Any thread may ask."""
+        """Ranks that may write, or be writing. Any thread may read it."""
         return frozenset(self._undrained)
 
     @property
     def over(self) -> bool:
-        """Nothing more can happen here: the machine may be dropped."""
+        """True if nothing more can happen here: the machine may be dropped."""
         return self.poll.ended and self.drained
 
     @property
     def wake_s(self) -> float:
-        """When the next Tick is wanted, at the latest."""
+        """Latest time at which the next Tick is wanted."""
         if self.over:
             return float("inf")
         deadline_s = float("inf") if self._overdue_said else self._wait.due_s
+        # While open a promise awaits its answer, afterwards an Abort awaits its Drained.
         waiting_for_answer = self._unacked if not self.poll.ended else self._undrained
         return min(deadline_s, self._resend.due_s) if waiting_for_answer else deadline_s
 
     def on(self, event: Event, now_s: float) -> list[Action]:
-        """Take one event, as the table below says."""
+        """Take one event, as the table below says; return the actions, in order."""
         actions: list[Action] = run(self, self.TABLE, event, now_s)
+        # Looked at after every event, since both halves can come last: the failure, or the proof.
+        # RoomDrained therefore always follows RoomEnded. After SUCCESS the end itself is the proof.
         if self.poll is KVPoll.FAILED and self.drained and not self._drained_said:
             self._drained_said = True
             actions.append(RoomDrained(self.key))
@@ -222,9 +250,11 @@ class ReceiverMachine:
     # --- while open -------------------------------------------------------------------------------
 
     def _promise(self, event: PeerReady, now_s: float) -> list[Action]:
+        """Promise the pages to all ranks."""
         self.poll = KVPoll.WAITING_FOR_INPUT
         self.ranks = frozenset(event.ranks)
         self._unacked = set(event.ranks)
+        # Before the first promise leaves: from then on each rank may write at any time.
         self._undrained = set(event.ranks)
         # A unit page has a token at least, and extra state is a chunk of its own.
         most = self.promise.fill_len - self.promise.prefix_len + 1
@@ -233,16 +263,21 @@ class ReceiverMachine:
         return self._say_promise(now_s)
 
     def _say_promise(self, now_s: float) -> list[Action]:
+        """Send the promise to each rank that may not have it."""
         self._resend.start(now_s)
         return [Say(rank, self.promise) for rank in sorted(self._unacked)]
 
     def _acked(self, event: PromiseAcked, now_s: float) -> list[Action]:
+        """Note that a rank has the promise."""
         self._unacked.discard(event.rank)
         return []
 
     def _landed(self, event: Landed, now_s: float) -> list[Action]:
+        """Count what has landed."""
+        # Of a rank that no promise went to: invented, or of another use of the number.
         if event.rank not in self.ranks:
             return []
+        # A rank that writes has the promise, even if its answer was lost.
         self._unacked.discard(event.rank)
         self.poll = KVPoll.TRANSFERRING
         landings = self._landings[event.rank]
@@ -254,15 +289,19 @@ class ReceiverMachine:
         return self._maybe_success(now_s)
 
     def _outcome(self, event: OutcomeSaid, now_s: float) -> list[Action]:
+        """Take a rank's outcome, and acknowledge it in any case: prefill repeats it until then."""
         outcome = event.outcome
         if outcome.rank not in self.ranks:
             return []
         ack = self._ack(outcome)
         self._unacked.discard(outcome.rank)
+        # Before a failure below: the proof holds however the room ends.
         if outcome.drained:
             self._undrained.discard(outcome.rank)
         if not outcome.ok:
             return [ack, *self._fail(Fail(_error(outcome)), now_s)]
+        # A success about other pages than those promised would commit pages that were never
+        # written.
         if outcome.num_pages != self.num_pages:
             error = TransferError(
                 f"{outcome.num_pages} pages were written where {self.num_pages} were promised"
@@ -275,30 +314,39 @@ class ReceiverMachine:
 
     @property
     def _all_said(self) -> bool:
-        """Every rank has said that it has written all. What it wrote was notified before, or is
-        about to be."""
+        """True if every rank reports that it has written all.
+
+        Notifications of its writes came before, or are about to come.
+        """
         return bool(self.ranks) and len(self._outcomes) == len(self.ranks)
 
     @property
     def awaits_notifications(self) -> bool:
-        """Every rank has said that it has written all, and notifications of it are missing."""
+        """True if every rank reports that it has written all, but notifications are missing."""
         return self._all_said and not self.poll.ended
 
     def _maybe_success(self, now_s: float) -> list[Action]:
+        """Succeed if all ranks have reported success, and all notifications are here."""
         if not self._all_said:
             return []
         for rank, outcome in self._outcomes.items():
+            # 1. Equal: this rank is done.
+            # 2. More units than reported, or as many chunks with other units: more notifications
+            # cannot mend it.
+            # 3. Fewer: the rest may be on its way.
             landed = self._landings[rank]
             if landed.num_units == outcome.num_units:
                 continue
             if landed.num_units > outcome.num_units or landed.num_chunks == outcome.num_chunks:
                 return self._fail(Fail(self._short(rank)), now_s)
             return []
+        # Each write is notified, so none is under way: success is the proof of every rank at once.
         self.poll = KVPoll.SUCCESS
         self._undrained.clear()
         return [RoomEnded(self.key, self.poll, aux=self._outcomes[min(self.ranks)].aux)]
 
     def _short(self, rank: int) -> TransferError:
+        """Return the error of a rank that reports other units than its notifications add up to."""
         said, landed = self._outcomes[rank], self._landings[rank]
         return TransferError(
             f"prefill rank {rank} says that {said.num_units} unit pages are written, the "
@@ -306,9 +354,11 @@ class ReceiverMachine:
         )
 
     def _ack(self, outcome: Outcome) -> Say:
+        """Return the acknowledgement of an outcome."""
         return Say(outcome.rank, OutcomeAck(*self.key.numbers, outcome.rank, self.ticket))
 
     def _fenced(self, event: FencedOff, now_s: float) -> list[Action]:
+        """Fail the room, since a rank of it can write no more; that rank is drained."""
         if event.rank not in self.ranks:
             return []
         self._undrained.discard(event.rank)
@@ -316,20 +366,25 @@ class ReceiverMachine:
         return self._fail(Fail(error, lost=event.rank), now_s)
 
     def _tick_open(self, event: Tick, now_s: float) -> list[Action]:
+        """Repeat the promise, or fail the room, as time asks for."""
         if now_s >= self._wait.due_s:
+            # 1. All ranks report success, but notifications are missing: they were lost, or never
+            # sent.
             if self._all_said:
                 short = [
                     rank for rank, said in sorted(self._outcomes.items())
                     if self._landings[rank].num_units != said.num_units
                 ]  # fmt: skip
                 return self._fail(Fail(self._short(short[0])), now_s)
+            # 2. A rank is silent, or the longest wait is over.
             if not self._wait.goes_on(event.heard_s, now_s):
                 error = TransferTimeoutError(
                     f"prefill at {self._prefill!r}: {self._wait.limit} passed in {self.poll.name}"
                 )
                 return self._fail(Fail(error), now_s)
-            # It may wait in a queue there. A rank that has lost the room, as its last words on it
-            # were lost, says so in answer; one whose outcome is here may have dropped it.
+            # 3. All are heard: the request may wait in a queue there. Ask by repeating the promise.
+            # A rank that has lost the room, since its last frames on it were lost, answers with an
+            # outcome. A rank with its outcome here is not asked: it may have dropped the room.
             self._unacked = set(self.ranks - self._outcomes.keys())
             return self._say_promise(now_s)
         if self._unacked and self._resend.take(now_s):
@@ -337,8 +392,10 @@ class ReceiverMachine:
         return []
 
     def _fail(self, event: Fail, now_s: float) -> list[Action]:
+        """End the room as failed; the pages stay until they are proved free."""
         self.poll = KVPoll.FAILED
         self.error = event.error
+        # The wait is now one for proof. When it is over the room is reported as overdue, and kept.
         self._wait.start(now_s, self._timing.drain_timeout_s)
         self._resend.start(now_s)
         actions: list[Action] = [RoomEnded(self.key, self.poll, error=event.error)]
@@ -349,21 +406,25 @@ class ReceiverMachine:
     # --- after the end ----------------------------------------------------------------------------
 
     def _aborts(self, lost: int | None = None) -> list[Action]:
+        """Return an Abort for each rank that is not proved drained, but for one that is lost."""
         error = self.error
         versions = error.versions if isinstance(error, WeightsVersionError) else None
         word = Abort(*self.key.numbers, str(error)[:1000], self.promise.ticket, versions)
         return [Say(rank, word) for rank in sorted(self._undrained) if rank != lost]
 
     def _outcome_again(self, event: OutcomeSaid, now_s: float) -> list[Action]:
+        """Acknowledge an outcome that comes after the end; it may carry the proof."""
         if event.outcome.drained:
             self._undrained.discard(event.outcome.rank)
         return [self._ack(event.outcome)]
 
     def _drained_late(self, event: DrainedSaid | FencedOff, now_s: float) -> list[Action]:
+        """Note the proof of one rank."""
         self._undrained.discard(event.rank)
         return []
 
     def _tick_draining(self, event: Tick, now_s: float) -> list[Action]:
+        """Report the room as overdue, once, and repeat the Aborts until every rank has answered."""
         actions: list[Action] = []
         if self.drained:
             return actions
@@ -376,12 +437,12 @@ class ReceiverMachine:
 
     # --- what each state takes, and the states that may follow ------------------------------------
 
-    # A peer may repeat itself, be late, or say what it likes, so its words stand in every row.
+    # A peer may repeat itself, be late, or send anything, so its frames stand in every row.
     # PeerReady is ours: once a room is promised, it must not come again.
     TABLE: ClassVar[Table] = {
         KVPoll.BOOTSTRAPPING: {
             PeerReady: Step(_promise, {KVPoll.WAITING_FOR_INPUT}),
-            # No rank knows the room: these are words on an earlier use of its number.
+            # No rank knows the room: these are frames about an earlier use of its number.
             PromiseAcked: IGNORED,
             ChunkLanded: IGNORED,
             UnitsStaged: IGNORED,
@@ -432,7 +493,7 @@ class ReceiverMachine:
             FencedOff: Step(_drained_late, {KVPoll.FAILED}),
             Tick: Step(_tick_draining, {KVPoll.FAILED}),
             PeerReady: IGNORED,  # the room failed as its peer came to be known
-            # Said before the peer heard of our abort: neither proves anything.
+            # Sent before the peer heard of our abort: neither proves anything.
             PromiseAcked: IGNORED,
             ChunkLanded: IGNORED,
             UnitsStaged: IGNORED,

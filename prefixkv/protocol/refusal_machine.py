@@ -1,8 +1,8 @@
 """Decode's side of a room that it does not open: tell prefill, which may have the request, that no
 promise will come.
 
-No page is at stake, only prefill's patience: unlike a receiver's, this room also ends once prefill
-has not been heard for that long.
+No page is at stake, only prefill's patience. So, unlike a receiver's, this room also ends once
+prefill has not been heard for that long.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class RefusalMachine:
     It has one state, FAILED, and no table: it ends once (`over`), and takes nothing after that.
 
     Args:
-        is_news: whether it ends with RoomDrained; it does so once prefill has answered or cannot.
+        is_news: whether it ends with RoomDrained, which comes once prefill has answered or cannot.
         versions: as of Abort.
     """
 
@@ -50,17 +50,17 @@ class RefusalMachine:
         self.is_news = is_news
         self._unanswered: set[int] = set()  # ranks that have been told
         self._resend = Backoff(timing.resend_s)
-        # By then prefill, which does not hear of us either, has given up by itself.
+        # By then prefill, which does not hear of decode either, has given up by itself.
         self._wait = Wait(timing.longest_wait_s)
         self._wait.start(now_s, timing.bootstrap_timeout_s)
 
     @property
     def wake_s(self) -> float:
-        """When the next Tick is wanted, at the latest."""
+        """Latest time at which the next Tick is wanted."""
         return float("inf") if self.over else min(self._wait.due_s, self._resend.due_s)
 
     def on(self, event: receiver.Event, now_s: float) -> list[receiver.Action]:
-        """Take one event. Raises InternalError for a second PeerReady."""
+        """Take one event; return the actions. Raises InternalError for a second PeerReady."""
         match event:
             case receiver.PeerReady(ranks):
                 if self._unanswered or self.over:
@@ -68,12 +68,14 @@ class RefusalMachine:
                 self._unanswered = set(ranks)
                 self._resend.start(now_s)
                 return self._aborts()
+            # All ranks have to answer: one that has not may still wait for the promise.
             case receiver.DrainedSaid(rank) | receiver.FencedOff(rank):
                 if rank in self._unanswered:
                     self._unanswered.discard(rank)
                     return [] if self._unanswered else self._end()
             case receiver.Fail():
                 return self._end()
+            # Giving up on time is safe only here: no peer ever knew pages of this room.
             case receiver.Tick():
                 if not self._wait.goes_on(event.heard_s, now_s):
                     return self._end()
@@ -91,10 +93,12 @@ class RefusalMachine:
         return []
 
     def _aborts(self) -> list[receiver.Action]:
+        """Return an Abort for each rank that has not answered."""
         word = Abort(*self.key.numbers, self._reason, self.ticket, self._versions)
         return [receiver.Say(rank, word) for rank in sorted(self._unanswered)]
 
     def _end(self) -> list[receiver.Action]:
+        """End the room, once."""
         if self.over:
             return []
         self.over = True

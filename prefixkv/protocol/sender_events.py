@@ -1,4 +1,4 @@
-"""What `SenderMachine` takes and what it gives: prefill's events and actions of one room."""
+"""Events that `SenderMachine` takes and actions that it returns: prefill's side of one room."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from prefixkv.request import DeviceEvent
 
 
 class Added(msgspec.Struct, frozen=True):
-    """The engine has the request: KV of the `num_tokens` tokens of this digest, under weights of
-    this version, will be handed over."""
+    """The engine has the request, and will hand over KV of its tokens.
+
+    `digest` is that of the `num_tokens` tokens, `weights_version` that of the weights.
+    """
 
     num_tokens: int
     digest: bytes
@@ -29,12 +31,12 @@ class Added(msgspec.Struct, frozen=True):
 
 class Promised(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Rank `reader` of decode has `prefix_len` tokens and wants the rest of `fill_len` in `pages`
-    of its pool: `num_units` unit pages of `unit_tokens` (paging.py), `fold` of them a page.
+    of its pool: `num_units` unit pages of `unit_tokens` (paging.py), `fold` of them per page.
 
     The control object has checked it. `readers` are all ranks that will promise. `writes` is False
     for a reader that gets none of our KV and only has to know how the room ends. Extra state is
     wanted in `state_slot` (-1: none is); `takes_state` is False where none of ours goes there.
-    `proof` is of the prompt, under the `secrets` that the two drew: decode's and ours.
+    `proof` is that of the prompt, under the `secrets` that the two drew: decode's and ours.
     """
 
     peer: PeerId
@@ -55,24 +57,26 @@ class Promised(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     weights_version: str = ""
 
     def span(self, chunk: SendChunk, page_size: int) -> tuple[int, int, int]:
-        """Which units behind the promised prefix a chunk's pages are, `first` to `end`, and how
-        many units a page of ours has. `first` is negative where decode has some of them."""
+        """Return a chunk's units, counted behind the promised prefix: (first, end, units per page).
+
+        `first` is negative where decode has some of them.
+        """
         unit_tokens = self.unit_tokens or page_size
         fold = page_size // unit_tokens
         first = chunk.first_page * fold - self.prefix_len // unit_tokens
         return first, first + len(chunk.src_pages) * fold, fold
 
     def units(self, start: int, stop: int) -> Pages:
-        """The unit pages from `start` to `stop`, counted from the first."""
+        """Return the unit pages from `start` to `stop`, counted from the first."""
         return unit_pages(self.pages, self.fold, start, stop)
 
     def repeats(self, other: Promised) -> bool:
-        """Whether the same peer promises the same pages for the same prompt."""
+        """Return True if the same peer promises the same pages for the same prompt."""
         same = self.peer == other.peer and self.proof == other.proof
         return same and np.array_equal(self.pages, other.pages)
 
     def alike(self, other: Promised) -> bool:
-        """Whether two readers promise the same, each in units of its own pool."""
+        """Return True if two readers promise the same, each in units of its own pool."""
         ours = (self.ticket, self.fill_len, self.prefix_len, self.state_slot)
         theirs = (other.ticket, other.fill_len, other.prefix_len, other.state_slot)
         same = self.weights_version == other.weights_version
@@ -80,8 +84,9 @@ class Promised(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 class WriteEnded(msgspec.Struct, frozen=True):
-    """A job ended: DONE if `error` is None; else `drained` says whether any of it may still
-    land."""
+    """A job ended: DONE without `error`; else `drained` is False where some of it may still
+    land.
+    """
 
     job_id: int
     error: Exception | None = None
@@ -89,7 +94,7 @@ class WriteEnded(msgspec.Struct, frozen=True):
 
 
 class WriteDrained(msgspec.Struct, frozen=True):
-    """Of a job that had ended in an error, nothing can land any more: its agent was destroyed."""
+    """A job that had ended in an error can land no more: its agent was destroyed."""
 
     job_id: int
 
@@ -106,20 +111,22 @@ class AbortSaid(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def error(self) -> TransferError:
-        """What the room ends with for it."""
+        """The error that the room ends with for this abort."""
         return abort_error(self.reason, self.versions)
 
 
 def abort_error(reason: str, versions: tuple[str, str] | None) -> TransferError:
-    """What decode's Abort means for a request here."""
+    """Return the error for a request here that decode's Abort stands for."""
     if versions is None:
         return AbortedError(f"decode: {reason}")
     return WeightsVersionError(*versions, "decode")
 
 
 class Fail(msgspec.Struct, frozen=True):
-    """End the room from this side: aborted by the engine, or the reader `gone` has left. `tell` is
-    False where no reader listens."""
+    """End the room from this side: aborted by the engine, or the reader `gone` has left.
+
+    `tell` is False where no reader listens.
+    """
 
     error: Exception
     tell: bool = True
@@ -127,19 +134,22 @@ class Fail(msgspec.Struct, frozen=True):
 
 
 class OutcomeAcked(msgspec.Struct, frozen=True):
+    """This reader knows the outcome."""
+
     reader: int = 0
 
 
 class LifeBegan(msgspec.Struct, frozen=True):
     """The decode worker was started after the request came here: this life of it has until
-    `until_s` to promise."""
+    `until_s` to promise.
+    """
 
     peer: PeerId
     until_s: float
 
 
 class Tick(msgspec.Struct, frozen=True):
-    """Time has passed. By `heard_s` every reader of the room had been heard."""
+    """Time has passed. Every reader of the room had been heard by `heard_s`."""
 
     heard_s: float = -math.inf
 
@@ -158,7 +168,7 @@ class Say(msgspec.Struct, frozen=True):
 
 
 class PostWrite(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """Queue this write with the transport: of unit pages, the first of them `first_unit` behind the
+    """Queue a write with the transport: unit pages, the first of them `first_unit` behind the
     prefix.
 
     With `state` the pages are slots of the state pools.

@@ -1,13 +1,13 @@
-"""Prefill's side of one room: take decode's promises, post the engine's chunks, say how it ended.
+"""Prefill's side of one room: take decode's promises, post the engine's chunks, report the end.
 
 Each decode rank that takes a part of our KV (a *reader*) promises its pages, all of them the same;
 the room begins when all have, and ends for all of them alike.
 
 Three ends are kept apart. *Ended* is for the engine: SUCCESS or FAILED, once. *Source free* is for
-our own pages: no write reads them any more. *Drained* is for decode's pages: said only when every
-write of the room has ended DONE or was refused at post, since a posted write cannot be called back.
-A write that ended in an error proves nothing: such a room is drained when the agent that posted it
-has been destroyed (`WriteDrained`), and decode is told to let settle what kernels hold.
+our own pages: no write reads them any more. *Drained* is for decode's pages: reported only when
+every write of the room has ended DONE or was refused at post, since a posted write cannot be called
+back. A write that ended in an error proves nothing: such a room is drained when the agent that
+posted it has been destroyed (`WriteDrained`), and decode is asked to let settle what kernels hold.
 
 While its readers are heard, a room waits for a promise or a chunk without end; a write that is in
 flight has a deadline.
@@ -70,7 +70,10 @@ class _Reader:
 
 
 class SenderMachine:
-    """One (room, generation) on one prefill rank. Pure; owned by its `PrefillControl`."""
+    """One (room, generation) on one prefill rank. Pure; owned by its `PrefillControl`.
+
+    The states are those of KVPoll; `TABLE` says which events each takes.
+    """
 
     def __init__(
         self,
@@ -84,9 +87,12 @@ class SenderMachine:
         self.key = key
         self.poll = KVPoll.BOOTSTRAPPING
         self.error: Exception | None = None
+        # Decode's side: the ranks that have spoken, and under which ticket.
         self.readers: dict[int, _Reader] = {}  # that have spoken
         self.met_before = 0  # decode ranks, as its control counts them
         self.ticket = 0  # of the promise, or of the abort that came without one
+        # Jobs that read our pages or may write decode's. A job leaves `in_flight` when it ends, for
+        # `undrained` if it may still land.
         self.in_flight: set[int] = set()
         self.undrained: set[int] = set()  # jobs that ended in an error after they were posted
         self.settle = False  # there were some
@@ -94,6 +100,7 @@ class SenderMachine:
         self._page_size = page_size
         self._next_job_id = next_job_id
         self._timing = timing
+        # The engine's side of the room, and the promise.
         self.added_s: float | None = None  # when the engine's request came
         self._newborn: LifeBegan | None = None
         self._num_tokens: int | None = None
@@ -102,6 +109,7 @@ class SenderMachine:
         self._expected: tuple[int, ...] = ()  # the readers, once one has spoken
         self._promise: Promised | None = None  # the first: all are alike but for the peer
         self._kept: list[SendChunk] = []  # handed over before the promise
+        # Progress of the writing; units are counted behind the promised prefix.
         self._num_chunks = 0
         self._units_written = 0
         self._last_queued = False
@@ -114,82 +122,86 @@ class SenderMachine:
 
     @property
     def added(self) -> bool:
-        """The engine knows this room."""
+        """True if the engine knows this room."""
         return self._num_tokens is not None
 
     @property
     def has_begun(self) -> bool:
-        """Decode has promised, or the engine has handed over a chunk: so the engine may have
-        computed."""
+        """True if decode has promised or the engine has sent a chunk: it may have computed."""
         return self._promise is not None or bool(self._kept)
 
     @property
     def is_left_over(self) -> bool:
-        """It ended before any reader had spoken, and is kept to tell those that do."""
+        """True if the room ended before any reader spoke of it, and is kept to answer them."""
         return self.poll.ended and self.drained and not self.readers
 
     def is_meant(self, proof: bytes, secrets: tuple[bytes, bytes]) -> bool:
-        """Whether a word with this proof may be about the request that is here: not where either
-        says another prompt."""
+        """Return True if a frame with this proof may be about the request that is here.
+
+        False only where both sides name a prompt, and the two differ.
+        """
         return not (proof and self.digest) or proves(proof, self.digest, *secrets)
 
     def is_of(self, event: Promised) -> bool:
-        """Likewise of a promise."""
+        """Return True if this promise may be about the request that is here; see `is_meant`."""
         return self.is_meant(event.proof, event.secrets)
 
     def parked(self) -> list[tuple[Promised, PeerId]]:
-        """The promises that wait for the engine's request."""
+        """Return the promises that wait for the engine's request, each with its peer."""
         if not self.is_parked:
             return []
         return [(one.promise, one.peer) for one in self.readers.values() if one.promise]
 
     @property
     def is_parked(self) -> bool:
-        """Decode has promised, and the engine has not named the room."""
+        """True if decode has promised, and the engine has not named the room."""
         return not self.added and not self.poll.ended and self._promise is not None
 
     def proves(self, is_proved: Callable[[Promised], bool]) -> bool:
-        """Whether every promise that has come proves the prompt."""
+        """Return True if every promise that has come proves the prompt."""
         return all(is_proved(one.promise) for one in self.readers.values() if one.promise)
 
     @property
     def drained(self) -> bool:
-        """No write of ours for this room can land any more."""
+        """True if no write of ours for this room can land any more."""
         return self.poll.ended and not self.in_flight and not self.undrained
 
     @property
     def expected(self) -> tuple[int, ...]:
-        """The ranks of decode that take part, as far as is known: rank 0 always does."""
+        """Ranks of decode that take part, as far as is known: rank 0 always does."""
         return self._expected or (0,)
 
     @property
     def _complete(self) -> bool:
-        """All readers have spoken."""
+        """True if all readers have spoken."""
         return bool(self.readers) and len(self.readers) == len(self._expected)
 
     @property
     def _answered(self) -> bool:
-        """All readers know the outcome, or none is left to tell."""
+        """True if all readers know the outcome, or none is left to tell."""
         return self._no_listener or (
             self._complete and all(reader.answered for reader in self.readers.values())
         )
 
     @property
     def over(self) -> bool:
-        """Nothing more can happen here: the machine may be dropped."""
+        """True if nothing more can happen here: the machine may be dropped."""
         return self.drained and self._answered
 
     @property
     def wake_s(self) -> float:
-        """When the next Tick is wanted, at the latest."""
+        """Latest time at which the next Tick is wanted."""
         if not self.poll.ended:
             newborn = self._newborn
             return self._wait.due_s if newborn is None else min(self._wait.due_s, newborn.until_s)
         return float("inf") if self._answered else min(self._resend.due_s, self._wait.due_s)
 
     def on(self, event: Event, now_s: float) -> list[Action]:
-        """Take one event, as the table below says."""
+        """Take one event, as the table below says; return the actions, in order."""
         actions: list[Action] = run(self, self.TABLE, event, now_s)
+        # After every event, since either half can come last: the end of the room, or that of its
+        # last write. SourceFree frees the pages for other requests, so it comes once, and never
+        # before RoomEnded.
         if self.poll.ended and not self.in_flight and not self._source_freed:
             self._source_freed = True
             actions.append(SourceFree(self.key))
@@ -198,6 +210,7 @@ class SenderMachine:
     # --- before anything is written ---------------------------------------------------------------
 
     def _added(self, event: Added, now_s: float) -> list[Action]:
+        """Take the engine's request; begin if all readers have promised."""
         if self.added:
             raise fault(self, event, "it was added already")
         self._num_tokens, self.digest, self.added_s = event.num_tokens, event.digest, now_s
@@ -206,45 +219,58 @@ class SenderMachine:
         return self._maybe_bootstrapped(now_s)
 
     def _promised(self, event: Promised, now_s: float) -> list[Action]:
+        """Take a reader's promise; begin if it was the last that was missing."""
         reader = self._enter(event)
         if reader.promise is not None:
             return self._promised_again(event, now_s)
         reader.promise = event
         self._promise = self._promise or event
+        # A decode worker that promises knows the request: the doubt about its restart is over.
         self._newborn = None  # it knows the request
         self.ticket = event.ticket
+        # The engine's request is still to come. A parked promise costs memory, and may be for no
+        # request at all, so it has a limit of its own.
         if not self.added:
             self._wait.start(now_s, self._timing.parked_timeout_s)
         return self._promised_again(event, now_s) + self._maybe_bootstrapped(now_s)
 
     def _enter(self, event: Promised | AbortSaid) -> _Reader:
+        """Return the reader that sends this event, entered if it is new."""
         self._expected = event.readers
         return self.readers.setdefault(event.reader, _Reader(event.peer))
 
     def _promised_again(self, event: Promised, now_s: float) -> list[Action]:
+        """Acknowledge a promise."""
         # Within a generation the promise stands: the control object lets only repeats through.
         return [Say(event.peer, PromiseAck(*self.key.numbers, self._rank, self.ticket))]
 
     def is_other_use(self, ticket: int) -> bool:
-        """Whether a frame with this ticket is about another use of the room's number than the one
-        that a reader spoke of here."""
+        """Return True if a frame with this ticket is about another use of the room's number.
+
+        False as long as no reader has spoken: then no ticket is known here.
+        """
         return bool(self.readers) and self.ticket != ticket
 
     def is_strange(self, peer: PeerId, reader: int) -> bool:
-        """Whether another peer than this has spoken as this reader of the room."""
+        """Return True if another peer than this has spoken as this reader of the room."""
         known = self.readers.get(reader)
         return known is not None and known.peer != peer
 
     def same_promise(self, event: Promised) -> bool:
-        """Whether this is the promise we have (or the reader's first, and like the others')."""
+        """Return True if this repeats the promise we have, or is a reader's first, like the
+        others'.
+        """
         reader, first = self.readers.get(event.reader), self._promise
         ours = reader.promise if reader is not None else None
         return (ours is None or ours.repeats(event)) and (first is None or first.alike(event))
 
     def _maybe_bootstrapped(self, now_s: float) -> list[Action]:
+        """Begin the transfer if the engine's request and all promises are here and agree."""
         promise = self._promise
         if promise is None or self._num_tokens is None:
             return []
+        # Checked for each promise as it comes, before anything is written: KV of another prompt, or
+        # of other weights, must not land in a page that decode caches.
         if (mismatch := self._mismatch(promise)) is not None:
             return self._fail(Fail(mismatch), now_s)
         if not self._complete:
@@ -253,6 +279,8 @@ class SenderMachine:
         self._wait.start(now_s, self._timing.waiting_timeout_s)
         peer = self.readers[min(self.readers)].peer
         actions: list[Action] = [Bootstrapped(self.key, peer, promise.prefix_len)]
+        # Behind Bootstrapped, and in the order in which they were handed over: units are sent in
+        # order.
         kept, self._kept = self._kept, []
         for chunk in kept:
             if not self.poll.ended:  # an earlier one may have failed the room
@@ -260,8 +288,9 @@ class SenderMachine:
         return actions
 
     def _mismatch(self, first: Promised) -> PromptMismatchError | WeightsVersionError | None:
-        """What is wrong where decode waits for other KV than what we compute: of other weights, or
-        of another prompt."""
+        """Return the error if decode waits for other KV than we compute: of other weights or
+        another prompt.
+        """
         if first.weights_version != self.weights_version:
             return WeightsVersionError(first.weights_version, self.weights_version)
         if (fill_len := first.fill_len) != self._num_tokens:
@@ -269,6 +298,8 @@ class SenderMachine:
                 f"decode waits for {fill_len} tokens, the request here has {self._num_tokens}"
             )
         promises = [reader.promise for reader in self.readers.values() if reader.promise]
+        # The lengths agree; now the content. A proof is under the secrets of its own link, so one
+        # reader cannot use that of another.
         if all(proves(one.proof, self.digest, *one.secrets) for one in promises):
             return None
         return PromptMismatchError(
@@ -277,6 +308,7 @@ class SenderMachine:
         )
 
     def _keep(self, event: SendChunk, now_s: float) -> list[Action]:
+        """Keep a chunk that comes before the promise."""
         if self.added and not event.clip:
             raise fault(self, event, "without `clip` a chunk must not come before Bootstrapped")
         if self.added:  # else it is of an earlier use of the number, whose end it has crossed
@@ -286,6 +318,7 @@ class SenderMachine:
     # --- writing ----------------------------------------------------------------------------------
 
     def _chunk(self, event: SendChunk, now_s: float) -> list[Action]:
+        """Post the writes of one chunk, and fail the room for a chunk that is not the next one."""
         promise = self._promise
         assert promise is not None
         if self._last_queued:
@@ -294,6 +327,7 @@ class SenderMachine:
         self._wait.start(now_s, self._timing.transfer_timeout_s)
         actions: list[Action] = []
         num_units = promise.num_units
+        # 1. Pages to units, and the units to those that are still to be sent.
         if len(event.src_pages):
             # The first page may hold units that decode has, the last some beyond the end. A whole
             # page that decode has is left out, if it is to be clipped; none is sent twice.
@@ -310,6 +344,8 @@ class SenderMachine:
                 src = unit_pages(event.src_pages, fold, start - first, stop - first)
                 actions += self._post(src, start, event.ready)
                 self._units_written = stop
+        # 2. The last chunk: everything must have been handed over, or decode would commit pages
+        # without KV.
         if event.last:
             self._last_queued = True
             self._aux = event.aux
@@ -322,6 +358,7 @@ class SenderMachine:
                     f"{event.state_slot} was handed over (-1: none)"
                 )
                 return actions + self._fail(Fail(error), now_s)
+            # 3. The extra state is a chunk of its own, behind the pages.
             if event.state_slot >= 0:
                 slot = np.array([event.state_slot], np.int32)
                 actions += self._post(slot, 0, event.ready, state=True)
@@ -330,8 +367,10 @@ class SenderMachine:
     def _post(
         self, src: Pages, first_unit: int, ready: DeviceEvent | None, state: bool = False
     ) -> Iterator[Action]:
-        """A write to each reader that has a share in ours: of these unit pages, or with `state` of
-        the extra state in this slot."""
+        """Yield a write to each reader that has a share in ours.
+
+        It is of these unit pages, or with `state` of the extra state in this slot.
+        """
         for reader in self.readers.values():
             promise = reader.promise
             assert promise is not None
@@ -342,6 +381,8 @@ class SenderMachine:
             else:
                 dst = promise.units(first_unit, first_unit + len(src))
             job_id = self._next_job_id()
+            # Counted before the action is carried out: from here on the room is neither drained nor
+            # its source free, until WriteEnded.
             self.in_flight.add(job_id)
             reader.num_chunks += 1
             reader.num_units += len(dst)
@@ -360,9 +401,13 @@ class SenderMachine:
         self._num_chunks += 1
 
     def _write_ended(self, event: WriteEnded, now_s: float) -> list[Action]:
+        """Take the end of a job."""
+        # Of a job that has ended already: a second end must not prove anything.
         if event.job_id not in self.in_flight:
             return []
         self.in_flight.discard(event.job_id)
+        # First of all, whatever the room's state is: the error is no proof, so the job moves to
+        # `undrained` before any Drained could be sent below.
         if event.error is not None and not event.drained:
             self.undrained.add(event.job_id)
             self.settle = True
@@ -374,6 +419,7 @@ class SenderMachine:
         return self._maybe_success(now_s)
 
     def _maybe_success(self, now_s: float) -> list[Action]:
+        """Succeed if the last chunk was handed over and no write is under way."""
         if not self._last_queued or self.in_flight:
             return []
         self.poll = KVPoll.SUCCESS
@@ -382,35 +428,45 @@ class SenderMachine:
     # --- ends -------------------------------------------------------------------------------------
 
     def _fail(self, event: Fail, now_s: float) -> list[Action]:
+        """End the room as failed, and cancel the writes that are under way."""
         self.poll = KVPoll.FAILED
         self.error = event.error
         self._kept.clear()
         actions: list[Action] = [RoomEnded(self.key, self.poll, event.error)]
+        # Cancelling only keeps further parts from being posted: the jobs stay in flight until they
+        # end, since what is posted can still land.
         actions += [CancelWrite(job_id) for job_id in sorted(self.in_flight)]
         self._fail_late(event, now_s)
         return actions + self._tell(now_s)
 
     def _abort_said_open(self, event: AbortSaid, now_s: float) -> list[Action]:
+        """Fail the room, since a reader has aborted it."""
         # Decode ended the room itself, so this reader waits for no outcome, only for our Drained.
+        # The other readers get the outcome.
         self.ticket = event.ticket
         self._enter(event)
         actions = self._fail(Fail(event.error, gone=event.reader), now_s)
         return actions + self._abort_said_late(event, now_s)
 
     def _life_began(self, event: LifeBegan, now_s: float) -> list[Action]:
+        """Note a restart of decode before its promise: the new life may not know the request."""
         if self._promise is None:
             self._newborn = event
         return []
 
     def _tick_open(self, event: Tick, now_s: float) -> list[Action]:
+        """Fail the room where a deadline has passed."""
+        # 1. A new life of decode does not ask for the request: it was lost with the former life.
         if (newborn := self._newborn) is not None and now_s >= newborn.until_s:
             what = f"{newborn.peer} was started after the request had come, and does not ask for it"
             return self._fail(Fail(PeerLostError(what, newborn.peer)), now_s)
         if now_s < self._wait.due_s:
             return []
-        # A queue is waited for, here or there.
+        # 2. A queue is waited for, here or there, while the readers are heard. A write under way is
+        # not: it has its deadline, since a stuck transport looks like a slow one.
         if self.added and not self.in_flight and self._wait.goes_on(event.heard_s, now_s):
             return []
+        # 3. Time is over. The error names the step that is missing.
         peer = self._promise.peer.name if self._promise is not None else "?"
         what = f"decode worker {peer!r}: {self._wait.limit} passed in {self.poll.name}"
         if self._promise is None:
@@ -420,8 +476,10 @@ class SenderMachine:
         return self._fail(Fail(TransferTimeoutError(what)), now_s)
 
     def _tell(self, now_s: float) -> list[Action]:
-        """Say the outcome to all readers that have not answered it yet, and wait: also for promises
-        that are on their way."""
+        """Send the outcome to all readers that have not answered it, and wait for their answers.
+
+        Waits also for promises that are on their way.
+        """
         if self._answered:
             return []
         wait_s = self._timing.ack_timeout_s if self._complete else self._timing.parked_timeout_s
@@ -431,13 +489,16 @@ class SenderMachine:
         return self._outcomes()
 
     def _outcomes(self) -> list[Action]:
+        """Return the outcome for each reader that has not answered it."""
         return [self._outcome(reader) for reader in self.readers.values() if not reader.answered]
 
     def _outcome(self, reader: _Reader) -> Say:
+        """Return the outcome for one reader, with what was written to it."""
         ok = self.poll is KVPoll.SUCCESS
         error = "" if ok else str(self.error)[:1000]
         aux = self._aux if ok else b""
-        drained = self.drained and not self.settle  # else Drained will say it
+        # Only where nothing needs to settle; else a Drained follows, which can ask for that.
+        drained = self.drained and not self.settle
         fold = self._promise.fold if self._promise is not None else 1
         written = reader.num_chunks, pages_for(self._units_written, fold)
         is_mismatch = isinstance(self.error, PromptMismatchError)
@@ -451,37 +512,47 @@ class SenderMachine:
         return Say(reader.peer, body)
 
     def _promised_late(self, event: Promised, now_s: float) -> list[Action]:
+        """Answer a promise that comes after the end."""
         known = self.readers.get(event.reader)
+        # 1. A reader that we know repeats itself: our outcome was lost.
+        # 2. An unknown one after SUCCESS: no reader of this room.
+        # 3. An unknown one after a failure: it gets the outcome, and acknowledges it, like the
+        # others.
         if known is not None:
             return [self._outcome(known)]
         if self.poll is KVPoll.SUCCESS:
-            return []  # no reader of this room: all had promised when it began
+            return []
         self._enter(event).promise = event
         self._promise, self.ticket = self._promise or event, event.ticket
         return self._tell(now_s)
 
     def _acked(self, event: OutcomeAcked, now_s: float) -> list[Action]:
+        """Note that a reader knows the outcome."""
         if event.reader in self.readers:
             self.readers[event.reader].answered = True
         return []
 
     def _tick_unanswered(self, event: Tick, now_s: float) -> list[Action]:
+        """Repeat the outcome, until all have answered or the wait is over."""
         if not self._answered and now_s >= self._wait.due_s:
             self._no_listener = True  # decode will ask with an Abort if it still cares
         return self._outcomes() if not self._answered and self._resend.take(now_s) else []
 
     def _write_drained(self, event: WriteDrained, now_s: float) -> list[Action]:
+        """Take the proof for a job that had ended in an error."""
         if event.job_id not in self.undrained:
             return []
         self.undrained.discard(event.job_id)
         return self._say_drained()
 
     def _abort_said_late(self, event: AbortSaid, now_s: float) -> list[Action]:
+        """Answer an abort that comes after the end, now or once the room is drained."""
         reader = self._enter(event)
         reader.abort_said = reader.answered = True
         return self._say_drained(reader)
 
     def _say_drained(self, only: _Reader | None = None) -> list[Action]:
+        """Return a Drained for each reader that waits for one, if the room is drained."""
         if not self.drained:
             return []
         word = Drained(*self.key.numbers, self._rank, self.ticket, self.settle)
@@ -489,6 +560,7 @@ class SenderMachine:
         return [Say(reader.peer, word) for reader in told if reader.abort_said]
 
     def _fail_late(self, event: Fail, now_s: float) -> list[Action]:
+        """Note, after the end, that a reader is gone or none listens."""
         # A reader that is gone waits for no outcome. Without `tell`, none is left that does.
         if event.gone in self.readers:
             self.readers[event.gone].answered = True
@@ -497,7 +569,7 @@ class SenderMachine:
 
     # --- what each state takes, and the states that may follow ------------------------------------
 
-    # A peer may repeat itself, be late, or say what it likes, so its words stand in every row. Ours
+    # A peer may repeat itself, be late, or send anything, so its frames stand in every row. Ours
     # are Added, which must not come twice, and WriteEnded, which must not come where no write can
     # be under way.
     TABLE: ClassVar[Table] = {

@@ -1,8 +1,8 @@
 """The tag that a NIXL notification carries: it names exactly one part of one chunk.
 
 Notifications of different writes arrive in any order, so nothing may be inferred from a count or
-from the last one; whoever waits for a chunk waits for each of its parts by name. Fixed width, so an
-agent's name (which may hold any separator) never has to be parsed.
+from the last one; a machine that waits for a chunk waits for each of its parts by name. The width
+is fixed, so an agent's name (which may hold any separator) never has to be parsed.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ TAG_BYTES = _FORMAT.size
 
 
 class ChunkTag(NamedTuple):
-    """One part of one chunk.
+    """One part of one chunk, as a notification names it.
 
-    `lease_id` is of the lease it lands in, -1: it lands in pages. `num_pages` is how many pages (of
-    a staged write: blocks; of extra state: slots) the transport posts for the whole chunk.
+    `lease_id` is that of the lease it lands in; -1: it lands in pages. `num_pages` is how many
+    pages (of a staged write: blocks; of extra state: slots) the transport posts for the whole
+    chunk.
     """
 
     incarnation: int
@@ -35,7 +36,7 @@ class ChunkTag(NamedTuple):
     num_pages: int = 0
 
     def pack(self) -> bytes:
-        """The tag as bytes.
+        """Return the tag as bytes.
 
         >>> len(ChunkTag(incarnation=1, room=7, generation=0, rank=0, chunk=2).pack()) == TAG_BYTES
         True
@@ -44,10 +45,12 @@ class ChunkTag(NamedTuple):
 
     @classmethod
     def unpack(cls, raw: bytes) -> ChunkTag:
-        """Inverse of `pack`. Raises ProtocolError for bytes that are no tag of ours."""
+        """Return the tag in `raw`. Raises ProtocolError for bytes that are no tag of ours."""
         if len(raw) != TAG_BYTES or raw[:4] != _MAGIC:
             raise ProtocolError(f"{len(raw)} bytes are no chunk tag")
         tag = cls(*_FORMAT.unpack(raw)[1:])
+        # A part beyond the last would set a bit that no complete chunk has, so the chunk could
+        # never complete.
         if tag.part >= tag.num_parts:
             raise ProtocolError(f"part {tag.part} of {tag.num_parts}")
         return tag

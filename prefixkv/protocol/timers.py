@@ -1,8 +1,8 @@
-"""When to look at something again: `Timers` wakes what waits, `Backoff` paces what is said again,
-`Wait` says when a wait for a peer is over.
+"""Time in the machines: `Timers` wakes what waits, `Backoff` paces repeated frames, `Wait` limits a
+wait for a peer.
 
 `Timers` is a heap with lazy deletion, so that a wait costs O(log waits) and no scan. Once most of
-its entries are stale it is made anew, so that it holds no key for long that was forgotten.
+its entries are stale it is rebuilt, so that it does not hold forgotten keys for long.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _FEW = 64  # stale entries that are never worth making the heap anew
 
 
 class Timers(Generic[K]):
-    """At most one wake-up a key. A wake-up may come early (the owner asks again), never late.
+    """Wake-ups, at most one per key. One may come early (the owner asks again), never late.
 
     >>> timers = Timers()
     >>> timers.wake("a", 5.0); timers.wake("a", 3.0); timers.wake("b", 4.0)
@@ -25,13 +25,14 @@ class Timers(Generic[K]):
     """
 
     def __init__(self) -> None:
+        # `_wake_s` is the truth; an entry of the heap that differs from it is stale.
         self._heap: list[tuple[float, int, K]] = []
         self._wake_s: dict[K, float] = {}
         self._pushes = 0
 
     @property
     def next_s(self) -> float:
-        """The earliest wake-up, infinity if none."""
+        """Time of the earliest wake-up, or earlier (a stale entry); infinity if there is none."""
         return self._heap[0][0] if self._heap else float("inf")
 
     def wake(self, key: K, when_s: float) -> None:
@@ -43,39 +44,47 @@ class Timers(Generic[K]):
             self._tidy()
 
     def forget(self, key: K) -> None:
-        """No wake-up for `key`. Unknown: no-op.
+        """Cancel the wake-up of `key`. Unknown: no-op.
 
-        The key itself is let go by the time that as many others were forgotten as wait, and 64.
+        The key itself stays referenced until as many others were forgotten as wait, and 64 more.
         """
         if self._wake_s.pop(key, None) is not None:
             self._tidy()
 
     def due(self, now_s: float) -> list[K]:
-        """The keys whose time has come, each once; each has to ask again for another, which comes
-        with a later call."""
+        """Return the keys with a wake-up that is due, each once.
+
+        A key has to ask again for another wake-up, which comes with a later call.
+        """
         keys = []
         while self._heap and (self._heap[0][0] <= now_s or self._stale()):
             when_s, _, key = heapq.heappop(self._heap)
+            # Else stale: forgotten, or moved to an earlier time that has its own entry.
             if self._wake_s.get(key) == when_s:
                 del self._wake_s[key]
                 keys.append(key)
         return keys
 
     def visit(self, now_s: float, look: Callable[[K], None]) -> None:
-        """Call `look` for each key that is due. If it raises, that key is woken again a second
-        later, those behind it with the next call, and the exception goes on."""
+        """Call `look` for each key that is due.
+
+        If it raises, that key is woken again a second later, those behind it with the next call,
+        and the exception passes on.
+        """
         keys = self.due(now_s)
         for number, key in enumerate(keys):
             try:
                 look(key)
             except Exception:
+                # `due` has taken all of them out: without this, one failure would end the waits of
+                # the others.
                 self.wake(key, now_s + 1.0)
                 for later in keys[number + 1 :]:
                     self.wake(later, now_s)
                 raise
 
     def _tidy(self) -> None:
-        """Drop what is stale once that is most: O(log waits) a call in the long run."""
+        """Drop stale entries once they are most of the heap: O(log waits) per call, amortized."""
         if len(self._heap) <= 2 * len(self._wake_s) + _FEW:
             return
         first: dict[K, tuple[float, int, K]] = {}
@@ -85,6 +94,7 @@ class Timers(Generic[K]):
         self._heap = list(first.values())  # sorted, so a heap
 
     def _stale(self) -> bool:
+        """Return True if the first entry is stale."""
         when_s, _, key = self._heap[0]
         return self._wake_s.get(key) != when_s
 
@@ -93,8 +103,8 @@ class Timers(Generic[K]):
 
 
 class Backoff:
-    """When to say again what has not been answered: `first_s` after it was said, then after twice
-    the pause each time, up to 8 times `first_s`.
+    """Pause before an unanswered frame is repeated: `first_s`, then twice the pause each time, up
+    to 8 times `first_s`.
 
     >>> backoff = Backoff(first_s=1.0)
     >>> backoff.start(now_s=10.0)
@@ -110,12 +120,12 @@ class Backoff:
         self.due_s = float("inf")
 
     def start(self, now_s: float) -> None:
-        """Said just now; the answer may take `first_s`."""
+        """Begin with the shortest pause: the frame was sent just now."""
         self._pause_s = self._first_s
         self.due_s = now_s + self._pause_s
 
     def take(self, now_s: float) -> bool:
-        """True if it is time to say it again; the next pause is then twice as long."""
+        """Return True if it is time to repeat; the next pause is then twice as long."""
         if now_s < self.due_s:
             return False
         self._pause_s = min(2 * self._pause_s, 8 * self._first_s)
@@ -124,9 +134,10 @@ class Backoff:
 
 
 class Wait:
-    """A wait for a peer: `patience_s` from its beginning, or from when the peer was last heard if
-    that is later; but never beyond `longest_s` (or `patience_s`, if that is more) from its
-    beginning.
+    """A wait for a peer, limited by silence and by a longest time.
+
+    It is due `patience_s` after its beginning, or after the peer was last heard if that is later;
+    but never later than `longest_s` (or `patience_s`, if that is more) after its beginning.
 
     >>> wait = Wait(longest_s=60.0)
     >>> wait.start(now_s=10.0, patience_s=5.0)
@@ -146,19 +157,21 @@ class Wait:
 
     @property
     def limit(self) -> str:
-        """What ends it when it is due, for errors."""
+        """Name of the limit that ends the wait when it is due, for errors."""
         is_last = self.last_s <= self.due_s and self._longest_s > self._patience_s
         return "longest_wait_s" if is_last else "the deadline"
 
     def start(self, now_s: float, patience_s: float) -> None:
-        """It begins now; any wait before it is over."""
+        """Begin now; any wait before is over."""
         self._patience_s = patience_s
         self.due_s = now_s + patience_s
         self.last_s = now_s + max(patience_s, self._longest_s)
 
     def goes_on(self, heard_s: float, now_s: float) -> bool:
-        """Whether it goes on beyond now: asked once `due_s` has come, and then until the next."""
+        """Return True if the wait lasts beyond now, and move `due_s` to the next time to ask."""
         if now_s < self.due_s:
             return True
+        # A peer that is heard may have queued the request, so it is waited for; `last_s` bounds the
+        # wait for one that is alive and never gets to it.
         self.due_s = min(max(self.due_s, heard_s + self._patience_s), self.last_s)
         return now_s < self.due_s
