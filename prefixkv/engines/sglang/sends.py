@@ -170,8 +170,8 @@ class Sends:
     def decline(self, room: int, digest: bytes, reason: str) -> None:
         """Tell decode why a request with this number ends here without a room.
 
-        A room of that number that is not over is not disturbed; decode hears of this one when it is over. An
-        empty digest stands for any prompt.
+        A room of that number that is not over is not disturbed, and decode hears of this request
+        when it is over. An empty digest stands for any prompt.
         """
         # 1. Another request has the number: see `_over`. 2. and 3. Decode has announced its half:
         # refuse it. 4. Decode has ended its half too: both are gone. 5. Decode will announce it.
@@ -278,8 +278,8 @@ class Sends:
         """Forget a room, so that its number may be used again, and answer what came meanwhile."""
         room = send.room
         del self._rooms[room]
-        # An announcement is refused if its other half failed here; one without a half waits for it, as
-        # if it came now. Then the requests without an announcement wait for theirs.
+        # An announcement is refused if its other half failed here. One without a half waits for it,
+        # as if it came now. Then the requests without an announcement wait for theirs.
         for announced in send.later:
             other = next((one for one in send.seconds if one.is_half_of(announced)), None)
             if other is not None:

@@ -83,7 +83,7 @@ class TransferOptions:
         """
         if self.bind:
             return self.bind
-        # Without keys any process that reaches the port could write KV: open it to other hosts only on
+        # Without keys any process that reaches the port counts as a peer: other hosts only on
         # request.
         remote = self.control.curve is not None or self.control.allow_remote_without_keys
         host = local_ip if remote else "127.0.0.1"
