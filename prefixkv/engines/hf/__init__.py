@@ -1,8 +1,8 @@
-"""An engine of Hugging Face's models: a prefill and a decode worker whose attention reads and
+"""An engine for Hugging Face models: a prefill and a decode worker with attention that reads and
 writes the paged pool in place. The extra `hf`.
 
-Nothing else of the library imports transformers. This module imports it only when a name is asked
-for.
+No other part of the library imports transformers. This module imports it only when one of its names
+is used.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ __all__ = sorted(_HOME)
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # First, so that a missing package is one line with the remedy, and no chain of imports.
     check_extra()
     value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
     globals()[name] = value
@@ -52,7 +53,7 @@ def __getattr__(name: str) -> Any:
 
 
 def check_extra() -> None:
-    """Raises ImportError, of one line, where a package of the extra is missing."""
+    """Raise ImportError, in one line, if a package of the extra is missing."""
     if missing := [name for name in EXTRA if _is_missing(name)]:
         raise ImportError(
             f"prefixkv.engines.hf needs {', '.join(missing)}: pip install 'prefixkv[hf]'"
@@ -60,7 +61,8 @@ def check_extra() -> None:
 
 
 def _is_missing(name: str) -> bool:
+    """Return whether a package cannot be imported, without importing it."""
     try:
         return find_spec(name) is None
-    except ValueError:  # taken out of sys.modules' keeping by None
+    except ValueError:  # `sys.modules` has None for it, which blocks the import
         return True

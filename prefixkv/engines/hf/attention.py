@@ -1,10 +1,10 @@
 """Attention on the paged pool, as transformers' `AttentionInterface` calls it.
 
-A forward has the new tokens of several sequences, packed into one row: [1, N]. A `Plan` says where
-the KV of each goes, and which pages each sequence reads; it is made once and used by every layer.
-On the CPU each sequence's K and V are gathered together into one small buffer, which is still in
-the processor's cache when attention reads it: as fast as views of pages that happen to lie side by
-side, whatever the order of pages.
+A forward has the new tokens of several sequences, packed into one row: [1, N]. A `Plan` has the
+places to which their KV is written, and the pages that each sequence reads; it is made once and
+used by every layer. On the CPU each sequence's K and V are gathered into one small buffer, which is
+still in the processor's cache when attention reads it: as fast as views of adjacent pages, for any
+order of pages.
 """
 
 from __future__ import annotations
@@ -20,22 +20,25 @@ from transformers import AttentionInterface
 from prefixkv import KVPool
 from prefixkv.spi import ConfigError, Pages, page_table, pages_for, slot_mapping
 
-NAME: Final = "prefixkv"  # of the attention, as transformers knows it
-BATCHED: Final = ("cuda",)  # devices where a step of decode reads one padded batch
-_QUERIES: Final = 256  # new tokens that share one mask: what lies behind the last is not computed
+NAME: Final = "prefixkv"  # the attention's name in transformers
+BATCHED: Final = ("cuda",)  # devices on which a step of decode reads one padded batch
+_QUERIES: Final = 256  # new tokens per mask: keys after the last of them are not computed
 
 
 class FlatPool:
-    """A pool's memory as rows: of pages for gathering, of tokens for writing. Owned by one thread.
+    """A pool's memory as rows of pages, to gather from, and of tokens, to write to. One thread's.
 
-    Of each layer `pages[layer]` is [R, page_size * heads * dim], `tokens[layer]` the same memory as
-    [R * page_size, heads * dim]. The K of page p is row `k_row + p * page_rows`, its V row `v_row +
-    p * page_rows`, the same in all layers.
+    `pages[layer]` is [R, page_size * heads * dim], and `tokens[layer]` the same memory as
+    [R * page_size, heads * dim]. The K of page p is row `k_row + p * page_rows`, its V is row
+    `v_row + p * page_rows`, in all layers.
     """
 
     def __init__(self, pool: KVPool) -> None:
-        """Raises ConfigError where a page of K is not one run of memory, token by token, or K and V
-        are not in one tensor: `KVPool.create` makes pools that are."""
+        """Make the views of a pool, without copies.
+
+        Raises ConfigError where a page of K is not one run of memory, token by token, or K and V
+        are not in one tensor: `KVPool.create` makes suitable pools.
+        """
         self.pool, self.layout = pool, pool.layout
         layout = pool.layout
         width = layout.page_size * layout.num_kv_heads * layout.head_dim
@@ -44,6 +47,8 @@ class FlatPool:
         found = set()
         for layer in range(layout.num_layers):
             k, v = pool.k(layer), pool.v(layer)
+            # One flat view over K and V together: both are then gathered by one `index_select`.
+            # Every offset must be a whole number of rows for that.
             begin = min(k.storage_offset(), v.storage_offset())
             offsets = (k.storage_offset() - begin, v.storage_offset() - begin, k.stride(0))
             if (
@@ -59,68 +64,74 @@ class FlatPool:
             self.pages.append(flat)
             self.tokens.append(flat.view(rows * layout.page_size, -1))
             found.add((k_row, v_row, page_rows))
+        # One plan serves all layers, so row numbers must be the same in all of them.
         if len(found) != 1:
             raise ConfigError("the engine needs a pool whose layers are alike")
         self.k_row, self.v_row, self.page_rows = found.pop()
         self._buffer = self.pages[0].new_empty(0)
 
     def rows(self, pages: Pages) -> torch.Tensor:
-        """The rows of these pages' K, then of their V: int64 [2, *pages.shape], on the CPU."""
+        """Return the rows of the pages' K, then of their V: int64 [2, *pages.shape], on the CPU."""
         first = pages.astype(np.int64) * self.page_rows
         return torch.from_numpy(np.stack([first + self.k_row, first + self.v_row]))
 
     def room(self, num_rows: int) -> torch.Tensor:
-        """Memory for copies of so many rows of pages: [num_rows, page_size * heads * dim]. It is
-        the same each time, until more is asked for."""
+        """Return memory for copies of rows of pages: [num_rows, page_size * heads * dim].
+
+        Each call returns the same memory, until a call asks for more.
+        """
         width = self.pages[0].shape[1]
         if self._buffer.numel() < num_rows * width:
             self._buffer = self.pages[0].new_empty(num_rows * width)
         return self._buffer[: num_rows * width].view(num_rows, width)
 
     def gather(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
-        """A copy of these rows of pages: [rows, page_size * heads * dim], valid until the next
-        call."""
+        """Copy rows of pages: [rows, page_size * heads * dim], valid until the next call."""
         return torch.index_select(self.pages[layer], 0, rows, out=self.room(len(rows)))
 
     def kv(self, copies: torch.Tensor, num: int) -> torch.Tensor:
-        """K and V of `num` sequences of as many pages each, whose rows were copied there, K then
-        V: [2, num, heads, tokens, dim]."""
+        """Return copied rows as K and V, a view [2, num, heads, tokens, dim].
+
+        `copies` has the rows of `num` sequences with equal numbers of pages, all K before all V.
+        """
         heads, dim = self.layout.num_kv_heads, self.layout.head_dim
         return copies.view(2, num, -1, heads, dim).transpose(2, 3)
 
 
 class _Part(NamedTuple):
-    """Of one forward, the new tokens of one sequence."""
+    """The new tokens of one sequence in a forward."""
 
     first: int  # its tokens are [first, last) of the packed row
     last: int
-    start: int  # and have the positions from `start` on in the sequence
-    rows: torch.Tensor  # of the pages that hold all its KV, K then V: [2 * pages]
-    masks: list[torch.Tensor | None]  # for each block of queries; None: plainly causal, or all
+    start: int  # position of the first of them in the sequence
+    rows: torch.Tensor  # rows of the pages that hold all its KV, K then V: [2 * pages]
+    masks: list[torch.Tensor | None]  # per block of queries; None: plainly causal, or all keys
 
 
 class _Step(NamedTuple):
-    """Of a forward that has one new token of each sequence, one sequence. The views are made once,
-    not in each layer."""
+    """One sequence in a forward with one new token per sequence.
 
-    rows: torch.Tensor  # of the pages that hold all its KV, K then V: [2 * pages]
-    copies: torch.Tensor  # where they are gathered to
-    k: torch.Tensor  # there: [1, heads, tokens, dim]
+    The views are made once, not in each layer.
+    """
+
+    rows: torch.Tensor  # rows of the pages that hold all its KV, K then V: [2 * pages]
+    copies: torch.Tensor  # the memory into which they are gathered
+    k: torch.Tensor  # a view of `copies`: [1, heads, tokens, dim]
     v: torch.Tensor
 
 
 class Plan:
-    """Where the KV of one forward goes, and what it attends to.
+    """The places of one forward's KV, and the keys that each new token attends to.
 
     Args:
         flat: the pool.
-        rows: of each sequence its page ids in order; they hold `ends` tokens at least.
+        rows: per sequence its page ids in order; they hold at least `ends` tokens.
         starts, ends: the new tokens of each sequence are [start, end), at least one. The KV of
-            those before is in the pages.
-        device: where the model is.
+            earlier tokens is in the pages.
+        device: the model's device.
 
-    `positions` is int64 [1, N], the place of each new token in its sequence; `last` int64
-    [sequences], where in the row the last token of each is.
+    `positions` is int64 [1, N], the position of each new token in its sequence; `last` is int64
+    [sequences], the index of each sequence's last token in the packed row.
     """
 
     def __init__(
@@ -133,12 +144,14 @@ class Plan:
     ) -> None:
         self.flat, self.ends = flat, ends
         size = flat.layout.page_size
+        # 1. Positions in the packed row.
         lens = [end - start for start, end in zip(starts, ends, strict=True)]
         at = [np.arange(start, end) for start, end in zip(starts, ends, strict=True)]
         behind = np.cumsum(lens)
         self.positions = torch.from_numpy(np.concatenate(at))[None].to(device)
         self.last = torch.from_numpy(behind - 1).to(device)
-        # Slots are counted in pages of the pool; a token's row is counted in its memory.
+        # 2. Places to write to. Slots are counted in pages of the pool; a token's row is counted in
+        # its memory, where K and V of a page need not be adjacent.
         slots = slot_mapping(rows, starts, ends, size)
         first = slots // size * flat.page_rows * size + slots % size
         self._k_to = torch.from_numpy(first + flat.k_row * size).to(device)
@@ -147,6 +160,8 @@ class Plan:
         self._table: torch.Tensor | None = None
         self._parts: list[_Part] = []
         self._steps: list[_Step] = []
+        # 3. Pages to read, by case: one new token per sequence, as a padded batch on a GPU, or one
+        # after the other; or several new tokens, with masks.
         if max(lens) == 1:
             if torch.device(device).type in BATCHED:
                 self._plan_table(used, device)
@@ -159,7 +174,7 @@ class Plan:
             self._parts.append(_Part(end - num, end, start, page_rows, masks))
 
     def _plan_table(self, rows: Sequence[Pages], device: torch.device | str) -> None:
-        """One new token a sequence, on a device that is faster with one padded batch."""
+        """Plan one new token per sequence, on a device that is faster with one padded batch."""
         table = page_table(rows)
         self._table = self.flat.rows(table).flatten().to(device)
         width = table.shape[1] * self.flat.layout.page_size
@@ -167,9 +182,11 @@ class Plan:
         self._mask = (torch.arange(width, device=device) < lens[:, None])[:, None, None]
 
     def _plan_steps(self, rows: Sequence[Pages], device: torch.device | str) -> None:
-        """One new token a sequence, on a device that takes them one after the other."""
+        """Plan one new token per sequence, on a device that takes them one after the other."""
+        # The memory of the longest sequence first: a later, larger request would replace it, and
+        # views of the shorter ones would keep the old memory.
         flat = self.flat
-        flat.room(2 * max(map(len, rows)))  # all share the memory of the longest
+        flat.room(2 * max(map(len, rows)))
         for row, end in zip(rows, self.ends, strict=True):
             page_rows = flat.rows(row).flatten().to(device)
             copies = flat.room(len(page_rows))
@@ -177,7 +194,7 @@ class Plan:
             self._steps.append(_Step(page_rows, copies, k, v))
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Put the new tokens' KV into their pages. key, value: [1, heads, N, dim]."""
+        """Write the new tokens' KV into their pages. key, value: [1, heads, N, dim]."""
         tokens = self.flat.tokens[layer]
         tokens.index_copy_(0, self._k_to, key[0].transpose(0, 1).flatten(1))
         tokens.index_copy_(0, self._v_to, value[0].transpose(0, 1).flatten(1))
@@ -190,9 +207,10 @@ class Plan:
         value: torch.Tensor,
         scale: float | None,
     ) -> torch.Tensor:
-        """Of each new token, attention to all of its sequence up to itself, whose KV is written.
+        """Return the attention of each new token to its sequence up to itself.
 
-        query: [1, query heads, N, dim]; key, value as in `write`. Returns [1, N, query heads, dim].
+        `write` comes first. query: [1, query heads, N, dim]; key, value as in `write`. Returns
+        [1, N, query heads, dim].
         """
         if self._table is not None:
             return self._attend_batch(layer, query, scale)
@@ -201,6 +219,7 @@ class Plan:
         outs = []
         for part in self._parts:
             new = slice(part.first, part.last)
+            # A sequence from its beginning has all its keys at hand, without reading pages.
             if part.start == 0:
                 k, v = key[:, :, new], value[:, :, new]
             else:
@@ -209,6 +228,7 @@ class Plan:
         return torch.cat(outs, 1)
 
     def _attend_batch(self, layer: int, query: torch.Tensor, scale: float | None) -> torch.Tensor:
+        """Attend to one padded batch; the mask hides the padding."""
         assert self._table is not None
         num = query.shape[2]
         k, v = self.flat.kv(self.flat.gather(layer, self._table), num)
@@ -217,6 +237,7 @@ class Plan:
         return out.reshape(1, num, -1, out.shape[-1])
 
     def _attend_steps(self, layer: int, query: torch.Tensor, scale: float | None) -> torch.Tensor:
+        """Attend sequence by sequence. Each gather overwrites the memory of the one before."""
         source, num, dim = self.flat.pages[layer], query.shape[2], query.shape[3]
         # The heads of a group side by side as queries, so that K is read once.
         grouped = query[0].transpose(0, 1).reshape(num, 1, self.flat.layout.num_kv_heads, -1, dim)
@@ -228,8 +249,10 @@ class Plan:
 
 
 def _masks(start: int, num: int, device: torch.device | str) -> list[torch.Tensor | None]:
-    """Of each block of queries, which keys each may see: bool [queries, keys], or None where SDPA
-    needs none (one query sees all; the sequence's first block is plainly causal)."""
+    """Return the mask of each block of queries: bool [queries, keys].
+
+    None where SDPA needs none: one query sees all keys; a sequence's first block is plainly causal.
+    """
     if num == 1:
         return [None]
     masks: list[torch.Tensor | None] = []
@@ -247,8 +270,11 @@ def _masks(start: int, num: int, device: torch.device | str) -> list[torch.Tenso
 def _attend_one(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: _Part, scale: float | None
 ) -> torch.Tensor:
-    """One sequence: q [1, query heads, new, dim]; k, v [1, heads, tokens or more, dim]. Returns
-    [1, new, query heads, dim]."""
+    """Return the attention of one sequence, [1, new, query heads, dim].
+
+    q is [1, query heads, new, dim]; k, v are [1, heads, tokens or more, dim].
+    """
+    # Whole pages were gathered: cut the slots after the last token, which hold old KV.
     end = part.start + q.shape[2]
     if k.shape[2] > end:
         k, v = k[:, :, :end], v[:, :, :end]
@@ -282,9 +308,13 @@ def _paged_attention(
     prefixkv_plan: Plan | None = None,
     **said: Any,
 ) -> tuple[torch.Tensor, None]:
-    """As the attention functions of transformers: query [1, query heads, N, dim], key and value [1,
-    heads, N, dim]; returns [1, N, query heads, dim]. Raises ConfigError, naming it, for what a
-    layer asks for and this does not do."""
+    """Write the new KV and attend, in the signature of transformers' attention functions.
+
+    query is [1, query heads, N, dim], key and value [1, heads, N, dim]; returns
+    [1, N, query heads, dim]. Raises ConfigError, which names the feature, for one that a layer asks
+    for and that is not supported.
+    """
+    # 1. Refuse: a feature that is silently ignored would give wrong answers and wrong KV.
     name = type(module).__name__
     if prefixkv_plan is None:
         raise ConfigError(f"{name} calls its attention without what the engine gave the model")
@@ -302,6 +332,7 @@ def _paged_attention(
         if (tensor.shape[1], tensor.shape[3]) != wanted:
             shape = tuple(tensor.shape)
             raise ConfigError(f"{name} has {kind} of {shape}, the pool has heads and dim {wanted}")
+    # 2. Write before attending: a new token attends to itself, and is read from its page.
     layer = module.layer_idx
     prefixkv_plan.write(layer, key, value)
     return prefixkv_plan.attend(layer, query, key, value, scaling), None

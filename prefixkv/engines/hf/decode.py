@@ -1,8 +1,8 @@
-"""The decode worker: answers to prompts, a token each a step, all that run in one forward.
+"""The decode worker: it answers prompts, one token per answer and step, all answers in one forward.
 
-One thread owns an engine and calls it: `submit` and `abort` as they come, `step` as long as it
-says that there is more, `wait` in between. `take_prefill_jobs` has what prefill workers are to be
-told. `docs/engine.md` shows the loop.
+One thread owns an engine and calls it: `submit` and `abort` as requests arrive, `step` while it
+returns True, `wait` otherwise. `take_prefill_jobs` returns the jobs for prefill workers.
+`docs/engine.md` shows the loop.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from prefixkv.spi import RequestError, whole_number
 
 OnOutput = Callable[[Output], None]
 
-_BLOCKED_S: Final = 0.01  # pages are missing that come back by themselves
-_IDLE_S: Final = 0.1  # deadlines are looked at
+_BLOCKED_S: Final = 0.01  # rest while pages are missing that come back by themselves
+_IDLE_S: Final = 0.1  # longest rest, after which deadlines are checked
 
 
 @dataclass(slots=True, eq=False)
@@ -44,12 +44,12 @@ class _Answer:
     ask: Generate
     sample: int
     on_output: OnOutput
-    choice: Choice  # that of its first token
+    choice: Choice  # the choice of its first token
     ends: frozenset[int]
     req: DecodeRequest
     text: AnswerText | None
     aborted: bool = False  # by its client
-    error: Exception | None = None  # that was found here
+    error: Exception | None = None  # an error that this engine found, not the node
     prefill_hit_tokens: int = 0
 
 
@@ -57,10 +57,10 @@ class DecodeEngine:
     """A model on a `DecodeNode`. Used from one thread.
 
     Args:
-        model: computes; it belongs to this engine from now on.
-        pool: the KV memory, as `model.make_pool` makes it; it must outlive the engine.
-        config: of the node. Its `model` is replaced by the model's identity.
-        tokenizer: as `load_tokenizer` gives it: outputs have text then, and strings may end them.
+        model: the model; it belongs to this engine from now on.
+        pool: the KV memory, made by `model.make_pool`; it must outlive the engine.
+        config: the node's. Its `model` is replaced by the model's identity.
+        tokenizer: from `load_tokenizer`: outputs then have text, and strings may end them.
 
     Raises: ConfigError, as DecodeNode and FlatPool do.
     """
@@ -77,9 +77,12 @@ class DecodeEngine:
         config = with_model(config or DecodeConfig(), model.identity, model.name)
         self.node = DecodeNode(pool, config)
         self._answers: dict[str, _Answer] = {}  # by the node's id of the request
-        self._samples: dict[str, list[str]] = {}  # these ids, by the client's
+        self._samples: dict[str, list[str]] = {}  # the node's ids by the client's id
+        # Requests with all their KV here but the newest token's: one forward each step.
         self._running: list[DecodeRequest] = []
-        self._sampled: list[tuple[DecodeRequest, int]] = []  # tokens that are not appended yet
+        # Tokens that are not appended yet. Not empty between two steps only where pages are
+        # missing: then no forward runs until they are appended.
+        self._sampled: list[tuple[DecodeRequest, int]] = []
         self._jobs: list[PrefillJob] = []
         self._rooms = 0
         self._counters = {"steps": 0, "tokens": 0, "retractions": 0, "blocked_steps": 0}
@@ -87,11 +90,12 @@ class DecodeEngine:
     # --- what a client asks -----------------------------------------------------------------------
 
     def submit(self, ask: Generate, on_output: OnOutput) -> None:
-        """Begin answering. `on_output` gets every token in `step`, and each answer's end once; it
-        may call `submit` and `abort`, and must not raise.
+        """Begin to answer a request. `on_output` gets every token, and each answer's end once.
 
-        Raises RequestError, TokenError or DrainingError, with nothing changed, for what cannot be
-        taken.
+        It is called at the end of `step`; it may call `submit` and `abort`, and must not raise.
+
+        Raises RequestError, TokenError or DrainingError, with nothing changed, for a request that
+        cannot be taken.
         """
         self._check(ask)
         seed = ask.sampling.seeded(ask.rid)
@@ -113,6 +117,8 @@ class DecodeEngine:
                 answers.append(_Answer(ask, i, on_output, choice, ends, req, text))
                 self._rooms += 1
         except PrefixKVError:
+            # All samples or none. The aborted ones come out of `pop_failed`, where `_failed` finds
+            # no answer for them.
             for answer in answers:
                 self.node.abort(answer.req.rid)
             raise
@@ -122,8 +128,11 @@ class DecodeEngine:
             self._jobs.append(self._job(answer))
 
     def abort(self, rid: str) -> bool:
-        """End all answers to a request; their ends come from the next `step`. False if it is
-        unknown or has ended."""
+        """End all answers to a request; the next `step` reports it.
+
+        Returns False if the request is unknown or has ended.
+        """
+        # The node must not reuse their pages before the device has finished with them.
         after = self.model.event()
         names = self._samples.get(rid, ())
         for name in names:
@@ -132,16 +141,22 @@ class DecodeEngine:
         return bool(names)
 
     def take_prefill_jobs(self) -> list[PrefillJob]:
-        """What prefill workers are to compute, since the last call: give each to the
-        `PrefillEngine` at `job.prefill`."""
+        """Return the jobs for prefill workers since the last call.
+
+        The caller brings each to the `PrefillEngine` at `job.prefill`.
+        """
         jobs, self._jobs = self._jobs, []
         return jobs
 
     # --- the loop ---------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """One pass: take in what has come, and one forward of all that runs. True if there was
-        something to do."""
+        """Make one pass: take in arrivals, and run one forward of all running answers.
+
+        Returns True if there was something to do.
+        """
+        # Clients are called at the end, since they may call `submit` and `abort`, which change the
+        # state that a pass iterates over; and also after an error, so that no token is lost.
         outputs: list[tuple[OnOutput, Output]] = []
         try:
             return self._step(outputs)
@@ -150,6 +165,8 @@ class DecodeEngine:
                 on_output(output)
 
     def _step(self, outputs: list[tuple[OnOutput, Output]]) -> bool:
+        """Do the work of `step`; the outputs are collected."""
+        # 1. Take in what the node has: admissions, retries, arrivals, failures.
         node = self.node
         node.pop_preallocated()
         for ask in node.pop_needs_prefill():
@@ -159,9 +176,11 @@ class DecodeEngine:
             self._begin(req)
         for req in node.pop_failed():
             self._failed(req, outputs)
+        # 2. Append first tokens, and tokens that had no page at the last step: the forward needs
+        # each request's newest token, and a page for its KV.
         if self._sampled and not self._append(outputs):
             return False
-        # One that was aborted has pages that are not its own any more.
+        # 3. One forward. An aborted request's pages may belong to another request by now.
         self._running = [req for req in self._running if not req.state.ended]
         if not self._running:
             return bool(arrived or outputs or self._jobs)
@@ -170,8 +189,9 @@ class DecodeEngine:
         return True
 
     def _begin(self, req: DecodeRequest) -> None:
-        """Its KV is here, all but the newest token's."""
-        if not req.resumed:  # else it goes on from its newest token
+        """Start a request that has all its KV here but the newest token's."""
+        # A resumed one continues from its newest token, which decode knows already.
+        if not req.resumed:
             try:
                 answer = self._answers[req.rid]
                 token, answer.prefill_hit_tokens = unpack_first(
@@ -185,7 +205,7 @@ class DecodeEngine:
         self._running.append(req)
 
     def _forward(self, reqs: list[DecodeRequest]) -> list[tuple[DecodeRequest, int]]:
-        """Write the KV of each one's newest token, and sample the next."""
+        """Write the KV of each request's newest token, and sample the next one."""
         starts = [req.kv_len for req in reqs]
         logits = self.model.forward(
             self._flat,
@@ -199,12 +219,15 @@ class DecodeEngine:
         return list(zip(reqs, choose(logits, choices), strict=True))
 
     def _append(self, outputs: list[tuple[OnOutput, Output]]) -> bool:
-        """Give the sampled tokens to the node and to the clients; requests are retracted until the
-        others fit. False if pages are missing that only come back later: then they are kept.
+        """Append the sampled tokens on the node, and report them to the clients.
 
-        A retracted request loses the token sampled in this step: no client has seen it, and it
-        will be the same.
+        Requests are retracted until the others fit. Returns False, and keeps the tokens, if pages
+        are missing that will come back by themselves.
+
+        A retracted request loses the token that was sampled in this step. No client has seen it,
+        and it will be drawn again, with the same result.
         """
+        # `append_many` is all or nothing, so it is tried again after each retraction.
         while True:
             self._sampled = [pair for pair in self._sampled if not pair[0].state.ended]
             try:
@@ -224,12 +247,15 @@ class DecodeEngine:
         return True
 
     def _retract(self, rid: str) -> None:
+        """Take a running request's pages back, once the device has finished with them."""
         self.node.retract(rid, self.model.event())
         self._counters["retractions"] += 1
         self._running = [req for req in self._running if req.rid != rid]
         self._sampled = [pair for pair in self._sampled if pair[0].rid != rid]
 
     def _tell(self, req: DecodeRequest, token: int, outputs: list[tuple[OnOutput, Output]]) -> None:
+        """Report a token to its client, and finish the answer if this token ends it."""
+        # In this order: a stop token, which is not shown; a stop string; the length.
         answer = self._answers[req.rid]
         finish: Finish | None = None
         text = ""
@@ -240,6 +266,7 @@ class DecodeEngine:
             finish = "stop" if stopped else None
         if finish is None and len(req.output) >= req.max_new_tokens:
             finish = "length"
+        # The end releases text that was kept back; after a stop string nothing is left.
         if finish is not None and answer.text is not None:
             text += answer.text.end()
         self._counters["tokens"] += 1
@@ -252,6 +279,7 @@ class DecodeEngine:
     # --- prefill ----------------------------------------------------------------------------------
 
     def _job(self, answer: _Answer) -> PrefillJob:
+        """Return the first job for an answer's prompt. Generation 0 is the first attempt."""
         ask, req, decode = answer.ask, answer.req, self.node.peer_id.name
         return PrefillJob(
             f"{decode}/{req.rid}.0", req.request.key.tokens(), ask.prefill, decode, req.room,
@@ -259,6 +287,7 @@ class DecodeEngine:
         )  # fmt: skip
 
     def _ask_again(self, ask: PrefillAsk) -> None:
+        """Queue the job of another attempt, with the tokens of the answer so far."""
         answer = self._answers[ask.rid]
         self._jobs.append(
             PrefillJob(
@@ -271,10 +300,12 @@ class DecodeEngine:
     # --- ends -------------------------------------------------------------------------------------
 
     def _failed(self, req: DecodeRequest, outputs: list[tuple[OnOutput, Output]]) -> None:
+        """Report the end of an answer that failed or was aborted."""
         if req in self._running:
             self._running.remove(req)
         answer = self._answers.get(req.rid)
-        if answer is None or answer.req is not req:  # `submit` did not take it after all
+        # A request of a `submit` that was undone has no answer. A later one may have its id.
+        if answer is None or answer.req is not req:
             return
         finish: Finish = "abort" if answer.aborted else "error"
         text = "" if answer.text is None else answer.text.end()
@@ -285,7 +316,7 @@ class DecodeEngine:
         self, outputs: list[tuple[OnOutput, Output]], answer: _Answer, position: int,
         token: int | None, finish: Finish | None, error: Exception | None = None, text: str = "",
     ) -> None:  # fmt: skip
-        """To be told at the end of the step."""
+        """Collect an output, which `step` reports at its end."""
         rid, hit_tokens = answer.ask.rid, answer.req.hit_tokens
         output = Output(
             rid, answer.sample, position, token, finish, error, hit_tokens, text,
@@ -294,6 +325,7 @@ class DecodeEngine:
         outputs.append((answer.on_output, output))
 
     def _forget(self, name: str, answer: _Answer) -> None:
+        """Forget an answer; with its last one the client's id is free again."""
         del self._answers[name]
         names = self._samples[answer.ask.rid]
         names.remove(name)
@@ -303,6 +335,7 @@ class DecodeEngine:
     # --- checks -----------------------------------------------------------------------------------
 
     def _check(self, ask: Generate) -> None:
+        """Raise RequestError for a request that this engine cannot take."""
         if not isinstance(ask.rid, str) or "/" in ask.rid:
             raise RequestError(f'rid is {ask.rid!r}, a string without "/" is needed')
         if ask.rid in self._samples:
@@ -316,6 +349,7 @@ class DecodeEngine:
     def _check_tokens(
         self, ask: Generate, prompt: np.ndarray[tuple[int], np.dtype[np.int32]]
     ) -> None:
+        """Raise RequestError for tokens outside the vocabulary, or a text beyond the context."""
         if int(prompt.max()) >= self.model.vocab_size:
             raise RequestError(
                 f"token {prompt.max()} is not in the vocabulary of {self.model.vocab_size}"
@@ -330,28 +364,35 @@ class DecodeEngine:
     # --- the rest ---------------------------------------------------------------------------------
 
     def wait(self, timeout_s: float) -> bool:
-        """Until `step` may have something to do, at most `timeout_s`. True if it may."""
-        if self._sampled:  # it was blocked
+        """Wait until `step` may have something to do, at most `timeout_s`. Returns True if so."""
+        # Blocked on pages: look again soon, with or without an event of the node.
+        if self._sampled:
             self.node.wait(min(timeout_s, _BLOCKED_S))
             return True
         return bool(self._running or self._jobs) or self.node.wait(timeout_s)
 
     def fileno(self) -> int:
-        """As `DecodeNode.fileno`: for a poller of the caller's, while `step` is False."""
+        """Return a descriptor for the caller's poller, while `step` is False. See `DecodeNode`."""
         return self.node.fileno()
 
     @property
     def idle_s(self) -> float:
-        """The longest that a poller may wait then."""
+        """Limit in seconds of that poller's wait."""
         return _BLOCKED_S if self._sampled else _IDLE_S
 
     def drain(self, timeout_s: float = 0.0) -> bool:
-        """Take no more requests; True once all have ended. Call `step` and this until then."""
+        """Take no more requests. Returns True once all have ended.
+
+        Call `step` and this until then.
+        """
         busy = self._running or self._sampled
         return self.node.drain(0.0 if busy else timeout_s) and not self._jobs
 
     def stats(self) -> dict[str, int]:
-        """The node's, with "steps", "tokens", "retractions", "blocked_steps" and "running"."""
+        """Return the node's counters, and this engine's.
+
+        "steps", "tokens", "retractions", "blocked_steps" and "running".
+        """
         return {**self.node.stats(), **self._counters, "running": len(self._running)}
 
     def audit(self) -> None:
@@ -359,5 +400,5 @@ class DecodeEngine:
         self.node.audit()
 
     def close(self) -> None:
-        """End all threads. Again: no-op."""
+        """End all threads. Idempotent."""
         self.node.close()

@@ -1,7 +1,7 @@
-"""What names a model: its config, and every number of its weights.
+"""The identity of a model: a digest of its config, and one of every number of its weights.
 
-Two models are the same for each other's KV where both digests are equal. Neither depends on where
-the files lie, what their folder is called, or how the tensors are spread over them.
+Two models may use each other's KV where both digests are equal. Neither depends on the location of
+the files, on the name of their folder, or on how the tensors are spread over them.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from prefixkv.spi import default_topic
 
 _Config = TypeVar("_Config", DecodeConfig, PrefillConfig)
 PIECE_BYTES: Final = 32 << 20
-"""Of a tensor that is hashed by one thread at once."""
+"""Bytes of a tensor that one thread hashes at a time."""
 _DIGEST_BYTES: Final = 16
 _NOT_THE_MODELS: Final = frozenset({"_name_or_path", "transformers_version", "architectures"})
-"""Of a config at any depth: where it was loaded from and by what, and what its saver called it."""
+"""Keys of a config, at any depth, that describe its origin and not the model."""
 
 
 def identity_of(model: Any) -> ModelConfig:
-    """The identity of a model of transformers: its config names the model, its weights the version.
+    """Return the identity of a transformers model: its config is the name, its weights the version.
 
     Reads all weights; see `weights_digest` for the cost.
     """
@@ -37,7 +37,11 @@ def identity_of(model: Any) -> ModelConfig:
 
 
 def with_model(config: _Config, identity: ModelConfig, name: str) -> _Config:
-    """A node's config for this model. Routers subscribe to its cache events by the model's name."""
+    """Return a node's config for this model.
+
+    Its cache events get the model's name as topic, by which routers subscribe, unless a topic is
+    set.
+    """
     events = config.kv_events
     if events is not None and not events.topic:
         events = replace(events, topic=default_topic(config.name, name))
@@ -45,26 +49,27 @@ def with_model(config: _Config, identity: ModelConfig, name: str) -> _Config:
 
 
 def config_digest(config: Any) -> str:
-    """The same for the same config of transformers, wherever it was loaded from."""
+    """Return a digest of a transformers config, independent of where it was loaded from."""
     text = json.dumps(_of_the_model(config.to_dict()), sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).hexdigest()
 
 
 def weights_digest(model: Any) -> str:
-    """The same for two models whose state has the same tensors: names, dtypes, shapes and bytes.
+    """Return a digest of a model's state: the names, dtypes, shapes and bytes of its tensors.
 
-    Costs one reading of all weights, by one thread a core (0.7 GB/s each); from another device
+    Costs one reading of all weights, by one thread per core (0.7 GB/s each); from another device
     they are copied to the host, tensor by tensor.
     """
+    # Sorted by name: the order of a state dict is that of the model's construction.
     entries = sorted(model.state_dict().items())
     whole = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     with ThreadPoolExecutor(_num_threads(), "prefixkv-digest") as pool:
-        # One tensor after the other: of those on another device one copy is held at once.
+        # One tensor after the other, so that at most one copy from another device exists.
         for name, value in entries:
             if isinstance(value, torch.Tensor):
                 head: tuple[Any, ...] = (name, str(value.dtype), tuple(value.shape))
                 pieces = pool.map(_hash_piece, _pieces(value))
-            else:  # what a module keeps besides (`get_extra_state`)
+            else:  # a module's own kind of state (`get_extra_state`)
                 head, pieces = (name, repr(value)), iter(())
             whole.update(repr(head).encode())
             for piece in pieces:
@@ -73,7 +78,7 @@ def weights_digest(model: Any) -> str:
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The tensor's bytes in row-major order, in pieces."""
+    """Yield the tensor's bytes in row-major order, in pieces."""
     raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     view = memoryview(raw)  # type: ignore[arg-type]  # numpy's stub says no Buffer
     for start in range(0, len(view), PIECE_BYTES):
@@ -81,14 +86,17 @@ def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
 
 
 def _hash_piece(piece: memoryview) -> bytes:
+    """Return a piece's hash. Hashing releases the GIL, so threads run in parallel."""
     return hashlib.blake2b(piece, digest_size=_DIGEST_BYTES).digest()  # without the GIL
 
 
 def _num_threads() -> int:
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _of_the_model(value: Any) -> Any:
+    """Return a config's value without the keys that describe its origin, at any depth."""
     if isinstance(value, dict):
         kept = {str(key): _of_the_model(one) for key, one in value.items()}
         return {key: one for key, one in kept.items() if key not in _NOT_THE_MODELS}

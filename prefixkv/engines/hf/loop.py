@@ -1,5 +1,5 @@
-"""An engine on a thread of its own, for a process that serves: other threads hand it calls, and
-never wait for it."""
+"""An engine on its own thread, for a process that serves: other threads post calls to it, and never
+wait for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _IDLE_MS: Final = 50  # the longest that an idle engine does not look, at deadli
 
 
 class Engine(Protocol):
-    """What `PrefillEngine` and `DecodeEngine` have in common."""
+    """The methods that `PrefillEngine` and `DecodeEngine` have in common."""
 
     def step(self) -> bool: ...
     def fileno(self) -> int: ...
@@ -31,15 +31,17 @@ E = TypeVar("E", bound=Engine)
 
 
 class EngineLoop(Generic[E]):
-    """Steps an engine until it is drained or stopped, then closes it. Any thread may call.
+    """A thread that steps an engine until it is drained or stopped, and then closes it.
+
+    Every method may be called from any thread.
 
     Args:
         engine: belongs to the loop's thread from `start` on.
-        after_step: called on that thread after each step; carries prefill jobs, say.
-        name: of the thread.
+        after_step: called on that thread after each step; carries prefill jobs, for instance.
+        name: the thread's name.
 
-    `error` is what the engine, a call or `after_step` has raised: the loop ends with it. A call
-    that may fail has to catch what it expects.
+    `error` is the exception that the engine, a call or `after_step` raised: the loop ends with it.
+    A call that may fail has to catch the errors that it expects.
     """
 
     def __init__(
@@ -49,66 +51,80 @@ class EngineLoop(Generic[E]):
         self.error: BaseException | None = None
         self._after_step = after_step
         self._inbox: Inbox[Callable[[E], object]] = Inbox()
-        self._lock = threading.Lock()  # between `post` and the end
+        # Guards `_ended` and `_draining` against the end of the loop: without it a call could be
+        # put into the inbox after the loop has closed it.
+        self._lock = threading.Lock()
         self._ended = self._draining = self._stopping = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
+        """Start the thread, which owns the engine from now on."""
         self._thread.start()
 
     def post(self, call: Callable[[E], object]) -> None:
-        """Have `call(engine)` made on the engine's thread, before its next step. Raises ClosedError
-        once the loop has ended; one that was posted just before may then not be made."""
+        """Queue `call(engine)` for the engine's thread, before its next step.
+
+        Raises ClosedError once the loop has ended. A call that was posted just before the end may
+        never be made.
+        """
         with self._lock:
             if self._ended:
                 raise ClosedError("the engine has ended") from self.error
             self._inbox.put(call)
 
     def drain(self) -> None:
-        """Let it take no more, and end when all that lives has ended. Returns at once. Calls posted
-        before are made before. Again, or after the end: no-op."""
+        """Take no more requests, and end the loop when all live ones have ended.
+
+        Returns at once. Calls that were posted before are made first. Idempotent.
+        """
         with self._lock:
             if not self._ended and not self._draining:
                 self._draining = True
                 self._inbox.put(lambda engine: engine.drain())
 
     def stop(self) -> None:
-        """End it after the step under way. Requests that live fail on the other side."""
+        """End the loop after the current step. Live requests fail on the other side."""
+        # The flag before the wake-up: the other way round the loop could see the wake-up, miss the
+        # flag, and poll once more.
         self._stopping = True
         with self._lock:
             if not self._ended:
                 self._inbox.rouse()
 
     def join(self, timeout_s: float | None = None) -> bool:
-        """Wait for the end. True if it has come."""
+        """Wait for the end of the thread. Returns False if it has not ended in time."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     @property
     def alive(self) -> bool:
-        """It was started, and has not ended."""
+        """True while the thread runs: it was started, and has not ended."""
         return self._thread.is_alive()
 
     @property
     def draining(self) -> bool:
-        """`drain` was called."""
+        """True once `drain` was called."""
         return self._draining
 
     # --- the engine's thread ----------------------------------------------------------------------
 
     def _run(self) -> None:
+        """Run the loop, and close the engine however the loop ends."""
         try:
             self._loop()
         except BaseException as error:
             logger.exception("the engine's loop has ended")
             self.error = error
         finally:
+            # First `post` begins to refuse, so that no call is queued that is never made. Then the
+            # engine is closed, which joins threads.
             with self._lock:
                 self._ended = True
                 self._inbox.close()
             self.engine.close()
 
     def _loop(self) -> None:
+        """Make calls and steps until drained or stopped; sleep while there is nothing to do."""
         poller: Any = select.poll()
         for fd in (self._inbox.fd, self.engine.fileno()):
             poller.register(fd, select.POLLIN)
@@ -117,7 +133,9 @@ class EngineLoop(Generic[E]):
                 call(self.engine)
             busy = self.engine.step()
             self._after_step()
+            # The inbox must be empty: a call that was posted before `drain` is made before the end.
             if self._draining and not len(self._inbox) and self.engine.drain():
                 return
+            # Either descriptor wakes the poll; the limit is for deadlines, which have none.
             if not busy:
                 poller.poll(min(1000 * self.engine.idle_s, _IDLE_MS))

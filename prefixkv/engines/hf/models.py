@@ -1,8 +1,8 @@
-"""Models of transformers that the engine serves: from a folder of safetensors, or made from a
-config and a seed. Nothing is downloaded.
+"""The transformers models that the engine serves: loaded from a folder of safetensors, or made from
+a config and a seed. Nothing is downloaded.
 
-A model that the engine would serve wrongly is refused by name: by its config where that tells, and
-by a trial, in which what it says on the paged pool is compared with what it says by itself.
+A model that the engine would serve wrongly is refused by name: by its config where that is enough,
+and by a trial, which compares its logits on the paged pool with those of the plain model.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ _ROPE_BY_LENGTH: Final = ("dynamic", "longrope")
 
 
 class PagedModel:
-    """A model whose attention reads and writes paged pools. Owned by one thread.
+    """A model with attention that reads and writes paged pools. Owned by one thread.
 
     Args:
-        model: of transformers, as `AutoModelForCausalLM` makes it; the engine takes it over.
-        context: the most tokens of a sequence; None: what the model was made for.
-        identity: what its KV depends on, the same on every worker; see `ModelConfig`. None: it is
-            computed from the config and all weights (`identity_of`).
-        trial: whether to compare it with itself first, on a few tokens.
-        name: for people; nothing is compared with it. "": the kind of model.
+        model: a transformers model, as `AutoModelForCausalLM` makes it; the engine takes it over.
+        context: limit of tokens per sequence; None: the number that the model was made for.
+        identity: names all that its KV depends on, equal on every worker; see `ModelConfig`. None:
+            it is computed from the config and all weights (`identity_of`).
+        trial: True to compare it with the plain model first, on a few tokens.
+        name: for display only. "": the kind of model.
 
-    Raises: ConfigError, naming what is wrong, for a model that the engine does not serve.
+    Raises: ConfigError, which names the reason, for a model that the engine does not serve.
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class PagedModel:
         trial: bool = True,
         name: str = "",
     ) -> None:
+        # 1. Refuse by the config before anything costly: the identity reads all weights.
         config = model.config.get_text_config()
         self.config = config
         self.context = check_served(model, context)
@@ -76,18 +77,20 @@ class PagedModel:
         self.head_dim = int(
             getattr(config, "head_dim", None) or config.hidden_size // self.num_heads
         )
+        # 2. The trial needs the sizes above, and leaves the model with the paged attention or in
+        # an error; the last line sets that attention where there was no trial.
         if trial:
             _try(self)
         self.model.set_attn_implementation(NAME)
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
-        """The ids that end a text, as the model's own settings have them."""
+        """Token ids that end a text, from the model's own settings."""
         ends = getattr(self.model.generation_config, "eos_token_id", None)
         return () if ends is None else tuple(ends) if isinstance(ends, list | tuple) else (ends,)
 
     def make_pool(self, num_pages: int, page_size: int = 16, order: str = "layer_major") -> KVPool:
-        """A pool for this model's KV, where the model is. Raises as `KVPool.create`."""
+        """Create a pool for this model's KV, on the model's device. Raises as `KVPool.create`."""
         device = self.device
         where = device.type if device.index is None else f"{device.type}:{device.index}"
         return KVPool.create(
@@ -105,21 +108,22 @@ class PagedModel:
         ends: Sequence[int],
         wanted: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """One forward of the new tokens of several sequences; their KV is in their pages then.
+        """Run one forward of the new tokens of several sequences, and write their KV to the pages.
 
         On a GPU it returns before the device has finished.
 
         Args:
             flat: the pool.
             tokens: the new tokens of all sequences, one sequence after the other: [N].
-            rows, starts, ends: as of `Plan`.
-            wanted: the sequences whose logits are wanted; None: all.
+            rows, starts, ends: see `Plan`.
+            wanted: indices of the sequences that need logits; None: all.
         Returns: the logits after the last new token of each wanted sequence, [wanted, vocabulary].
         """
         plan = Plan(flat, rows, starts, ends, self.device)
         ids = torch.as_tensor(np.asarray(tokens, np.int64)).to(self.device)[None]
         keep = plan.last if wanted is None else plan.last[list(wanted)]
         given = {"input_ids": ids, "position_ids": plan.positions, "use_cache": False}
+        # No sequence is complete: the base model writes the KV, and the large head is not computed.
         if not len(keep):
             self.model.base_model(**given, prefixkv_plan=plan)
             return torch.empty(0, self.vocab_size)
@@ -127,8 +131,10 @@ class PagedModel:
         return logits[0]
 
     def event(self) -> torch.cuda.Event | None:
-        """What is done when all that was launched so far is: a CUDA event, for `ready=` and
-        `after=`; None on the CPU, where nothing is left to wait for."""
+        """Return a CUDA event after all work that was launched so far, for `ready=` and `after=`.
+
+        None on the CPU, where all work is done.
+        """
         if self.device.type != "cuda":
             return None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -149,15 +155,15 @@ def make_model(
     trial: bool = True,
     **sizes: Any,
 ) -> PagedModel:
-    """A model of random weights, the same for the same seed and sizes (and version of torch).
+    """Make a model with random weights, equal for equal seed and sizes (and version of torch).
 
     Args:
-        config: a config of transformers, or the kind of one ("llama", "qwen3", "mistral") with the
-            sizes of `SMALL`, but for those in `sizes`.
-        seed: of the weights.
+        config: a transformers config, or a kind of one ("llama", "qwen3", "mistral") with the sizes
+            of `SMALL`, replaced by those in `sizes`.
+        seed: seed of the weights.
         dtype: "float32", "bfloat16" or "float16".
-        device: as torch names it.
-        context, trial: as of `PagedModel`.
+        device: torch's name of it.
+        context, trial: see `PagedModel`.
 
     Raises: ConfigError.
     """
@@ -170,10 +176,13 @@ def make_model(
             raise ConfigError(f"there is no model {config!r}: {error}") from None
     elif sizes:
         raise ConfigError(f"{', '.join(sizes)}: the config has its sizes already")
+    # On the CPU and in a forked generator: equal weights on every device, and the caller's random
+    # numbers stay as they were.
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
-    identity = identity_of(model)  # before it moves: it is on the host here
+    # Before the model moves: the digest reads it on the host, without copies from a device.
+    identity = identity_of(model)
     name = f"{config.model_type} made from seed {seed}"
     return PagedModel(model.to(device), context, identity, trial, name)
 
@@ -186,15 +195,16 @@ def load_model(
     context: int | None = None,
     trial: bool = True,
 ) -> PagedModel:
-    """The model in a folder that holds its config and its weights as safetensors.
+    """Load the model in a folder that holds its config and its weights as safetensors.
 
-    Its identity is that of its config and of every number in it, and costs one reading of all
-    weights: 0.7 GB/s a core.
+    Its identity covers its config and every number of its weights, and costs one reading of all
+    weights: 0.7 GB/s per core.
 
     Args:
-        folder: as `save_pretrained` writes it. Nothing else is read, no code of it is run.
-        dtype: None: the one in the config.
-        device, context, trial: as of `PagedModel`.
+        folder: written by `save_pretrained`. Nothing outside is read, and no code in it is run.
+        dtype: None: the config's.
+        device: torch's name of it.
+        context, trial: see `PagedModel`.
 
     Raises: ConfigError.
     """
@@ -202,6 +212,7 @@ def load_model(
     weights = sorted(path.glob("*.safetensors"))
     if not (path / "config.json").is_file() or not weights:
         raise ConfigError(f"{path} is no folder with a config.json and *.safetensors")
+    # The folder may come from anywhere: only safetensors, which hold no code, and no remote code.
     try:
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype or "auto", local_files_only=True, use_safetensors=True,
@@ -209,12 +220,13 @@ def load_model(
         )  # fmt: skip
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} is not loaded: {error}") from error
-    identity = identity_of(model)  # before it moves: it is on the host here
+    # Before the model moves: the digest reads it on the host, without copies from a device.
+    identity = identity_of(model)
     return PagedModel(model.to(device), context, identity, trial, path.resolve().name)
 
 
 def copy_of(model: PagedModel) -> Any:
-    """The same model with weights of its own, as transformers runs it by itself."""
+    """Return a copy of a model with its own weights, with transformers' own attention."""
     copy = deepcopy(model.model)
     copy.set_attn_implementation("sdpa" if copy._supports_sdpa else "eager")
     return copy
@@ -224,10 +236,10 @@ def copy_of(model: PagedModel) -> Any:
 
 
 def check_served(model: Any, context: int | None) -> int:
-    """The most tokens of a sequence: `context`, or what the model was made for.
+    """Return the limit of tokens per sequence: `context`, or the number the model was made for.
 
-    Raises ConfigError, naming what it is, where the model's config says that attention to all
-    tokens before, on pages of K and V, is not what it does, or not within so many tokens.
+    Raises ConfigError, which names the setting, for a model that needs more than attention to all
+    earlier tokens on pages of K and V, within `context` tokens.
     """
     config = model.config.get_text_config()
     kind = config.model_type
@@ -235,15 +247,18 @@ def check_served(model: Any, context: int | None) -> int:
     def refuse(why: str) -> NoReturn:
         raise ConfigError(f"{kind} is not served: {why}")
 
+    # 1. Kinds of models that do not call our attention, or not for all of their text.
     if getattr(config, "is_encoder_decoder", False):
         refuse("it has an encoder")
     if not getattr(model, "_supports_attention_backend", False):
         refuse("its attention does not go through transformers' attention interface")
+    # 2. The length, which the checks of windows below need.
     limit = getattr(config, "max_position_embeddings", None)
     if context is None:
         context = limit
     if not isinstance(context, int) or not 0 < context <= (limit or MAX_INDEX):
         raise ConfigError(f"context is {context!r}, {kind} was made for {limit} tokens")
+    # 3. Attention of another kind. A sliding window that is as long as the context hides nothing.
     for name in ("attn_logit_softcapping", "kv_lora_rank", "attention_chunk_size"):
         if getattr(config, name, None):
             refuse(f"{name} is {getattr(config, name)}")
@@ -258,6 +273,8 @@ def check_served(model: Any, context: int | None) -> int:
             f"its sliding window has {window} tokens, the context {context}; with context={window} "
             "it would be"
         )
+    # 4. Positions. The parameters are one dict, or one per kind of layer. Cached KV can be reused
+    # only if it does not depend on how long its text became.
     ropes = getattr(config, "rope_parameters", None) or {}
     for rope in (ropes, *(one for one in ropes.values() if isinstance(one, dict))):
         if rope.get("rope_type") in _ROPE_BY_LENGTH:
@@ -266,8 +283,12 @@ def check_served(model: Any, context: int | None) -> int:
 
 
 def _try(paged: PagedModel) -> None:
-    """Compare what the model says on pages, in chunks, packed and out of order, with what it says
-    by itself. Raises ConfigError where that differs."""
+    """Compare the model's logits on pages with those of the plain model.
+
+    On pages, two sequences are computed in chunks, packed, on pages out of order. Raises
+    ConfigError where the logits differ.
+    """
+    # 1. The plain model, one sequence at a time.
     model = paged.model
     model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     lens = (11, 6)
@@ -278,6 +299,7 @@ def _try(paged: PagedModel) -> None:
         for ids in tokens:
             row = torch.as_tensor(ids)[None].to(paged.device)
             own.append(model(input_ids=row, use_cache=False).logits[0, -1])
+    # 2. On pages. The first chunks end within a page, so the second ones write to a used page.
     model.set_attn_implementation(NAME)
     pool = paged.make_pool(8, 4)
     rows = [np.array([5, 0, 3], np.int32), np.array([1, 7], np.int32)]
@@ -288,6 +310,8 @@ def _try(paged: PagedModel) -> None:
         said = paged.forward(flat, new, rows, [5, 5], lens)
     except (TypeError, AttributeError) as error:
         raise ConfigError(f"{kind} is not served: {error}") from error
+    # 3. Page 0 is in use, so each layer must have written to it: a layer that bypasses our
+    # attention could agree on logits and still leave no KV to send.
     for layer in range(paged.num_layers):
         if not bool(pool.k(layer)[0].any()):
             raise ConfigError(f"{kind} is not served: layer {layer} wrote no KV")

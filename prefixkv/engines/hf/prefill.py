@@ -1,8 +1,8 @@
-"""The prefill worker: prompts computed in chunks, several in one forward, each chunk sent as it is
-done.
+"""The prefill worker: it computes prompts in chunks, several prompts per forward, and sends each
+chunk as soon as it is computed.
 
-One thread owns an engine and calls it: `submit` and `abort` as they come, `step` as long as it
-says that there is more, `wait` in between. `docs/engine.md` shows the loop.
+One thread owns an engine and calls it: `submit` and `abort` as requests arrive, `step` while it
+returns True, `wait` otherwise. `docs/engine.md` shows the loop.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from prefixkv.engines.hf.requests import PrefillJob, pack_first
 from prefixkv.engines.hf.sampling import choose
 from prefixkv.spi import RequestError, at_least
 
-_AT_ONCE: Final = 16  # prompts that are begun in one pass
-_IDLE_S: Final = 0.1  # deadlines are looked at
+_AT_ONCE: Final = 16  # limit of prompts that are begun in one pass
+_IDLE_S: Final = 0.1  # longest rest, after which deadlines are checked
 
 
 @dataclass(slots=True, eq=False)
 class _Computing:
-    """A prompt whose KV is there up to token `done`; it was up to `hit_tokens` when it began."""
+    """A prompt with computed KV up to token `done`; up to `hit_tokens` it was cached."""
 
     req: PrefillRequest
     job: PrefillJob
@@ -38,10 +38,10 @@ class PrefillEngine:
     """A model on a `PrefillNode`. Used from one thread.
 
     Args:
-        model: computes; it belongs to this engine from now on.
-        pool: the KV memory, as `model.make_pool` makes it; it must outlive the engine.
-        config: of the node. Its `model` is replaced by the model's identity.
-        chunk_tokens: the most tokens of one forward, over all its prompts.
+        model: the model; it belongs to this engine from now on.
+        pool: the KV memory, made by `model.make_pool`; it must outlive the engine.
+        config: the node's. Its `model` is replaced by the model's identity.
+        chunk_tokens: limit of tokens per forward, over all its prompts.
 
     Raises: ConfigError, as PrefillNode and FlatPool do.
     """
@@ -59,18 +59,22 @@ class PrefillEngine:
         self._flat = FlatPool(pool)
         config = with_model(config or PrefillConfig(), model.identity, model.name)
         self.node = PrefillNode(pool, config)
-        self._jobs: dict[str, PrefillJob] = {}
-        self._computing: dict[PrefillRequest, _Computing] = {}  # first come, first computed
+        self._jobs: dict[str, PrefillJob] = {}  # by id, until sent or failed
+        self._computing: dict[PrefillRequest, _Computing] = {}  # in order of arrival
         self._counters = {"forwards": 0, "computed_tokens": 0}
 
     @property
     def endpoint(self) -> str:
-        """Where decode workers find it: `Generate.prefill`."""
+        """Address for decode workers: `Generate.prefill`."""
         return self.node.endpoint
 
     def submit(self, job: PrefillJob) -> None:
-        """Take a job. Raises RequestError or TokenError for one that cannot be taken; decode is
-        told where its room is known."""
+        """Queue a job.
+
+        Raises RequestError or TokenError for one that cannot be taken. Decode is refused then,
+        unless the job itself is malformed.
+        """
+        # The checks are on what a client sent; a bad token would index outside of the embedding.
         request = job.request()
         why = ""
         if len(request.key) > self.model.context:
@@ -84,20 +88,22 @@ class PrefillEngine:
         self._jobs[job.rid] = job
 
     def abort(self, rid: str) -> bool:
-        """End a job; decode is told. False if it is unknown or has ended."""
+        """End a job, and inform decode. Returns False if it is unknown or has ended."""
         return self.node.abort(rid)
 
     def step(self) -> bool:
-        """One pass: at most one forward. True if there was something to compute."""
+        """Make one pass, with at most one forward. Returns True if it computed something."""
         node = self.node
         waiting = sum(one.req.num_tokens - one.done for one in self._computing.values())
-        # Called at every pass: what is computed goes to the cache there. What is not begun yet
-        # holds no pages, and may find more in the cache later.
+        # 1. Begin prompts, but no more than the next forward needs: a prompt that has not begun
+        # holds no pages, and may find more in the cache later. Called at every pass, with a limit
+        # of 0 too, since the node moves computed pages into the cache there.
         for req in node.pop_bootstrapped(0 if waiting >= self.chunk_tokens else _AT_ONCE):
             self._computing[req] = _Computing(
                 req, self._jobs[req.rid], req.prefix_len, req.prefix_len
             )
-        # What was launched for those that failed has ended with this event.
+        # 2. Forget those that ended. The event stands after all work that was launched for the
+        # failed ones; their pages are free only when it is over.
         for req in [*node.pop_failed(self.model.event()), *node.pop_sent()]:
             self._computing.pop(req, None)
             del self._jobs[req.rid]
@@ -107,8 +113,9 @@ class PrefillEngine:
         return True
 
     def _compute(self) -> None:
-        """One forward over the oldest prompts, and a chunk of each to decode."""
-        parts: list[tuple[_Computing, int]] = []  # and up to which token
+        """Run one forward over the oldest prompts, and send a chunk of each to decode."""
+        # 1. The oldest prompts first, each as far as the budget goes. `parts` has the end of each.
+        parts: list[tuple[_Computing, int]] = []
         left = self.chunk_tokens
         for one in self._computing.values():
             end = min(one.done + left, one.req.num_tokens)
@@ -116,6 +123,7 @@ class PrefillEngine:
             left -= end - one.done
             if not left:
                 break
+        # 2. Forward. Only a completed prompt needs logits, unless decode knows its next token.
         ends = [end for _, end in parts]
         sampled = [
             i for i, (one, end) in enumerate(parts)
@@ -129,10 +137,13 @@ class PrefillEngine:
             ends,
             sampled,
         )
+        # 3. The event before sampling: sampling waits for the device, and sends need not wait for
+        # it.
         ready = self.model.event()
         firsts = choose(logits, [parts[i][0].job.choice for i in sampled]) if sampled else []
         tokens = dict(zip(sampled, firsts, strict=True))
         self._counters["forwards"] += 1
+        # 4. Send. The last chunk carries the first token, so that decode can continue at once.
         for i, (one, end) in enumerate(parts):
             last = end == one.req.num_tokens
             aux = pack_first(tokens[i], one.hit_tokens) if i in tokens else b""
@@ -143,24 +154,24 @@ class PrefillEngine:
                 del self._computing[one.req]
 
     def wait(self, timeout_s: float) -> bool:
-        """Until `step` may have something to do, at most `timeout_s`. True if it may."""
+        """Wait until `step` may have something to do, at most `timeout_s`. Returns True if so."""
         return bool(self._computing) or self.node.wait(timeout_s)
 
     def fileno(self) -> int:
-        """As `PrefillNode.fileno`: for a poller of the caller's, while `step` is False."""
+        """Return a descriptor for the caller's poller, while `step` is False. See `PrefillNode`."""
         return self.node.fileno()
 
     @property
     def idle_s(self) -> float:
-        """The longest that a poller may wait then."""
+        """Limit in seconds of that poller's wait."""
         return _IDLE_S
 
     def drain(self, timeout_s: float = 0.0) -> bool:
-        """Take no more jobs; True once all have ended. Call `step` and this until then."""
+        """Take no more jobs. Returns True once all have ended; call `step` and this until then."""
         return self.node.drain(0.0 if self._computing else timeout_s)
 
     def stats(self) -> dict[str, int]:
-        """The node's, with "forwards", "computed_tokens" and "computing" (prompts)."""
+        """Return the node's counters, with "forwards", "computed_tokens", "computing" (prompts)."""
         return {**self.node.stats(), **self._counters, "computing": len(self._computing)}
 
     def audit(self) -> None:
@@ -168,5 +179,5 @@ class PrefillEngine:
         self.node.audit()
 
     def close(self) -> None:
-        """End all threads. Again: no-op."""
+        """End all threads. Idempotent."""
         self.node.close()

@@ -1,4 +1,4 @@
-"""A model as transformers runs it by itself: what an engine's answers are compared with."""
+"""A model as transformers runs it by itself, to compare an engine's answers with."""
 
 from __future__ import annotations
 
@@ -11,24 +11,27 @@ from prefixkv.engines.hf.models import PagedModel, copy_of
 
 
 class Reference:
-    """The same model with weights of its own. Owned by one thread.
+    """A copy of a model with its own weights. Owned by one thread.
 
-    It computes with one thread: several, on a machine that has other work, wait for each other at
-    every small kernel.
+    It computes with one thread. Several threads, on a machine that has other work, wait for each
+    other at every small kernel.
     """
 
     def __init__(self, model: PagedModel) -> None:
         self.model = copy_of(model)
 
     def save(self, folder: Path) -> None:
-        """Write the config and the weights there, as `load_model` reads them."""
+        """Write config and weights into a folder, as `load_model` reads them."""
         self.model.save_pretrained(folder)
 
     @torch.inference_mode()
     def answer(self, tokens: Sequence[int], max_new_tokens: int) -> list[int]:
-        """What `generate` says after these tokens, the likeliest token each time. An end token ends
-        it, and is in it."""
+        """Return the greedy answer of transformers' `generate` to these tokens.
+
+        An end token ends the answer, and is part of it.
+        """
         prompt = torch.tensor([list(tokens)])
+        # The number of threads is the process's, not this call's: put it back in any case.
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:

@@ -1,4 +1,4 @@
-"""What goes in and out of the engines: plain values, so that a process may send them to another."""
+"""Inputs and outputs of the engines: plain values, which can be sent to another process."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ Finish = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Generate:
-    """What a client asks of a decode worker.
+    """A client's request to a decode worker.
 
     Args:
-        rid: names it, unique on the worker while it lives; "/" may not be in it.
+        rid: its id, unique on the worker while it lives, without "/".
         tokens: the prompt, ids in [0, vocabulary).
         prefill: address of the prefill worker, `PrefillEngine.endpoint`.
         sampling: how tokens are drawn, and what ends an answer.
-        max_new_tokens: the most tokens of an answer.
+        max_new_tokens: limit of tokens per answer.
         num_samples: answers to this prompt. They share its whole pages; see docs/engine.md.
-        namespace, cacheable, priority, deadline_s: as of `Request`.
+        namespace, cacheable, priority, deadline_s: see `Request`.
     """
 
     rid: str
@@ -46,15 +46,15 @@ class Generate:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One token of an answer, or its end without one.
+    """One token of an answer, or its end without a token.
 
-    `position` counts the answer's tokens from 0. `token` is None where it ends by "abort" (its
-    client's) or "error"; why is in `error`. With "stop" the token is the one that stopped it.
-    `hit_tokens` of the prompt had their KV on the decode worker, the next `shared_tokens` were on
-    their way there for another request, and the rest was sent; `prefill_hit_tokens` had theirs on
-    the prefill worker, which computed the rest. `text` is what this token makes
-    certain of the answer's text, where the engine has a tokenizer: often nothing, sometimes what
-    earlier ones began. A stop token and a stop string are not in it.
+    `position` counts the answer's tokens from 0. `token` is None where the answer ends by "abort"
+    (of its client) or "error"; the reason is in `error`. With "stop" the token is the one that
+    stopped it. Of the prompt, `hit_tokens` had their KV on the decode worker, the next
+    `shared_tokens` were on their way there for another request, and the rest was sent.
+    `prefill_hit_tokens` had their KV on the prefill worker, which computed the rest. `text` is the
+    part of the answer's text that this token makes certain, where the engine has a tokenizer: often
+    empty, sometimes with text that earlier tokens began; without stop tokens and stop strings.
     """
 
     rid: str
@@ -71,8 +71,11 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class PrefillJob:
-    """What a decode worker asks of the prefill worker at `prefill`: compute a prompt, send its KV,
-    and sample what follows, unless decode knows that already (`is_known`)."""
+    """A decode worker's request to the prefill worker at `prefill`.
+
+    Prefill computes the prompt, sends its KV, and samples the next token, unless decode knows that
+    token already (`is_known`).
+    """
 
     rid: str
     tokens: npt.NDArray[np.int32]
@@ -86,7 +89,7 @@ class PrefillJob:
     is_known: bool = False
 
     def request(self) -> Request:
-        """As `PrefillNode.add` takes it. Raises as `Request` does."""
+        """Return the `Request` for `PrefillNode.add`. Raises as `Request` does."""
         return Request(
             self.rid, self.tokens, room=self.room, generation=self.generation, decode=self.decode,
             namespace=self.namespace, cacheable=self.cacheable,
@@ -94,13 +97,13 @@ class PrefillJob:
 
 
 def pack_first(token: int, hit_tokens: int) -> bytes:
-    """What `aux` carries: the first token, and how many of the prompt's had their KV on prefill."""
+    """Return a room's `aux`: the first token, and the prompt tokens that prefill had cached."""
     return _FIRST.pack(token, hit_tokens)
 
 
 def unpack_first(aux: bytes, vocab_size: int, prompt_len: int) -> tuple[int, int]:
-    """The token, and the hit. Raises ValueError where they are none of this vocabulary and
-    prompt."""
+    """Return the first token and the hit tokens. Raises ValueError for numbers out of range."""
+    # A peer's bytes: the token becomes an index into the embedding, so it is checked here.
     if len(aux) != _FIRST.size:
         raise ValueError(f"aux of {len(aux)} bytes, a token and a hit have {_FIRST.size}")
     token, hit_tokens = _FIRST.unpack(aux)

@@ -1,8 +1,8 @@
-"""Tokens from logits: greedy, or drawn by a number that follows from seed, sample and position
-alone.
+"""The choice of tokens from logits: greedy, or drawn by a number that depends only on seed, sample
+and position.
 
-So an answer is the same whatever runs beside it, on whichever worker its first token is drawn, and
-after a retraction.
+So an answer does not depend on the other requests of a batch, nor on the worker that draws its
+first token, and a retraction does not change it.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _DRAW: Final = struct.Struct("<QQQ")
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How an answer's tokens are chosen.
+    """Settings for the choice of an answer's tokens.
 
     Args:
-        temperature: logits are divided by it; 0: the largest is taken, and nothing else counts.
-        top_k: only the k likeliest, and those that are as likely as the last of them; 0: all.
-        top_p: of these, the fewest likeliest whose shares sum up to at least p; 1: all.
-        seed: [0, 2**64). None: one that follows from the request's id.
-        stop_tokens: ids that end the answer. Those of the model's own end are added by the engine
-            unless `ignore_end`.
-        stop: strings that end it, and are not part of its text; they need an engine with a
+        temperature: divisor of the logits; 0: the largest logit wins, and nothing else counts.
+        top_k: number of likeliest tokens that remain, with those equal to the last; 0: all.
+        top_p: of these, the fewest likeliest tokens with shares that sum up to at least p; 1: all.
+        seed: [0, 2**64). None: derived from the request's id.
+        stop_tokens: ids that end the answer. The engine adds the model's own end tokens unless
+            `ignore_end`.
+        stop: strings that end the answer, and are not part of its text; they need an engine with a
             tokenizer.
-        ignore_end: whether the model's end tokens do not end it.
+        ignore_end: True where the model's end tokens do not end the answer.
 
     Raises: RequestError for a value out of its range.
     """
@@ -65,7 +65,8 @@ class Sampling:
             raise RequestError(f"stop is {self.stop!r}, strings that are not empty are needed")
 
     def seeded(self, rid: str) -> int:
-        """`seed`, or the one that follows from the request's id."""
+        """Return `seed`, or one that is derived from the request's id."""
+        # Derived, not random: prefill and decode, and a retried request, must draw alike.
         if self.seed is not None:
             return self.seed
         return int.from_bytes(hashlib.blake2b(rid.encode(), digest_size=8).digest(), "little")
@@ -73,7 +74,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How one token is chosen: token `position` of answer `sample` to a request."""
+    """The input to the choice of one token: token `position` of answer `sample` to a request."""
 
     sampling: Sampling = field(default_factory=Sampling)
     seed: int = 0
@@ -82,33 +83,38 @@ class Choice:
 
 
 def draw(seed: int, sample: int, position: int) -> float:
-    """A number in [0, 1), uniform over its arguments, the same everywhere.
+    """Return a number in [0, 1), uniform over the arguments, and equal on every machine.
 
     >>> round(draw(seed=1, sample=0, position=0), 6)
     0.337761
     """
+    # A hash, since torch's generators give other numbers on other devices and versions. 53 bits are
+    # what a double holds exactly.
     digest = hashlib.blake2b(_DRAW.pack(seed, sample, position), digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) / 2**53
 
 
 def choose(logits: torch.Tensor, choices: Sequence[Choice]) -> list[int]:
-    """One token a row.
+    """Return one token per row of logits.
 
     Args:
         logits: [len(choices), vocabulary], any float type and device.
-        choices: a row's each.
+        choices: one per row.
     """
+    # 1. Greedy rows are done with one argmax over the whole batch.
     tokens: list[int] = logits.argmax(-1).tolist()
     drawn = [row for row, choice in enumerate(choices) if choice.sampling.temperature > 0]
     if not drawn:
         return tokens
+    # 2. Drawn rows invert the cumulative sum: a number below the total picks the token under it.
     some = drawn if len(drawn) < len(choices) else slice(None)
     shares = _shares(logits[some], [choices[row].sampling for row in drawn])
     sums = shares.cumsum(-1)
     numbers = [draw(choices[i].seed, choices[i].sample, choices[i].position) for i in drawn]
     at = torch.tensor(numbers, dtype=torch.float64).to(sums.device)[:, None] * sums[:, -1:]
     found = torch.searchsorted(sums, at, right=True).squeeze(1)
-    # Rounding may put a number behind the last share: then it is the last that has any.
+    # Rounding may put a number behind the last share. Then the last token with a share is taken,
+    # not the last one of the vocabulary.
     last = sums.shape[-1] - 1 - (shares > 0).flip(-1).to(torch.uint8).argmax(-1)
     for row, token in zip(drawn, torch.minimum(found, last).tolist(), strict=True):
         tokens[row] = token
@@ -116,8 +122,10 @@ def choose(logits: torch.Tensor, choices: Sequence[Choice]) -> list[int]:
 
 
 def _shares(logits: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
-    """What each token's chance is, up to a factor a row: float64 [rows, vocabulary], 0 for those
-    that are cut off."""
+    """Return each token's probability up to a factor per row, float64 [rows, vocabulary].
+
+    Tokens that top_k or top_p cut off have 0. Float64, for the sums over a large vocabulary.
+    """
     device = logits.device
     heat = torch.tensor([s.temperature for s in samplings], dtype=torch.float64).to(device)
     shares = torch.softmax(logits.to(torch.float64) / heat[:, None], -1)
@@ -125,9 +133,12 @@ def _shares(logits: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor
         vocab = shares.shape[-1]
         top_k = torch.tensor([min(s.top_k or vocab, vocab) for s in samplings]).to(device)
         top_p = torch.tensor([s.top_p for s in samplings], dtype=torch.float64).to(device)
+        # top_k as a threshold, so that equal tokens stay or go together in whatever order a sort
+        # puts them.
         ordered = shares.sort(-1, descending=True).values
         least = ordered.gather(1, top_k[:, None] - 1)
         ordered = ordered.where(ordered >= least, 0.0)
+        # top_p of what top_k left: a token stays while the tokens before it sum up to less than p.
         before = ordered.cumsum(-1) - ordered
         kept = (before < top_p[:, None] * ordered.sum(-1, keepdim=True)).sum(-1, keepdim=True)
         least = ordered.gather(1, (kept - 1).clamp_(min=0)).maximum(least)

@@ -1,8 +1,7 @@
-"""A small model and its tokenizer, made here from a seed: to try everything with nothing
-downloaded.
+"""A small model and its tokenizer, made from a seed, to try everything without a download.
 
 Its answers are words of no language. All its tokens are whole words, so that an answer's text
-becomes the same tokens again in the next turn of a chat, as with the models it stands for.
+becomes the same tokens again in the next turn of a chat, as with real models.
 """
 
 from __future__ import annotations
@@ -25,13 +24,15 @@ _SYLLABLES: Final = (
 _SPECIAL: Final = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
 _BYTES: Final = 256
 WORDS: Final = range(_BYTES, _BYTES + len(_SYLLABLES) ** 2)
-"""Ids of the words."""
-_SHARPNESS: Final = 4.0  # logits of what it never says are 0, those of words spread by about 4
+"""Token ids of the words."""
+_SHARPNESS: Final = 4.0  # logits of tokens that never occur are 0, those of words spread by about 4
 
 
 def small_tokenizer() -> Tokenizer:
-    """256 bytes, 256 words of two syllables, and the marks of a chat; any text becomes tokens, and
-    is the same again."""
+    """Return a tokenizer of 256 bytes, 256 words of two syllables, and the marks of a chat.
+
+    Any text can be encoded, and decodes to itself.
+    """
     pieces = sorted(pre_tokenizers.ByteLevel.alphabet())
     pieces += ["Ġ" + "".join(both) for both in product(_SYLLABLES, repeat=2)]
     tokenizer = Tokenizer(
@@ -46,12 +47,13 @@ def small_tokenizer() -> Tokenizer:
 
 
 def small_model(seed: int = 0, **options: Any) -> Any:
-    """A `PagedModel` for that tokenizer, the same for the same seed (and version of torch). It says
-    words, and sometimes ends.
+    """Return a `PagedModel` for that tokenizer, equal for equal seeds (and versions of torch).
+
+    It generates words, and sometimes an end.
 
     Args:
-        seed: of its weights.
-        options: as of `make_model`.
+        seed: seed of the weights.
+        options: see `make_model`.
     Raises: ConfigError.
     """
     import torch
@@ -64,6 +66,8 @@ def small_model(seed: int = 0, **options: Any) -> Any:
         "llama", seed, vocab_size=tokenizer.get_vocab_size(), eos_token_id=end,
         **{**options, "trial": False},
     )  # fmt: skip
+    # Rows of the head that are 0 give bytes and the marks of other roles a logit of 0, far below
+    # those of likely words. The weights change here, so the model's identity is computed again.
     head = made.model.lm_head.weight
     with torch.no_grad():
         head[:_BYTES] = 0

@@ -1,4 +1,4 @@
-"""Text of an answer as its tokens come, and the strings that end it."""
+"""The text of an answer as its tokens arrive, and the strings that end it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from tokenizers import Tokenizer
 
 from prefixkv.spi import ConfigError
 
-_PARTIAL: Final = "\ufffd"  # what stands for bytes that are no whole character
+_PARTIAL: Final = "\ufffd"  # replaces bytes that are no whole character
 _MOST_PARTIAL: Final = 8  # tokens; a character has 4 bytes
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """The tokenizer of a model's folder. Raises ConfigError where it has none, or one that is not
-    read."""
+    """Load the tokenizer in a model's folder. Raises ConfigError if it is missing or unreadable."""
     path = Path(folder) / "tokenizer.json"
     if not path.is_file():
         raise ConfigError(f"{folder} has no tokenizer.json")
@@ -26,23 +25,31 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
 
 class AnswerText:
-    """The text of one answer. A character comes when all its tokens are there; what may be the
-    beginning of a string that ends the answer is kept back until that is known.
+    """The text of one answer, released piece by piece.
+
+    A character is released when all its tokens are there. Text that may be the beginning of a stop
+    string is kept back until that is decided.
 
     Args:
-        tokenizer: as `load_tokenizer` gives it.
-        stop: strings that end the answer; none of them is empty. They are not part of it.
+        tokenizer: the result of `load_tokenizer`.
+        stop: strings that end the answer, not empty. They are not part of the text.
     """
 
     def __init__(self, tokenizer: Any, stop: tuple[str, ...] = ()) -> None:
         self._tokenizer, self._stop = tokenizer, stop
-        self._tokens: list[int] = []  # the newest: shown up to `_shown`, which say how the rest
-        self._shown = 0  # is written (spaces), and those whose text is not there yet
-        self._kept = ""
+        # The newest tokens: [0, _shown) are released, and kept as context, since a token's text can
+        # depend on the tokens before it (spaces); the others have no whole character yet.
+        self._tokens: list[int] = []
+        self._shown = 0
+        self._kept = ""  # text that may be the beginning of a stop string
 
     def add(self, token: int) -> tuple[str, bool]:
-        """The text that is certain now, and whether a string has ended the answer. O(what is
-        kept)."""
+        """Add a token. Returns the text that is certain now, and True if a stop string ended it.
+
+        O(tokens and characters that are kept).
+        """
+        # 1. Decode. The end of a partial character is awaited for a few tokens only: bytes that
+        # never become a character must not keep the answer back.
         self._tokens.append(token)
         new = self._new()
         if new.endswith(_PARTIAL) and len(self._tokens) - self._shown < _MOST_PARTIAL:
@@ -50,30 +57,32 @@ class AnswerText:
         if new:
             del self._tokens[: self._shown]
             self._shown = len(self._tokens)
+        # 2. Look for stop strings, which may have begun in the text that was kept back.
         text = self._kept + new
         ends = [at for at in (text.find(one) for one in self._stop) if at >= 0]
         if ends:
             self._kept, self._shown = "", len(self._tokens)
             return text[: min(ends)], True
+        # 3. Keep the longest end of the text that could begin a stop string.
         kept = max((_begun(text, one) for one in self._stop), default=0)
         self._kept = text[len(text) - kept :]
         return text[: len(text) - kept], False
 
     def end(self) -> str:
-        """What was kept back, when the answer ends otherwise."""
+        """Return the text that was kept back, when the answer ends without a stop string."""
         kept, self._kept = self._kept + self._new(), ""
         self._shown = len(self._tokens)
         return kept
 
     def _new(self) -> str:
-        """The text of the tokens that are not shown, as it is written behind those before."""
+        """Return the text of the tokens that are not released, in the context of those before."""
         before = self._tokenizer.decode(self._tokens[: self._shown])
         whole: str = self._tokenizer.decode(self._tokens)
         return whole[len(before) :]
 
 
 def _begun(text: str, stop: str) -> int:
-    """How many characters at the end of `text` begin `stop`."""
+    """Return the number of characters at the end of `text` that begin `stop`."""
     for num in range(min(len(stop) - 1, len(text)), 0, -1):
         if text.endswith(stop[:num]):
             return num

@@ -1,15 +1,15 @@
-"""prefixkv under SGLang (docs/sglang.md): `--radix-cache-backend prefixkv`, its radix cache, and
-`--disaggregation-transfer-backend prefixkv`, its transfers.
+"""Plug-ins for SGLang (docs/sglang.md): the radix cache, `--radix-cache-backend prefixkv`, and the
+transfers, `--disaggregation-transfer-backend prefixkv`.
 
-SGLang finds `plugin.load` by the entry point group `sglang.srt.plugins`. What is taken from SGLang
-is in `internals.py` and `internals_transfer.py`. Of the tree, `keys.py`, `slots.py`, `order.py`,
-`clock.py`, `waiting.py` and `joins.py` know nothing of it; of the transfers, `memory.py`,
-`sends.py`, `receives.py`, `fences.py` and `transfer_options.py`.
+SGLang finds `plugin.load` by the entry point group `sglang.srt.plugins`. All imports from SGLang
+are in `internals.py` and `internals_transfer.py`. These modules import nothing of it: for the tree
+`keys.py`, `slots.py`, `order.py`, `clock.py`, `waiting.py` and `joins.py`; for the transfers
+`memory.py`, `sends.py`, `receives.py`, `fences.py` and `transfer_options.py`.
 """
 
 TESTED = "0.5.23"
-"""The version of SGLang that this is for. With another it stands down: SGLang promises
-nothing of what is hooked and derived from, and its names changed three times in a year."""
+"""The supported version of SGLang. With another one the plug-in does nothing: SGLang gives no
+promise for the methods that are hooked here, and their names changed three times in a year."""
 
 NAME = "prefixkv"
-"""Of the backend."""
+"""Name of both backends on SGLang's command line."""

@@ -1,8 +1,8 @@
-"""Whether the head of decode's queue can be admitted at all, found out without holding its prefix.
+"""A check whether the head of decode's queue can be admitted, without locking its prefix.
 
-SGLang tries the head of the queue at each step: it matches, locks, sees that the request does not
-fit, and unlocks. To lock a prefix takes pages out of what could be evicted, so a request that does
-not fit before that does not fit after it.
+SGLang tries the head of the queue at each step: it matches, locks, finds that the request does not
+fit, and unlocks. A lock makes pages unevictable, so a request that does not fit before the lock
+does not fit after it either.
 """
 
 from __future__ import annotations
@@ -15,13 +15,17 @@ from prefixkv.spi import pages_for
 
 
 def head_is_blocked(queue: Any, ready: list[Any], depths: Depths) -> bool:
-    """Whether SGLang would try the first of `ready` next, and not admit it: then it tries no other.
+    """Return whether SGLang would try the first of `ready` next and not admit it.
+
+    SGLang then tries no other request in this step.
 
     Args:
         ready: items of the queue that are not kept back, in order.
     """
     if not ready or not _head_decides(queue):
         return False
+    # SGLang's own arithmetic, with the depth of the match in place of a lock. As in SGLang, every
+    # running request counts as retractable.
     req, running = ready[0].req, queue.scheduler.running_batch.reqs
     page_size = queue.token_to_kv_pool_allocator.page_size
     pages = depths.of(req)[1]
@@ -37,7 +41,10 @@ def head_is_blocked(queue: Any, ready: list[Any], depths: Depths) -> bool:
 
 
 def _head_decides(queue: Any) -> bool:
-    """Not where SGLang passes over some requests, sorts the queue itself, or counts other room."""
+    """Return whether a head that does not fit ends SGLang's pass over decode's queue.
+
+    False where SGLang skips some requests, sorts the queue itself, or counts other kinds of memory.
+    """
     scheduler, disagg = queue.scheduler, sgl.get_disagg()
     return (
         disagg.disaggregation_decode_enable_radix_cache

@@ -1,11 +1,11 @@
-"""prefixkv's radix cache as SGLang's tree cache.
+"""prefixkv's radix cache in SGLang's role of a tree cache.
 
-SGLang speaks of tokens and of their slots, in tensors on the device; prefixkv of pages, and of page
-ids on the host. SGLang locks nodes of a tree; prefixkv locks what a match or an insertion gave. So
-a node handle is here such a result, and a lock is prefixkv's, in SGLang's `TreeLock`.
+SGLang works with tokens and their slots, in tensors on the device; prefixkv with pages, and page
+ids on the host. SGLang locks nodes of a tree; prefixkv locks the result of a match or an insertion.
+So a node handle is such a result here, and a lock is prefixkv's, inside SGLang's `TreeLock`.
 
-Who owns what of a request's row: [0, cache_protected_len) are pages of the tree, which the
-request's lock holds; the rest is the request's own until `checkpoint` hands whole pages over.
+Ownership of a request's row: [0, cache_protected_len) are pages of the tree, which the request's
+lock holds; the rest belongs to the request until `checkpoint` hands whole pages over.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from prefixkv.spi import (
 
 
 class Handle:
-    """What SGLang calls a node: where a match or an insertion ended. It holds nothing."""
+    """The end of a match or an insertion, which SGLang calls a node. It holds no lock."""
 
     __slots__ = ("key", "result")
 
@@ -54,13 +54,13 @@ class Handle:
 
 
 class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
-    """See the module's text. Owner: SGLang's scheduler.
+    """The tree cache of one scheduler. See the module's text. Owner: SGLang's scheduler thread.
 
     Args:
         params: SGLang's `CacheInitParams`.
-        policy: of eviction, a name or an object.
-        clock: whose time the policy is told.
-        mirror: whether rows that are not on a CPU are mirrored on the host.
+        policy: eviction policy, a name or an object.
+        clock: source of the time for the policy.
+        mirror: True to mirror rows on the host, unless they are on a CPU.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
             evicted_tokens=0,
         )  # fmt: skip
         allocator = params.token_to_kv_pool_allocator
-        # Page 0 is SGLang's padding; ids go up to size // page_size.
+        # Page 0 is SGLang's padding, so ids go up to size // page_size, inclusive.
         num_pages = allocator.size // self.page_size + 1
         self._clock = clock
         self._packer = Packer(self.is_eagle)
@@ -94,7 +94,8 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         self.mirror: RowMirror | None = None
         if mirror and not on_cpu and not self.disable:
             self.mirror = RowMirror(self.req_to_token_pool, self.page_size)
-        self._held: dict[Node, list[PrefixLock]] = {}  # by `inc_lock_ref`
+        # Locks of `inc_lock_ref`, which gives its caller none; `dec_lock_ref` pops one by place.
+        self._held: dict[Node, list[PrefixLock]] = {}
         self._nothing = sgl.MatchResult(0, self.root_node, self.root_node, self.root_node)
         self.kv_events = sgl.KVCacheEventRecorder(
             enabled=params.enable_kv_cache_events and not self.disable,
@@ -102,6 +103,7 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
             dynamo_format=params.dynamo_kv_event_format,
             lora_names=params.kv_event_lora_names,
         )
+        # Without listeners the tree keeps no changes. The first drain switches that on.
         self._told: Words | None = None
         if self.kv_events.enabled:
             self._told = Words(self.kv_events, self.page_size, self.is_eagle)
@@ -112,7 +114,7 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
     # --- looking ----------------------------------------------------------------------------------
 
     def match_prefix(self, params: Any) -> Any:
-        """The longest cached prefix of whole pages. Changes nothing, recency included."""
+        """Return the longest cached prefix of whole pages. Changes nothing, recency included."""
         key = params.key
         key.maybe_to_bigram_view(self.is_eagle)
         if self.disable or len(key) < self.page_size:
@@ -129,33 +131,36 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         return sgl.MatchResult(num_tokens, handle, handle, handle)
 
     def touch_prefix(self, key: Any) -> None:
-        """Count a use of what is cached of it, and no visit."""
+        """Count a use of the cached part of a key, but no visit."""
         result = self.match_prefix(sgl.MatchPrefixParams(key=key)).last_device_node.result
         if result is not None:
             self.tree.unlock(self.tree.lock(result, self._clock.now_s, visit=False))
 
     def path_device_indices(self, node: Handle) -> torch.Tensor:
-        """The slots of a prefix, int64 on the device, a new tensor."""
+        """Return the slots of a prefix, a new tensor int64 on the device."""
         return self._slots.slots(_NO_PAGES if node.result is None else node.result.pages)
 
     def dfs_weight_order(self, node_handles: Sequence[Handle]) -> list[int]:
+        """Return the indices of handles in depth-first order. See `order.weight_order`."""
         return weight_order([self._place(handle) for handle in node_handles])
 
     def root_node_handle(self, extra_key: str | None = None) -> Handle:
+        """Return the root's handle; all namespaces share it."""
         return self.root_node
 
     # --- holding ----------------------------------------------------------------------------------
 
     def lock(self, node: Handle) -> Any:
-        """Hold a prefix for one holder. A request is a visit once, however often it asks."""
+        """Lock a prefix for one holder. A request counts as a visit only at its first lock."""
         return sgl.TreeLock(self._lock(node), sgl.DecLockRefParams())
 
     def unlock(self, lock: Any) -> None:
-        """Again, or after a reset: nothing."""
+        """Release a lock. No-op for one that was released already, or before a reset."""
         if lock is not None and lock.node is not None and lock.node.held:
             self.tree.unlock(lock.node)
 
     def inc_lock_ref(self, node: Handle) -> Any:
+        """Lock a prefix without a lock object; the result has the change of evictable tokens."""
         before = self.tree.evictable_pages
         lock = self._lock(node)
         if lock is not None:
@@ -163,7 +168,10 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         return sgl.IncLockRefResult(delta=(self.tree.evictable_pages - before) * self.page_size)
 
     def dec_lock_ref(self, node: Handle, params: Any = None) -> Any:
-        """Raises LockError where `inc_lock_ref` was not called for this place."""
+        """Release one lock of `inc_lock_ref` at this place.
+
+        Raises LockError where there is none.
+        """
         before, place = self.tree.evictable_pages, self._place(node)
         if place is not None:
             held = self._held.get(place)
@@ -179,25 +187,28 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
     def checkpoint(self, req: Any, *, up_to: int, **_kwargs: Any) -> None:
         """Hand the whole pages of the first `up_to` tokens of a request to the tree.
 
-        What the tree had already is freed, and the request's row shows the tree's pages from there
-        on. The request's lock moves to the end of it; of a request that is finished it stays where
-        it is, for it is given back next.
+        Pages that the tree had already are freed, and the request's row then shows the tree's pages
+        instead. The request's lock moves to the end of these pages. The lock of a finished request
+        stays where it is, since SGLang releases it next.
         """
         if self.disable:
             return
+        # 1. The lock tells whether the tree was reset, and how many pages it covers already.
         old: PrefixLock | None = req.lock.node if req.lock is not None else None
         if old is not None and not old.held:
-            return  # the tree was reset since: its pages, and this row, are another's now
+            return  # the tree was reset: its pages and this row's may belong to others now
         self.counters["checkpoints"] += 1
         page_size, kv = self.page_size, req.kv
         own_key = self._key_of(req)
         key = own_key.cover(req.full_untruncated_fill_ids, up_to)
         whole = len(key) // self.tree.page_size
         held = 0 if old is None else old.prefix_len // self.tree.page_size
-        if held > whole:  # it gives less than it was given: look from the root
+        # The lock covers more than the key: insert from the root instead.
+        if held > whole:
             old, held = None, 0
         end, own = whole * page_size, kv.cache_protected_len
         table = self.req_to_token_pool.req_to_token
+        # 2. Insert from the lock on, so only new pages are read from the row and compared.
         visit, own_key.seen = not own_key.seen, True
         goes_on = not req.finished()
         result = self.tree.insert(
@@ -206,6 +217,9 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
             priority=req.priority or 0, now_s=self._clock.now_s, visit=visit, lock=old,
             extend_lock=goes_on and old is not None,
         )  # fmt: skip
+        # 3. Another request has inserted the same tokens meanwhile: use its pages, and free ours.
+        # The slots are copied first, since the write replaces them in the row. They are freed last:
+        # until then no other request can get slots that this row still shows.
         matched = result.old_depth * page_size
         if own < matched:
             duplicates = table[kv.req_pool_idx, own:matched].clone()
@@ -213,10 +227,13 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
             self.req_to_token_pool.write((kv.req_pool_idx, slice(own, matched)), there)
             self.token_to_kv_pool_allocator.free_segment(duplicates, start_pos=own)
             self.counters["duplicate_tokens"] += matched - own
+        # 4. The tree owns these pages from here on.
         kv.cache_inserted_len = max(kv.cache_inserted_len, end)
         kv.cache_protected_len = end
         if self.mirror is not None:
             self.mirror.forget(kv.req_pool_idx, whole)
+        # 5. `insert` has moved an old lock; without one the request gets its lock here. Locked
+        # before the former one is released, so that shared pages stay protected in between.
         if goes_on and old is None:
             lock = self.tree.lock(result, self._clock.now_s, visit=False)
             self.unlock(req.lock)
@@ -224,7 +241,10 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         req.last_node = Handle(result, own_key) if end else self.root_node
 
     def insert(self, params: Any) -> Any:
-        """SGLang's schedulers call `checkpoint` alone; this is for its tools and tests."""
+        """Insert slots under a key, for SGLang's tools and tests.
+
+        Its schedulers call only `checkpoint`.
+        """
         if self.disable:
             return sgl.InsertResult(prefix_len=0)
         key, slots = params.key.maybe_to_bigram_view(self.is_eagle, params.value)
@@ -237,15 +257,17 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         return sgl.InsertResult(result.old_depth * self.page_size, last_device_node=node)
 
     def maybe_hand_to_session(self, req: Any) -> None:
-        """SGLang calls this when it has written the row of a request whose prompt, or a chunk of
-        it, was given pages."""
+        """Mirror a request's row.
+
+        SGLang calls this after it has written the row for a prompt, or a chunk of it.
+        """
         if self.mirror is not None:
             self.mirror.written(req.kv, req.prefix_len)
 
     # --- taking back ------------------------------------------------------------------------------
 
     def evict(self, params: Any) -> Any:
-        """Free as many whole pages as hold `num_tokens`, or all that may go."""
+        """Evict whole pages for at least `num_tokens`, or all evictable ones, and free them."""
         if self.disable or params.num_tokens <= 0:
             return sgl.EvictResult()
         began = time.perf_counter()
@@ -253,6 +275,7 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         pages = self.tree.evict(num_pages, self._clock.now_s)
         if len(pages):
             allocator = self.token_to_kv_pool_allocator
+            # A paged allocator takes page ids, which saves the gather of slots.
             if hasattr(allocator, "free_page_ids"):
                 allocator.free_page_ids(self._slots.on_device(pages))
             else:
@@ -263,19 +286,22 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         return sgl.EvictResult(num_tokens_evicted=num_tokens)
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
-        """SGLang is about to give the request's row away."""
+        """Forget the mirror of a row that SGLang is about to give away."""
         if self.mirror is not None:
             self.mirror.released(req.kv.req_pool_idx)
 
     def reset(self) -> None:
-        """SGLang clears its allocator besides, so all pages are given back, locks or not."""
+        """Forget all pages, locked or not: SGLang clears its allocator as well.
+
+        Locks from before are no longer held, which `unlock` and `checkpoint` notice.
+        """
         self.tree.reset(forget_locks=True)
         self._held.clear()
 
     # --- telling ----------------------------------------------------------------------------------
 
     def take_events(self) -> list[Any]:
-        """What came and went since the last call, in SGLang's words."""
+        """Return the changes since the last call, as SGLang's events."""
         if self._told is None:
             return []
         self._told.tell(self.tree.drain_changes())
@@ -297,7 +323,7 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         return self.tree.num_pages * self.page_size
 
     def all_values_flatten(self) -> torch.Tensor:
-        """The slots of all cached pages, a path's in order."""
+        """Return the slots of all cached pages; those of a path are in order."""
         return self._slots.slots(packed_ids([node.pages for node in self.tree.nodes()]))
 
     def pretty_print(self) -> None:
@@ -305,7 +331,7 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         print(f"{self.total_size()} tokens, {dict(self.counters)}")
 
     def sanity_check(self) -> None:
-        """Raises InternalError for a law of the tree that does not hold. O(tree)."""
+        """Raise InternalError for a law of the tree that does not hold. O(tree)."""
         self.tree.check_invariants()
         if self.mirror is not None:
             self.mirror.check_invariants()
@@ -313,10 +339,11 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
     # --- shared -----------------------------------------------------------------------------------
 
     def key_of_waiting(self, req: Any) -> RadixKey:
-        """The packed prompt of a request that waits."""
+        """Return the packed prompt of a waiting request."""
         return self._key_of(req).cover(req.origin_input_ids, len(req.origin_input_ids))
 
     def _lock(self, node: Handle) -> PrefixLock | None:
+        """Lock a handle's prefix; None for the root."""
         if self.disable or node.result is None:
             return None
         visit = None
@@ -325,7 +352,7 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         return self.tree.lock(node.result, self._clock.now_s, visit=visit)
 
     def _pages_of(self, row: int, start: int, end: int) -> Pages:
-        """Pages `start` to `end` of a row."""
+        """Return pages `start` to `end` of a row, from the mirror or else from the device."""
         if start == end:
             return _NO_PAGES
         if self.mirror is not None:
@@ -337,10 +364,11 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         return self._slots.pages_of_row(table, row, start * size, end * size)
 
     def _place(self, handle: Handle) -> Node | None:
+        """Return the node at which a handle ends now, after splits; None: the root."""
         return None if handle.result is None else self.tree.locate(handle.result)[0]
 
     def _key_of(self, req: Any) -> RequestKey:
-        """The key that grows with a request, kept on the request."""
+        """Return the key that grows with a request, which is kept on the request."""
         own: RequestKey | None = getattr(req, "prefixkv_key", None)
         namespace = namespace_of(req.extra_key, req.cache_salt)
         if own is None or own.namespace != namespace:
@@ -348,6 +376,7 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         return own
 
     def _packed(self, key: Any) -> RadixKey:
+        """Return a new key for one of SGLang's that belongs to no request."""
         namespace = namespace_of(key.extra_key, key.cache_salt)
         return self._packer.pack(key.token_ids, _raw_len(key), namespace)
 
@@ -356,6 +385,6 @@ _NO_PAGES: Pages = np.empty(0, np.int32)
 
 
 def _raw_len(key: Any) -> int:
-    """How many tokens of the array a key of SGLang's stands for."""
+    """Return how many tokens of its array a key of SGLang's stands for."""
     num_tokens = len(key.token_ids)
     return num_tokens if key.limit is None else min(key.limit, num_tokens)

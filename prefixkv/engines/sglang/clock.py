@@ -1,9 +1,8 @@
 """One time for all ranks of an engine.
 
-Each rank has a tree of its own and evicts by itself, so their trees stay equal only while all are
-told equal times: a policy that compares times would otherwise take different pages. SGLang's rank
-that receives requests hands them to the others; the time goes with them, and stands still until the
-next.
+Each rank has its own tree and evicts by itself. The trees stay equal only while all ranks use equal
+times, since a policy that compares times would otherwise evict different pages. SGLang's rank that
+receives requests hands them to the others; the time travels with them, and stands still in between.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TimeMark:
-    """What time it is for all ranks, in seconds; travels among the requests."""
+    """The time for all ranks, in seconds; an element among the requests of a broadcast."""
 
     now_s: float
 
 
 class RankClock:
-    """The latest time that came with requests. It never goes back.
+    """The latest time that came with requests. It never goes back. The scheduler's thread alone.
 
     >>> clock = RankClock()
     >>> clock.take(["a request", TimeMark(2.5)]), clock.now_s
@@ -33,15 +32,18 @@ class RankClock:
         self._sent_s = float("-inf")
 
     def mark(self, requests: list[object], now_s: float) -> list[object]:
-        """On the rank that receives: the list to hand on, with the time if it is worth it: there
-        are requests, or there was none for a while."""
+        """Return the list to broadcast, on the rank that receives requests: with the time.
+
+        Without it where there are no requests and a mark was sent less than `MARK_EVERY_S` ago.
+        """
+        # An idle scheduler broadcasts an empty list all the time, which should stay cheap.
         if not requests and now_s - self._sent_s < self.MARK_EVERY_S:
             return requests
         self._sent_s = now_s
         return [*requests, TimeMark(now_s)]
 
     def take(self, requests: list[object]) -> list[object]:
-        """On every rank: the requests without the time, which is kept."""
+        """Return the requests without time marks, and keep the newest time. On every rank."""
         marks = [one for one in requests if isinstance(one, TimeMark)]
         if not marks:
             return requests
@@ -50,4 +52,4 @@ class RankClock:
 
 
 CLOCK = RankClock()
-"""That of this process."""
+"""The clock of this process."""

@@ -1,9 +1,9 @@
-"""A folder in which a server tells which peers it has lost, and an operator says which are dead.
+"""A folder in which a server lists the peers that it has lost, and an operator names the dead ones.
 
-SGLang has no call that a plug-in could answer: its routes are its own. So each rank writes what it
-holds for peers that are silent or over to `RANK.lost`, and reads `fences`, a line for each process
-that is dead: its name and its life, as `RANK.lost` and the log have them. Whoever can write there
-decides whose pages are used again: the folder has to be its owner's alone.
+SGLang's HTTP routes cannot be extended by a plug-in. So each rank writes what it holds for silent
+or dead peers to `RANK.lost`, and reads `fences`: a line per dead process with its name and its
+life, as `RANK.lost` and the log have them. A user that can write there decides which pages are used
+again, so the folder must be accessible to its owner only.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _log = logging.getLogger("prefixkv.sglang")
 FENCES: Final = "fences"
 LOOK_EVERY_S: Final = 1.0
 MAX_BYTES: Final = 1 << 20
-"""Of `fences` that are read; lines behind them are not."""
+"""Limit of bytes of `fences` that are read; later lines are ignored."""
 
 
 class Transfers(Protocol):
-    """Of `DecodeTransfers` and `PrefillTransfers`, what is used here."""
+    """The methods of `DecodeTransfers` and `PrefillTransfers` that are used here."""
 
     def fence(self, peer: str, incarnation: int) -> None: ...
 
@@ -35,14 +35,13 @@ class Transfers(Protocol):
 
 
 class FenceFolder:
-    """A rank's. One thread's: SGLang's scheduler.
+    """The view of one rank on the folder. Owner: SGLang's scheduler thread.
 
     Args:
         folder: shared by all ranks, and by any number of servers of one user.
-        rank: this one's name.
+        rank: this rank's name.
     Raises:
-        ConfigError: a folder that is not there, or that others than its owner, this process's user,
-            may use.
+        ConfigError: a folder that does not exist, or that other users than this process's may use.
     """
 
     def __init__(self, folder: str, rank: str) -> None:
@@ -50,29 +49,34 @@ class FenceFolder:
         if why := _open_to_others(self._folder, folder=True):
             raise ConfigError(f"fence_folder {folder!r} {why}")
         self._tells = self._folder / f"{rank.replace('/', '_')}.lost"
-        self._told: str | None = None
-        self._read: tuple[int, ...] = ()  # which version of `fences`
+        self._told: str | None = None  # the last text of `RANK.lost`
+        self._read: tuple[int, ...] = ()  # the version of `fences` that was read last
         self._fenced: set[PeerId] = set()
         self._next_s = float("-inf")
 
     def look(self, transfers: Transfers) -> None:
-        """Fence what the operator has named, and tell what is lost. Cheap: once a second."""
+        """Fence the peers that the operator has named, and write the list of lost ones.
+
+        Cheap: looks once per second at most.
+        """
         now_s = time.monotonic()
         if now_s < self._next_s:
             return
         self._next_s = now_s + LOOK_EVERY_S
         try:
+            # Fence before listing, so that the new list no longer has the peers that were just
+            # fenced.
             for peer in self._named():
                 if peer not in self._fenced:
                     self._fenced.add(peer)
                     _log.warning("%s is fenced, as %s says", peer, self._folder / FENCES)
                     transfers.fence(*peer)
             self._tell(transfers.lost_peers())
-        except OSError as error:  # the folder is not what it was; rooms go on
+        except OSError as error:  # the folder has changed under us; transfers must not suffer
             _log.warning("fence_folder: %s", error)
 
     def _named(self) -> list[PeerId]:
-        """Whom `fences` names, if it has changed."""
+        """Return the peers that `fences` names, if the file has changed since the last call."""
         path = self._folder / FENCES
         try:
             found = os.lstat(path)
@@ -83,6 +87,8 @@ class FenceFolder:
         if version == self._read:
             return []
         self._read = version
+        # Checked at each change, not only at the start: a line here frees pages without any proof,
+        # so a user that may write it could have another's pages overwritten.
         why = _open_to_others(self._folder, folder=True) or _open_to_others(path, folder=False)
         if why:
             _log.warning("%s is not read: it, or its folder, %s", path, why)
@@ -103,6 +109,7 @@ class FenceFolder:
         return [peer for peer in peers if peer.name]
 
     def _tell(self, lost: dict[PeerId, tuple[str, int]]) -> None:
+        """Write `RANK.lost` if it has changed."""
         told = json.dumps(
             [
                 {"peer": peer.name, "life": f"{peer.incarnation:x}", "why": why, "held": held}
@@ -111,6 +118,8 @@ class FenceFolder:
         )
         if told == self._told:
             return
+        # Renamed into place, so that a reader never sees half a file. `_told` last: where the write
+        # fails it is tried again.
         whole = self._tells.with_suffix(".lost.new")
         whole.write_text(told + "\n")
         whole.replace(self._tells)
@@ -118,7 +127,8 @@ class FenceFolder:
 
 
 def _open_to_others(path: Path, *, folder: bool) -> str:
-    """Why others than this user and root could change it; "": they could not."""
+    """Return why others than this user and root could change `path`; "" if they could not."""
+    # `lstat`, not `stat`: a link could lead to a file of another user.
     try:
         found = os.lstat(path)
     except OSError as error:

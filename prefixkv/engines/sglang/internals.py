@@ -1,15 +1,14 @@
-"""All that is taken from SGLang: its classes, and the names of what is hooked.
+"""All imports from SGLang: its classes, and the names of the methods that are hooked.
 
-Of a request are read: `origin_input_ids`, `full_untruncated_fill_ids`, `extra_key`, `cache_salt`,
-`priority`, `last_node`, `lock`, `finished()`, and of its `kv` record `req_pool_idx`,
-`cache_protected_len` and `cache_inserted_len`; of decode's queue `queue`, whose items have
-`req`, `waiting_for_input` and `is_rebootstrap`, `transfer_queue.queue`,
-`scheduler.waiting_queue`, and the arithmetic of room that `blocked.py` calls. Besides: the
-allocator's `free_segment`, `free_page_ids`, `size`, `page_size` and `device`, and the pool's
-`req_to_token`, `req_generation` and `write`. Of a request that is given slots: `prefix_len` and its
-record's `kv_allocated_len`. Of a request that is refused `finished_reason`, `to_finish` and
-`return_logprob`, and of the queue that refuses it the arithmetic that `_around_capacity` calls. Of
-the scheduler: its two queues, and `grammar_manager.grammar_queue`.
+Attributes of SGLang's objects that the plug-in uses. Request: `origin_input_ids`,
+`full_untruncated_fill_ids`, `extra_key`, `cache_salt`, `priority`, `last_node`, `lock`,
+`finished()`, `prefix_len`, `finished_reason`, `to_finish`, `return_logprob`; its `kv` record:
+`req_pool_idx`, `cache_protected_len`, `cache_inserted_len`, `kv_allocated_len`. Decode's queue:
+`queue`, with items that have `req`, `waiting_for_input` and `is_rebootstrap`,
+`transfer_queue.queue`, `scheduler.waiting_queue`, and the arithmetic that `blocked.py` and
+`plugin._around_capacity` call. Allocator: `free_segment`, `free_page_ids`, `size`, `page_size`,
+`device`. Pool of rows: `req_to_token`, `req_generation`, `write`. Scheduler: its two queues, and
+`grammar_manager.grammar_queue`.
 """
 
 from __future__ import annotations
@@ -59,8 +58,8 @@ ALLOC_FOR_DECODE = "sglang.srt.mem_cache.allocation.alloc_for_decode"
 ALLOC_FOR_SPEC_DECODE = "sglang.srt.mem_cache.allocation.alloc_for_spec_decode"
 NIXL_MEMORY_KINDS = "sglang.srt.disaggregation.nixl.conn._normalize_kv_mem_kinds"
 
-# Of the transfer backend; its classes are in `internals_transfer.py`, imported when they are asked
-# for, since they import much of SGLang themselves.
+# Names for the transfer backend. Its classes are in `internals_transfer.py`, which is imported only
+# when the backend is used, since it imports much of SGLang.
 TRANSFER_UTILS = "sglang.srt.disaggregation.utils"  # TransferBackend, an Enum
 GET_KV_CLASS = "sglang.srt.disaggregation.utils.get_kv_class"
 MAKE_PREFILL = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue._init_kv_manager"
@@ -84,12 +83,12 @@ CREATE_RECEIVER = (
 
 
 def fake_host() -> str:
-    """The address of SGLang's requests to itself, which transfer nothing."""
+    """Return the address in SGLang's requests to itself, which transfer nothing."""
     return str(import_module(TRANSFER_UTILS).FAKE_BOOTSTRAP_HOST)
 
 
 def refuse_request(queue: Any, req: Any, reason: str) -> None:
-    """As decode's queue refuses one, with status 400."""
+    """Refuse a request as decode's queue does, with status 400."""
     prepare_abort = import_module(TRANSFER_UTILS).prepare_abort
     prepare_abort(req, reason, status_code=HTTPStatus.BAD_REQUEST)
     queue.scheduler.output_streamer.stream_output([req], req.return_logprob)

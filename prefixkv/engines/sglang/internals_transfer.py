@@ -1,13 +1,12 @@
-"""All that the transfer backend takes from SGLang, besides what `internals.py` names.
+"""All imports of the transfer backend from SGLang, besides those in `internals.py`.
 
-Of SGLang's own classes that are derived from, these are called or set besides their methods: of a
-manager `kv_args`, `server_socket`, `local_ip`, `request_status`, `failure_records`,
-`prefill_info_table`, `connection_pool`, `connection_lock`, `attn_tp_size`,
-`enable_deferred_decode_kv_release`; of a sender
-`_early_send_wait_event`, `num_kv_indices`, `curr_idx`, `aux_index`; of a receiver
-`bootstrap_infos`, `prefill_info`, `init_time`. Of a request: `origin_input_ids`, `output_ids`,
-`cache_salt`, `pd_rebootstrap_in_progress`. Of decode's transfer queue: `enable_deferred_kv_release`
-and `deferred_kv_release_timeout`.
+Attributes of SGLang's objects that the backend uses, besides methods: manager: `kv_args`,
+`server_socket`, `local_ip`, `request_status`, `failure_records`, `prefill_info_table`,
+`connection_pool`, `connection_lock`, `attn_tp_size`, `enable_deferred_decode_kv_release`; sender:
+`_early_send_wait_event`, `num_kv_indices`, `curr_idx`, `aux_index`; receiver: `bootstrap_infos`,
+`prefill_info`, `init_time`; request: `origin_input_ids`, `output_ids`, `cache_salt`,
+`pd_rebootstrap_in_progress`; decode's transfer queue: `enable_deferred_kv_release`,
+`deferred_kv_release_timeout`.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from sglang.srt.utils.network import get_local_ip_auto
 
 
 def gather(given: object) -> list[object]:
-    """`rank_group.Gather` over the ranks of a server that share out a model's KV heads."""
+    """Gather an object from all ranks that share a model's KV heads. See `rank_group.Gather`."""
     parallel = get_parallel()
     if parallel.attn_tp_size == 1:
         return [given]

@@ -1,11 +1,11 @@
-"""Requests of decode's queue that wait for KV which another one brings, instead of having it sent
-again.
+"""Requests of decode's queue that wait for KV which another request brings, instead of a second
+transfer of it.
 
-SGLang admits each request by itself: of sixteen with one new prompt each has all of it sent. Here
-the first of them *brings* its missing pages from when it is admitted until they are in the tree, or
-will not come; one that lacks them too is kept back meanwhile, and then finds them. It is kept back
-only if at least half of the whole pages that it lacks come that way: else it would wait for a
-transfer to be spared a small part of its own.
+SGLang admits each request by itself: sixteen requests with one new prompt cause sixteen transfers.
+Here the first *brings* its missing pages, from its admission until they are in the tree or will not
+come. Others that lack them are kept back meanwhile, and then find them cached. A request is kept
+back only if at least half of the whole pages that it lacks come that way, so that it never waits
+for a transfer to save a small part of its own.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ from prefixkv.engines.sglang.waiting import Depths
 from prefixkv.spi import common_pages
 
 MAX_LIKE: int = 8
-"""Requests that begin alike and go on differently, among which it is looked for."""
+"""Limit of requests with the same next page and different continuations that are compared."""
 
 Place = tuple[Hashable, int, bytes]
-"""Namespace, how many pages are in the tree, and the tokens of the page behind them."""
+"""Namespace, number of pages in the tree, and the tokens of the page after them."""
 
 
 @dataclass(slots=True)
 class _Brings:
+    """The missing pages of one request: from `place` to page `end` of the packed prompt `data`."""
+
     request: Any  # kept alive, so that its id stays its own
     place: Place
     data: bytes
@@ -35,26 +37,27 @@ class _Brings:
 
 
 class Joins:
-    """Of one decode queue. The same on every rank that sees the same queues and trees.
+    """The joins of one decode queue. Equal on all ranks that see the same queues and trees.
 
     Args:
-        depths: of the tree that decode keeps.
-        page_bytes: of a page of the tree's keys.
+        depths: the depths of prompts in decode's tree.
+        page_bytes: bytes per page of the tree's keys.
     """
 
     def __init__(self, depths: Depths, page_bytes: int) -> None:
         self._depths = depths
         self._page_bytes = page_bytes
-        self._brings: dict[int, _Brings] = {}  # id(request)
-        self._count = 0  # changes with `_brings`
+        self._brings: dict[int, _Brings] = {}  # by id(request)
+        self._count = 0  # a version number of `_brings`
+        # The inputs of the last look, and its result: most steps change none of them.
         self._looked: tuple[int, int] = (-1, -1)
         self._ready: list[Any] = []
         self._held: set[int] = set()
-        self._joined: set[int] = set()  # are held, and were counted
+        self._joined: set[int] = set()  # held requests that were counted in `num_joined`
         self.num_joined = 0
 
     def begin(self, requests: Iterable[Any]) -> None:
-        """These were admitted: what they lack is on its way."""
+        """Record that these requests were admitted, so their missing pages are on their way."""
         for request in requests:
             found = self._lacks(request)
             if found is not None:
@@ -62,17 +65,20 @@ class Joins:
                 self._count += 1
 
     def held(self, ready: Sequence[Any], coming: Iterable[Any]) -> set[int]:
-        """Which of `ready`, by id, are to be kept back now.
+        """Return the requests of `ready`, by id, that are to be kept back in this step.
 
         Args:
             ready: requests that could be admitted, in order.
-            coming: all whose KV is on its way, or here and not in the tree yet.
+            coming: all requests with KV on its way, or here and not in the tree yet.
         """
+        # 1. A request that is no longer coming brings nothing: its pages are in the tree, or it
+        #    failed. Its followers are then free to go.
         if self._brings:
             alive = {id(request) for request in coming}
             for ident in [ident for ident in self._brings if ident not in alive]:
                 del self._brings[ident]
                 self._count += 1
+        # 2. Look again only if the tree, the bringing requests or the queue have changed.
         now = self._depths.version, self._count
         same = len(ready) == len(self._ready) and all(map(is_, ready, self._ready))
         if now == self._looked and same:
@@ -84,6 +90,7 @@ class Joins:
         return self._held
 
     def _look(self) -> set[int]:
+        """Compare each ready request with those that bring the same next page."""
         leaders: defaultdict[Place, list[_Brings]] = defaultdict(list)
         for one in self._brings.values():
             leaders[one.place].append(one)
@@ -100,7 +107,7 @@ class Joins:
         return held
 
     def _lacks(self, request: Any) -> _Brings | None:
-        """What has to be sent for it; None where that is no whole page."""
+        """Return the pages that have to be sent for a request; None where that is no whole page."""
         key, depth = self._depths.of(request)
         data, size = key.data, self._page_bytes
         end = len(data) // size
@@ -110,7 +117,7 @@ class Joins:
         return _Brings(request, place, data, end)
 
     def _spares(self, one: _Brings, mine: _Brings) -> bool:
-        """Whether one request brings half of what the other lacks."""
+        """Return whether `one` brings at least half of the pages that `mine` lacks."""
         depth, size = mine.place[1], self._page_bytes
         if not mine.data.startswith(memoryview(one.data)[: (depth + 1) * size]):
             return False

@@ -1,8 +1,8 @@
-"""SGLang's token ids, packed for prefixkv's tree.
+"""SGLang's token ids, packed as keys of prefixkv's tree.
 
-SGLang has a request's tokens in an `array('q')` that grows. They are packed once, and what is added
-is packed when it is asked for. With EAGLE, SGLang keys its tree by pairs of neighbouring tokens:
-such a pair is two words here, and a page of the tree has twice as many words as a page has tokens.
+SGLang has a request's tokens in an `array('q')` that grows. They are packed once; added tokens are
+packed when the key is asked for. With EAGLE, SGLang keys its tree by pairs of neighbouring tokens:
+a pair is two words here, so a page of the tree has twice as many words as a page has tokens.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ import numpy.typing as npt
 from prefixkv.spi import TOKEN_LIMIT, RadixKey, TokenError, shortened
 
 FEW = 32
-"""Up to so many tokens are packed one by one: an array costs more before its first element."""
+"""Limit up to which tokens are packed one by one: for few tokens the set-up of an array costs
+more."""
 
 _LE_INT32 = np.dtype("<i4")
 
 
 def namespace_of(extra_key: str | None, cache_salt: str | None) -> Hashable:
-    """What keeps requests apart that have equal tokens; None is the common namespace. A long text
-    is kept as its digest, which is also what cache events say then.
+    """Return the namespace that keeps apart requests with equal tokens; None: the common one.
+
+    A long text is replaced by its digest, which then stands in cache events as well.
 
     >>> namespace_of("lora", "")
     ('lora', None)
@@ -37,11 +39,12 @@ def namespace_of(extra_key: str | None, cache_salt: str | None) -> Hashable:
 
 
 class Packer:
-    """Turns SGLang's tokens into keys. Memory that it works in is kept: fresh memory costs more
-    than what is done with it.
+    """A converter from SGLang's tokens to keys, for one thread.
+
+    It keeps its work memory: a new allocation per call costs more than the packing itself.
 
     Args:
-        bigram: whether the tree is keyed by pairs.
+        bigram: True where the tree is keyed by pairs.
     """
 
     def __init__(self, bigram: bool) -> None:
@@ -50,7 +53,7 @@ class Packer:
         self._differs = np.empty(0, np.bool_)
 
     def pack(self, token_ids: Any, num_tokens: int, namespace: Hashable) -> RadixKey:
-        """The key of the first `num_tokens`.
+        """Return the key of the first `num_tokens` tokens.
 
         Raises:
             TokenError: one that is not in [0, 2**31).
@@ -58,17 +61,20 @@ class Packer:
         return RadixKey.of_packed(self.words(token_ids, 0, num_tokens), namespace)
 
     def words(self, token_ids: Any, start: int, end: int) -> bytes:
-        """What stands for tokens `start` to `end` in a key: little-endian int32.
+        """Return tokens `start` to `end` as they stand in a key: little-endian int32.
 
         Raises:
             TokenError: one that is not in [0, 2**31).
         """
         if end - start <= FEW:
             return self._few(token_ids[start:end])
+        # One pass checks the range: a negative number or one of 32 bits sets a bit of the
+        # disjunction that no valid token has.
         ids = ids_of(token_ids)[start:end]
         if not 0 <= int(np.bitwise_or.reduce(ids)) < TOKEN_LIMIT:
             bad = ids[(ids < 0) | (ids >= TOKEN_LIMIT)][0]
             raise TokenError(f"token {bad} is not in [0, {TOKEN_LIMIT})")
+        # Packed into kept memory; `tobytes` copies it, so the next call may overwrite it.
         num_words = 2 * max(len(ids) - 1, 0) if self.bigram else len(ids)
         if num_words > len(self._words):
             self._words = np.empty(2 * num_words, _LE_INT32)
@@ -81,7 +87,7 @@ class Packer:
         return words.tobytes()
 
     def _few(self, ids: Any) -> bytes:
-        """The same of the few tokens that a request has got since it was looked at last."""
+        """Return `words` for few tokens, such as those since the last look at a request."""
         for token in ids:
             if not 0 <= token < TOKEN_LIMIT:
                 raise TokenError(f"token {token} is not in [0, {TOKEN_LIMIT})")
@@ -89,7 +95,7 @@ class Packer:
         return struct.pack(f"<{len(words)}i", *words)
 
     def equal(self, token_ids: Any, other: Any, num_tokens: int) -> bool:
-        """Whether the first `num_tokens` of both are the same."""
+        """Return whether the first `num_tokens` of both arrays are equal."""
         if min(len(token_ids), len(other)) < num_tokens:
             return False
         if num_tokens > len(self._differs):
@@ -100,9 +106,9 @@ class Packer:
 
 
 def ids_of(token_ids: Any) -> npt.NDArray[Any]:
-    """SGLang's tokens as an integer array; an `array('q')` is not copied.
+    """Return SGLang's tokens as an integer array; an `array('q')` is not copied.
 
-    An array must not be kept: while it is there, the other cannot grow.
+    The result must not be kept: while it exists, the `array('q')` cannot grow.
     """
     if isinstance(token_ids, array):
         return np.frombuffer(token_ids, np.int64) if len(token_ids) else np.empty(0, np.int64)
@@ -110,40 +116,42 @@ def ids_of(token_ids: Any) -> npt.NDArray[Any]:
 
 
 class RequestKey:
-    """The key of one request, which grows with it.
+    """The key of one request, which grows with the request.
 
     Args:
-        namespace: `namespace_of`.
-        packer: of the tree.
+        namespace: the result of `namespace_of`.
+        packer: the tree's packer.
     """
 
     __slots__ = ("_ids", "_key", "_num_tokens", "_packer", "namespace", "seen")
 
     def __init__(self, namespace: Hashable, packer: Packer) -> None:
         self.namespace = namespace
-        self.seen = False  # whether a use of the tree was this request's before
+        self.seen = False  # True once this request has been counted as a visit of the tree
         self._packer = packer
-        self._ids: Any = ()  # what was packed
+        self._ids: Any = ()  # SGLang's array; its first `_num_tokens` are packed in `_key`
         self._key = RadixKey.of_packed(b"", namespace)
         self._num_tokens = 0
 
     def cover(self, token_ids: Any, num_tokens: int) -> RadixKey:
-        """The key of the first of its tokens; do not change it. O(those not packed before).
+        """Return the key of the first tokens; do not change it. O(tokens not packed before).
 
         Args:
-            token_ids: an array that only ever grows, as SGLang's do. In another object than the
-                last time all tokens are compared.
-            num_tokens: how many of them, at most; fewer where there are fewer.
+            token_ids: an array that only ever grows, as SGLang's do. All tokens are compared where
+                it is another object than at the last call.
+            num_tokens: limit of tokens; fewer where there are fewer.
         Raises:
-            TokenError: one that is not in [0, 2**31). Nothing was changed.
+            TokenError: one that is not in [0, 2**31). Nothing has changed then.
         """
         packer, bigram = self._packer, self._packer.bigram
         num_tokens = min(num_tokens, len(token_ids))
+        # 1. Another array than before. With the same tokens the packed key is still right.
         if token_ids is not self._ids:
             if not self._num_tokens or not packer.equal(token_ids, self._ids, self._num_tokens):
                 self._key = packer.pack(token_ids, num_tokens, self.namespace)
                 self._num_tokens = num_tokens
             self._ids = token_ids
+        # 2. More tokens than before: extend. 3. Fewer: cut a copy, and keep the longer key.
         if num_tokens > self._num_tokens:
             # The last pair of before ended with the token that the next begins with.
             start = max(self._num_tokens - bigram, 0)

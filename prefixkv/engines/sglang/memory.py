@@ -1,7 +1,7 @@
-"""SGLang's KV and its metadata rows, as addresses, made into what transfers take.
+"""Views of SGLang's KV memory and metadata rows, in the form that transfers take.
 
-SGLang gives a backend no tensors: an address and a length for each buffer, and the bytes of a page
-in it. What a page holds says its pool (`shares.py`), or its kernels alone know it.
+SGLang gives a backend no tensors, but an address, a length and the bytes per page of each buffer.
+The content of a page is described by its pool (`shares.py`), or known to SGLang's kernels only.
 """
 
 from __future__ import annotations
@@ -27,19 +27,23 @@ def pool_of(
     tag: str,
     share: Share = UNKNOWN,
 ) -> KVPool:
-    """A pool over SGLang's buffers; nothing is copied, and they have to outlive it. Its elements
-    are bytes. Of opaque pages each buffer is a layer, whatever it holds.
+    """Return a pool over SGLang's buffers, with bytes as elements.
+
+    Nothing is copied, and the buffers have to outlive the pool. Of opaque pages each buffer counts
+    as a layer, whatever it holds.
 
     Args:
-        addresses, lengths, page_bytes: of each buffer, in bytes: where it is, how long, and how
-            much of it a page takes.
-        page_size: tokens a page.
+        addresses, lengths, page_bytes: per buffer its address, its length and its share of a page,
+            in bytes.
+        page_size: tokens per page.
         device: "cpu" or "cuda:INDEX".
-        tag: names what the bytes of an opaque page depend on; the two servers' have to be equal.
-        share: how a page lies in the buffers.
+        tag: names all that the bytes of an opaque page depend on; both servers' must be equal.
+        share: layout of a page in the buffers.
     Raises:
-        ConfigError: buffers whose pages differ in size or number.
+        ConfigError: the buffers differ in the size or number of their pages.
     """
+    # One page id addresses all buffers, so all of them must have the same number of pages; of one
+    # size, since a pool has one shape per layer.
     shapes = {(length // size, size) for length, size in zip(lengths, page_bytes, strict=True)}
     if len(shapes) != 1:
         told = ", ".join(f"{pages} pages of {size} bytes" for pages, size in sorted(shapes))
@@ -48,6 +52,7 @@ def pool_of(
     buffers = [
         _bytes_at(address, num_pages * size, device).view(num_pages, size) for address in addresses
     ]
+    # 1. Opaque: bytes under a tag. 2. MLA: one latent vector per token. 3. MHA: K, then V, by head.
     if share.kind == OPAQUE:
         axes = "page", "packed"
         return KVPool.from_tensors(buffers, page_size=page_size, axes=axes, opaque=tag)
@@ -59,14 +64,14 @@ def pool_of(
 
 
 def _bytes_at(address: int, length: int, device: str) -> torch.Tensor:
-    """uint8 [length], a view of memory that somebody else keeps."""
+    """Return a view uint8 [length] of memory that SGLang owns."""
     if device == "cpu":
         return torch.frombuffer((ctypes.c_uint8 * length).from_address(address), dtype=torch.uint8)
     return torch.as_tensor(_OnDevice(address, length), device=device)
 
 
 class _OnDevice:
-    """Memory of a GPU, as torch and others take it."""
+    """GPU memory by its address, in the interface through which torch takes it without a copy."""
 
     def __init__(self, address: int, length: int) -> None:
         self.__cuda_array_interface__ = {
@@ -75,8 +80,10 @@ class _OnDevice:
 
 
 class Rows:
-    """SGLang's metadata: a row of each of several buffers in host memory belongs to a request. It
-    has the first token, log-probabilities, hidden states and the room's number.
+    """SGLang's metadata: buffers in host memory, of each of which a request owns one row.
+
+    A row has the first token, log-probabilities, hidden states and the room's number. It travels as
+    the `aux` of a room.
 
     >>> first, second = np.arange(8, dtype=np.uint8), np.zeros(4, np.uint8)
     >>> rows = Rows([first.ctypes.data, second.ctypes.data], [8, 4], [4, 2])
@@ -90,7 +97,7 @@ class Rows:
     def __init__(
         self, addresses: Sequence[int], lengths: Sequence[int], row_bytes: Sequence[int]
     ) -> None:
-        """Addresses and sizes in bytes, one for each buffer; the buffers have to outlive this."""
+        """Take addresses and sizes in bytes, one per buffer; the buffers have to outlive this."""
         self._buffers = [
             np.ctypeslib.as_array((ctypes.c_uint8 * length).from_address(address)).reshape(-1, size)
             for address, length, size in zip(addresses, lengths, row_bytes, strict=True)
@@ -98,15 +105,16 @@ class Rows:
         self.row_bytes = sum(row_bytes)
 
     def read(self, row: int) -> bytes:
-        """One row of each, one behind the other."""
+        """Return one row of every buffer, concatenated."""
         return b"".join(buffer[row].tobytes() for buffer in self._buffers)
 
     def write(self, row: int, data: bytes) -> None:
-        """The inverse of `read`. Raises RequestError for another size; nothing is written then."""
+        """Write what `read` returned. Raises RequestError for another size, and writes nothing."""
         if len(data) != self.row_bytes:
             raise RequestError(
                 f"prefill sent metadata of {len(data)} bytes, decode's rows have {self.row_bytes}"
             )
+        # The size was checked: a peer's bytes can fill this row, and no other request's.
         start = 0
         for buffer in self._buffers:
             size = buffer.shape[1]

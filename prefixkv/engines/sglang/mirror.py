@@ -1,11 +1,10 @@
-"""Page ids of requests' rows, on the host before a checkpoint needs them.
+"""A copy on the host of the page ids in requests' rows, made before a checkpoint needs them.
 
-SGLang's rows of slots lie on the device. To read one there waits for all that is queued before, a
-forward pass at times. So when SGLang has written to a row, a copy of the first slot of each new
-page is queued into pinned memory, and a checkpoint takes what has arrived.
-
-What is not known here is read from the row: a row whose writer says nothing costs a wait, and gives
-no wrong page. A row counts as another one when SGLang gives it to another request.
+SGLang's rows of slots lie on the device. Reading one waits for all that is queued before, at times
+a forward pass. So when SGLang has written to a row, a copy of the first slot of each new page is
+queued into pinned memory, and a checkpoint takes what has arrived. Pages that are not known here
+are read from the row: a write that goes unnoticed costs a wait, and never gives a wrong page. A row
+that SGLang gives to another request counts as a new row.
 """
 
 from __future__ import annotations
@@ -23,25 +22,29 @@ from prefixkv.spi import InternalError, Pages, pages_for
 
 
 class _Row:
-    """Pages [first, end) of a row are known or on their way; `pages` are those that are here."""
+    """A row of which pages [first, end) are known or being copied; `pages` are those here."""
 
     __slots__ = ("end", "first", "generation", "pages")
 
     def __init__(self, generation: int, first: int) -> None:
-        self.generation = generation  # SGLang's count of requests that had this row
+        self.generation = generation  # SGLang's count of requests that have had this row
         self.first = self.end = first
         self.pages = array("i")
 
 
 class _Copy(NamedTuple):
+    """A queued copy of slots to the host."""
+
     slots: torch.Tensor  # pinned; not to be read before the event is over
     event: Any
-    parts: list[tuple[_Row, int]]  # how many of the slots are whose, in order
+    parts: list[tuple[_Row, int]]  # per row its number of slots, in order
 
 
 class RowMirror:
-    """See the module's text. Owner: SGLang's scheduler, which calls it on the stream on which rows
-    are written. Takes 4 bytes for each page of a request that is in no lock of the tree.
+    """The mirror of all rows. See the module's text.
+
+    Owner: SGLang's scheduler, which calls it on the stream on which rows are written. Takes 4 bytes
+    per page of a request that no lock of the tree covers.
 
     Args:
         pool: SGLang's `ReqToTokenPool`, not on a CPU.
@@ -59,10 +62,13 @@ class RowMirror:
     # --- following --------------------------------------------------------------------------------
 
     def written(self, kv: Any, prefix_len: int) -> None:
-        """SGLang wrote tokens `prefix_len` to `kv.kv_allocated_len` of a request's row, and perhaps
-        once more what was before them. O(new pages), and nothing is waited for."""
+        """Queue a copy of the new pages of a request's row, without a wait. O(new pages).
+
+        SGLang has written tokens `prefix_len` to `kv.kv_allocated_len`, and perhaps rewritten the
+        same slots before them.
+        """
         row = self._find(kv.req_pool_idx)
-        # Other pages than those that were known: a request that gave some back, and got new ones.
+        # Start again where known pages were replaced: the request gave some back, and got others.
         if row is None or row.end > pages_for(prefix_len, self._page_size):
             first = prefix_len // self._page_size
             row = self._rows[kv.req_pool_idx] = _Row(self._generation(kv.req_pool_idx), first)
@@ -73,18 +79,18 @@ class RowMirror:
             self._queue(slots, [(row, row.end - start)])
 
     def step(self, reqs: Iterable[Any]) -> None:
-        """These requests were given the slot of one more token each.
+        """Note that each of these requests was given the slot of one more token.
 
-        Once in `page_size` steps they are looked at: a page has its first slot that many steps
-        before it is whole, and only then a checkpoint needs it.
+        Rows are looked at once in `page_size` steps. That is enough: a page has its first slot that
+        many steps before it is whole, and a checkpoint needs whole pages only.
         """
         self._steps += 1
         if self._steps % self._page_size == 0:
             self.grown(reqs)
 
     def grown(self, reqs: Iterable[Any]) -> None:
-        """These requests' rows may have new pages, up to `kv_allocated_len`. O(requests), and one
-        copy for all new pages."""
+        """Queue one copy of all new pages of these requests' rows. O(requests)."""
+        # One gather over the flat table for all rows: a copy per row would cost a launch each.
         table, size = self._pool.req_to_token, self._page_size
         places: list[int] = []
         parts: list[tuple[_Row, int]] = []
@@ -102,27 +108,30 @@ class RowMirror:
             self._queue(torch.take(table, index), parts)
 
     def forget(self, row_id: int, before: int) -> None:
-        """Pages before `before` of a row are in the tree and locked there, or are others now."""
+        """Forget the pages before `before` of a row: the tree has them now, or they changed."""
         row = self._find(row_id)
         if row is None or before <= row.first:
             return
         if before > row.end:
             self._rows[row_id] = _Row(row.generation, before)
             return
+        # The copies of these pages must be taken first: `_take` appends in order, so `pages` would
+        # otherwise start at the wrong page.
         self._await(row, before)
         del row.pages[: before - row.first]
         row.first = before
 
     def released(self, row_id: int) -> None:
-        """The row is nobody's."""
+        """Forget a row that SGLang takes from its request."""
+        # Copies that are queued for it still arrive; they go into the `_Row` that was dropped here.
         self._rows.pop(row_id, None)
 
     # --- reading ----------------------------------------------------------------------------------
 
     def pages(self, row_id: int, start: int, end: int) -> Pages | None:
-        """The ids of pages `start` to `end` of a row, or None where not all of them are known.
+        """Return the ids of pages `start` to `end` of a row, or None where not all are known.
 
-        Waits for their copies; those were queued before the step whose results SGLang has.
+        Waits for their copies, which is short: they were queued before the step that is over now.
         """
         row = self._find(row_id)
         if row is None or not row.first <= start <= end <= row.end:
@@ -131,10 +140,10 @@ class RowMirror:
         return np.array(row.pages[start - row.first : end - row.first], np.int32)
 
     def check_invariants(self) -> None:
-        """Raises InternalError for a law that does not hold:
+        """Raise InternalError for a law that does not hold:
 
-        - of each row the pages that are here and those that are on their way are all it knows;
-        - each copy has a slot for each page of its parts.
+        - pages that are here and pages that are being copied make up all known pages of a row;
+        - each copy has one slot per page of its parts.
         """
         coming: dict[int, int] = {}
         for copy in self._copies:
@@ -150,13 +159,17 @@ class RowMirror:
     # --- inside -----------------------------------------------------------------------------------
 
     def _generation(self, row_id: int) -> int:
+        """Return SGLang's count of the requests that have had this row, kept on the host."""
         return int(self._pool.req_generation.numpy()[row_id])
 
     def _find(self, row_id: int) -> _Row | None:
+        """Return what is known of a row, or None where another request has the row by now."""
         row = self._rows.get(row_id)
         return row if row is not None and row.generation == self._generation(row_id) else None
 
     def _queue(self, slots: torch.Tensor, parts: list[tuple[_Row, int]]) -> None:
+        """Queue a copy of `slots` to the host, for the rows in `parts`."""
+        # Take in finished copies now, or their pinned memory would pile up.
         while self._copies and self._copies[0].event.query():
             self._take()
         host = torch.empty(len(slots), dtype=slots.dtype, pin_memory=True)
@@ -166,12 +179,14 @@ class RowMirror:
         self._copies.append(_Copy(host, event, parts))
 
     def _await(self, row: _Row, end: int) -> None:
+        """Wait until all pages of a row before `end` are here."""
+        # Copies end in the order in which they were queued: one stream runs them.
         while row.first + len(row.pages) < end:
             self._copies[0].event.synchronize()
             self._take()
 
     def _take(self) -> None:
-        """The first copy is over: its pages are here."""
+        """Take in the first copy, which is over."""
         slots, _, parts = self._copies.popleft()
         pages, start = (slots.numpy() // self._page_size).astype(np.intc), 0
         for row, num_pages in parts:

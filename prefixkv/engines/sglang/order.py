@@ -1,5 +1,5 @@
-"""In what order requests share prefixes best: depth first, the branch that most of them are on
-before the others."""
+"""The order of requests in which they share prefixes best: depth first through the tree, at each
+node the branch with most requests first."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from prefixkv.spi import Node
 
 
 def weight_order(ends: Sequence[Node | None]) -> list[int]:
-    """The places of requests, ordered. O(requests * nodes on their paths).
+    """Return the indices of requests, in that order. O(requests * nodes on their paths).
 
     Equal weights keep the order of `ends`, so that it is the same on every rank.
 
     Args:
-        ends: where the prefix of each ends; None: at the root of the tree.
+        ends: per request the node at which its prefix ends; None: the root of the tree.
     """
+    # 1. Weigh the nodes: each request counts for every node on its path to the root. Children are
+    #    kept in dicts, not sets, so that their order does not depend on hashes.
     at: dict[Node | None, list[int]] = {None: []}
     weight: Counter[Node] = Counter()
     below: dict[Node | None, dict[Node, None]] = {None: {}}
@@ -28,6 +30,8 @@ def weight_order(ends: Sequence[Node | None]) -> list[int]:
             below.setdefault(node, {})
             below.setdefault(node.parent, {})[node] = None
             node = node.parent
+    # 2. Walk the tree with a stack, since a path may be deeper than Python's recursion limit. A
+    #    node comes up twice: first its children are pushed, then its own requests are placed.
     order: list[int] = []
     stack: list[tuple[Node | None, bool]] = [(None, False)]
     while stack:

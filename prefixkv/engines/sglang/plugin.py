@@ -1,17 +1,17 @@
-"""What SGLang loads in each of its processes (entry point group `sglang.srt.plugins`).
+"""The plug-in that SGLang loads in each of its processes (entry point group `sglang.srt.plugins`).
 
-Settings are environment variables, for SGLang's command line takes no options of a plug-in:
+Settings are environment variables, since SGLang's command line takes no options of a plug-in:
 
     PREFIXKV_POLICY     eviction policy, by name; else `--radix-eviction-policy` where that is not
                         `lru`, SGLang's default; else prefixkv's default
-    PREFIXKV_HINTS      0: the tree is not told which prefixes are waited for
+    PREFIXKV_HINTS      0: no hints to the tree about the prefixes of waiting requests
     PREFIXKV_ADMISSION  fifo: SGLang's order of the decode queue; hit_aware (default)
-    PREFIXKV_PATIENCE_S how long hit_aware lets others pass, seconds
-    PREFIXKV_JOIN       0: each request of decode's queue has all that it lacks sent, even where
-                        another brings it
+    PREFIXKV_PATIENCE_S seconds during which hit_aware lets other requests overtake one
+    PREFIXKV_JOIN       0: each request of decode's queue has all missing pages sent, even where
+                        another request brings them
     PREFIXKV_PEEK       0: the head of decode's queue is matched, locked and unlocked at each step,
-                        though it does not fit
-    PREFIXKV_MIRROR     0: each checkpoint on a GPU reads page ids back from it
+                        even if it does not fit
+    PREFIXKV_MIRROR     0: each checkpoint on a GPU reads page ids back from the device
     PREFIXKV_CPU_NIXL   1: KV is in host memory, for SGLang's NIXL backend on a CPU
     PREFIXKV_TRANSFER   JSON, of the transfer backend: `transfer_options.py`
 """
@@ -32,7 +32,10 @@ _log = logging.getLogger("prefixkv.sglang")
 
 
 def load() -> None:
-    """Make the backend known, and hook what it needs; with another version of SGLang, nothing."""
+    """Register both backends with SGLang and hook the methods that they need.
+
+    Only warns, and does nothing, under another version of SGLang than `TESTED`.
+    """
     from importlib.metadata import version
 
     found = version("sglang")
@@ -42,11 +45,15 @@ def load() -> None:
             "--disaggregation-transfer-backend %s are not there", TESTED, found, NAME, NAME,
         )  # fmt: skip
         return
+    # Imported only now: with another version these imports might fail. The check of the factory
+    # makes a second `load` in one process a no-op, since a hook registered twice would run twice.
     from prefixkv.engines.sglang import internals as sgl
 
     if sgl.get_radix_cache_factory(NAME) is None:
         sgl.register_radix_cache_backend(NAME, build)
         sgl.HookRegistry.register(sgl.RECEIVER_BROADCAST, _with_time, sgl.HookType.AROUND)
+        # A hook is registered only where a setting needs it, so a switched-off feature costs
+        # nothing.
         joins = _number("PREFIXKV_JOIN", 1)
         if _number("PREFIXKV_HINTS", 1) or joins or _admission() == "hit_aware":
             sgl.HookRegistry.register(sgl.POP_PREALLOCATED, _around_pop, sgl.HookType.AROUND)
@@ -65,10 +72,10 @@ def load() -> None:
 
 
 def build(context: Any) -> Any:
-    """The cache that `--radix-cache-backend prefixkv` asks for.
+    """Return the tree cache for `--radix-cache-backend prefixkv`.
 
     Raises:
-        ConfigError: an option or a model that it does not serve, by name.
+        ConfigError: names the option or the kind of model that is not supported.
     """
     from prefixkv.engines.sglang.cache import PrefixKVCache
 
@@ -82,7 +89,9 @@ def build(context: Any) -> Any:
 
 
 def policy_name(chosen: str | None, sglang_policy: str) -> str:
-    """Raises ConfigError for a name that no policy has.
+    """Return the eviction policy: the chosen one, else SGLang's unless that is its default, `lru`.
+
+    Raises ConfigError for a name that no policy has.
 
     >>> policy_name(None, "fifo"), policy_name(None, "lru")
     ('fifo', 'adaptive')
@@ -96,7 +105,7 @@ def policy_name(chosen: str | None, sglang_policy: str) -> str:
 
 
 def _refusals(context: Any) -> list[str]:
-    """Why this server cannot have the backend, each by the option to leave out."""
+    """Return why this server cannot have the tree, each reason with the option to leave out."""
     from prefixkv.engines.sglang import internals as sgl
 
     memory, disagg, params = sgl.get_memory(), sgl.get_disagg(), context.params
@@ -126,8 +135,13 @@ def _refusals(context: Any) -> list[str]:
 
 
 def _add_transfer_backend(sgl: Any) -> None:
-    """`--disaggregation-transfer-backend prefixkv`. SGLang's list of names is open, its enumeration
-    of backends is not: it gets a member of ours."""
+    """Register `--disaggregation-transfer-backend prefixkv` and its hooks.
+
+    SGLang's list of names can be extended, but its enumeration of backends is closed. So a member
+    is put into it by hand.
+    """
+    # `object.__new__`, since the constructor of an Enum only looks members up. Both maps: SGLang
+    # finds a backend by value, and lists them by name.
     kinds = import_module(sgl.TRANSFER_UTILS).TransferBackend
     backend = object.__new__(kinds)
     backend._name_, backend._value_ = NAME.upper(), NAME
@@ -161,7 +175,10 @@ def _add_transfer_backend(sgl: Any) -> None:
 def _with_time(
     original: Any, receiver: Any, recv_reqs: list[Any] | None, *rest: Any, **named: Any
 ) -> list[Any]:
-    """Rank 0 sends the time along with the requests; see `clock.py`."""
+    """Add the time to the requests that rank 0 broadcasts, and take it out on every rank.
+
+    See `clock.py`. Only the rank that receives requests has a list here; the others have None.
+    """
     from prefixkv.engines.sglang.clock import CLOCK
 
     if recv_reqs is not None:
@@ -170,34 +187,42 @@ def _with_time(
 
 
 def _around_pop(original: Any, queue: Any, *args: Any, **named: Any) -> Any:
-    """Decode's queue: what it waits for, in what order, and what comes with another."""
+    """Order decode's queue before SGLang admits from it, and keep hints and joins up to date."""
     from prefixkv.engines.sglang.clock import CLOCK
 
     cache = _ours(queue.tree_cache)
     if cache is None:
         return original(queue, *args, **named)
     desk = _desk(queue, cache)
+    # 1. Order. With priorities SGLang sorts the queue itself.
     if _admission() == "hit_aware" and not queue.scheduler.enable_priority_scheduling:
         desk.order.order(queue.queue, _request, CLOCK.now_s)
+    # 2. Hints, before and after. Before: SGLang evicts while it admits, and must spare the prefixes
+    # that wait. After: an admitted request holds a lock, and no longer waits.
     hints = _number("PREFIXKV_HINTS", 1)
     if hints:
         _follow(queue, cache, [item.req for item in queue.queue])
     popped = original(queue, *args, **named)
     if hints:
         _follow(queue, cache, [item.req for item in queue.queue])
+    # 3. Admitted requests bring pages for others. A rebootstrap fetches its own output as well.
     if _number("PREFIXKV_JOIN", 1):
         desk.joins.begin(item.req for item in popped[0] if not item.is_rebootstrap)
     return popped
 
 
 def _after_handshakes(_result: Any, queue: Any, *some: Any, **named: Any) -> None:
-    """SGLang has just found out which requests could be admitted, and tries them next: those that
-    join another are not ready yet, and none is while the first of them does not fit."""
+    """Keep requests back that SGLang would try next in vain.
+
+    SGLang has just marked the requests that could be admitted. Those that join another request are
+    not ready yet; and none is while the first of them does not fit.
+    """
     cache = _ours(queue.tree_cache)
     if cache is None:
         return
     desk = _desk(queue, cache)
     ready = [item for item in queue.queue if item.waiting_for_input and not item.req.finished()]
+    # Joins come first: the request that is tried first is the first that joins none.
     if _number("PREFIXKV_JOIN", 1):
         coming = [item.req for item in queue.transfer_queue.queue] + queue.scheduler.waiting_queue
         joining = [item.req for item in ready if not item.is_rebootstrap]
@@ -205,6 +230,7 @@ def _after_handshakes(_result: Any, queue: Any, *some: Any, **named: Any) -> Non
         cache.counters["joined_requests"] = desk.joins.num_joined
         _not_ready([item for item in ready if id(item.req) in held])
         ready = [item for item in ready if item.waiting_for_input]
+    # SGLang can also call this for some requests only; then the first of `ready` need not be next.
     all_are_tried = all(one is None for one in (*some, *named.values()))
     if _number("PREFIXKV_PEEK", 1) and all_are_tried and ready and not ready[0].is_rebootstrap:
         from prefixkv.engines.sglang.blocked import head_is_blocked
@@ -215,13 +241,13 @@ def _after_handshakes(_result: Any, queue: Any, *some: Any, **named: Any) -> Non
 
 
 def _not_ready(items: list[Any]) -> None:
-    """For this step: SGLang finds out anew at the next."""
+    """Mark items as not ready for this step; SGLang marks them again at the next one."""
     for item in items:
         item.waiting_for_input = False
 
 
 def _desk(queue: Any, cache: Any) -> Any:
-    """What is kept of decode's queue, on the queue."""
+    """Return our state for decode's queue, which is kept on the queue and made at first use."""
     desk = queue.__dict__.get("prefixkv_desk")
     if desk is None:
         from prefixkv.engines.sglang.joins import Joins
@@ -239,13 +265,14 @@ def _desk(queue: Any, cache: Any) -> Any:
 def _after_priority(
     _result: Any, policy: Any, waiting_queue: list[Any], *_args: Any, **_named: Any
 ) -> None:
+    """Give the tree hints about the waiting queue, at each of SGLang's passes over it."""
     cache = _ours(policy.tree_cache)
     if cache is not None:
         _follow(policy, cache, waiting_queue)
 
 
 def _after_decode(_slots: Any, batch: Any, *_args: Any, **_named: Any) -> None:
-    """Each request of a batch was given the slot of its next token."""
+    """Mirror the slot of the next token, which each request of a batch was given."""
     cache = _ours(batch.tree_cache)
     if cache is not None and cache.mirror is not None:
         cache.mirror.step(batch.reqs)
@@ -254,14 +281,14 @@ def _after_decode(_slots: Any, batch: Any, *_args: Any, **_named: Any) -> None:
 def _after_spec_decode(
     _result: Any, tree_cache: Any, *_args: Any, reqs: list[Any], **_named: Any
 ) -> None:
-    """The same with speculation: several slots each, as many as one step may need."""
+    """Mirror the new slots under speculation: several per request, as many as a step may need."""
     cache = _ours(tree_cache)
     if cache is not None and cache.mirror is not None:
         cache.mirror.grown(reqs)
 
 
 def _around_manager(original: Any, queue: Any, *args: Any, **named: Any) -> Any:
-    """A manager of ours is told how its pages are laid out."""
+    """Set the layout of pages while SGLang makes a manager; see `shares.saying`."""
     from prefixkv.engines.sglang import shares
 
     total_heads = int(queue.scheduler.model_config.get_total_num_kv_heads())
@@ -270,18 +297,19 @@ def _around_manager(original: Any, queue: Any, *args: Any, **named: Any) -> Any:
 
 
 def _after_sender(is_made: bool, _queue: Any, req: Any, *_args: Any, **_named: Any) -> None:
-    """A sender of ours is told its request."""
+    """Give a sender of ours its request, which SGLang's constructor does not pass on."""
     begin = getattr(req.disagg_kv_sender, "prefixkv_begin", None) if is_made else None
     if begin is not None:
         begin(req)
 
 
 def _after_receiver(item: Any, queue: Any, req: Any, *_args: Any, **_named: Any) -> None:
-    """A receiver of ours is told its request; no timeout gives pages back that prefill may still
-    write."""
+    """Give a receiver of ours its request, and switch off SGLang's timed release of pages."""
     begin = getattr(item.kv_receiver, "prefixkv_begin", None)
     if begin is not None:
         begin(req)
+        # Proof frees pages, never a timer: prefill may still write into the pages of a request that
+        # failed. SGLang asks `is_abort_release_safe` until there is proof.
         queue.transfer_queue.enable_deferred_kv_release = True
         queue.transfer_queue.deferred_kv_release_timeout = float("inf")
 
@@ -289,35 +317,43 @@ def _after_receiver(item: Any, queue: Any, req: Any, *_args: Any, **_named: Any)
 def _after_add(
     _result: Any, queue: Any, req: Any, is_retracted: bool = False, is_rebootstrap: bool = False
 ) -> None:
-    """Prefill hears of a request that decode refused before it had a receiver: a prompt that is too
-    long, for instance."""
+    """Inform prefill of a request that decode refused before it had a receiver.
+
+    For instance a prompt that is too long.
+    """
     taken = bool(queue.queue) and queue.queue[-1].req is req
     if not (taken or is_retracted or is_rebootstrap):
         _decline(queue, req)
 
 
 def _after_prefill_add(_result: Any, queue: Any, req: Any, *_args: Any, **_named: Any) -> None:
-    """Decode hears of a request that prefill refused before it had a sender."""
+    """Inform decode of a request that prefill refused before it had a sender."""
     if not (queue.queue and queue.queue[-1] is req):
         _decline(queue, req)
 
 
 def _before_bootstrapped(queue: Any, *_args: Any, **_named: Any) -> None:
-    """SGLang calls this at each step. Where no sender is polled, what decode says has to be heard
-    all the same: it may be of a request that ended here."""
+    """Take in decode's announcements at each step of prefill.
+
+    Also where no sender is polled: an announcement may belong to a request that has ended here.
+    """
     pump = getattr(queue.kv_manager, "prefixkv_pump", None)
     if pump is not None:
         pump()
 
 
 def _after_request(_result: Any, scheduler: Any, asked: Any, *_args: Any, **_named: Any) -> None:
-    """A request has come, and is in a queue, or waits for its grammar, or was refused on its way
-    there: then the other server hears of it."""
+    """Inform the other server of a request that was refused on its way into a queue.
+
+    A request that is in a queue, or waits for its grammar to compile, is not refused.
+    """
     queue = getattr(scheduler, "disagg_prefill_bootstrap_queue", None)
     queue = queue or getattr(scheduler, "disagg_decode_prealloc_queue", None)
     manager: Any = getattr(queue, "kv_manager", None)
     if not hasattr(manager, "decline"):
         return
+    # `heard_of` was set by `prefixkv_begin` or `decline` within the hooked call, if this request
+    # got so far. If neither ran, no other part of the plug-in knows of it.
     heard_of, manager.heard_of = manager.heard_of, ""
     compiles = any(req.rid == asked.rid for req in scheduler.grammar_manager.grammar_queue)
     if heard_of != asked.rid and not compiles:
@@ -326,6 +362,7 @@ def _after_request(_result: Any, scheduler: Any, asked: Any, *_args: Any, **_nam
 
 
 def _decline(queue: Any, req: Any) -> None:
+    """Decline a request with a room, where the manager is ours; not SGLang's own health checks."""
     from prefixkv.engines.sglang import internals as sgl
 
     decline = getattr(queue.kv_manager, "decline", None)
@@ -335,20 +372,26 @@ def _decline(queue: Any, req: Any) -> None:
 
 
 def _after_waiting_abort(_result: Any, _scheduler: Any, req: Any) -> None:
-    """SGLang polls and clears this request's sender no more, so its number could not be used
-    again."""
+    """Clear the sender of an aborted waiting request, which SGLang neither polls nor clears.
+
+    Without it the number of its room could never be used again.
+    """
     if hasattr(req.disagg_kv_sender, "prefixkv_begin"):
         req.disagg_kv_sender.clear()
 
 
 def _around_capacity(original: Any, queue: Any, req: Any) -> bool:
-    """Of decode: whether a request can never be admitted. SGLang compares its prompt with the pool,
-    but admits a request only where the tokens that are reserved for its output fit too: else it
-    waits at the head of the queue for ever, and all others behind it."""
+    """Return whether decode can never admit a request, and refuse it then.
+
+    SGLang compares only the prompt with the pool here, but admits a request only where the tokens
+    reserved for its output fit too. A request in between would wait at the head of the queue
+    without end, and all others behind it.
+    """
     from prefixkv.engines.sglang import internals as sgl
 
     if original(queue, req):
         return True
+    # A request that has run, and was retracted, fitted before.
     has_run = bool(req.output_ids) and not getattr(req, "pd_rebootstrap_in_progress", False)
     if has_run or not hasattr(queue.kv_manager, "decline"):
         return False
@@ -368,10 +411,10 @@ def _around_capacity(original: Any, queue: Any, req: Any) -> bool:
 
 
 def _around_normalize(original: Any, asked: Any, *args: Any, **named: Any) -> Any:
-    """What cannot work is refused before any room is opened, by both servers, with status 400.
+    """Refuse requests that cannot work, with status 400, before a room is opened.
 
-    SGLang makes several requests of `n` samples, all with one room. Several prompts have rooms of
-    their own: as listed, or one after the other, as SGLang counts them.
+    Both servers do so, by the same rules. SGLang makes `n` requests of `n` samples, all with one
+    room. Several prompts have a room each: as listed, or consecutive numbers, as SGLang counts.
     """
     from prefixkv.engines.sglang import internals as sgl
 
@@ -391,8 +434,11 @@ def _around_normalize(original: Any, asked: Any, *args: Any, **named: Any) -> An
 
 
 def _check_rooms(asked: Any) -> None:
-    """Raises ValueError for rooms that cannot be opened. SGLang itself refuses a request that has
-    none at all."""
+    """Raise ValueError for room numbers that cannot be opened.
+
+    A request without any room is left to SGLang, which refuses it itself.
+    """
+    # 1. The shape: one number, or a list with one per prompt. 2. Each number: in range, and once.
     from prefixkv.engines.sglang.rooms import ROOMS
 
     rooms = asked.bootstrap_room
@@ -414,11 +460,12 @@ def _check_rooms(asked: Any) -> None:
 
 
 def _in_host_memory(_original: Any, _kinds: Any, expected_len: int) -> list[str]:
-    """SGLang's NIXL backend takes KV for VRAM; on a CPU it is DRAM."""
+    """Return "DRAM" for all KV, which SGLang's NIXL backend registers as VRAM even on a CPU."""
     return ["DRAM"] * expected_len
 
 
 def _follow(owner: Any, cache: Any, requests: list[Any]) -> None:
+    """Set the hints of the queue `owner` to these requests."""
     from prefixkv.engines.sglang.waiting import WaitingPrefixes
 
     waiting = owner.__dict__.get("prefixkv_waiting")
@@ -428,6 +475,7 @@ def _follow(owner: Any, cache: Any, requests: list[Any]) -> None:
 
 
 def _ours(cache: Any) -> Any:
+    """Return the cache if it is an enabled one of ours, else None."""
     from prefixkv.engines.sglang.cache import PrefixKVCache
 
     return cache if isinstance(cache, PrefixKVCache) and not cache.disable else None
@@ -438,6 +486,7 @@ def _request(item: Any) -> Any:
 
 
 def _admission() -> str:
+    """Return the setting PREFIXKV_ADMISSION. Raises ConfigError for an unknown value."""
     name = os.environ.get("PREFIXKV_ADMISSION", "hit_aware")
     if name not in ("fifo", "hit_aware"):
         raise ConfigError(f"PREFIXKV_ADMISSION is {name!r}, not one of fifo, hit_aware")
@@ -445,6 +494,7 @@ def _admission() -> str:
 
 
 def _number(name: str, default: float) -> float:
+    """Return a numeric setting from the environment. Raises ConfigError for other text."""
     text = os.environ.get(name, "")
     try:
         return float(text) if text else default

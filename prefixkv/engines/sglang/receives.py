@@ -1,4 +1,4 @@
-"""Decode's rooms as SGLang asks for them: polled, and held until nothing writes their pages."""
+"""Decode's rooms, in the form that SGLang needs: polled, held until nothing writes their pages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ _log = logging.getLogger("prefixkv.sglang")
 
 @dataclass(slots=True, eq=False)
 class Receive:
-    """A request's room. `held`: a peer may still write its pages."""
+    """A request's room on decode. `held`: a peer may still write its pages.
+
+    The first outcome stays: SGLang may have seen it already.
+    """
 
     room: int
     num_pages: int = 0
@@ -24,32 +27,33 @@ class Receive:
     held: bool = False
 
     def fail(self, reason: str) -> None:
+        """Set a failed outcome. No-op after an outcome. Does not end `held`."""
         if self.outcome is None:
             self.outcome, self.error = KVPoll.FAILED, reason
 
 
 class Receives:
-    """All rooms of a decode rank. One thread's: SGLang's scheduler.
+    """All rooms of a decode rank. Owner: SGLang's scheduler thread.
 
     Args:
-        transfers: the caller's, to close.
-        page_size: tokens a page.
+        transfers: closed by the caller.
+        page_size: tokens per page.
     """
 
     def __init__(self, transfers: DecodeTransfers, page_size: int) -> None:
         self.transfers = transfers
         self._page_size = page_size
-        self._rooms: dict[int, Receive] = {}  # that are held
+        self._rooms: dict[int, Receive] = {}  # held rooms only; `_settle` takes them out
 
     def __len__(self) -> int:
         return len(self._rooms)
 
     def is_held(self, room: int) -> bool:
-        """Whether a peer may still write pages that were promised for it."""
+        """Return whether a peer may still write pages that were promised for the room."""
         return room in self._rooms
 
     def answers(self, prefill: str) -> bool:
-        """Whether the worker at this address was greeted, and is not silent."""
+        """Return whether the worker at this address was greeted, and is not silent."""
         return self.transfers.peers().get(prefill, (None, ""))[1] == "ready"
 
     def open(
@@ -62,9 +66,11 @@ class Receives:
         digest: bytes,
         ticket: int,
     ) -> Receive:
-        """Promise pages for a prompt of `num_pages`, all behind its first `prefix_len` tokens. One
-        that cannot be promised has failed, and is not held. The `ticket` is as for
-        `DecodeTransfers.open`."""
+        """Promise pages for a prompt of `num_pages`: those after its first `prefix_len` tokens.
+
+        If they cannot be promised, the returned room has failed and is not held, and prefill is
+        refused. The `ticket` is as for `DecodeTransfers.open`.
+        """
         receive = Receive(room, len(pages))
         try:
             self.transfers.open(
@@ -80,29 +86,32 @@ class Receives:
         return receive
 
     def refuse(self, room: int, prefill: str, reason: str, ticket: int) -> None:
-        """No pages will be promised for it: prefill is told."""
+        """Tell prefill that no pages will be promised for a room. A failure is only logged."""
         try:
             self.transfers.refuse(room, 0, prefill, reason, ticket)
         except PrefixKVError as error:
             _log.warning("room %d was not refused: %s", room, error)
 
     def abort(self, receive: Receive, reason: str) -> None:
-        """End a room; it is held until it is drained. Over: no-op."""
+        """End a room, which stays held until it is drained. No-op for a room that is over."""
         receive.fail(reason)
         if receive.held:
             self.transfers.abort(receive.room, 0, reason)
 
     def pump(self) -> None:
-        """Take what became of rooms. Cheap where nothing did."""
+        """Take in the events of all rooms. Cheap where there are none."""
         try:
             events = self.transfers.take_events()
-        except InternalError as error:  # the control thread lives on, and so do other rooms
+        except InternalError as error:  # the control thread survives it, and so do other rooms
             _log.error("prefixkv: %s", error)
             return
         for event in events:
             receive = self._rooms.get(event.key.room)
             if receive is None:
-                continue  # of a room that was refused
+                continue  # the event of a room that was refused
+            # 1. Success is also proof: everything was written, so nothing more will be. It does not
+            #    replace an abort of ours. 2. A failure leaves the pages held. 3. Drained is proof.
+            # 4. Overdue changes nothing: without proof the pages stay held.
             what = receive.room, receive.num_pages
             match event:
                 case RoomEnded(poll=KVPoll.SUCCESS):
@@ -122,5 +131,6 @@ class Receives:
                     )  # fmt: skip
 
     def _settle(self, receive: Receive) -> None:
+        """End the hold on a room's pages, after proof that nothing writes them."""
         receive.held = False
         del self._rooms[receive.room]

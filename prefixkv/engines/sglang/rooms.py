@@ -1,8 +1,9 @@
-"""The numbers that a room may have, in each of SGLang's processes."""
+"""The range of room numbers, for each of SGLang's processes."""
 
 from __future__ import annotations
 
 from typing import Final
 
 ROOMS: Final = range(1, 2**63)
-"""SGLang takes 0 for a room whose metadata has not come, and keeps the numbers in 64 bits."""
+"""Valid room numbers. To SGLang 0 is a room whose metadata has not arrived, and it keeps the
+numbers in signed 64 bits."""

@@ -1,12 +1,12 @@
-"""Prefill's rooms as SGLang asks for them: polled, and given page ids chunk by chunk.
+"""Prefill's rooms in the form that SGLang needs: polled, and given page ids chunk by chunk.
 
-SGLang makes a sender when a request comes, and knows a room's number and its tokens, but not which
-decode worker it is for. That worker announces itself (`announce`), in either order; then the room
+SGLang makes a sender when a request arrives, and knows a room's number and tokens, but not its
+decode worker. That worker announces itself (`announce`), before or after the request; then the room
 is added. Rooms are counted in pages: the last page of a prompt is sent whole.
 
-A request that ends here without a room (`decline`) has another half on decode, which may have
-announced itself, or will. It is refused, so that it does not wait for its timeout. The other way
-round, decode says which requests it has ended before it promised anything (`withdraw`).
+A request that ends here without a room (`decline`) has another half on decode, which is refused, so
+that it does not wait for its timeout. The other way round, decode reports the requests that it has
+ended before it promised anything (`withdraw`).
 """
 
 from __future__ import annotations
@@ -27,22 +27,21 @@ _log = logging.getLogger("prefixkv.sglang")
 _What = TypeVar("_What")
 
 MAX_ANNOUNCED: Final = 65_536
-"""Of rooms whose request has not come, or was aborted before; the oldest are forgotten."""
+"""Limit of entries of each kind about rooms that have no request here; the oldest are forgotten."""
 MAX_SECONDS: Final = 64
-"""Requests that came with the number of a room that is not over, of which it is remembered that
-they failed; the same of announcements."""
+"""Limit, per room, of later requests with its number that are remembered, and of announcements."""
 GRACE_S: Final = 2.0
-"""How long an announcement waits for its request where one of that number has ended: the number may
-be in use again, and decode be the first to say so."""
+"""Seconds for which an announcement waits for its request where a request of that number has ended:
+the number may be in use again, with decode's announcement the first to arrive."""
 WITHDRAWN_S: Final = 60.0
-"""How long a request is waited for that decode has ended, to fail it as it comes."""
+"""Seconds for which a withdrawal waits for its request, to fail it on arrival."""
 
 First = Literal[b"alone", b"silent", b"announced"]
 ALONE: Final = b"alone"
 SILENT: Final = b"silent"
 ANNOUNCED: Final = b"announced"
-"""What else has a number on decode as a request of it ends: nothing, or another request, which has
-announced itself or has not."""
+"""State of a number on decode when a request of it ends: no other request has it (ALONE), or one
+that has not announced itself yet (SILENT), or one that has (ANNOUNCED)."""
 
 
 class _Gone(NamedTuple):
@@ -53,12 +52,15 @@ class _Gone(NamedTuple):
     reason: str
 
     def is_half_of(self, announced: _Announced) -> bool:
+        """Return whether both are about one prompt, as far as their digests are known."""
         return b"" in (self.digest, announced.digest) or self.digest == announced.digest
 
 
 class _Announced(NamedTuple):
-    """A decode worker's word that it has a request of this prompt; the request has not come here.
-    With a reason: that it has ended it, and had promised nothing."""
+    """An announcement by a decode worker that it has a request of this prompt.
+
+    With a `reason` it is a withdrawal: decode has ended the request, and had promised nothing.
+    """
 
     decode: str
     digest: bytes
@@ -68,8 +70,11 @@ class _Announced(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Send:
-    """A request's room. `progress` is how far it was while it lived; `poll` is what SGLang may be
-    told: a room is over only when no write reads its pages any more."""
+    """A request's room on prefill.
+
+    `progress` is its state while it runs. `poll` is the state that SGLang may see: a room is over
+    only when no write reads its pages any more, since SGLang then frees them.
+    """
 
     room: int
     digest: bytes
@@ -81,31 +86,32 @@ class Send:
     outcome: KVPoll | None = None
     error: str = ""
     free: bool = True
-    """Nothing reads its pages: not added yet, or SourceFree has come."""
+    """True where nothing reads its pages: not added yet, or SourceFree has come."""
     seconds: list[_Gone] = field(default_factory=list)
-    """Requests with its number that came while it was not over, and failed."""
+    """Further requests with its number that came before it was over, and failed."""
     later: list[_Announced] = field(default_factory=list)
-    """What decode announced behind its own announcement: the other halves of `seconds`, or of what
-    comes when it is over."""
+    """Announcements after its own one: the other halves of `seconds`, or of the next use."""
 
     @property
     def poll(self) -> KVPoll:
+        """State for SGLang; an outcome shows only when the pages are free."""
         if self.outcome is not None and self.free:
             return self.outcome
         return self.progress
 
     def fail(self, reason: str) -> None:
+        """Set a failed outcome. No-op after an outcome."""
         if self.outcome is None:
             self.outcome, self.error = KVPoll.FAILED, reason
 
 
 class Sends:
-    """All rooms of a prefill rank. One thread's: SGLang's scheduler.
+    """All rooms of a prefill rank. Owner: SGLang's scheduler thread.
 
     Args:
-        transfers: the caller's, to close.
-        page_size: tokens a page.
-        clock: seconds.
+        transfers: closed by the caller.
+        page_size: tokens per page.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -117,10 +123,14 @@ class Sends:
         self.transfers = transfers
         self._page_size = page_size
         self._clock = clock
-        self._rooms: dict[int, Send] = {}  # that are not over
+        # The two halves of a request arrive in either order, over different ways, and either may
+        # have ended. Of each number there may be: a live room; decode's half without ours
+        # (`_announced`); our ended half without decode's (`_gone`); both, with ours ended
+        # (`_doubtful`); decode's ended half without ours (`_withdrawn`). All but rooms are bounded.
+        self._rooms: dict[int, Send] = {}
         self._announced: OrderedDict[int, _Announced] = OrderedDict()
         self._gone: OrderedDict[int, _Gone] = OrderedDict()
-        # Announcements of what has ended here, and when they are refused.
+        # With the time at which decode is refused: a new request may still claim it until then.
         self._doubtful: OrderedDict[int, tuple[float, _Announced, str]] = OrderedDict()
         self._withdrawn: OrderedDict[int, _Announced] = OrderedDict()
 
@@ -128,18 +138,26 @@ class Sends:
         return len(self._rooms)
 
     def begin(self, room: int, digest: bytes, num_pages: int) -> Send:
-        """The request of a room has come. A room of that number that is not over: it fails."""
+        """Begin the room of a request that has arrived here.
+
+        It fails at once if a room of that number is not over, or if decode has ended its half.
+        """
         send = Send(room, digest, num_pages)
+        # 1. The number is in use. This request fails alone; its other half is refused as well.
         if room in self._rooms:
             reason = f"room {room} is another request's"
             send.fail(reason)
             self.decline(room, digest, reason)
             return send
+        # 2. Decode has ended its half already.
         withdrawn = self._take_withdrawn(room, digest)
         if withdrawn is not None:
             send.fail(withdrawn.reason)
-            _remember(self._gone, room, _Gone(digest, withdrawn.reason))  # if it was another's
+            # Kept, in case the withdrawal was meant for another request of that number.
+            _remember(self._gone, room, _Gone(digest, withdrawn.reason))
             return send
+        # 3. A new use of the number: a former one that ended here no longer counts. An announcement
+        # that waits belongs to it, also one that came after the end of a former use (`_doubtful`).
         self._rooms[room] = send
         self._gone.pop(room, None)
         announced = self._announced.pop(room, None)
@@ -150,9 +168,13 @@ class Sends:
         return send
 
     def decline(self, room: int, digest: bytes, reason: str) -> None:
-        """A request with this number ends here without a room: decode hears why. A room of that
-        number that is not over goes on, and decode hears when it is over. An empty digest stands
-        for any prompt."""
+        """Tell decode why a request with this number ends here without a room.
+
+        A room of that number that is not over is not disturbed, and decode hears of this request
+        when it is over. An empty digest stands for any prompt.
+        """
+        # 1. Another request has the number: see `_over`. 2. and 3. Decode has announced its half:
+        # refuse it. 4. Decode has ended its half too: both are gone. 5. Decode will announce it.
         send = self._rooms.get(room)
         if send is not None:
             send.seconds.append(_Gone(digest, reason))
@@ -165,13 +187,20 @@ class Sends:
             _remember(self._gone, room, _Gone(digest, reason))
 
     def announce(self, room: int, decode: str, digest: bytes) -> None:
-        """The decode worker of that name has the room's other end, for the prompt of the digest."""
+        """Take in that the decode worker `decode` has the room's other end, for a prompt's digest.
+
+        Any process that reaches the socket may send this; the digest ties it to a prompt.
+        """
+        # 1. The room waits for it. 2. The room has another decode worker: the later one is refused.
+        # 3. The same worker again: it has finished with this use of the number. 4. Our half has
+        # ended. The announcement may belong to the next use, so it waits for a short time. 5. Our
+        # half has not arrived yet.
         announced, send = _Announced(decode, digest), self._rooms.get(room)
         if send is not None and not send.decode:
             self._pair(send, announced)
         elif send is not None and send.decode != decode:
             self._refuse(room, decode, f"room {room} is for another decode worker")
-        elif send is not None:  # decode has done with that use of the number
+        elif send is not None:
             send.later.append(announced)
             del send.later[:-MAX_SECONDS]
         elif (gone := self._gone.get(room)) is not None and gone.is_half_of(announced):
@@ -183,17 +212,23 @@ class Sends:
     def withdraw(
         self, room: int, decode: str, digest: bytes, reason: str, first: First = ALONE
     ) -> None:
-        """That decode worker has ended its request of this number, before it promised anything. Its
-        other half fails, now or as it comes. An empty digest stands for any prompt. `first`: what
-        else has the number there. Where that has not announced itself, the room may be its own."""
+        """Take in that a decode worker has ended its request of this number without a promise.
+
+        The other half fails, now or when it arrives. An empty digest stands for any prompt. `first`
+        is the state of the number on decode: if SILENT, the room here may belong to the other
+        request, so it is not failed.
+        """
         withdrawn = _Announced(decode, digest, f"decode: {reason}", self._clock())
         send, gone = self._rooms.get(room), self._gone.get(room)
         if first == ALONE:
-            self._announced.pop(room, None)  # of a former use
+            self._announced.pop(room, None)  # left over from a former use
+        # 1. The room waits for an announcement, which will not come. 2. The room is paired with
+        # this worker, or may be the other request's (SILENT): this is about another use of the
+        # number. 3. Our half has ended too. 4. Our half has yet to come.
         if send is not None and not send.decode and first != SILENT:
             send.fail(withdrawn.reason)
             self._over(send)
-        elif send is not None and send.decode in ("", decode):  # of another use
+        elif send is not None and send.decode in ("", decode):
             send.later.append(withdrawn)
             del send.later[:-MAX_SECONDS]
         elif send is None and gone is not None and gone.is_half_of(withdrawn):
@@ -202,6 +237,7 @@ class Sends:
             _remember(self._withdrawn, room, withdrawn)
 
     def _take_withdrawn(self, room: int, digest: bytes) -> _Announced | None:
+        """Take out the withdrawal that fits this prompt, unless it is too old."""
         found = self._withdrawn.get(room)
         if found is not None and self._clock() - found.since_s >= WITHDRAWN_S:
             del self._withdrawn[room]
@@ -210,19 +246,25 @@ class Sends:
         return None
 
     def _pair(self, send: Send, announced: _Announced) -> None:
-        """The room is that decode worker's, if both mean one prompt. Else neither is served, nor
-        what the other halves of the two may be, where one number was given to two requests."""
+        """Connect a room with the decode worker that announced it, if both mean the same prompt.
+
+        If not, one number was given to two requests. Then neither is served, nor are their other
+        halves.
+        """
         if _Gone(send.digest, "").is_half_of(announced):
             self._add(send, announced.decode)
             return
         reason = f"PromptMismatchError: room {send.room} has another prompt on the other server"
         send.fail(reason)
         self._over(send)
+        # Both halves that are here end now. Their other halves are on the way: the withdrawal fails
+        # the one that comes here, and `_gone` refuses the one that decode will announce.
         self._refuse(send.room, announced.decode, reason)
         self.withdraw(send.room, announced.decode, announced.digest, reason)
         _remember(self._gone, send.room, _Gone(send.digest, reason))
 
     def _add(self, send: Send, decode: str) -> None:
+        """Add the room for this decode worker; from now on writes may read its pages."""
         send.decode = decode
         num_tokens = send.num_pages * self._page_size
         try:
@@ -233,9 +275,11 @@ class Sends:
             self._over(send)
 
     def _over(self, send: Send) -> None:
-        """Its number may be used again: what came for it meanwhile is answered, or waits."""
+        """Forget a room, so that its number may be used again, and answer what came meanwhile."""
         room = send.room
         del self._rooms[room]
+        # An announcement is refused if its other half failed here. One without a half waits for it,
+        # as if it came now. Then the requests without an announcement wait for theirs.
         for announced in send.later:
             other = next((one for one in send.seconds if one.is_half_of(announced)), None)
             if other is not None:
@@ -250,6 +294,7 @@ class Sends:
             _remember(self._gone, room, other)
 
     def _refuse(self, room: int, decode: str, reason: str) -> None:
+        """Refuse a room to decode. A failure is only logged."""
         try:
             self.transfers.refuse(room, 0, reason, decode=decode)
         except PrefixKVError as error:
@@ -264,9 +309,9 @@ class Sends:
         aux: bytes = b"",
         ready: DeviceEvent | None = None,
     ) -> None:
-        """The next pages of a request behind decode's prefix hold their KV, once `ready` is.
+        """Send the next pages of a request, after decode's prefix, once `ready` is.
 
-        A room that has ended takes none.
+        A room that has ended sends nothing. With `last` the pages must complete the prompt.
         """
         send.pages += [int(page) for page in pages]
         if send.outcome is not None:
@@ -277,19 +322,21 @@ class Sends:
             reason = f"{given} pages were given for a prompt of {send.num_pages}"
             self.abort(send, reason)
             return
-        # What decode has is not sent: these ids stand for nothing.
+        # Decode's prefix is never sent, so its ids are only there to keep the count.
         ids = [0] * send.prefix_pages + send.pages
         try:
             self.transfers.send_chunk(
                 send.room, given * self._page_size, ids, decode=send.decode, last=last,
                 aux=aux, ready=ready, generation=0,
             )  # fmt: skip
-        except PrefixKVError as error:  # nothing was handed over, so the room must not go on
+        except PrefixKVError as error:  # decode would wait for pages that never come
             self.abort(send, str(error))
 
     def abort(self, send: Send, reason: str) -> None:
-        """End a room; it polls FAILED once no write reads its pages. Over: no-op."""
+        """End a room; it polls FAILED once no write reads its pages. No-op where it is over."""
         send.fail(reason)
+        # 1. Added: writes may read the pages, so it is over with SourceFree. 2. Not added: nothing
+        # reads them, so it is over now, and decode is refused as soon as it announces itself.
         if not send.free:
             self.transfers.abort(send.room, 0, reason, decode=send.decode)
         elif self._rooms.get(send.room) is send:
@@ -297,19 +344,21 @@ class Sends:
             _remember(self._gone, send.room, _Gone(send.digest, reason))
 
     def pump(self) -> None:
-        """Take what became of rooms. Cheap where nothing did."""
+        """Take in the events of all rooms. Cheap where there are none."""
+        # Refuse announcements that no new request has claimed in time; ordered by that time.
         while self._doubtful and next(iter(self._doubtful.values()))[0] <= self._clock():
             room, (_, announced, reason) = self._doubtful.popitem(last=False)
             self._refuse(room, announced.decode, reason)
         try:
             events = self.transfers.take_events()
-        except InternalError as error:  # the control thread lives on, and so do other rooms
+        except InternalError as error:  # the control thread survives it, and so do other rooms
             _log.error("prefixkv: %s", error)
             return
         for event in events:
             send = self._rooms.get(event.key.room)
             if send is None or send.decode != event.key.decode:
-                continue  # of a room that was refused
+                continue  # the event of a room that was refused
+            # The outcome and the end of reads are two events: SGLang sees the first after both.
             match event:
                 case Bootstrapped():
                     send.prefix_pages = event.prefix_len // self._page_size
@@ -324,6 +373,7 @@ class Sends:
 
 
 def _remember(rooms: OrderedDict[int, _What], room: int, what: _What) -> None:
+    """Store an entry as the newest, and forget the oldest above the limit: clients name rooms."""
     rooms[room] = what
     rooms.move_to_end(room)
     while len(rooms) > MAX_ANNOUNCED:

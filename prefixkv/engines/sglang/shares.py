@@ -1,8 +1,8 @@
-"""What a rank holds of a model's KV, as far as SGLang's own pool says it.
+"""A rank's share of a model's KV, as far as SGLang's own pool describes it.
 
-SGLang gives a transfer backend addresses and sizes. Where ranks of one server are more than those
-of the other, a page has to be cut by its heads, so its pool is asked how they lie in it. Of a pool
-that is not known here pages are opaque: they move whole, between servers of equal size.
+SGLang gives a transfer backend addresses and sizes only. Where two servers differ in their number
+of ranks, pages are cut by heads, so the layout of heads is read from SGLang's pool. Pages of an
+unknown kind of pool are opaque: they move whole, between servers with equal numbers of ranks.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ MLA: Final = "mla"
 
 
 class Share(NamedTuple):
-    """How a page lies in the buffers of a rank. `kind` MHA: the first half of them hold K, the
-    others V, [token, head, element]; MLA: latent vectors, of which each rank has all; OPAQUE:
-    whatever SGLang's kernels make of it. Heads are KV heads, `num_heads` those of the rank and
-    `total_heads` those of the model.
+    """The layout of a page in a rank's buffers.
+
+    `kind` MHA: the first half of the buffers hold K, the others V, as [token, head, element]; MLA:
+    latent vectors, complete on each rank; OPAQUE: known to SGLang's kernels only. Heads are KV
+    heads, `num_heads` those of the rank and `total_heads` those of the model.
 
     >>> Share(MHA, 2, 4).mesh(num_buffers=32, size=2).shard(1)
     Shard(first_layer=0, num_layers=16, first_head=2, num_heads=2)
@@ -34,7 +35,10 @@ class Share(NamedTuple):
     total_heads: int = 1
 
     def mesh(self, num_buffers: int, size: int) -> Mesh:
-        """Of a server with so many ranks. Opaque pages: a head of each rank's own."""
+        """Return the mesh of a server with `size` ranks; opaque pages count as one head per rank.
+
+        `num_buffers` are a rank's, which are layers; of MHA two buffers are one layer.
+        """
         if self.kind == MHA:
             return Mesh(num_buffers // 2, self.total_heads, size)
         return Mesh(num_buffers, 1 if self.kind == MLA else size, size)
@@ -44,8 +48,11 @@ UNKNOWN: Final = Share()
 
 
 def share_of(pool: Any, total_heads: int) -> Share:
-    """`pool` is SGLang's `token_to_kv_pool`, `total_heads` the model's. A class derived from those
-    that are known may lay its pages out otherwise: it is opaque."""
+    """Return the share of SGLang's `token_to_kv_pool`; `total_heads` are the model's KV heads.
+
+    Only the exact classes are recognised: a derived class may lay its pages out differently, and
+    counts as opaque. A wrong guess would send wrong bytes, an opaque page only needs equal ranks.
+    """
     name, module = type(pool).__name__, type(pool).__module__
     if module != "sglang.srt.mem_cache.memory_pool":
         return UNKNOWN
@@ -64,12 +71,13 @@ _SAID: ContextVar[Share] = ContextVar("share of the manager that SGLang makes")
 
 
 def said() -> Share:
+    """Return the share that was set by `saying`; `UNKNOWN` outside of it."""
     return _SAID.get(UNKNOWN)
 
 
 @contextmanager
 def saying(share: Share) -> Iterator[None]:
-    """While SGLang makes a manager, which is not told."""
+    """Set the share while SGLang makes a manager: its constructor has no argument for it."""
     token = _SAID.set(share)
     try:
         yield

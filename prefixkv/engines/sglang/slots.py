@@ -12,7 +12,7 @@ from prefixkv.spi import Pages
 
 
 def to_device(values: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
-    """The same on the device, without waiting for it."""
+    """Copy values to the device, without waiting for the device."""
     tensor = torch.from_numpy(values)
     if device.type == "cpu":
         return tensor
@@ -21,14 +21,14 @@ def to_device(values: npt.NDArray[np.int64], device: torch.device) -> torch.Tens
 
 
 class SlotTable:
-    """The slots of every page, a row a page, on the device: so pages become slots in one gather.
+    """A table on the device with one row of slots per page: pages become slots in one gather.
 
-    Takes 8 bytes a token of the pool.
+    Takes 8 bytes per token of the pool.
 
     Args:
         num_pages: one above the largest page id.
-        page_size: tokens a page.
-        device: where SGLang's pool is.
+        page_size: tokens per page.
+        device: the device of SGLang's pool.
 
     >>> SlotTable(8, 4, "cpu").slots(np.array([7, 3], np.int32)).tolist()
     [28, 29, 30, 31, 12, 13, 14, 15]
@@ -38,6 +38,7 @@ class SlotTable:
         self._page_size = page_size
         self._device = torch.device(device)
         self._empty = torch.empty(0, dtype=torch.int64, device=self._device)
+        # A numpy view of SGLang's table of rows, made once: `.numpy()` at each read costs more.
         self._rows_of: torch.Tensor | None = None
         self._rows: npt.NDArray[Any] = np.empty((0, 0), np.int32)
         slots = np.arange(num_pages * page_size).reshape(num_pages, page_size)
@@ -48,7 +49,7 @@ class SlotTable:
             self._table = torch.from_numpy(slots).to(self._device)
 
     def slots(self, pages: Pages) -> torch.Tensor:
-        """int64 [len(pages) * page_size], new, on the device."""
+        """Return the slots of pages, a new tensor int64 [len(pages) * page_size] on the device."""
         if not len(pages):
             return self._empty
         if self._host is not None:
@@ -56,12 +57,14 @@ class SlotTable:
         return self._table.index_select(0, self.on_device(pages)).view(-1)
 
     def on_device(self, pages: Pages) -> torch.Tensor:
-        """int64 [len(pages)] ids, new, on the device. Does not wait for a GPU."""
+        """Return page ids as a new tensor int64 [len(pages)] on the device, without a wait."""
         return to_device(pages.astype(np.int64), self._device)
 
     def pages_of_row(self, table: torch.Tensor, row: int, start: int, end: int) -> Pages:
-        """As `pages`, of tokens `start` to `end` of a row of SGLang's table of slots. Waits for a
-        GPU: `RowMirror` does not."""
+        """Return the page ids of tokens `start` to `end` of a row of SGLang's table of slots.
+
+        Waits for a GPU; `RowMirror` avoids that.
+        """
         if table.device.type != "cpu":
             return self.pages(table[row, start:end])
         if table is not self._rows_of:
@@ -71,7 +74,8 @@ class SlotTable:
         return (first // self._page_size).astype(np.int32, copy=False)
 
     def pages(self, slots: torch.Tensor) -> Pages:
-        """The page ids of whole pages of slots, int32, on the host. Waits for a GPU."""
+        """Return the page ids of whole pages of slots, int32 on the host. Waits for a GPU."""
+        # The first slot of a page names it: slots of a page are consecutive.
         first = slots[:: self._page_size]
         if first.device.type != "cpu":
             first = (first // self._page_size).to("cpu")

@@ -1,11 +1,11 @@
 """`--disaggregation-transfer-backend prefixkv`: SGLang's manager, sender, receiver and bootstrap
-server over `prefixkv.transfer`.
+server, built on `prefixkv.transfer`.
 
 A prefill rank registers its server's endpoint with SGLang's bootstrap server, beside its own
-address there. A decode server announces itself to each prefill rank's own socket by its name, and
-its ranks promise pages at the endpoint. The ranks of a tensor-parallel server are one worker's
-(`rank_group.py`), and the two servers' may differ in number; SGLang makes the polls of a server's
-ranks agree. All calls come from SGLang's scheduler thread.
+address. A decode server announces itself by name at each prefill rank's socket, and its ranks
+promise pages at the endpoint. All ranks of a tensor-parallel server are one worker
+(`rank_group.py`); the two servers may differ in their number of ranks. SGLang makes the polls of a
+server's ranks agree. All calls come from SGLang's scheduler thread.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ from prefixkv.transfer import KVPoll
 _log = logging.getLogger("prefixkv.sglang")
 
 TAG: Final = b"PREFIXKV"
-"""Begins the message by which a decode rank announces itself: this, the room, its name, and the
-digest of the prompt, which is empty where it is not known. Behind it come, where the request has
-ended before anything was promised, why, and what else has the number there (`sends.First`)."""
+"""First frame of the message by which a decode rank announces itself. Then the room, the name, and
+the digest of the prompt (empty where it is unknown). If the request has ended before any promise,
+two frames follow: the reason, and the state of the number on decode (`sends.First`)."""
 FIELD: Final = "prefixkv"
-"""Of a row of the bootstrap server: the rank's endpoint."""
+"""Field of a row of the bootstrap server that holds the rank's endpoint."""
 ASK_AGAIN_S: Final = 10.0
-"""How often the bootstrap server is asked anew for a rank that does not answer. SGLang asks on its
-scheduler's thread, and waits up to five seconds where that machine is gone."""
+"""Seconds between two questions to the bootstrap server about a rank that does not answer. SGLang
+asks on its scheduler's thread, and waits up to five seconds where that machine is gone."""
 
 MAX_ASKED: Final = 10_000
-"""Of those; clients name them."""
+"""Limit of remembered addresses, which clients choose."""
 
 MAX_REASON: Final = 500
-"""Characters of why one server ended a request that the other is told."""
+"""Limit of characters of a reason that is sent to the other server."""
 
 POLLS: Final = {
     KVPoll.BOOTSTRAPPING: sgl.KVPoll.Bootstrapping,
@@ -67,9 +67,10 @@ POLLS: Final = {
 
 
 def prompt_of(req: Any) -> tuple[bytes, int]:
-    """What names a request's prompt on both servers, 32 bytes, and its tokens.
+    """Return the digest of a request's prompt, 32 bytes, and its number of tokens.
 
-    Adapters are named by numbers that each server draws: they are not part of it.
+    Both servers compute the same digest. It leaves adapters out, since each server draws its own
+    numbers for them.
     """
     tokens = req.origin_input_ids
     if getattr(req, "pd_rebootstrap_in_progress", False):  # decode asks for its output's KV too
@@ -80,13 +81,13 @@ def prompt_of(req: Any) -> tuple[bytes, int]:
 
 
 def why_ended(req: Any, default: str) -> str:
-    """What SGLang says of a request that has ended, or is about to."""
+    """Return SGLang's message for a request that has ended or is about to, else `default`."""
     ended = getattr(req, "finished_reason", None) or getattr(req, "to_finish", None)
     return str(getattr(ended, "message", None) or default)[:MAX_REASON]
 
 
 def refusals(args: sgl.KVArgs, server_args: Any) -> list[str]:
-    """Why this server cannot have the backend, each by what to leave out."""
+    """Return why this server cannot have the backend, each reason with what to leave out."""
     parallel = sgl.get_parallel()
     states = ", ".join(state.value for state in args.state_types)
     found = {
@@ -108,7 +109,7 @@ def refusals(args: sgl.KVArgs, server_args: Any) -> list[str]:
 
 
 class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
-    """A rank's transfers, and what SGLang asks of a manager."""
+    """The transfers of one rank, in SGLang's role of a manager. Owner: the scheduler thread."""
 
     supports_deferred_decode_kv_release = True
     supports_host_destination = False
@@ -120,7 +121,9 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
         server_args: Any,
         is_mla_backend: bool = False,
     ) -> None:
-        """Raises ConfigError for a server that it does not serve, by the option."""
+        """Raise ConfigError for an unsupported server, with the option to leave out."""
+        # 1. Refuse, and lay the pool out. Before SGLang's own constructor, so that a refusal leaves
+        # nothing open.
         for reason in refusals(args, server_args):
             raise ConfigError(f"--disaggregation-transfer-backend {NAME}: {reason}")
         self.sends: Sends | None = None
@@ -132,7 +135,7 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
         share = self.share = (
             UNKNOWN if args.num_draft_entries else said()
         )  # a draft may have other heads
-        # All that the bytes of a page and of a row depend on.
+        # All that the bytes of a page and of a row depend on; part of the model in each handshake.
         self._tag = (
             f"sglang {args.kv_cache_dtype_str} {args.kv_layout or 'plain'}, "
             f"{args.num_draft_entries} of a draft, rows of {[*args.aux_item_lens]}"
@@ -144,16 +147,20 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
         self._mesh = share.mesh(len(args.kv_data_ptrs), sgl.get_parallel().attn_tp_size)
         self._options = TransferOptions.of(os.environ.get(VARIABLE, ""))
         self._fences: FenceFolder | None = None
-        # Whose a room's number is, of senders or receivers that live.
+        # 2. State. The live sender or receiver of each room number; weak, so that one that SGLang
+        # drops without `clear` does not keep its number.
         self._owners: WeakValueDictionary[int, Any] = WeakValueDictionary()
-        self.heard_of = ""  # the request that came last, and was given a room or declined
-        self._uses = itertools.count(1)  # of room numbers, alike on all ranks
-        self._private_rooms = itertools.count(-1, -1)  # none of `ROOMS`
-        # By SGLang's key of a prefill rank, or the address of a bootstrap server.
+        # Id of the last request that was given a room or declined; see `plugin._after_request`.
+        self.heard_of = ""
+        self._uses = itertools.count(1)  # counts requests, equally on all ranks; see `ticket`
+        self._private_rooms = itertools.count(-1, -1)  # numbers outside of `ROOMS`
+        # Time of the last question, by SGLang's key of a prefill rank or a bootstrap server's
+        # address.
         self._asked_s: dict[str, float] = {}
+        # 3. SGLang's own part, which knows ranks and addresses; then ours, which needs them.
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         if disaggregation_mode == sgl.DisaggregationMode.DECODE:
-            # Pages of a request that failed are held until its room is drained, always.
+            # Pages of a failed request are held until its room is drained, without exception.
             self.enable_deferred_decode_kv_release = True
             self._open_decode()
             self._start_heartbeat_checker_thread()
@@ -164,7 +171,7 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
     # --- both sides -------------------------------------------------------------------------------
 
     def _named(self) -> str:
-        """The server's name as a worker: rank 0's, which knows its own machine only."""
+        """Return the worker's name, which rank 0 makes: ranks may be on several hosts."""
         server = self._options.name or f"{self.local_ip}:{sgl.get_serving().port}"
         replica = f"dp{self.system_dp_rank or self.attn_dp_rank}"
         name = f"{server}-{self.disaggregation_mode.value}-{replica}"
@@ -172,16 +179,19 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
 
     @property
     def rank_name(self) -> str:
+        """Name of this rank in logs and in the fence folder."""
         return f"{self.name}-tp{self.attn_tp_rank}"
 
     def _common(self) -> dict[str, Any]:
+        """Return the settings that both sides share: model, control and transport."""
         served = self._options.model or str(self.server_args.served_model_name)
         waits_s = (
             sgl.envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get(),
             sgl.envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get(),
         )
         control = self._options.control
-        # SGLang's own timeouts end a wait for a peer that lives.
+        # SGLang's own timeouts end a wait for a live peer, so ours must not be shorter. A row of
+        # metadata travels as `aux`, which must be large enough for it.
         control = replace(
             control,
             max_aux_bytes=max(control.max_aux_bytes, self.rows.row_bytes),
@@ -193,7 +203,7 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
         return {"model": model, "control": control, "transport": self._options.transport}
 
     def pump(self) -> None:
-        """Take what came since the last call, and what the operator says."""
+        """Take in all events since the last call, and the operator's fences."""
         if self.receives is not None:
             self.receives.pump()
         if self.sends is not None:
@@ -206,11 +216,11 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
     prefixkv_pump = pump
 
     def own(self, room: int, who: Any) -> tuple[int, str]:
-        """The number by which SGLang's tables know this sender or receiver: its room, where that is
-        no other's that lives; else one of its own, and why it fails.
+        """Return the number under which SGLang's tables know a sender or receiver, and an error.
 
-        SGLang keeps what becomes of rooms by their numbers alone. Two requests of one number would
-        read, change and clear each other's entries, and the first to be cleared ends the server.
+        The number is its room, or a private one with an error if another live object has the room.
+        SGLang keeps the states of rooms by number alone. Two requests of one number would change
+        and clear each other's entries, and the first `clear` would end the server.
         """
         if room not in ROOMS:
             return next(self._private_rooms), f"room {room} is not between 1 and 2**63 - 1"
@@ -219,17 +229,17 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
         return room, ""
 
     def owner(self, room: int) -> Any:
-        """The sender or receiver whose that number is, or None."""
+        """Return the live sender or receiver that has this number, or None."""
         return self._owners.get(room)
 
     def disown(self, who: Any) -> None:
-        """It is cleared: its room's number may be used again."""
+        """Give back the room number of a sender or receiver that is cleared."""
         room: int = who.bootstrap_room
         if self._owners.get(room) is who:
             del self._owners[room]
 
     def close(self) -> None:
-        """Tell the peers; join the threads."""
+        """Say goodbye to the peers and join the threads. Idempotent."""
         for side in (self.sends, self.receives):
             if side is not None and not side.transfers.closed:
                 side.transfers.close()
@@ -237,7 +247,10 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
     # --- prefill ----------------------------------------------------------------------------------
 
     def register_to_bootstrap(self) -> None:
-        """SGLang calls this on prefill, when it knows the ranks."""
+        """Start prefill's transfers and register their endpoint; SGLang calls this on prefill.
+
+        All ranks call it together, since it gathers among them.
+        """
         self.name = self._named()
         bind = self._options.address(self.local_ip)
         config = PrefillConfig(self.name, bind, **self._common())
@@ -247,16 +260,24 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
         self.sends = Sends(transfers, self.page_size)
         own = reach(transfers.endpoint)
         _log.info("prefixkv's transfers: %s listens at %s", self.rank_name, own)
-        self.endpoint = str(sgl.gather(own)[0])  # rank 0 tells decode those of the others
+        # Every rank registers rank 0's endpoint; rank 0 passes on those of the others.
+        self.endpoint = str(sgl.gather(own)[0])
         super().register_to_bootstrap()
 
     def _reach(self, endpoint: str) -> str:
+        """Return the endpoint as other hosts reach it."""
         return endpoint.replace("//0.0.0.0:", f"//{self.local_ip}:")
 
     def _register_topology_row(self, url: str, payload: dict[str, Any]) -> None:
+        """Register this rank as SGLang does, with the endpoint as one more field."""
         super()._register_topology_row(url, {**payload, FIELD: self.endpoint})
 
     def _read_announcements(self, sends: Sends) -> None:
+        """Take in all messages that wait at this rank's socket.
+
+        Anything that reaches the socket can write there: a message of another form is logged and
+        skipped, and never ends the loop.
+        """
         while True:
             try:
                 frames = self.server_socket.recv_multipart(zmq.NOBLOCK)
@@ -277,14 +298,18 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
     # --- either side ends a request by itself -----------------------------------------------------
 
     def decline(self, req: Any) -> None:
-        """This server refused a request before it had a sender or a receiver: the other one is
-        told, which would wait for its timeout."""
+        """Tell the other server that this one refused a request before it had a room.
+
+        Otherwise the other one would wait for its timeout.
+        """
         self.heard_of = req.rid
+        # 1. Prefill. The prompt may be missing or cut, so its digest is left open.
         if req.bootstrap_room not in ROOMS:
             return  # the other one refuses it too
         if self.sends is not None:
             self.sends.decline(req.bootstrap_room, b"", why_ended(req, "Refused by prefill."))
             return
+        # 2. Decode. A receiver for a moment: its abort is what SGLang's protocol offers for this.
         address = f"{req.bootstrap_host}:{req.bootstrap_port}"
         if not self._knows(address):
             _log.warning("prefill at %s was not told that %s ended", address, req.rid)
@@ -296,17 +321,22 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
         receiver.clear()
 
     def _knows(self, address: str) -> bool:
-        """Whether this bootstrap server has said who prefill is. One that is not there is asked
-        now and then: SGLang's scheduler stands still meanwhile."""
+        """Return whether the bootstrap server at this address has described its prefill server.
+
+        One that does not answer is asked again only every `ASK_AGAIN_S`: SGLang's scheduler blocks
+        for the time of the question.
+        """
         now_s = time.monotonic()
         if now_s - self._asked_s.get(address, -ASK_AGAIN_S) < ASK_AGAIN_S:
             return address in self.prefill_info_table
         try:
             found = bool(self.try_ensure_parallel_info(address))
-        except RuntimeError as error:  # it does not fit: the first request that is served says so
+        except RuntimeError as error:  # it does not fit; the next request to it says so
             _log.warning("prefill at %s: %s", address, error)
             found = False
         if not found:
+            # Clients choose the addresses, so the table is bounded; clearing it costs some
+            # questions.
             if len(self._asked_s) >= MAX_ASKED:
                 self._asked_s.clear()
             self._asked_s[address] = now_s
@@ -315,6 +345,7 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
     # --- decode -----------------------------------------------------------------------------------
 
     def _open_decode(self) -> None:
+        """Start decode's transfers. All ranks call this together, since it gathers."""
         self.name = self._named()
         config = DecodeConfig(self.name, **self._common())
         rank = self._mesh, self.attn_tp_rank
@@ -324,17 +355,22 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
         _log.info("prefixkv's transfers: %s", self.rank_name)
 
     def ticket(self) -> int:
-        """Of the next promise, alike on every rank, and no other's; nobody else can work it out.
-        All ranks get the same requests in one order."""
+        """Return the ticket of the next promise: equal on every rank, unique, and unguessable.
+
+        Equal, since all ranks get the same requests in one order and share a secret.
+        """
         drawn = blake2b(f"{next(self._uses)}".encode(), key=self._secret, digest_size=8)
         return int.from_bytes(drawn.digest(), "big") >> 1 or 1
 
     def forget_lost(self, bootstrap_addr: str) -> None:
-        """SGLang keeps what the bootstrap server said of a rank until some heartbeats have failed.
-        A rank that does not answer may be another process by now, at another endpoint."""
+        """Forget SGLang's cached rows of prefill ranks that do not answer.
+
+        SGLang keeps a row until some heartbeats have failed. A rank that does not answer may be
+        another process by now, at another endpoint.
+        """
         assert self.receives is not None
         now_s = time.monotonic()
-        with self.connection_lock:
+        with self.connection_lock:  # SGLang's heartbeat thread changes the pool too
             for key, infos in [*self.connection_pool.items()]:
                 if not key.startswith(f"{bootstrap_addr}_"):
                     continue
@@ -344,14 +380,14 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
                     del self.connection_pool[key]
 
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
-        """Whether nothing writes the room's pages any more."""
+        """Return whether nothing writes the room's pages any more. SGLang asks before it frees."""
         assert self.receives is not None
         self.pump()
         return not self.receives.is_held(bootstrap_room)
 
 
 class PrefixKVSender(sgl.CommonKVSender):  # type: ignore[misc]
-    """A prefill request's room."""
+    """The room of a prefill request, in SGLang's role of a sender."""
 
     kv_mgr: PrefixKVManager
     _early_send_wait_event: Any
@@ -371,17 +407,19 @@ class PrefixKVSender(sgl.CommonKVSender):  # type: ignore[misc]
             mgr.record_failure(own, self._refusal)
             self.conclude_state = sgl.KVPoll.Failed
         elif self.kv_mgr.request_status.get(self.bootstrap_room) == sgl.KVPoll.Failed:
-            self.conclude_state = sgl.KVPoll.Failed  # on another rank's word
+            self.conclude_state = sgl.KVPoll.Failed  # another rank has reported it already
 
     @property
     def sends(self) -> Sends:
+        """All rooms of this prefill rank."""
         assert self.kv_mgr.sends is not None
         return self.kv_mgr.sends
 
     def prefixkv_begin(self, req: Any) -> None:
-        """The request that this is for; called by hook, before all others."""
+        """Begin the room for a request. A hook calls this before any other method."""
         self.kv_mgr.heard_of = req.rid
-        self.kv_mgr.pump()  # what became of the room that had this number before
+        # First take in events: the room that had this number before may be over by now.
+        self.kv_mgr.pump()
         digest, num_tokens = prompt_of(req)
         if self.conclude_state is None:
             num_pages = pages_for(num_tokens, self.kv_mgr.page_size)
@@ -390,6 +428,7 @@ class PrefixKVSender(sgl.CommonKVSender):  # type: ignore[misc]
             self.sends.decline(req.bootstrap_room, digest, self._refusal)
 
     def pop_decode_prefix_len(self) -> int:
+        """Return the tokens that decode has, and that are not sent."""
         return 0 if self._send is None else self._send.prefix_pages * self.kv_mgr.page_size
 
     def send(
@@ -399,16 +438,20 @@ class PrefixKVSender(sgl.CommonKVSender):  # type: ignore[misc]
         num_kv_tokens: int | None = None,
         indices_event: object | None = None,
     ) -> None:
+        """Send the pages of the next chunk, and the metadata row with the last one."""
+        # SGLang leaves here the event after which the pages hold their KV; it is for one call.
         ready, self._early_send_wait_event = self._early_send_wait_event, None
         if self.conclude_state is not None or self._send is None:
             return
         self.curr_idx += len(kv_indices)
+        # SGLang fills the row before it sends the last chunk: it is read here and not earlier.
         last = self.curr_idx == self.num_kv_indices
         aux = self.kv_mgr.rows.read(self.aux_index) if last else b""
         self.sends.send(self._send, kv_indices, last=last, aux=aux, ready=ready)
         self._record_transfer_indices(kv_indices, None)
 
     def poll(self) -> int:
+        """Return SGLang's state of the room. A final state is kept, and never changes."""
         self.kv_mgr.pump()
         send = self._send
         if self.conclude_state is not None:
@@ -428,7 +471,7 @@ class PrefixKVSender(sgl.CommonKVSender):  # type: ignore[misc]
     poll_pp_consensus = poll
 
     def abort(self) -> None:
-        """It polls Failed once no write reads the request's pages."""
+        """End the room; it polls Failed once no write reads the request's pages."""
         if self._send is not None:
             self.sends.abort(self._send, "Aborted by AbortReq.")
 
@@ -438,7 +481,7 @@ class PrefixKVSender(sgl.CommonKVSender):  # type: ignore[misc]
 
 
 class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
-    """A decode request's room."""
+    """The room of a decode request, in SGLang's role of a receiver."""
 
     kv_mgr: PrefixKVManager
 
@@ -450,8 +493,9 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
         *more: Any,
         **named: Any,
     ) -> None:
+        # The prefill ranks' rows; None before they are known, or where nothing may be sent to them.
         self.bootstrap_infos: list[dict[str, Any]] | None = None
-        self._receive: Receive | None = None
+        self._receive: Receive | None = None  # set once pages were promised
         self._aux_index = -1
         self._req: Any = None
         self._has_prompt = False
@@ -463,22 +507,30 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
 
     @property
     def receives(self) -> Receives:
+        """All rooms of this decode rank."""
         assert self.kv_mgr.receives is not None
         return self.kv_mgr.receives
 
     def prefixkv_begin(self, req: Any, has_prompt: bool = True) -> None:
-        """The request that this is for; called by hook, before all others. SGLang may have put a
-        stub in the place of its prompt: then it does not have it."""
+        """Begin the room for a request. A hook calls this before any other method.
+
+        `has_prompt` is False where SGLang may have put a stub in the place of the prompt.
+        """
         self._req, self._has_prompt = req, has_prompt
         self.kv_mgr.heard_of = req.rid
-        self.kv_mgr.pump()  # what became of the room that had this number before
+        # First take in events: the room that had this number before may be over by now.
+        self.kv_mgr.pump()
         self._ticket = self.kv_mgr.ticket() if has_prompt else 0
         if self._refusal and has_prompt:
             self._withdraw_second(req)
 
     def _withdraw_second(self, req: Any) -> None:
-        """Another one has the number. The other half of this may have it to itself on prefill,
-        where it would wait."""
+        """Withdraw a request of which another request on this server has the number.
+
+        Its other half may be alone with the number on prefill, where it would wait.
+        """
+        # Only if both name the same prefill server: there the number could be mistaken. The rows
+        # of the first receiver are borrowed, since this one never connects.
         first = self.kv_mgr.owner(req.bootstrap_room)
         if first is None or first.bootstrap_addr != self.bootstrap_addr:
             return
@@ -489,21 +541,28 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
                 self._announce(self._refusal, SILENT if first._receive is None else ANNOUNCED)
             except zmq.ZMQError as error:
                 _log.warning("prefill at %s was not told: %s", self.bootstrap_addr, error)
-        self.bootstrap_infos = None  # that is all of it
+        self.bootstrap_infos = None  # given back, so that `clear` withdraws nothing more
 
     def _fail(self, reason: str) -> None:
+        """Set SGLang's state of this room to Failed, for good."""
         self.kv_mgr.record_failure(self.bootstrap_room, reason)
         self.kv_mgr.update_status(self.bootstrap_room, sgl.KVPoll.Failed)
         self.conclude_state = sgl.KVPoll.Failed
 
     def _setup_bootstrap_infos(self) -> None:
+        # Before SGLang looks into its cache, where an endpoint of a dead process may stand.
         self.kv_mgr.forget_lost(self.bootstrap_addr)
         super()._setup_bootstrap_infos()
 
     def _register_kv_args(self) -> bool:
-        """What the bootstrap server said has to be of a server that this can receive from."""
+        """Check that this server can receive from the prefill server that was found.
+
+        Returns False, with the room failed, if it cannot. Nothing has been announced then.
+        """
         info, size = self.prefill_info, self.kv_mgr.attn_tp_size
         infos = self.bootstrap_infos or []
+        # With known heads each rank of the smaller server pairs with whole ranks of the larger one.
+        # Opaque pages cannot be cut, so the ranks must be equal in number.
         pairs = max(info.attn_tp_size, size) % min(info.attn_tp_size, size) == 0
         if self.kv_mgr.share.kind != OPAQUE:
             needs = f"a TP that divides decode's, {size}, or is divided by it"
@@ -518,15 +577,19 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
         elif not infos or not all(row.get(FIELD) for row in infos):
             self._fail(f"prefill at {self.bootstrap_addr} has not the transfer backend {NAME}")
         if self.conclude_state is not None:
-            self.bootstrap_infos = None  # nothing there would understand what follows
+            self.bootstrap_infos = None  # that server would not understand an announcement
         return self.conclude_state is None
 
     def _announce(self, refusal: str = "", first: First = ALONE) -> str:
-        """Tell prefill for which decode worker the room is, or that nothing will be promised for
-        it, and why; the endpoint for what follows. Each prefill rank hears it of one decode rank.
-        Raises zmq.ZMQError where too much waits to be read there."""
+        """Announce this decode worker's room to prefill, or withdraw it; return the endpoint.
+
+        With a `refusal` nothing will be promised for the room, for that reason. Each prefill rank
+        gets the message from one decode rank. Raises zmq.ZMQError where prefill does not read, and
+        too much waits there: the scheduler must not block on it.
+        """
         assert self.bootstrap_infos, "`_register_kv_args` has seen it"
         manager = self.kv_mgr
+        # Where several decode ranks share a prefill rank, only the first of them sends.
         shared_by = max(1, manager.attn_tp_size // self.prefill_info.attn_tp_size)
         digest = prompt_of(self._req)[0] if self._has_prompt else b""
         message = [TAG, str(self._req.bootstrap_room).encode(), manager.name.encode(), digest]
@@ -547,11 +610,14 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
         destination: Any = sgl.KVTransferDestination.DEVICE,
         device_kv_indices: Any = None,
     ) -> None:
+        """Announce the room, and promise its pages to prefill."""
         if self.conclude_state is not None:
             return
         digest, num_tokens = prompt_of(self._req)
         self._aux_index = -1 if aux_index is None else aux_index
         num_pages = pages_for(num_tokens, self.kv_mgr.page_size)
+        # Announced first: prefill adds the room for the worker that announced itself. If this
+        # fails, no pages were promised, and nothing has to be held.
         try:
             prefill = self._announce()
         except zmq.ZMQError as error:
@@ -565,6 +631,7 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
         self.init_time = time.time()  # SGLang's own timeout begins
 
     def poll(self) -> int:
+        """Return SGLang's state of the room, with SGLang's own timeouts."""
         if self.conclude_state is None:
             self.kv_mgr.pump()
             self._conclude()
@@ -572,9 +639,12 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
         return status
 
     def _conclude(self) -> None:
+        """Pass an outcome on to SGLang, if there is one."""
         receive = self._receive
         if receive is None or receive.outcome is None:
             return
+        # The row is written before SGLang sees Success, since it reads the row next. A peer's row
+        # of a wrong size fails this request alone.
         if receive.outcome is KVPoll.SUCCESS:
             try:
                 self.kv_mgr.rows.write(self._aux_index, receive.aux)
@@ -588,13 +658,14 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
             self.invalidate_cached_bootstrap_infos()
 
     def clear(self) -> None:
+        # Over without a promise, for instance by SGLang's timeout: prefill still waits for one.
         if self._receive is None and self.bootstrap_infos and self.conclude_state is not None:
-            self.ensure_abort_notified()  # prefill waits for pages that it will not get
+            self.ensure_abort_notified()
         super().clear()
         self.kv_mgr.disown(self)
 
     def _send_abort_notification(self, *, force_arm: bool = False) -> None:
-        """End the room, or say that it will not be opened. SGLang calls this once."""
+        """End the room, or withdraw it where nothing was promised. SGLang calls this once."""
         reason = why_ended(self._req, "Aborted by decode.")
         if self._receive is not None:
             self.receives.abort(self._receive, reason)
@@ -606,13 +677,14 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
 
 
 class PrefixKVBootstrapServer(sgl.CommonKVBootstrapServer):  # type: ignore[misc]
-    """SGLang's registry of prefill ranks, whose rows have an endpoint besides."""
+    """SGLang's registry of prefill ranks, with an endpoint in each row."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         self._endpoints: dict[tuple[int, ...], str] = {}
         super().__init__(*args, **named)
 
     async def _handle_route_put(self, request: sgl.web.Request) -> sgl.web.Response:
+        """Register a rank as SGLang does, and keep its endpoint if SGLang accepted the row."""
         answer: sgl.web.Response = await super()._handle_route_put(request)
         row = await request.json()
         if answer.status == 200 and FIELD in row:
@@ -622,6 +694,7 @@ class PrefixKVBootstrapServer(sgl.CommonKVBootstrapServer):  # type: ignore[misc
         return answer
 
     async def _handle_route_get(self, request: sgl.web.Request) -> sgl.web.Response:
+        """Answer as SGLang does, and add the endpoint to the row of a rank."""
         answer: sgl.web.Response = await super()._handle_route_get(request)
         if answer.status != 200:
             return answer

@@ -1,4 +1,5 @@
-"""What `PREFIXKV_TRANSFER` may say: SGLang's command line takes no options of a plug-in."""
+"""The settings of the transfer backend, from `PREFIXKV_TRANSFER`: SGLang's command line takes no
+options of a plug-in."""
 
 from __future__ import annotations
 
@@ -30,18 +31,19 @@ OPTION_NAMES: Final = {
     "decode workers": _JSON.format("control.max_peers"),
     "bytes held for it": _JSON.format("control.max_peer_bytes"),
 }
-"""By field of a handshake, what an operator of SGLang sets it by: `ModelConfig.option_names`."""
+"""By field of a handshake, the option of SGLang that sets it. Used as `ModelConfig.option_names`,
+so that a refusal names what an operator can change."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransferOptions:
     """Settings of the transfer backend, as JSON in an environment variable.
 
-    `name` is the server's, one of its own, the same after a restart; "": its address and port.
-    `bind` is where each rank of a prefill server listens, with a port of `*`; "": the loopback
-    interface, or the machine's address where keys are set or `allow_remote_without_keys`. `model`
-    is what both servers have to agree on; "": the last part of the model's served name.
-    `fence_folder` is where an operator says which peers are dead (`fences.py`); "": nobody does.
+    `name` is the server's unique name, the same after a restart; "": its address and port. `bind`
+    is the address at which each rank of a prefill server listens, with a port of `*`; "": the
+    loopback interface, or the machine's address where keys are set or `allow_remote_without_keys`.
+    Both servers have to agree on `model`; "": the last part of the model's served name.
+    `fence_folder` is the folder in which an operator names dead peers (`fences.py`); "": none.
     `control` and `transport` are the fields of `ControlConfig` and `TransportConfig`.
     """
 
@@ -59,7 +61,9 @@ class TransferOptions:
 
     @classmethod
     def of(cls, text: str) -> TransferOptions:
-        """Raises ConfigError, with its name, for what is unknown or out of range.
+        """Return the options in a JSON text.
+
+        Raises ConfigError, which names the option, for one that is unknown or out of range.
 
         >>> TransferOptions.of('{"transport": {"interface": "eth0"}}').transport.interface
         'eth0'
@@ -71,13 +75,15 @@ class TransferOptions:
         return made(cls, VARIABLE, said)
 
     def address(self, local_ip: str) -> str:
-        """Where a rank binds, on a machine with that address.
+        """Return the address at which a rank binds, on a machine with the address `local_ip`.
 
         >>> TransferOptions().address("10.0.0.5")
         'tcp://127.0.0.1:*'
         """
         if self.bind:
             return self.bind
+        # Without keys any process that reaches the port counts as a peer: other hosts only on
+        # request.
         remote = self.control.curve is not None or self.control.allow_remote_without_keys
         host = local_ip if remote else "127.0.0.1"
         return f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*"

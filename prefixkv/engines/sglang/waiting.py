@@ -1,7 +1,7 @@
-"""What SGLang's queues tell the tree, and in what order decode's is tried.
+"""Hints from SGLang's queues to the tree, and the order in which decode's queue is tried.
 
-SGLang has no call that says which prefixes are waited for, and tries its decode queue in the order
-of arrival. Both are done by hooks around its own methods, which stay as they are. So is `joins.py`.
+SGLang has no call for prefixes that are waited for, and tries its decode queue in the order of
+arrival. Hooks around its own methods do both (`plugin.py`), and use `joins.py` in the same way.
 """
 
 from __future__ import annotations
@@ -12,19 +12,21 @@ from typing import Any
 from prefixkv.spi import RadixCache, RadixKey
 
 PATIENCE_S = 5.0
-"""A request that has waited this long is overtaken by nothing (as `DecodeConfig.patience_s`)."""
+"""Age in seconds from which no other request overtakes one (as `DecodeConfig.patience_s`)."""
 
 
 class WaitingPrefixes:
-    """What a tree was told of one queue: prefixes that are waited for are evicted last."""
+    """The prefixes for which one queue waits, as hints in a tree: they are evicted last."""
 
     def __init__(self, tree: RadixCache, key_of: Callable[[Any], RadixKey]) -> None:
         self._tree = tree
         self._key_of = key_of
-        self._told: dict[int, tuple[Any, int]] = {}  # id(request): it, kept alive, and its want
+        # By id(request): the request, kept alive so that its id stays its own, and its want's
+        # number in the tree. Each want is given back when its request leaves the queue.
+        self._told: dict[int, tuple[Any, int]] = {}
 
     def follow(self, requests: Iterable[Any]) -> None:
-        """These wait now, and no others. O(requests), and O(prompt) for one that is new or gone."""
+        """Replace the waiting requests. O(requests), and O(prompt) per one that came or left."""
         now = {id(request): request for request in requests}
         for ident in [ident for ident in self._told if ident not in now]:
             self._tree.unwant(self._told.pop(ident)[1])
@@ -35,27 +37,30 @@ class WaitingPrefixes:
 
 
 class Depths:
-    """How many pages of a waiting prompt are in the tree. Each is matched anew only when pages came
-    or went since."""
+    """Cache of how many pages of each waiting prompt are in the tree.
+
+    A prompt is matched again only when pages came or went since.
+    """
 
     def __init__(self, tree: RadixCache, key_of: Callable[[Any], RadixKey]) -> None:
         self._tree = tree
         self._key_of = key_of
-        self._found: dict[int, tuple[Any, RadixKey, int]] = {}  # id(request): it, kept alive
-        self._version = -1
+        # By id(request): the request, kept alive so that its id stays its own, its key and depth.
+        self._found: dict[int, tuple[Any, RadixKey, int]] = {}
+        self._version = -1  # the tree's, at which `_found` is valid
 
     @property
     def version(self) -> int:
-        """Of the tree; the same as before: so are all depths."""
+        """The tree's version: while it is unchanged, so are all depths."""
         return self._tree.version
 
     @property
     def page_size(self) -> int:
-        """Words of a key that make a page."""
+        """Number of key words per page."""
         return self._tree.page_size
 
     def of(self, request: Any) -> tuple[RadixKey, int]:
-        """The packed prompt, not to be changed or kept, and the pages of it."""
+        """Return a request's packed prompt, not to be changed or kept, and its cached pages."""
         if self._version != self._tree.version:
             self._version = self._tree.version
             self._found.clear()
@@ -68,19 +73,23 @@ class Depths:
 
 
 class NewPagesFirst:
-    """Orders a queue by what would have to be sent: the fewest new pages first, but what has waited
-    for `patience_s` before all others, as it came."""
+    """An order of a queue by the pages that would have to be sent, fewest first.
+
+    Requests that have waited for `patience_s` come before all others, in the order of arrival.
+    """
 
     def __init__(self, depths: Depths, patience_s: float = PATIENCE_S) -> None:
         self._depths = depths
         self._patience_s = patience_s
-        self._since: dict[int, float] = {}  # id(item): when it was seen first
+        self._since: dict[int, float] = {}  # by id(item): time at which it was first seen
 
     def order(self, queue: list[Any], request_of: Callable[[Any], Any], now_s: float) -> None:
-        """Sort `queue` in place; equals stay in order."""
+        """Sort `queue` in place, stably. `now_s` is the ranks' common time, so all sort alike."""
+        # Forget items that left first: a new item may get the id of a former one.
         here = {id(item) for item in queue}
         for gone in self._since.keys() - here:
             del self._since[gone]
+        # Group 0: out of patience, by arrival. Group 1: by new pages. Only group 1 needs a match.
         ranks: dict[int, tuple[int, float]] = {}
         for item in queue:
             ident = id(item)

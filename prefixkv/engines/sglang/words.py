@@ -1,8 +1,7 @@
-"""The tree's changes as SGLang's events.
+"""The tree's changes as SGLang's cache events.
 
 The hash of a page is SGLang's: SHA-256 of the hash before it and the page's tokens, which prefixkv
-has packed as SGLang packs them for this. The first page of a salted request follows a hash of the
-salt.
+packs in the same way as SGLang. The first page of a salted request follows a hash of the salt.
 
 Source: SGLang 0.5.23 `mem_cache/utils.py`, `mem_cache/cpp_utils/hash_binding.cpp`,
 `mem_cache/events.py`.
@@ -30,10 +29,12 @@ _HASH_BYTES = 8
 
 
 def hash_page(before: bytes, page_tokens: bytes) -> bytes:
+    """Return the hash of a page after the page with the hash `before`."""
     return sha256(before + page_tokens).digest()
 
 
 def before_first(namespace: Hashable) -> bytes:
+    """Return the hash that the first page of a namespace follows."""
     _, salt = _parts(namespace)
     if salt is None:
         return NO_PARENT
@@ -41,17 +42,19 @@ def before_first(namespace: Hashable) -> bytes:
 
 
 def _parts(namespace: Hashable) -> tuple[str | None, str | None]:
-    """Extra key and salt, of what `keys.namespace_of` made."""
+    """Return the extra key and the salt of a namespace that `keys.namespace_of` made."""
     return namespace if isinstance(namespace, tuple) else (None, None)
 
 
 class Words:
-    """Turns changes into events and hands them to SGLang's recorder, which joins neighbours.
+    """A translator from changes of the tree to events for SGLang's recorder.
+
+    The recorder joins neighbouring events.
 
     Args:
         recorder: takes the events.
-        page_size: tokens a page.
-        bigram: whether the tree is keyed by pairs.
+        page_size: tokens per page.
+        bigram: True where the tree is keyed by pairs.
     """
 
     def __init__(self, recorder: KVCacheEventRecorder, page_size: int, bigram: bool) -> None:
@@ -64,6 +67,8 @@ class Words:
         )  # fmt: skip
 
     def tell(self, changes: Iterable[Change]) -> None:
+        """Record changes, in the order in which the tree made them."""
+        # The order matters: a removal is looked up among the pages that were inserted before.
         for change in changes:
             match change:
                 case Inserted():
@@ -78,6 +83,7 @@ class Words:
                     assert_never(change)
 
     def _stored(self, run: list[Place]) -> None:
+        """Record pages that follow each other in one path; each is the parent of the next."""
         extra_key, salt = _parts(run[0].namespace)
         names = self._recorder.lora_names
         dynamo = self._recorder.dynamo_format
@@ -102,11 +108,14 @@ class Words:
             parent = block
 
     def _removed(self, run: list[Place]) -> None:
+        """Record the removal of pages of one namespace."""
         seed = self._seed(run[0].namespace)
         blocks = [self._block(place.key, seed) for place in run]
         self._recorder.enqueue(BlockRemoved(block_hashes=blocks, medium=StorageMedium.GPU))
 
     def _seed(self, namespace: Hashable) -> bytes | None:
+        """Return the seed that keeps block numbers of different namespaces apart, as in SGLang."""
+        # Outside Dynamo's format SGLang seeds by the adapter only: the salt is in the hash already.
         extra_key, salt = _parts(namespace)
         seed: bytes | None
         if self._recorder.dynamo_format:
@@ -117,11 +126,13 @@ class Words:
         return seed
 
     def _block(self, key: bytes, seed: bytes | None) -> int:
+        """Return the number of a block: the first bytes of its hash, signed, and seeded."""
         cut = int.from_bytes(key[:_HASH_BYTES], "big", signed=True)
         block: int = namespaced_block_hash(cut, namespace_seed=seed)
         return block
 
     def _tokens(self, packed: bytes) -> list[Any]:
+        """Return the tokens of a page, as pairs where the tree is keyed by pairs."""
         words = np.frombuffer(packed, "<i4")
         if not self._bigram:
             return words.tolist()  # type: ignore[no-any-return]
