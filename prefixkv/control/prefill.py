@@ -174,7 +174,7 @@ class PrefillControl:
                     else:
                         wants = self._offer(what, now_s)
                     self._writes.carry_out(wants, now_s, out)
-                # Not by `carry_out`: staging would forget the room that has this number
+                # Not by `carry_out`: staging would forget the room that has this number.
                 except RequestError as error:
                     out += [RoomEnded(what.key, KVPoll.FAILED, error), SourceFree(what.key)]
             case WithdrawRoom():

@@ -106,7 +106,7 @@ class Writes:
         self._me = me
         self._rank = rank
         self._staging = staging
-        # Blocks per slot
+        # Blocks per slot.
         self._slot_blocks = 0 if staging is None else staging.slot_bytes // BLOCK_BYTES
         self._rooms = rooms
         self._peers = peers

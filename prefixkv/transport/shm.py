@@ -63,7 +63,7 @@ class ShmTransport(Queued[ShmLoop]):
         except OSError as error:
             raise ConfigError(f"the shm transport cannot start: {error}") from error
         self.metadata = self._loop.offer
-        # Over `_closed` and the inbox: nothing is queued behind the closing command
+        # Over `_closed` and the inbox: nothing is queued behind the closing command.
         self._lock = threading.Lock()
         self._closed = False
         self._thread = threading.Thread(

@@ -103,8 +103,6 @@ class ShmLoop:
 
         Returns whether anything was done for peers; None if a command was to end.
         """
-        # Sockets first: a tag that came before a command was sent is told before it. `settle`
-        # relies on no more than that its own step reads everything.
         for fd, events in ready:
             self._guarded(lambda fd=fd, events=events: self._on_ready(fd, events))  # type: ignore[misc]
         for command in commands:

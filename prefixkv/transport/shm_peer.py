@@ -150,7 +150,7 @@ class Link:
         end = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
         if _libc.madvise(stretch.here + first, end - first, _MADV_POPULATE_WRITE):
             number = ctypes.get_errno()
-            # A kernel older than the flag: pages come in as they are touched
+            # A kernel older than the flag: pages come in as they are touched.
             if number == errno.EINVAL:
                 self._unpopulated.clear()
                 return

@@ -66,7 +66,7 @@ class Trial:
         self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # over `_child` and `_closed`: none is started after the end
         self._child: _Child | None = None
-        # Read by the thread without the lock: seen late, it costs one more trial
+        # Read by the thread without the lock: seen late, it costs one more trial.
         self._closed = False
         # This thread starts the children, since the kernel ends them when the thread that started
         # them ends (PR_SET_PDEATHSIG).

@@ -45,7 +45,7 @@ def main() -> None:
         words.sendall(b"ready\n")
         metadata = _receive(words, int.from_bytes(_receive(words, 4), "little"))
         signal.setitimer(signal.ITIMER_REAL, float(limit_s))  # its signal ends the process
-        # The same three calls that the serving process will make: load, connect, forget.
+        # What the serving process does with metadata: load, connect, forget.
         try:
             name = agent.loadRemoteMD(metadata)
             agent.makeConnection(name.decode(), [backend])
