@@ -1,22 +1,19 @@
-"""What TCP peers of a ZeroMQ socket can make this process hold, counted by the kernel and bounded.
+"""Bounds on what TCP peers of a ZeroMQ socket can make this process hold, counted by the kernel.
 
-libzmq collects a message of many parts to its end before anybody sees it, and bounds only a part
+libzmq collects a message of many parts to its end before its owner sees it, and bounds only a part
 (`MAXMSGSIZE`). So the bytes are counted outside it: the kernel says how many a connection has
-brought (`TCP_INFO`), and the socket's owner how many it has taken. A connection whose difference is
+brought (`TCP_INFO`), and the socket's owner how many it has taken. A connection with a difference
 above its bound is shut down, and libzmq frees what it has of the unfinished message. What honest
-peers have waiting stays below the bound: `RCVHWM` messages of the largest size, and a kernel's
-buffer, which `set_bounds` limits both.
+peers have waiting stays below the bound: `RCVHWM` messages of the largest size and a kernel's
+buffer, both limited by `set_bounds`. The other way round, bytes given to a connection and not
+acknowledged are what this process holds because the peer does not read.
 
-The same holds the other way: what was given to a connection, less what its kernel has acknowledged,
-is what this process holds because the peer does not read.
+If the owner sleeps and its socket has nothing for it (`Watched.may_sleep`), all whole messages are
+taken: the rest is of one unfinished message, bounded by two of the largest size.
 
-Where the owner sleeps and its socket has nothing for it (`Watched.may_sleep`), all whole messages
-are taken: what a connection has brought beyond them is of one unfinished message, and is bounded by
-two of the largest size.
-
-The thread sleeps in `poll` until a connection comes or bytes do, and then looks every `LOOK_S` as
-long as they go on coming. Linux alone has these counters; elsewhere, and for `ipc://`, whose peers
-are processes of this user, nothing is watched.
+The thread sleeps in `poll` until a connection or bytes come, and then looks every `LOOK_S` while
+they come. Linux alone has these counters; elsewhere, and for `ipc://`, with peers of this user
+only, nothing is watched.
 """
 
 from __future__ import annotations
@@ -47,19 +44,19 @@ from prefixkv.wakeups import Inbox, wait_readable
 _log = logging.getLogger("prefixkv.connections")
 
 LOOK_S: Final = 0.01
-"""Between two looks at connections that bring bytes."""
+"""Seconds between two looks at connections that bring bytes."""
 
 QUICK_LOOK_S: Final = 0.002
 """The same, while one of them may be hostile: a stranger on loopback brings 1 GB/s."""
 
 HANDSHAKE_S: Final = 10.0
-"""After that long a connection that has not shaken hands is ended, by libzmq."""
+"""Seconds after which libzmq ends a connection that has not shaken hands."""
 
 MOST_PARTS: Final = 8
-"""Of a message; those of prefixkv have one or two."""
+"""Most parts of a message; those of prefixkv have one or two."""
 
 _PARTS_A_TURN: Final = 8192  # of messages that have too many: some 15 ms of the owner's thread
-_PARTS_A_COUNT: Final = 1024  # of them between two looks at whose they are
+_PARTS_A_COUNT: Final = 1024  # of them between two looks at their connection
 _LEAST_PART_BYTES: Final = 2  # on the network
 
 _TCP_INFO_BYTES: Final = 152
@@ -67,10 +64,11 @@ _COUNTED: Final = struct.Struct("=QQ")  # bytes acknowledged, bytes received
 _COUNTED_AT: Final = 120
 _NOT_SENT: Final = struct.Struct("=I")
 _NOT_SENT_AT: Final = 144
-_BORN_BYTES: Final = 2048  # ZeroMQ's greeting and handshake, with keys: these nobody takes
+_BORN_BYTES: Final = 2048  # ZeroMQ's greeting and handshake, with keys: the owner never takes these
 _CURVE_BYTES: Final = 33  # of each frame
 _PUBLISHED_BYTES: Final = 1 << 20  # between two looks at who reads
-_LATE_S: Final = 5.0  # what was taken of a connection is known so long before the connection is
+# Seconds for which bytes that were taken wait for their connection to be known.
+_LATE_S: Final = 5.0
 _LOG_EVERY_S: Final = 1.0
 _DESCRIPTORS: Final = 4  # a quarter of the process's, for connections of one socket; each takes two
 _EVENTS: Final = zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
@@ -83,12 +81,12 @@ _Socket = zmq.Socket[bytes]
 
 
 class Bounds(NamedTuple):
-    """Of one socket.
+    """The bounds of one socket.
 
     Args:
         message_bytes: of a part, so of a message that has one.
-        queued_messages: that wait for the owner, of a connection.
-        kernel_bytes: that wait with the kernel, of a connection, as `SO_RCVBUF` counts.
+        queued_messages: that wait for the owner, per connection.
+        kernel_bytes: that wait with the kernel, per connection, as `SO_RCVBUF` counts.
         connection_bytes: brought by a connection and not taken by the owner.
         socket_bytes: the same, of all connections.
         connections: at once.
@@ -106,10 +104,12 @@ class Bounds(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """One accepted connection. `taken`, `given` and `heard_s` are the socket's owner's, the rest is
-    the watcher's."""
+    """One accepted connection, with its counts of bytes.
 
-    link: socket.socket  # of a duplicate of libzmq's descriptor
+    `taken`, `given` and `heard_s` are written by the socket's owner, the rest by the watcher.
+    """
+
+    link: socket.socket  # a duplicate of libzmq's descriptor, which outlives that one
     link_fd: int
     began_s: float
     taken: int = 0
@@ -120,7 +120,7 @@ class Connection:
     is_cut: bool = False
 
     def look(self) -> bool:
-        """Count what has come. Whether it is more than before."""
+        """Count what has come; return whether it is more than before."""
         before = self.received
         with suppress(OSError):
             self.received = self.count()[1]
@@ -130,12 +130,15 @@ class Connection:
 
     @property
     def held(self) -> int:
-        """Bytes that it has brought and nobody has taken. ZeroMQ's pings count: whoever sends them
-        is cut one day, and comes back."""
+        """Bytes that it has brought and the owner has not taken.
+
+        ZeroMQ's pings count, so a peer that sends many of them is cut one day, and comes back.
+        """
         return max(0, self.received - self.taken - _BORN_BYTES)
 
     def count(self) -> tuple[int, int]:
-        """Bytes that the peer has acknowledged, and has sent. Raises OSError."""
+        """Return the bytes that the peer has acknowledged, and those that it has sent. Raises
+        OSError."""
         info = self.link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
         if len(info) < _NOT_SENT_AT + _NOT_SENT.size:
             raise OSError("this kernel does not count the bytes of connections")
@@ -143,14 +146,14 @@ class Connection:
         return acknowledged, received
 
     def can_have_brought(self, num_bytes: int) -> bool:
-        """Beyond what was taken of it."""
+        """Return whether it may have brought this many bytes beyond what was taken of it."""
         try:
             return num_bytes <= self.count()[1] - self.taken
         except OSError:
             return False
 
     def is_stuck(self) -> bool:
-        """Something waits with this kernel that the peer has no room for."""
+        """Return whether bytes wait with this kernel that the peer has no room for."""
         with suppress(OSError):
             info = self.link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
             return bool(_NOT_SENT.unpack_from(info, _NOT_SENT_AT)[0])
@@ -158,20 +161,23 @@ class Connection:
 
     @property
     def is_over(self) -> bool:
+        """True once the duplicate is closed: the connection has gone."""
         return self.link.fileno() < 0
 
     def cut(self) -> None:
-        """End it: libzmq sees its end, and frees what it holds of it."""
+        """End the connection: libzmq sees its end, and frees what it holds of it."""
         self.is_cut = True
         with suppress(OSError):
-            # The peer is told when both descriptors are closed, whatever it has still to send.
+            # Reset when both descriptors are closed, whatever the peer has still to send.
             self.link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.link.shutdown(socket.SHUT_RDWR)
 
 
 def set_bounds(sock: _Socket, bounds: Bounds) -> None:
-    """Set those options of a socket by which libzmq and the kernel keep honest peers below its
-    bounds. Before it is bound or connected."""
+    """Set the options by which libzmq and the kernel keep honest peers below the bounds.
+
+    Before the socket is bound or connected.
+    """
     sock.setsockopt(zmq.MAXMSGSIZE, bounds.message_bytes)
     sock.setsockopt(zmq.RCVHWM, bounds.queued_messages)
     sock.setsockopt(zmq.RCVBUF, bounds.kernel_bytes)
@@ -179,7 +185,7 @@ def set_bounds(sock: _Socket, bounds: Bounds) -> None:
 
 
 def message_bytes(num_bytes: int, is_curve: bool) -> int:
-    """How long a part is on the network.
+    """Return how many bytes a part takes on the network.
 
     >>> message_bytes(10, is_curve=False), message_bytes(256, is_curve=False)
     (12, 265)
@@ -189,7 +195,8 @@ def message_bytes(num_bytes: int, is_curve: bool) -> int:
 
 
 def descriptor(frame: zmq.Frame) -> int:
-    """libzmq's descriptor of the connection that a part has come by; -1: none that is watched."""
+    """Return libzmq's descriptor of the connection that a part came by; -1: none that is
+    watched."""
     try:
         return int(frame.get(zmq.SRCFD))
     except zmq.ZMQError:  # ipc
@@ -197,15 +204,16 @@ def descriptor(frame: zmq.Frame) -> int:
 
 
 def receive(sock: _Socket, watched: Watched) -> tuple[list[zmq.Frame], Connection | None] | None:
-    """The next message of a watched socket, and the connection that it has come by.
+    """Return the next message of a watched socket, and the connection that it came by.
 
     One of more than `MOST_PARTS` is dropped, and its connection is cut before the rest of it is
     read: no frames are returned. Part by part that takes a microsecond or two each, so a turn, from
     one `may_sleep` to the next, takes a bounded number of them.
 
-    Returns None where the turn has taken as many: the rest is for the next. Raises zmq.Again where
+    Returns None if the turn has taken that many: the rest is for the next one. Raises zmq.Again if
     there is no message.
     """
+    # A message of many parts that the last turn has not finished.
     if watched.skipped_bytes:
         return _skip(sock, watched)
     frame = sock.recv(zmq.DONTWAIT, copy=False)
@@ -220,13 +228,17 @@ def receive(sock: _Socket, watched: Watched) -> tuple[list[zmq.Frame], Connectio
 
 
 def _bytes_of(frames: list[zmq.Frame], watched: Watched) -> int:
+    """Return the bytes of a message on the network; a route has not travelled."""
     travelled = frames[1:] if watched.has_route else frames
     return sum(message_bytes(len(frame), watched.is_curve) for frame in travelled)
 
 
 def _skip(sock: _Socket, watched: Watched) -> tuple[list[zmq.Frame], Connection | None] | None:
-    """Read on in a message of many parts, and end its connection. Its bytes are counted as the
-    least that they can be: of one that is cut, too many are held rather than too few."""
+    """Read on in a message of many parts, and end its connection.
+
+    Its bytes are counted as the least that they can be: a connection that is cut had better count
+    too many held bytes than too few.
+    """
     receive_part, dont_wait = sock.recv, int(zmq.DONTWAIT)
     while watched.parts_left > 0:
         num_parts = 1
@@ -238,7 +250,8 @@ def _skip(sock: _Socket, watched: Watched) -> tuple[list[zmq.Frame], Connection 
         watched.skipped_bytes += num_parts * _LEAST_PART_BYTES
         fd = descriptor(frame)
         connection = watched.connections.get(fd)
-        # Another may have come by this descriptor since, that has not brought as much.
+        # The descriptor may belong to another connection by now. That one has not brought as much,
+        # and must not be cut for it.
         if connection is not None and connection.can_have_brought(watched.skipped_bytes):
             watched.cut(connection, "a message of many parts")
         if not frame.more:
@@ -249,13 +262,14 @@ def _skip(sock: _Socket, watched: Watched) -> tuple[list[zmq.Frame], Connection 
 
 @dataclass(slots=True, eq=False)
 class Watched:
-    """A socket, as its owner tells the watcher of it. What the owner's thread calls never waits."""
+    """A socket as its owner and the watcher both see it. Methods for the owner's thread never
+    wait."""
 
     name: str
     bounds: Bounds
     is_curve: bool
     counters: Counter[str]
-    monitor: _Socket | None  # None: the owner tells what comes and goes
+    monitor: _Socket | None  # None: the owner reports what comes and goes
     fd: int  # readable, where the socket may have something that its owner has not seen
     is_read: bool = True  # False: libzmq takes what comes, so all that a connection brings counts
     has_route: bool = False  # a message begins with a frame that did not travel
@@ -266,8 +280,11 @@ class Watched:
     parts_left: int = 0  # that this turn may skip
     listener_fd: int = -1  # libzmq's
     is_shut: bool = False  # no connection comes
+    # Bytes taken and when, by descriptor, of connections that the watcher does not know yet.
     _early: dict[int, tuple[int, float]] = field(default_factory=dict)
-    _turns: int = 0  # how often the socket was found empty
+    # Turns of the owner: how often it found the socket empty.
+    _turns: int = 0
+    # Bytes that ended connections have left, until the turn by which the owner has taken them.
     _gone_bytes: int = 0
     _gone_turns: int = 0
     _published: int = 0
@@ -276,7 +293,8 @@ class Watched:
     # --- the owner's thread -----------------------------------------------------------------------
 
     def took(self, fd: int, num_bytes: int) -> Connection | None:
-        """The owner has taken a message of so many bytes, which came by this descriptor."""
+        """Count a message of `num_bytes` that the owner has taken; return the connection it came
+        by."""
         connection = self.connections.get(fd)
         if connection is None:
             if fd >= 0:  # its connection is not known yet, or not any more
@@ -292,19 +310,23 @@ class Watched:
         return connection
 
     def may_sleep(self, sock: _Socket) -> bool:
-        """Whether the socket has nothing for its owner, so that `fd` is readable before it has. The
-        owner sleeps on that, and not in zmq's poll of the socket: that one takes note of what has
-        come a moment before the owner does, and it would look as if all was taken."""
+        """Return whether the owner may sleep: the socket has nothing for it.
+
+        Then `fd` becomes readable before it has. The owner sleeps on `fd`, and not in zmq's poll of
+        the socket: that one takes note of what has come a moment before the owner does, and it
+        would look as if all was taken.
+        """
         self.parts_left = _PARTS_A_TURN
         self.is_waiting = not int(sock.getsockopt(zmq.EVENTS)) & zmq.POLLIN
         return self.is_waiting
 
     def found_empty(self) -> None:
-        """The owner has taken all there is."""
+        """Note that the owner has taken all there is."""
         self._turns += 1
 
     def unread(self, connection: Connection | None) -> int:
-        """Bytes that were given to a connection and that its peer has not acknowledged."""
+        """Return the bytes that were given to a connection and that its peer has not
+        acknowledged."""
         if connection is None or not connection.given:
             return 0
         try:
@@ -313,20 +335,26 @@ class Watched:
             return 0
 
     def gave(self, connection: Connection | None, num_bytes: int) -> None:
-        """The owner has queued a message for a connection; one that does not read is ended."""
+        """Count a message that the owner has queued for a connection; end one that does not
+        read."""
         if connection is None or connection.is_cut:
             return
         connection.given += num_bytes
+        # The kernel is asked only when the count may be above the bound.
         if connection.given > self.bounds.unread_bytes:
             unread = self.unread(connection)
             if unread > self.bounds.unread_bytes:
                 self.cut(connection, "does not read", unread)
+            # All acknowledged. The kernel's count includes what libzmq itself has sent, so go on
+            # from it.
             elif not unread:
                 connection.given = connection.count()[0]
 
     def published(self, num_bytes: int) -> None:
-        """The owner has published so many bytes to whoever wants them; a subscriber that is more
-        than `unread_bytes` behind, and has no room for more, is ended."""
+        """Count bytes that the owner has published to all that want them.
+
+        A subscriber that is more than `unread_bytes` behind, and has no room for more, is ended.
+        """
         self._turns += 1  # libzmq's part in the owner's thread has seen what has come and gone
         self._published += num_bytes
         if self._published - self._looked_at < _PUBLISHED_BYTES:
@@ -343,7 +371,7 @@ class Watched:
     # --- either -----------------------------------------------------------------------------------
 
     def cut(self, connection: Connection, why: str, num_bytes: int = 0) -> None:
-        """End a connection, and say so."""
+        """End a connection and count why."""
         if not connection.is_cut:
             connection.cut()
             self.counters[f"connections_cut: {why}"] += 1
@@ -351,7 +379,7 @@ class Watched:
     # --- the watcher's thread ---------------------------------------------------------------------
 
     def begin(self, fd: int, now_s: float) -> Connection | None:
-        """A connection has come. None for one that has gone already, or is no TCP."""
+        """Begin to watch a connection that has come. None if it has gone already, or is not TCP."""
         try:
             link = socket.socket(fileno=os.dup(fd))
         except OSError:
@@ -365,6 +393,7 @@ class Watched:
         except OSError:
             link.close()
             return None
+        # Ended connections have left more than the bound already: no other may bring more now.
         if self._gone_bytes > self.bounds.socket_bytes:
             self.cut(connection, "messages beyond their bound in sum")
         self._make_room()
@@ -377,8 +406,11 @@ class Watched:
         return connection
 
     def _make_room(self) -> None:
-        """Beyond the most, one ends: of those that never said anything the oldest; else that which
-        has been silent for longest."""
+        """End one connection if there are too many.
+
+        Of those that never sent a message the oldest; else the one that has been silent for
+        longest.
+        """
         live = [one for one in self.connections.values() if not one.is_cut]
         if len(live) >= self.most:
             oldest = min(live, key=lambda one: (one.heard_s, one.began_s))
@@ -386,15 +418,17 @@ class Watched:
 
     @property
     def most(self) -> int:
-        """Connections at once."""
+        """Most connections at once."""
         descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return max(16, min(self.bounds.connections, descriptors // _DESCRIPTORS))
 
     def end(self, fd: int) -> Connection | None:
-        """A connection has gone, by libzmq's word. Its duplicate is the caller's to close."""
+        """Take a connection out that has gone, as libzmq says. The caller closes its duplicate."""
         connection = self.connections.pop(fd, None)
         if connection is not None:
             connection.look()
+            # Whole messages of it may wait in libzmq still: they count until the owner has taken
+            # them.
             if connection.held:
                 self._gone_bytes += connection.held
                 self._gone_turns = self._turns + 2  # the next may have begun before
@@ -403,20 +437,25 @@ class Watched:
 
     def enforce(self, now_s: float) -> None:
         """Cut what is above its bound: each for itself, then the largest until the sum is below."""
+        # 1. Forget early bytes of connections that never became known.
         for fd, (_, when_s) in list(self._early.items()):
             if when_s < now_s - _LATE_S:
                 self._early.pop(fd, None)
         live = [one for one in self.connections.values() if not one.is_cut]
-        # After they were counted: what was counted and is whole is taken by now.
+        # 2. The owner sleeps on an empty socket. This is asked after the bytes were counted: what
+        # was counted and is whole is taken by now, so the rest is of unfinished messages.
         if self.is_waiting and not wait_readable(self.fd, 0.0):
             self._gone_turns = self._turns
             most = 2 * self.bounds.message_bytes
             for connection in live:
                 if connection.held - connection.unread > most:
                     self.cut(connection, "an unfinished message beyond its bound")
+        # 3. What ended connections left is taken once the owner has found the socket empty again.
         if self._turns >= self._gone_turns:
             self._gone_bytes, self.is_settling = 0, False
         self._shut(self._gone_bytes > self.bounds.socket_bytes // _GONE_SHARE)
+        # 4. The largest first, so that the fewest are cut to bring the sum below its bound. One
+        # with no more than a handshake is no part of the flood.
         total = self._gone_bytes + sum(connection.held for connection in live)
         for connection in sorted(live, key=lambda one: one.held, reverse=True):
             if connection.held > self.bounds.connection_bytes:
@@ -428,13 +467,17 @@ class Watched:
             total -= connection.held
 
     def _shut(self, is_shut: bool) -> None:
-        """Let no connection come while the owner has to read what ended ones have left: each may
-        bring what the kernel holds of it before it can be cut, faster than that is read. Their
-        SYNs are dropped, so they come when TCP tries again, a second later."""
+        """Let no connection come while the owner has to read what ended ones have left.
+
+        Each may bring what the kernel holds of it before it can be cut, faster than that is read.
+        Their SYNs are dropped, so they come when TCP tries again, a second later.
+        """
         if is_shut == self.is_shut or self.listener_fd < 0:
             return
         self.is_shut = is_shut
         with suppress(OSError):
+            # A second socket object on libzmq's descriptor, only to set an option: detached, not
+            # closed.
             listener = socket.socket(fileno=self.listener_fd)
             try:
                 if listener.family in (socket.AF_INET, socket.AF_INET6):
@@ -450,13 +493,14 @@ class Watched:
 
     @property
     def looks_hostile(self) -> bool:
-        """A connection that brings bytes is unknown, or has brought more than a message."""
+        """True if a connection that brings bytes is unknown, or has brought more than a message."""
         most = self.bounds.message_bytes
         return any(not one.heard_s or one.held > most for one in self.connections.values())
 
 
 class Watcher:
-    """The thread. Made by the owner of the sockets, which calls all of it.
+    """The thread that watches connections. Created by the owner of the sockets, which calls all of
+    it.
 
     `counters` has "connections_cut: WHY" once one was cut.
     """
@@ -468,8 +512,9 @@ class Watcher:
         self._bell: Inbox[Callable[[], None] | None] = Inbox()
         self._epoll: select.epoll | None = select.epoll() if sys.platform == "linux" else None
         self._poller = zmq.Poller()
+        # By the duplicates' descriptors: all connections, and those that brought bytes lately.
         self._by_link: dict[int, tuple[Watched, Connection]] = {}
-        self._hot: dict[int, tuple[Watched, Connection]] = {}  # by their duplicates' descriptors
+        self._hot: dict[int, tuple[Watched, Connection]] = {}
         self._logged_s = -_LOG_EVERY_S
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -489,28 +534,32 @@ class Watcher:
     def watch_connected(
         self, sock: _Socket, name: str, bounds: Bounds, is_curve: bool = False
     ) -> Watched:
-        """Bound a socket that connects: `came` and `went` say what its owner's monitor says."""
+        """Bound a socket that connects; `came` and `went` pass on what its owner's monitor says."""
         return self._begin(sock, Watched(name, bounds, is_curve, self.counters, None, sock.FD))
 
     def came(self, watched: Watched, fd: int) -> None:
-        """zmq.EVENT_CONNECTED, with libzmq's descriptor."""
+        """Take zmq.EVENT_CONNECTED, with libzmq's descriptor."""
         self._tell(lambda: self._came(watched, fd))
 
     def went(self, watched: Watched, fd: int) -> None:
-        """zmq.EVENT_DISCONNECTED, with libzmq's descriptor."""
+        """Take zmq.EVENT_DISCONNECTED, with libzmq's descriptor."""
         self._tell(lambda: self._went(watched, fd))
 
     def forget(self, watched: Watched) -> None:
-        """A socket that connects is to be closed."""
+        """Watch a socket that connects no more; it is about to be closed."""
         self._tell(lambda: self._forget(watched))
 
     def _tell(self, what: Callable[[], None]) -> None:
+        """Queue a call for the thread, if there is one."""
         if self._thread is not None:
             self._bell.put(what)
 
     def close(self) -> None:
-        """Join the thread. Before it, `disable_monitor` of the sockets that are bound, since
-        libzmq's thread may wait for this one to read; after it, close them. Again: no-op."""
+        """Join the thread. Idempotent.
+
+        Before it, `disable_monitor` of the sockets that are bound, since libzmq's thread may wait
+        for this one to read; after it, close them.
+        """
         if self._closed:
             return
         self._closed = True
@@ -522,6 +571,8 @@ class Watcher:
             self._epoll.close()
 
     def _begin(self, sock: _Socket, watched: Watched) -> Watched:
+        """Set the bounds, and start to watch; without the counters only the bounds are set."""
+        # In any case: these need no counters.
         set_bounds(sock, watched.bounds)
         if self._epoll is not None:
             self._bell.put(lambda: self._watch(watched))
@@ -534,6 +585,7 @@ class Watcher:
     # --- the thread -------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        """Run the thread; at its end all duplicates are closed."""
         assert self._epoll is not None
         self._poller.register(self._bell.fd, zmq.POLLIN)
         self._poller.register(self._epoll.fileno(), zmq.POLLIN)
@@ -546,6 +598,7 @@ class Watcher:
                     self._went(watched, fd)
 
     def _guarded_step(self) -> bool:
+        """Make one look; an exception is logged, and the thread goes on."""
         try:
             return self._step()
         except Exception:  # a defect of ours: what it was about is not watched, all else is
@@ -554,18 +607,21 @@ class Watcher:
             return True
 
     def _step(self) -> bool:
-        """One look. False: it is to end."""
+        """Make one look; return False when the thread is to end."""
         is_busy = bool(self._hot) or any(watched.is_settling for watched in self._watched)
         if is_busy:  # the rest of a burst is seen by one look
+            # 1. Wait: a pause while bytes come, else until something happens.
             hot = {id(watched): watched for watched, _ in self._hot.values()}
             hostile = any(watched.looks_hostile for watched in hot.values())
             time.sleep(QUICK_LOOK_S if hostile else LOOK_S)
         ready: dict[Any, int] = dict(self._poller.poll(0 if is_busy else None))
+        # 2. Calls of the owner.
         if self._bell.fd in ready:
             for told in self._bell.drain():
                 if told is None:
                     return False
                 told()
+        # 3. Connections that have come and gone, before their bytes are counted.
         for watched in self._watched:
             if watched.monitor is not None and watched.monitor in ready:
                 self._read_events(watched, watched.monitor)
@@ -573,16 +629,19 @@ class Watcher:
         return True
 
     def _watch(self, watched: Watched) -> None:
+        """Add a socket."""
         self._watched.append(watched)
         if watched.monitor is not None:
             self._poller.register(watched.monitor, zmq.POLLIN)
 
     def _forget(self, watched: Watched) -> None:
+        """Remove a socket and its connections."""
         for fd in list(watched.connections):
             self._went(watched, fd)
         self._watched.remove(watched)
 
     def _read_events(self, watched: Watched, monitor: _Socket) -> None:
+        """Read what libzmq reports about a bound socket."""
         with suppress(zmq.Again):
             while True:
                 told = parse_monitor_message(monitor.recv_multipart(zmq.DONTWAIT))
@@ -594,6 +653,7 @@ class Watcher:
                     self._went(watched, told["value"])
 
     def _came(self, watched: Watched, fd: int) -> None:
+        """Begin to watch a connection."""
         assert self._epoll is not None
         self._went(watched, fd)  # what had this descriptor before has gone, told or not
         connection = watched.begin(fd, time.monotonic())
@@ -603,29 +663,33 @@ class Watcher:
             self._epoll.register(link, select.EPOLLIN | select.EPOLLET)
 
     def _went(self, watched: Watched, fd: int) -> None:
+        """Close the duplicate of a connection that has gone."""
         connection = watched.end(fd)
         if connection is not None:
             assert self._epoll is not None
             del self._by_link[connection.link_fd]
             self._hot.pop(connection.link_fd, None)
-            # First: libzmq's own descriptor may still be open, and keeps a registration alive.
+            # Before it is closed: libzmq's own descriptor may still be open, and keeps a
+            # registration alive.
             self._epoll.unregister(connection.link_fd)
             connection.link.close()
 
     def _look(self) -> None:
         """Count what has come, and cut what is too much."""
         assert self._epoll is not None
+        # EPOLLET: each arrival is reported once, so a quiet connection costs nothing.
         for link, _ in self._epoll.poll(0):  # once for each arrival: EPOLLET
             if link in self._by_link:
                 self._hot[link] = self._by_link[link]
         looked = {id(watched) for watched, _ in self._hot.values()}
+        # One that brought nothing new needs no look, unless it already holds too much.
         for link, (watched, connection) in list(self._hot.items()):
             most = 2 * watched.bounds.message_bytes
             if not connection.look() and not (watched.is_read and connection.held > most):
                 del self._hot[link]  # until the next arrival
         num_cut = sum(self.counters.values())
         now_s = time.monotonic()
-        for watched in self._watched:
+        for watched in self._watched:  # only those with something new are judged
             if id(watched) in looked or watched.is_settling:
                 watched.enforce(now_s)
         if sum(self.counters.values()) > num_cut and now_s - self._logged_s >= _LOG_EVERY_S:

@@ -1,9 +1,10 @@
-"""The sockets of the control plane: a ROUTER on prefill, a DEALER a prefill worker on decode. The
-only importer of zmq.
+"""The sockets of the control plane: a ROUTER on prefill, one DEALER per prefill worker on decode.
+The only importer of zmq besides `connections`.
 
 A socket belongs to the thread that made it. Nothing here waits but `poll`, and nothing queues
 without bound: a frame that finds its queue full, or its peer gone, is counted and dropped; what
-matters is said again. What peers can make the sockets hold is bounded by `connections`.
+matters is repeated by the room machines. What peers can make the sockets hold is bounded by
+`connections`.
 """
 
 from __future__ import annotations
@@ -39,25 +40,26 @@ _QUEUED_MESSAGES = 16  # of one connection: 1 MiB
 _KERNEL_BYTES = 128 << 10  # the kernel takes twice as many
 _CONNECTION_BYTES = 3 << 19  # above the sum of both, so that no honest peer comes near it
 _SOCKET_BYTES = 4 << 20
-_UNREAD_BYTES = 32 << 20  # of ours, by one that does not read
+_UNREAD_BYTES = 32 << 20  # sent by us to one peer that does not read
 _FRAMES_A_POLL = 256  # so that a flood from one side cannot keep the owner from its other work
 _BYTES_A_POLL = 2 * MAX_FRAME_BYTES  # of one worker's frames
 _BYTES_OF_ALL_A_POLL = 2 * _BYTES_A_POLL
-_READS_A_POLL = 16 * _FRAMES_A_POLL  # fragments and what is dropped among them
+_READS_A_POLL = 16 * _FRAMES_A_POLL  # messages per poll: fragments, and dropped ones among them
 
 
 class _Allowed:
-    """ZAP's question, answered by the list of client keys."""
+    """The list of client keys, as the authenticator asks it (ZAP)."""
 
     def __init__(self, curve: CurveConfig) -> None:
         self._keys = frozenset(curve.allowed_clients)
 
     def callback(self, domain: str, key: bytes) -> bool:
+        """Return whether this client key is on the list."""
         return key.decode("ascii") in self._keys
 
 
 def _came_from(frame: zmq.Frame) -> str:
-    """The address of the other end, "" where the socket does not tell."""
+    """Return the address of the other end, "" if the socket does not know it."""
     try:
         host = str(frame.get("Peer-Address"))
     except zmq.ZMQError:
@@ -66,8 +68,8 @@ def _came_from(frame: zmq.Frame) -> str:
 
 
 class _Channel(Closing):
-    """What both ends share: a context, a poller that also listens to a file descriptor, counted
-    drops, and what watches connections."""
+    """The parts of both ends: a context, a poller that also listens to a file descriptor, counters
+    of drops, and the thread that watches connections. Owned by the control thread once built."""
 
     def __init__(self, config: ControlConfig, wake_fd: int) -> None:
         self._watcher = Watcher("prefixkv-connections")
@@ -80,7 +82,8 @@ class _Channel(Closing):
         self._poller.register(wake_fd, zmq.POLLIN)
 
     def _socket(self, kind: int, address: str) -> zmq.Socket[bytes]:
-        """A socket with every option set. Raises ValueError or ZMQError, with nothing left open."""
+        """Return a socket with every option set. Raises ValueError or ZMQError; nothing is left
+        open."""
         check_address(address)
         sock = self._context.socket(kind)
         try:
@@ -91,6 +94,8 @@ class _Channel(Closing):
         return sock
 
     def _set_options(self, sock: zmq.Socket[bytes], address: str) -> None:
+        """Set the options that both kinds of sockets share."""
+        # Options take effect only before bind or connect.
         sock.setsockopt(zmq.IPV6, "[" in address)
         sock.setsockopt(zmq.LINGER, 0)
         sock.setsockopt(zmq.SNDHWM, self._config.max_queued_frames)
@@ -101,6 +106,7 @@ class _Channel(Closing):
             sock.curve_secretkey = self._config.curve.secret_key.encode()
 
     def _bounds(self) -> Bounds:
+        """Return the bounds that `connections` holds a socket to."""
         # What is beyond the queue waits with the kernel, and then in the peer's own queue.
         return Bounds(
             MAX_MESSAGE_BYTES, min(_QUEUED_MESSAGES, self._config.max_queued_frames),
@@ -108,7 +114,7 @@ class _Channel(Closing):
         )  # fmt: skip
 
     def _poll(self, timeout_s: float) -> list[Any]:
-        """What is ready: descriptors of sockets that are watched, and monitors."""
+        """Wait, and return what is ready: descriptors of watched sockets, and monitors."""
         # zmq waits in whole milliseconds: round up, so that a short wait is not a busy one.
         timeout_ms = (
             None if timeout_s == float("inf") else max(0, int(timeout_s * 1000) + (timeout_s > 0))
@@ -117,10 +123,13 @@ class _Channel(Closing):
         return [sock for sock, _ in ready if sock != self._wake_fd]
 
     def _drop(self, why: str) -> None:
+        """Count a frame that could not be sent."""
         self.counters[f"frames_not_sent: {why}"] += 1
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Close every socket; what is queued may leave for `linger_s` more."""
+        """Close every socket; frames that are queued may leave for `linger_s` more."""
+        # The watcher first: it holds duplicates of the sockets' descriptors and reads their
+        # monitors.
         self._watcher.close()
         self._context.destroy(linger=int(linger_s * 1000))
 
@@ -128,11 +137,14 @@ class _Channel(Closing):
 class RouterChannel(_Channel):
     """Prefill's socket: many decode workers, each behind a route that the socket made up.
 
-    Raises ConfigError for an address that others than this machine can reach while no keys are set
-    (unless `allow_remote_without_keys`), or that cannot be bound.
+    Raises:
+        ConfigError: the address cannot be bound; or other machines can reach it while no keys are
+            set, and `allow_remote_without_keys` is not.
     """
 
     def __init__(self, bind: str, config: ControlConfig, wake_fd: int) -> None:
+        # 1. Refused before anything is open: an address, or one that is open to the network without
+        # keys.
         try:
             check_address(bind)
         except ValueError as error:
@@ -147,6 +159,7 @@ class RouterChannel(_Channel):
         self._sock: zmq.Socket[bytes] | None = None
         self._authenticator: ThreadAuthenticator | None = None
         try:
+            # 2. The authenticator must answer before the socket can be connected to.
             if config.curve is not None:
                 self._authenticator = ThreadAuthenticator(self._context)
                 self._authenticator.start()
@@ -154,9 +167,11 @@ class RouterChannel(_Channel):
                     domain="*", credentials_provider=_Allowed(config.curve)
                 )
             sock = self._sock = self._socket(zmq.ROUTER, bind)
+            # An unknown route is an error to count, not a silent drop.
             sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
             if config.curve is not None:
                 sock.curve_server = True
+            # 3. Watched before it is bound: a connection that came earlier would not be counted.
             bounds = self._bounds()
             self._watched = self._watcher.watch_bound(sock, bind, bounds, self._is_curve)
             sock.bind(bind)
@@ -168,16 +183,22 @@ class RouterChannel(_Channel):
         self._poller.register(self._watched.fd, zmq.POLLIN)
 
     def poll(self, timeout_s: float) -> list[FrameReceived[bytes]]:
-        """Wait for frames or the wake-up descriptor. Of one worker's, what is beyond its bytes a
-        poll is dropped: the socket is everybody's."""
+        """Wait for frames or the wake-up descriptor, and return the frames.
+
+        One worker's frames beyond its bytes per poll are dropped: all workers share the socket.
+        """
         frames: list[FrameReceived[bytes]] = []
         assert self._sock is not None
+        # Only an empty socket is slept on, see `Watched.may_sleep`. Awake, the watcher must know at
+        # once that bytes may wait for us.
         may_sleep = self._watched.may_sleep(self._sock)
         ready = self._poll(timeout_s if may_sleep else 0.0)
         self._watched.is_waiting = False
         if may_sleep and not ready:
             self._watched.found_empty()
             return frames
+        # Read until one of the bounds: frames, bytes of all, messages, or nothing there. So the
+        # control thread is back at its other work soon, however much peers send.
         taken: Counter[bytes] = Counter()
         for _ in range(_READS_A_POLL):
             if len(frames) == _FRAMES_A_POLL or taken.total() > _BYTES_OF_ALL_A_POLL:
@@ -190,12 +211,14 @@ class RouterChannel(_Channel):
             if received is None:
                 break
             parts, connection = received
+            # A route and one message. More parts come from no socket of ours.
             if len(parts) != 2:
                 self.counters["frames_malformed"] += 1
                 continue
             route, message = parts[0].bytes, parts[1]
             self._note(route, connection)
             taken[route] += len(message)
+            # Its unfinished frame is dropped too: its next fragments would not fit on it.
             if taken[route] > _BYTES_A_POLL:
                 self._joiner.forget(route)
                 self.counters["frames_over_budget"] += 1
@@ -205,16 +228,20 @@ class RouterChannel(_Channel):
             except FragmentError:
                 self.counters["frames_malformed"] += 1
                 continue
+            # `Peer-Address` decides whether the sender is on this machine where the bind is not
+            # loopback.
             if raw is not None:
                 what = self._credential(message), self._is_local or is_loopback(_came_from(message))
                 frames.append(FrameReceived(route, raw, *what))
         return frames
 
     def _note(self, route: bytes, connection: Connection | None) -> None:
-        """A message of this route has come by this connection."""
+        """Remember by which connection this route's last message came."""
         if connection is None or self._connections.get(route) is connection:
             return
         self._connections[route] = connection
+        # Routes of ended connections are removed now and then, so that reconnecting peers do not
+        # make the table grow.
         if len(self._connections) > 2 * self._watched.most:
             for other, one in list(self._connections.items()):
                 if one.is_over:
@@ -222,13 +249,16 @@ class RouterChannel(_Channel):
                     self._joiner.forget(other)
 
     def _credential(self, frame: zmq.Frame) -> str:
+        """Return the CURVE key that the sender has proved, "" without keys."""
         return str(frame.get("User-Id")) if self._config.curve is not None else ""
 
     def send(self, route: bytes, raw: bytes) -> None:
-        """Queue a frame for the worker behind `route`."""
+        """Queue a frame for the worker behind `route`. One that cannot be queued is counted and
+        dropped."""
         assert self._sock is not None
         connection = self._connections.get(route)
         try:
+            # A frame that is queued in part is lost at the other end, as any frame may be.
             for message in cut(raw):
                 self._sock.send_multipart((route, message), zmq.DONTWAIT)
                 self._watched.gave(connection, message_bytes(len(message), self._is_curve))
@@ -238,6 +268,9 @@ class RouterChannel(_Channel):
             self._drop(str(error.strerror))
 
     def close(self, linger_s: float = 0.0) -> None:
+        """See `_Channel.close`."""
+        # The authenticator has its own thread and uses the context, so it stops first. The monitor
+        # is ended before the watcher, which reads it: libzmq may wait for that.
         if self._authenticator is not None:
             self._authenticator.stop()
         if self._sock is not None and not self._sock.closed:
@@ -246,8 +279,10 @@ class RouterChannel(_Channel):
 
 
 class DealerChannel(_Channel):
-    """Decode's sockets: one for each prefill worker's address. `check` raises ConfigError for an
-    address that KV would not come from."""
+    """Decode's sockets: one per prefill worker's address.
+
+    `check` raises ConfigError for an address that KV would not come from.
+    """
 
     def __init__(
         self, config: ControlConfig, wake_fd: int, check: Callable[[str], None] = lambda _: None
@@ -255,19 +290,23 @@ class DealerChannel(_Channel):
         super().__init__(config, wake_fd)
         self._check = check
         self._socks: dict[str, zmq.Socket[bytes]] = {}
-        self._addresses: dict[object, str] = {}  # by a socket's descriptor, and its monitor
+        self._addresses: dict[object, str] = {}  # by the watched descriptor, and by the monitor
         self._monitors: dict[str, zmq.Socket[bytes]] = {}
         self._watched: dict[str, Watched] = {}
         self._joiner: Joiner[str] = Joiner()
 
     def connect(self, address: str) -> None:
-        """Open a socket for `address`, if it has none; connecting goes on by itself. Raises
-        ConfigError if it is no address, and what `check` raises."""
+        """Open a socket for `address`, if it has none; connecting goes on by itself.
+
+        Raises:
+            ConfigError: it is no address, or `check` refuses it; nothing is left open.
+        """
         if address in self._socks:
             return
         sock: zmq.Socket[bytes] | None = None
         monitor: zmq.Socket[bytes] | None = None
         watched: Watched | None = None
+        # Monitored and watched before it connects, so that neither misses the first event.
         try:
             sock = self._socket(zmq.DEALER, address)
             if self._config.curve is not None:
@@ -278,6 +317,7 @@ class DealerChannel(_Channel):
             sock.connect(address)
             self._check(address)  # nothing is sent yet
         except (zmq.ZMQError, ValueError, ConfigError) as error:
+            # Undo all that was made, the watcher's part included.
             for made in (sock, monitor):
                 if made is not None:
                     made.close()
@@ -293,11 +333,12 @@ class DealerChannel(_Channel):
             self._poller.register(one, zmq.POLLIN)
 
     def disconnect(self, address: str) -> None:
-        """Close the address's socket; what is queued on it may still leave."""
+        """Close the address's socket; frames that are queued may still leave for a second."""
         sock = self._socks.pop(address, None)
         if sock is not None:
             monitor = self._monitors.pop(address)
             watched = self._watched.pop(address)
+            # Out of the poller before they are closed: their numbers may be used again at once.
             self._watcher.forget(watched)
             self._joiner.forget(address)
             for one in (watched.fd, monitor):
@@ -308,8 +349,10 @@ class DealerChannel(_Channel):
             sock.close(linger=1000)
 
     def poll(self, timeout_s: float) -> list[FrameReceived[str] | Reached | Unreached]:
-        """Wait for frames, for what becomes of connections, or the wake-up descriptor."""
+        """Wait, and return frames, changes of connections, or nothing if the wake-up descriptor
+        ended it."""
         frames: list[FrameReceived[str] | Reached | Unreached] = []
+        # Sockets that hold something already: their descriptors do not become readable for it.
         full = [
             watched.fd
             for address, watched in self._watched.items()
@@ -318,6 +361,8 @@ class DealerChannel(_Channel):
         ready = self._poll(0.0 if full else timeout_s)
         for watched in self._watched.values():
             watched.is_waiting = False
+        # Each socket is read up to its own bounds, so that one worker's flood does not delay
+        # others.
         for one in dict.fromkeys([*ready, *full]):
             address = self._addresses[one]
             if one is self._monitors[address]:
@@ -326,8 +371,9 @@ class DealerChannel(_Channel):
             sock = self._socks[address]
             num_bytes = 0
             for _ in range(_FRAMES_A_POLL):
+                # The rest waits in this worker's own socket.
                 if num_bytes >= _BYTES_A_POLL:
-                    break  # the rest waits in this worker's own socket
+                    break
                 try:
                     received = receive(sock, self._watched[address])
                 except zmq.Again:
@@ -349,11 +395,13 @@ class DealerChannel(_Channel):
         return frames
 
     def _news(self, monitor: zmq.Socket[bytes], address: str) -> Iterator[Reached | Unreached]:
-        """The last thing that the monitor tells of the connection."""
+        """Yield the last change that the monitor reports for the connection, and pass all to the
+        watcher."""
         last: Reached | Unreached | None = None
         with suppress(zmq.Again):
             while True:
                 told = recv_monitor_message(monitor, zmq.DONTWAIT)
+                # Connected is not reached: the handshake is still to come.
                 if told["event"] == zmq.EVENT_CONNECTED:
                     self._watcher.came(self._watched[address], told["value"])
                     continue
@@ -363,13 +411,15 @@ class DealerChannel(_Channel):
                     last = Reached(address)
                 elif told["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                     last = Unreached(address, "our key is refused")
+                # A refused key stays the reason, although a disconnection follows it.
                 elif last is None or isinstance(last, Reached):
                     last = Unreached(address, _NOBODY)
         if last is not None:
             yield last
 
     def send(self, address: str, raw: bytes) -> None:
-        """Queue a frame for the worker at `address`."""
+        """Queue a frame for the worker at `address`. One that cannot be queued is counted and
+        dropped."""
         sock = self._socks.get(address)
         if sock is None:
             self._drop("not connected")

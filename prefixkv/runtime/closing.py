@@ -1,4 +1,4 @@
-"""What is closed on leaving a `with`."""
+"""Objects that are closed on leaving a `with`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Self
 
 
 class Closing(ABC):
-    """Base of what has a `close`."""
+    """Base of classes with a `close`."""
 
     @abstractmethod
     def close(self) -> None: ...

@@ -1,15 +1,14 @@
-"""The control thread of a node: it feeds a control object, and carries out what that wants.
+"""The control thread of a node: it feeds a control object and carries out its effects.
 
     scheduler's thread  --submit-->  inbox  -->  control thread: control object, sockets
                         <--events--  inbox  <--    |  write, expect, gather, ...    ^
                                                    v                                | inbox
                                          transport, copy threads  --what became of it
 
-The thread sleeps until one of these has something for it or the control object's next deadline
-comes. An exception while one input is handled, or one effect carried out, harms nothing else: it is
-handed to the scheduler's thread, which raises it, and the thread lives on. One that a peer's frame
-has caused is that peer's fault: it is logged and counted, the room that the frame names ends, and
-the scheduler hears of nothing else.
+The thread sleeps until one of these has something for it, or the next deadline comes. An exception
+while one input is handled, or one effect carried out, harms nothing else: the scheduler's thread
+raises it, and the thread lives on. One that a peer's frame caused is the peer's fault: it is logged
+and counted, the room that the frame names ends, and the scheduler hears of nothing else.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ from prefixkv.wakeups import Inbox
 
 _log = logging.getLogger("prefixkv.control")
 
-_FAREWELL_S = 0.5  # how long the last frames of a node that closes may take to leave
+_FAREWELL_S = 0.5  # seconds in which the last frames of a node that closes may leave
 _STUMBLE_S = 0.01  # pause after a step that failed as a whole, lest it fail in a busy loop
 _EVENTS: Final = get_args(RoomEvent)
 
@@ -86,7 +85,7 @@ Common = (
     | Tick
     | AgentDestroyed
 )
-"""What either side's control object may be told, besides commands and frames."""
+"""Inputs of either side's control object, besides commands and frames."""
 
 Effect = (
     SendFrame[To]
@@ -105,14 +104,14 @@ Effect = (
     | Scatter
     | RoomEvent
 )
-"""What either side's control object may want."""
+"""Effects of either side's control object."""
 
 Command_contra = TypeVar("Command_contra", contravariant=True)
 Command = TypeVar("Command")
 
 
 class Control(Protocol[Command_contra, To]):
-    """A `DecodeControl` or a `PrefillControl`."""
+    """The interface of `DecodeControl` and `PrefillControl`."""
 
     counters: Counter[str]
     news: News
@@ -132,7 +131,7 @@ class Control(Protocol[Command_contra, To]):
 
 
 class Channel(Protocol[To]):
-    """A `DealerChannel` or a `RouterChannel`."""
+    """The interface of `DealerChannel` and `RouterChannel`."""
 
     counters: Counter[str]
 
@@ -144,18 +143,19 @@ class Channel(Protocol[To]):
 
 
 class ControlFailed:
-    """Event: an exception in the control thread, for the scheduler's thread to raise."""
+    """An event: an exception in the control thread, for the scheduler's thread to raise."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
 
 
 class ControlThread(Generic[Command, To]):
-    """Made by the scheduler's thread, which calls `submit`, `events` and `close`.
+    """The thread with its inboxes. Created by the scheduler's thread, which calls `submit`,
+    `events` and `close`.
 
-    The parts are made here, one after the other, since each needs the one before: the transport
-    tells the inbox, the control object says in its Hello how to reach the transport, the channel
-    wakes with the inbox. What raises on the way is raised, with all that was made closed again.
+    The parts are created here, one after the other, since each needs the one before: the transport
+    reports to the inbox, the control object says in its Hello how to reach the transport, the
+    channel wakes with the inbox. If one raises, all that was created is closed again.
     """
 
     def __init__(
@@ -168,33 +168,34 @@ class ControlThread(Generic[Command, To]):
         trial: Callable[[Tell], Trial] | None = None,
         prover: Prover | None = None,
     ) -> None:
-        """
+        """Create all parts and start the thread.
+
         Args:
             transport: makes the transport, given where its events go.
             control: makes the control object, given the transport's metadata.
             channel: makes the sockets, given a descriptor that wakes them.
-            copies: makes the staging copies, given where it is said that they are done, or None
-                where nothing is staged.
-            trial: makes what tries peers' metadata, given where it says how that went; None where
-                the control object tries nothing.
-            prover: looks at processes; closed here, also by what raises.
+            copies: makes the staging copies, given where their ends are reported, or None where
+                nothing is staged.
+            trial: makes what tries peers' metadata, given where it reports; None where the control
+                object tries nothing.
+            prover: looks at processes; closed here, also if this raises.
         """
         self.inbox: Inbox[Command | FrameReceived[To] | Common | None] = Inbox()
         self.events: Inbox[RoomEvent | ControlFailed] = Inbox()
-        self.num_errors = 0
+        self.num_errors = 0  # exceptions handed to the scheduler's thread
         self.num_log_errors = 0  # what log handlers have raised
         self._peer_log = PeerLog(name)
         self._stopping = False
         self._closed = False
-        self._pid = os.getpid()
+        self._pid = os.getpid()  # a fork of this process must not close what its parent uses
         self._close_error: Exception | None = None
         with ExitStack() as undo:
             undo.callback(self._close_inboxes)
             self._prover = prover
             if prover is not None:
                 undo.callback(prover.close)
-            # A transport writes to addresses: what it was made of lives as long as the thread does,
-            # whoever drops the node.
+            # A transport writes to addresses. The function that made it holds the memory
+            # (`Memory`), which so lives as long as the thread, even if the node is dropped.
             self._made_of = transport
             self.transport = transport(self.inbox.put)
             undo.callback(self.transport.close)
@@ -211,6 +212,7 @@ class ControlThread(Generic[Command, To]):
                 target=self._run, name=f"prefixkv-control-{name}", daemon=True
             )
             self._thread.start()
+            # Everything is running: `close` undoes it from here on.
             undo.pop_all()
 
     def submit(self, command: Command) -> None:
@@ -220,41 +222,52 @@ class ControlThread(Generic[Command, To]):
         self.inbox.put(command)
 
     def close(self) -> None:
-        """Destroy the transport's agent, say farewell, join the thread. Again: no-op, as in a
-        process forked from this one, whose inboxes' descriptors are still its parent's.
+        """Destroy the transport's agent, send the farewell, join the thread.
 
-        Raises InternalError if the agent could not be destroyed; the peers are then told nothing,
-        since writes may still land.
+        No-op if called again, and in a process forked from this one: the inboxes' descriptors are
+        its parent's.
+
+        Raises:
+            InternalError: the agent could not be destroyed. The peers then get no farewell, since
+                writes may still land.
         """
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
         self._stopping = True
-        self.inbox.put(None)
+        self.inbox.put(None)  # only wakes the thread
         self._thread.join()
+        # After the thread, which waits on them.
         self._close_inboxes()
         if self._close_error is not None:
             raise self._close_error
 
     def _close_inboxes(self) -> None:
+        """Close both inboxes."""
         self.inbox.close()
         self.events.close()
 
     # --- the thread -------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        """Run the thread: steps until it is stopped, then the end in its order."""
         while not self._stopping:
             try:
                 self._step(time.monotonic())
             except Exception as error:
                 self._failed(error)
                 time.sleep(_STUMBLE_S)
+        # 1. The trial: its verdicts are of no use any more.
         if self.trial is not None:
             self.trial.close()
+        # 2. The agent: only once it is destroyed are our writes fenced.
         try:
             self.transport.close()
         except Exception as error:
             self._close_error = error  # not fenced
+        # 3. What depends on that: the socket that proves us alive (kept if writes may still land),
+        # the copies, and the farewell, which tells peers that pages are free. It must not come
+        # before the fence.
         try:
             if self._prover is not None:
                 self._prover.close(ended=self._close_error is None)
@@ -265,17 +278,23 @@ class ControlThread(Generic[Command, To]):
             self._log_news(time.monotonic())
         except Exception as error:
             self._close_error = self._close_error or error
+        # 4. The sockets last, with time for the farewell to leave.
         finally:
             self.channel.close(linger_s=_FAREWELL_S)
 
     def _step(self, now_s: float) -> None:
+        """Make one step: wait, take commands and events, then frames, then look at deadlines."""
         frames = self.channel.poll(self.control.wake_s - now_s)
+        # The time after the wait: deadlines are compared with it.
         now_s = time.monotonic()
+        # Commands and events before frames: a room that the scheduler has opened is there when a
+        # frame about it is taken.
         for item in self.inbox.drain():
             if item is not None:
                 self._take(item, now_s)
         for frame in frames:
             self._take(frame, now_s)
+        # Each step ends with a Tick, which costs nothing where nothing is due.
         try:
             self.control.on(Tick(), now_s)
         finally:
@@ -283,30 +302,37 @@ class ControlThread(Generic[Command, To]):
             self._log_news(now_s)
 
     def _log_news(self, now_s: float) -> None:
+        """Write what has become of peers to the log."""
         try:
             self._peer_log.write(self.control.news.take(), now_s)
         except Exception:  # a handler's, which is the user's
             self.num_log_errors += 1
 
     def _log_error(self, error: Exception, text: str, *args: object) -> None:
+        """Log an error; what a handler raises is only counted."""
         try:
             _log.error(text, *args, exc_info=error)
         except Exception:
             self.num_log_errors += 1
 
     def _take(self, what: Command | FrameReceived[To] | Common, now_s: float) -> None:
+        """Give one input to the control object and carry out its effects, also those before an
+        exception."""
         try:
             self.control.on(what, now_s)
         except Exception as error:
+            # A frame is a peer's word: its exception ends a room. All else is our own defect.
             if isinstance(what, FrameReceived):
                 self._carry_out(self.control.last_effects)
                 self._blame(what, error, now_s)
             else:
                 self._failed(error)
-        # Those that came before an exception are of other rooms, or were said once and for all.
+        # Also those from before an exception: they belong to other rooms, or the control object
+        # takes them for done.
         self._carry_out(self.control.last_effects)
 
     def _blame(self, frame: FrameReceived[To], error: Exception, now_s: float) -> None:
+        """Log a frame that raised, and end the room that it names."""
         self._log_error(error, "a frame from %r raised", frame.source)
         try:
             self.control.on(FrameFailed(frame, error), now_s)
@@ -314,6 +340,7 @@ class ControlThread(Generic[Command, To]):
             self._log_error(another, "nor can its room be ended")
 
     def _carry_out(self, effects: Sequence[Effect[To]]) -> None:
+        """Carry out effects: events first, then the others in order."""
         # First what the scheduler waits for: a send wakes zmq's own thread and may cost 0.2 ms, and
         # nothing that the scheduler does depends on it.
         rest: list[Effect[To]] = []
@@ -329,10 +356,12 @@ class ControlThread(Generic[Command, To]):
                 self._failed(error)
 
     def _failed(self, error: Exception) -> None:
+        """Hand an exception to the scheduler's thread."""
         self.num_errors += 1
         self.events.put(ControlFailed(error))
 
     def _do(self, effect: Effect[To]) -> None:
+        """Carry out one effect."""
         match effect:
             case SendFrame():
                 self.channel.send(effect.to, effect.raw)
@@ -380,9 +409,11 @@ class ControlThread(Generic[Command, To]):
                 assert_never(effect)
 
     def _tried(self, peer: PeerId, error: Exception | None) -> None:
+        """Take the trial's verdict, on the trial's thread."""
         self.inbox.put(PeerTried(peer, error))
 
     def _connect(self, address: str) -> None:
+        """Connect; a failure is an input at once, since rooms wait for the address."""
         try:
             self._dealer.connect(address)
         except ConfigError as error:
@@ -390,12 +421,14 @@ class ControlThread(Generic[Command, To]):
 
     @property
     def _staging(self) -> StagingCopies:
+        """The staging copies; InternalError if there are none."""
         if self._copies is None:
             raise InternalError("a copy is wanted where nothing is staged")
         return self._copies
 
     @property
     def _dealer(self) -> DealerChannel:
+        """Decode's channel; InternalError on prefill."""
         if not isinstance(self.channel, DealerChannel):
             raise InternalError("only decode connects")
         return self.channel

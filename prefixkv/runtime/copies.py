@@ -1,9 +1,10 @@
 """The staging copies of a node: slices are gathered into slots, leases scattered into pages, in
 threads of their own, so that the control thread never waits for a copy.
 
-Jobs start in the order they came in; each ends with one CopyDone to the sink, called from a worker
-(or from `close`, for what had not started). On CUDA each worker has a stream of its own, which is
-current while its jobs run, and says CopyDone when the device has done what they queued there.
+Jobs start in the order they came in. Each ends with one CopyDone to the sink, called from a worker
+(or, for a job that had not started, once the pool is closed). On CUDA each worker has a stream of
+its own, which is current while its jobs run; CopyDone comes when the device has done what they
+queued there.
 
 The copies on the CPU are numpy's, on the worker's thread alone and with the GIL let go. Torch's
 number of threads is left as it is: what one thread sets, threads started later take over.
@@ -30,7 +31,7 @@ CopySink = Callable[[CopyDone], None]
 
 
 class Workers(Protocol):
-    """What runs copies: a CopyPool, or a simulation."""
+    """The interface of what runs copies: a CopyPool, or a simulation."""
 
     def submit(self, copy_id: int, copy: Callable[[], None]) -> None: ...
 
@@ -43,17 +44,18 @@ class _Job(NamedTuple):
 
 
 class CopyPool:
-    """See the module's text. Made, given jobs and closed by one thread."""
+    """The threads that run copies; see the module's text. Created, given jobs and closed by one
+    thread."""
 
     def __init__(
         self, num_threads: int, sink: CopySink, device: str = "cpu", name: str = "node"
     ) -> None:
-        """Raises: ConfigError for a number of threads that is not positive."""
+        """Start the threads. Raises ConfigError if `num_threads` is not positive."""
         if num_threads < 1:
             raise ConfigError(f"num_threads is {num_threads}, must be at least 1")
         self._sink = sink
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        self._closed = False
+        self._closed = False  # read by the workers without a lock: one more copy may start, no more
         run = self._run_cuda if device.startswith("cuda") else self._run
         args = (device,) if device.startswith("cuda") else ()
         self._threads = [
@@ -70,7 +72,8 @@ class CopyPool:
         self._jobs.put(_Job(copy_id, copy))
 
     def close(self) -> None:
-        """Let the jobs that run end, and the others not start; join the threads. Again: no-op."""
+        """Let the running jobs end, start no others, join the threads. Idempotent."""
+        # Set first: jobs in the queue before the None entries then end without being run.
         self._closed = True
         for _ in self._threads:
             self._jobs.put(None)
@@ -79,13 +82,16 @@ class CopyPool:
         self._threads.clear()
 
     def _run(self, settle: Callable[[], None] | None = None) -> None:
+        """Run a worker: one job after the other until None comes. `settle` waits for the device."""
         while (job := self._jobs.get()) is not None:
             self._sink(CopyDone(job.copy_id, self._copy(job, settle)))
 
     def _copy(self, job: _Job, settle: Callable[[], None] | None) -> Exception | None:
+        """Run a job; return the first error of it or of `settle`, None if there was none."""
         if self._closed:
             return ClosedError("the copy pool was closed before the copy began")
         error: Exception | None = None
+        # the memory which CopyDone gives back.
         for step in (job.copy, settle):  # a copy that failed halfway may have queued something
             try:
                 if step is not None:
@@ -95,12 +101,13 @@ class CopyPool:
         return error
 
     def _run_cuda(self, device: str) -> None:
+        """Run a worker on a CUDA device."""
         import torch
 
         cuda: Any = torch.cuda  # in parts untyped
         with cuda.device(device):
             stream = cuda.Stream()
-            done = cuda.Event(blocking=True)
+            done = cuda.Event(blocking=True)  # blocking: the thread sleeps, and does not spin
 
             def settle() -> None:
                 done.record(stream)
@@ -111,7 +118,7 @@ class CopyPool:
 
 
 class StagingCopies:
-    """What a control object's Gather and Scatter do. Used by the control thread; the copies
+    """The copies for a control object's Gather and Scatter. Used by the control thread; the copies
     themselves run in `workers`.
 
     Args:
@@ -126,23 +133,27 @@ class StagingCopies:
         self._layout = layout
         self._slot_bytes = slot_bytes
         self._workers = workers
+        # By part and unit, built at most a few times.
         self._copies: dict[tuple[Shard, int], StagingCopy] = {}
+        # Read by workers, changed by the control thread.
         self._to_peers: dict[PeerId, StagingCopy] = {}
 
     @property
     def num_peers(self) -> int:
-        """Readers that slices are gathered for."""
+        """Number of readers that slices are gathered for."""
         return len(self._to_peers)
 
     def add_peer(self, added: AddPeer) -> None:
+        """Prepare to gather for a peer, if what goes to it is staged."""
         if added.staged:
             self._to_peers[added.peer] = self._copy_of(added.parts[0], added.unit_tokens)
 
     def remove_peer(self, peer: PeerId) -> None:
+        """Forget a peer. A gather for it that has not started fails, by its CopyDone."""
         self._to_peers.pop(peer, None)
 
     def gather(self, effect: Gather) -> None:
-        """Whatever goes wrong comes back as its CopyDone, as with `scatter`."""
+        """Queue a gather into its slot. All errors come back in its CopyDone, as with `scatter`."""
 
         def run() -> None:
             stage = self.buffer.slice(effect.slot * self._slot_bytes, effect.num_bytes)
@@ -151,6 +162,8 @@ class StagingCopies:
         self._workers.submit(effect.gather_id, run)
 
     def scatter(self, effect: Scatter) -> None:
+        """Queue a scatter of a lease's sections into pages."""
+
         def run() -> None:
             parts = [
                 (
@@ -164,11 +177,15 @@ class StagingCopies:
         self._workers.submit(effect.lease_id, run)
 
     def close(self) -> None:
+        """Close the workers."""
         self._workers.close()
 
     def _copy_of(self, part: Shard, unit_tokens: int) -> StagingCopy:
-        """Made once, as it holds tables of the whole pool; two threads may both make one, and one
-        is kept."""
+        """Return the copy for this part, built on first use since it holds tables of the whole
+        pool.
+
+        Two threads may both build one at the same time; one of them is kept.
+        """
         copy = self._copies.get((part, unit_tokens))
         if copy is None:
             copy = self._copies[part, unit_tokens] = staging_copy(

@@ -1,10 +1,10 @@
-"""Proof that a process of this machine is dead, and that nothing it sent is still on its way here.
+"""Proof that a process of this machine is dead, and that nothing it sent is on its way here.
 
-It rests on what the kernel says, never on time: the process's id now names nothing, or a process
+It rests on what the kernel says, never on time: the process's id names nothing now, or a process
 that began at another time; no fork of it holds the abstract socket that it bound; every TCP
-connection of ours whose other end no process owns has delivered all that was sent into it. Where
-one of these cannot be told, nothing is proved: another boot, other namespaces, another system than
-Linux.
+connection of ours whose other end no process owns has delivered all that was sent into it. If one
+of these cannot be found out, nothing is proved: another boot, other namespaces, another system than
+Linux. Pages are freed on this proof, so every doubt counts as "alive".
 """
 
 from __future__ import annotations
@@ -31,26 +31,32 @@ _HOLDER: Final = "\0prefixkv-life-"
 
 
 class HeldLife:
-    """What this process is, for as long as it, or a fork of it, lives. Descriptor: one."""
+    """The identity of this process, held as long as it, or a fork of it, lives. One descriptor."""
 
     def __init__(self) -> None:
-        """Raises OSError where the kernel has no such thing."""
+        """Bind the socket that shows this process alive. Raises OSError if the kernel lacks any of
+        it."""
         began = _began(os.getpid())
         if began is None:
             raise OSError("/proc has nothing of this process")
+        # Random, so that no other process can have taken the name beforehand.
         name = secrets.token_hex(16)
         opened_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
         self.life = ProcessLife(*_place(), os.getpid(), began, name, opened_ns)
         self._holder = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
+            # A fork inherits the socket: while it lives, it may write what this process could
+            # write.
             self._holder.bind(_HOLDER + name)
         except OSError:
             self._holder.close()
             raise
 
     def close(self, *, ended: bool = True) -> None:
-        """What this process could write is over; if it has not `ended`, the socket stays until the
-        process does."""
+        """Let the socket go, since writes of this process are over.
+
+        If they are not (`ended` False), it stays open until the process ends.
+        """
         if ended:
             self._holder.close()
         else:
@@ -58,25 +64,29 @@ class HeldLife:
 
 
 def is_dead(life: ProcessLife) -> bool:
-    """Whether it is proved that this process has ended, and every fork of it that runs no other
-    program. False where that cannot be told."""
+    """Return True if this process is proved to have ended, with every fork of it that runs no other
+    program. False if that cannot be found out."""
     try:
+        # 1. The same boot and namespaces, or its process id and socket name mean something else
+        # here.
         if _place() != (life.boot, life.pid_space, life.net_space):
             return False
+        # 2. The id names a process that began at that time: it lives.
         if _began(life.pid) == life.began:
             return False
+        # 3. No socket has its name. A fork that lives on would hold it.
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
             sock.connect(_HOLDER + life.holder)
         return False
-    except ConnectionRefusedError:  # no socket has that name
+    except ConnectionRefusedError:  # no socket has that name: the proof
         return True
     except OSError:
         return False
 
 
 def has_read_the_dead() -> bool:
-    """Whether this process has read all that came over its TCP connections from processes of this
-    network namespace that have ended; False where that cannot be told."""
+    """Return True if this process has read all that ended processes of this network namespace sent
+    over its TCP connections. False if that cannot be found out."""
     try:
         return not any(_may_bring_more())
     except OSError:
@@ -84,27 +94,32 @@ def has_read_the_dead() -> bool:
 
 
 def _may_bring_more() -> Iterator[bool]:
-    """Of each TCP socket of ours whose other end is nobody's: whether something may still come out
-    of it."""
+    """Yield, per TCP socket of ours without a living owner at the other end, whether more may
+    come."""
     ours = _own_sockets()
     rows = [row for name in ("tcp", "tcp6") for row in _connections(name)]
     other_ends = {(row.local, row.remote): row for row in rows}
     for row in rows:
         if ours.pop(row.inode, None) is None or row.state == _LISTEN:
             continue
+        # The other end of a connection inside this network namespace has a row of its own.
         other = other_ends.get((row.remote, row.local))
         if other is not None and other.inode:
-            continue  # a process owns it
-        # The end comes last, and the kernel counts it as a byte until it is read.
+            continue  # a process owns it, so it is not the dead one's
+        # 1. In the table. The end of a connection comes last, and the kernel counts it as a byte
+        # until it is read.
         waiting = row.waiting - (row.state in _ENDED)
         if waiting > 0 or row.state in _OPEN:
+            # Without a row of its own, the other end may be on another machine: then it is not the
+            # dead process's.
             yield other is not None or _is_here(row.remote)
+    # 2. In no table: a connection that was reset. What had come before may still be read.
     for fd in ours.values():
-        # One that was reset is in no table, and what had come before may still be read.
         yield _unread_bytes_of_tcp(fd) > 0
 
 
 # States of a connection, as the kernel numbers them.
+
 _LISTEN: Final = 0x0A
 _OPEN: Final = {0x01, 0x04, 0x05}  # the other end may send: ESTABLISHED, FIN_WAIT1, FIN_WAIT2
 _ENDED: Final = {0x06, 0x08, 0x09, 0x0B}  # it has said that it will not
@@ -113,7 +128,7 @@ _SIOCOUTQNSD: Final = 0x894B  # of TCP alone
 
 
 class _Connection(NamedTuple):
-    """A row of /proc/net/tcp. `waiting` is in bytes, to be read; inode 0: no process owns it."""
+    """A row of /proc/net/tcp. `waiting` are bytes to be read; inode 0: no process owns it."""
 
     local: str
     remote: str
@@ -123,6 +138,7 @@ class _Connection(NamedTuple):
 
 
 def _connections(name: str) -> Iterator[_Connection]:
+    """Yield the rows of one table. Raises OSError if it cannot be read."""
     try:
         lines = (_PROC / "thread-self" / "net" / name).read_text().splitlines()[1:]
     except FileNotFoundError:
@@ -136,7 +152,8 @@ def _connections(name: str) -> Iterator[_Connection]:
 
 
 def _is_here(end: str) -> bool:
-    """Whether an address of that table, in hexadecimal, is one of this network namespace."""
+    """Return whether an address in the table's hexadecimal form is one of this network
+    namespace."""
     digits = end.partition(":")[0]
     words = [int(digits[at : at + 8], 16) for at in range(0, len(digits), 8)]
     raw = b"".join(word.to_bytes(4, sys.byteorder) for word in words)
@@ -144,17 +161,18 @@ def _is_here(end: str) -> bool:
         raw = raw.removeprefix(_MAPPED)
     address = ipaddress.ip_address(raw)
     family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+    # The kernel lets a socket be bound only to an address of its own.
     with socket.socket(family, socket.SOCK_DGRAM) as sock:
         try:
             sock.bind((str(address), 0))
         except OSError as error:
             if error.errno == errno.EADDRNOTAVAIL:
                 return False
-    return True  # also where that cannot be told
+    return True  # also if that cannot be found out: the cautious answer
 
 
 def _own_sockets() -> dict[int, int]:
-    """By inode, a descriptor of each of this process's sockets."""
+    """Return a descriptor of each of this process's sockets, by inode."""
     found = {}
     for link in (_PROC / "self" / "fd").iterdir():
         with suppress(FileNotFoundError):  # it was closed meanwhile
@@ -165,9 +183,10 @@ def _own_sockets() -> dict[int, int]:
 
 
 def _unread_bytes_of_tcp(fd: int) -> int:
-    """0 if it is no TCP socket, or none any more."""
+    """Return the bytes that wait to be read, 0 if it is no TCP socket, or none any more."""
     number = array.array("i", [0])
     with suppress(OSError):
+        # Answered by TCP sockets alone, so it tells them from others.
         fcntl.ioctl(fd, _SIOCOUTQNSD, number)
         fcntl.ioctl(fd, termios.FIONREAD, number)
         return number[0]
@@ -175,8 +194,10 @@ def _unread_bytes_of_tcp(fd: int) -> int:
 
 
 def _place() -> tuple[str, int, int]:
-    """The boot, and the namespaces in which this thread looks up pids and sockets. Raises OSError
-    where /proc is that of other pids."""
+    """Return the boot, and the namespaces in which this thread looks up process ids and sockets.
+
+    Raises OSError if /proc is that of another pid namespace.
+    """
     if os.readlink(_PROC / "self") != str(os.getpid()):
         raise OSError("/proc is of another pid namespace")
     boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
@@ -185,10 +206,13 @@ def _place() -> tuple[str, int, int]:
 
 
 def _began(pid: int) -> int | None:
-    """When it began, in clock ticks since boot; None if there is none. A zombie still counts: it
-    may be a leader whose other threads run on."""
+    """Return when the process began, in clock ticks since boot; None if there is none.
+
+    A zombie still counts: it may be a leader with other threads that run on.
+    """
     try:
         stat = (_PROC / str(pid) / "stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
+    # The name in parentheses may hold anything, so fields count from the last one. Field 22.
     return int(stat.rpartition(")")[2].split()[19])

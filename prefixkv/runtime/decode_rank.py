@@ -1,5 +1,4 @@
-"""A decode rank above 0: its own pool, agent and rooms; what to do with them it hears from rank
-0."""
+"""A decode rank above 0: its own pool, agent and rooms; rank 0 decides what to do with them."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from prefixkv.settings import check_kind
 
 
 class DecodeRank(Closing):
-    """Used from one thread.
+    """A decode rank above 0. Used from one thread.
 
     Args:
         pool: this rank's share of the KV; as many pages, and of the same size, as rank 0's. It must
@@ -30,12 +29,13 @@ class DecodeRank(Closing):
         config: rank 0's.
         mesh: how the model is shared out over the decode worker's ranks.
         rank: from 1.
-        worker: `DecodeNode.peer_id` of rank 0, in whose name this rank receives.
+        worker: `DecodeNode.peer_id` of rank 0; this rank receives in its name.
         state: this rank's share of the extra state, with as many slots as rank 0's; it must outlive
             this as well.
+
     Raises:
         ConfigError: an unknown policy, a pool that is not this rank's share or cannot be
-        registered.
+            registered.
     """
 
     def __init__(
@@ -58,20 +58,20 @@ class DecodeRank(Closing):
         self.replica = DecodeReplica(*sizes, config, place.num_slots)
         self.transfers = DecodeTransfers(pool, config, mesh, rank, worker, state)
         self.peer_id = self.transfers.peer_id
-        self._num_news = 0
+        self._num_news = 0  # counts batches of events, so that rank 0 notices a missing one
 
     def apply(self, raw: bytes) -> None:
-        """Do what rank 0 did in one pass (`DecodeNode.take_log`). Raises what `DecodeReplica.apply`
-        raises."""
+        """Apply what rank 0 did in one pass (`DecodeNode.take_log`). Raises as
+        `DecodeReplica.apply`."""
         for command in self.replica.apply(raw):
             self.transfers.submit(command)
 
     def take_news(self) -> bytes:
-        """What became of this rank's rooms since the last call: for `DecodeNode.apply_news`, each
-        in order.
+        """Return what became of this rank's rooms since the last call, packed for
+        `DecodeNode.apply_news`.
 
-        Empty if nothing did. Raises InternalError for what went wrong in the control thread; the
-        news come next time.
+        Each result has to be applied, in order; empty if nothing happened. Raises InternalError for
+        an exception in the control thread; the events come next time.
         """
         events = self.transfers.take_events()
         if not events:
@@ -80,19 +80,20 @@ class DecodeRank(Closing):
         return pack_news(self.rank, self._num_news - 1, events)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Block until there is news, at most `timeout_s`. True if there may be some."""
+        """Block until there may be events, at most `timeout_s`; return True if there may be
+        some."""
         return self.transfers.wait(timeout_s)
 
     def fileno(self) -> int:
-        """A descriptor that is readable while there is news."""
+        """Return a descriptor that is readable while there are events."""
         return self.transfers.fileno()
 
     def pages(self, row: int) -> npt.NDArray[np.int32]:
-        """The page ids of the request in this row, as `DecodeReplica.pages`."""
+        """Return the page ids of the request in this row; see `DecodeReplica.pages`."""
         return self.replica.pages(row)
 
     def state_slot(self, row: int) -> int:
-        """As `DecodeRequest.state_slot`, of the request in this row."""
+        """Return the state slot of the request in this row; see `DecodeRequest.state_slot`."""
         return self.replica.state_slot(row)
 
     def audit(self) -> None:
@@ -100,18 +101,18 @@ class DecodeRank(Closing):
         self.replica.audit()
 
     def lost_peers(self) -> LostPeers:
-        """As `DecodeNode.lost_peers`, of the prefill ranks that write here."""
+        """Return the lost prefill ranks that write here; see `DecodeNode.lost_peers`."""
         return self.transfers.lost_peers()
 
     @property
     def num_rooms(self) -> int:
-        """Rooms that are open here, or not drained yet. Any thread may ask."""
+        """Number of rooms that are open here, or not drained yet. Any thread may ask."""
         return self.transfers.num_rooms
 
     def stats(self) -> dict[str, int]:
-        """Counters of the control thread."""
+        """Return the counters of the control thread."""
         return self.transfers.stats()
 
     def close(self) -> None:
-        """As `DecodeNode.close`."""
+        """See `DecodeNode.close`."""
         self.transfers.close()

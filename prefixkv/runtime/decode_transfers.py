@@ -1,4 +1,4 @@
-"""The transfer side of a decode worker: promises pages, and hears when they hold the KV."""
+"""The transfer side of a decode worker: promises pages, and reports when they hold the KV."""
 
 from __future__ import annotations
 
@@ -57,12 +57,13 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
     Args:
         pool: this rank's KV memory; kept until this has closed. Over shared memory a peer may write
             there longer: see `close`.
-        config: name, model, control and transport of it are used.
+        config: its name, model, control and transport are used.
         mesh, rank: how the model is shared out over the ranks of the worker, and which of them this
             is. None: the pool holds all of the model's KV.
         worker: the `peer_id` of rank 0; None on rank 0.
         state: this rank's share of the extra state of requests; kept as long.
         transport: makes another transport than NIXL's, for tests.
+
     Raises:
         ConfigError: a pool that is not the rank's share, or cannot be registered.
     """
@@ -85,9 +86,11 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         self.peer_id = me = PeerId(name, secret_number())
         self._page_size = pool.layout.page_size
         self._num_pages = pool.layout.num_pages
-        self._keys: set[RoomKey] = set()  # that are open or refused, and not over
+        # Open, refused, or failed and not drained: their numbers are in use.
+        self._keys: set[RoomKey] = set()
         memory = Memory(pool, place, me, config.transport, transport)
 
+        # Called by the control thread's constructor, once the transport has its metadata.
         def control(metadata: bytes) -> DecodeControl:
             secret = token_bytes(SECRET_BYTES)
             offers = split_offers(metadata)
@@ -100,10 +103,13 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
             return DecodeControl(me, hello, config.control, config.model.option_names, born_s)
 
         def check(address: str) -> None:
+            # Without an interface named, KV cannot come from another machine: refuse such an
+            # address now, and not by a timeout.
             if transport is None and config.transport.backend != "shm":
                 what = f"prefill is {address!r}"
                 check_interface(config.transport.interface, what, is_loopback(address))
 
+        # Before the thread, which closes it, and before the Hello, which says what it holds.
         prover = Prover(name, config.control, is_written_to=True, tell=self._proved)
         self.thread = ControlThread(
             name,
@@ -115,11 +121,12 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         )
 
     def _proved(self, peer: PeerId) -> None:
+        """Fence a peer that is proved dead. Called by the prover's thread, so by the inbox."""
         self.thread.inbox.put(Fence(peer, proved=True))
 
     @property
     def control(self) -> DecodeControl:
-        """For audits; it is the control thread's."""
+        """The control object, for audits; it belongs to the control thread."""
         return cast(DecodeControl, self.thread.control)
 
     @property
@@ -143,21 +150,24 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         Args:
             room, generation: the transfer, and which attempt at it.
             num_tokens: of the prompt.
-            prefix_len: tokens of it whose KV is here already, whole pages.
+            prefix_len: tokens of it that have KV here already, whole pages.
             pages: a page id for each page behind the prefix, a partial last one included. They are
                 the room's until it has succeeded or is drained.
             prefill: the address of the prefill worker.
             digest: 16 to 64 bytes that name the prompt, the same that prefill's engine gives to
                 `PrefillTransfers.add`: `prompt_digest(tokens, namespace)`, or what else both sides
-                agree on. Where they differ nothing is sent, and both get a PromptMismatchError.
-            state_slot: of extra state, -1 where there is none.
-            ticket: which promise this is, below 2**63. Of several ranks each gives the same, drawn
-                at random for this call; None: drawn here.
+                agree on. If they differ nothing is sent, and both get a PromptMismatchError.
+            state_slot: of extra state, -1 if there is none.
+            ticket: which promise this is, below 2**63. All ranks of a worker give the same one,
+                drawn at random for this call; None: drawn here.
+
         Raises:
             RequestError: a number or the digest out of range, a room that is open or not drained
                 yet, a prefix that is not whole pages of the prompt, or another number of pages than
-                the rest takes. PageStateError for ids outside the pool. Nothing was changed.
+                the rest takes. Nothing was changed.
+            PageStateError: ids outside the pool. Nothing was changed.
         """
+        # 1. Every argument, before anything is changed.
         key = room_key(room, generation)
         num_tokens = whole_number("num_tokens", num_tokens, 0, 2**31)
         prefix_len = whole_number("prefix_len", prefix_len, 0, num_tokens + 1)
@@ -175,6 +185,7 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
             raise RequestError(f"{len(ids)} pages where {wanted} are needed")
         if len(ids):
             checked_pages(ids, self._num_pages, "promised")
+        # 2. The number is taken, then the command queued: both or neither.
         self._begin(key)
         raw, ticket = ids.astype("<i4").tobytes(), ticket or secret_number()
         promise = Promise(
@@ -198,11 +209,13 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         digest: bytes = b"",
     ) -> None:
         """Tell prefill at once that this room will not be opened here. RoomDrained follows.
-        `ticket` and `digest` as for `open`; without the digest any request of this number that
-        prefill has, or gets next, is refused.
 
-        Raises RequestError for a room that is open or not drained yet, and for a digest, an address
-        or a reason that is none.
+        `ticket` and `digest` are as for `open`. Without the digest any request with this number
+        that prefill has, or gets next, is refused.
+
+        Raises:
+            RequestError: the room is open or not drained yet, or a digest, address or reason is
+                malformed.
         """
         check_reason(reason)
         check_address(f"room {room}", prefill)
@@ -213,33 +226,40 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         self.submit(RefuseRoom(key, ticket, prefill, reason, digest))
 
     def _begin(self, key: RoomKey) -> None:
+        """Take a room's number. Raise RequestError if it is in use."""
         if key in self._keys:
             raise RequestError(f"room {key.room} generation {key.generation} is not over yet")
+        # Before the number is taken: a closed side would never give it back.
         self.check_open()
         self._keys.add(key)
 
     def _told(self, event: DecodeEvent) -> None:
+        """Give a room's number back with the event that ends it: drained, or succeeded."""
         if isinstance(event, RoomDrained) or (
             isinstance(event, RoomEnded) and event.poll is KVPoll.SUCCESS
         ):
             self._keys.discard(event.key)
 
     def fence(self, peer: str, incarnation: int) -> None:
-        """The caller knows that this prefill process is dead: its rooms end, and are drained."""
+        """Take the caller's word that this prefill process is dead: its rooms end, and are
+        drained."""
         self.submit(Fence(peer_id(peer, incarnation)))
 
     def peers(self) -> dict[str, tuple[PeerId | None, str]]:
-        """By address of the prefill worker: its identity, and "ready", "suspect" or
+        """Return, by address of the prefill worker, its identity, and "ready", "suspect" or
         "connecting"."""
         self.check_open()
         return self.control.peers(time.monotonic())
 
     def lost_peers(self) -> LostPeers:
-        """Prefill processes that are suspect or over (replaced, fenced, or they have left) and may
-        still write pages: what is wrong with each, and how many pages. What `fence` is for."""
+        """Return the prefill processes to think of fencing: suspect or over, and may still write
+        pages.
+
+        Over means replaced, fenced, or left. For each: what is wrong, and how many pages.
+        """
         self.check_open()
         return self.control.lost_peers(time.monotonic())
 
     def peer_states(self) -> list[str]:
-        """Of each prefill rank known, as `peers` says it."""
+        """Return the state of each prefill rank known, as `peers` says it."""
         return [state for _, state in self.peers().values()]

@@ -3,7 +3,7 @@
 A frame is one ZeroMQ message; one of more than `FRAGMENT_BYTES` travels as several, each with a
 header: 0xC1, which no msgpack begins with, its number, how many there are, and the frame's CRC-32,
 so that no frame is made of two. All but the last are full. They come in order, or their frame is
-lost, as any frame may be; what matters is said again.
+lost, as any frame may be; what matters is repeated.
 
 Why: what waits in a socket is bounded by the number of messages, so a message has to be small.
 """
@@ -22,7 +22,7 @@ _HEADER: Final = struct.Struct("<BHHI")  # 0xC1, number, how many, CRC-32
 _MARK: Final = 0xC1
 MAX_MESSAGE_BYTES: Final = FRAGMENT_BYTES + _HEADER.size
 _MOST: Final = -(-MAX_FRAME_BYTES // FRAGMENT_BYTES)
-_BEGUN_BYTES: Final = 4 * MAX_FRAME_BYTES  # of all senders' unfinished frames
+_BEGUN_BYTES: Final = 4 * MAX_FRAME_BYTES  # of the unfinished frames of all senders
 
 From = TypeVar("From", bound=Hashable)
 
@@ -32,7 +32,7 @@ class FragmentError(Exception):
 
 
 def cut(raw: bytes) -> list[bytes]:
-    """A frame's messages.
+    """Return a frame's messages.
 
     >>> [len(message) for message in cut(bytes(70_000))]
     [65545, 4473]
@@ -47,29 +47,39 @@ def cut(raw: bytes) -> list[bytes]:
 
 
 class Joiner(Generic[From]):
-    """Puts the frames of many senders together. One owner.
+    """Joins the fragments of many senders to frames. One owner.
 
-    It holds at most one unfinished frame of a sender, and 32 MiB of all: beyond, the frame that was
-    begun first is lost.
+    It holds at most one unfinished frame per sender, and 32 MiB in all: beyond that, the frame that
+    was begun first is lost. So a sender cannot make it hold more by beginning frames and never
+    ending them.
     """
 
     def __init__(self) -> None:
-        self._begun: dict[From, list[bytes]] = {}  # the one begun first comes first
+        self._begun: dict[From, list[bytes]] = {}  # oldest first
         self._num_bytes = 0
 
     def join(self, sender: From, message: bytes) -> bytes | None:
-        """The frame that this message ends, or None. What only begins like a fragment is a frame,
-        if none that anybody can read. Raises FragmentError, with what the sender had begun
-        forgotten."""
+        """Return the frame that this message ends, or None if it is not the last fragment.
+
+        A message that only resembles a fragment counts as a whole frame, which decoding then
+        refuses.
+
+        Raises:
+            FragmentError: it does not continue the sender's frame, which is forgotten.
+        """
+        # 1. A frame in one message. It ends what the sender had begun: fragments are never mixed.
         size = len(message) - _HEADER.size
         mark, number, total, check = _HEADER.unpack_from(message) if size > 0 else (0, 0, 0, 0)
         if mark != _MARK or not (number < total and 2 <= total <= _MOST):
             self.forget(sender)
             return message
+        # 2. A first fragment begins a frame.
         pieces = self._begun.get(sender, [])
         if number == 0:
             self.forget(sender)
             pieces = self._begun.setdefault(sender, [])
+        # 3. The next fragment, of the same frame, and full: then the bytes held are as many as
+        # counted.
         is_next = number == len(pieces) and (not pieces or (total, check) == _frame_of(pieces))
         is_full = size == FRAGMENT_BYTES or (0 < size < FRAGMENT_BYTES and number + 1 == total)
         if not (is_next and is_full):
@@ -78,9 +88,11 @@ class Joiner(Generic[From]):
         pieces.append(message)
         self._num_bytes += len(message)
         if len(pieces) < total:
+            # Over the bound, the oldest frame of any sender goes, this one at the latest.
             while self._num_bytes > _BEGUN_BYTES:
                 self.forget(next(iter(self._begun)))
             return None
+        # 4. The last fragment. The checksum catches fragments of two frames of the same size.
         self.forget(sender)
         raw = b"".join(piece[_HEADER.size :] for piece in pieces)
         if zlib.crc32(raw) != check:
@@ -88,11 +100,11 @@ class Joiner(Generic[From]):
         return raw
 
     def forget(self, sender: From) -> None:
-        """The sender has gone, or has begun another frame."""
+        """Drop what the sender had begun: it has gone, or begins another frame."""
         self._num_bytes -= sum(map(len, self._begun.pop(sender, ())))
 
 
 def _frame_of(pieces: list[bytes]) -> tuple[int, int]:
-    """How many fragments there are of their frame, and its CRC-32."""
+    """Return the number of fragments of the frame that these begin, and its CRC-32."""
     _, _, total, check = _HEADER.unpack_from(pieces[0])
     return total, check

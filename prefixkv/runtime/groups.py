@@ -1,6 +1,7 @@
-"""All ranks of a worker in one process, behind the calls of one node: for engines whose ranks are
-threads, and to try meshes on one machine. Where ranks are processes the engine carries the same
-bytes (ranks/replica.py) itself.
+"""All ranks of a worker in one process, behind the calls of one node: for engines with ranks in
+threads, and to try meshes on one machine.
+
+Where ranks are processes, the engine itself carries the same bytes (ranks/replica.py).
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ Config = TypeVar("Config", DecodeConfig, PrefillConfig)
 
 
 def _of_each_rank(config: Config, num_ranks: int) -> list[Config]:
-    """The configs of the ranks of a group: an object of a policy serves one cache, so each rank has
-    one of its own."""
+    """Return the configs of a group's ranks: each has a policy object of its own, since one serves
+    one cache."""
     configs = [config]
     for _ in range(1, num_ranks):
         policy: str | Policy = config.policy
@@ -48,8 +49,12 @@ def _of_each_rank(config: Config, num_ranks: int) -> list[Config]:
 def _check_ranks(
     pools: Sequence[KVPool], states: Sequence[StatePool | None], num_ranks: int
 ) -> list[StatePool | None]:
-    """The states, one for each rank. Raises ConfigError where ranks would differ in what a call
-    can ask of them: one would refuse what another has done."""
+    """Return the states, one per rank.
+
+    Raises:
+        ConfigError: the ranks differ in pages, page size or slots: one would refuse what another
+            has done.
+    """
     for kind, given in (("pools", pools), ("states", states)):
         if len(given) != num_ranks and not (kind == "states" and not given):
             raise ConfigError(f"{len(given)} {kind} are given for {num_ranks} ranks")
@@ -70,35 +75,41 @@ class _Readiness:
         self._epoll = select.epoll()
 
     def watch(self, fds: Sequence[int]) -> None:
+        """Watch these descriptors too."""
         for fd in fds:
             self._epoll.register(fd, select.EPOLLIN)
 
     @property
     def fd(self) -> int:
+        """The descriptor to poll."""
         return self._epoll.fileno()
 
     def wait(self, timeout_s: float | None) -> bool:
+        """Wait until one is readable, at most `timeout_s`; return whether one is."""
         until_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        # `wait_readable` may return early, for a signal.
         while not wait_readable(self.fd, left_s := until_s - time.monotonic()):
             if not left_s > 0:
                 return False
         return True
 
     def close(self) -> None:
+        """Close the descriptor; those that are watched stay open."""
         self._epoll.close()
 
 
 class DecodeGroup(DecodeNode):
-    """Rank 0 of a mesh with the others at hand: every call takes their news in, and hands them the
-    log.
+    """Rank 0 of a mesh with the other ranks at hand: each call takes their events in and hands them
+    the log.
 
     Args:
         pools: by rank; each holds its rank's share, all have as many pages.
         digest_every: see RankLog.
         states: by rank, where requests have extra state; all have as many slots.
 
-    Raises ConfigError where the ranks differ in pages, page size or slots, or are not as many as
-    the mesh has.
+    Raises:
+        ConfigError: the ranks differ in pages, page size or slots, or are not as many as the mesh
+            has.
     """
 
     def __init__(
@@ -112,13 +123,15 @@ class DecodeGroup(DecodeNode):
         check_kind("config", config, DecodeConfig)
         check_kind("mesh", mesh, Mesh)
         states = _check_ranks(pools, states, mesh.num_ranks)
-        config, *configs = _of_each_rank(config, len(pools))  # before rank 0 makes use of it
+        # Before rank 0 makes use of its policy.
+        config, *configs = _of_each_rank(config, len(pools))
         self.others: list[DecodeRank] = []
         self._readiness = _Readiness()
         self._log = RankLog(digest_every)
         super().__init__(
             pools[0], config, self._log if mesh.num_ranks > 1 else None, mesh, states[0]
         )
+        # Rank 0 exists: others name it as their worker. If one fails, all are closed.
         try:
             for rank, pool in enumerate(pools[1:], start=1):
                 of_rank = configs[rank - 1]
@@ -131,6 +144,7 @@ class DecodeGroup(DecodeNode):
         self._readiness.watch([self.transfers.fileno(), *(other.fileno() for other in self.others)])
 
     def _pump(self) -> float:
+        """Take in what happened on all ranks."""
         now_s = super()._pump()
         if self.others:
             for other in self.others:
@@ -139,40 +153,44 @@ class DecodeGroup(DecodeNode):
         return now_s
 
     def _tell(self) -> None:
+        """Hand on commands, and the log of what rank 0 has done."""
         super()._tell()
         self._hand_log()
 
     def _hand_log(self) -> None:
+        """Apply the log on all other ranks, if there is anything in it."""
         if self.others and self._log:
             raw = self.take_log()
             for other in self.others:
                 other.apply(raw)
 
     def pages_of(self, req: DecodeRequest) -> list[Pages]:
-        """The request's pages as each rank knows them."""
+        """Return the request's page ids as each rank knows them."""
         self._hand_log()
         return [req.pages, *(other.pages(req.row) for other in self.others)]
 
     def lost_peers(self) -> LostPeers:
-        """As `DecodeNode.lost_peers`, of all ranks; their pages are the same."""
-        return merged_lost_peers(
-            [super().lost_peers(), *(rank.lost_peers() for rank in self.others)]
-        )
+        """Return the lost peers of all ranks, merged; see `DecodeNode.lost_peers`."""
+        return merged([super().lost_peers(), *(rank.lost_peers() for rank in self.others)])
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """As `DecodeNode.wait`; any rank's news end it."""
+        """Wait for events of any rank; see `DecodeNode.wait`."""
         self._check_open()
         return self.scheduler.has_news or self._wait(self._readiness.wait, timeout_s)
 
     def fileno(self) -> int:
+        """See `Node.fileno`; readable for any rank."""
         return self._readiness.fd if self.others else super().fileno()
 
     def audit(self) -> None:
+        """Check the laws on every rank. Raises InternalError."""
         super().audit()
         for other in self.others:
             other.audit()
 
     def close(self) -> None:
+        """Close every rank, rank 0 first: its scheduler tells the others nothing after that."""
+        # Callbacks run in reverse: readiness, rank 0, then the others. All run even if one raises.
         with ExitStack() as closing:
             for other in self.others:
                 closing.callback(other.close)
@@ -191,8 +209,11 @@ class PrefillGroup(InStep[PrefillNode], Closing):
         states: Sequence[StatePool | None] = (),
         usable_prefix: UsablePrefix | None = None,
     ) -> None:
-        """`states`: by rank, where requests have extra state. `usable_prefix`: see PrefillNode;
-        each rank asks."""
+        """Build every rank, the last one first.
+
+        `states` are by rank, where requests have extra state. `usable_prefix` is as for
+        PrefillNode; each rank asks it.
+        """
         check_kind("config", config, PrefillConfig)
         check_kind("mesh", mesh, Mesh)
         states = _check_ranks(pools, states, mesh.num_ranks)
@@ -200,7 +221,8 @@ class PrefillGroup(InStep[PrefillNode], Closing):
         super().__init__(nodes := list[PrefillNode]())
         self._readiness = _Readiness()
         try:
-            for rank in range(mesh.num_ranks - 1, -1, -1):  # rank 0 tells where the others are
+            # Rank 0 last: it says where the others are.
+            for rank in range(mesh.num_ranks - 1, -1, -1):
                 endpoints = [node.endpoint for node in nodes] if rank == 0 else []
                 node = PrefillNode(
                     pools[rank], configs[rank], mesh, rank, endpoints, states[rank], usable_prefix
@@ -213,29 +235,31 @@ class PrefillGroup(InStep[PrefillNode], Closing):
 
     @property
     def endpoint(self) -> str:
-        """What `Request.prefill` names."""
+        """Address of rank 0, which `Request.prefill` names."""
         return self.nodes[0].endpoint
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """As `PrefillNode.wait`; any rank's news end it."""
+        """Wait for events of any rank; see `PrefillNode.wait`."""
         if self._ready or any(node.scheduler.has_news for node in self.nodes):
             return True
         return self.nodes[0]._wait(self._readiness.wait, timeout_s)
 
     def fileno(self) -> int:
+        """See `Node.fileno`; readable for any rank."""
         return self._readiness.fd
 
     def stats(self) -> dict[str, int]:
-        """Sums over the ranks."""
+        """Return the counters, summed over the ranks."""
         all_stats = [node.stats() for node in self.nodes]
         return {name: sum(stats.get(name, 0) for stats in all_stats) for name in all_stats[0]}
 
     def audit(self) -> None:
+        """Check the laws on every rank. Raises InternalError."""
         for node in self.nodes:
             node.audit()
 
     def close(self) -> None:
-        """Close every rank. Raises an InternalError, with all closed; others are its context."""
+        """Close every rank. An InternalError comes once all are closed; others are its context."""
         with ExitStack() as closing:
             for node in self.nodes:
                 closing.callback(node.close)

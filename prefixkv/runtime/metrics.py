@@ -1,12 +1,10 @@
-"""Prometheus metrics of nodes, read when they are scraped: `REGISTRY.register(NodeCollector(node,
-...))`.
+"""Prometheus metrics of nodes, read when scraped: `REGISTRY.register(NodeCollector(node, ...))`.
 
-The scraper's thread reads, the scheduler's does not know: what is read are single ints, and copies
-that the interpreter makes in one step (of a list, a dict, a set), so there is no lock, nothing is
-published, and a scheduler that is stuck can still be looked at. Figures of one scrape may be of
-moments a few microseconds apart. Labels are bounded: 64 namespaces and 64 peers, all others
-together are "other"; a request's id appears only as the owner of a lock that has been held for
-`NAME_AFTER_S`.
+The scraper's thread reads, and the scheduler's does not know of it: what is read are single ints,
+and copies that the interpreter makes in one step (of a list, a dict, a set). So there is no lock,
+nothing is published, and a scheduler that is stuck can still be looked at. Figures of one scrape
+may be microseconds apart. Labels are bounded: 64 namespaces and 64 peers, all others together are
+"other"; a request's id appears only as the owner of a lock held for `NAME_AFTER_S`.
 
 Needs prometheus_client: pip install 'prefixkv[metrics]'.
 """
@@ -32,7 +30,7 @@ from prefixkv.prefill.request import PrefillState
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
 from prefixkv.stats import Histogram, Journal
 
-NAME_AFTER_S = 60.0
+NAME_AFTER_S = 60.0  # seconds until the owner of a lock is named
 
 Node = DecodeNode | PrefillNode
 Labels = tuple[str, ...]
@@ -40,7 +38,10 @@ Samples = Iterable[tuple[Labels, float]]
 
 
 class _Spec(NamedTuple):
-    """One metric: its samples of a node, each with the values of `labels` (besides `node`)."""
+    """One metric, with the function that reads its samples from a node.
+
+    A sample has the values of `labels` (besides `node`) and a number.
+    """
 
     family: type[CounterMetricFamily] | type[GaugeMetricFamily]
     name: str
@@ -50,6 +51,8 @@ class _Spec(NamedTuple):
 
 
 class _HistogramSpec(NamedTuple):
+    """One histogram, with the function that reads it from a node."""
+
     name: str
     text: str
     labels: Labels
@@ -57,32 +60,37 @@ class _HistogramSpec(NamedTuple):
 
 
 def _count(key: str) -> Callable[[Node], Samples]:
-    """One of the scheduler's counters."""
+    """Return a reader of one of the scheduler's counters."""
     return lambda node: [((), node.scheduler.counters[key])]
 
 
 def _ended(*outcomes: str) -> Callable[[Node], Samples]:
+    """Return a reader of the requests that ended, by outcome."""
     return lambda node: [((outcome,), node.scheduler.counters[outcome]) for outcome in outcomes]
 
 
 def _tokens(column: int) -> Callable[[Node], Samples]:
+    """Return a reader of one column of the token counts, by namespace."""
     return lambda node: [
         ((name,), row[column]) for name, row in node.scheduler.journal.tokens.read().items()
     ]
 
 
 def _recent_ratio(node: Node) -> Samples:
+    """Yield the recent hit ratio, by namespace."""
     for name, row in node.scheduler.journal.tokens.read().items():
         yield (name,), row[Journal.RECENT_HIT] / max(1.0, row[Journal.RECENT_PROMPT])
 
 
 def _transfers(node: Node) -> Samples:
+    """Yield the transfers that ended, by peer and outcome."""
     for outcome, tally in node.scheduler.journal.transfers.items():
         for peer, (count,) in tally.read().items():
             yield (peer, outcome), count
 
 
 def _pages(node: Node) -> Samples:
+    """Yield the pages of the pool, by state."""
     pages = node.scheduler.books.allocator
     yield ("free",), pages.free_pages
     yield ("owned",), pages.owned_pages
@@ -92,7 +100,10 @@ def _pages(node: Node) -> Samples:
 
 
 def _decode_queues(node: DecodeNode) -> Samples:
+    """Yield the requests of a decode node, by what they wait for."""
     scheduler = node.scheduler
+    # Each figure is read once. They may be of different moments, so differences are kept from
+    # falling below 0.
     transfers, flights = scheduler.transfers, scheduler.flights.all()
     is_open, complete = transfers.num_open, transfers.num_complete
     yield ("pages",), len(scheduler.waiting)
@@ -107,11 +118,13 @@ def _decode_queues(node: DecodeNode) -> Samples:
 
 
 def _aside(node: DecodeNode) -> Samples:
+    """Yield the requests that wait aside, by reason."""
     for reason, count in node.scheduler.waiting.aside().items():
         yield (reason,), count
 
 
 def _stepped_aside(node: DecodeNode) -> Samples:
+    """Yield how often a request began to wait aside, by reason."""
     for reason, count in node.scheduler.waiting.stepped_aside.items():
         yield (reason,), count
 
@@ -124,17 +137,21 @@ _PREFILL_QUEUES = {
 
 
 def _prefill_queues(node: PrefillNode) -> Samples:
+    """Yield the requests of a prefill node, by what they wait for."""
+    # A copy in one step.
     counts = Counter(_PREFILL_QUEUES[req.state] for req in list(node.scheduler.requests.values()))
     for queue in dict.fromkeys(_PREFILL_QUEUES.values()):
         yield (queue,), counts[queue]
 
 
 def _oldest_lock_age(node: Node) -> Samples:
+    """Yield the age of the oldest lock in seconds."""
     lock = node.scheduler.books.cache.oldest_lock()
     yield (), 0.0 if lock is None else max(0.0, time.monotonic() - lock.taken_s)
 
 
 def _oldest_lock_owner(node: Node) -> Samples:
+    """Yield the owner of the oldest lock, once that is old."""
     lock = node.scheduler.books.cache.oldest_lock()
     if lock is not None and time.monotonic() - lock.taken_s >= NAME_AFTER_S:
         owners = (name for name, pages in node.scheduler.holders() if pages.lock is lock)
@@ -142,6 +159,7 @@ def _oldest_lock_owner(node: Node) -> Samples:
 
 
 def _peers(node: Node) -> Samples:
+    """Yield the number of peers by state; nothing of a node that has closed meanwhile."""
     try:
         answers = node.transfers.peer_states()
     except ClosedError:
@@ -152,39 +170,46 @@ def _peers(node: Node) -> Samples:
 
 
 def _dropped_frames(node: Node) -> Samples:
+    """Yield the dropped control frames, by reason."""
     for reason, count in node.transfers.dropped_frames().items():
         yield (reason,), count
 
 
 def _received_bytes(node: DecodeNode) -> Samples:
+    """Yield the KV bytes that a decode node has received."""
     yield (), node.scheduler.journal.pages_received * node.pool.layout.page_bytes
 
 
 def _decode_skipped_bytes(node: DecodeNode) -> Samples:
+    """Yield the KV bytes that a decode node did not have to ask for."""
     layout, rows = node.pool.layout, node.scheduler.journal.tokens.read().values()
     tokens = sum(row[Journal.HIT] + row[Journal.SHARED] for row in rows)
     yield (), tokens // layout.page_size * layout.page_bytes
 
 
 def _prefill_skipped_bytes(node: PrefillNode) -> Samples:
+    """Yield the KV bytes that a prefill node did not have to send."""
     layout = node.pool.layout
     yield (), node.scheduler.counters["decode_hit_tokens"] // layout.page_size * layout.page_bytes
 
 
 def _waits(node: Node) -> Iterable[tuple[Labels, Histogram]]:
+    """Yield the histograms of waits, by reason."""
     return [((reason,), waits) for reason, waits in node.scheduler.journal.waits.items()]
 
 
 def _value(read: Callable[[Any], float]) -> Callable[[Any], Samples]:
-    """A metric without labels."""
+    """Return a reader of a metric without labels."""
     return lambda node: [((), read(node))]
 
 
 def _counter(name: str, text: str, read: Callable[[Any], Samples], *labels: str) -> _Spec:
+    """Return the spec of a counter."""
     return _Spec(CounterMetricFamily, name, text, labels, read)
 
 
 def _gauge(name: str, text: str, read: Callable[[Any], Samples], *labels: str) -> _Spec:
+    """Return the spec of a gauge."""
     return _Spec(GaugeMetricFamily, name, text, labels, read)
 
 
@@ -195,6 +220,8 @@ _ASIDE = "Requests that wait and hold up no others, by what is missing."
 _STEPPED_ASIDE = "How often a request began to wait so."
 _OWNER = f"Whose it is, once it is {NAME_AFTER_S:g} s old."
 
+# Three tables: metrics of both kinds of nodes, of decode's alone, of prefill's alone. A name may
+# stand in both of the latter, with different texts.
 BOTH = (
     _counter("prompt_tokens", "Tokens of admitted prompts.", _tokens(Journal.PROMPT), "namespace"),
     _counter("hit_tokens", "Those that were cached here.", _tokens(Journal.HIT), "namespace"),
@@ -271,6 +298,7 @@ class NodeCollector(Collector):
         self._nodes = nodes
 
     def collect(self) -> Iterator[Metric]:
+        """Yield the metrics of all open nodes; called by the scraper's thread."""
         nodes = [node for node in self._nodes if not node.closed]
         decode: list[Node] = [node for node in nodes if isinstance(node, DecodeNode)]
         prefill: list[Node] = [node for node in nodes if isinstance(node, PrefillNode)]
@@ -279,7 +307,9 @@ class NodeCollector(Collector):
             for spec in specs if of else ():
                 labels = ("node", *spec.labels)
                 family = families.setdefault(
-                    spec.name, spec.family(f"prefixkv_{spec.name}", spec.text, labels=labels)
+                    # One family per name: both kinds of nodes add their samples to it.
+                    spec.name,
+                    spec.family(f"prefixkv_{spec.name}", spec.text, labels=labels),
                 )
                 for node in of:
                     for values, number in spec.read(node):
@@ -289,6 +319,7 @@ class NodeCollector(Collector):
             yield self._histogram(histogram, nodes)
 
     def _histogram(self, spec: _HistogramSpec, nodes: list[Node]) -> Metric:
+        """Return the metric of one histogram, over all nodes."""
         family = HistogramMetricFamily(
             f"prefixkv_{spec.name}", spec.text, labels=("node", *spec.labels)
         )

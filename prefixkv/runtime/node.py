@@ -1,5 +1,5 @@
-"""What decode's and prefill's node share: one scheduler, one manager with its threads, and the way
-between them."""
+"""The common part of decode's and prefill's node: a scheduler, a transfer side with its threads,
+and the way between them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from prefixkv.settings import at_least
 from prefixkv.stats import Histogram
 
 C = TypeVar("C")  # the scheduler's commands
-E = TypeVar("E", bound=RoomEvent)  # and what it is told
+E = TypeVar("E", bound=RoomEvent)  # events of rooms, for the scheduler
 
 COUNTERS = (
     "aborts_of_unknown", "control_errors", "failed", "frames_dropped", "frames_failed",
@@ -37,7 +37,11 @@ COUNTERS = (
 
 
 class Node(Closing, Generic[C, To, E]):
-    """See DecodeNode and PrefillNode. Used from one thread."""
+    """The base of DecodeNode and PrefillNode. Used from one thread.
+
+    That is the engine's scheduler thread. It owns scheduler, tree, allocator and requests; the
+    other threads are reached by `transfers` alone.
+    """
 
     transfers: Transfers[C, To, E]
     scheduler: DecodeScheduler | PrefillScheduler
@@ -47,6 +51,7 @@ class Node(Closing, Generic[C, To, E]):
     _counters: tuple[str, ...]
 
     def __init__(self, pool: KVPool, state: StatePool | None) -> None:
+        """Remember the memory; the subclass builds scheduler and transfers."""
         self.pool, self.state = pool, state
 
     def _observe(self, timeline: Callable[[Any, int, int], dict[str, Any]]) -> None:
@@ -56,12 +61,16 @@ class Node(Closing, Generic[C, To, E]):
             self.peer_id, lambda req: timeline(req, layout.page_bytes, layout.page_size)
         )
         self.scheduler.journal.on_ended = log
+        # Scheduler and pages have no clock of their own.
         books.clock, self.evictions = time.perf_counter, books.evictions
         self._feed = EventFeed(books.cache, *self.peer_id)
 
     def _publish_events(self, config: DecodeConfig | PrefillConfig) -> None:
-        """Publish cache events, if that is asked for; the last thing that is set up. Raises
-        ConfigError, with the node closed."""
+        """Publish cache events, if that is asked for. Called last of all in a constructor.
+
+        Raises:
+            ConfigError: with the node closed.
+        """
         if config.kv_events is None:
             return
         page_size = self.pool.layout.page_size
@@ -69,37 +78,40 @@ class Node(Closing, Generic[C, To, E]):
             self.kv_events = KVEventPublisher(
                 config.kv_events, self.peer_id, config.model.model, page_size
             )
-        except BaseException:
+        except BaseException:  # threads run already, and the caller gets no node to close
             self.close()
             raise
         self._feed.listen(self.kv_events)
 
     def _check_namespace(self, request: Request) -> None:
-        """Raises RequestError, where events are published, for one that they have no words for."""
+        """Raise RequestError for a namespace that the published events cannot express, if any are
+        published."""
         if self.kv_events is not None and request.cacheable:
             self.kv_events.dialect.check(request.key.namespace)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Block until a `pop_*` may have something for the engine, at most `timeout_s`. True if one
-        may."""
+        """Block until a `pop_*` may have something for the engine, at most `timeout_s`.
+
+        Returns True if one may.
+        """
         self._check_open()
         if self.kv_events is not None:
             self._feed.pass_on()
         return self.scheduler.has_news or self._wait(self.transfers.wait, timeout_s)
 
     def _wait(self, wait: Callable[[float | None], bool], timeout_s: float | None) -> bool:
-        """`wait`, but not beyond the time when a request may fail for having waited."""
+        """Wait by `wait`, but not beyond the time when a request may fail for having waited."""
         left_s = self.scheduler.wake_s - time.monotonic()
         if left_s < (math.inf if timeout_s is None else timeout_s):
             return wait(left_s) or self.scheduler.wake_s <= time.monotonic()
         return wait(timeout_s)
 
     def drain(self, timeout_s: float = 0.0) -> bool:
-        """Take no new requests from now on (`add` raises DrainingError), and say whether all that
-        lived has ended.
+        """Take no new requests from now on (`add` raises DrainingError); return True once all have
+        ended.
 
         True once no request lives, nothing is left to pop, and no peer may still write here or read
-        from here: then `close` harms nobody. Waits for that up to `timeout_s`, but not while a
+        from here: then `close` harms nothing. Waits for that up to `timeout_s`, but not while a
         `pop_*` has something: the engine's loop goes on, and asks again. Pages in quarantine
         (`stats`) keep it from being True until they are fenced.
         """
@@ -117,17 +129,17 @@ class Node(Closing, Generic[C, To, E]):
             self.transfers.wait(min(end_s - now_s, 0.05))
 
     def fileno(self) -> int:
-        """A descriptor that is readable while a `pop_*` may have something, for the engine's own
-        poller.
+        """Return a descriptor that is readable while a `pop_*` may have something, for the engine's
+        own poller.
 
-        Now and then it is readable once more when all has been popped already. That a request has
-        waited too long it does not say: call `pop_preallocated` from time to time.
+        Now and then it is readable once more when all has been popped already. It does not become
+        readable when a request has waited too long: call `pop_preallocated` from time to time.
         """
         return self.transfers.fileno()
 
     @property
     def weights_version(self) -> str:
-        """The version of the weights that KV is computed with and cached for:
+        """Version of the weights that KV is computed with and cached for:
         `ModelConfig.weights_version`, until `flush` moves it."""
         return self.scheduler.weights_version
 
@@ -136,7 +148,9 @@ class Node(Closing, Generic[C, To, E]):
         """Empty the prefix cache. Returns the pages freed at once."""
 
     def _flush(self, weights_version: str | None, move: Callable[[str, float], None]) -> int:
-        """`move` is called where the version is another than before."""
+        """Empty the prefix cache; call `move` first if the version differs from the present one."""
+        # The version is checked before anything changes; events that have come are taken in under
+        # the old one.
         if weights_version is not None:
             check_version(weights_version)
         now_s = self._pump()
@@ -153,27 +167,29 @@ class Node(Closing, Generic[C, To, E]):
         self.scheduler.check_invariants()
 
     def take_cache_events(self, afresh: bool = False) -> EventBatch:
-        """What the prefix cache stored and removed since the last call, for a router
+        """Return what the prefix cache stored and removed since the last call, for a router
         (`BoundedAffinityRouter.apply`).
 
-        The first batch, and one `afresh`, gives all that is there. Before the first call nothing is
-        recorded.
+        The first batch, and one with `afresh`, gives the whole content. Before the first call
+        nothing is recorded.
         """
         self._pump()
         return self._feed.take(afresh)
 
     @property
     def closed(self) -> bool:
+        """True once `close` was called."""
         return self.transfers.closed
 
     @property
     def num_rooms(self) -> int:
-        """Rooms that are open, or not drained yet. Any thread may ask."""
+        """Number of rooms that are open, or not drained yet. Any thread may ask."""
         return self.transfers.num_rooms
 
     def stats(self) -> dict[str, int]:
-        """Counters, and how many pages are in each state. All keys are there from the start, but
-        for `dropped: ...` and what is odd in staging.
+        """Return counters, and how many pages are in each state.
+
+        All keys are there from the start, but for `dropped: ...` and rare ones of staging.
         """
         self._pump()
         books = self.scheduler.books
@@ -198,11 +214,13 @@ class Node(Closing, Generic[C, To, E]):
         }
 
     def close(self) -> None:
-        """Destroy the transport's agent, tell the peers, join every thread. Again: no-op.
+        """Destroy the transport's agent, tell the peers, join every thread. Idempotent.
 
         A peer that is writing into this pool over shared memory is not stopped by it: keep the
-        pool's memory until its requests have ended there. Raises InternalError, with the threads
-        joined, if the agent could not be destroyed.
+        pool's memory until its requests have ended there.
+
+        Raises:
+            InternalError: the agent could not be destroyed; the threads are joined all the same.
         """
         try:
             self.transfers.close()
@@ -211,14 +229,21 @@ class Node(Closing, Generic[C, To, E]):
                 self.kv_events.close()
 
     def _pump(self) -> float:
-        """Take in what the control thread has to tell; returns the time."""
+        """Take in what the control thread has to say; return the time.
+
+        Every call of the engine begins with this, so that it sees the present state.
+
+        Raises:
+            InternalError: an exception in the control thread. All events were taken in.
+        """
         now_s = time.monotonic()
         if self.kv_events is not None:
             self._feed.pass_on()
-        if not self.transfers.pending:
+        if not self.transfers.pending:  # the usual case: nothing has come
             self._check_open()
             return now_s
         events, failed = self.transfers.take_raw()
+        # All events before the error is raised: an event that is lost would leave a room open here.
         for event in events:
             self._take(event, now_s)
         self._tell()
@@ -227,11 +252,11 @@ class Node(Closing, Generic[C, To, E]):
         return now_s
 
     def _tell(self) -> None:
-        """Hand the scheduler's commands to the control thread, and let the engine know what is left
-        for it.
+        """Hand the scheduler's commands to the control thread, and mark what is left for the
+        engine.
 
         Any call takes in what has happened, but only some pop it: the descriptor has been read by
-        then.
+        then, so it is made readable again.
         """
         for command in self._take_commands():
             self._command(command)
@@ -241,14 +266,16 @@ class Node(Closing, Generic[C, To, E]):
             self._feed.pass_on()
 
     def _check_open(self) -> None:
+        """Raise ClosedError after `close`."""
         self.transfers.check_open()
 
     def _command(self, command: C) -> None:
+        """Hand one command to the control thread."""
         self.transfers.submit(command)
 
     @abstractmethod
     def _take_commands(self) -> list[C]:
-        """What the scheduler asks."""
+        """Return and remove the scheduler's commands."""
 
     @abstractmethod
     def _take(self, event: E, now_s: float) -> None:

@@ -68,15 +68,16 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         pool: the KV memory; kept until the node has closed.
         config: see DecodeConfig.
         ranks: a RankLog where this is rank 0 of several (ranks/replica.py); then call `take_log`
-            once a pass.
-        mesh: how the model is shared out over the ranks; then each other rank is a `DecodeRank`,
-            whose news go to `apply_news`. None: the pool holds all of the model's KV.
+            once per pass.
+        mesh: how the model is shared out over the ranks. Each other rank is a `DecodeRank`; its
+            events go to `apply_news`. None: the pool holds all of the model's KV.
         state: extra state of requests (a recurrent state, say), which prefill sends with the last
             chunk to the request's `state_slot`. Each admitted request has a slot until it ends, so
-            no more than it has slots are admitted at once. It is never cached: whoever hits the
-            prefix has it sent all the same, and a retracted request comes back through
+            no more requests than slots are admitted at once. It is never cached: a request that
+            hits the prefix has it sent all the same, and a retracted request comes back through
             `pop_needs_prefill`. It must outlive the node.
         transport: makes another transport than NIXL's, for tests.
+
     Raises:
         ConfigError: an unknown policy (of eviction or admission), a pool that is not rank 0's share
             or cannot be registered, a mesh of several ranks without `ranks`, a `record` that cannot
@@ -101,11 +102,14 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         config = checked_config(config, DecodeConfig)
         place = Place.of(pool, config.model, mesh, state=state)
         layout = pool.layout
+        # 1. Everything that can be refused without undoing anything.
         if ranks is not None:
             check_kind("ranks", ranks, RankLog)
         num_ranks = place.mesh.num_ranks
         if num_ranks > 1 and ranks is None:
             raise ConfigError(f"a mesh of {num_ranks} ranks needs a RankLog")
+        # 2. The pages, the tree, and the scheduler over them. As rank 0 of several, each of their
+        # operations is logged for the others.
         sizes = layout.num_pages, layout.page_size, config.max_running
         settings = config.for_books(layout.num_pages, place.num_slots)
         books: PageManager
@@ -129,11 +133,14 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
             ticket=secret_number,
             weights_version=config.model.weights_version,
         )
+        # 3. The transfer side, which starts the threads. If it fails, the policy object is free
+        # again.
         try:
             self.transfers = DecodeTransfers(pool, config, mesh, state=state, transport=transport)
         except BaseException:
             books.cache.policy.release()  # the next node may have it
             raise
+        # 4. What observes all this, and may still fail: then the node is closed.
         self._leader = RankLeader(self.scheduler, num_ranks, ranks, self.transfers.submit)
         self.peer_id = self.transfers.peer_id
         self._observe(decode_journal.timeline)
@@ -146,6 +153,7 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
             return None
         bounds = config.record_bytes, config.record_files
         sizes = self.pool.layout.page_size, bytes_per_token
+        # Threads run already, and the caller gets no node to close.
         try:
             recorder = Recorder(config.record, *bounds, *sizes, time.monotonic())
         except BaseException:
@@ -163,6 +171,7 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         return recorder
 
     def close(self) -> None:
+        """See `Node.close`. The recorder is closed last: it writes what waits."""
         try:
             super().close()
         finally:
@@ -170,9 +179,11 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
                 self._recorder.close()
 
     def add(self, request: Request) -> DecodeRequest:
-        """Queue a request. Raises RequestError, with nothing changed, for one that cannot be taken.
+        """Queue a request.
 
-        DrainingError is one of them. Prefill is not told of it: see `refuse`.
+        Raises:
+            RequestError: it cannot be taken; DrainingError is one of them. Nothing was changed, and
+                prefill does not hear of it: see `refuse`.
         """
         self._check_namespace(request)
         if self._ranks is not None:
@@ -182,11 +193,12 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         return req
 
     def refuse(self, request: Request, reason: str = "refused") -> None:
-        """Tell prefill at once that this request will not be taken here, `add` having refused it,
-        say.
+        """Tell prefill at once that this request will not be taken here; `add` has refused it, say.
 
-        Its room's number is in use here until prefill has answered. Raises RequestError, with
-        nothing changed, if it is in use already.
+        Its room's number is in use here until prefill has answered.
+
+        Raises:
+            RequestError: the number is in use already. Nothing was changed.
         """
         check_reason(reason)
         self._pump()
@@ -194,47 +206,54 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         self._tell()
 
     def pop_preallocated(self) -> list[DecodeRequest]:
-        """Requests admitted now: prefix locked, pages taken, prefill told what to skip.
+        """Return the requests admitted now: prefix locked, pages taken, the rest asked of prefill.
 
-        Once a pass: the first request to a prefill worker is admitted when that has answered, by a
-        later call, and `wait` returns for it.
+        Call it once per pass. The first request to a prefill worker is admitted when that has
+        answered, by a later call, and `wait` returns for it.
         """
         admitted = self.scheduler.pop_preallocated(self._pump())
         self._tell()
         return admitted
 
     def pop_transferred(self) -> list[DecodeRequest]:
-        """Requests whose KV is complete in `req.pages`; `req.aux` came with it. They run from now
-        on."""
+        """Return the requests with KV complete in `req.pages`; `req.aux` came with it.
+
+        They run from now on.
+        """
         return self.scheduler.pop_transferred(self._pump())
 
     def pop_failed(self) -> list[DecodeRequest]:
-        """Requests that failed or were aborted; `req.error` says why. Their pages are not to be
-        touched."""
+        """Return the requests that failed or were aborted; `req.error` says why.
+
+        Their pages must not be touched.
+        """
         self._pump()
         return self.scheduler.pop_failed()
 
     def pop_needs_prefill(self) -> list[PrefillAsk]:
-        """Requests to submit to a prefill worker again."""
+        """Return the requests to submit to a prefill worker again."""
         self._pump()
         return self.scheduler.pop_needs_prefill()
 
     def append_many(self, reqs: Sequence[DecodeRequest], token_ids: Sequence[int]) -> None:
-        """Add the newly sampled token of each request; afterwards the page for its KV is there, but
-        for the one that completes `max_new_tokens`: finish that request, no step writes its KV.
-        Requests that were aborted meanwhile are left out.
+        """Add the newly sampled token of each request; afterwards the page for its KV is there.
 
-        Raises OutOfPagesError, with nothing changed: `retract` names whom to retract, best first.
+        The exception is the token that completes `max_new_tokens`: finish that request, no step
+        writes its KV. Requests that were aborted meanwhile are left out.
+
+        Raises:
+            OutOfPagesError: its `retract` names the requests to retract, best first. Nothing was
+                changed.
         """
         self.scheduler.append_many(reqs, token_ids, self._pump())
 
     def finish(
         self, req: DecodeRequest, after: DeviceEvent | None = None, continues: bool | None = None
     ) -> None:
-        """The request is done: what has KV becomes cached prefix. Nothing is released before
-        `after.query()`.
+        """End a request that is done: what has KV becomes cached prefix.
 
-        `continues`: whether the conversation will go on, if known.
+        Nothing is released before `after.query()` is True. `continues` says whether the
+        conversation will go on, if known.
         """
         self.scheduler.finish(req, self._pump(), after, continues)
         self._tell()
@@ -245,7 +264,10 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         self._tell()
 
     def abort(self, rid: str, after: DeviceEvent | None = None) -> bool:
-        """End a request wherever it is; it comes out of `pop_failed`. Unknown or ended: False."""
+        """End a request wherever it is; it comes out of `pop_failed`.
+
+        Returns False if it is unknown or has ended.
+        """
         known = self.scheduler.abort(rid, self._pump(), after=after)
         self._tell()
         return known
@@ -253,17 +275,18 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
     def flush(self, weights_version: str | None = None, after: DeviceEvent | None = None) -> int:
         """Empty the prefix cache, after a weight update. Returns the pages freed at once.
 
-        Without `weights_version`, or where that is the version that the node has already, requests
-        that run now finish but cache nothing. With another version what has KV or output of the
+        Without `weights_version`, or with the version that the node has already, requests that run
+        now finish but cache nothing. With another version everything that has KV or output of the
         former one ends, and comes out of `pop_failed` with a WeightsVersionError: what runs, what
         is on its way, what was retracted. What only waits to be admitted goes on, and is promised
-        under the new version; a prefill worker of another one refuses it by name, so both workers
-        are to be moved, in any order. No step of the model may come between the change of the
-        weights and this call.
+        under the new version. A prefill worker of another version refuses it by name, so both
+        workers have to be moved, in any order. No step of the model may come between the change of
+        the weights and this call.
 
         Args:
             weights_version: at most 256 characters.
             after: as of `abort`, for the pages of the requests that end.
+
         Raises:
             ConfigError: no string, or one that is too long. Nothing was changed.
         """
@@ -276,16 +299,20 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         """Send a request to the prefill worker at another address from its next attempt on.
 
         One that waits to be admitted is refused where it was submitted, and comes out of
-        `pop_needs_prefill` once admitted. Raises RequestError, with nothing changed, for a request
-        that is not here or whose KV is on its way.
+        `pop_needs_prefill` once admitted.
+
+        Raises:
+            RequestError: it is not here, or its KV is on its way. Nothing was changed.
         """
         self._pump()
         self.scheduler.retarget(rid, prefill)
         self._tell()
 
     def stats(self) -> dict[str, int]:
-        """Counters, and pages by state. `hit_tokens` is the former name of `skipped_tokens`: it
-        counts tokens on their way with another's flight too, `DecodeRequest.hit_tokens` does not.
+        """Return counters, and pages by state; see `Node.stats`.
+
+        `hit_tokens` is the former name of `skipped_tokens`: it counts tokens on their way with
+        another's flight too, `DecodeRequest.hit_tokens` does not.
         """
         stats = super().stats()
         if (recorder := self._recorder) is not None:
@@ -296,48 +323,60 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         return {**stats, "skipped_tokens": stats["hit_tokens"]}
 
     def take_log(self) -> bytes:
-        """What the other tensor-parallel ranks have to apply, for the engine to broadcast once a
-        pass.
+        """Return what the other tensor-parallel ranks have to apply, for the engine to broadcast
+        once per pass.
 
-        Raises CallerError if the node was built without `ranks`.
+        Raises:
+            CallerError: the node was built without `ranks`.
         """
         if self._ranks is None:
             raise CallerError("this node was built without ranks=RankLog()")
         return self._ranks.take(self.scheduler.books)
 
     def fence(self, peer: str, incarnation: int) -> None:
-        """The caller knows that this prefill process is dead: its rooms end, and their held pages
-        come back."""
+        """Take the caller's word that this prefill process is dead: its rooms end, and their held
+        pages come back."""
         self._check_open()
         self._command(Fence(peer_id(peer, incarnation)))
 
     def peers(self) -> dict[str, tuple[PeerId | None, str]]:
-        """By address of the prefill worker: its identity, and "ready", "suspect" or
+        """Return, by address of the prefill worker, its identity, and "ready", "suspect" or
         "connecting"."""
         return self.transfers.peers()
 
     def lost_peers(self) -> LostPeers:
-        """Prefill processes that are suspect or over (replaced, fenced, or they have left) and may
-        still write pages: what is wrong with each, and how many pages. Fence those that are dead.
+        """Return the prefill processes to think of fencing: suspect or over, and may still write
+        pages.
+
+        Over means replaced, fenced, or left. For each: what is wrong, and how many pages. Fence
+        those that are dead.
         """
         return self.transfers.lost_peers()
 
     def _ready(self) -> list[str]:
+        """Return the addresses of the prefill workers that answer now."""
         return [address for address, (_, state) in self.peers().items() if state == "ready"]
 
     def _take_commands(self) -> list[DecodeCommand]:
+        """Return and remove the scheduler's commands."""
         return self.scheduler.take_commands()
 
     def _take(self, event: DecodeEvent | WorkerEvent, now_s: float) -> None:
+        """Hand an event to the leader, which waits for the other ranks before the scheduler hears
+        it."""
         self._leader.on(event, now_s)
 
     def apply_news(self, raw: bytes) -> None:
-        """What a `DecodeRank` has to say; b"" is nothing. Each rank's in order, or not at all:
-        CallerError."""
+        """Take the events of a `DecodeRank` (its `take_news`); b"" is nothing.
+
+        Raises:
+            CallerError: a batch of this rank is missing or doubled: each has to come, in order.
+        """
         self._leader.on_news(raw, self._pump())
         self._tell()
 
     def _command(self, command: DecodeCommand) -> None:
+        """Hand a command to the leader, which logs it for the other ranks too."""
         self._leader.command(command)
 
 
@@ -353,12 +392,14 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         endpoints: on rank 0, the `endpoint` of each other rank, in order: `Request.prefill` names
             rank 0's.
         state: this rank's share of the extra state of requests. Its slots are the engine's: one
-            that it names in `send_chunk(last=True, state_slot=)` is to be left alone until the
+            that it names in `send_chunk(last=True, state_slot=)` must be left alone until the
             request is popped as sent or failed.
-        usable_prefix: asked about a hit in this worker's own cache, with the request and the tokens
-            that hit: how many of them can the engine go on from, having the extra state behind
-            them? Rounded down to whole pages. By default none where there is extra state, all where
-            there is none.
+        usable_prefix: called for a hit in this worker's own cache, with the request and the tokens
+            that hit. Returns from how many of them the engine can go on, having the extra state
+            behind them; rounded down to whole pages. By default none where there is extra state,
+            all where there is none.
+        transport: makes another transport than NIXL's, for tests.
+
     Raises:
         ConfigError: an address that cannot be bound, an unknown policy, a pool that is not this
             rank's share or cannot be registered.
@@ -381,6 +422,7 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
     ) -> None:
         super().__init__(pool, state)
         config = checked_config(config, PrefillConfig)
+        # The same order as in `DecodeNode`: refuse, build, start threads, observe.
         place = Place.of(pool, config.model, mesh, rank, state)
         layout = pool.layout
         books = PageManager(
@@ -408,19 +450,21 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
             raise
         self.peer_id = self.transfers.peer_id
         self._observe(prefill_journal.timeline)
+        # The ranks cache the same, so one of them publishes.
         if rank == 0:
             self._publish_events(config)
 
     @property
     def endpoint(self) -> str:
-        """The bound address: what `Request.prefill` names."""
+        """The bound address, which `Request.prefill` names."""
         return self.transfers.endpoint
 
     def add(self, request: Request) -> PrefillRequest:
         """Take a request; it waits for decode's promise.
 
-        Raises RequestError, with nothing changed here; decode is told of it as by `refuse`, unless
-        the room is in use.
+        Raises:
+            RequestError: nothing was changed here. Decode hears of it as by `refuse`, unless the
+                room is in use.
         """
         try:
             self._check_namespace(request)
@@ -429,24 +473,27 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
             raise
         try:
             return self.scheduler.add(request, self._pump())
+        # Also after an error: the scheduler's refusal is a command.
         finally:
             self._tell()
 
     def refuse(self, request: Request, reason: str = "refused") -> None:
-        """Tell decode at once that this request will not be taken here; if it promises its pages
-        later, it is told then, for `parked_timeout_s`.
+        """Tell decode at once that this request will not be taken here.
 
-        Raises RequestError for a request that is here, or names no decode worker.
+        If decode promises its pages later, it hears it then, for `parked_timeout_s`.
+
+        Raises:
+            RequestError: the request is here, or names no decode worker.
         """
         self._pump()
         self.scheduler.refuse(request, reason)
         self._tell()
 
     def pop_bootstrapped(self, limit: int | None = None) -> list[PrefillRequest]:
-        """Requests to compute now: `decode_prefix_len` and `prefix_len` are known, `pages` are
-        there.
+        """Return the requests to compute now: `decode_prefix_len` and `prefix_len` are known,
+        `pages` are there.
 
-        At most `limit`, first come first served; but one that needs a prefix which another request
+        At most `limit`, first come first served. But one that needs a prefix which another request
         computes comes when that is there, or will not come.
         """
         ready = self.scheduler.pop_bootstrapped(self._pump(), limit)
@@ -457,10 +504,11 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         self, req: PrefillRequest, end: int, last: bool = False, aux: bytes = b"",
         ready: DeviceEvent | None = None, state_slot: int = -1,
     ) -> int:  # fmt: skip
-        """KV is computed up to token `end`, once `ready.query()`: send what decode lacks. Returns
-        pages queued.
+        """Send what decode lacks of the KV up to token `end`, computed once `ready.query()` is
+        True.
 
-        With `last`, the extra state in `state_slot`, the outcome and `aux` follow.
+        With `last`, the extra state in `state_slot`, the outcome and `aux` follow. Returns the
+        number of pages queued.
         """
         now_s = self._pump()
         queued = self.scheduler.send_chunk(
@@ -470,21 +518,21 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         return queued
 
     def pop_sent(self) -> list[PrefillRequest]:
-        """Requests whose KV is with decode, whole."""
+        """Return the requests that are done here: decode has all of their KV."""
         return self.scheduler.pop_sent(self._pump())
 
     def pop_failed(self, after: DeviceEvent | None = None) -> list[PrefillRequest]:
-        """Requests that failed or were aborted; `req.error` says why. The engine stops computing
-        them.
+        """Return the requests that failed or were aborted; `req.error` says why.
 
-        One whose extra state was handed over comes when no write reads that any more.
-        `after`: device work launched for them before this call has ended once its `query()` is
-        True.
+        The engine has to stop computing them. One with extra state handed over comes when no write
+        reads that any more. `after`: device work launched for them before this call has ended once
+        its `query()` is True.
         """
         return self.scheduler.pop_failed(self._pump(), after)
 
     def abort(self, rid: str) -> bool:
-        """End a request; it comes out of `pop_failed`. Unknown or ended: False."""
+        """End a request; it comes out of `pop_failed`. Returns False if it is unknown or has
+        ended."""
         known = self.scheduler.abort(rid, self._pump())
         self._tell()
         return known
@@ -492,8 +540,8 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
     def flush(self, weights_version: str | None = None) -> int:
         """Empty the prefix cache, after a weight update. Returns the pages freed at once.
 
-        Without `weights_version`, or where that is the version that the node has already, requests
-        that run now finish but cache nothing. With another version what was promised pages under
+        Without `weights_version`, or with the version that the node has already, requests that run
+        now finish but cache nothing. With another version everything that was promised pages under
         the former one, or is computed with it, fails: it comes out of `pop_failed` with a
         WeightsVersionError, and decode hears of it at once. What waits for decode's promise goes
         on. No step of the model may come between the change of the weights and this call. Each rank
@@ -501,32 +549,37 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
 
         Args:
             weights_version: at most 256 characters.
+
         Raises:
             ConfigError: no string, or one that is too long. Nothing was changed.
         """
         return self._flush(weights_version, self.scheduler.move_weights)
 
     def fence(self, peer: str, incarnation: int) -> None:
-        """The caller knows that this decode process is dead: its requests fail."""
+        """Take the caller's word that this decode process is dead: its requests fail."""
         self._check_open()
         self._command(Fence(peer_id(peer, incarnation)))
 
     def peers(self) -> dict[PeerId, str]:
-        """The decode workers known, each "ready" or "suspect"."""
+        """Return "ready" or "suspect" for each decode rank known."""
         return self.transfers.peers()
 
     def lost_peers(self) -> LostPeers:
-        """Decode processes that are suspect or over (replaced, fenced, or they have left) and still
-        in rooms here: what is wrong with each, and how many rooms."""
+        """Return the decode processes to think of fencing: suspect or over, and still in rooms
+        here.
+
+        Over means replaced, fenced, or left. For each: what is wrong, and how many rooms.
+        """
         return self.transfers.lost_peers()
 
     @property
     def bytes_sent(self) -> int:
-        """KV written to decode workers. Any thread may ask."""
+        """KV bytes written to decode workers. Any thread may ask."""
         return self.transfers.bytes_sent
 
     def stats(self) -> dict[str, int]:
-        """Counters, pages by state, and the bytes that were not sent because decode had them."""
+        """Return counters, pages by state, and the bytes that were not sent because decode had
+        them."""
         stats = super().stats()
         layout = self.pool.layout
         skipped_pages = stats.get("decode_hit_tokens", 0) // layout.page_size
@@ -534,9 +587,11 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         return stats
 
     def _take_commands(self) -> list[PrefillCommand]:
+        """Return and remove the scheduler's commands."""
         return self.scheduler.take_commands()
 
     def _take(self, event: PrefillEvent, now_s: float) -> None:
+        """Tell the scheduler what became of a room."""
         match event:
             case Bootstrapped():
                 peer = event.peer.name

@@ -1,8 +1,8 @@
 """The log of what becomes of peers: logger `prefixkv.peers`.
 
-A peer that is refused again and again, whatever life it is in, is one line for each reason, until
-it is met; where the reason changes each time, one line a minute. There are at most `LINES` lines in
-`WINDOW_S`; what is left out is counted.
+A peer that is refused again and again, in whatever life, is one line per reason, until it is met;
+where the reason changes each time, one line per minute. There are at most `LINES` lines in
+`WINDOW_S`; what is left out is counted. So a hostile peer cannot fill the log.
 """
 
 from __future__ import annotations
@@ -26,28 +26,34 @@ _log = logging.getLogger("prefixkv.peers")
 
 
 class PeerLog:
-    """Owned by a control thread. `name` is the worker's. What a handler raises comes out of
-    `write`; the lines behind it are lost."""
+    """Writes changes of peers to the log. Owned by a control thread; `name` is the worker's.
+
+    An exception of a log handler comes out of `write`; the lines behind it are lost.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
-        # When each was written last, how many were left out since, and which reason was written.
-        # The oldest first.
+        # By kind and peer: when a line was written last, how many were left out since, and the hash
+        # of the reason in it. The oldest comes first; bounded, since peers choose their names.
         self._written: OrderedDict[_Key, tuple[float, int, int]] = OrderedDict()
         self._window_s = -WINDOW_S
         self._num_lines = 0
 
     def write(self, news: list[PeerNews], now_s: float) -> None:
+        """Write the lines that are due; may raise what a handler raises."""
+        # 1. A new window begins: first say what the last one left out.
         if now_s >= self._window_s + WINDOW_S:
             left_out, self._num_lines = max(0, self._num_lines - LINES), 0
             self._window_s = now_s
             if left_out:
                 _log.warning("%s: %d lines were left out", self._name, left_out)
         for one in news:
+            # 2. Per peer: repeats are counted, not written.
             more = self._more(one, now_s)
             if more is None:
                 continue
             self._num_lines += 1
+            # 3. Per window: beyond `LINES` nothing is written.
             if self._num_lines > LINES:
                 continue
             level = logging.INFO if one.kind in _CALM else logging.WARNING
@@ -55,12 +61,15 @@ class PeerLog:
             _log.log(level, "%s: %s: %s %s%s", self._name, one.kind, one.peer, one.why, again)
 
     def _more(self, one: PeerNews, now_s: float) -> int | None:
-        """How many like it were left out before; None: this one is to be left out."""
+        """Return how many like it were left out since the last line; None: leave this one out
+        too."""
         key: _Key = one.kind, one.peer
         name = one.peer.name if isinstance(one.peer, PeerId) else one.peer
+        # A refused peer is known by its name alone: each restart is another life. Once met, a new
+        # refusal is worth a line again.
         if one.kind == "refused":
             key = one.kind, name
-        elif one.kind == "met":  # by its name, and at its address
+        elif one.kind == "met":
             for known in (name, one.why.removeprefix("at ")):
                 self._written.pop(("refused", known), None)
         why = hash(one.why)

@@ -1,4 +1,4 @@
-"""Where a node stands in its worker's mesh, and what it says of itself in the handshake."""
+"""The position of a node in its worker's mesh, and what follows from it for the handshake."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Config = TypeVar("Config", DecodeConfig, PrefillConfig)
 
 
 def checked_config(config: Config | None, kind: type[Config]) -> Config:
-    """The config, or the default one. Raises ConfigError for an object of another class."""
+    """Return the config, or the default one. Raise ConfigError for an object of another class."""
     if config is None:
         return kind()
     check_kind("config", config, kind)
@@ -49,8 +49,12 @@ class Place:
         rank: int = 0,
         state: StatePool | None = None,
     ) -> Place:
-        """Without a mesh: the only rank of all. Raises ConfigError where a pool does not hold the
-        rank's share, or the two are on different devices."""
+        """Return the place of a rank; without a mesh, that of the only rank.
+
+        Raises:
+            ConfigError: a pool does not hold the rank's share, or the two pools are on different
+                devices.
+        """
         check_kind("pool", pool, KVPool)
         if mesh is not None:
             check_kind("mesh", mesh, Mesh)
@@ -63,6 +67,7 @@ class Place:
         if state is not None and state.device not in (None, pool.device):
             raise ConfigError(f"state is on {state.device}, the KV pool is on {pool.device}")
         try:
+            # Shares are compared by the handshake's own rules, so what passes here passes there.
             check_holds(layout, mesh.shard(rank))
             for tensor in state.tensors if state is not None else ():
                 tensor.validate(mesh)
@@ -74,14 +79,17 @@ class Place:
 
     @property
     def num_slots(self) -> int:
+        """Slots for extra state, 0 without."""
         return 0 if self.state is None else self.state.num_slots
 
     @property
     def state_layout(self) -> StateLayout | None:
+        """Layout of the extra state, None without."""
         return None if self.state is None else self.state.layout
 
     @property
     def digest(self) -> ModelDigest:
+        """The model's properties that two workers compare."""
         layout, model, mesh = self.layout, self.model, self.mesh
         return ModelDigest(
             model.model, model.kv_scales, layout.dtype, layout.attention,
@@ -91,6 +99,7 @@ class Place:
 
     @property
     def topology(self) -> Topology:
+        """The way in which this worker shares the model out over its ranks."""
         mesh = self.mesh
         return Topology(self.layout.page_size, mesh.tp_size, mesh.pp_size, mesh.stage_layers)
 
@@ -102,7 +111,7 @@ class Place:
         area: StagingArea | None,
         life: ProcessLife | None,
     ) -> Hello:
-        """What a decode rank says; `worker` is rank 0's identity."""
+        """Return a decode rank's Hello; `worker` is rank 0's identity."""
         return Hello(
             self.digest,
             self.topology,

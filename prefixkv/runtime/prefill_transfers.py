@@ -1,4 +1,4 @@
-"""The transfer side of a prefill worker: sends what decode lacks of a prompt."""
+"""The transfer side of a prefill worker: sends the part of a prompt's KV that decode lacks."""
 
 from __future__ import annotations
 
@@ -57,6 +57,8 @@ from prefixkv.transport.metadata.trial import Tell, Trial
 
 
 def _key(room: int, generation: int, decode: str) -> RoomKey:
+    """Return the key of a room of this decode worker. Raise RequestError for numbers or names that
+    cannot be."""
     if not decode or not isinstance(decode, str):
         raise RequestError(f"decode is {decode!r}, the decode worker's name is needed")
     return room_key(room, generation, decode)
@@ -68,11 +70,12 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
     Args:
         pool: this rank's KV memory; kept until this has closed. Over shared memory a peer may write
             there longer: see `close`.
-        config: name, bind, model, control and transport of it are used.
+        config: its name, bind, model, control and transport are used.
         mesh, rank: as for `DecodeTransfers`; every rank gets the same rooms and chunks.
         endpoints: on rank 0, the `endpoint` of each other rank, in order.
         state: this rank's share of the extra state of requests; kept as long.
         transport: makes another transport than NIXL's, for tests.
+
     Raises:
         ConfigError: an address that cannot be bound, a pool that is not the rank's share or cannot
             be registered, another number of endpoints than there are other ranks.
@@ -101,10 +104,11 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         self._page_size = pool.layout.page_size
         self._max_aux_bytes = config.control.max_aux_bytes
         self._num_pages, self._num_slots = pool.layout.num_pages, place.num_slots
-        # Rooms whose source is not free yet; the plan is of the whole prompt, since what decode has
-        # is cut off by the control object. None: of one that is refused, or has ended.
+        # Rooms with pages that a write may still read. The plan covers the whole prompt: the
+        # control object cuts off what decode has. None: refused, or ended and its SourceFree still
+        # to come.
         self._rooms: dict[RoomKey, SendPlan | None] = {}
-        # The generation added last, by decode worker and room.
+        # By decode worker and room, the key with the generation that was added last.
         self._last: dict[tuple[str, int], RoomKey] = {}
         memory = Memory(pool, place, me, config.transport, transport)
         sizes = config.transport
@@ -114,6 +118,7 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
             num_slots = sizes.staging_bytes // sizes.lease_bytes
             slots = StagingSlots(num_slots, sizes.lease_bytes, sizes.staging_window)
 
+        # Called by the control thread's constructor, once the transport has its metadata.
         def control(metadata: bytes) -> PrefillControl:
             what = place.digest, place.topology, config.control, ("", *endpoints), rank, slots
             secret = token_bytes(SECRET_BYTES)
@@ -131,6 +136,8 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
 
         def channel(fd: int) -> RouterChannel:
             self._router = RouterChannel(config.bind, config.control, fd)
+            # Bound first: only then is it known whether others can reach it, and closed again if KV
+            # cannot follow the same way.
             try:
                 if transport is None and sizes.backend != "shm":
                     what = f"bind is {config.bind!r}"
@@ -143,6 +150,8 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         def trial(tell: Tell) -> Trial:
             return Trial(name, tell, sizes.interface, sizes.trial_peers)
 
+        # Before the thread, which closes it, and before the control object, which says what it
+        # holds.
         prover = Prover(name, config.control, is_written_to=False, tell=self._proved)
         self.thread = ControlThread(
             name,
@@ -155,11 +164,12 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         )
 
     def _proved(self, peer: PeerId) -> None:
+        """Fence a peer that is proved dead. Called by the prover's thread, so by the inbox."""
         self.thread.inbox.put(Fence(peer, proved=True))
 
     @property
     def control(self) -> PrefillControl:
-        """For audits; it is the control thread's."""
+        """The control object, for audits; it belongs to the control thread."""
         return cast(PrefillControl, self.thread.control)
 
     @property
@@ -168,31 +178,33 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
 
     @property
     def endpoint(self) -> str:
-        """The bound address: what `DecodeTransfers.open` names."""
+        """The bound address, which `DecodeTransfers.open` names."""
         return self._router.endpoint
 
     @property
     def bytes_sent(self) -> int:
-        """KV written to decode workers. Any thread may ask."""
+        """KV bytes written to decode workers. Any thread may ask."""
         return self.control.counters["bytes_sent"]
 
     def add(self, room: int, generation: int, num_tokens: int, decode: str, digest: bytes) -> None:
-        """The engine has the request of this room. Bootstrapped follows once decode has promised
-        its pages; chunks may be handed over before.
+        """Add a room that the engine has the request of. Bootstrapped follows once decode has
+        promised its pages; chunks may be handed over before.
 
         Args:
             room, generation: the transfer, and which attempt at it.
             num_tokens: of the prompt.
-            decode: name of the decode worker that it is for, `DecodeConfig.name`. No other's word
-                on the room counts; of two workers the same number is two rooms.
+            decode: name of the decode worker that it is for, `DecodeConfig.name`. Frames of others
+                about the room do not count; for two workers the same number is two rooms.
             digest: of the prompt, as in `DecodeTransfers.open`.
+
         Raises:
-            RequestError: a number, name or digest out of range, and a room that was added or
-                refused already and whose SourceFree the engine has not been told.
+            RequestError: a number, name or digest out of range; or a room that was added or refused
+                already, until the engine has its SourceFree from `take_events`.
         """
         key = _key(room, generation, decode)
         num_tokens = whole_number("num_tokens", num_tokens, 1, 2**31)
         digest = check_digest(digest)
+        # Its number is taken, then the command queued: both or neither.
         self._begin(key, SendPlan(num_tokens, 0, self._page_size))
         self._last[key.decode, key.room] = key
         self.submit(AddRoom(key, num_tokens, digest))
@@ -210,27 +222,33 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         state_slot: int = -1,
         generation: int | None = None,
     ) -> None:
-        """KV is computed up to token `end`, once `ready.query()`: send what decode lacks of it.
+        """Send what decode lacks of the KV up to token `end`, computed once `ready.query()` is
+        True.
 
         Args:
             room, decode, generation: as added; None: the generation that was added last. One that
-                has ended takes no chunk: no-op, until the engine has been told its SourceFree.
+                has ended takes no chunk: no-op, until the engine has its SourceFree.
             end: tokens from the first one on; grows from call to call.
             pages: the request's page ids from its first token on, at least up to `end`.
             last: nothing follows; `end` is the prompt's. The outcome, `aux` (bytes for decode's
                 engine: the first token, say) and the extra state in `state_slot` go with it.
             ready: KV is read once its `query()` is True; None: it is there already.
+
         Raises:
             RequestError: a room that was not added or is over, an `end` out of order, fewer pages
-                than up to it, a chunk after the last one, `aux` or a state slot before it.
-                AuxTooLargeError, PageStateError for ids outside the pool. Nothing was changed.
+                than up to it, a chunk after the last one, `aux` or a state slot before it. Nothing
+                was changed.
+            AuxTooLargeError: `aux` is longer than `max_aux_bytes`. Nothing was changed.
+            PageStateError: ids outside the pool. Nothing was changed.
         """
-        self.check_open()  # first: the plan moves before the command is handed over
+        self.check_open()  # first: the plan moves before the command is queued
+        # 1. Which room.
         key = self._last.get((decode, room))
         if generation is not None:
             key = _key(room, generation, decode)
         if key is None or key not in self._rooms:
             raise RequestError(f"room {room} of {decode!r} was not added, or is over")
+        # 2. Every argument, before the plan moves.
         end, state_slot, aux = checked_chunk(end, state_slot, aux, last, ready)
         if len(aux) > self._max_aux_bytes:
             raise AuxTooLargeError(len(aux), self._max_aux_bytes)
@@ -242,8 +260,10 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
             raise RequestError(f"{len(ids)} pages, {end} tokens need more")
         if len(ids):
             checked_pages(ids, self._num_pages, "source")
+        # 3. The pages between the last chunk's end and this one's. The copy is the job's: the
+        # engine may change its array.
         plan = self._rooms[key]
-        if plan is None:
+        if plan is None:  # it has ended, and the engine cannot know that yet
             return
         span = plan.send(end, last)
         src = ids[span.first_page : span.end_page].copy()
@@ -259,36 +279,43 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
             self.submit(AbortRoom(key, reason))
 
     def refuse(self, room: int, generation: int, reason: str = "refused", *, decode: str) -> None:
-        """Tell decode, which may have promised pages for it or may still do so, that this room will
-        not be served here. RoomEnded and SourceFree follow.
+        """Tell decode that this room will not be served here, now or when it promises pages for it.
 
-        Raises RequestError as `add` does, and for a reason that is no string.
+        RoomEnded and SourceFree follow.
+
+        Raises:
+            RequestError: as by `add`, and for a reason that is no string.
         """
         check_reason(reason)
         key = _key(room, generation, decode)
         self._begin(key, None)
         self.submit(DeclineRoom(key, reason))
+        # No room of the control object's begins for the engine, so its end is said here.
         self._kept += [RoomEnded(key, KVPoll.FAILED, AbortedError(reason)), SourceFree(key)]
         self.rouse()
 
     def offer(
         self, room: int, generation: int, num_tokens: int, digest: bytes, timeout_s: float
     ) -> None:
-        """The engine has drawn this room for a prompt that it has computed, and has told whoever
-        places the request. The first decode worker whose promise proves the digest opens the room;
-        from then on it is as one that was added for that worker: Bootstrapped follows, with its
-        name in `key.decode`, and `send_chunk` takes that name.
+        """Offer a room, drawn by the engine for a prompt that it has computed, to any decode
+        worker.
+
+        The engine has named it where the request is placed. The first decode worker with a promise
+        that proves the digest opens the room; from then on it is like one that was added for that
+        worker: Bootstrapped follows, with its name in `key.decode`, and `send_chunk` takes that
+        name.
 
         If no worker opens it within `timeout_s`, RoomEnded and SourceFree follow for the key
-        without a name. So they do where a decode worker says that it does not want the room.
+        without a name. So they do if a decode worker says that it does not want the room.
 
         Args:
-            room, generation: numbers that no other room has, drawn at random: who knows them may
-                end the offer. They do not open it.
+            room, generation: numbers that no other room has, drawn at random: a worker that knows
+                them may end the offer. They do not open it.
             num_tokens: of the prompt.
-            digest: of the prompt and of a secret that only the decode worker is told, as a part
+            digest: of the prompt and of a secret that only the chosen decode worker gets, as a part
                 of `prompt_digest`'s namespace.
             timeout_s: seconds.
+
         Raises:
             RequestError: as `add`.
         """
@@ -301,20 +328,24 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         self.submit(OfferRoom(key, num_tokens, digest, float(timeout_s)))
 
     def withdraw(self, room: int, generation: int, reason: str = "withdrawn") -> None:
-        """Nobody is to open this offer any more; RoomEnded and SourceFree follow for the key
-        without a name. Not offered, ended, or opened meanwhile: no-op, and Bootstrapped or the
-        other events say so."""
+        """Withdraw an offer; RoomEnded and SourceFree follow for the key without a name.
+
+        Not offered, ended, or opened meanwhile: no-op, and Bootstrapped or the other events say so.
+        """
         check_reason(reason)
         self.submit(WithdrawRoom(room_key(room, generation), reason))
 
     def _begin(self, key: RoomKey, plan: SendPlan | None) -> None:
+        """Take a room's number. Raise RequestError if it is in use."""
         if key in self._rooms:
             of = f"{key.generation} of {key.decode!r}"
             raise RequestError(f"room {key.room} generation {of} is here already")
+        # Before the number is taken: a closed side would never give it back.
         self.check_open()
         self._rooms[key] = plan
 
     def _told(self, event: PrefillEvent) -> None:
+        """Follow an event that the engine gets: an offer is opened, a room ends or is free."""
         offered = RoomKey(*event.key.numbers)
         if event.key not in self._rooms and offered in self._rooms:  # a decode worker opens it
             self._rooms[event.key] = self._rooms.pop(offered)
@@ -328,20 +359,23 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
                 del self._last[place]
 
     def fence(self, peer: str, incarnation: int) -> None:
-        """The caller knows that this decode process is dead: its rooms end."""
+        """Take the caller's word that this decode process is dead: its rooms end."""
         self.submit(Fence(peer_id(peer, incarnation)))
 
     def peers(self) -> dict[PeerId, str]:
-        """The decode ranks known, each "ready" or "suspect"."""
+        """Return "ready" or "suspect" for each decode rank known."""
         self.check_open()
         return self.control.peers(time.monotonic())
 
     def lost_peers(self) -> LostPeers:
-        """Decode processes that are suspect or over (replaced, fenced, or they have left) and still
-        in rooms here: what is wrong with each, and how many rooms."""
+        """Return the decode processes to think of fencing: suspect or over, and still in rooms
+        here.
+
+        Over means replaced, fenced, or left. For each: what is wrong, and how many rooms.
+        """
         self.check_open()
         return self.control.lost_peers(time.monotonic())
 
     def peer_states(self) -> list[str]:
-        """Of each decode rank known, as `peers` says it."""
+        """Return the state of each decode rank known, as `peers` says it."""
         return list(self.peers().values())

@@ -2,8 +2,8 @@
 
     control thread --submit--> prover's thread: a few files of /proc --tell--> control thread
 
-A look costs 0.1 ms and reads a few files; where the process is dead and may have written here over
-TCP, also the kernel's tables of connections. It says nothing where nothing is proved: the control
+A look costs 0.1 ms and reads a few files; if the process is dead and may have written here over
+TCP, also the kernel's tables of connections. It reports nothing if nothing is proved: the control
 object asks again.
 """
 
@@ -28,8 +28,10 @@ Prove = Callable[[PeerId], None]
 
 
 class Prover:
-    """`submit` and `close` are the control thread's. `tell` is called from the prover's own thread,
-    with peers that are dead and have nothing on its way here.
+    """The prover with its thread. `submit` and `close` are the control thread's.
+
+    `tell` is called from the prover's own thread, for each peer that is dead and has nothing on its
+    way here.
 
     Args:
         is_written_to: peers write into memory of this process.
@@ -45,19 +47,21 @@ class Prover:
                 self._held = HeldLife()
             except OSError as error:
                 _log.info("%s: no peer will be told which process this is: %r", name, error)
-        self._asked: set[PeerId] = set()  # in the queue, or being looked at
+        # Queued or being looked at; added by the control thread, discarded by the other.
+        self._asked: set[PeerId] = set()
         self._queue: queue.SimpleQueue[tuple[PeerId, ProcessLife] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None  # from the first `submit` on
 
     @property
     def life(self) -> ProcessLife | None:
-        """What is said of this process, None: nothing."""
+        """Identity of this process as Hello says it, None if it is not said."""
         return None if self._held is None else self._held.life
 
     def submit(self, peer: PeerId, life: ProcessLife) -> None:
-        """Look at it soon. No-op while it is being looked at."""
+        """Look at a process soon. No-op while it is queued or being looked at."""
         if peer in self._asked:
             return
+        # Started on the first use: most nodes never doubt a peer.
         if self._thread is None:
             name = f"prefixkv-prover-{self._name}"
             thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -67,11 +71,13 @@ class Prover:
                 _log.error("whether %s is dead cannot be looked at: %s", peer, error)
                 return
             self._thread = thread
+        # Before it is queued: the thread discards it at its end, and must find it here.
         self._asked.add(peer)
         self._queue.put((peer, life))
 
     def close(self, *, ended: bool = True) -> None:
-        """Join the thread. `ended`: as for `HeldLife.close`. Again: no-op."""
+        """Join the thread, and let this process's identity go. Idempotent. `ended`: as for
+        `HeldLife.close`."""
         self._queue.put(None)
         if self._thread is not None:
             self._thread.join(_JOIN_LIMIT_S)
@@ -80,9 +86,12 @@ class Prover:
             self._held = None
 
     def _run(self) -> None:
+        """Run the thread: one look after the other, until None comes."""
         while (asked := self._queue.get()) is not None:
             peer, life = asked
             try:
+                # Dead, and nothing on its way: only both together prove that nothing of it lands
+                # any more.
                 if is_dead(life) and (not self._is_written_to or has_read_the_dead()):
                     self._tell(peer)
             except Exception as error:  # what /proc holds is not as it is known to be

@@ -34,10 +34,10 @@ from prefixkv.digest import prompt_digest
 from prefixkv.errors import ConfigError
 
 BLOCK_TOKENS: Final = 512
-"""A block is the most whole pages that fit in so many tokens, at least one."""
+"""Tokens per block at most: a block is the most whole pages that fit into it, at least one."""
 
 MAX_WAITING: Final = 1024
-"""Requests that wait to be written; each holds its packed prompt. More are lost."""
+"""Most requests that wait to be written; each holds its packed prompt. More are lost."""
 
 _POLL_S: Final = 1.0
 _CLOSE_S: Final = 5.0
@@ -46,6 +46,8 @@ _log = logging.getLogger("prefixkv.record")
 
 
 class _Ended(NamedTuple):
+    """A request that has ended, as it waits to be written."""
+
     arrived_ms: int
     data: bytes  # the packed prompt
     namespace: Any
@@ -124,10 +126,12 @@ class Recorder:
     # --- the recorder's thread --------------------------------------------------------------------
 
     def _run(self) -> None:
+        """Run the thread until it is closed; a line that cannot be written is counted as lost."""
         while True:
             try:
                 ended = self._queue.get(timeout=_POLL_S)
             except Empty:
+                # `close` may have found the queue full, and could not wake this thread.
                 if self._closed:
                     return
                 continue
@@ -139,13 +143,14 @@ class Recorder:
                 self._lose(getattr(error, "strerror", None) or repr(error))
 
     def _write(self, ended: _Ended) -> None:
-        # The salt is the file's, so the file is changed first. A line's size is known only with it,
-        # but hardly depends on it.
+        # 1. The salt is the file's, so a full file is changed before the line is made. Its size is
+        # known only then, but can be bounded.
         if self._file < 0 or (self._size and self._size + self._guess(ended) > self._max_bytes):
             self._begin_file()
         line = self._line(ended)
         if len(line) > self._max_bytes:
             raise ValueError(f"a line has {len(line)} bytes, a file {self._max_bytes}")
+        # 2. Written whole or not at all: a part is cut off again, or the file is given up.
         try:
             written = os.write(self._file, line)
             if written < len(line):
@@ -161,11 +166,12 @@ class Recorder:
         self.recorded += 1
 
     def _guess(self, ended: _Ended) -> int:
-        """The most bytes that the request's line may have."""
+        """Return an upper bound of the bytes in the request's line."""
         num_blocks = len(ended.data) // (TOKEN_BYTES * self.block_tokens) + 1
         return 200 + 18 * num_blocks
 
     def _line(self, ended: _Ended) -> bytes:
+        """Return a request's line."""
         entry = {
             "timestamp": ended.arrived_ms,
             "input_length": len(ended.data) // TOKEN_BYTES,
@@ -176,8 +182,10 @@ class Recorder:
         return (json.dumps(entry, separators=(",", ":")) + "\n").encode()
 
     def _ids(self, ended: _Ended) -> list[int]:
-        """52 bits each, which every reader of JSON takes as they are."""
+        """Return the ids of the prompt's blocks: 52 bits each, which every reader of JSON takes as
+        they are."""
         size = TOKEN_BYTES * self.block_tokens
+        # Each id depends on all blocks before it and the namespace, like the tree's own paths.
         above = prompt_digest([], ended.namespace)
         ids = []
         for at in range(0, len(ended.data), size):
@@ -188,7 +196,7 @@ class Recorder:
         return ids
 
     def _begin_file(self) -> None:
-        """The next file: those before it move on by one number, and the last is deleted."""
+        """Begin the next file: those before it move on by one number, and the last is deleted."""
         self._close_file()
         path = self._path
         if path.exists():
@@ -196,21 +204,25 @@ class Recorder:
                 raise OSError("it is no regular file")
             if self._max_files == 1:
                 path.unlink()
+            # From the oldest on, so that none is overwritten before it has moved.
             for number in range(self._max_files - 1, 0, -1):
                 source = path if number == 1 else Path(f"{path}.{number - 1}")
                 if source.exists():
                     source.replace(f"{path}.{number}")
+        # O_EXCL: what another process puts there meanwhile is not written into.
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
         self._file = os.open(path, flags, 0o600)
         self._size = 0
         self._salt = secrets.token_bytes(32)
 
     def _close_file(self) -> None:
+        """Close the file, if one is open."""
         if self._file >= 0:
             file, self._file = self._file, -1
             os.close(file)
 
     def _lose(self, why: str) -> None:
+        """Count a lost request; warn of the first one."""
         self.lost += 1
         if self.lost == 1:
             _log.warning("%s: a request is not recorded: %s; further ones are counted only",

@@ -1,5 +1,5 @@
-"""One structured record a request, when it has ended: logger `prefixkv.requests`, level INFO, a
-JSON object.
+"""One structured record per request that has ended: logger `prefixkv.requests`, level INFO, a JSON
+object.
 
     {"side": "decode", "rid": "r1", "room": 7, ..., "hit_tokens": 6144, "arrived_at": 1763740000.1,
      "admitted_s": 0.0021, "transferred_s": 0.0314, "committed_s": 0.0317, "first_token_s": 0.0318,
@@ -25,13 +25,14 @@ LOGGER = logging.getLogger("prefixkv.requests")
 
 
 class RequestLog:
-    """A journal's `on_ended`. Costs next to nothing while nobody listens."""
+    """The `on_ended` of a journal. Costs next to nothing while the logger is off."""
 
     def __init__(self, me: PeerId, timeline: Callable[[Any], dict[str, Any]]) -> None:
         self._me = me
         self._timeline = timeline
 
     def __call__(self, req: Any, now_s: float) -> None:
+        """Log one request that has ended."""
         if not LOGGER.isEnabledFor(logging.INFO):
             return
         record = {

@@ -1,7 +1,7 @@
-"""What the transfer sides of both workers share: control thread, transport and events, for an
+"""The common part of both workers' transfer sides: control thread, transport and events, for an
 engine that owns its pages and its prefix cache. `DecodeNode` and `PrefillNode` stand on it.
 
-Both objects are used from one thread. The engine says which pages a room is about, and is told by
+Both objects are used from one thread. The engine says which pages a room is about, and learns from
 `take_events` what became of it:
 
     DecodeTransfers.open   -> RoomEnded(SUCCESS): the pages hold the KV; they are the engine's
@@ -43,35 +43,39 @@ E = TypeVar("E", bound=RoomEvent)
 MakeTransport = Callable[
     [PeerId, KVLayout, Sink, TransportConfig, StagingArea | None, StateLayout | None], Transport
 ]
-"""How a rank's transport is made: that of `TransportConfig.backend`
-(`transport.auto.make_transport`), or a fabric's of `prefixkv.testing`."""
+"""Maker of a rank's transport: that of `TransportConfig.backend` (`transport.auto.make_transport`),
+or a fabric's of `prefixkv.testing`."""
 
 
 SECRET_BYTES: Final = 32
-"""What a rank draws for the proofs of promises."""
+"""Bytes that a rank draws to key the proofs of promises."""
 
 
 def room_key(room: int, generation: int, decode: str = "") -> RoomKey:
-    """Raises RequestError for numbers that no frame carries."""
+    """Return the key of a room. Raise RequestError for numbers that no frame carries."""
     whole = whole_number("room", room, 0, 2**64), whole_number("generation", generation, 0, 2**31)
     return RoomKey(*whole, decode)
 
 
 def peer_id(peer: str, incarnation: int) -> PeerId:
-    """Raises RequestError for what names no process: found out by the control thread it would be
-    nobody's call any more."""
+    """Return the identity of a process. Raise RequestError for what names none.
+
+    Checked here, since an error in the control thread could not be raised by the call that caused
+    it.
+    """
     if not isinstance(peer, str):
         raise RequestError(f"peer is {peer!r}, a string is needed")
     return PeerId(peer, whole_number("incarnation", incarnation, 0, 2**64))
 
 
 def secret_number() -> int:
-    """63 random bits, never 0: the incarnation of a process that starts, a ticket."""
+    """Return 63 random bits, never 0: the incarnation of a process that starts, or a ticket."""
     return secrets.randbits(63) or 1
 
 
 class Memory:
-    """A rank's pool, its staging memory and its state pool, as transport and copies take them."""
+    """A rank's pool, staging memory and state pool, with what makes transport and copies of
+    them."""
 
     def __init__(
         self,
@@ -81,9 +85,9 @@ class Memory:
         config: TransportConfig,
         make: MakeTransport | None,
     ) -> None:
-        """Raises ConfigError, CapacityError for the staging memory."""
+        """Make the staging memory. Raises ConfigError or CapacityError."""
         self._layout, self._me, self._config = pool.layout, me, config
-        self._held = pool, place.state  # a layout has addresses only: what they name has to stay
+        self._held = pool, place.state  # layouts are addresses only: the memory has to stay
         self._make = make or make_transport
         self._state = place.state_layout
         self._buffer: StagingBuffer | None = None
@@ -97,12 +101,15 @@ class Memory:
 
     @property
     def area(self) -> StagingArea | None:
+        """Place of the staging memory, None without."""
         return None if self._buffer is None else self._buffer.area
 
     def transport(self, sink: Sink) -> Transport:
+        """Make the transport; its events go to `sink`."""
         return self._make(self._me, self._layout, sink, self._config, self.area, self._state)
 
     def copies(self, sink: CopySink) -> StagingCopies | None:
+        """Make the staging copies, None where nothing is staged; their ends go to `sink`."""
         if self._buffer is None:
             return None
         config = self._config
@@ -111,13 +118,17 @@ class Memory:
 
 
 class Transfers(Closing, Generic[C, To, E]):
-    """What both sides share."""
+    """The base of DecodeTransfers and PrefillTransfers. Used from one thread.
+
+    That is the engine's; the control thread is reached by its inbox alone.
+    """
 
     peer_id: PeerId
     thread: ControlThread[C, To]
 
     def __init__(self, weights_version: str) -> None:
         self._weights_version = weights_version  # of the rooms that are begun now
+        # Events that are taken from the inbox and not given to the engine yet.
         self._kept: list[E] = []
         self._closed = False
 
@@ -126,27 +137,33 @@ class Transfers(Closing, Generic[C, To, E]):
         self.thread.submit(command)
 
     def move_weights(self, weights_version: str) -> None:
-        """The weights are of another version from now on. Every room of the former one ends, with a
-        RoomEnded and a WeightsVersionError, here and at the other side; so does one that is begun
-        later under a version that the other side does not have. The version that it has already:
-        no-op.
+        """Move to another version of the weights.
 
-        The engine empties its own prefix cache. Each rank is moved by itself.
+        Every room of the former version ends, with a RoomEnded and a WeightsVersionError, here and
+        at the other side; so does one that is begun later under a version that the other side does
+        not have. The engine empties its own prefix cache. Each rank is moved by itself. The version
+        that it has already: no-op.
 
-        Raises ConfigError for what is no string, or longer than 256 characters, and ClosedError.
+        Raises:
+            ConfigError: no string, or longer than 256 characters.
+            ClosedError: after `close`.
         """
         check_version(weights_version)
+        # Queued before any room of the new version, so that it ends only those of the former one.
         self.submit(cast(C, MoveWeights(weights_version)))
         self._weights_version = weights_version
 
     def take_events(self) -> list[E]:
-        """What became of rooms since the last call, in order.
+        """Return what became of rooms since the last call, in order.
 
-        Raises InternalError for what went wrong in the control thread; the events come next time.
+        Raises:
+            InternalError: an exception in the control thread; the events come next time.
         """
         events, error = self.take_raw()
+        # Kept before the error is raised: an event that is lost would leave a room open here.
         self._kept += events
         if error is not None:
+            # The inbox is empty by now, and a poller has to come back for what is kept.
             if self._kept:
                 self.rouse()
             raise InternalError(f"in the control thread: {error!r}") from error
@@ -156,11 +173,13 @@ class Transfers(Closing, Generic[C, To, E]):
         return events
 
     def _told(self, event: E) -> None:
-        """The engine is being told this: a room that it opened may be over."""
+        """Follow an event that the engine is about to get: a room that it opened may be over."""
 
     def take_raw(self) -> tuple[list[E], Exception | None]:
-        """For a node, which knows its rooms itself: what came since the last call, and the first
-        thing that went wrong."""
+        """Return what came since the last call, and the first error of the control thread.
+
+        For a node, which knows its rooms itself.
+        """
         self.check_open()
         queue = self.thread.events
         if not queue.pending:
@@ -176,7 +195,7 @@ class Transfers(Closing, Generic[C, To, E]):
 
     @property
     def pending(self) -> bool:
-        """Whether `take_events` has something, or its descriptor has to be cleared."""
+        """True if `take_events` has something, or its descriptor has to be cleared."""
         return bool(self._kept) or self.thread.events.pending
 
     def rouse(self) -> None:
@@ -184,23 +203,28 @@ class Transfers(Closing, Generic[C, To, E]):
         self.thread.events.rouse()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Block until there are events, at most `timeout_s`. True if there may be some."""
+        """Block until there may be events, at most `timeout_s`; return True if there may be
+        some."""
         self.check_open()
         return bool(self._kept) or self.thread.events.wait(timeout_s)
 
     def fileno(self) -> int:
-        """A descriptor that is readable while there are events, for the engine's own poller."""
+        """Return a descriptor that is readable while there are events, for the engine's own
+        poller."""
         self.check_open()
         return self.thread.events.fd
 
     @property
     def num_rooms(self) -> int:
-        """Rooms that are open, or that a peer may still write or speak for. Any thread may ask."""
+        """Number of rooms that are open, or that a peer may still write or speak for. Any thread
+        may ask."""
         return self.thread.control.num_rooms
 
     def stats(self) -> dict[str, int]:
-        """Counters of control object, staging, sockets and thread. Any thread may ask."""
+        """Return the counters of control object, staging, sockets and thread. Any thread may
+        ask."""
         control = self.thread.control
+        # Copies made in one step: the control thread counts on.
         staging = dict(self._staging_counters)
         return {
             **control.counters,
@@ -212,9 +236,11 @@ class Transfers(Closing, Generic[C, To, E]):
         }
 
     def dropped_frames(self) -> dict[str, int]:
-        """Control frames that were dropped, by why: those received ("dropped: ..."), those not sent
-        ("frames_not_sent: ..."), those that no peer's socket sends ("frames_malformed"), and those
-        of a peer that sends more than is read at once ("frames_over_budget"). Any thread may ask.
+        """Return the number of dropped control frames, by reason. Any thread may ask.
+
+        Received ones ("dropped: ..."), those not sent ("frames_not_sent: ..."), those that no
+        peer's socket sends ("frames_malformed"), and those of a peer that sends more than is read
+        at once ("frames_over_budget").
         """
         counters = {**self.thread.control.counters, **self.thread.channel.counters}
         kinds = "dropped: ", "frames_not_sent: ", "frames_malformed", "frames_over_budget"
@@ -222,23 +248,27 @@ class Transfers(Closing, Generic[C, To, E]):
 
     @property
     def _staging_counters(self) -> Mapping[str, int]:
+        """Counters of the staging machine, empty without one."""
         raise NotImplementedError
 
     def check_open(self) -> None:
-        """Raises ClosedError after `close`."""
+        """Raise ClosedError after `close`."""
         if self._closed:
             raise ClosedError("the node is closed")
 
     @property
     def closed(self) -> bool:
+        """True once `close` was called."""
         return self._closed
 
     def close(self) -> None:
-        """Destroy the transport's agent, tell the peers, join every thread. Again: no-op.
+        """Destroy the transport's agent, tell the peers, join every thread. Idempotent.
 
         A peer that is writing into this pool over shared memory is not stopped by it: keep the
-        pool's memory until its requests have ended there. Raises InternalError, with the threads
-        joined, if the agent could not be destroyed.
+        pool's memory until its requests have ended there.
+
+        Raises:
+            InternalError: the agent could not be destroyed; the threads are joined all the same.
         """
         self._closed = True
         self.thread.close()

@@ -72,7 +72,7 @@ class AutoTransport:
         self._sink = sink
         self._telling = threading.Lock()  # held around each call of the sink
         self._teller: int | None = None  # the thread that is in the sink
-        # Over all below; inside it both transports are only asked to queue
+        # Over all below; inside it both transports are only asked to queue.
         self._lock = threading.Lock()
         self._peers: dict[PeerId, _Peer] = {}
         self._closed = False

@@ -183,7 +183,7 @@ class JobTable:
         self._emit = emit
         self._max_bytes = max_bytes
         self._max_descriptors = max_descriptors
-        # Parked as WriteJob, cut as ActiveJob
+        # Parked as WriteJob, cut as ActiveJob.
         self._jobs: dict[int, tuple[Outbox, WriteJob | ActiveJob]] = {}
 
     def __bool__(self) -> bool:

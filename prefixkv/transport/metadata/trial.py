@@ -47,11 +47,15 @@ class _Request(NamedTuple):
 
 
 class Trial:
-    """`submit` and `close` may be called from any thread. `tell` is called from the trial's own
-    thread, once a `submit`, in their order: with None where the metadata may be loaded."""
+    """The thread that tries peers' metadata, and its child process.
+
+    `submit` and `close` may be called from any thread. `tell` is called from the trial's own
+    thread, once per `submit` and in their order: with None if the metadata may be loaded.
+    """
 
     def __init__(self, name: str, tell: Tell, interface: str, in_child: bool) -> None:
-        """
+        """Start the thread, and the child with it.
+
         Args:
             interface: as `TransportConfig.interface`.
             in_child: False: only the checks, no child process.
@@ -62,8 +66,10 @@ class Trial:
         self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # over `_child` and `_closed`: none is started after the end
         self._child: _Child | None = None
+        # Read by the thread without the lock: seen late, it costs one more trial.
         self._closed = False
-        # This thread starts the children: the kernel ends them when their thread ends.
+        # This thread starts the children, since the kernel ends them when the thread that started
+        # them ends (PR_SET_PDEATHSIG).
         self._thread = threading.Thread(
             target=self._run, name=f"prefixkv-trial-{name}", daemon=True
         )
@@ -71,24 +77,30 @@ class Trial:
 
     @property
     def child_pid(self) -> int | None:
-        """The child's process id, None while there is none."""
+        """Process id of the child, None while there is none."""
         child = self._child
         return None if child is None else child.process.pid
 
     def submit(self, peer: PeerId, metadata: bytes, ranges: Collection[Range]) -> None:
-        """Try this peer's metadata; `ranges` is the memory that its Hello names. Closed: no-op."""
+        """Queue a trial of this peer's metadata; `ranges` is the memory that its Hello names.
+
+        Closed: no-op.
+        """
         self._requests.put(_Request(peer, metadata, ranges))
 
     def close(self) -> None:
-        """End the child and the thread. Again: no-op."""
+        """End the child and the thread. Idempotent."""
+        # Under the lock, so that no child is started after this one was killed.
         with self._lock:
             self._closed = True
             if self._child is not None:
                 self._child.process.kill()  # the thread may be waiting for it
+        # After the kill, which ends the trial that the thread may be waiting for.
         self._requests.put(None)
         self._thread.join(_JOIN_LIMIT_S)
 
     def _run(self) -> None:
+        """Run the thread: one trial at a time, with the next child started between two."""
         try:
             self._keep_ready()
             while (request := self._requests.get()) is not None and not self._closed:
@@ -101,20 +113,27 @@ class Trial:
             self._drop_child()
 
     def _verdict(self, request: _Request) -> MetadataError | None:
+        """Return the reason why the metadata must not be loaded, None if it may be."""
+        # Our own check first: what it refuses never costs a child.
         try:
             check_metadata(request.metadata, request.peer, request.ranges)
             if self._in_child:
                 self._load(request.metadata)
         except MetadataError as error:
             return error.with_traceback(None)
-        except Exception as error:
+        except Exception as error:  # no child to be had, say: refused rather than loaded untried
             return MetadataError(f"it could not be tried: {error!r}")
         return None
 
     def _load(self, metadata: bytes) -> None:
-        """Raises MetadataError where the child refuses, dies or is late; OSError where no child can
-        be had."""
+        """Load the metadata in the child.
+
+        Raises:
+            MetadataError: the child refuses it, dies of it or takes too long.
+            OSError: there is no child to be had.
+        """
         child = self._ready_child()
+        # Three bad ends: it is too slow, the process dies, or NIXL says no.
         try:
             child.words.settimeout(_TRIAL_LIMIT_S)
             child.words.sendall(len(metadata).to_bytes(4, "little") + metadata)
@@ -122,15 +141,18 @@ class Trial:
         except TimeoutError:
             self._drop_child()
             raise MetadataError(f"its trial took more than {_TRIAL_LIMIT_S} s") from None
+        # It died while the metadata was sent.
         except OSError:
             answer = ""
+        # It must not be used for another trial, whatever it is doing.
         if not answer:
             raise MetadataError(f"its trial ended the child process: {self._drop_child()}")
         if answer != "ok":
             raise MetadataError(f"its trial failed: {answer.removeprefix('no ')}")
 
     def _ready_child(self) -> _Child:
-        """A child that waits for a trial. One that has died since the last is replaced, once."""
+        """Return a child that waits for a trial; one that has died since the last is replaced,
+        once."""
         for attempt in range(2):
             child = self._child or self._start()
             try:
@@ -143,7 +165,7 @@ class Trial:
         raise OSError(f"the trial process does not start: {ended}")
 
     def _keep_ready(self) -> None:
-        """Start a child where there is none. It becomes ready while this thread waits."""
+        """Start a child if there is none. It becomes ready while this thread waits."""
         if self._in_child and self._child is None:
             try:
                 self._start()
@@ -151,6 +173,7 @@ class Trial:
                 _log.warning("the trial process could not be started: %r", error)
 
     def _start(self) -> _Child:
+        """Start a child, unless closed."""
         with self._lock:
             if self._closed:
                 raise OSError("the node is closed")
@@ -158,7 +181,8 @@ class Trial:
             return self._child
 
     def _drop_child(self) -> str:
-        """End the child; says how it ended."""
+        """End the child; return how it ended."""
+        # Only the handover is locked: `end` waits, and `close` must not wait for that.
         with self._lock:
             child, self._child = self._child, None
         return "it is gone" if child is None else child.end()
@@ -168,17 +192,19 @@ class _Child:
     """The child process and the socket to it. Owned by the trial's thread."""
 
     def __init__(self, interface: str) -> None:
+        """Start the process. Raises OSError."""
         self.words, theirs = socket.socketpair()
         self._is_ready = False
         self._received = b""
-        settings = {"UCX_HANDLE_ERRORS": "none"}  # no backtraces of what is meant to die
+        settings = {"UCX_HANDLE_ERRORS": "none"}  # no backtraces of a process that is meant to die
         if devices := net_devices(interface):
             settings["UCX_NET_DEVICES"] = devices
-        # The bindings' file: the package would bring torch, 200 MB of it and a second.
+        # The bindings' file alone: the package would bring torch, 200 MB of it and a second.
         arguments = [BINDINGS_FILE, str(os.getpid()), str(_TRIAL_LIMIT_S)]
         with contextlib.ExitStack() as undo, theirs:
             undo.callback(self.words.close)  # where the process cannot be started
             self.process = subprocess.Popen(
+                # Isolated (-I -S): nothing of the user's environment is imported.
                 [sys.executable, "-I", "-S", str(_PROGRAM), *arguments],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
@@ -189,19 +215,21 @@ class _Child:
             undo.pop_all()
 
     def is_ready(self) -> bool:
-        """Whether it waits for a trial; waits for that itself. Raises OSError, or TimeoutError,
-        where it never will."""
+        """Wait until the child is ready for a trial; return whether it is.
+
+        Raises OSError or TimeoutError if it never will be.
+        """
         self.words.settimeout(_START_LIMIT_S)
         if not self._is_ready:
             self._is_ready = self.line() == "ready"
-        else:  # it said so before, and may have died since
+        else:  # it said so before, and may have died since: then there is an end to read
             self.words.setblocking(False)
             with contextlib.suppress(BlockingIOError):
                 self._is_ready = bool(self.words.recv(1, socket.MSG_PEEK))
         return self._is_ready
 
     def line(self) -> str:
-        """The next line that it says; "" when it has died. Raises TimeoutError."""
+        """Return the next line that the child says, "" if it has died. Raises TimeoutError."""
         while b"\n" not in self._received:
             some = self.words.recv(4096)
             if not some:
@@ -212,9 +240,10 @@ class _Child:
         return line.decode(errors="replace")
 
     def end(self) -> str:
+        """End the process and return how it ended."""
         self.words.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(0.5)  # it may be dying by itself: its end says of what
+            self.process.wait(0.5)  # it may be dying by itself: then its end says of what
         self.process.kill()
         code = self.process.wait()
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -1,13 +1,13 @@
-"""What UCX packs for a peer, a worker's address and a key to its memory, read strictly. Pure.
+"""A strict reader of what UCX packs for a peer: a worker's address, and a key to its memory. Pure.
 
-UCX's own reader believes every number in it. A type of memory that UCX has none of is an index
-beyond a table, and an address whose last device is not marked is read on behind its end: what is
+UCX's own reader believes every number in it. A memory type that UCX does not have is an index
+beyond a table, and an address with no device marked as the last is read beyond its end: what is
 there differs from process to process, so a trial in another one cannot tell. So nothing passes here
 that a UCX worker could not have packed. What differs between honest machines is only bounded:
 addresses, speeds, and the number of devices.
 
-An address is a head, then devices, each with its transports. A key is the memory domains that it is
-for, the type of memory, a part for each of these domains, and how far the memory is from devices.
+An address is a head, then devices, each with its transports. A key is a bit map of memory domains,
+the type of memory, a part for each of these domains, and how far the memory is from devices.
 
 Not read: addresses without the transports' attributes (UCX_UNIFIED_MODE).
 
@@ -24,10 +24,10 @@ from prefixkv.errors import MetadataError
 
 _HAS_NAME: Final = 1  # flags of the head: the worker's name is in it (UCX_ADDRESS_DEBUG_INFO)
 _HAS_UUID: Final = 2
-_RELEASES: Final = range(20 - 16, 31 - 16)  # 1.20 to 1.30; four bits tell it
+_RELEASES: Final = range(20 - 16, 31 - 16)  # 1.20 to 1.30, as the four bits tell it
 _MAX_DOMAINS: Final = 64  # bits in a key's map
 _MAX_TRANSPORTS: Final = 128
-_MAX_DEVICES: Final = 64  # whose distance is known
+_MAX_DEVICES: Final = 64  # those that UCX knows distances of
 _NO_DEVICE: Final = 0xFF
 _NUM_MEMORY_TYPES: Final = 10  # host to gaudi
 
@@ -47,7 +47,7 @@ _V2_UNUSED_FLAGS: Final = 0xFC00
 
 
 class UcxAddress(NamedTuple):
-    """What keys are compared with.
+    """The part of an address that keys are checked against.
 
     `least_key_bytes` is, by memory domain, how much UCX reads of its part of a key.
     """
@@ -57,7 +57,7 @@ class UcxAddress(NamedTuple):
 
 
 class KeyKind(NamedTuple):
-    """What UCX keeps a configuration for, as long as its worker lives."""
+    """The properties of a key that UCX keeps a configuration for, as long as its worker lives."""
 
     domains: int
     memory_type: int
@@ -65,6 +65,8 @@ class KeyKind(NamedTuple):
 
 
 class _Transport(NamedTuple):
+    """A transport of UCX's, with the sizes that its addresses can have."""
+
     domain: str  # the component that its keys belong to
     least_key_bytes: int
     device_bytes: Container[int]
@@ -73,24 +75,29 @@ class _Transport(NamedTuple):
 
 
 def read_address(raw: bytes) -> UcxAddress:
-    """Walk a packed worker address. O(its bytes). Raises MetadataError for anything unknown.
+    """Read a packed worker address. O(its bytes). Raise MetadataError for anything unknown.
 
-    Transports that are not in the table have a form of their own, and only their lengths are
-    walked: UCX skips them unless it has them itself.
+    Transports that are not in the table have a form of their own, and only their lengths are read:
+    UCX skips them unless it has them itself.
     """
     data = _Reader(raw, "the UCX address")
     is_second = _read_head(data)
     known: dict[int, _Transport] = {}
     num_transports, highest_device = 0, -1
     while True:
+        # Each round is a device: its memory domain, its length and flags, its transports.
         domain, domain_flags = data.packed(0x7F, is_second)
         num_bytes, flags = data.packed(0x1F, is_second)
+        # 1. In the first version an empty domain behind the devices carries the release, and ends
+        # it.
         if domain_flags & _EMPTY and not is_second and num_transports:
             if num_bytes or flags != _LAST or domain not in _RELEASES:
                 raise data.wrong(f"release {domain}, {num_bytes} bytes, flags {flags:#x}")
             break
+        # 2. The domain is an index and a bit number in UCX.
         if domain_flags & _EMPTY or domain >= _MAX_DOMAINS:
             raise data.wrong(f"memory domain {domain}, flags {domain_flags:#x}")
+        # 3. What the flags announce: paths, the system device.
         if flags & _HAS_PATHS and data.byte() < 2:
             raise data.wrong("a device with fewer paths than are told")
         if flags & _HAS_DEVICE:
@@ -99,6 +106,8 @@ def read_address(raw: bytes) -> UcxAddress:
             raise data.wrong(f"system device {highest_device}")
         device = data.take(num_bytes)
         is_last = False
+        # 4. Its transports, of which one is marked as the last. Two transports of one domain have
+        # to agree on what its keys look like, since a key names the domain alone.
         while not is_last:
             num_transports += 1
             transport, is_last = _read_transport(data, device, is_second)
@@ -106,6 +115,7 @@ def read_address(raw: bytes) -> UcxAddress:
                 raise data.wrong(f"memory domain {domain} of two kinds")
         if num_transports > _MAX_TRANSPORTS:
             raise data.wrong(f"more than {_MAX_TRANSPORTS} transports")
+        # 5. The last device. Without the mark, UCX would read on behind the end of the address.
         if flags & _LAST:
             if not is_second:
                 raise data.wrong("a last device without a release behind it")
@@ -116,12 +126,16 @@ def read_address(raw: bytes) -> UcxAddress:
 
 
 def read_key(raw: bytes, address: UcxAddress) -> KeyKind:
-    """Walk a packed memory key of the worker with this address. O(its bytes). Raises MetadataError
-    for anything unknown."""
+    """Read a packed memory key of the worker with this address. O(its bytes).
+
+    Raises:
+        MetadataError: for anything unknown.
+    """
     data = _Reader(raw, "a UCX key")
     domains = int.from_bytes(data.take(8), "little")
     if (memory_type := data.byte()) >= _NUM_MEMORY_TYPES:
         raise data.wrong(f"memory of type {memory_type}")
+    # A part per domain. UCX reads a fixed length of each, whatever length is said.
     for domain in range(domains.bit_length()):
         if domains >> domain & 1:
             num_bytes = data.byte()
@@ -136,7 +150,7 @@ def read_key(raw: bytes, address: UcxAddress) -> KeyKind:
 
 
 def _read_head(data: _Reader) -> bool:
-    """Whether it is of the second version of the form (UCX_ADDRESS_VERSION=v2)."""
+    """Read the head; return True for the second version of the form (UCX_ADDRESS_VERSION=v2)."""
     first = data.byte()
     version, high = first & 0xF, first >> 4
     if version > 1:
@@ -155,8 +169,10 @@ def _read_head(data: _Reader) -> bool:
 def _read_transport(
     data: _Reader, device: bytes, is_second: bool
 ) -> tuple[_Transport | None, bool]:
-    """What is known of it, and whether it is the last of its device."""
+    """Read one transport of a device; return its entry in the table, None if it has none, and
+    whether it is the device's last."""
     checksum = int.from_bytes(data.take(2), "little")
+    # 1. Its attributes: UCX computes with them, so NaN and senseless speeds are refused.
     if is_second:
         *speeds, _, _, flags = _V2_ATTRIBUTES.unpack(data.take(_V2_ATTRIBUTES.size))
         if flags & _V2_UNUSED_FLAGS or any(speed & 0xF == 0xF for speed in speeds):
@@ -171,10 +187,12 @@ def _read_transport(
             raise data.wrong(
                 f"a transport of {bandwidth} B/s, {latency} and {overhead} s, flags {flags:#x}"
             )
+    # 2. Its own address, without endpoints: a worker's address has none.
     num_bytes, flags = data.packed(0x3F, is_second)
     if flags & _HAS_ENDPOINTS:
         raise data.wrong("an endpoint's address")
     address = data.take(num_bytes)
+    # 3. A transport that is known has to have the form that UCX reads.
     transport = _TRANSPORTS.get(checksum)
     if transport is not None and not (
         len(device) in transport.device_bytes
@@ -188,31 +206,37 @@ def _read_transport(
 
 
 def _read_distances(data: _Reader, address: UcxAddress) -> None:
-    """From the memory to system devices, in their order; each is latency and bandwidth, floats of 8
-    bits."""
+    """Read the distances from the memory to system devices, in the order of these.
+
+    Each is latency and bandwidth, floats of 8 bits.
+    """
     if address.highest_device >= _MAX_DEVICES:
         raise data.wrong(f"distances, and an address with device {address.highest_device}")
     former = -1
     while (device := data.byte()) != _NO_DEVICE:
         latency, bandwidth = data.take(2)
+        # In rising order, so their number is bounded as well.
         if not former < device < _MAX_DEVICES or _is_nan(latency) or _is_nan(bandwidth):
             raise data.wrong(f"a distance {latency:02x}, {bandwidth:02x} to device {device}")
         former = device
 
 
 def _is_nan(packed: int) -> bool:
-    """Infinite is none: so far is a device of unknown bandwidth."""
+    """Return whether the float is not a number. Infinity is one: a device of unknown bandwidth has
+    it."""
     return packed & 0xF == 0xF and packed > 0xF
 
 
 def _is_tcp(device: bytes, address: bytes) -> bool:
-    """Flags, family, and an IP address or, on the loopback interface, the host's identity."""
+    """Return whether this is TCP's address: flags, family, and an IP address or, on the loopback
+    interface, the host's identity."""
     sizes = {(0, 2): 6, (0, 10): 18, (1, 2): 14, (1, 10): 14}
     return sizes.get((device[0], device[1])) == len(device)
 
 
 def _is_posix(device: bytes, address: bytes) -> bool:
-    """A segment, and what is needed to open it: nothing, a namespace or a folder."""
+    """Return whether this is a posix segment with what opens it: nothing, a namespace or a
+    folder."""
     kind = address[7] >> 4
     if kind & 0b1000:  # a descriptor of the process
         return len(address) == (12 if kind & 1 else 8)
@@ -220,8 +244,8 @@ def _is_posix(device: bytes, address: bytes) -> bool:
 
 
 class _Reader:
-    """The bytes that are left. Each method takes the next ones, and raises MetadataError where they
-    are too few."""
+    """The bytes that are not read yet. Each method reads the next ones, and raises MetadataError if
+    they are too few."""
 
     def __init__(self, raw: bytes, what: str) -> None:
         self._raw = raw
@@ -229,9 +253,11 @@ class _Reader:
         self._at = 0
 
     def wrong(self, why: str) -> MetadataError:
+        """Return the error for what was read last."""
         return MetadataError(f"in {self._what}, before byte {self._at}: {why}")
 
     def take(self, num_bytes: int) -> bytes:
+        """Return the next bytes."""
         end = self._at + num_bytes
         if end > len(self._raw):
             raise self.wrong(f"{num_bytes} bytes, {len(self._raw) - self._at} are left")
@@ -240,11 +266,15 @@ class _Reader:
         return taken
 
     def byte(self) -> int:
+        """Return the next byte as a number."""
         return self.take(1)[0]
 
     def packed(self, mask: int, is_extended: bool) -> tuple[int, int]:
-        """A number in the low bits of a byte, and the flags above it. In the second version a
-        number that has no room there is in the byte behind."""
+        """Return a number in the low bits of a byte, and the flags above it.
+
+        In the second version a number that has no room there is in the byte behind. One that would
+        have had room is refused: UCX never packs it so.
+        """
         first = self.byte()
         number = first & mask
         if is_extended and number == mask and (number := self.byte()) < mask:
@@ -252,12 +282,13 @@ class _Reader:
         return number, first & ~mask
 
     def end(self) -> None:
+        """Raise MetadataError if bytes are left."""
         if self._at != len(self._raw):
             raise self.wrong(f"{len(self._raw) - self._at} bytes behind its end")
 
 
 def transport_checksum(name: str) -> int:
-    """What an address names a transport by: CRC-16 as of X.25.
+    """Return the number by which an address names a transport: CRC-16 of its name, as of X.25.
 
     >>> hex(transport_checksum("tcp"))
     '0x19cf'
@@ -270,8 +301,9 @@ def transport_checksum(name: str) -> int:
     return checksum ^ 0xFFFF
 
 
-# What UCX reads of each, whatever length it is told. In a namespace of processes the host's
-# identity and a process id are 4 bytes longer. Of the last two groups only the least is known here.
+# The lengths are what UCX reads of each, whatever length the address says. In a namespace of
+# processes the host's identity and a process id are 4 bytes longer. Of the last two groups only the
+# least is known here.
 _HOST: Final = (8, 12)
 _INFINIBAND: Final = ("rc_verbs", "ud_verbs", "rc_mlx5", "dc_mlx5", "ud_mlx5", "srd", "rc_gda")
 _BY_NAME: Final[dict[str, _Transport]] = {

@@ -109,7 +109,7 @@ class NixlLoop:
         self._name = nixl_name(me)
         warn_if_open(config.interface)
         self._agent = self._new_agent(self._name)
-        # Replaced: posts nothing more, is destroyed in `_end_former`
+        # Replaced: posts nothing more, is destroyed in `_end_former`.
         self._former_agent: NixlAgent | None = None
         self._former_until = 0.0  # monotonic: then it is destroyed even with posts under way
         # Agents that could not be destroyed. Jobs that failed there are never proved drained.
@@ -122,7 +122,7 @@ class NixlLoop:
         self._jobs = JobTable(self._emit, config.post_bytes, config.post_descriptors)
         self._posts: list[Post] = []  # under way, of both agents
         self._expected = 0  # rooms that peers may be writing: above 0, notifications are polled
-        # Monotonic: polled until then for the notifications of what is DONE
+        # Monotonic: polled until then for the notifications of what is DONE.
         self._linger_until = 0.0
         self._polled_s = 0.0  # time spent polling, without the gaps between polls
         self._last_poll = 0.0
@@ -317,7 +317,7 @@ class NixlLoop:
         for job in peer.outbox.round():
             try:
                 ready = job.poll_ready()
-            # `ready` is the engine's code: an error ends its job alone
+            # `ready` is the engine's code: an error ends its job alone.
             except BaseException as error:
                 self._jobs.stop(job, bare(error))
                 return True

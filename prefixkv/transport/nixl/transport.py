@@ -59,10 +59,10 @@ class NixlTransport(Queued[NixlLoop]):
             state.validate()
         self._me = me
         self._inbox: Inbox[Command] = Inbox()
-        # Over `_closed` and the inbox: nothing is queued behind the closing command
+        # Over `_closed` and the inbox: nothing is queued behind the closing command.
         self._lock = threading.Lock()
         self._closed = False
-        # Set by the thread before it ends, read after the join
+        # Set by the thread before it ends, read after the join.
         self._close_error: Exception | None = None
         started: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
         self._thread = threading.Thread(

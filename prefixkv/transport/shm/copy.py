@@ -1,12 +1,12 @@
-"""How the shm transport copies: from addresses of ours to addresses of a peer's memory that is
-mapped here, one pass over the bytes where blocks are large.
+"""The copies of the shm transport: from addresses of ours to a peer's memory that is mapped here,
+in one pass over the bytes where blocks are large.
 
-The sequence of a job's blocks is cut into parts as for NIXL, but its order is another: where runs
-lie inside each other's pages (the tokens of a slice of heads), a page's blocks come one after the
-other, so that what is read and written stays near. Large blocks, and those that touch on both
-sides, are moved by memmove, without the GIL. Small ones that lie equally far apart, as those of a
-page's slice do, are one strided copy of numpy's. What is left is gathered into a buffer that stays
-in the processor's cache, and scattered from there.
+A job's blocks are cut into parts as for NIXL, but in another order: where runs lie inside each
+other's pages (the tokens of a slice of heads), a page's blocks come one after the other, so that
+what is read and written stays near. Large blocks, and those that touch on both sides, are moved by
+memmove, without the GIL. Small ones at equal distances, as those of a page's slice, are one strided
+copy of numpy's. The rest is gathered into a buffer that stays in the processor's cache, and
+scattered from there.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _move = ctypes.memmove
 
 
 class Mapped(NamedTuple):
-    """Memory of a peer's, mapped here: `address` is the peer's, `here` ours."""
+    """Memory of a peer's, mapped here: it begins at `address` for the peer, at `here` for us."""
 
     address: int
     num_bytes: int
@@ -44,8 +44,11 @@ class Mapped(NamedTuple):
 
 
 def moved(table: RunTable, mapped: Sequence[Mapped]) -> RunTable:
-    """The peer's run table with our addresses. Raises HandshakeError for a row that is not inside
-    what is mapped."""
+    """Return the peer's run table with our addresses.
+
+    Raises:
+        HandshakeError: a row is not inside what is mapped.
+    """
     if not len(table):
         return table
     blocks = sorted(mapped)
@@ -53,6 +56,8 @@ def moved(table: RunTable, mapped: Sequence[Mapped]) -> RunTable:
     ends = firsts + np.array([block.num_bytes for block in blocks], dtype=np.int64)
     shifts = np.array([block.here - block.address for block in blocks], dtype=np.int64)
     rows = table.astype(np.int64)
+    # `last` is the end of a row's last block. The whole row has to lie inside one mapping: the
+    # layout in the Hello is a peer's word, and a copy goes where the row says.
     last = rows[:, 0] + (rows[:, 4] - 1) * rows[:, 3] + rows[:, 1]
     at = np.searchsorted(firsts, rows[:, 0], side="right") - 1
     inside = at >= 0
@@ -66,8 +71,11 @@ def moved(table: RunTable, mapped: Sequence[Mapped]) -> RunTable:
 
 
 class _Side(NamedTuple):
-    """One side of a group: where block [run, row] of position 0 lies, and the next ones, in units.
-    `rows` flat memory as numpy takes it, `base` its address."""
+    """One side of a group, in units of `unit` bytes from `base`.
+
+    `first` is the place of block [run, row] of position 0, `stride` the distance to the next
+    position. `rows` is the flat memory from address `base` on, as numpy takes it.
+    """
 
     first: Int64s
     stride: Int64s
@@ -76,7 +84,7 @@ class _Side(NamedTuple):
     rows: Any
 
     def places(self, first_run: int, num_runs: int, units: Pages) -> Int64s:
-        """[unit pages, runs]: the place of each block, in units from `base`."""
+        """Return [unit pages, runs]: the place of each block, in units from `base`."""
         runs = slice(first_run, first_run + num_runs)
         at = self.positions.of(units).astype(np.int64)[:, None]
         first, stride = self.first[runs].T, self.stride[runs].T  # [rows, runs]
@@ -87,15 +95,18 @@ class _Side(NamedTuple):
         return first[row[:, 0]] + stride[row[:, 0]] * at
 
     def thinned(self, step: int) -> _Side:
-        """Of each `step` runs the first."""
+        """Return this side with the first of each `step` runs only."""
         return self._replace(first=self.first[::step], stride=self.stride[::step])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _GroupPlan:
-    """`bundle`: so many runs lie inside each other's pages, and go together. A block has
-    `num_units` of `unit` bytes. `steps`: units from block to block of a bundle on both sides,
-    where they are the same all over the group; then `heads` is the plan of its first blocks."""
+    """The plan for one group of runs. A block has `num_units` units of `unit` bytes.
+
+    `bundle` is the number of neighbouring runs that lie inside each other's pages and are copied
+    together. `steps` are the units from block to block of a bundle, on both sides, where they are
+    the same in the whole group; then `heads` is the plan of the first block of each bundle.
+    """
 
     unit: int
     num_units: int
@@ -107,23 +118,29 @@ class _GroupPlan:
 
 
 class CopyPlan:
-    """How each part of a job to one peer is copied. Addresses are this process's, and stay valid as
-    long as both pools do."""
+    """The way in which each part of a job to one peer is copied.
+
+    Addresses are this process's. They stay valid as long as both pools do, and the peer is mapped.
+    """
 
     def __init__(self, runs: Runs, dst: RunTable) -> None:
-        """`dst`: that of `runs` with addresses of this process (`moved`)."""
+        """Plan the copies; `dst` is that of `runs` with addresses of this process (`moved`)."""
         self._first_run = [group.first_run for group in runs.groups]
         self._plans = [
             _plan(group, _rows(runs.src, runs), _rows(dst, runs), runs) for group in runs.groups
         ]
-        self._scratch: dict[int, Any] = {}
+        self._scratch: dict[int, Any] = {}  # buffers by unit, reused by each copy
 
     def copy(self, part: Part, src_pages: Pages, dst_pages: Pages) -> None:
-        """Blocks `part.start` to `part.stop` of its group. The pages are checked."""
+        """Copy blocks `part.start` to `part.stop` of the part's group. The pages are checked
+        already."""
         plan = self._plans[self._first_run.index(part.group.first_run)]
+        # 1. Bundles at equal steps: strided copies.
         if plan.heads is not None:
             self._by_strides(plan, plan.heads, part, src_pages, dst_pages)
             return
+        # 2. Join neighbours that touch on both sides: what is left decides between memmove and
+        # numpy.
         src, dst = _places(plan, part, src_pages, dst_pages)
         step = plan.num_units
         breaks = (np.diff(src) != step) | (np.diff(dst) != step)
@@ -135,6 +152,8 @@ class CopyPlan:
             self._by_rows(plan, src, dst)
 
     def _move(self, plan: _GroupPlan, src: Int64s, dst: Int64s, counts: Int64s) -> None:
+        """Move joined stretches, each by one memmove; places and counts become addresses and
+        bytes."""
         here = (src * plan.unit + plan.src.base).tolist()
         there = (dst * plan.unit + plan.dst.base).tolist()
         lengths = (counts * (plan.unit * plan.num_units)).tolist()
@@ -144,21 +163,26 @@ class CopyPlan:
     def _by_strides(
         self, plan: _GroupPlan, heads: _GroupPlan, part: Part, src_pages: Pages, dst_pages: Pages
     ) -> None:
-        """A strided copy for each page, or for pages that go on in the same steps."""
+        """Copy with one strided copy per page, or per pages that continue in the same steps."""
         assert plan.steps is not None
         size, (src_step, dst_step) = plan.bundle, plan.steps
+        # 1. The bundles that the part touches, as blocks of the plan `heads`.
         first, end = part.start // size, (part.stop - 1) // size + 1
         whole = Part(part.group, first, end)
         src, dst = _places(heads, whole, src_pages, dst_pages)
+        # 2. Join bundles that continue each other's steps on both sides.
         breaks = (np.diff(src) != size * src_step) | (np.diff(dst) != size * dst_step)
         starts = np.flatnonzero(np.concatenate(([True], breaks)))
         counts = np.diff(starts, append=len(src)) * size
         src, dst = src[starts], dst[starts]
+        # blocks of the first bundle that are not the part's
+        # stretch.
         before = part.start - first * size  # blocks of the first bundle that are not the part's
         src[0] += before * src_step
         dst[0] += before * dst_step
         counts[0] -= before
         counts[-1] -= end * size - part.stop
+        # 4. One strided copy per stretch; the end is one unit behind its last block.
         src_ends, dst_ends = src + (counts - 1) * src_step + 1, dst + (counts - 1) * dst_step + 1
         sources, targets = plan.src.rows, plan.dst.rows
         for s, s_end, d, d_end in zip(
@@ -167,6 +191,8 @@ class CopyPlan:
             targets[d:d_end:dst_step] = sources[s:s_end:src_step]
 
     def _by_rows(self, plan: _GroupPlan, src: Int64s, dst: Int64s) -> None:
+        """Gather small blocks into the scratch buffer and scatter them from there, piece by
+        piece."""
         if plan.num_units > 1:
             inner = np.arange(plan.num_units, dtype=np.int64)
             src, dst = (src[:, None] + inner).ravel(), (dst[:, None] + inner).ravel()
@@ -184,16 +210,19 @@ class CopyPlan:
 
 
 def _rows(table: RunTable, runs: Runs) -> Int64s:
-    """[runs, rows of each, 5]"""
+    """Return the table as [runs, rows of each, 5], signed."""
     rows: Int64s = table.astype(np.int64).reshape(runs.num_runs, -1, 5)
     return rows
 
 
 def _plan(group: RunGroup, src: Int64s, dst: Int64s, runs: Runs) -> _GroupPlan:
+    """Plan one group: the largest unit that divides everything, its sides, and its bundles."""
     mine = slice(group.first_run, group.first_run + group.num_runs)
     src, dst = src[mine], dst[mine]
+    # Units count from the lowest address of each side, so that places fit numpy's indices.
     bases = int(src[:, :, 0].min()), int(dst[:, :, 0].min())
     unit = group.block_bytes
+    # A unit has to divide every place and stride, or a block would begin inside one.
     for table, base in zip((src, dst), bases, strict=True):
         unit = gcd(unit, *np.unique(table[:, :, 0] - base).tolist())
         unit = gcd(unit, *np.unique(table[:, :, 3]).tolist())
@@ -202,6 +231,7 @@ def _plan(group: RunGroup, src: Int64s, dst: Int64s, runs: Runs) -> _GroupPlan:
     bundle = _bundle(group, src)
     plan = _GroupPlan(unit, group.block_bytes // unit, bundle, mine_at, theirs_at)
     steps = _step(mine_at, bundle), _step(theirs_at, bundle)
+    # Not worth a strided copy: large blocks, small bundles, or steps that differ.
     if plan.num_units > 1 or bundle < _STRIDED_BLOCKS or min(steps) < 1:
         return plan
     heads = replace(plan, bundle=1, src=mine_at.thinned(bundle), dst=theirs_at.thinned(bundle))
@@ -209,7 +239,8 @@ def _plan(group: RunGroup, src: Int64s, dst: Int64s, runs: Runs) -> _GroupPlan:
 
 
 def _step(side: _Side, bundle: int) -> int:
-    """Units from each run of a bundle to the next, where it is the same everywhere; else 0."""
+    """Return the units from each run of a bundle to the next if they are the same everywhere, else
+    0."""
     if bundle < 2:
         return 0
     bundles = side.first.reshape(-1, bundle, side.first.shape[1])
@@ -219,6 +250,8 @@ def _step(side: _Side, bundle: int) -> int:
 
 
 def _side(table: Int64s, base: int, unit: int, positions: Positions) -> _Side:
+    """Return one side of a group, with its memory as an array of units."""
+    # Up to the end of the last block, in whole units: nothing behind it may be reached.
     ends = table[:, :, 0] + (table[:, :, 4] - 1) * table[:, :, 3] + table[:, :, 1]
     num_bytes = (int(ends.max()) - base) // unit * unit
     memory = (ctypes.c_char * num_bytes).from_address(base)
@@ -227,8 +260,10 @@ def _side(table: Int64s, base: int, unit: int, positions: Positions) -> _Side:
 
 
 def _bundle(group: RunGroup, src: Int64s) -> int:
-    """How many neighbouring runs begin within one stride of the first of them, if it is as many all
-    over the group; else 1."""
+    """Return the number of neighbouring runs that begin within one stride of the first of them.
+
+    1 if it is not the same in the whole group.
+    """
     if group.dense:
         return 1
     firsts, strides = src[:, 0, 0], src[:, 0, 3]
@@ -244,11 +279,15 @@ def _bundle(group: RunGroup, src: Int64s) -> int:
 def _places(
     plan: _GroupPlan, part: Part, src_pages: Pages, dst_pages: Pages
 ) -> tuple[Int64s, Int64s]:
-    """Where the part's blocks lie on both sides, in units: bundle by bundle, in it page by page."""
+    """Return the places of the part's blocks on both sides, in units.
+
+    Ordered bundle by bundle, page by page inside a bundle, run by run inside a page.
+    """
     size, num_pages = plan.bundle, len(src_pages)
     a_bundle = size * num_pages
     first, last = part.start // a_bundle, (part.stop - 1) // a_bundle
     start, stop = part.start - first * a_bundle, part.stop - first * a_bundle
+    # Often a part lies in one bundle: then only its pages are looked at.
     if first == last:
         pages = slice(start // size, (stop - 1) // size + 1)
         cut = slice(start - pages.start * size, stop - pages.start * size)

@@ -1,5 +1,9 @@
-"""The side of the shm transport that is written to: it hands its memory to writers that know the
-token, and hears their tags. Owned by the transport's thread."""
+"""The receiving side of the shm transport: it hands its memory to writers that know the token, and
+takes their tags. Owned by the transport's thread.
+
+Abstract sockets have no permissions, so any process of this user can connect. Without the token it
+gets no descriptor; it can take one of a few places for a moment, and cannot push a writer out.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +38,16 @@ _log = logging.getLogger("prefixkv.transport")
 
 _MAX_LINKS: Final = 1024
 _MAX_STRANGERS: Final = 64  # that have not said the token yet
-_PATIENCE_S: Final = 10.0  # for it
+_PATIENCE_S: Final = 10.0  # seconds for it
 _PACKETS_A_TURN: Final = 64  # of a link
 _DEAF_S: Final = 0.1  # before it is tried again to let one in, where there are no descriptors
 
 
 class Door:
-    """Listens as long as it is open. `links` by descriptor, with the time by which the token has to
-    be said; None: it has been."""
+    """The listener and the connections to writers; it listens as long as it is open.
+
+    `_links` are by descriptor, with the time by which the token has to be said; None: it has been.
+    """
 
     def __init__(
         self,
@@ -50,15 +56,17 @@ class Door:
         ranges: Sequence[tuple[int, int]],
         epoll: select.epoll,
     ) -> None:
-        """`ranges` of the blocks may be written. Raises OSError where there are no such
-        sockets."""
+        """Start to listen; `ranges` of the blocks may be written.
+
+        Raises OSError if the system has no such sockets.
+        """
         self._blocks, self._ranges = blocks, tuple(dict.fromkeys(ranges))
         self._epoll = epoll
         self._token = secrets.token_bytes(TOKEN_BYTES)
         door = secrets.token_hex(16)
         self._listener = listen(door)
         self._links: dict[int, tuple[socket.socket, float | None]] = {}
-        self._deaf_until_s: float | None = None  # the listener is not watched
+        self._deaf_until_s: float | None = None  # monotonic: until then the listener is not watched
         try:
             self.offer = pack_offer(Offer(*me, boot_id(), door, self._token))
             epoll.register(self._listener.fileno(), select.EPOLLIN)
@@ -68,15 +76,16 @@ class Door:
 
     @property
     def num_writers(self) -> int:
+        """Number of connections that have said the token."""
         return sum(until_s is None for _, until_s in self._links.values())
 
     def wake_s(self) -> float | None:
-        """When a stranger's time is over, or the listener is watched again; None: neither."""
+        """Return when a stranger's time is over or the listener is watched again; None: neither."""
         times = [self._deaf_until_s, *(until_s for _, until_s in self._links.values())]
         return min((time_s for time_s in times if time_s is not None), default=None)
 
     def on_ready(self, fd: int, arrived: Callable[[bytes], None]) -> bool:
-        """Something came at this descriptor. False if it is none of this door's."""
+        """Take what came at this descriptor; return False if it is none of this door's."""
         if fd == self._listener.fileno():
             self._accept(arrived)
         elif fd in self._links:
@@ -86,13 +95,16 @@ class Door:
         return True
 
     def read_all(self, arrived: Callable[[bytes], None]) -> None:
-        """Everything that has been sent so far."""
+        """Read everything that writers have sent so far."""
+        # Only writers: a stranger has sent no tags, and a copy of the keys, since links may be
+        # dropped.
         for fd in list(self._links):
             if self._links[fd][1] is None:
                 self._read(fd, arrived, 1 << 20)
 
     def turn_out(self, now_s: float) -> None:
-        """Those that have not said the token in time. Watch the listener again, if it is time."""
+        """Close the links that have not said the token in time; watch the listener again if it is
+        time."""
         if self._deaf_until_s is not None and self._deaf_until_s <= now_s:
             self._deaf_until_s = None
             self._epoll.modify(self._listener.fileno(), select.EPOLLIN)
@@ -101,19 +113,23 @@ class Door:
                 self._drop(fd)
 
     def close(self) -> None:
+        """Close the listener and all links: writers see that this side is gone."""
         for fd in list(self._links):
             self._drop(fd)
         self._listener.close()
 
     def _accept(self, arrived: Callable[[bytes], None]) -> None:
+        # 1. Accept.
         try:
             link, _ = self._listener.accept()
         except OSError as error:  # it has left again, or there are no descriptors
             if error.errno in (errno.EMFILE, errno.ENFILE):
-                # It still waits, so the listener would wake the thread for ever.
+                # The connection still waits, so the listener would wake the thread without end: do
+                # not watch it for a moment.
                 self._epoll.modify(self._listener.fileno(), 0)
                 self._deaf_until_s = time.monotonic() + _DEAF_S
             return
+        # 2. The user first: nothing is kept for a process of another user.
         try:
             check_user(link)
             self._make_room()
@@ -122,14 +138,18 @@ class Door:
             _log.warning("a process that wants this pool's memory is turned away: %s", error)
             link.close()
             return
+        # 3. A stranger until it has said the token.
         self._links[link.fileno()] = link, time.monotonic() + _PATIENCE_S
         self._epoll.register(link.fileno(), select.EPOLLIN)
-        # A writer says the token before it is let in: however many come, none can push it out.
+        # A writer says the token before it is accepted, so it can be read at once: however many
+        # strangers come, none can push it out.
         self._read(link.fileno(), arrived, 1)
 
     def _make_room(self) -> None:
-        """Let the oldest stranger out where there are too many links. Raises HandshakeError where
-        they are writers."""
+        """Close the oldest stranger if there are too many links or strangers.
+
+        Raises HandshakeError if all links are writers.
+        """
         strangers = [fd for fd, (_, until_s) in self._links.items() if until_s is not None]
         if len(strangers) < _MAX_STRANGERS and len(self._links) < _MAX_LINKS:
             return
@@ -138,13 +158,16 @@ class Door:
         self._drop(strangers[0])
 
     def _read(self, fd: int, arrived: Callable[[bytes], None], limit: int) -> None:
+        """Read up to `limit` packets of a link: its token first, then tags."""
         link, until_s = self._links[fd]
         try:
             for _ in range(limit):
+                # An empty packet is the end of the connection.
                 packet = link.recv(MAX_PACKET_BYTES)
                 if not packet:
                     self._drop(fd)
                     return
+                # The first packet is the token, and nothing but it is read in this turn.
                 if until_s is not None:
                     self._greet(link, packet)
                     self._links[fd] = link, None
@@ -160,11 +183,14 @@ class Door:
             self._drop(fd)
 
     def _greet(self, link: socket.socket, packet: bytes) -> None:
+        """Hand the memory over to a writer that says the token."""
+        # In constant time, so that the token cannot be guessed byte by byte.
         if not hmac.compare_digest(packet, MAGIC + self._token):
             raise HandshakeError("shm token", "that of the Hello", "another")
         hand_over(link, self._blocks, self._ranges)
 
     def _drop(self, fd: int) -> None:
+        """Close a link and stop watching it."""
         link, _ = self._links.pop(fd)
         with contextlib.suppress(OSError):
             self._epoll.unregister(fd)

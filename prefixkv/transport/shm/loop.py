@@ -1,10 +1,10 @@
-"""What the thread of the shm transport does: it copies parts of jobs into memory of peers, and
-hears what peers have copied into ours.
+"""The work of the shm transport's thread: it copies parts of jobs into memory of peers, and takes
+the tags of what peers have copied into ours.
 
 A copy is made by this thread, between two looks at its inbox. So no write is ever under way when a
 command is obeyed: a job that is cancelled is drained at once, none ends undrained, and once the
-thread has ended nothing can land. Where nothing is to be copied it sleeps until a socket or a
-command wakes it.
+thread has ended nothing can land. With nothing to copy it sleeps until a socket or a command wakes
+it.
 """
 
 from __future__ import annotations
@@ -48,13 +48,14 @@ Met = Callable[[PeerId, Exception | None], bool]
 
 
 class ShmLoop:
-    """Owned by the transport's thread."""
+    """The peers, jobs and sockets of one shm transport. Owned by the transport's thread."""
 
     def __init__(
         self, me: PeerId, layout: KVLayout, sink: Sink, config: TransportConfig,
         staging: StagingArea | None, state: StateLayout | None, met: Met | None = None,
     ) -> None:  # fmt: skip
-        """Raises OSError where the system lacks what this needs."""
+        """Open the door, if all memory is shared. Raises OSError if the system lacks what this
+        needs."""
         self._layout, self._staging, self._state = layout, staging, state
         self._sink = sink
         self._config = config
@@ -62,7 +63,8 @@ class ShmLoop:
         self._epoll = select.epoll()
         self._peers: dict[PeerId, Peer] = {}
         self._jobs = JobTable(self.emit, config.post_bytes, _BLOCKS_A_PART)
-        self._settling: list[Hashable] = []
+        self._settling: list[Hashable] = []  # tokens, answered in the next step
+        # A door hands over whole blocks, so it is opened only if each range lies in a shared one.
         ranges = [*layout.regions]
         if staging is not None:
             ranges.append((staging.base, staging.num_bytes))
@@ -83,6 +85,8 @@ class ShmLoop:
         self._epoll.register(inbox.fd, select.EPOLLIN)
         idle_since: float | None = None
         while True:
+            # The inbox's own descriptor only wakes: `drain` clears it, whether it was the cause or
+            # not.
             ready = [what for what in self._ready(idle_since) if what[0] != inbox.fd]
             moved = self.turn(ready, inbox.drain())
             if moved is None:
@@ -95,8 +99,10 @@ class ShmLoop:
     def turn(
         self, ready: Iterable[tuple[int, int]], commands: Iterable[Command | None]
     ) -> bool | None:
-        """One round: what came at sockets, then commands, then a part for each peer. Whether
-        anything was to be done for peers; None: a command was to end."""
+        """Make one round: what came at sockets, then commands, then a part for each peer.
+
+        Returns whether anything was done for peers; None if a command was to end.
+        """
         for fd, events in ready:
             self._guarded(lambda fd=fd, events=events: self._on_ready(fd, events))  # type: ignore[misc]
         for command in commands:
@@ -106,8 +112,10 @@ class ShmLoop:
         return bool(self._guarded(self._progress))
 
     def _guarded(self, step: Callable[[], bool | None]) -> bool | None:
-        """What the step returns. An exception that comes this far is a bug of ours; the thread
-        serves other rooms too."""
+        """Run a step and return its result; log an exception and return None.
+
+        Such an exception is a bug of ours. The thread goes on, since it serves other rooms too.
+        """
         try:
             return step()
         except Exception:
@@ -115,33 +123,38 @@ class ShmLoop:
             return None
 
     def _ready(self, idle_since: float | None) -> list[tuple[int, int]]:
-        """What came, waiting for it as long as nothing else is to do."""
+        """Return what came at sockets, after waiting as long as nothing else is to be done."""
+        # Four cases. 1. Something to do at once: only look.
         if self._settling or (
             idle_since is None and any(peer.outbox for peer in self._peers.values())
         ):
             return self._epoll.poll(0)
+        # 2. Only jobs that wait for their `ready`, which cannot wake the thread: sleep, then look.
         now = time.monotonic()
         if idle_since is not None and any(
             peer.outbox and peer.routes is not None for peer in self._peers.values()
-        ):  # a job waits for its `ready`, which only answers
+        ):
             quiet_s = now - idle_since
             if quiet_s >= self._config.spin_s:
                 patient = quiet_s < _PATIENCE_S
                 time.sleep(self._config.sleep_s if patient else self._config.idle_sleep_s)
             return self._epoll.poll(0)
+        # 3. Deadlines: greetings that are not answered, attempts to connect again, strangers.
         links = [peer.link for peer in self._peers.values() if peer.link is not None]
         times = [link.until_s for link in links if not link.answered]
         times += [peer.retry_at for peer in self._peers.values() if peer.outbox and not peer.link]
         if self._door is not None and (turned_s := self._door.wake_s()) is not None:
             times.append(turned_s)
+        # 4. Pages of a peer are being brought in: that is work for this thread.
         if any(
             peer.link and not _is_greeting(peer) and not peer.routes
             for peer in self._peers.values()
         ):
-            return self._epoll.poll(0)  # pages are being brought in
+            return self._epoll.poll(0)
         return self._epoll.poll(None if not times else max(0.0, min(times) - now))
 
     def _on_ready(self, fd: int, events: int) -> None:
+        """Give what came at a descriptor to the door or to the peer that it belongs to."""
         if self._door is not None and self._door.on_ready(fd, self._arrived):
             return
         for peer in list(self._peers.values()):
@@ -154,7 +167,7 @@ class ShmLoop:
                     self._lose(peer, error)
 
     def _progress(self) -> bool:
-        """One part for each peer. Whether anything moved."""
+        """Make one step for each peer; return whether anything moved."""
         now, moved = time.monotonic(), False
         for peer in list(self._peers.values()):
             if peer.link is not None and peer.routes is None:
@@ -170,8 +183,11 @@ class ShmLoop:
     # --- commands ---------------------------------------------------------------------------------
 
     def add_peer(self, peer_id: PeerId, metadata: bytes, memory: PeerMemory) -> None:
+        """See `base.Transport.add_peer`."""
         peer = self._peers.get(peer_id)
         if peer is not None:
+            # Known as it is; else it is connected again, and jobs for other memory than before
+            # fail.
             if not peer.removed and (peer.metadata, peer.memory) == (metadata, memory):
                 return
             if peer.memory != memory:
@@ -184,6 +200,8 @@ class ShmLoop:
         self._connect(peer)
 
     def remove_peer(self, peer_id: PeerId) -> None:
+        """See `base.Transport.remove_peer`. No copy is under way, so the memory is given back at
+        once."""
         peer = self._peers.pop(peer_id, None)
         if peer is not None:
             peer.removed = True
@@ -191,6 +209,7 @@ class ShmLoop:
             peer.part()
 
     def write(self, job: WriteJob) -> None:
+        """See `base.Transport.write`."""
         peer = self._peers.get(job.peer)
         if peer is None:
             self._jobs.refuse(job, PeerLostError(f"{job.peer} is no peer of this transport"))
@@ -200,17 +219,21 @@ class ShmLoop:
             self._jobs.start(peer.outbox, peer.routes, job)
 
     def cancel(self, job_id: int) -> None:
+        """See `base.Transport.cancel`."""
         self._jobs.cancel(job_id)
 
     def settle(self, token: Hashable) -> None:
+        """Answer in the next step, see `_tell_settled`."""
         self._settling.append(token)
 
     # --- peers ------------------------------------------------------------------------------------
 
     def _connect(self, peer: Peer) -> None:
+        """Begin to connect to a peer; `_go_on` continues once it has answered."""
         peer.part()
         try:
-            # First: it says what is wrong with the peer's layout, and of what model it is.
+            # First of all, so that a layout that does not fit is refused by its own reason, and not
+            # as an unreachable door.
             routes_to(peer.memory, self._layout, self._staging, self._state)
             if self._layout.device != "cpu" or peer.memory.layout.device != "cpu":
                 raise PeerLostError("shm copies between pools on the CPU")
@@ -219,11 +242,15 @@ class ShmLoop:
             self._lose(peer, error)
 
     def _go_on(self, peer: Peer, now: float) -> bool:
-        """A step towards a peer whose memory is all here."""
+        """Make the next step for a peer that is not connected yet; return whether it moved.
+
+        Its answer, then its pages a stretch at a time, then its routes.
+        """
         link = peer.link
         assert link is not None
         try:
             if not link.answered:
+                # The answer comes by `on_ready`; here only its deadline is watched.
                 if now < link.until_s:
                     return False
                 raise TransferTimeoutError(f"{peer.peer.name} does not answer at its door")
@@ -235,6 +262,8 @@ class ShmLoop:
         except Exception as error:
             self._lose(peer, error)
             return True
+        # `routes` last: it says that the peer can be copied to. Then the jobs that waited, in
+        # order.
         peer.routes = routes
         self._jobs.start_parked(peer.outbox, routes)
         if self._met is not None:
@@ -242,14 +271,20 @@ class ShmLoop:
         return True
 
     def _lose(self, peer: Peer, error: Exception) -> None:
-        """The peer is gone as far as we know: what waits for it fails, a later write tries again.
-        Where nothing waits, that one finds it."""
+        """Treat the peer as gone: what waits for it fails, a later write tries again.
+
+        If it was connected and nothing waits, nothing is reported: the next write finds out.
+        """
         connected = peer.routes is not None
+        # Its frames may hold the maps of the peer's memory.
         error = error.with_traceback(None)
         peer.part()
         waited = bool(peer.outbox)
         self._jobs.drop(peer.outbox, error)
+        # A peer that was connected may be back at once; one that could not be reached is left
+        # alone.
         peer.retry_at = 0.0 if connected else time.monotonic() + _RECONNECT_S
+        # Another transport may take it over, and then nothing is lost.
         if not connected and self._met is not None and self._met(peer.peer, error):
             return
         if not peer.removed and (waited or not connected):
@@ -258,14 +293,14 @@ class ShmLoop:
     # --- copies -----------------------------------------------------------------------------------
 
     def _serve_peer(self, peer: Peer, now: float) -> bool:
-        """Copy one part, of the first room in turn that is ready. Connect first if that is due."""
+        """Copy one part, of the first room in turn that is ready; connect first if that is due."""
         if peer.routes is None:
             if now < peer.retry_at:
                 return False
             self._connect(peer)
             return True
         for job in peer.outbox.round():
-            try:
+            try:  # `ready` is the engine's code: an error ends its job alone
                 ready = job.poll_ready()
             except BaseException as error:
                 self._jobs.stop(
@@ -278,17 +313,19 @@ class ShmLoop:
         return False
 
     def _copy(self, peer: Peer, job: ActiveJob) -> None:
+        """Copy the next part of a job and send its tag."""
         number = job.next_part
         part = job.parts[number]
         self._jobs.part_posted(job)
         error: Exception | None = None
+        # The tag after the bytes: the peer may read them as soon as it has the tag.
         try:
             peer.plans[job.job.route].copy(part, job.src_pages, job.dst_pages)
             assert peer.link is not None
             peer.link.tell(job.tag(number))
         except Exception as failure:
             error = failure.with_traceback(None)
-        # Whatever went wrong, this thread is not copying any more: nothing of it lands later.
+        # Whatever went wrong, this thread copies no more of it, so nothing of it lands later.
         self._jobs.part_ended(job, part, error, may_land=False)
         if isinstance(error, PeerLostError):
             self._lose(peer, error)
@@ -296,10 +333,12 @@ class ShmLoop:
     # --- events -----------------------------------------------------------------------------------
 
     def _arrived(self, tag: bytes) -> None:
+        """Emit a tag of a writer's."""
         self.emit(Arrived(tag))
 
     def _tell_settled(self) -> None:
-        """All that writers sent before is read: a copy lands at once, and its tag after it."""
+        """Read all that writers have sent, then emit Settled: a copy lands at once, and its tag
+        after it."""
         if self._door is not None:
             self._door.read_all(self._arrived)
         tokens, self._settling = self._settling, []
@@ -307,14 +346,16 @@ class ShmLoop:
             self.emit(Settled(token))
 
     def emit(self, event: TransportEvent) -> None:
+        """Hand an event to the sink; an exception of the sink's is logged."""
         try:
             self._sink(event)
         except BaseException:
             _log.error("the sink of the transport failed on %r\n%s", event, traceback.format_exc())
 
     def destroy(self) -> None:
-        """Give all memory of peers back, then end every job: nothing of ours can land from now
-        on."""
+        """Give all memory of peers back, then end every job: nothing of ours can land from
+        now on."""
+        # Unmapped before the jobs end as drained.
         for peer in self._peers.values():
             peer.part()
         self._jobs.close(fenced=True)
@@ -324,4 +365,5 @@ class ShmLoop:
 
 
 def _is_greeting(peer: Peer) -> bool:
+    """Return whether the peer has not answered at its door yet."""
     return peer.link is not None and not peer.link.answered

@@ -1,5 +1,9 @@
 """A peer as the writing side of the shm transport knows it: the connection, and its memory, mapped
-here. Owned by the transport's thread."""
+here. Owned by the transport's thread.
+
+The memory is a peer's file: it is checked before it is mapped (`shm_wire.take`), and a hole in it
+is refused, since touching one would allocate memory on our side's account.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +35,8 @@ from prefixkv.transport.shm.wire import (
     take,
 )
 
-GREETING_S: Final = 10.0  # in which a peer's thread has to answer
-_POPULATED_BYTES: Final = 32 << 20  # a turn: 10 ms where memory is there
+GREETING_S: Final = 10.0  # seconds in which a peer's thread has to answer
+_POPULATED_BYTES: Final = 32 << 20  # per turn: 10 ms where memory is there
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14
 _MAX_UNSENT_TAGS: Final = 1 << 16
 
@@ -44,17 +48,19 @@ class Link:
     """One connection to a peer's door, from the greeting on."""
 
     def __init__(self, peer: PeerId, offer: bytes, memory: PeerMemory, epoll: select.epoll) -> None:
-        """Say the token. Raises HandshakeError, OSError."""
+        """Connect and say the token. Raises HandshakeError or OSError."""
         found = read_offer(offer, peer)
         self._peer = peer
         self._epoll = epoll
-        # The Hello names all of them but staging and state that this rank does not write to.
+        # The most ranges that an honest peer hands over: the Hello names all of them but staging
+        # and state that this rank does not write to.
         self._max_ranges = len(memory.layout.regions) + MAX_OTHER_RANGES
-        self._maps: list[mmap.mmap] = []
+        self._maps: list[mmap.mmap] = []  # each keeps its memory mapped
         self.mapped: list[Mapped] = []
         self._files: list[int] = []  # of the maps, until all is populated
         self._unpopulated: deque[_Stretch] = deque()
         self._named = _ranges_of(memory)
+        # Tags that the socket did not take yet.
         self._unsent: deque[bytes] = deque()
         self.answered = False
         self.until_s = time.monotonic() + GREETING_S
@@ -63,31 +69,41 @@ class Link:
             self.socket.send(MAGIC + found.token)
             self.fd = self.socket.fileno()
             epoll.register(self.fd, select.EPOLLIN | select.EPOLLRDHUP)
+        # Nothing else closes the socket of an object that was never built.
         except BaseException:
             self.socket.close()
             raise
 
     @property
     def is_whole(self) -> bool:
-        """The memory is here, every page of it."""
+        """True once the memory is mapped and every page of it is there."""
         return self.answered and not self._unpopulated
 
     def on_ready(self, events: int) -> None:
-        """Something came. Raises BlockingIOError (nothing), HandshakeError, PeerLostError."""
+        """Take what came: the answer to the greeting, room for more tags, or the end.
+
+        Raises BlockingIOError if nothing came, HandshakeError, or PeerLostError.
+        """
+        # 1. Answered already, and the connection is up: room for tags.
         if self.answered and not events & (select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR):
             if events & select.EPOLLOUT:
                 self._flush()
             return
+        # 2. Answered already: nothing but its end can come.
         if self.answered:
             raise PeerLostError(f"{self._peer.name} has closed, or is dead")
+        # 3. The answer: descriptors of the memory, checked. Their owner is this link from here on.
         handed = take(self.socket, self._max_ranges)
+        # Before anything that may raise: `close` has to find the descriptors.
         self._files = [block.fd for block in handed.blocks]
         blocks = sorted(handed.blocks)
         shifts = [self._map(block) for block in blocks]
         firsts = [block.address for block in blocks]
+        # Writable ranges become addresses of ours; `_check_places` saw that each lies in a block.
         for address, num_bytes in handed.ranges:
             shift = shifts[bisect_right(firsts, address) - 1]
             self.mapped.append(Mapped(address, num_bytes, address + shift))
+        # What our jobs will touch is populated, and only that: the rest may be holes.
         for address, num_bytes in self._named:
             at = bisect_right(firsts, address) - 1
             if at < 0 or address + num_bytes > firsts[at] + blocks[at].num_bytes:
@@ -99,11 +115,12 @@ class Link:
         self._watch(0)
 
     def _map(self, block: SharedBlock) -> int:
-        """Returns how far from the peer's addresses ours are."""
+        """Map a block; return the difference between our address of it and the peer's."""
         try:
             memory = mmap.mmap(block.fd, block.num_bytes, mmap.MAP_SHARED)
         except (OSError, ValueError, OverflowError) as error:
             raise HandshakeError("shm block", block.num_bytes, str(error)) from None
+        # Not inherited by children, not in core dumps, large pages if possible.
         for advice in ("MADV_DONTFORK", "MADV_DONTDUMP", "MADV_HUGEPAGE"):
             with suppress(OSError, AttributeError):  # what the kernel has of them
                 memory.madvise(getattr(mmap, advice))
@@ -112,27 +129,37 @@ class Link:
         return here - block.address
 
     def populate(self) -> None:
-        """Bring some of the peer's pages into this process's page table, so that no copy waits for
-        that later: those that its Hello names, where it has them itself. Raises HandshakeError
-        where its memory cannot be had, or has a hole, which would become memory of ours."""
+        """Bring one stretch of the peer's pages into this process's page table.
+
+        So no copy waits for that later. Only pages that the Hello names, and only those that the
+        peer has itself.
+
+        Raises:
+            HandshakeError: memory cannot be had, or has a hole, which would become memory of ours.
+        """
         if not self._unpopulated:
             return
+        # 1. The next stretch, in whole pages, bounded per turn.
         stretch = self._unpopulated.popleft()
         first = stretch.offset // mmap.PAGESIZE * mmap.PAGESIZE
         end = min(stretch.offset + stretch.num_bytes, first + _POPULATED_BYTES)
+        # 2. A hole would be filled by us: memory that the peer never had would count as ours.
         hole = os.lseek(stretch.fd, first, os.SEEK_HOLE)
         if hole < end:
             raise HandshakeError("shm pages", end - first, hole - first, "are there, then a hole")
         end = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
         if _libc.madvise(stretch.here + first, end - first, _MADV_POPULATE_WRITE):
             number = ctypes.get_errno()
-            if number == errno.EINVAL:  # a kernel before it
+            # A kernel older than the flag: pages come in as they are touched.
+            if number == errno.EINVAL:
                 self._unpopulated.clear()
                 return
+            # 3. Interrupted, or no memory at the moment: the same stretch again.
             if number != errno.EINTR and number != errno.EAGAIN:
                 what = errno.errorcode.get(number, number)
                 raise HandshakeError("shm pages", stretch.num_bytes, what)
             end = first
+        # 4. The rest of the stretch goes to the front. The files are needed until nothing is left.
         left = stretch.offset + stretch.num_bytes - end
         if left > 0:
             self._unpopulated.appendleft(stretch._replace(offset=end, num_bytes=left))
@@ -140,8 +167,11 @@ class Link:
             self._close_files()
 
     def plans(self, routes: Routes) -> dict[str, CopyPlan]:
-        """How to copy, by route. Raises HandshakeError where the peer has handed over less than it
-        has named."""
+        """Return the plans of all copies, by route.
+
+        Raises:
+            HandshakeError: the peer has handed over less than it has named.
+        """
         return {
             route: CopyPlan(runs, moved(runs.dst, self.mapped))
             for route, runs in routes._asdict().items()
@@ -151,17 +181,24 @@ class Link:
     # --- tags -------------------------------------------------------------------------------------
 
     def tell(self, tag: bytes) -> None:
-        """Send a tag, now or once the peer reads again. Raises PeerLostError, and TransferError
-        where the peer has not read for so long that no more can be kept for it."""
+        """Send a tag, now or once the peer reads again.
+
+        Raises:
+            PeerLostError: the connection is gone.
+            TransferError: the peer has not read for so long that no more tags are kept for it.
+        """
         if len(self._unsent) >= _MAX_UNSENT_TAGS:
             raise TransferError(f"{self._peer.name} does not read its notifications")
         self._unsent.append(tag)
+        # Others wait before it: tags go in order, and the socket is full.
         if len(self._unsent) == 1:
             self._flush()
 
     def _flush(self) -> None:
+        """Send the tags that wait, as many as the socket takes."""
         try:
             while self._unsent:
+                # Removed only after the send, so that none is lost where the socket is full.
                 some = min(len(self._unsent), TAGS_A_PACKET)
                 self.socket.send(b"".join(self._first(some)))
                 for _ in range(some):
@@ -174,15 +211,19 @@ class Link:
         self._watch(0)
 
     def _first(self, count: int) -> Iterable[bytes]:
+        """Return the first tags that wait, without removing them."""
         return (self._unsent[at] for at in range(count))
 
     def _watch(self, more: int) -> None:
-        # Not for what it says: it has nothing to say any more.
+        """Watch for the end of the connection, and for `more`."""
+        # Not for input: the peer has nothing to say any more.
         self._epoll.modify(self.fd, select.EPOLLRDHUP | more)
 
     def close(self) -> None:
-        """The memory is unmapped: plans of it, which do not hold it, are not to be used any
-        more."""
+        """Close the connection and unmap the memory; plans of it must not be used any more.
+
+        They hold addresses, not the maps.
+        """
         with suppress(OSError):
             self._epoll.unregister(self.fd)
         self.socket.close()
@@ -196,7 +237,7 @@ class Link:
 
 
 class _Stretch(NamedTuple):
-    """Bytes of a peer's file from `offset` on; the file begins at `here`."""
+    """Bytes of a peer's file from `offset` on; the file is mapped at `here`."""
 
     fd: int
     offset: int
@@ -205,7 +246,7 @@ class _Stretch(NamedTuple):
 
 
 def _ranges_of(memory: PeerMemory) -> list[tuple[int, int]]:
-    """What the peer's Hello names, as far as this rank writes to it: [address, bytes]."""
+    """Return [address, bytes] of what the peer's Hello names and this rank writes to."""
     ranges = [*memory.layout.regions]
     if memory.staging is not None:
         ranges.append((memory.staging.base, memory.staging.num_bytes))
@@ -215,7 +256,7 @@ def _ranges_of(memory: PeerMemory) -> list[tuple[int, int]]:
 
 
 class Peer:
-    """`routes` None: to be connected before its next copy."""
+    """A peer. `routes` is None while it is to be connected before its next copy."""
 
     def __init__(self, peer: PeerId, metadata: bytes, memory: PeerMemory) -> None:
         self.peer = peer
@@ -229,7 +270,8 @@ class Peer:
         self.removed = False
 
     def part(self) -> None:
-        """Give the connection and the memory back."""
+        """Close the connection and give the memory back."""
+        # The plans go first: they hold addresses of what is unmapped below.
         self.routes = None
         self.plans.clear()
         link, self.link = self.link, None

@@ -27,21 +27,25 @@ _CLOSE_TIMEOUT_S: Final = 120.0
 
 
 class ShmTransport(Queued[ShmLoop]):
-    """Keeps the contract of `base.Transport`. Of the config `post_bytes` (of a part, between two of
-    which a job can be cancelled) and the pauses count; `renew` is never needed."""
+    """The contract of `base.Transport`, kept by copies into mapped memory of peers.
+
+    Of the config it uses `post_bytes` (the size of a part; a job can be cancelled between two
+    parts) and the pauses. `renew` is never needed.
+    """
 
     def __init__(
         self, me: PeerId, layout: KVLayout, sink: Sink, config: TransportConfig = _DEFAULTS,
         staging: StagingArea | None = None, state: StateLayout | None = None,
         met: Met | None = None,
     ) -> None:  # fmt: skip
-        """Start the thread; the memory is offered to peers where all of it is shared.
+        """Start the thread; the memory is offered to peers if all of it is shared.
 
-        `met` is called by the thread with each peer that was added or connected anew: its memory is
-        mapped, or why not. Where it returns True of one that is not, another has it now.
+        `met` is called by the thread for each peer that was added or connected again: with None
+        once its memory is mapped, else with the reason why it is not. If it returns True for one
+        that is not mapped, another transport has taken the peer over, and nothing more is reported.
 
-        Raises: ConfigError for a layout or an area that breaks its laws, or a system without such
-        sockets.
+        Raises:
+            ConfigError: a layout or an area breaks its laws, or the system has no such sockets.
         """
         layout.validate()
         for more in (staging, state):
@@ -52,13 +56,15 @@ class ShmTransport(Queued[ShmLoop]):
             self._inbox: Inbox[Command | None] = Inbox()
             try:
                 self._loop = ShmLoop(me, layout, sink, config, staging, state, met)
+            # The descriptor of the inbox: no thread will ever close it.
             except BaseException:
                 self._inbox.close()
                 raise
         except OSError as error:
             raise ConfigError(f"the shm transport cannot start: {error}") from error
         self.metadata = self._loop.offer
-        self._lock = threading.Lock()  # no command is queued behind the one that closes
+        # Over `_closed` and the inbox: nothing is queued behind the closing command.
+        self._lock = threading.Lock()
         self._closed = False
         self._thread = threading.Thread(
             target=self._run, name=f"prefixkv-shm-{me.name}", daemon=True
@@ -66,37 +72,47 @@ class ShmTransport(Queued[ShmLoop]):
         self._thread.start()
 
     def expect(self, num_rooms: int) -> None:
-        """Tags wake the thread by themselves: nothing to do."""
+        """Do nothing but check that the transport is open: tags wake the thread by themselves."""
         self._call(lambda loop: None)
 
     def settle(self, token: Hashable, for_s: float) -> None:
-        """Answered as soon as all tags that were sent are read: no kernel holds a copy back."""
+        """See `base.Transport.settle`; answered as soon as all tags that were sent are read.
+
+        No kernel holds a copy back, so `for_s` is not needed.
+        """
         self._call(lambda loop: loop.settle(token))
 
     def say(self, event: TransportEvent) -> None:
-        """Tell the sink, from the transport's thread. Closed: no-op."""
+        """Give the sink an event from the transport's thread. Closed: no-op."""
         self._call(lambda loop: loop.emit(event), or_raise=False)
 
     def renew(self) -> None:
-        """No job ends undrained here: no-op."""
+        """Do nothing: no job ends undrained here."""
 
     def close(self) -> None:
-        """See `base.Transport.close`. May be called again. Raises InternalError if the thread is
-        still in a copy."""
+        """See `base.Transport.close`. May be called again.
+
+        Raises:
+            CallerError: called from the sink, by the very thread that is to be joined.
+            InternalError: the thread is still in a copy.
+        """
         if threading.current_thread() is self._thread:
             raise CallerError("close() was called from the transport's own sink")
         with self._lock:
             if not self._closed:
                 self._closed = True
                 self._inbox.put(None)
+        # Outside the lock: the thread's sink may call methods of ours, which take it.
         self._thread.join(_CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
             raise InternalError(
                 f"the shm transport's thread has not ended after {_CLOSE_TIMEOUT_S} s"
             )
+        # After the thread, which waits on the inbox's descriptor.
         self._inbox.close()
 
     def _call(self, command: Command, or_raise: bool = True) -> None:
+        """Queue a command for the thread. Closed: ClosedError, or nothing with `or_raise` False."""
         with self._lock:
             if not self._closed:
                 self._inbox.put(command)
@@ -104,5 +120,6 @@ class ShmTransport(Queued[ShmLoop]):
                 raise ClosedError(f"the transport of {self._me.name} is closed")
 
     def _run(self) -> None:
+        """Run the thread; the loop's objects are created by the constructor and used only here."""
         self._loop.serve(self._inbox)
         self._loop.destroy()

@@ -1,18 +1,16 @@
-"""What two shm transports say to each other: the offer that travels in Hello, and the packets of
-the connection between them.
+"""The protocol between two shm transports: the offer that travels in Hello, and the packets of the
+connection between them.
 
-Decode's side listens on an abstract unix socket. The offer names it, with a token that only the
-control plane carries. Prefill connects, says the token, and gets descriptors of the memory
-(SCM_RIGHTS) with the addresses that decode knows it by. From then on prefill sends tags, and the
-end of the connection says that a side is gone.
+Decode listens on an abstract unix socket. The offer names it, with a token that only the control
+plane carries. Prefill connects, says the token, and gets descriptors of the memory (SCM_RIGHTS)
+with the addresses that decode knows it by. From then on prefill sends tags; the end of the
+connection says that a side is gone. (A socket and not /proc/PID/fd/N: the kernel names the other
+end's user, nothing is looked up by a process id, it works between pid namespaces, and tags need a
+way in any case.)
 
-Why a socket, and not /proc/PID/fd/N: the kernel names the other end's user to both sides, a
-descriptor is handed over and not looked up (a process id may be another process's by then), it
-works between pid namespaces, and what arrives needs a way in any case.
-
-What is believed of a peer: that it runs as the same user (SO_PEERCRED), on this boot and in this
-network namespace (else there is no such socket). Everything else is checked: sizes, counts, and
-that each file is sealed against shrinking, so that no access to it can end this process.
+A peer is believed to run as the same user (SO_PEERCRED), on this boot and in this network
+namespace. Everything else is checked: sizes, counts, and that each file is sealed against
+shrinking, so that no access to it can end this process.
 """
 
 from __future__ import annotations
@@ -52,8 +50,8 @@ _BOOT: Final = pathlib.Path("/proc/sys/kernel/random/boot_id")
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True):
-    """What a peer needs to come to the door. `name` and `incarnation` of the agent, `boot` of the
-    kernel, `door` names the abstract socket."""
+    """The way to a peer's door: the agent's name and incarnation, `boot` of the kernel, `door` of
+    the abstract socket, and the token to say there."""
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
     incarnation: Annotated[int, msgspec.Meta(ge=0)]
@@ -68,27 +66,31 @@ _Range = tuple[_Address, _NumBytes]
 
 
 class _Memory(msgspec.Struct, frozen=True, array_like=True):
-    """`blocks` belong to the descriptors that come with this, in their order; `ranges` of them may
-    be written."""
+    """The memory that is handed over. `blocks` belong to the descriptors that come with the
+    message, in their order; `ranges` of them may be written."""
 
     blocks: Annotated[tuple[_Range, ...], msgspec.Meta(max_length=MAX_BLOCKS)]
     ranges: Annotated[tuple[_Range, ...], msgspec.Meta(max_length=MAX_RANGES)]
 
 
 class Handed(NamedTuple):
-    """What a peer has handed over. The descriptors are the receiver's to close."""
+    """The memory that a peer has handed over. The receiver has to close the descriptors."""
 
     blocks: list[SharedBlock]
     ranges: tuple[tuple[int, int], ...]
 
 
 def pack_offer(offer: Offer) -> bytes:
+    """Return the offer as bytes."""
     return MAGIC + msgspec.msgpack.encode(offer)
 
 
 def read_offer(raw: bytes, peer: PeerId) -> Offer:
-    """Raises HandshakeError for bytes that are no offer, or that of another peer, or of
-    another machine."""
+    """Return the offer in these bytes.
+
+    Raises:
+        HandshakeError: they are no offer, or that of another peer or another machine.
+    """
     if not raw.startswith(MAGIC):
         raise HandshakeError("shm offer", MAGIC, raw[: len(MAGIC)])
     try:
@@ -103,7 +105,7 @@ def read_offer(raw: bytes, peer: PeerId) -> Offer:
 
 
 def boot_id() -> str:
-    """ "" where the kernel does not say."""
+    """Return the kernel's id of this boot, "" if it does not say."""
     try:
         return _BOOT.read_text().strip()
     except OSError:
@@ -114,7 +116,7 @@ def boot_id() -> str:
 
 
 def listen(door: str) -> socket.socket:
-    """Raises OSError."""
+    """Return a socket that listens at this door. Raises OSError."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
     try:
         listener.bind(_DOOR + door)
@@ -126,9 +128,13 @@ def listen(door: str) -> socket.socket:
 
 
 def connect(door: str) -> socket.socket:
-    """Raises OSError where nobody listens; HandshakeError where it is another user."""
+    """Return a connection to this door.
+
+    Raises OSError if there is no listener, HandshakeError if it runs as another user.
+    """
     link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
     try:
+        # Any process could listen under this name: the user is checked before the token is said.
         link.connect(_DOOR + door)
         check_user(link)
     except BaseException:
@@ -138,8 +144,10 @@ def connect(door: str) -> socket.socket:
 
 
 def check_user(link: socket.socket) -> None:
-    """Raises HandshakeError unless the process at the other end runs, or ran when it connected or
-    began to listen, as this one's user."""
+    """Raise HandshakeError unless the process at the other end runs as this process's user.
+
+    The kernel remembers the user from when the other end connected, or began to listen.
+    """
     raw = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(raw)
     if user != os.geteuid():
@@ -149,7 +157,8 @@ def check_user(link: socket.socket) -> None:
 def hand_over(
     link: socket.socket, blocks: Sequence[SharedBlock], ranges: Sequence[tuple[int, int]]
 ) -> None:
-    """Say which memory may be written, and where it is. Raises OSError."""
+    """Send the descriptors of the memory, and say which parts of it may be written. Raises
+    OSError."""
     words = _Memory(tuple(block[:2] for block in blocks), tuple(ranges))
     fds = array.array("i", [block.fd for block in blocks])
     rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, fds.tobytes())
@@ -157,35 +166,44 @@ def hand_over(
 
 
 def take(link: socket.socket, max_ranges: int) -> Handed:
-    """What `hand_over` gave.
+    """Receive what `hand_over` sent, and check it.
 
     Args:
-        max_ranges: that the peer has named; it may hand over no more of them, nor more blocks.
-    Raises: BlockingIOError where nothing has come yet; HandshakeError, with all descriptors closed,
-    for what is not as it has to be.
+        max_ranges: number of ranges that the peer has named; it may hand over no more, nor more
+            blocks.
+
+    Raises:
+        BlockingIOError: nothing has come yet.
+        HandshakeError: it is not as it has to be; all descriptors are closed.
     """
     size = array.array("i").itemsize
+    # The buffers bound what a peer can make this process receive, descriptors included.
     most = min(MAX_BLOCKS, max_ranges)
     raw, ancillary, flags, _ = link.recvmsg(
         _MAX_ANSWER_BYTES, socket.CMSG_SPACE(most * size), socket.MSG_CMSG_CLOEXEC
     )
+    # Collected before anything is checked: every descriptor that came is closed or handed on.
     fds = array.array("i")
     for level, kind, data in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             fds.frombytes(data[: len(data) - len(data) % size])
+    # 1. Complete, and of this protocol.
     try:
         if not raw:
             raise HandshakeError("shm", "memory", "the end", "is what the peer answered")
+        # CTRUNC: the kernel has dropped descriptors beyond the buffer.
         if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or not raw.startswith(MAGIC):
             raise HandshakeError("shm", MAGIC, raw[: len(MAGIC)], "is what the peer answered")
         try:
             memory = msgspec.msgpack.decode(raw[len(MAGIC) :], type=_Memory)
         except msgspec.DecodeError as error:
             raise HandshakeError("shm memory", "blocks and ranges", str(error)) from None
+        # 2. As many descriptors as blocks, no more ranges than named.
         if len(memory.blocks) != len(fds) or not fds:
             raise HandshakeError("shm descriptors", len(memory.blocks), len(fds))
         if len(memory.ranges) > max_ranges:
             raise HandshakeError("shm ranges", max_ranges, len(memory.ranges), "are too many")
+        # 3. Each file, then the places of blocks and ranges.
         blocks = [SharedBlock(*block, fd) for block, fd in zip(memory.blocks, fds, strict=True)]
         for block in blocks:
             check_file(block)
@@ -197,7 +215,10 @@ def take(link: socket.socket, max_ranges: int) -> Handed:
 
 
 def check_file(block: SharedBlock) -> None:
-    """Raises HandshakeError unless the file is as long as is said and can never become shorter."""
+    """Raise HandshakeError unless the file is as long as was said and can never become shorter.
+
+    Otherwise the peer could cut it, and a copy into it would end this process by SIGBUS.
+    """
     try:
         seals = fcntl.fcntl(block.fd, fcntl.F_GET_SEALS)
         size, page = os.fstat(block.fd).st_size, os.fstatvfs(block.fd).f_bsize
@@ -214,7 +235,8 @@ def check_file(block: SharedBlock) -> None:
 
 
 def _check_places(blocks: Iterable[SharedBlock], ranges: Iterable[tuple[int, int]]) -> None:
-    """Raises HandshakeError for blocks that overlap, or a range that is not inside one."""
+    """Raise HandshakeError for blocks that overlap, or a range that is not inside one."""
+    # In the order of addresses, so that each block is compared with its predecessor alone.
     ends: dict[int, int] = {}
     end = 0
     for block in sorted(blocks):
@@ -229,13 +251,14 @@ def _check_places(blocks: Iterable[SharedBlock], ranges: Iterable[tuple[int, int
 
 
 def close_all(fds: Iterable[int]) -> None:
+    """Close all descriptors; one that cannot be closed is passed over."""
     for fd in fds:
         with contextlib.suppress(OSError):
             os.close(fd)
 
 
 def tags_of(packet: bytes) -> list[bytes]:
-    """Raises HandshakeError for what is no packet of tags."""
+    """Return the tags in a packet. Raise HandshakeError if it is no packet of tags."""
     if not packet or len(packet) % TAG_BYTES:
         raise HandshakeError("bytes of tags", TAG_BYTES, len(packet), "is no whole number of them")
     return [packet[at : at + TAG_BYTES] for at in range(0, len(packet), TAG_BYTES)]
