@@ -171,7 +171,9 @@ class DecodeGroup(DecodeNode):
 
     def lost_peers(self) -> LostPeers:
         """Return the lost peers of all ranks, merged; see `DecodeNode.lost_peers`."""
-        return merged([super().lost_peers(), *(rank.lost_peers() for rank in self.others)])
+        return merged_lost_peers(
+            [super().lost_peers(), *(rank.lost_peers() for rank in self.others)]
+        )
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait for events of any rank; see `DecodeNode.wait`."""

@@ -202,9 +202,7 @@ class PrefillControl:
                     if isinstance(what, AddRoom):
                         self._add(what, now_s)
                     else:
-                        wants = self._offer(what, now_s)
-                    self._writes.carry_out(wants, now_s, out)
-                # Not by `carry_out`: staging would forget the room that has this number.
+                        self._offer(what, now_s)
                 except RequestError as error:
                     # Straight to the effects: as an action, SourceFree would make staging forget
                     # the room that has this number now.

@@ -53,7 +53,7 @@ class SenderRooms:
         # The room of each write that is not proved over. A write that failed undrained stays, so
         # that its proof (`write_drained`) finds the room.
         self.jobs: dict[int, RoomKey] = {}
-        # An agent was replaced: a Drained that was lost may have asked decode to let it settle.
+        # An agent was replaced: a Drained that was lost may have asked decode to let it settle
         self.renewed = False
         self._rank = rank
         self._page_size = page_size
