@@ -531,7 +531,7 @@ def cut_sockets(control_ports: set[int], share: float, chance: random.Random) ->
 def _post_slowly(pause_s: float, chance: random.Random) -> None:
     """Now and then a write is posted long after what ended its room, so that one that is called
     drained too early has its pages written again."""
-    post, copy = NixlLoop._post, ShmLoop._copy
+    post, copy = NixlLoop._transfer, ShmLoop._transfer
 
     def late(*args: Any) -> None:
         if chance.random() < _SLOW_POSTS:
@@ -543,8 +543,8 @@ def _post_slowly(pause_s: float, chance: random.Random) -> None:
             time.sleep(pause_s)
         copy(*args)
 
-    NixlLoop._post = late  # type: ignore[assignment, method-assign]
-    ShmLoop._copy = late_copy  # type: ignore[assignment, method-assign]
+    NixlLoop._transfer = late  # type: ignore[assignment, method-assign]
+    ShmLoop._transfer = late_copy  # type: ignore[assignment, method-assign]
 
 
 def serve(pipe: Connection, parent: int, spec: Spec) -> None:

@@ -12,15 +12,39 @@
     for event in transfers.take_events(): ...            # Bootstrapped, RoomEnded, SourceFree
 """
 
-from prefixkv.digest import prompt_digest as prompt_digest
-from prefixkv.protocol.events import Bootstrapped as Bootstrapped
-from prefixkv.protocol.events import DecodeEvent as DecodeEvent
-from prefixkv.protocol.events import PrefillEvent as PrefillEvent
-from prefixkv.protocol.events import RoomDrained as RoomDrained
-from prefixkv.protocol.events import RoomEnded as RoomEnded
-from prefixkv.protocol.events import RoomOverdue as RoomOverdue
-from prefixkv.protocol.events import SourceFree as SourceFree
-from prefixkv.protocol.ids import KVPoll as KVPoll
-from prefixkv.protocol.ids import RoomKey as RoomKey
-from prefixkv.runtime.decode_transfers import DecodeTransfers as DecodeTransfers
-from prefixkv.runtime.prefill_transfers import PrefillTransfers as PrefillTransfers
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prefixkv._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from prefixkv.digest import prompt_digest as prompt_digest
+    from prefixkv.protocol.events import Bootstrapped as Bootstrapped
+    from prefixkv.protocol.events import DecodeEvent as DecodeEvent
+    from prefixkv.protocol.events import PrefillEvent as PrefillEvent
+    from prefixkv.protocol.events import RoomDrained as RoomDrained
+    from prefixkv.protocol.events import RoomEnded as RoomEnded
+    from prefixkv.protocol.events import RoomOverdue as RoomOverdue
+    from prefixkv.protocol.events import SourceFree as SourceFree
+    from prefixkv.protocol.ids import KVPoll as KVPoll
+    from prefixkv.protocol.ids import RoomKey as RoomKey
+    from prefixkv.runtime.decode_transfers import DecodeTransfers as DecodeTransfers
+    from prefixkv.runtime.prefill_transfers import PrefillTransfers as PrefillTransfers
+
+_HOMES = {
+    "Bootstrapped": "protocol.events",
+    "DecodeEvent": "protocol.events",
+    "DecodeTransfers": "runtime.decode_transfers",
+    "KVPoll": "protocol.ids",
+    "PrefillEvent": "protocol.events",
+    "PrefillTransfers": "runtime.prefill_transfers",
+    "RoomDrained": "protocol.events",
+    "RoomEnded": "protocol.events",
+    "RoomKey": "protocol.ids",
+    "RoomOverdue": "protocol.events",
+    "SourceFree": "protocol.events",
+    "prompt_digest": "digest",
+}
+__all__ = sorted(_HOMES)
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

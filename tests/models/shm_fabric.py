@@ -23,12 +23,12 @@ from prefixkv.memory.state_layout import StateLayout
 from prefixkv.protocol.ids import PeerId
 from prefixkv.transport.base import Sink
 from prefixkv.transport.jobs import ActiveJob
-from prefixkv.transport.queued import Queued
 from prefixkv.transport.shm import door as shm_door
 from prefixkv.transport.shm import loop as shm_loop
 from prefixkv.transport.shm import peer as shm_peer
-from prefixkv.transport.shm.loop import Command, ShmLoop
-from prefixkv.transport.shm.peer import Peer
+from prefixkv.transport.shm.loop import ShmLoop
+from prefixkv.transport.shm.peer import ShmPeer
+from prefixkv.transport.threaded import QueuedCalls
 from tests.models.sim import Sim
 from tests.models.transport_pools import shared_zeros
 
@@ -57,7 +57,7 @@ class _Loop(ShmLoop):
     def _guarded(self, step: Callable[[], bool | None]) -> bool | None:
         return step()
 
-    def _copy(self, peer: Peer, job: ActiveJob) -> None:
+    def _transfer(self, peer: ShmPeer, job: ActiveJob) -> None:
         fabric, route = self._fabric, job.job.route
         fabric.show(peer.peer, job)
         plan, link = peer.plans[route], peer.link
@@ -68,15 +68,15 @@ class _Loop(ShmLoop):
         try:
             if fabric.happens(fabric.lose_notification):
                 with mock.patch.object(link, "tell"):
-                    super()._copy(peer, job)
+                    super()._transfer(peer, job)
             else:
-                super()._copy(peer, job)
+                super()._transfer(peer, job)
         finally:
             if route in peer.plans:  # else the peer was lost over it
                 peer.plans[route] = plan
 
 
-class SteppedShm(Queued[ShmLoop]):
+class SteppedShm(QueuedCalls[ShmLoop]):
     """As `ShmTransport`, but what its thread would do is done by `turn`."""
 
     def __init__(self, fabric: ShmFabric, me: PeerId, sink: Sink, *what: Any) -> None:
@@ -85,7 +85,7 @@ class SteppedShm(Queued[ShmLoop]):
         layout, config, staging, state, self._memory = what
         self.loop = _Loop(fabric, me, layout, self._tell, config, staging, state)
         self.metadata = self.loop.offer
-        self.commands: deque[Command] = deque()
+        self.commands: deque[Callable[[ShmLoop], None]] = deque()
         self._unproven: set[int] = set()  # no write ends undrained
 
     def _tell(self, event: Any) -> None:
@@ -116,7 +116,7 @@ class SteppedShm(Queued[ShmLoop]):
         self.commands.clear()
         self.loop.destroy()
 
-    def _call(self, command: Command, or_raise: bool = True) -> None:
+    def _call(self, command: Callable[[ShmLoop], None], or_raise: bool = True) -> None:
         if not self.closed:
             self.commands.append(command)
         elif or_raise:

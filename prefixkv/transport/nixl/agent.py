@@ -155,20 +155,3 @@ def memory_type_of(layout: KVLayout) -> str:
 def error_of(state: str) -> Exception | None:
     """Return the error that a NIXL state stands for, None for DONE and PROC."""
     return None if state in ("DONE", "PROC") else TransferError(f"NIXL reports state {state}")
-
-
-def bare(error: BaseException) -> Exception:
-    """Return the error without tracebacks: their frames would keep the agent alive.
-
-    An exception that is no `Exception` (KeyboardInterrupt, say) comes back wrapped.
-    """
-    # Causes and contexts have tracebacks of their own.
-    seen: BaseException | None = error
-    while seen is not None:
-        seen.__traceback__ = None
-        seen = seen.__cause__ or seen.__context__
-    if isinstance(error, Exception):
-        return error
-    wrapped = TransferError(f"{type(error).__name__}: {error}")
-    wrapped.__cause__ = error
-    return wrapped

@@ -2,23 +2,26 @@
 notifications.
 
 - NIXL gets no progress thread (it burns a core): our thread polls, on both sides, while something
-is under way. - On shared memory the copy runs inside the post. So a post is bounded, and between
-two posts to one peer every other peer gets one. - A lost peer does not heal: it is removed and
-added again, with new descriptor lists, at its next write. - A write that failed after its post may
-still land until its agent is destroyed. So `renew` puts another agent in its place. The former one
-ends what it has posted and is destroyed.
+  is under way.
+- On shared memory the copy runs inside the post. So a post is bounded, and between two posts to one
+  peer every other peer gets one.
+- A lost peer does not heal: it is removed and added again, with new descriptor lists, at its next
+  write.
+- A write that failed after its post may still land until its agent is destroyed. So `renew` puts
+  another agent in its place. The former one ends what it has posted and is destroyed.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-import traceback
+from collections import deque
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any, Final
 
 from prefixkv.config import TransportConfig
-from prefixkv.errors import AbortedError, InternalError, PeerLostError, TransferTimeoutError
+from prefixkv.errors import InternalError, TransferTimeoutError
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.staging_area import StagingArea
 from prefixkv.memory.state_layout import StateLayout
@@ -31,22 +34,21 @@ from prefixkv.transport.base import (
     TransportEvent,
     WriteDrained,
     WriteFailed,
-    WriteJob,
 )
 from prefixkv.transport.interfaces import warn_if_open
-from prefixkv.transport.jobs import ActiveJob, JobTable
+from prefixkv.transport.jobs import ActiveJob
+from prefixkv.transport.loop import RECONNECT_S, TransportLoop, bare
 from prefixkv.transport.metadata.nixl_form import nixl_name
 from prefixkv.transport.nixl.agent import (
     CONNECTION_BROKEN,
     NEVER_POSTED,
     NixlAgent,
-    bare,
     error_of,
 )
-from prefixkv.transport.nixl.peer import Peer, Post
+from prefixkv.transport.nixl.peer import NixlPeer, Post
 from prefixkv.transport.parts import part_indices
 from prefixkv.transport.routes import PeerMemory, routes_to
-from prefixkv.transport.wait import Inbox
+from prefixkv.wakeups import Inbox
 
 _log = logging.getLogger("prefixkv.transport")
 
@@ -61,11 +63,8 @@ _LONGEST_IDLE: Final = 25
 _LINGER_S: Final = 5e-3  # a notification may still sit in UCX's buffers when its write is DONE
 _COMMANDS_A_TURN: Final = 64  # then the posts get theirs
 _POLL_GAP_S: Final = 2e-3  # more than this between two polls does not count as polling
-_RECONNECT_S: Final = 0.1  # between two attempts, each of which may hold the thread for 20 ms
 _REST_S: Final = 0.1  # between the last error of an agent and its end
 _RENEW_S: Final = 0.25  # between two renewals, each of which holds it for 70 ms
-
-Command = Callable[["NixlLoop"], None]  # run by the thread
 
 
 def pause_s(config: TransportConfig, quiet_s: float, sending: bool) -> float:
@@ -90,7 +89,7 @@ def pause_s(config: TransportConfig, quiet_s: float, sending: bool) -> float:
     return min(longest_s, max(config.idle_sleep_s, quiet_s * part))
 
 
-class NixlLoop:
+class NixlLoop(TransportLoop[NixlPeer]):
     """The NIXL agent and all that hangs on it. Owned by the transport thread; nothing of it leaves.
 
     The memory of `layout`, `staging` and `state` is registered here.
@@ -101,11 +100,7 @@ class NixlLoop:
         staging: StagingArea | None = None, state: StateLayout | None = None,
     ) -> None:  # fmt: skip
         """Create the agent. Raises what NIXL raises."""
-        self._layout = layout
-        self._staging = staging
-        self._state = state
-        self._sink = sink
-        self._config = config
+        super().__init__(layout, sink, config, staging, state, config.post_descriptors)
         self._name = nixl_name(me)
         warn_if_open(config.interface)
         self._agent = self._new_agent(self._name)
@@ -118,8 +113,6 @@ class NixlLoop:
         self._renew_wanted = False
         self._renew_from = 0.0  # monotonic: no renewal before
         self.metadata = self._agent.metadata
-        self._peers: dict[PeerId, Peer] = {}
-        self._jobs = JobTable(self._emit, config.post_bytes, config.post_descriptors)
         self._posts: list[Post] = []  # under way, of both agents
         self._expected = 0  # rooms that peers may be writing: above 0, notifications are polled
         # Monotonic: polled until then for the notifications of what is DONE.
@@ -130,40 +123,32 @@ class NixlLoop:
 
     # --- the loop ---------------------------------------------------------------------------------
 
-    def serve(self, inbox: Inbox[Command]) -> None:
+    def serve(self, inbox: Inbox[Callable[[NixlLoop], None] | None]) -> None:
         """Obey commands and make progress until None comes, the command that closes."""
+        commands: deque[Callable[[NixlLoop], None] | None] = deque()
         quiet_since: float | None = None
         while True:
             # 1. Wait where nothing is to be done, or only to be looked at again. 0 means: poll at
             # once.
-            wait_s = self._wait_s(quiet_since)
+            wait_s = 0.0 if commands else self._wait_s(quiet_since)
             if wait_s != 0.0:
                 inbox.wait(wait_s)
+            if inbox.pending:
+                commands.extend(inbox.drain())
             # 2. Commands, a bounded number: a thread that queues without pause must not stop the
             # posts.
-            for _ in range(min(len(inbox), _COMMANDS_A_TURN)):
-                command = inbox.take()
+            for _ in range(min(len(commands), _COMMANDS_A_TURN)):
+                command = commands.popleft()
                 if command is None:
                     return
-                self._guarded(command)
+                self._guarded(partial(command, self))
                 quiet_since = None
             # 3. One step for everything under way. `quiet_since` is when the last one moved
             # nothing.
-            if self._guarded(NixlLoop._progress):
+            if self._guarded(self._progress):
                 quiet_since = None
             elif quiet_since is None:
                 quiet_since = time.monotonic()
-
-    def _guarded(self, step: Callable[[NixlLoop], bool | None]) -> bool | None:
-        """Run a step and return its result; log an exception and return None.
-
-        Such an exception is a bug of ours. The thread goes on, since it serves other rooms too.
-        """
-        try:
-            return step(self)
-        except Exception:
-            _log.error("the transport thread stumbled\n%s", traceback.format_exc())
-            return None
 
     def _wait_s(self, quiet_since: float | None) -> float | None:
         """Return how long to wait for a command: 0 to poll at once, None if only a command brings
@@ -188,9 +173,10 @@ class NixlLoop:
         moved = False
         # Posts before checks, so that a small one may be found DONE in the same turn.
         if self._jobs:
+            now = time.monotonic()
             for peer in list(self._peers.values()):
                 if peer.outbox:
-                    moved |= self._serve_peer(peer)
+                    moved |= self._serve_peer(peer, now)
             if self._posts:
                 moved |= self._check_posts()
         # A renewal only when the one before is finished: at most two agents live.
@@ -203,49 +189,6 @@ class NixlLoop:
         return moved
 
     # --- commands ---------------------------------------------------------------------------------
-
-    def add_peer(self, peer_id: PeerId, metadata: bytes, memory: PeerMemory) -> None:
-        """See `base.Transport.add_peer`."""
-        # Three cases: unknown; known with new metadata or memory (or removed and not gone yet);
-        # known as it is.
-        peer = self._peers.get(peer_id)
-        if peer is None:
-            peer = self._peers[peer_id] = Peer(peer_id, metadata, memory)
-            self._connect(peer)
-        elif peer.removed or (peer.metadata, peer.memory) != (metadata, memory):
-            # Its jobs were checked against the bounds of the former memory.
-            if peer.memory != memory:
-                self._jobs.drop(
-                    peer.outbox, PeerLostError(f"the memory of {peer_id.name} is another now")
-                )
-            # Its lists may be in use by posts, so they are built again only before its next post.
-            peer.metadata, peer.memory, peer.removed = metadata, memory, False
-            peer.routes, peer.retry_at = None, 0.0
-
-    def remove_peer(self, peer_id: PeerId) -> None:
-        """See `base.Transport.remove_peer`."""
-        peer = self._peers.get(peer_id)
-        if peer is None:
-            return
-        # Jobs that are not posted end now; the peer itself goes with its last post under way.
-        peer.removed = True
-        self._jobs.drop(peer.outbox, AbortedError(f"peer {peer_id.name} was removed"))
-        self._forget_if_unused(peer)
-
-    def write(self, job: WriteJob) -> None:
-        """See `base.Transport.write`."""
-        peer = self._peers.get(job.peer)
-        if peer is None or peer.removed:
-            self._jobs.refuse(job, PeerLostError(f"{job.peer} is no peer of this transport"))
-        # Not connected: parked until the peer is, since pages are checked against its runs.
-        elif peer.routes is None:
-            self._jobs.park(peer.outbox, job)
-        else:
-            self._jobs.start(peer.outbox, peer.routes, job)
-
-    def cancel(self, job_id: int) -> None:
-        """See `base.Transport.cancel`."""
-        self._jobs.cancel(job_id)
 
     def expect(self, num_rooms: int) -> None:
         """See `base.Transport.expect`."""
@@ -262,9 +205,15 @@ class NixlLoop:
 
     # --- peers ------------------------------------------------------------------------------------
 
-    def _connect(self, peer: Peer) -> bool:
-        """Make the peer known to NIXL, again if need be, and prepare its lists; return False if
-        that failed.
+    def _new_peer(self, peer_id: PeerId, metadata: bytes, memory: PeerMemory) -> NixlPeer:
+        return NixlPeer(peer_id, metadata, memory)
+
+    def _connect_again(self, peer: NixlPeer) -> None:
+        """Have the peer's lists built again before its next post: posts may be using them now."""
+        peer.routes, peer.retry_at = None, 0.0
+
+    def _connect(self, peer: NixlPeer) -> None:
+        """Make the peer known to NIXL, again if need be, and prepare its lists.
 
         Never with a post in flight: NIXL forgets the state of a handle if its peer is removed.
         """
@@ -275,22 +224,21 @@ class NixlLoop:
             peer.load(self._agent, routes)
         except Exception as error:
             self._lose(peer, bare(error))
-            return False
+            return
         # Only now: jobs are cut by the routes that the lists were made for.
         self._jobs.start_parked(peer.outbox, routes)
-        return True
 
-    def _lose(self, peer: Peer, error: Exception) -> None:
+    def _lose(self, peer: NixlPeer, error: Exception) -> None:
         """Treat the peer as gone: what waits for it fails, a later write tries again."""
         # `routes` None makes the next write connect; not at once, since each attempt may hold the
         # thread for 20 ms.
         peer.routes = None
-        peer.retry_at = time.monotonic() + _RECONNECT_S
+        peer.retry_at = time.monotonic() + RECONNECT_S
         self._jobs.drop(peer.outbox, error)
         if not peer.removed:
-            self._emit(PeerUnreachable(peer.peer, error))
+            self.emit(PeerUnreachable(peer.peer, error))
 
-    def _forget_if_unused(self, peer: Peer) -> None:
+    def _forget_if_unused(self, peer: NixlPeer) -> None:
         """Drop a removed peer once none of its posts is under way: until then its lists are
         in use."""
         if peer.removed and peer.in_flight == 0 and self._peers.get(peer.peer) is peer:
@@ -302,31 +250,14 @@ class NixlLoop:
 
     # --- writes -----------------------------------------------------------------------------------
 
-    def _serve_peer(self, peer: Peer) -> bool:
-        """Post one part, of the first room in turn that is ready; connect first if that is due.
+    def _may_connect(self, peer: NixlPeer) -> bool:
+        return not peer.in_flight
 
-        Returns whether anything moved. One part only, so that peers take turns.
-        """
-        if peer.routes is None:
-            if peer.in_flight or time.monotonic() < peer.retry_at:
-                return False
-            return self._connect(peer)
+    def _may_transfer(self, peer: NixlPeer) -> bool:
         # At most `window` posts per peer, so that one slow peer does not fill the thread's checks.
-        if peer.in_flight >= self._config.window:
-            return False
-        for job in peer.outbox.round():
-            try:
-                ready = job.poll_ready()
-            # `ready` is the engine's code: an error ends its job alone.
-            except BaseException as error:
-                self._jobs.stop(job, bare(error))
-                return True
-            if ready:
-                self._post(peer, job)
-                return True
-        return False
+        return peer.in_flight < self._config.window
 
-    def _post(self, peer: Peer, job: ActiveJob) -> None:
+    def _transfer(self, peer: NixlPeer, job: ActiveJob) -> None:
         """Post the next part of a job, and note how that ended if it did so at once."""
         number = job.next_part
         part = job.parts[number]
@@ -340,9 +271,8 @@ class NixlLoop:
             src, dst = part_indices(job.runs, part, job.src_pages, job.dst_pages)
             local, remote = peer.lists[job.job.route]
             handle = self._agent.api.make_prepped_xfer("WRITE", local, src, remote, dst)
-
-            # then their pages must not be freed. Only what NIXL refuses before it touches anything
-            # is certain.
+            # Before the post: one that raises may have handed on descriptors, and then their pages
+            # must not be freed. Only what NIXL refuses before it touches anything is certain.
             may_land = True
             state = self._agent.api.transfer(handle, job.tag(number))
         except Exception as refusal:
@@ -422,7 +352,7 @@ class NixlLoop:
             return False
         for tags in arrived.values():
             for tag in tags:
-                self._emit(Arrived(bytes(tag)))
+                self.emit(Arrived(bytes(tag)))
         # Only what was really polled counts for `settle`: a gap longer than `_POLL_GAP_S` is cut,
         # so that a process that was stopped in between does not take its sleep for reading.
         now = time.monotonic()
@@ -437,15 +367,11 @@ class NixlLoop:
         due = [token for until_s, token in self._settling if until_s <= self._polled_s]
         self._settling = [waiting for waiting in self._settling if waiting[0] > self._polled_s]
         for token in due:
-            self._emit(Settled(token))
+            self.emit(Settled(token))
 
-    def _emit(self, event: TransportEvent) -> None:
-        """Hand an event to the sink; an exception of the sink's is logged, since the thread goes
-        on."""
-        try:
-            self._sink(event)
-        except BaseException:
-            _log.error("the sink of the transport failed on %r\n%s", event, traceback.format_exc())
+    def emit(self, event: TransportEvent) -> None:
+        """Hand an event to the sink, and a WriteDrained behind a failure that is proved already."""
+        super().emit(event)
         # The agent may be gone already when the job ends. So WriteDrained follows at once then.
         if isinstance(event, WriteFailed) and not event.drained:
             self._tell_if_proven(event.job_id)
@@ -516,9 +442,9 @@ class NixlLoop:
                 "proven to end"
             )
             self._outlived.append(former)
-        # A job that has not ended is reported when it ends, in `_emit`: a WriteDrained never comes
+        # A job that has not ended is reported when it ends, in `emit`: a WriteDrained never comes
         # before its WriteFailed.
-        # Jobs with other parts under way end later, and are reported in `_emit`.
+        # Jobs with other parts under way end later, and are reported in `emit`.
         for job_id in sorted(former.unproven):
             if job_id not in self._jobs:
                 self._tell_if_proven(job_id)
@@ -537,7 +463,7 @@ class NixlLoop:
         WriteDrained.
         """
         if not any(job_id in agent.unproven for agent in [*self._agents, *self._outlived]):
-            self._emit(WriteDrained(job_id))
+            self.emit(WriteDrained(job_id))
 
     # --- the end ----------------------------------------------------------------------------------
 

@@ -7,30 +7,25 @@ from dataclasses import dataclass
 from typing import Any
 
 from prefixkv.protocol.ids import PeerId
-from prefixkv.transport.jobs import ActiveJob, Outbox
+from prefixkv.transport.jobs import ActiveJob
+from prefixkv.transport.loop import LoopPeer
 from prefixkv.transport.metadata.nixl_form import nixl_name
 from prefixkv.transport.nixl.agent import FORGOTTEN, NixlAgent
 from prefixkv.transport.parts import Part
 from prefixkv.transport.routes import PeerMemory, Routes
 
 
-class Peer:
-    """A peer, the descriptor lists for it, and the jobs that go there.
+class NixlPeer(LoopPeer):
+    """A peer with its descriptor lists.
 
     `lists` holds (ours, theirs) by `WriteJob.route`.
     """
 
     def __init__(self, peer: PeerId, metadata: bytes, memory: PeerMemory) -> None:
-        self.peer = peer
-        self.metadata = metadata
-        self.memory = memory
+        super().__init__(peer, metadata, memory)
         self.loaded = False  # NIXL has its metadata
-        self.routes: Routes | None = None  # None: to be connected before its next post
         self.lists: dict[str, tuple[Any, Any]] = {}
-        self.outbox = Outbox()
         self.in_flight = 0  # posts of the present agent under way
-        self.retry_at = 0.0  # monotonic: no attempt to connect before
-        self.removed = False  # by the owner; kept while posts are under way
 
     def load(self, agent: NixlAgent, routes: Routes) -> None:
         """Load the peer into the agent and prepare its lists.
@@ -77,6 +72,6 @@ class Post:
 
     agent: NixlAgent
     handle: Any
-    peer: Peer
+    peer: NixlPeer
     job: ActiveJob
     part: Part

@@ -1,8 +1,7 @@
 """The transport over NIXL, as other threads see it. One thread, which runs `nixl/loop.py`, makes
 every NIXL call.
 
-The thread waits at its inbox, so a call from outside wakes it at once, whatever it waits for. (An
-eventfd would do for the idle wait, but a poll on it cannot time out in microseconds; a lock can.)
+The thread waits at its inbox, so a call from outside wakes it at once, whatever it waits for.
 """
 
 from __future__ import annotations
@@ -13,32 +12,24 @@ from collections.abc import Hashable
 from typing import Final
 
 from prefixkv.config import TransportConfig
-from prefixkv.errors import (
-    CallerError,
-    ClosedError,
-    InternalError,
-    TransferTimeoutError,
-)
+from prefixkv.errors import TransferTimeoutError
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.staging_area import StagingArea
 from prefixkv.memory.state_layout import StateLayout
 from prefixkv.protocol.ids import PeerId
 from prefixkv.transport.base import Sink
-from prefixkv.transport.nixl.agent import bare
-from prefixkv.transport.nixl.loop import Command, NixlLoop
-from prefixkv.transport.queued import Queued
-from prefixkv.transport.wait import Inbox
+from prefixkv.transport.loop import bare
+from prefixkv.transport.nixl.loop import NixlLoop
+from prefixkv.transport.threaded import CLOSE_TIMEOUT_S, ThreadedTransport
 
 _DEFAULTS: Final = TransportConfig()
 _START_TIMEOUT_S: Final = 120.0
-_CLOSE_TIMEOUT_S: Final = 120.0
 
 
-class NixlTransport(Queued[NixlLoop]):
+class NixlTransport(ThreadedTransport[NixlLoop]):
     """The contract of `base.Transport`, kept over a NIXL agent of its own.
 
-    The owner creates and closes it; the other methods may be called from any thread, queue and
-    return. The memory of `layout`, `staging` and `state`, all of it on the layout's device, is
+    The memory of `layout`, `staging` and `state`, all of it on the layout's device, is
     registered here and has to stay until `close()` has returned.
     """
 
@@ -52,18 +43,7 @@ class NixlTransport(Queued[NixlLoop]):
             ConfigError: a layout or an area breaks its laws.
             Exception: whatever NIXL raises when it cannot start.
         """
-        layout.validate()
-        if staging is not None:
-            staging.validate()
-        if state is not None:
-            state.validate()
-        self._me = me
-        self._inbox: Inbox[Command] = Inbox()
-        # Over `_closed` and the inbox: nothing is queued behind the closing command.
-        self._lock = threading.Lock()
-        self._closed = False
-        # Set by the thread before it ends, read after the join.
-        self._close_error: Exception | None = None
+        super().__init__(me, layout, staging, state)
         started: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=self._run,
@@ -80,7 +60,8 @@ class NixlTransport(Queued[NixlLoop]):
             raise TransferTimeoutError(f"NIXL did not start within {_START_TIMEOUT_S} s") from None
         if isinstance(outcome, Exception):
             self._closed = True
-            self._thread.join(_CLOSE_TIMEOUT_S)
+            self._thread.join(CLOSE_TIMEOUT_S)
+            self._inbox.close()
             raise outcome
         self._metadata = outcome
 
@@ -101,36 +82,6 @@ class NixlTransport(Queued[NixlLoop]):
     def renew(self) -> None:
         """See `base.Transport.renew`."""
         self._call(lambda loop: loop.renew(), or_raise=False)
-
-    def close(self) -> None:
-        """See `base.Transport.close`. May be called again.
-
-        Raises:
-            CallerError: called from the sink, by the very thread that is to be joined.
-            InternalError: the agent was not destroyed: then our writes are not fenced.
-        """
-        if threading.current_thread() is self._thread:
-            raise CallerError("close() was called from the transport's own sink")
-        with self._lock:
-            if not self._closed:
-                self._closed = True
-                self._inbox.put(None)
-        # Outside the lock: the thread's sink may call methods of ours, which take it.
-        self._thread.join(_CLOSE_TIMEOUT_S)
-        if self._thread.is_alive():
-            raise InternalError(
-                f"the transport thread is still in a NIXL call after {_CLOSE_TIMEOUT_S} s"
-            )
-        if self._close_error is not None:
-            raise self._close_error
-
-    def _call(self, command: Command, or_raise: bool = True) -> None:
-        """Queue a command for the thread. Closed: ClosedError, or nothing with `or_raise` False."""
-        with self._lock:
-            if not self._closed:
-                self._inbox.put(command)
-            elif or_raise:
-                raise ClosedError(f"the transport of {self._me.name} is closed")
 
     def _run(
         self, layout: KVLayout, sink: Sink, config: TransportConfig, staging: StagingArea | None,

@@ -12,12 +12,12 @@ from __future__ import annotations
 import logging
 import select
 import time
-import traceback
 from collections.abc import Callable, Hashable, Iterable
+from functools import partial
 from typing import Final
 
 from prefixkv.config import TransportConfig
-from prefixkv.errors import AbortedError, PeerLostError, TransferTimeoutError
+from prefixkv.errors import PeerLostError, TransferTimeoutError
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.shared import blocks_of
 from prefixkv.memory.staging_area import StagingArea
@@ -28,26 +28,23 @@ from prefixkv.transport.base import (
     PeerUnreachable,
     Settled,
     Sink,
-    TransportEvent,
-    WriteJob,
 )
-from prefixkv.transport.jobs import ActiveJob, JobTable
+from prefixkv.transport.jobs import ActiveJob
+from prefixkv.transport.loop import RECONNECT_S, TransportLoop
 from prefixkv.transport.routes import PeerMemory, routes_to
 from prefixkv.transport.shm.door import Door
-from prefixkv.transport.shm.peer import Link, Peer
+from prefixkv.transport.shm.peer import ShmLink, ShmPeer
 from prefixkv.wakeups import Inbox
 
 _log = logging.getLogger("prefixkv.transport")
 
-_RECONNECT_S: Final = 0.1  # between two attempts
 _BLOCKS_A_PART: Final = 1 << 15  # 5 ms of 512 bytes each
 _PATIENCE_S: Final = 2e-3  # of looks at what is not ready, before sleeps become longer
 
-Command = Callable[["ShmLoop"], None]  # run by the thread
 Met = Callable[[PeerId, Exception | None], bool]
 
 
-class ShmLoop:
+class ShmLoop(TransportLoop[ShmPeer]):
     """The peers, jobs and sockets of one shm transport. Owned by the transport's thread."""
 
     def __init__(
@@ -56,13 +53,9 @@ class ShmLoop:
     ) -> None:  # fmt: skip
         """Open the door, if all memory is shared. Raises OSError if the system lacks what this
         needs."""
-        self._layout, self._staging, self._state = layout, staging, state
-        self._sink = sink
-        self._config = config
+        super().__init__(layout, sink, config, staging, state, _BLOCKS_A_PART)
         self._met = met
         self._epoll = select.epoll()
-        self._peers: dict[PeerId, Peer] = {}
-        self._jobs = JobTable(self.emit, config.post_bytes, _BLOCKS_A_PART)
         self._settling: list[Hashable] = []  # tokens, answered in the next step
         # A door hands over whole blocks, so it is opened only if each range lies in a shared one.
         ranges = [*layout.regions]
@@ -80,7 +73,7 @@ class ShmLoop:
 
     # --- the loop ---------------------------------------------------------------------------------
 
-    def serve(self, inbox: Inbox[Command | None]) -> None:
+    def serve(self, inbox: Inbox[Callable[[ShmLoop], None] | None]) -> None:
         """Obey commands and make progress until None comes."""
         self._epoll.register(inbox.fd, select.EPOLLIN)
         idle_since: float | None = None
@@ -97,30 +90,19 @@ class ShmLoop:
                 idle_since = time.monotonic()
 
     def turn(
-        self, ready: Iterable[tuple[int, int]], commands: Iterable[Command | None]
+        self, ready: Iterable[tuple[int, int]], commands: Iterable[Callable[[ShmLoop], None] | None]
     ) -> bool | None:
         """Make one round: what came at sockets, then commands, then a part for each peer.
 
         Returns whether anything was done for peers; None if a command was to end.
         """
         for fd, events in ready:
-            self._guarded(lambda fd=fd, events=events: self._on_ready(fd, events))  # type: ignore[misc]
+            self._guarded(partial(self._on_ready, fd, events))
         for command in commands:
             if command is None:
                 return None
-            self._guarded(lambda command=command: command(self))  # type: ignore[misc]
+            self._guarded(partial(command, self))
         return bool(self._guarded(self._progress))
-
-    def _guarded(self, step: Callable[[], bool | None]) -> bool | None:
-        """Run a step and return its result; log an exception and return None.
-
-        Such an exception is a bug of ours. The thread goes on, since it serves other rooms too.
-        """
-        try:
-            return step()
-        except Exception:
-            _log.error("the shm transport's thread stumbled\n%s", traceback.format_exc())
-            return None
 
     def _ready(self, idle_since: float | None) -> list[tuple[int, int]]:
         """Return what came at sockets, after waiting as long as nothing else is to be done."""
@@ -182,53 +164,26 @@ class ShmLoop:
 
     # --- commands ---------------------------------------------------------------------------------
 
-    def add_peer(self, peer_id: PeerId, metadata: bytes, memory: PeerMemory) -> None:
-        """See `base.Transport.add_peer`."""
-        peer = self._peers.get(peer_id)
-        if peer is not None:
-            # Known as it is; else it is connected again, and jobs for other memory than before
-            # fail.
-            if not peer.removed and (peer.metadata, peer.memory) == (metadata, memory):
-                return
-            if peer.memory != memory:
-                lost = PeerLostError(f"the memory of {peer_id.name} is another now")
-                self._jobs.drop(peer.outbox, lost)
-            peer.part()
-            peer.metadata, peer.memory, peer.removed = metadata, memory, False
-        else:
-            peer = self._peers[peer_id] = Peer(peer_id, metadata, memory)
-        self._connect(peer)
-
-    def remove_peer(self, peer_id: PeerId) -> None:
-        """See `base.Transport.remove_peer`. No copy is under way, so the memory is given back at
-        once."""
-        peer = self._peers.pop(peer_id, None)
-        if peer is not None:
-            peer.removed = True
-            self._jobs.drop(peer.outbox, AbortedError(f"peer {peer_id.name} was removed"))
-            peer.part()
-
-    def write(self, job: WriteJob) -> None:
-        """See `base.Transport.write`."""
-        peer = self._peers.get(job.peer)
-        if peer is None:
-            self._jobs.refuse(job, PeerLostError(f"{job.peer} is no peer of this transport"))
-        elif peer.routes is None:
-            self._jobs.park(peer.outbox, job)
-        else:
-            self._jobs.start(peer.outbox, peer.routes, job)
-
-    def cancel(self, job_id: int) -> None:
-        """See `base.Transport.cancel`."""
-        self._jobs.cancel(job_id)
-
     def settle(self, token: Hashable) -> None:
         """Answer in the next step, see `_tell_settled`."""
         self._settling.append(token)
 
     # --- peers ------------------------------------------------------------------------------------
 
-    def _connect(self, peer: Peer) -> None:
+    def _new_peer(self, peer_id: PeerId, metadata: bytes, memory: PeerMemory) -> ShmPeer:
+        return ShmPeer(peer_id, metadata, memory)
+
+    def _connect_again(self, peer: ShmPeer) -> None:
+        """Connect at once: no copy is under way."""
+        self._connect(peer)
+
+    def _forget_if_unused(self, peer: ShmPeer) -> None:
+        """Drop a removed peer and give its memory back at once: no copy is under way."""
+        if peer.removed and self._peers.get(peer.peer) is peer:
+            del self._peers[peer.peer]
+            peer.part()
+
+    def _connect(self, peer: ShmPeer) -> None:
         """Begin to connect to a peer; `_go_on` continues once it has answered."""
         peer.part()
         try:
@@ -237,11 +192,11 @@ class ShmLoop:
             routes_to(peer.memory, self._layout, self._staging, self._state)
             if self._layout.device != "cpu" or peer.memory.layout.device != "cpu":
                 raise PeerLostError("shm copies between pools on the CPU")
-            peer.link = Link(peer.peer, peer.metadata, peer.memory, self._epoll)
+            peer.link = ShmLink(peer.peer, peer.metadata, peer.memory, self._epoll)
         except Exception as error:
             self._lose(peer, error)
 
-    def _go_on(self, peer: Peer, now: float) -> bool:
+    def _go_on(self, peer: ShmPeer, now: float) -> bool:
         """Make the next step for a peer that is not connected yet; return whether it moved.
 
         Its answer, then its pages a stretch at a time, then its routes.
@@ -270,7 +225,7 @@ class ShmLoop:
             self._met(peer.peer, None)
         return True
 
-    def _lose(self, peer: Peer, error: Exception) -> None:
+    def _lose(self, peer: ShmPeer, error: Exception) -> None:
         """Treat the peer as gone: what waits for it fails, a later write tries again.
 
         If it was connected and nothing waits, nothing is reported: the next write finds out.
@@ -283,7 +238,7 @@ class ShmLoop:
         self._jobs.drop(peer.outbox, error)
         # A peer that was connected may be back at once; one that could not be reached is left
         # alone.
-        peer.retry_at = 0.0 if connected else time.monotonic() + _RECONNECT_S
+        peer.retry_at = 0.0 if connected else time.monotonic() + RECONNECT_S
         # Another transport may take it over, and then nothing is lost.
         if not connected and self._met is not None and self._met(peer.peer, error):
             return
@@ -292,27 +247,7 @@ class ShmLoop:
 
     # --- copies -----------------------------------------------------------------------------------
 
-    def _serve_peer(self, peer: Peer, now: float) -> bool:
-        """Copy one part, of the first room in turn that is ready; connect first if that is due."""
-        if peer.routes is None:
-            if now < peer.retry_at:
-                return False
-            self._connect(peer)
-            return True
-        for job in peer.outbox.round():
-            try:  # `ready` is the engine's code: an error ends its job alone
-                ready = job.poll_ready()
-            except BaseException as error:
-                self._jobs.stop(
-                    job, error if isinstance(error, Exception) else AbortedError(repr(error))
-                )
-                return True
-            if ready:
-                self._copy(peer, job)
-                return True
-        return False
-
-    def _copy(self, peer: Peer, job: ActiveJob) -> None:
+    def _transfer(self, peer: ShmPeer, job: ActiveJob) -> None:
         """Copy the next part of a job and send its tag."""
         number = job.next_part
         part = job.parts[number]
@@ -345,13 +280,6 @@ class ShmLoop:
         for token in tokens:
             self.emit(Settled(token))
 
-    def emit(self, event: TransportEvent) -> None:
-        """Hand an event to the sink; an exception of the sink's is logged."""
-        try:
-            self._sink(event)
-        except BaseException:
-            _log.error("the sink of the transport failed on %r\n%s", event, traceback.format_exc())
-
     def destroy(self) -> None:
         """Give all memory of peers back, then end every job: nothing of ours can land from
         now on."""
@@ -364,6 +292,6 @@ class ShmLoop:
         self._epoll.close()
 
 
-def _is_greeting(peer: Peer) -> bool:
+def _is_greeting(peer: ShmPeer) -> bool:
     """Return whether the peer has not answered at its door yet."""
     return peer.link is not None and not peer.link.answered

@@ -22,7 +22,7 @@ from typing import Final, NamedTuple
 from prefixkv.errors import HandshakeError, PeerLostError, TransferError
 from prefixkv.memory.shared import SharedBlock
 from prefixkv.protocol.ids import PeerId
-from prefixkv.transport.jobs import Outbox
+from prefixkv.transport.loop import LoopPeer
 from prefixkv.transport.routes import PeerMemory, Routes
 from prefixkv.transport.shm.copy import CopyPlan, Mapped, moved
 from prefixkv.transport.shm.wire import (
@@ -44,7 +44,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
-class Link:
+class ShmLink:
     """One connection to a peer's door, from the greeting on."""
 
     def __init__(self, peer: PeerId, offer: bytes, memory: PeerMemory, epoll: select.epoll) -> None:
@@ -255,19 +255,13 @@ def _ranges_of(memory: PeerMemory) -> list[tuple[int, int]]:
     return ranges
 
 
-class Peer:
-    """A peer. `routes` is None while it is to be connected before its next copy."""
+class ShmPeer(LoopPeer):
+    """A peer with the connection to its door and the plans of copies into its memory."""
 
     def __init__(self, peer: PeerId, metadata: bytes, memory: PeerMemory) -> None:
-        self.peer = peer
-        self.metadata = metadata
-        self.memory = memory
-        self.link: Link | None = None
-        self.routes: Routes | None = None
+        super().__init__(peer, metadata, memory)
+        self.link: ShmLink | None = None
         self.plans: dict[str, CopyPlan] = {}
-        self.outbox = Outbox()
-        self.retry_at = 0.0
-        self.removed = False
 
     def part(self) -> None:
         """Close the connection and give the memory back."""

@@ -12,21 +12,19 @@ from collections.abc import Hashable
 from typing import Final
 
 from prefixkv.config import TransportConfig
-from prefixkv.errors import CallerError, ClosedError, ConfigError, InternalError
+from prefixkv.errors import ConfigError
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.staging_area import StagingArea
 from prefixkv.memory.state_layout import StateLayout
 from prefixkv.protocol.ids import PeerId
 from prefixkv.transport.base import Sink, TransportEvent
-from prefixkv.transport.queued import Queued
-from prefixkv.transport.shm.loop import Command, Met, ShmLoop
-from prefixkv.wakeups import Inbox
+from prefixkv.transport.shm.loop import Met, ShmLoop
+from prefixkv.transport.threaded import ThreadedTransport
 
 _DEFAULTS: Final = TransportConfig()
-_CLOSE_TIMEOUT_S: Final = 120.0
 
 
-class ShmTransport(Queued[ShmLoop]):
+class ShmTransport(ThreadedTransport[ShmLoop]):
     """The contract of `base.Transport`, kept by copies into mapped memory of peers.
 
     Of the config it uses `post_bytes` (the size of a part; a job can be cancelled between two
@@ -47,13 +45,8 @@ class ShmTransport(Queued[ShmLoop]):
         Raises:
             ConfigError: a layout or an area breaks its laws, or the system has no such sockets.
         """
-        layout.validate()
-        for more in (staging, state):
-            if more is not None:
-                more.validate()
-        self._me = me
         try:
-            self._inbox: Inbox[Command | None] = Inbox()
+            super().__init__(me, layout, staging, state)
             try:
                 self._loop = ShmLoop(me, layout, sink, config, staging, state, met)
             # The descriptor of the inbox: no thread will ever close it.
@@ -63,9 +56,6 @@ class ShmTransport(Queued[ShmLoop]):
         except OSError as error:
             raise ConfigError(f"the shm transport cannot start: {error}") from error
         self.metadata = self._loop.offer
-        # Over `_closed` and the inbox: nothing is queued behind the closing command.
-        self._lock = threading.Lock()
-        self._closed = False
         self._thread = threading.Thread(
             target=self._run, name=f"prefixkv-shm-{me.name}", daemon=True
         )
@@ -88,36 +78,6 @@ class ShmTransport(Queued[ShmLoop]):
 
     def renew(self) -> None:
         """Do nothing: no job ends undrained here."""
-
-    def close(self) -> None:
-        """See `base.Transport.close`. May be called again.
-
-        Raises:
-            CallerError: called from the sink, by the very thread that is to be joined.
-            InternalError: the thread is still in a copy.
-        """
-        if threading.current_thread() is self._thread:
-            raise CallerError("close() was called from the transport's own sink")
-        with self._lock:
-            if not self._closed:
-                self._closed = True
-                self._inbox.put(None)
-        # Outside the lock: the thread's sink may call methods of ours, which take it.
-        self._thread.join(_CLOSE_TIMEOUT_S)
-        if self._thread.is_alive():
-            raise InternalError(
-                f"the shm transport's thread has not ended after {_CLOSE_TIMEOUT_S} s"
-            )
-        # After the thread, which waits on the inbox's descriptor.
-        self._inbox.close()
-
-    def _call(self, command: Command, or_raise: bool = True) -> None:
-        """Queue a command for the thread. Closed: ClosedError, or nothing with `or_raise` False."""
-        with self._lock:
-            if not self._closed:
-                self._inbox.put(command)
-            elif or_raise:
-                raise ClosedError(f"the transport of {self._me.name} is closed")
 
     def _run(self) -> None:
         """Run the thread; the loop's objects are created by the constructor and used only here."""

@@ -140,6 +140,9 @@ def test_a_trial_that_takes_too_long_is_a_refusal(
     monkeypatch.setattr(trial_module, "_TRIAL_LIMIT_S", 0.05)
     assert "more than 0.05 s" in str(tried.verdict())
     monkeypatch.undo()
+    # The next child may have been started with the short limit, which a loaded machine exceeds.
+    error = tried.verdict()
+    assert error is None or "SIGALRM" in str(error)
     assert tried.verdict() is None
 
 

@@ -22,7 +22,6 @@ from prefixkv.transport.base import PeerUnreachable, Settled, WriteDone, WriteDr
 from prefixkv.transport.nixl import agent as nixl_agent
 from prefixkv.transport.nixl import loop as nixl_loop
 from prefixkv.transport.nixl.transport import NixlTransport
-from prefixkv.transport.wait import Inbox
 from tests.models.devices import TCP
 from tests.models.patience import PATIENCE_S, until
 from tests.models.transport_child import BIG, Child, children
@@ -294,31 +293,6 @@ def test_a_peer_that_stands_still_holds_its_window_and_nobody_else(
         tcp_driver.until(lambda: writer.ends(2))
         assert isinstance(writer.ends(2)[0], WriteDone)
         assert child.pages() == writer.pool.pages()
-
-
-def test_the_inbox_never_waits_longer_than_asked() -> None:
-    """A ring left over from a command already taken must not turn a short wait into one without
-    end."""
-    inbox: Inbox[int] = Inbox()
-    inbox.put(None)
-    inbox.put(None)
-    assert [inbox.take(), inbox.take()] == [None, None]
-
-    def wait_often() -> None:
-        for _ in range(100):
-            inbox.wait(1e-6)
-
-    waiting = threading.Thread(target=wait_often, daemon=True)
-    waiting.start()
-    waiting.join(PATIENCE_S)
-    assert not waiting.is_alive()
-
-    forever = threading.Thread(target=inbox.wait, args=(None,), daemon=True)
-    forever.start()
-    inbox.put(None)
-    forever.join(PATIENCE_S)
-    assert not forever.is_alive()
-    assert len(inbox) == 1
 
 
 def test_close_is_a_fence_for_what_a_stopped_peer_has_not_got(nixl_driver: NixlDriver) -> None:

@@ -26,12 +26,12 @@ from prefixkv.memory.mesh import Shard
 from prefixkv.memory.shared import SEALS
 from prefixkv.protocol.tags import ChunkTag
 from prefixkv.transport.base import Arrived, PeerUnreachable, Settled, WriteDone, WriteFailed
+from prefixkv.transport.loop import RECONNECT_S
 from prefixkv.transport.routes import PeerMemory
-from prefixkv.transport.shm import loop as shm_loop
 from prefixkv.transport.shm import peer as shm_peer
 from prefixkv.transport.shm.copy import CopyPlan
 from prefixkv.transport.shm.loop import ShmLoop
-from prefixkv.transport.shm.peer import Link
+from prefixkv.transport.shm.peer import ShmLink
 from prefixkv.transport.shm.transport import ShmTransport
 from prefixkv.transport.shm.wire import listen, pack_offer, tags_of
 from tests.models.patience import until
@@ -90,18 +90,18 @@ def test_a_part_is_copied_then_told_and_the_job_ends_after_its_last_tag(
 ) -> None:
     writer, target = driver.pair(config=SMALL)
     steps: list[str] = []
-    copy, tell = CopyPlan.copy, Link.tell
+    copy, tell = CopyPlan.copy, ShmLink.tell
 
     def copied(plan: CopyPlan, *args: Any) -> None:
         copy(plan, *args)
         steps.append("copied")
 
-    def told(link: Link, tag: bytes) -> None:
+    def told(link: ShmLink, tag: bytes) -> None:
         tell(link, tag)
         steps.append(f"told, {len(writer.ends())} ended")
 
     monkeypatch.setattr(CopyPlan, "copy", copied)
-    monkeypatch.setattr(Link, "tell", told)
+    monkeypatch.setattr(ShmLink, "tell", told)
     writer.transport.write(writer.job(1, target, [0, 2], [1, 5]))
     driver.until(lambda: writer.ends(1))
     assert steps == ["copied", "told, 0 ended"] * 4
@@ -114,13 +114,13 @@ def test_peers_take_turns_part_by_part(driver: ShmDriver, monkeypatch: pytest.Mo
     until(lambda: is_connected(writer, one) and is_connected(writer, two))
     gate = Gate(driver)
     order: list[int] = []
-    tell = Link.tell
+    tell = ShmLink.tell
 
-    def told(link: Link, tag: bytes) -> None:
+    def told(link: ShmLink, tag: bytes) -> None:
         order.append(link.fd)
         tell(link, tag)
 
-    monkeypatch.setattr(Link, "tell", told)
+    monkeypatch.setattr(ShmLink, "tell", told)
     for number, target in enumerate((one, two)):
         pages = list(range(20))
         writer.transport.write(writer.job(number, target, pages, pages, ready=gate))
@@ -224,7 +224,7 @@ def test_a_peer_that_is_found_lost_by_a_tag_is_connected_anew(
         raise PeerLostError("it is gone")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Link, "tell", gone)
+        patched.setattr(ShmLink, "tell", gone)
         writer.transport.write(writer.job(1, target, [0], [0]))
         driver.until(lambda: writer.ends(1))
         until(lambda: link_to(writer, target) is None)
@@ -348,7 +348,7 @@ def test_a_door_that_is_shut_is_not_tried_at_every_write(
     assert all(isinstance(end, WriteFailed) and end.drained for end in writer.ends())
     gaps = [later - sooner for sooner, later in itertools.pairwise(tried)]
     assert gaps
-    assert min(gaps) >= shm_loop._RECONNECT_S
+    assert min(gaps) >= RECONNECT_S
 
 
 def test_writes_to_a_peer_that_does_not_read_its_tags_fail_beyond_a_bound(
@@ -356,9 +356,9 @@ def test_writes_to_a_peer_that_does_not_read_its_tags_fail_beyond_a_bound(
 ) -> None:
     monkeypatch.setattr(shm_peer, "_MAX_UNSENT_TAGS", 50)
     calls: list[int] = []
-    on_ready = Link.on_ready
+    on_ready = ShmLink.on_ready
     monkeypatch.setattr(
-        Link, "on_ready", lambda link, events: (calls.append(events), on_ready(link, events))[1]
+        ShmLink, "on_ready", lambda link, events: (calls.append(events), on_ready(link, events))[1]
     )
     writer = driver.node("prefill", config=SMALL)
     writer.transport.add_peer(liar.me, pack_offer(liar.offer), liar.layout)
@@ -445,9 +445,9 @@ def test_all_of_the_peers_pages_are_here_before_the_first_copy(
     driver: ShmDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps: list[str] = []
-    populate, copy = Link.populate, CopyPlan.copy
+    populate, copy = ShmLink.populate, CopyPlan.copy
     monkeypatch.setattr(shm_peer, "_POPULATED_BYTES", 4096)
-    monkeypatch.setattr(Link, "populate", lambda link: (steps.append("page"), populate(link))[1])
+    monkeypatch.setattr(ShmLink, "populate", lambda link: (steps.append("page"), populate(link))[1])
     monkeypatch.setattr(
         CopyPlan, "copy", lambda plan, *args: (steps.append("copy"), copy(plan, *args))[1]
     )
@@ -497,7 +497,7 @@ def test_a_kernel_that_is_interrupted_is_asked_again_and_an_old_one_is_not(
     monkeypatch.setattr(shm_peer, "_POPULATED_BYTES", 4096)
     with select.epoll() as epoll:
         memory = PeerMemory(liar.layout, None, None, None)
-        link = Link(liar.me, pack_offer(liar.offer), memory, epoll)
+        link = ShmLink(liar.me, pack_offer(liar.offer), memory, epoll)
         blocks = [
             liar.block[:2],
             (liar.block.address + liar.block.num_bytes, liar.block.num_bytes),
@@ -521,7 +521,7 @@ def test_a_kernel_that_is_interrupted_is_asked_again_and_an_old_one_is_not(
 def test_ranges_are_found_in_the_block_that_each_lies_in(liar: Liar) -> None:
     with select.epoll() as epoll:
         memory = PeerMemory(liar.layout, None, None, None)
-        link = Link(liar.me, pack_offer(liar.offer), memory, epoll)
+        link = ShmLink(liar.me, pack_offer(liar.offer), memory, epoll)
         address, num_bytes, fd = liar.block
         blocks = [(address + num_bytes, num_bytes), (address, num_bytes)]
         ranges = [(address + 8, 8), (address + num_bytes + 16, 8)]
@@ -569,13 +569,13 @@ def test_what_a_peer_says_behind_its_answer_keeps_no_writer_awake(
     driver: ShmDriver, liar: Liar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[int] = []
-    on_ready = Link.on_ready
+    on_ready = ShmLink.on_ready
 
-    def counted(link: Link, events: int) -> None:
+    def counted(link: ShmLink, events: int) -> None:
         calls.append(events)
         on_ready(link, events)
 
-    monkeypatch.setattr(Link, "on_ready", counted)
+    monkeypatch.setattr(ShmLink, "on_ready", counted)
     writer = driver.node("prefill")
     writer.transport.add_peer(liar.me, pack_offer(liar.offer), liar.layout)
     with liar.answer_truly() as link:
@@ -597,7 +597,7 @@ def test_a_peer_that_is_lost_while_a_job_waits_is_said(driver: ShmDriver, liar: 
 def test_a_tag_for_a_peer_that_is_gone_says_so(liar: Liar) -> None:
     with select.epoll() as epoll:
         memory = PeerMemory(liar.layout, None, None, None)
-        link = Link(liar.me, pack_offer(liar.offer), memory, epoll)
+        link = ShmLink(liar.me, pack_offer(liar.offer), memory, epoll)
         liar.answer_truly().close()
         link.on_ready(select.EPOLLIN)
         with pytest.raises(PeerLostError, match="is gone"):
@@ -610,5 +610,5 @@ def test_a_connection_that_cannot_be_watched_is_closed(liar: Liar) -> None:
     epoll = select.epoll()
     epoll.close()
     with pytest.raises(ValueError, match="closed epoll"):
-        Link(liar.me, pack_offer(liar.offer), PeerMemory(liar.layout, None, None, None), epoll)
+        ShmLink(liar.me, pack_offer(liar.offer), PeerMemory(liar.layout, None, None, None), epoll)
     assert num_descriptors() == before

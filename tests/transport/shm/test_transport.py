@@ -27,8 +27,8 @@ from prefixkv.memory.staging_area import StagingArea
 from prefixkv.memory.state_layout import StateLayout
 from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.tags import ChunkTag
+from prefixkv.transport import threaded
 from prefixkv.transport.base import PeerUnreachable, Settled, WriteDone, WriteFailed
-from prefixkv.transport.shm import transport as shm
 from prefixkv.transport.shm import wire as shm_wire
 from prefixkv.transport.shm.copy import CopyPlan
 from prefixkv.transport.shm.transport import ShmTransport
@@ -191,7 +191,7 @@ def test_close_from_the_sink_is_refused(driver: ShmDriver) -> None:
 def test_a_thread_that_does_not_end_is_said_and_closed_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(shm, "_CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(threaded, "CLOSE_TIMEOUT_S", 0.05)
     inside, go_on = threading.Event(), threading.Event()
 
     def sink(event: Any) -> None:
@@ -205,7 +205,7 @@ def test_a_thread_that_does_not_end_is_said_and_closed_later(
     with pytest.raises(InternalError, match="has not ended"):
         transport.close()
     go_on.set()
-    monkeypatch.setattr(shm, "_CLOSE_TIMEOUT_S", PATIENCE_S)
+    monkeypatch.setattr(threaded, "CLOSE_TIMEOUT_S", PATIENCE_S)
     transport.close()
 
 
