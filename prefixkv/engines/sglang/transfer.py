@@ -461,8 +461,8 @@ class PrefixKVSender(sgl.CommonKVSender):  # type: ignore[misc]
             return int(self.conclude_state)
         if send is None:
             return int(sgl.KVPoll.Bootstrapping)
-        # SGLang's own timeout for a request that decode never announces; it has written the reason.
-        # Only while bootstrapping: later a deadline must not free pages that a write may read.
+        # SGLang's own timeout, for a request that decode never announces. It has recorded the
+        # reason.
         status: int = POLLS[send.poll]
         if status == sgl.KVPoll.Bootstrapping and self._check_bootstrap_timeout() is not None:
             self.sends.abort(send, self.kv_mgr.failure_records[self.bootstrap_room])

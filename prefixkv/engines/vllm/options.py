@@ -44,7 +44,7 @@ OPTION_NAMES: Final = {
     "decode workers": _EXTRA.format("control.max_peers"),
     "bytes held for it": _EXTRA.format("control.max_peer_bytes"),
 }
-"""By field of a handshake, the option of vLLM that sets it. Used as `ModelConfig.option_names`, so
+"""Map from a field of a handshake to the option of vLLM that sets it. Used as `ModelConfig.option_names`, so
 that a refusal names what an operator can change."""
 
 

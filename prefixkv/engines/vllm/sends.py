@@ -47,7 +47,7 @@ class _Send:
     since_s: float  # when the request came; of an offer, when its prompt was computed
     started: bool = False  # vLLM has given it blocks
     left: bool = False  # its request has ended
-    end: int = 0  # tokens whose computing was ordered
+    end: int = 0  # tokens that were ordered to be computed
     num_pages: int = 0  # that were handed over
     params: dict[str, Any] | None = None  # only of an offer: its answer's `kv_transfer_params`
     parent: str = ""  # only of an offer: the request that it is a choice of, or itself
