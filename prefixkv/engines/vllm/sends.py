@@ -208,8 +208,8 @@ class Sends:
         is preempted keeps its blocks until they are sent, so two half-computed prompts could block
         each other.
         """
-        # 1. Decode has refused it, or has left. Where this vLLM cannot end a request uncomputed,
-        #    it is computed for the sake of its answer.
+        # 1. It will not be sent: refused here or by decode. Where this vLLM cannot end a request
+        #    uncomputed, it is computed for the sake of its answer.
         if rid in self.ending:
             return not self.can_end
         # 2. No send, or an offer, which waits for no promise.
