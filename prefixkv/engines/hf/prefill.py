@@ -137,8 +137,7 @@ class PrefillEngine:
             ends,
             sampled,
         )
-        # 3. The event before sampling: sampling waits for the device, and sends need not wait for
-        # it.
+        # 3. The event stands before the work of sampling, for which the sends need not wait.
         ready = self.model.event()
         firsts = choose(logits, [parts[i][0].job.choice for i in sampled]) if sampled else []
         tokens = dict(zip(sampled, firsts, strict=True))

@@ -64,8 +64,6 @@ class FenceFolder:
             return
         self._next_s = now_s + LOOK_EVERY_S
         try:
-            # Fence before listing, so that the new list no longer has the peers that were just
-            # fenced.
             for peer in self._named():
                 if peer not in self._fenced:
                     self._fenced.add(peer)

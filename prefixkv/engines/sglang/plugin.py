@@ -108,6 +108,7 @@ def _refusals(context: Any) -> list[str]:
     """Return why this server cannot have the tree, each reason with the option to leave out."""
     from prefixkv.engines.sglang import internals as sgl
 
+    # Each is a part of SGLang that keeps KV outside of this tree, or expects another tree.
     memory, disagg, params = sgl.get_memory(), sgl.get_disagg(), context.params
     allocator = params.token_to_kv_pool_allocator
     found = {

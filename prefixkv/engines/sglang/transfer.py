@@ -88,6 +88,7 @@ def why_ended(req: Any, default: str) -> str:
 
 def refusals(args: sgl.KVArgs, server_args: Any) -> list[str]:
     """Return why this server cannot have the backend, each reason with what to leave out."""
+    # Each would leave KV or state unsent, or change the memory that is registered for transfers.
     parallel = sgl.get_parallel()
     states = ", ".join(state.value for state in args.state_types)
     found = {
@@ -281,6 +282,7 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
         while True:
             try:
                 frames = self.server_socket.recv_multipart(zmq.NOBLOCK)
+                # Four frames announce a room, six withdraw it.
                 if frames[0] != TAG or len(frames) not in (4, 6):
                     raise ValueError(f"{len(frames)} frames, the first {frames[0][:20]!r}")
                 room, name, digest = int(frames[1]), frames[2].decode(), frames[3]
@@ -458,6 +460,8 @@ class PrefixKVSender(sgl.CommonKVSender):  # type: ignore[misc]
             return int(self.conclude_state)
         if send is None:
             return int(sgl.KVPoll.Bootstrapping)
+        # SGLang's own timeout, for a request that decode never announces. It has recorded the
+        # reason.
         status: int = POLLS[send.poll]
         if status == sgl.KVPoll.Bootstrapping and self._check_bootstrap_timeout() is not None:
             self.sends.abort(send, self.kv_mgr.failure_records[self.bootstrap_room])

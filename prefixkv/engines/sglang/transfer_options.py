@@ -31,8 +31,8 @@ OPTION_NAMES: Final = {
     "decode workers": _JSON.format("control.max_peers"),
     "bytes held for it": _JSON.format("control.max_peer_bytes"),
 }
-"""By field of a handshake, the option of SGLang that sets it. Used as `ModelConfig.option_names`,
-so that a refusal names what an operator can change."""
+"""Map from a field of a handshake to the option of SGLang that sets it. `ModelConfig.option_names`
+has it, so that a refusal names what an operator can change."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,6 +88,7 @@ class Words:
         names = self._recorder.lora_names
         dynamo = self._recorder.dynamo_format
         lora = names.resolve(extra_key) if dynamo else names.get(extra_key)
+        # The first page of a path has no parent block, even if its hash follows that of a salt.
         seed = self._seed(run[0].namespace)
         parent = None if run[0].parent == NO_PARENT else self._block(run[0].parent, seed)
         for place in run:

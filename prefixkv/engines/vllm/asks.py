@@ -83,10 +83,12 @@ def ask_of(params: Any, is_producer: bool, is_consumer: bool) -> Ask | None:
 
 
 def _room(room: Any) -> int:
+    """Return a room's number, in [0, 2**64). Raises RequestError for anything else."""
     return whole_number("room", room, 0, 2**64)
 
 
 def _name(key: str, where: Any) -> str:
+    """Return the other server's name or address. Raises RequestError for an unfit value."""
     if not isinstance(where, str) or not 1 <= len(where) <= MAX_NAME_CHARS:
         raise RequestError(
             f"{key} in kv_transfer_params is {repr(where)[:200]}, a string of 1 to "
@@ -96,6 +98,7 @@ def _name(key: str, where: Any) -> str:
 
 
 def _nonce(nonce: Any) -> str:
+    """Return a room's nonce, "" for None. Raises RequestError for an unfit value."""
     if nonce is None:
         return ""
     if not isinstance(nonce, str) or len(nonce) > MAX_NONCE_CHARS:

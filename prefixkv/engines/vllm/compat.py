@@ -462,6 +462,7 @@ def block_format(config: Any, kv_cache: Any, backends: list[str]) -> str:
     instructions), quantization. Two servers must have equal tags; `OPTION_NAMES` maps each word to
     the option that sets it.
     """
+    # The version too: kernels may pack differently in the next one, and no name would show it.
     (group,) = kv_cache.kv_cache_groups
     spec = group.kv_cache_spec
     words = {

@@ -107,6 +107,7 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
         return self._scheduler
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Take vLLM's block pool, and let a policy choose its victims if one is set."""
         shadow: Shadow | None = None
         # The queue is replaced before any block is cached, so the shadow misses none.
         if self._options.policy and compat.can_govern(gpu_block_pool):
@@ -127,6 +128,7 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         # Only here is it known that some tokens are loaded, which vLLM counts as cached.
+        """Record that a request was given blocks, of which some tokens are to be loaded."""
         if num_external_tokens:
             compat.count_own_cache_only(request)
         (pages,) = blocks.get_block_ids()
@@ -172,6 +174,7 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
         return self._worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Make the worker's side over vLLM's KV tensors, by layer name. All ranks call it."""
         config, kv_cache = self._vllm_config, self._kv_cache_config
         options = self._options
         model = ModelConfig(
@@ -237,6 +240,7 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
             self.worker.after_forward(orders, compat.event_on(self._kv_caches))
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """Return the loads that are over. vLLM waits until every rank has reported one."""
         results = self.worker.take_results()
         return _base.KVConnectorTransferResults(
             finished_recving=results.received, failed_recving=results.failed
@@ -248,6 +252,7 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
     # --- in both, and in the API server -----------------------------------------------------------
 
     def get_kv_connector_stats(self) -> PrefixKVStats | None:
+        """Return the counts of this process since the last call, or None if nothing changed."""
         counts: dict[str, float] = {}
         if self._scheduler is not None:
             counts |= self._scheduler.take_counts() | self._scheduler.take_gauges()
@@ -279,6 +284,7 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
         return PrefixKVMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
+        """Stop the threads of this process's side. Idempotent."""
         if self._tower is not None:
             self._tower.close()
         if self._worker is not None:

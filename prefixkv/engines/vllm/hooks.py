@@ -42,6 +42,7 @@ def _ending(original: Any) -> Any:
 
     @functools.wraps(original)
     def update_from_output(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # After vLLM's own work: the report that decode has refused a request was taken in there.
         outputs = original(self, *args, **kwargs)
         side = _side(self)
         if side is not None:

@@ -47,6 +47,8 @@ def check_config(parallel: Any, kv_cache: Any) -> None:
         size = getattr(parallel, name, 1)
         if size > 1:
             raise ConfigError(f"{name} is {size}, must be 1: prefixkv's connector has no {what}")
+    # One group only: a transfer sends the pages of one block table, and another group would have
+    # its own. Of that group every token's KV must stay in its block until the request ends.
     groups = kv_cache.kv_cache_groups
     if len(groups) != 1:
         kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)

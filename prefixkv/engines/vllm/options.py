@@ -43,8 +43,8 @@ OPTION_NAMES: Final = {
     "decode workers": _EXTRA.format("control.max_peers"),
     "bytes held for it": _EXTRA.format("control.max_peer_bytes"),
 }
-"""By field of a handshake, the option of vLLM that sets it. Used as `ModelConfig.option_names`, so
-that a refusal names what an operator can change."""
+"""Map from a field of a handshake to the option of vLLM that sets it. `ModelConfig.option_names`
+has it, so that a refusal names what an operator can change."""
 
 
 @dataclass(frozen=True, slots=True)

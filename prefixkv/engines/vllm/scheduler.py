@@ -62,12 +62,12 @@ class _Load:
     room: int
     num_blocks: int  # of the whole prompt
     pages: tuple[int, ...]  # to be loaded
-    unsettled: int  # ranks whose pages a peer may still write
+    unsettled: int  # ranks into which a peer may still write
     since_s: float
     error: str = ""
     refused: bool = False  # the two servers do not work with each other
     left: bool = False  # its request has ended
-    over: bool = False  # vLLM has been told its outcome
+    over: bool = False  # its outcome was reported to vLLM
     overdue: bool = False
 
 

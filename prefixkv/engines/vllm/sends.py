@@ -46,7 +46,7 @@ class _Send:
     since_s: float  # when the request came; of an offer, when its prompt was computed
     started: bool = False  # vLLM has given it blocks
     left: bool = False  # its request has ended
-    end: int = 0  # tokens whose computing was ordered
+    end: int = 0  # tokens that were ordered to be computed
     num_pages: int = 0  # that were handed over
     params: dict[str, Any] | None = None  # only of an offer: its answer's `kv_transfer_params`
     parent: str = ""  # only of an offer: the request that it is a choice of, or itself
@@ -207,8 +207,8 @@ class Sends:
         is preempted keeps its blocks until they are sent, so two half-computed prompts could block
         each other.
         """
-        # 1. Decode has refused it, or has left. Where this vLLM cannot end a request uncomputed,
-        #    it is computed for the sake of its answer.
+        # 1. It will not be sent: refused here or by decode. Where this vLLM cannot end a request
+        #    uncomputed, it is computed for the sake of its answer.
         if rid in self.ending:
             return not self.can_end
         # 2. No send, or an offer, which waits for no promise.

@@ -135,6 +135,7 @@ class WorkerSide:
             raise
 
     def _register(self, pool: KVPool) -> None:
+        """Start the transfers; see `register`, which cleans up after an error."""
         is_producer, is_consumer = self._roles
         options, rank, name = self._options, self._rank, self._options.name
         control, transport = options.control, options.transport
