@@ -17,7 +17,7 @@ from prefixkv.prefill.request import PrefillRequest, PrefillState
 from prefixkv.prefill.send_plan import SendPlan
 
 UsablePrefix = Callable[[PrefillRequest, int], int]
-"""Function of a request and the number of its cached tokens that returns how many of them the engine
+"""Function of a request and the number of its cached tokens that returns how many the engine
 can continue from. Behind those it has no extra state."""
 
 
