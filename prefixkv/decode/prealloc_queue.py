@@ -8,22 +8,6 @@ the open ones three groups are tried, each only when the one before is empty:
     the rest    in the order of an `AdmissionPolicy`, which may let requests overtake one that does
                 not fit
 
-A request that the running ones cannot make room for holds up no other:
-
-    aside       it may need more pages than can come back (`prospects.py`): out of its lane, until
-                enough have been proved free
-    share       its prefill worker has its share of the pool (`shares.py`): its lane waits, and the
-                other lanes continue; if the share is held without proof, it waits aside alone
-    prefill     its prefill worker does not answer: its lane is closed
-
-The order rests on estimates: the result of the match when the request came, or was last looked at.
-A request is admitted only after another look, which repeats the match if the tree has changed, and
-recounts what locking the match would take out of the evictable pages. A pass makes at most
-`MAX_LOOKS` looks that admit nothing, and none at a request that did not fit before and for which
-nothing has changed since (`PageManager.version`). A request that cannot fit by its estimate gets no
-look; looks that are left over go to the oldest estimates, so that none stays wrong for long. The
-tree evicts the cached prefixes of waiting requests last (`wants.py`).
-
 Source: SGLang's `DecodePreallocQueue`, which admits first come, first served.
 """
 
@@ -58,8 +42,23 @@ ASIDE_REASONS = ("pages", "share", "prefill")
 
 
 class DecodePreallocQueue:
-    """Waiting requests, and the passes that admit those that fit; see the module's text. Owned by
-    the scheduler's thread.
+    """Waiting requests, and the passes that admit those that fit. Owned by the scheduler's thread.
+
+    A request that the running ones cannot make room for holds up no other:
+
+        aside       it may need more pages than can come back (`prospects.py`): it leaves its lane
+                    until enough have been proved free
+        share       its prefill worker has its share of the pool (`shares.py`): its lane waits, the
+                    others do not; if the share is held without proof, it waits aside alone
+        prefill     its prefill worker does not answer: its lane is closed
+
+    The order rests on estimates: the result of the match when the request came, or was last looked
+    at. A request is admitted only after another look, which repeats the match if the tree has
+    changed, and recounts what locking the match would take out of the evictable pages. A pass makes
+    at most `MAX_LOOKS` looks that admit nothing, and none at a request that did not fit before and
+    for which nothing has changed since (`PageManager.version`). A request that cannot fit by its
+    estimate gets no look; looks that are left over go to the oldest estimates, so that none stays
+    wrong for long. The tree evicts the cached prefixes of waiting requests last (`wants.py`).
 
     `add` and each admission cost O(log waiting). A pass that admits nothing costs no more, times
     the number of prefill workers that requests wait for.

@@ -26,6 +26,7 @@ class Unproved(NamedTuple):
 
     @property
     def total(self) -> int:
+        """Sum of the three."""
         return self.held + self.away + self.stuck
 
 

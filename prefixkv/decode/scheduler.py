@@ -5,13 +5,6 @@ It asks the control plane for rooms by commands (`take_commands`). The control p
 became of them through `room_ended`, `room_drained` and `room_overdue`. `runtime/nodes.py` connects
 it to threads; the tests connect it to a simulated network.
 
-Each way in which a request can end releases its lock and its pages, or hands them on, once:
-
-    finish, retract          cache_finished   whole pages to the tree, tail freed
-    fail or abort, drained   drop             own pages freed
-    fail or abort, not yet   hold             own pages belong to the room until it is drained
-    abort, others wait       nothing          the flight keeps them, and continues without an owner
-
 Source: SGLang's decode queues (`disaggregation/decode.py`); `pop_preallocated` and
 `pop_transferred` keep their names.
 """
@@ -69,8 +62,15 @@ from prefixkv.settings import check_time
 
 
 class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
-    """Admit, transfer, run and end the requests of one decode rank; see the module's text. Owned by
-    the scheduler's thread.
+    """Admit, transfer, run and end the requests of one decode rank. Owned by the scheduler's
+    thread.
+
+    Each way in which a request can end releases its lock and its pages, or hands them on, once:
+
+        finish, retract          cache_finished   whole pages to the tree, tail freed
+        fail or abort, drained   drop             own pages freed
+        fail or abort, not yet   hold             own pages belong to the room until it is drained
+        abort, others wait       nothing          the flight keeps them, without an owner
 
     Args:
         max_retries, retarget: how often prefill is asked again when a transfer fails, and which

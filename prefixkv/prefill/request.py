@@ -26,6 +26,7 @@ class PrefillState(enum.Enum):
 
     @property
     def ended(self) -> bool:
+        """True in the two terminal states."""
         return self in (PrefillState.SENT, PrefillState.FAILED)
 
 

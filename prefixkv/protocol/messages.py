@@ -219,6 +219,7 @@ class RoomBody(Body, frozen=True):
 
     @property
     def key(self) -> RoomKey:
+        """Key of the room; on prefill the decode worker's name is still to be added."""
         return RoomKey(self.room, self.generation)
 
 
@@ -289,6 +290,7 @@ class FailureCode(enum.IntEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> FailureCode:
+        """Return OTHER for a code that is unknown here."""
         # A peer of a later release may send codes that are unknown here: its frame still counts.
         return cls.OTHER
 
@@ -370,6 +372,7 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def sender(self) -> PeerId:
+        """Process that has sent the frame, as the frame claims."""
         return PeerId(self.name, self.incarnation)
 
 

@@ -9,14 +9,6 @@ ranks that follow it.
 
 A `DecodeRank` (runtime/decode_rank.py) is a `DecodeReplica` that also receives its part of the KV:
 the log names the rooms that it has to open, and its events go back to rank 0.
-
-The engine carries the bytes: by its own broadcast, once per pass, after the pops and `append_many`
-and before the step whose attention reads the rows. Ranks may apply late and at different times:
-they decide nothing. Rank 0's `after=` events stand for all ranks: a step that has ended there has
-passed its last all-reduce, so every rank has read all of its pages.
-
-A rank that comes to other pages raises at once (oplog.py). Every message also carries rank 0's page
-counts, which cost nothing, and some carry digests of the whole state.
 """
 
 from __future__ import annotations
@@ -107,7 +99,11 @@ def _described(policy: Policy) -> str:
 class RankLog:
     """Rank 0's side: gathers operations until the next `take`.
 
-    `append` is the `publish` of a `ReplicatedPageManager`.
+    `append` is the `publish` of a `ReplicatedPageManager`. The engine carries the bytes: by its own
+    broadcast, once per pass, after the pops and `append_many` and before the step whose attention
+    reads the rows. Ranks may apply late and at different times: they decide nothing. Rank 0's
+    `after=` events stand for all ranks: a step that has ended there has passed its last all-reduce,
+    so every rank has read all of its pages.
 
     Args:
         digest_every: each `digest_every`-th message carries digests, which cost O(pool) on all
@@ -156,6 +152,9 @@ class RankLog:
 class DecodeReplica:
     """A decode rank above 0: its own tree, allocator and page table, which follow rank 0's. Owned
     by one thread.
+
+    A rank that comes to other pages raises at once (oplog.py). Every message also carries rank 0's
+    page counts, which cost nothing, and some carry digests of the whole state.
 
     Args:
         num_pages, page_size: of this rank's pool, which has the shape of rank 0's.

@@ -9,16 +9,6 @@ then it is ended:
                 v
               HELD --proof that no write can land: `drained`, or the last arrival--> gone
 
-A lease takes the first gap that is large enough: one that is held for long keeps only its own bytes
-from use, and memory that was used last is used again first, while caches still hold it.
-
-**Order of service.** Rooms take turns, the pieces of a room go in order. While the room next in
-turn needs more than is free, up to `MAX_PASSED` leases may go to smaller pieces of rooms behind it:
-most pieces are of one size, so this serves the last, short piece of a room. Then nothing overtakes
-it, and the leases that are live make room for it as they end. Only where held leases alone keep it
-out does it bar no other room, since no lease that ends would help it; its room has a deadline. A
-waiting piece costs nothing until a lease ends: nothing is tried again in between.
-
 Everything that a peer sends has been checked before, by the `StagingReceiver`.
 """
 
@@ -78,9 +68,18 @@ class _Ask:
 
 
 class LeaseTable:
-    """All leases of one staging area; see the module's text. Owned by one thread.
+    """All leases of one staging area. Owned by one thread.
 
-    Every method that may free bytes returns the leases granted.
+    Every method that may free bytes returns the leases granted. A lease takes the first gap that is
+    large enough: one that is held for long keeps only its own bytes from use, and memory that was
+    used last is used again first, while caches still hold it.
+
+    Rooms take turns, the pieces of a room go in order. While the room next in turn needs more than
+    is free, up to `MAX_PASSED` leases may go to smaller pieces of rooms behind it: most pieces are
+    of one size, so this serves the last, short piece of a room. Then nothing overtakes it, and the
+    leases that are live make room for it as they end. Only where held leases alone keep it out does
+    it bar no other room, since no lease that ends would help it; its room has a deadline. A waiting
+    piece costs nothing until a lease ends: nothing is tried again in between.
     """
 
     def __init__(self, capacity_bytes: int) -> None:

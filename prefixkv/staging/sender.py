@@ -8,20 +8,6 @@ ends once, like a direct one. A piece of it goes
 
 and holds a local slot from GATHERING on. A slot is free again when its write is DONE or drained:
 before that the transport may still read it.
-
-**Bounds.** Of one room and reader at most `window` pieces are between asked and done. There is no
-bound over rooms: a reader grants a lease when all its writers have asked for it, so writers that
-hold asks back for other rooms' sake could wait for each other. A lease is asked for once the KV is
-ready, so none stands idle while it is computed. Slots go to pieces in the order of their grants;
-where there are several readers, none has more than half of the slots, rounded up, so that one that
-is stuck does not stall them all (two slots at least are needed for that).
-
-**Ends.** A job that had its first error, or was cancelled, starts nothing more, and ends once
-nothing of it is being gathered or written. A lease into which a write failed is never written
-again. After an error nothing more is asked for the room and reader, since pieces are granted in
-order: the room's owner cancels its other jobs.
-
-An exception from `ready.query()` is the error of its job.
 """
 
 from __future__ import annotations
@@ -112,7 +98,7 @@ Action = SendAsk | Gather | PostStaged | CancelStaged | JobEnded | JobDrained
 
 
 class At(enum.Enum):
-    """The state of a piece; see the module's text."""
+    """The state of a piece; the module draws the way through them."""
 
     QUEUED = enum.auto()
     ASKED = enum.auto()
@@ -170,9 +156,22 @@ class _Piece:
 
 
 class StagingSender:
-    """The staged writes of one prefill rank; see the module's text. Owned by the control object.
+    """The staged writes of one prefill rank. Owned by the control object.
 
     Every method returns the actions to carry out, in order.
+
+    Bounds: of one room and reader at most `window` pieces are between asked and done. There is no
+    bound over rooms: a reader grants a lease when all its writers have asked for it, so writers
+    that hold asks back for other rooms' sake could wait for each other. A lease is asked for once
+    the KV is ready, so none stands idle while it is computed. Slots go to pieces in the order of
+    their grants; where there are several readers, none has more than half of the slots, rounded up,
+    so that one that is stuck does not stall them all (two slots at least are needed for that).
+
+    Ends: a job that had its first error, or was cancelled, starts nothing more, and ends once
+    nothing of it is being gathered or written. A lease into which a write failed is never written
+    again. After an error nothing more is asked for the room and reader, since pieces are granted in
+    order: the room's owner cancels its other jobs. An exception from `ready.query()` is the error
+    of its job.
     """
 
     def __init__(
