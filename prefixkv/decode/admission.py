@@ -46,9 +46,7 @@ P = TypeVar("P", bound=type[AdmissionPolicy])
 
 
 def register(policy: P) -> P:
-    """Register a policy class under its `name` (decorator). A later class of that name
-    replaces it.
-    """
+    """Register a policy class under its `name` (decorator); it replaces one of the same name."""
     _POLICIES.add(policy)
     return policy
 

@@ -52,8 +52,7 @@ class PreallocBudget:
         self._largest: list[tuple[int, str]] = []
 
     def start(self, rid: str, remaining_pages: int, private_pages: int) -> None:
-        """Count a request that may grow by `remaining_pages`, and frees `private_pages` if
-        retracted.
+        """Count a request that may grow by `remaining_pages`; retracting it frees `private_pages`.
 
         Called when the request is admitted (with `private_pages` 0: it cannot be retracted yet),
         and again when its KV is complete. O(log active). Raises CallerError, with nothing changed,

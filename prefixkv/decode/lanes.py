@@ -176,8 +176,8 @@ class Lanes:
     # --- waiters in line --------------------------------------------------------------------------
 
     def enter(self, waiter: Waiter) -> None:
-        """Enter a waiter into its lane. Raises what comparing ranks raises, and changes nothing
-        then.
+        """Enter a waiter into its lane. Raises what comparing ranks raises, and then changes
+        nothing.
         """
         lane = waiter.lane
         if not waiter.is_returned:

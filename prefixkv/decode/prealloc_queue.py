@@ -155,9 +155,7 @@ class DecodePreallocQueue:
             self._deadlines.wake(req, req.arrived_s + self._waiting_timeout_s)
 
     def _stand(self, waiter: Waiter) -> None:
-        """Enter a waiter into its lane, or set it aside if it may need pages that cannot come
-        back.
-        """
+        """Enter a waiter into its lane, or set it aside if it may need too many pages."""
         if waiter.req.max_pages > self._prospects.most_pages:
             if not waiter.is_returned:
                 # It will stand in its lane later, in the middle of a pass, where nothing may raise.
@@ -322,8 +320,8 @@ class DecodePreallocQueue:
     # --- a pass -----------------------------------------------------------------------------------
 
     def admit(self, now_s: float) -> None:
-        """Admit what fits: lock its prefix, take its pages, write its row. `take_admitted` returns
-        it.
+        """Admit what fits: lock prefixes, take pages, write rows. `take_admitted` returns the
+        requests.
 
         A request for which a user's policy fails to give a rank keeps the rank it has.
         """

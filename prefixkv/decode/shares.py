@@ -58,9 +58,7 @@ class PrefillShares:
         self._answering = None
 
     def refuses(self, address: str, num_pages: int) -> bool:
-        """Return True if `num_pages` more would exceed a worker's share. O(1) where they
-        would not.
-        """
+        """Return True if `num_pages` more would exceed a worker's share. O(1) if they would not."""
         held = self._pages.get(address)
         if held is None or held + num_pages <= self.most:
             return False
@@ -84,8 +82,7 @@ class PrefillShares:
             self._held.add(key)
 
     def is_hopeless(self, address: str, num_pages: int) -> bool:
-        """Return True if `num_pages` more exceed a worker's share even once its transfers have
-        ended.
+        """Return True if `num_pages` more exceed a worker's share even after its transfers' end.
 
         Then the pages that are held for its failed rooms take up the share. O(rooms that have
         failed).

@@ -30,9 +30,7 @@ class Wants:
             self.unsaid.append(waiter)
 
     def say(self) -> None:
-        """Enter the prefixes of what waits, the first to come first. O(1) or a match per
-        request.
-        """
+        """Enter the prefixes of what waits, the first to come first. O(1) or a match for each."""
         books = self._books
         # At most `MAX_WANTS` per call, which bounds the cost of a pass; the rest follow with later
         # passes.

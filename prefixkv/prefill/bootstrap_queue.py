@@ -119,9 +119,7 @@ class PrefillBootstrapQueue:
         return popped
 
     def _open(self, req: PrefillRequest, match: MatchResult | None, now_s: float) -> bool:
-        """Take the pages of a request. Return False, and change nothing, if too few are
-        available.
-        """
+        """Take a request's pages. Return False, and change nothing, if too few are available."""
         books, page_size = self._books, self._books.page_size
         prefix_len = match.prefix_len if match is not None else 0
         unprotected = match.unprotected_pages if match is not None else 0

@@ -42,9 +42,7 @@ NodeT = TypeVar("NodeT", bound=PrefillCalls)
 
 
 class InStep(Generic[NodeT]):
-    """The ranks of a prefill worker behind one object; see the module's text. Used from one
-    thread.
-    """
+    """The ranks of a prefill worker behind one object, kept in step. Used from one thread."""
 
     def __init__(self, nodes: Sequence[NodeT]) -> None:
         """Begin without requests. `nodes`: by rank."""

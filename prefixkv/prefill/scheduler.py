@@ -144,9 +144,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         self._commands.append(DeclineRoom(key, reason_of(reason), request.digest))
 
     def _free_room(self, request: Request) -> RoomKey:
-        """Return the key of the request's room. Raise RequestError if in use, or without a
-        worker.
-        """
+        """Return the request's room key. Raise RequestError if it is in use or names no worker."""
         if not request.decode:
             raise RequestError(f"request {request.rid!r} names no decode worker")
         key = self._key_of(request)
@@ -323,7 +321,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
             self._fail(req, error or InternalError(f"{key} failed without a reason"), now_s)
 
     def source_free(self, key: RoomKey, now_s: float) -> None:
-        """Note that no write reads the room's pages any more; release them if the engine is
+        """Note that no write reads the room's pages any more; release them once the engine is
         done.
         """
         req = self._rooms.get(key)

@@ -224,8 +224,7 @@ class RoomBody(Body, frozen=True):
 
 
 class Promise(RoomBody, frozen=True, tag="promise"):
-    """Decode has `prefix_len` tokens of the request and wants the rest of `fill_len` in these
-    pages.
+    """Decode has `prefix_len` tokens of a request and wants the rest of `fill_len` in these pages.
 
     `proof` is that of the prompt's digest (`prefixkv.digest.prove`), for this link alone. Extra
     state, where the model has some, is wanted in `state_slot`, whole: as it is after `fill_len`
@@ -353,8 +352,7 @@ class Heartbeat(Body, frozen=True, tag="heartbeat"):
 
 
 class Fenced(Body, frozen=True, tag="fenced"):
-    """The sender has destroyed its transport agent and leaves: no write of this incarnation can
-    land any more."""
+    """The sender has destroyed its transport agent and leaves: no write of it can land any more."""
 
 
 RoomWord = Promise | PromiseAck | Abort | Drained | Outcome | OutcomeAck | LeaseAsk | LeaseGrant

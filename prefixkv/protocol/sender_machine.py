@@ -257,9 +257,7 @@ class SenderMachine:
         return known is not None and known.peer != peer
 
     def same_promise(self, event: Promised) -> bool:
-        """Return True if this repeats the promise we have, or is a reader's first, like the
-        others'.
-        """
+        """Return True if this repeats the reader's promise, or is its first and like the others."""
         reader, first = self.readers.get(event.reader), self._promise
         ours = reader.promise if reader is not None else None
         return (ours is None or ours.repeats(event)) and (first is None or first.alike(event))

@@ -150,8 +150,7 @@ class RankLog:
 
 
 class DecodeReplica:
-    """A decode rank above 0: its own tree, allocator and page table, which follow rank 0's. Owned
-    by one thread.
+    """A decode rank above 0, with pages that follow rank 0's. Owned by one thread.
 
     A rank that comes to other pages raises at once (oplog.py). Every message also carries rank 0's
     page counts, which cost nothing, and some carry digests of the whole state.

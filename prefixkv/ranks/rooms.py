@@ -50,9 +50,7 @@ class RankRooms:
         self._num_taken = [0] * num_ranks  # messages, by rank
 
     def __len__(self) -> int:
-        """Return the number of rooms that some rank has reported on, and not every rank the
-        end of.
-        """
+        """Return the number of rooms that some rank has reported on, and that are not over."""
         return len(self._rooms)
 
     def taken(self, raw: bytes) -> Iterator[tuple[int, DecodeEvent]]:

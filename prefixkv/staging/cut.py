@@ -29,9 +29,7 @@ class Section(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LeaseCut:
-    """The cut for one reader. `shares` has the bytes of one unit page that each writer writes, as
-    (rank, bytes).
-    """
+    """The cut for one reader. `shares` are (rank, bytes of one unit page) for each writer."""
 
     shares: tuple[tuple[int, int], ...]
     units_per_piece: int
@@ -86,8 +84,7 @@ class LeaseCut:
             yield first, min(self.units_per_piece, num_units - first)
 
     def sections(self, num_units: int, offset: int = 0) -> dict[int, Section]:
-        """Return each writer's section of a lease of `num_units` unit pages at `offset` of the
-        area, by rank.
+        """Return each writer's section of a lease of `num_units` unit pages at `offset`, by rank.
 
         Offsets are whole blocks.
 
@@ -102,7 +99,7 @@ class LeaseCut:
         return sections
 
     def lease_bytes(self, num_units: int) -> int:
-        """Return the size of a lease of `num_units` unit pages: its sections, each in whole
+        """Return the bytes of a lease of `num_units` unit pages: its sections, each in whole
         blocks.
         """
         return sum(whole_blocks(num_units * unit_bytes) for _, unit_bytes in self.shares)

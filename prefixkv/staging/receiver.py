@@ -91,9 +91,7 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class BreakRoom:
-    """Fail the machine of a room that cannot succeed. Comes once, not where its end was held
-    back.
-    """
+    """Fail the machine of a room that cannot succeed. Comes once, not for a held back end."""
 
     key: RoomKey
     error: Exception
@@ -158,8 +156,8 @@ class StagingReceiver:
     """
 
     def __init__(self, area: StagingArea) -> None:
-        """Begin with a free area; ConfigError for one that cannot be. `leases` is for reading
-        only.
+        """Begin with a free area; ConfigError for one that cannot be. `leases` is only for
+        reading.
         """
         area.validate()
         self.counters: Counter[str] = Counter()
@@ -180,9 +178,7 @@ class StagingReceiver:
         return []
 
     def pass_on(self, ending: Ending) -> list[Action]:
-        """Return the machine's event of a room's end, if it may be passed on now, and what
-        follows.
-        """
+        """Return the machine's event of a room's end, if it may pass now, and what follows."""
         room = self._rooms.get(ending.key)
         if room is None or isinstance(ending, RoomOverdue):
             return [ending]

@@ -54,8 +54,9 @@ class Gather:
 
 @dataclass(frozen=True, slots=True)
 class PostStaged:
-    """Write a slot's first `num_bytes` (up to a whole block) to `dst_offset` of the peer's area, a
-    whole block.
+    """Write a slot's first `num_bytes` to `dst_offset` of the peer's area.
+
+    The offset is a whole block; the bytes are written up to a whole one.
 
     `piece` and `lease_id` go into the tag. `on_write_ended` answers.
     """
@@ -230,8 +231,7 @@ class StagingSender:
         ready: Any,
         now_s: float,
     ) -> list[Action]:
-        """Write a chunk: unit pages of our pool, from unit `first_unit` behind the promised prefix
-        on.
+        """Write a chunk: unit pages of our pool, from `first_unit` behind the promised prefix on.
 
         The chunks of a room for one reader come in order. A JobEnded follows. Raises InternalError
         for a chunk out of order, or of another use of a room that was not forgotten.
@@ -293,9 +293,7 @@ class StagingSender:
     # --- what comes in ----------------------------------------------------------------------------
 
     def on_grant(self, peer: PeerId, key: RoomKey, grant: LeaseGrant) -> list[Action]:
-        """Take a grant. For a piece that awaits none, or outside the reader's area: counted,
-        no-op.
-        """
+        """Take a grant. For a piece that awaits none, or outside the area: counted, no-op."""
         out: list[Action] = []
         stream = self._streams.get(key, {}).get(peer)
         piece = None if stream is None else stream.open.get(grant.piece)
