@@ -145,7 +145,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._ticket = ticket or count(1).__next__
         self._admitted: list[DecodeRequest] = []  # not returned by `pop_preallocated` yet
 
-    # --- what the engine calls --------------------------------------------------------------------
+    # --- calls of the engine ----------------------------------------------------------------------
 
     def add(self, request: Request, now_s: float) -> DecodeRequest:
         """Queue a request.
@@ -478,7 +478,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         """Time at which the next waiting request may pass its deadline; infinity if none waits."""
         return min(self.waiting.wake_s, self._deadlines.next_s)
 
-    # --- what the control plane calls -------------------------------------------------------------
+    # --- calls of the control plane ---------------------------------------------------------------
 
     def room_ended(
         self, key: RoomKey, poll: KVPoll, error: Exception | None, aux: bytes, now_s: float

@@ -99,7 +99,7 @@ class InStep(Generic[NodeT]):
         ready: DeviceEvent | None = None, state_slot: int = -1,
     ) -> int:  # fmt: skip
         """Send a chunk on every rank; return the sum of the pages. See `PrefillNode.send_chunk`."""
-        # It is being aborted on the other ranks: a chunk more would write for a room that ends.
+        # It is being aborted on the other ranks: another chunk would write for a room that ends.
         if req.rid in self._failed:
             return 0
         pairs = zip(self.nodes, self._reqs[req.rid], strict=True)

@@ -92,7 +92,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         self._sent: list[PrefillRequest] = []
         self._deferred: list[tuple[DeviceEvent, PrefillRequest]] = []
 
-    # --- what the engine calls --------------------------------------------------------------------
+    # --- calls of the engine ----------------------------------------------------------------------
 
     def add(self, request: Request, now_s: float) -> PrefillRequest:
         """Take a request; it waits for decode's promise.
@@ -295,7 +295,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         """Time at which a request may have waited long enough, for another's prefix or at all."""
         return min(self.bootstrapped.wake_s, self._deadlines.next_s)
 
-    # --- what the control plane calls -------------------------------------------------------------
+    # --- calls of the control plane ---------------------------------------------------------------
 
     def room_bootstrapped(
         self, key: RoomKey, decode_prefix_len: int, peer: str, now_s: float

@@ -435,7 +435,7 @@ class ReceiverMachine:
             actions += self._aborts()
         return actions
 
-    # --- what each state takes, and the states that may follow ------------------------------------
+    # --- the table: the events of each state, and the states that may follow ----------------------
 
     # A peer may repeat itself, be late, or send anything, so its frames stand in every row.
     # PeerReady is ours: once a room is promised, it must not come again.

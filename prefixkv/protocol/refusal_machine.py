@@ -87,7 +87,7 @@ class RefusalMachine:
                 | receiver.UnitsStaged()
                 | receiver.OutcomeSaid()
             ):
-                pass  # nothing was promised: words on an earlier use of the number
+                pass  # nothing was promised: about an earlier use of the number
             case _:
                 assert_never(event)
         return []

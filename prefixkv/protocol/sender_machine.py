@@ -565,7 +565,7 @@ class SenderMachine:
         self._no_listener |= not event.tell
         return []
 
-    # --- what each state takes, and the states that may follow ------------------------------------
+    # --- the table: the events of each state, and the states that may follow ----------------------
 
     # A peer may repeat itself, be late, or send anything, so its frames stand in every row. Ours
     # are Added, which must not come twice, and WriteEnded, which must not come where no write can

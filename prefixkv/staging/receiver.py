@@ -186,7 +186,7 @@ class StagingReceiver:
         self._pass_on(room, ending, out)
         return out
 
-    # --- what comes in ----------------------------------------------------------------------------
+    # --- input ------------------------------------------------------------------------------------
 
     def on_ask(self, rank: int, ask: LeaseAsk) -> list[Action]:
         """Take a writer's ask for a piece. Of a closed or unknown room, or another use of it:

@@ -290,7 +290,7 @@ class StagingSender:
         piece = self._holding.get(write_id)
         return piece is not None and piece.at is not At.GATHERING
 
-    # --- what comes in ----------------------------------------------------------------------------
+    # --- input ------------------------------------------------------------------------------------
 
     def on_grant(self, peer: PeerId, key: RoomKey, grant: LeaseGrant) -> list[Action]:
         """Take a grant. For a piece that awaits none, or outside the area: counted, no-op."""
