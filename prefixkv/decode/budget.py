@@ -44,8 +44,8 @@ class PreallocBudget:
         self.reserve_pages = reserve_pages
         self.version = 0  # grows whenever less may be kept back than before
         self.private_pages = 0  # pages that retracting the running requests would free
-        self.reserved_pages = 0  # of each admitted request: what remains, at most reserve_pages
-        self._private: dict[str, int] = {}  # of each admitted request
+        self.reserved_pages = 0  # sum of what remains to each, at most reserve_pages each
+        self._private: dict[str, int] = {}  # private pages of each admitted request
         # Remaining + private of each admitted request: constant while it runs.
         self._reach: dict[str, int] = {}
         # A heap of (-reach, rid), which also has entries of requests that have ended.
@@ -91,7 +91,7 @@ class PreallocBudget:
                 raise CallerError(f"request {rid!r} is not admitted")
         for rid in rids:
             private[rid] = taken = private[rid] + 1
-            if reach[rid] - taken < reserve:  # the page that it took was one of those kept for it
+            if reach[rid] - taken < reserve:  # it took a page that was kept for it
                 self.reserved_pages -= 1
         self.private_pages += len(rids)
 

@@ -56,9 +56,9 @@ class Flight:
     end_pages: int
     joined: Flight | None
     number: int
-    is_open: bool = True  # its room has not ended
-    place: Place | None = None  # where it is found by those that may join it
-    waiters: dict[Flight, None] = field(default_factory=dict)  # in the order in which they came
+    is_open: bool = True  # until its room has ended
+    place: Place | None = None  # key in `InFlight._by_start`; None: may not be joined
+    waiters: dict[Flight, None] = field(default_factory=dict)  # flights that joined, oldest first
 
     def __repr__(self) -> str:
         owner = self.owner.rid if self.owner is not None else None

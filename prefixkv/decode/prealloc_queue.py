@@ -36,7 +36,7 @@ from prefixkv.paging import pages_for
 from prefixkv.protocol.timers import Timers
 
 MAX_LOOKS = 16
-MAX_WALK = 128  # requests of the order that a pass goes through, or brings back from aside
+MAX_WALK = 128  # places of the order that a pass looks at, or requests it brings back from aside
 
 ASIDE_REASONS = ("pages", "share", "prefill")
 
@@ -105,19 +105,19 @@ class DecodePreallocQueue:
         # `_over_share`.
         self._waiters: dict[DecodeRequest, Waiter] = {}
         self._aside: SortedList = SortedList()  # (pages it may need, arrival, waiter)
-        self._over_share: dict[Waiter, None] = {}  # aside too, for their workers' shares
-        self._shares_at = -1  # the version of shares and lanes at which these were looked at
-        self._most_pages = books.num_pages  # that one may come to have, as of this pass
-        self._limited: dict[Lane, None] = {}  # their workers have their share, as of this pass
-        self._unstamped: list[Waiter] = []  # they have come back since the last pass
+        self._over_share: dict[Waiter, None] = {}  # aside as well, for their workers' shares
+        self._shares_at = -1  # version of shares and lanes at which `_over_share` was tried
+        self._most_pages = books.num_pages  # most that one request may get; set by each pass
+        self._limited: dict[Lane, None] = {}  # their workers have their share; set by each pass
+        self._unstamped: list[Waiter] = []  # waiters that came back since the last pass
         self.wants = Wants(books, protect)
         self._deadlines: Timers[DecodeRequest] = Timers()
-        self._admitted: list[DecodeRequest] = []  # and not taken yet
+        self._admitted: list[DecodeRequest] = []  # to be returned by `take_admitted`
         self._num_arrivals = 0
         self._num_started = 0
-        self._all_back = True  # none is aside that need not be, as of this pass
-        self._spent_at = -1  # the version at which no request is left to look at
-        self.stepped_aside = dict.fromkeys(ASIDE_REASONS, 0)  # how often, by why
+        self._all_back = True  # False: another pass has more to bring back
+        self._spent_at = -1  # version at which a pass left nothing to look at
+        self.stepped_aside = dict.fromkeys(ASIDE_REASONS, 0)  # counts, by reason
 
     def add(self, req: DecodeRequest, *, first: bool = False) -> None:
         """Queue a request. With `first` it was admitted before: it goes before all others, and its
@@ -151,7 +151,7 @@ class DecodePreallocQueue:
         # `add` is not given the time where a request comes back, so the next pass stamps it.
         if first:
             self._unstamped.append(waiter)
-        elif req.request.deadline_s is None:  # else the scheduler looks at it
+        elif req.request.deadline_s is None:  # else the scheduler has its deadline
             self._deadlines.wake(req, req.arrived_s + self._waiting_timeout_s)
 
     def _stand(self, waiter: Waiter) -> None:

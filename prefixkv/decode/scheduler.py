@@ -139,11 +139,11 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         # room is drained, so that two requests never share one.
         self.rooms = RoomNumbers()
         self._asks: list[PrefillAsk] = []
-        self._refused: set[RoomKey] = set()  # by `refuse`, and prefill has not answered
+        self._refused: set[RoomKey] = set()  # keys of `refuse` that prefill has not answered
         # Of these, while the room of a former request of the number is not drained.
         self._late_refusals: dict[RoomKey, tuple[str, Exception, bytes]] = {}
         self._ticket = ticket or count(1).__next__
-        self._admitted: list[DecodeRequest] = []  # not returned by `pop_preallocated` yet
+        self._admitted: list[DecodeRequest] = []  # to be returned by `pop_preallocated`
 
     # --- calls of the engine ----------------------------------------------------------------------
 
@@ -706,7 +706,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self._leave_flight(flight, error)
         elif before in (DecodeState.QUEUED, DecodeState.RETRACTED) and req in self.waiting:
             self.waiting.remove(req)
-            if before is DecodeState.QUEUED:  # else prefill is only asked at its next admission
+            if before is DecodeState.QUEUED:  # else no prefill worker waits for it
                 self._refuse(req.room_key, req.prefill, error, req.request.digest)
         self._leave(req, now_s)
 

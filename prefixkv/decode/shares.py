@@ -16,7 +16,7 @@ from typing import Final
 from prefixkv.errors import InternalError
 from prefixkv.protocol.ids import RoomKey
 
-_MAX_KNOWN: Final = 1024  # addresses; the one that was named longest ago is forgotten first
+_MAX_KNOWN: Final = 1024  # addresses; the one named longest ago goes first
 
 
 class PrefillShares:
@@ -34,12 +34,12 @@ class PrefillShares:
         self.most = most
         self.version = 0  # grows whenever a worker that was refused may be promised more
         self._ready = ready
-        self._answering: Collection[str] | None = None  # in this pass
+        self._answering: Collection[str] | None = None  # what `ready` returned in this pass
         self._rooms: dict[RoomKey, tuple[str, int]] = {}
-        self._held: set[RoomKey] = set()  # of these rooms, those that have failed
-        self._pages: dict[str, int] = {}  # by address, of those that have some
-        self._refused: set[str] = set()  # since pages of theirs came back
-        self._named: OrderedDict[str, None] = OrderedDict()  # leaders' addresses, by requests
+        self._held: set[RoomKey] = set()  # rooms of `_rooms` that have failed
+        self._pages: dict[str, int] = {}  # sums of `_rooms`, by address; none is 0
+        self._refused: set[str] = set()  # addresses refused since pages of theirs came back
+        self._named: OrderedDict[str, None] = OrderedDict()  # named by requests, latest last
 
     def name(self, address: str) -> None:
         """Note that a request names this prefill worker."""

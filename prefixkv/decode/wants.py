@@ -10,7 +10,7 @@ from __future__ import annotations
 from prefixkv.decode.lanes import GONE, UNSAID, Waiter
 from prefixkv.pages.manager import PageManager
 
-MAX_WANTS = 128  # prefixes that are said to be wanted at once
+MAX_WANTS = 128  # prefixes that one `say` enters at most
 
 
 class Wants:
@@ -22,7 +22,7 @@ class Wants:
     def __init__(self, books: PageManager, protects: bool) -> None:
         self._books = books
         self.protects = protects and books.caching
-        self.unsaid: list[Waiter] = []  # the tree does not know yet that they wait, if they do
+        self.unsaid: list[Waiter] = []  # not entered in the tree yet; some may have left
 
     def say_soon(self, waiter: Waiter) -> None:
         """Note a waiter whose prefix the tree should learn of at the next `say`."""

@@ -35,8 +35,8 @@ class PrefillBootstrapQueue:
         self._following = following
         self._usable_prefix = usable_prefix
         self._ready: dict[PrefillRequest, None] = {}  # in the order of their promises
-        self._blocked_at = -1  # the books' version at which the first that may start did not fit
-        self._news = False  # since all were looked at: one came, or what one waits for has moved
+        self._blocked_at = -1  # version of the pages at which the first that may start did not fit
+        self._news = False  # one came, or a leader moved, since a whole pass
 
     def add(self, req: PrefillRequest, decode_prefix_len: int) -> None:
         """Enter a request of which decode has `decode_prefix_len` tokens and waits for the rest."""
@@ -150,7 +150,7 @@ class PrefillBootstrapQueue:
         try:
             usable = max(0, operator.index(self._usable_prefix(req, match.prefix_len)))
             usable = page_floor(usable, self._books.page_size)
-        except Exception as error:  # the engine's
+        except Exception as error:  # raised by the engine's code
             self._books.errors.caught(error)
             usable = 0
         # Else matched again, for a lock that covers the usable part and no more.

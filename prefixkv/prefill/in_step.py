@@ -49,9 +49,9 @@ class InStep(Generic[NodeT]):
         self.nodes = nodes
         self._reqs: dict[str, list[PrefillRequest]] = {}
         self._begun: dict[str, int] = {}
-        self._left: dict[str, int] = {}  # on how many ranks it has ended
-        self._ready: dict[str, PrefillRequest] = {}  # on all ranks, and not popped yet
-        self._failed: set[str] = set()  # popped as failed, and alive on some ranks still
+        self._left: dict[str, int] = {}  # number of ranks on which it has ended
+        self._ready: dict[str, PrefillRequest] = {}  # handed out by all ranks, to be returned
+        self._failed: set[str] = set()  # returned as failed, while some ranks still have it
         # Ended on all ranks, and not returned yet: a later rank's call may have raised.
         self._to_return_sent: list[PrefillRequest] = []
         self._to_return_failed: list[PrefillRequest] = []

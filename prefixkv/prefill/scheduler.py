@@ -86,7 +86,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         # with a room that may still be spoken of; `_sent` and `_failed` what the engine has not
         # popped.
         self._num_added = 0
-        self._computed: dict[PrefillRequest, None] = {}  # more than is in the tree
+        self._computed: dict[PrefillRequest, None] = {}  # with KV that the tree has not yet
         self._max_aux_bytes = max_aux_bytes
         self._rooms: dict[RoomKey, PrefillRequest] = {}
         self._sent: list[PrefillRequest] = []
@@ -454,7 +454,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
             return
         self.requests.pop(req.rid, None)
         self._deadlines.forget(req)
-        if self._rooms.get(req.room_key) is req:  # its number may be in use again
+        if self._rooms.get(req.room_key) is req:  # else a later request has the number
             del self._rooms[req.room_key]
         self._computed.pop(req, None)
         self._computes_no_more(req)

@@ -167,7 +167,7 @@ class ReplicatedPageManager(PageManager):
     ) -> None:
         super().__init__(num_pages, page_size, max_requests, **settings)
         self._publish = publish
-        self._logged_tokens: dict[int, int] = {}  # by row
+        self._logged_tokens: dict[int, int] = {}  # number of tokens that the log has, by row
 
     def open(
         self,

@@ -116,7 +116,7 @@ class RankLog:
         self._ops: list[AnyOp] = []
         # Bound once: `_ops` is cleared by `take`, never replaced.
         self.append = self._ops.append
-        self.rooms: list[DecodeCommand] = []  # what every rank's control plane is to do
+        self.rooms: list[DecodeCommand] = []  # commands for every rank's control object
 
     def __bool__(self) -> bool:
         """Return True if the next message has an operation or a room in it."""

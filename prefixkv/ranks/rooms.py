@@ -47,7 +47,7 @@ class RankRooms:
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
         self._rooms: dict[RoomKey, _Room] = {}
-        self._num_taken = [0] * num_ranks  # messages, by rank
+        self._num_taken = [0] * num_ranks  # messages taken, by rank
 
     def __len__(self) -> int:
         """Return the number of rooms that some rank has reported on, and that are not over."""

@@ -27,7 +27,7 @@ from prefixkv.protocol.ids import RoomKey
 
 MAX_PASSED: Final = 4
 MAX_LEASE_ID: Final = 2**31 - 1  # a tag carries it as an int32
-_LOOK_AHEAD_ROOMS: Final = 16  # so that a lease that ends costs the same however many wait
+_LOOK_AHEAD_ROOMS: Final = 16  # bounds the cost of a lease that ends
 
 
 class LeaseState(enum.Enum):
@@ -64,7 +64,7 @@ class _Ask:
     piece: int
     num_bytes: int  # whole blocks
     writers: frozenset[int]
-    passed: int = 0  # leases that went to rooms behind it while its turn was on
+    passed: int = 0  # leases that overtook it in its turn
 
 
 class LeaseTable:
@@ -87,7 +87,7 @@ class LeaseTable:
         self.capacity_bytes = capacity_bytes
         # Waiting asks by room, granted leases by id and by offset; a lease that is gone is in none
         # of them.
-        self._waiting: dict[RoomKey, deque[_Ask]] = {}  # the room whose turn it is first
+        self._waiting: dict[RoomKey, deque[_Ask]] = {}  # in turn, the next one first
         self._leases: dict[int, Lease] = {}
         self._by_offset: list[Lease] = []
         self._last_id = 0

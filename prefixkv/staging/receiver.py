@@ -125,7 +125,7 @@ class _Room:
     units: Pages
     plan: StagingPlan
     pieces: dict[int, _Piece] = field(default_factory=dict)
-    next_piece: int = 0  # for which the table is asked next
+    next_piece: int = 0  # piece that the table is asked for next
     num_scattered: int = 0  # units
     closed: bool = False  # it has failed
     broken: bool = False  # it cannot succeed

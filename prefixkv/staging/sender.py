@@ -121,8 +121,8 @@ class _Stream:
     next_piece: int = 0
     next_unit: int = 0
     queued: deque[_Piece] = field(default_factory=deque)
-    open: dict[int, _Piece] = field(default_factory=dict)  # by number: asked, and not done
-    failed: bool = False  # a job of it was, so there is a gap in what was written
+    open: dict[int, _Piece] = field(default_factory=dict)  # by number: asked, and not done yet
+    failed: bool = False  # a job of it failed, so there is a gap in what was written
 
     def pieces_of(self, job: _Job) -> list[_Piece]:
         """Return the open pieces of a job."""
@@ -136,7 +136,7 @@ class _Job:
     job_id: int
     stream: _Stream
     ready: Any
-    num_left: int = 0  # pieces whose writes are not DONE
+    num_left: int = 0  # pieces with a write that is not DONE
     error: Exception | None = None
     undrained: bool = False  # a write of it ended without proof of drain
 
@@ -149,7 +149,7 @@ class _Piece:
     number: int
     first_unit: int
     src_units: Pages
-    num_bytes: int  # of our section
+    num_bytes: int  # size of our section of the lease
     at: At = At.QUEUED
     lease_id: int = -1
     dst_offset: int = -1
@@ -195,11 +195,11 @@ class StagingSender:
         self._streams: dict[RoomKey, dict[PeerId, _Stream]] = {}
         # Each slot is in `_free_slots`, or held by one entry of `_holding`, which an answer of the
         # transport or of a copy ends.
-        self._jobs: dict[int, _Job] = {}  # that have not ended
-        self._granted: dict[_Piece, None] = {}  # that wait for a slot, in order
-        self._holding: dict[int, _Piece] = {}  # a slot, by the gather or write that needs it
+        self._jobs: dict[int, _Job] = {}  # jobs that have not ended, by id
+        self._granted: dict[_Piece, None] = {}  # wait for a slot, in the order of grants
+        self._holding: dict[int, _Piece] = {}  # pieces with a slot, by gather or write
         self._free_slots = list(range(slots))
-        self._unready: dict[_Stream, None] = {}  # whose next piece's KV is not computed yet
+        self._unready: dict[_Stream, None] = {}  # streams with a next piece not computed yet
         self._poll_s = float("inf")
         self._timers: Timers[_Stream] = Timers()
 
