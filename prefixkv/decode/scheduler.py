@@ -223,7 +223,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         return admitted
 
     def pop_transferred(self, now_s: float) -> list[DecodeRequest]:
-        """Commit the requests whose KV is complete to the tree, and return them, ready to run."""
+        """Commit the requests with complete KV to the tree, and return them, ready to run."""
         check_time(now_s)
         committed = self.transfers.pop_transferred(now_s)
         for req in committed:
@@ -584,12 +584,12 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     @property
     def num_deferred(self) -> int:
-        """Number of ended requests whose pages the device may still touch."""
+        """Number of ended requests with pages that the device may still touch."""
         return len(self._deferred)
 
     def holders(self) -> list[tuple[str, RequestPages]]:
-        """Return what holds pages, by name: requests, and flights whose request has ended. Any
-        thread may call it.
+        """Return what holds pages, by name: requests, and flights without one. Any thread may call
+        it.
         """
         orphans = [flight for flight in self.flights.all() if flight.owner is None]
         held = super().holders() + self._deferred.holders()
@@ -631,8 +631,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             )
 
     def _unmet(self, req: DecodeRequest, error: Exception, now_s: float) -> None:
-        """Take out a request whose prefill worker does not answer, and try again. That worker was
-        promised nothing, so it is sent nothing.
+        """Take out a request of a prefill worker that does not answer, and try again.
+
+        That worker was promised nothing, so it is sent nothing.
         """
         self.waiting.remove(req)
         self._try_again(req, error, now_s)

@@ -25,7 +25,7 @@ class Wants:
         self.unsaid: list[Waiter] = []  # not entered in the tree yet; some may have left
 
     def say_soon(self, waiter: Waiter) -> None:
-        """Note a waiter whose prefix the tree should learn of at the next `say`."""
+        """Note a waiter, with a prefix that the tree should learn of at the next `say`."""
         if self.protects and waiter.req.request.cacheable:
             self.unsaid.append(waiter)
 
