@@ -3,24 +3,6 @@
 Admitting a request takes its pages now; running requests take more as they grow. The budget keeps
 enough back for that, by sums that are updated as requests come, grow and go: the cost of a decision
 does not depend on how many run.
-
-    space = free + evictable - what locking the match takes out of the evictable
-    admit if and only if  need <= space - max(reserved, single)
-                     and  remaining <= space + private_pages
-
-`reserved` is the sum over the admitted requests of the pages kept for the growth of each: its
-`remaining`, but at most `reserve_pages`. So nothing is kept that a request can never write.
-
-`single` is the most that any one admitted request may still need, less what retracting the others
-would free:
-
-    max over i of  remaining_i - (private_pages - private_i)
-        =  max(remaining_i + private_i) - private_pages
-
-A request with its KV still on its way counts too. It cannot be retracted, so its private pages
-count as 0. Without it, several such requests could come to run with no page left and none of them
-retractable. A page that a request takes moves from its `remaining` to its `private`. So the sum of
-the two is constant while it runs, and a heap of these sums, with lazy deletion, gives the maximum.
 """
 
 from __future__ import annotations
@@ -33,8 +15,26 @@ from prefixkv.settings import whole_count
 
 
 class PreallocBudget:
-    """Sums over the admitted requests, in pages; see the module's text. Owned by the scheduler's
-    thread.
+    """Sums over the admitted requests, in pages. Owned by the scheduler's thread.
+
+        space = free + evictable - what locking the match takes out of the evictable
+        admit if and only if  need <= space - max(reserved, single)
+                         and  remaining <= space + private_pages
+
+    `reserved` is the sum over the admitted requests of the pages kept for the growth of each: its
+    `remaining`, but at most `reserve_pages`. So nothing is kept that a request can never write.
+
+    `single` is the most that any one admitted request may still need, less what retracting the
+    others would free:
+
+        max over i of  remaining_i - (private_pages - private_i)
+            =  max(remaining_i + private_i) - private_pages
+
+    A request with its KV still on its way counts too. It cannot be retracted, so its private pages
+    count as 0. Without it, several such requests could come to run with no page left and none of
+    them retractable. A page that a request takes moves from its `remaining` to its `private`. So
+    the sum of the two is constant while it runs, and a heap of these sums, with lazy deletion,
+    gives the maximum.
 
     Args:
         reserve_pages: pages kept back for each active request, as far as it may still grow.
@@ -44,16 +44,15 @@ class PreallocBudget:
         self.reserve_pages = reserve_pages
         self.version = 0  # grows whenever less may be kept back than before
         self.private_pages = 0  # pages that retracting the running requests would free
-        self.reserved_pages = 0  # of each admitted request: what remains, at most reserve_pages
-        self._private: dict[str, int] = {}  # of each admitted request
+        self.reserved_pages = 0  # sum of what remains to each, at most reserve_pages each
+        self._private: dict[str, int] = {}  # private pages of each admitted request
         # Remaining + private of each admitted request: constant while it runs.
         self._reach: dict[str, int] = {}
         # A heap of (-reach, rid), which also has entries of requests that have ended.
         self._largest: list[tuple[int, str]] = []
 
     def start(self, rid: str, remaining_pages: int, private_pages: int) -> None:
-        """Count a request that may grow by `remaining_pages`, and frees `private_pages` if
-        retracted.
+        """Count a request that may grow by `remaining_pages`; retracting it frees `private_pages`.
 
         Called when the request is admitted (with `private_pages` 0: it cannot be retracted yet),
         and again when its KV is complete. O(log active). Raises CallerError, with nothing changed,
@@ -92,7 +91,7 @@ class PreallocBudget:
                 raise CallerError(f"request {rid!r} is not admitted")
         for rid in rids:
             private[rid] = taken = private[rid] + 1
-            if reach[rid] - taken < reserve:  # the page that it took was one of those kept for it
+            if reach[rid] - taken < reserve:  # it took a page that was kept for it
                 self.reserved_pages -= 1
         self.private_pages += len(rids)
 

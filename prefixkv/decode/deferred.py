@@ -18,7 +18,7 @@ class _Ended(NamedTuple):
     """A request that has ended, to be released once the device is done. An abort may come first."""
 
     req: DecodeRequest
-    state: DecodeState  # why: `finish`, `retract` or an abort
+    state: DecodeState  # at its end: FINISHED, RETRACTED or ABORTED
     continues: bool | None
 
 

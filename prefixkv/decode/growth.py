@@ -35,7 +35,7 @@ def raise_output_limits(
     page_size, started, aborted = books.page_size, DecodeState.RUNNING, DecodeState.ABORTED
     grows: list[RequestPages] = []
     growing: list[str] = []
-    new: list[DecodeRequest] = []  # their first token
+    new: list[DecodeRequest] = []  # requests that get their first token
     any_aborted = False
     # 1. Check all, and find out which need a page. Nothing changes here.
     for req in reqs:

@@ -56,9 +56,9 @@ class Flight:
     end_pages: int
     joined: Flight | None
     number: int
-    is_open: bool = True  # its room has not ended
-    place: Place | None = None  # where it is found by those that may join it
-    waiters: dict[Flight, None] = field(default_factory=dict)  # in the order in which they came
+    is_open: bool = True  # until its room has ended
+    place: Place | None = None  # key in `InFlight._by_start`; None: may not be joined
+    waiters: dict[Flight, None] = field(default_factory=dict)  # flights that joined, oldest first
 
     def __repr__(self) -> str:
         owner = self.owner.rid if self.owner is not None else None
@@ -66,8 +66,7 @@ class Flight:
 
 
 class InFlight:
-    """All flights, and those that may be joined by what they bring. Owned by the scheduler's
-    thread.
+    """All flights, and an index of those that may be joined. Owned by the scheduler's thread.
 
     A look-up is O(1) if nothing is found; else O(flights on the path), and a memcmp each.
     """
@@ -102,8 +101,7 @@ class InFlight:
     # --- looking ----------------------------------------------------------------------------------
 
     def find(self, key: RadixKey, start_pages: int) -> tuple[Flight | None, int]:
-        """Find the flight that brings most of `key` beyond `start_pages`, and where the common part
-        ends.
+        """Find the flight that brings most of `key` beyond `start_pages`, and their common end.
 
         `start_pages` is how much the tree has of the key, in pages; so is the end that is returned.
         One flight may begin where another ends or is left: they are followed as far as they go, and
@@ -165,9 +163,7 @@ class InFlight:
         return flight
 
     def disown(self, flight: Flight) -> None:
-        """Take the owner from a flight: its request ends, it continues for those that wait
-        for it.
-        """
+        """Take a flight's owner from it: its request ends, it continues for its waiters."""
         if flight.owner is not None:
             del self._by_owner[flight.owner]
             flight.owner = None
@@ -183,10 +179,10 @@ class InFlight:
         return waiters
 
     def remove(self, flight: Flight) -> list[Flight]:
-        """Take out a flight that is not to be committed. Return the others that end with it, by
-        number.
+        """Take out a flight that is not to be committed. Return the others that end with it.
 
-        These are the flights that wait for it, and those it waited for that nothing else needs.
+        These are, by number, the flights that wait for it, and those it waited for that nothing
+        else needs.
         """
         gone = [flight]
         for one in gone:  # the list grows as waiters of waiters come to light

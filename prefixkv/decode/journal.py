@@ -21,7 +21,7 @@ REASONS = ("pages", "transfer", "flight", "engine", "first_token")
 
 
 class DecodeJournal(Journal):
-    """Journal of the decode side; see the module's text.
+    """Journal of the decode side, over the steps that the module lists.
 
     No entry is made per token, and each costs a few additions. `counters` count every admission,
     those after a retraction too; `tokens` counts each request once.

@@ -20,9 +20,9 @@ from prefixkv.decode.admission import Rank
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.protocol.timers import Timers
 
-_MOST_IDLE: Final = 64  # lanes
+_MOST_IDLE: Final = 64  # number of lanes above which idle ones are dropped
 
-UNSAID, GONE = 0, -1  # instead of a want's number: the tree does not know yet; it waits no longer
+UNSAID, GONE = 0, -1  # in place of a want's number: not entered yet; waits no longer
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +49,7 @@ class Waiter:
     most: int = 0
     rank: Rank = None
     seen_at: int = -1
-    want: int = UNSAID  # its number
+    want: int = UNSAID  # number of its want, or UNSAID or GONE
 
     @property
     def place(self) -> tuple[Rank, int, Waiter]:
@@ -71,8 +71,8 @@ class Lane:
     is_open: bool
     away_s: float = -math.inf
     max_tokens: int = 0
-    is_met: bool = False  # it was asked to say whether it answers, and has not said that it is lost
-    num_waiters: int = 0  # those that are aside included
+    is_met: bool = False  # asked for by MeetPrefill, and not reported as lost
+    num_waiters: int = 0  # with those that are aside
     returned: Any = field(default_factory=SortedDict)  # by arrival
     waiting: Any = field(default_factory=SortedDict)  # by arrival
     order: Any = field(default_factory=SortedList)
@@ -117,7 +117,7 @@ class Lane:
         next_s = math.inf
         for group in (self.returned, self.waiting):
             # Both groups are sorted by arrival, so the first that is not due ends the search.
-            for waiter in group.values():  # the one that came first, first
+            for waiter in group.values():  # oldest first
                 since_s = now_s if waiter.since_s is None else waiter.since_s
                 due_s = max(since_s, self.away_s) + patience_s
                 if due_s > now_s:
@@ -140,8 +140,8 @@ class Lanes:
         self.version = 0  # grows whenever a lane opens or closes
         self._patience_s = patience_s
         self._lanes: dict[str, Lane] = {}
-        self._busy: dict[Lane, None] = {}  # open, and something stands in line there
-        self._timers: Timers[Lane] = Timers()  # closed ones in which something waits
+        self._busy: dict[Lane, None] = {}  # open lanes with waiters in line
+        self._timers: Timers[Lane] = Timers()  # closed lanes with waiters in line
 
     def get(self, address: str) -> Lane | None:
         """Return the lane of an address, or None."""
@@ -176,8 +176,8 @@ class Lanes:
     # --- waiters in line --------------------------------------------------------------------------
 
     def enter(self, waiter: Waiter) -> None:
-        """Enter a waiter into its lane. Raises what comparing ranks raises, and changes nothing
-        then.
+        """Enter a waiter into its lane. Raises what comparing ranks raises, and then changes
+        nothing.
         """
         lane = waiter.lane
         if not waiter.is_returned:

@@ -8,22 +8,6 @@ the open ones three groups are tried, each only when the one before is empty:
     the rest    in the order of an `AdmissionPolicy`, which may let requests overtake one that does
                 not fit
 
-A request that the running ones cannot make room for holds up no other:
-
-    aside       it may need more pages than can come back (`prospects.py`): out of its lane, until
-                enough have been proved free
-    share       its prefill worker has its share of the pool (`shares.py`): its lane waits, and the
-                other lanes continue; if the share is held without proof, it waits aside alone
-    prefill     its prefill worker does not answer: its lane is closed
-
-The order rests on estimates: the result of the match when the request came, or was last looked at.
-A request is admitted only after another look, which repeats the match if the tree has changed, and
-recounts what locking the match would take out of the evictable pages. A pass makes at most
-`MAX_LOOKS` looks that admit nothing, and none at a request that did not fit before and for which
-nothing has changed since (`PageManager.version`). A request that cannot fit by its estimate gets no
-look; looks that are left over go to the oldest estimates, so that none stays wrong for long. The
-tree evicts the cached prefixes of waiting requests last (`wants.py`).
-
 Source: SGLang's `DecodePreallocQueue`, which admits first come, first served.
 """
 
@@ -52,14 +36,29 @@ from prefixkv.paging import pages_for
 from prefixkv.protocol.timers import Timers
 
 MAX_LOOKS = 16
-MAX_WALK = 128  # requests of the order that a pass goes through, or brings back from aside
+MAX_WALK = 128  # places of the order that a pass looks at, or requests it brings back from aside
 
 ASIDE_REASONS = ("pages", "share", "prefill")
 
 
 class DecodePreallocQueue:
-    """Waiting requests, and the passes that admit those that fit; see the module's text. Owned by
-    the scheduler's thread.
+    """Waiting requests, and the passes that admit those that fit. Owned by the scheduler's thread.
+
+    A request that the running ones cannot make room for holds up no other:
+
+        aside       it may need more pages than can come back (`prospects.py`): it leaves its lane
+                    until enough have been proved free
+        share       its prefill worker has its share of the pool (`shares.py`): its lane waits, the
+                    others do not; if the share is held without proof, it waits aside alone
+        prefill     its prefill worker does not answer: its lane is closed
+
+    The order rests on estimates: the result of the match when the request came, or was last looked
+    at. A request is admitted only after another look, which repeats the match if the tree has
+    changed, and recounts what locking the match would take out of the evictable pages. A pass makes
+    at most `MAX_LOOKS` looks that admit nothing, and none at a request that did not fit before and
+    for which nothing has changed since (`PageManager.version`). A request that cannot fit by its
+    estimate gets no look; looks that are left over go to the oldest estimates, so that none stays
+    wrong for long. The tree evicts the cached prefixes of waiting requests last (`wants.py`).
 
     `add` and each admission cost O(log waiting). A pass that admits nothing costs no more, times
     the number of prefill workers that requests wait for.
@@ -106,19 +105,19 @@ class DecodePreallocQueue:
         # `_over_share`.
         self._waiters: dict[DecodeRequest, Waiter] = {}
         self._aside: SortedList = SortedList()  # (pages it may need, arrival, waiter)
-        self._over_share: dict[Waiter, None] = {}  # aside too, for their workers' shares
-        self._shares_at = -1  # the version of shares and lanes at which these were looked at
-        self._most_pages = books.num_pages  # that one may come to have, as of this pass
-        self._limited: dict[Lane, None] = {}  # their workers have their share, as of this pass
-        self._unstamped: list[Waiter] = []  # they have come back since the last pass
+        self._over_share: dict[Waiter, None] = {}  # aside as well, for their workers' shares
+        self._shares_at = -1  # version of shares and lanes at which `_over_share` was tried
+        self._most_pages = books.num_pages  # most that one request may get; set by each pass
+        self._limited: dict[Lane, None] = {}  # their workers have their share; set by each pass
+        self._unstamped: list[Waiter] = []  # waiters that came back since the last pass
         self.wants = Wants(books, protect)
         self._deadlines: Timers[DecodeRequest] = Timers()
-        self._admitted: list[DecodeRequest] = []  # and not taken yet
+        self._admitted: list[DecodeRequest] = []  # to be returned by `take_admitted`
         self._num_arrivals = 0
         self._num_started = 0
-        self._all_back = True  # none is aside that need not be, as of this pass
-        self._spent_at = -1  # the version at which no request is left to look at
-        self.stepped_aside = dict.fromkeys(ASIDE_REASONS, 0)  # how often, by why
+        self._all_back = True  # False: another pass has more to bring back
+        self._spent_at = -1  # version at which a pass left nothing to look at
+        self.stepped_aside = dict.fromkeys(ASIDE_REASONS, 0)  # counts, by reason
 
     def add(self, req: DecodeRequest, *, first: bool = False) -> None:
         """Queue a request. With `first` it was admitted before: it goes before all others, and its
@@ -152,13 +151,11 @@ class DecodePreallocQueue:
         # `add` is not given the time where a request comes back, so the next pass stamps it.
         if first:
             self._unstamped.append(waiter)
-        elif req.request.deadline_s is None:  # else the scheduler looks at it
+        elif req.request.deadline_s is None:  # else the scheduler has its deadline
             self._deadlines.wake(req, req.arrived_s + self._waiting_timeout_s)
 
     def _stand(self, waiter: Waiter) -> None:
-        """Enter a waiter into its lane, or set it aside if it may need pages that cannot come
-        back.
-        """
+        """Enter a waiter into its lane, or set it aside if it may need too many pages."""
         if waiter.req.max_pages > self._prospects.most_pages:
             if not waiter.is_returned:
                 # It will stand in its lane later, in the middle of a pass, where nothing may raise.
@@ -323,8 +320,8 @@ class DecodePreallocQueue:
     # --- a pass -----------------------------------------------------------------------------------
 
     def admit(self, now_s: float) -> None:
-        """Admit what fits: lock its prefix, take its pages, write its row. `take_admitted` returns
-        it.
+        """Admit what fits: lock prefixes, take pages, write rows. `take_admitted` returns the
+        requests.
 
         A request for which a user's policy fails to give a rank keeps the rank it has.
         """

@@ -20,12 +20,13 @@ from prefixkv.pages.manager import PageManager
 class Unproved(NamedTuple):
     """Pages that no request gives back, by reason."""
 
-    held: int  # of rooms that have failed, until they are drained
+    held: int  # by rooms that have failed, until they are drained
     away: int  # promised to prefill workers that do not answer, and the prefixes locked for them
-    stuck: int  # of requests whose device event has raised, and the prefixes that they lock
+    stuck: int  # by requests with a broken device event, and the prefixes that they lock
 
     @property
     def total(self) -> int:
+        """Sum of the three."""
         return self.held + self.away + self.stuck
 
 

@@ -31,6 +31,7 @@ class DecodeState(enum.Enum):
 
     @property
     def ended(self) -> bool:
+        """True in the three terminal states."""
         return self in _ENDED
 
 

@@ -24,7 +24,7 @@ class RoomNumbers:
 
     def __init__(self) -> None:
         self._live: set[int] = set()
-        self._undrained: dict[int, set[int]] = {}  # generations, by room
+        self._undrained: dict[int, set[int]] = {}  # generations of rooms, by number
 
     def __contains__(self, room: int) -> bool:
         return room in self._live or room in self._undrained

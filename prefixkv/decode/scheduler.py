@@ -5,13 +5,6 @@ It asks the control plane for rooms by commands (`take_commands`). The control p
 became of them through `room_ended`, `room_drained` and `room_overdue`. `runtime/nodes.py` connects
 it to threads; the tests connect it to a simulated network.
 
-Each way in which a request can end releases its lock and its pages, or hands them on, once:
-
-    finish, retract          cache_finished   whole pages to the tree, tail freed
-    fail or abort, drained   drop             own pages freed
-    fail or abort, not yet   hold             own pages belong to the room until it is drained
-    abort, others wait       nothing          the flight keeps them, and continues without an owner
-
 Source: SGLang's decode queues (`disaggregation/decode.py`); `pop_preallocated` and
 `pop_transferred` keep their names.
 """
@@ -69,8 +62,14 @@ from prefixkv.settings import check_time
 
 
 class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
-    """Admit, transfer, run and end the requests of one decode rank; see the module's text. Owned by
-    the scheduler's thread.
+    """The requests of one decode rank, from `add` to their end. Owned by the scheduler's thread.
+
+    Each way in which a request can end releases its lock and its pages, or hands them on, once:
+
+        finish, retract          cache_finished   whole pages to the tree, tail freed
+        fail or abort, drained   drop             own pages freed
+        fail or abort, not yet   hold             own pages belong to the room until it is drained
+        abort, others wait       nothing          the flight keeps them, without an owner
 
     Args:
         max_retries, retarget: how often prefill is asked again when a transfer fails, and which
@@ -140,13 +139,13 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         # room is drained, so that two requests never share one.
         self.rooms = RoomNumbers()
         self._asks: list[PrefillAsk] = []
-        self._refused: set[RoomKey] = set()  # by `refuse`, and prefill has not answered
+        self._refused: set[RoomKey] = set()  # keys of `refuse` that prefill has not answered
         # Of these, while the room of a former request of the number is not drained.
         self._late_refusals: dict[RoomKey, tuple[str, Exception, bytes]] = {}
         self._ticket = ticket or count(1).__next__
-        self._admitted: list[DecodeRequest] = []  # not returned by `pop_preallocated` yet
+        self._admitted: list[DecodeRequest] = []  # to be returned by `pop_preallocated`
 
-    # --- what the engine calls --------------------------------------------------------------------
+    # --- calls of the engine ----------------------------------------------------------------------
 
     def add(self, request: Request, now_s: float) -> DecodeRequest:
         """Queue a request.
@@ -224,7 +223,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         return admitted
 
     def pop_transferred(self, now_s: float) -> list[DecodeRequest]:
-        """Commit the requests whose KV is complete to the tree, and return them, ready to run."""
+        """Commit the requests with complete KV to the tree, and return them, ready to run."""
         check_time(now_s)
         committed = self.transfers.pop_transferred(now_s)
         for req in committed:
@@ -354,9 +353,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         error: Exception | None = None,
         after: DeviceEvent | None = None,
     ) -> bool:
-        """End a request in whichever state it is. Return False, and do nothing, if it is unknown or
-        has ended.
-        """
+        """End a request in whichever state it is. Unknown or ended: no-op, False."""
         check_time(now_s)
         check_error(error)
         req = self.requests.get(rid)
@@ -399,20 +396,17 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._go_to(req, prefill)
 
     def _go_to(self, req: DecodeRequest, prefill: str) -> None:
-        """Point a request at another prefill worker, and move it to that worker's lane if it
-        waits.
-        """
+        """Point a request at another prefill worker, and move it to that lane if it waits."""
         self.shares.name(prefill)
         req.prefill = prefill
-        # One that is to be asked for again is not in the queue yet: `_queue_again` enters it, and
-        # meets then.
+        # A request that runs, or still has to queue again, is in no lane: `_queue_again` enters it
+        # under the new address, and meets the worker then.
         if req in self.waiting:
             self.waiting.move(req, prefill)
             self._meet(prefill)
 
     def refuse(self, request: Request, error: Exception) -> None:
-        """Tell prefill at once that decode will not take this request, for example after `add`
-        refused it.
+        """Tell prefill at once that decode will not take this request, as after a refusal by `add`.
 
         Where a former request of its number has ended, prefill is told once the room of that one is
         drained. Raises RequestError, with nothing changed: its room is a live request's here, the
@@ -475,9 +469,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     @property
     def idle(self) -> bool:
-        """True if nothing lives here: no request, nothing to pop, no room that is not drained.
-        O(1).
-        """
+        """True if nothing is left: no request, nothing to pop, no undrained room. O(1)."""
         left = self.requests, self._failed, self._asks, self._deferred, self.rooms.any_undrained
         return not any(left) and not len(self.flights)
 
@@ -486,7 +478,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         """Time at which the next waiting request may pass its deadline; infinity if none waits."""
         return min(self.waiting.wake_s, self._deadlines.next_s)
 
-    # --- what the control plane calls -------------------------------------------------------------
+    # --- calls of the control plane ---------------------------------------------------------------
 
     def room_ended(
         self, key: RoomKey, poll: KVPoll, error: Exception | None, aux: bytes, now_s: float
@@ -525,7 +517,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._try_again(req, error, now_s)
 
     def prefill_ready(self, address: str, max_tokens: int, now_s: float) -> None:
-        """Open the lane of a prefill worker that answers, and end the requests that its pool cannot
+        """Open the lane of a prefill worker that answers; fail the requests that its pool cannot
         hold.
 
         These fail before any page is promised. `max_tokens` is the size of its pool, 0 if the
@@ -542,7 +534,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
                 self._end(req, DecodeState.FAILED, error, now_s)
 
     def prefill_away(self, address: str, now_s: float) -> None:
-        """Close the lane of a prefill worker that has stopped answering: its requests hold up no
+        """Close the lane of a prefill worker that does not answer: its requests hold up no
         others.
         """
         lane = self.lanes.get(address)
@@ -550,7 +542,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self.lanes.away(lane, now_s)
 
     def prefill_lost(self, address: str, error: Exception, now_s: float) -> None:
-        """Fail or ask again the requests of an address where nothing answers, or where what does is
+        """Try again, or fail, the requests of an address where nothing answers, or a peer is
         refused.
         """
         lane = self.lanes.get(address)
@@ -581,7 +573,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
                 self._refuse(late, *self._late_refusals.pop(late))
 
     def room_overdue(self, key: RoomKey) -> None:
-        """Count the pages of a room that is not drained by its deadline as quarantined. They stay
+        """Count a room's pages as quarantined: it is not drained by its deadline. They stay
         held.
         """
         self.counters["quarantined_pages"] += self.books.quarantine(key)
@@ -592,12 +584,12 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     @property
     def num_deferred(self) -> int:
-        """Number of ended requests whose pages the device may still touch."""
+        """Number of ended requests with pages that the device may still touch."""
         return len(self._deferred)
 
     def holders(self) -> list[tuple[str, RequestPages]]:
-        """Return what holds pages, by name: requests, and flights whose request has ended. Any
-        thread may call it.
+        """Return what holds pages, by name: requests, and flights without one. Any thread may call
+        it.
         """
         orphans = [flight for flight in self.flights.all() if flight.owner is None]
         held = super().holders() + self._deferred.holders()
@@ -619,9 +611,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     # --- admission --------------------------------------------------------------------------------
 
     def _meet(self, address: str) -> None:
-        """Ask the control plane whether this prefill worker answers, unless it was asked
-        already.
-        """
+        """Ask the control plane whether a prefill worker answers, unless it was asked already."""
         lane = self.lanes.get(address)
         if self.lanes.gated and lane is not None and not lane.is_met:
             lane.is_met = True
@@ -641,14 +631,15 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             )
 
     def _unmet(self, req: DecodeRequest, error: Exception, now_s: float) -> None:
-        """Take out a request whose prefill worker does not answer, and try again. That worker was
-        promised nothing, so it is sent nothing.
+        """Take out a request of a prefill worker that does not answer, and try again.
+
+        That worker was promised nothing, so it is sent nothing.
         """
         self.waiting.remove(req)
         self._try_again(req, error, now_s)
 
     def _try_again(self, req: DecodeRequest, error: Exception, now_s: float) -> None:
-        """Ask prefill again after a transfer that failed or could not begin, or fail the
+        """Ask prefill again after a transfer that failed or could not begin; else fail the
         request.
         """
         if req.retries < self._retries.most:
@@ -716,16 +707,14 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self._leave_flight(flight, error)
         elif before in (DecodeState.QUEUED, DecodeState.RETRACTED) and req in self.waiting:
             self.waiting.remove(req)
-            if before is DecodeState.QUEUED:  # else prefill is only asked at its next admission
+            if before is DecodeState.QUEUED:  # else no prefill worker waits for it
                 self._refuse(req.room_key, req.prefill, error, req.request.digest)
         self._leave(req, now_s)
 
     def _cut_short(
         self, req: DecodeRequest, error: Exception, now_s: float, after: DeviceEvent | None
     ) -> None:
-        """End a request as aborted, in whichever state it is. `after`: None if the device is done
-        with it.
-        """
+        """End a request as aborted, in any state. `after`: None if the device is done with it."""
         self._end(req, DecodeState.ABORTED, error, now_s)
         # One that ran still holds its pages. One that was retracted, and waits for the device, is
         # released by that entry: a second one would free its pages twice.
@@ -733,9 +722,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self._deferred.end(after, req, None, now_s)
 
     def _too_late(self, req: DecodeRequest, now_s: float) -> None:
-        """Fail a request whose KV is not here by its own deadline, unless it only waits to be
-        popped.
-        """
+        """Fail a request without its KV at its own deadline, unless it only waits to be popped."""
         flight = self.flights.of(req)
         if flight is not None and self.transfers.is_complete(flight):
             return
@@ -747,8 +734,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._end(req, DecodeState.FAILED, error, now_s)
 
     def _check_can_open(self, request: Request, to_refuse: bool = False) -> bool:
-        """Return True if the room of `request` is free. Raise RequestError if the request cannot be
-        taken.
+        """Return True if the room of `request` is free. Raise RequestError if it cannot be taken.
 
         With `to_refuse` a room that is not drained yet passes too, and gives False.
         """
@@ -762,8 +748,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         return is_free
 
     def _refuse(self, key: RoomKey, prefill: str, error: Exception, digest: bytes) -> None:
-        """Tell prefill that decode does not take a request: it may have that request, and hold KV
-        for it.
+        """Tell prefill that decode does not take a request, which it may have, with KV for it.
 
         The room's number is in use until prefill has answered.
         """
@@ -775,9 +760,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._commands.append(command)
 
     def _leave_flight(self, flight: Flight, error: Exception) -> None:
-        """End the request of a flight on its way. If others wait for the flight, it continues for
-        them.
-        """
+        """End the request of a flight. If others wait for the flight, it continues for them."""
         if not flight.waiters:
             self._cancel(flight, error)
             return
@@ -791,8 +774,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self.rooms.await_drained(flight.room_key)
 
     def _cancel(self, flight: Flight, error: Exception | None) -> None:
-        """End a flight that will not be committed: its room is aborted with `error`, or has failed
-        (None).
+        """End a flight that will not be committed: abort its room with `error`; None: it has
+        failed.
 
         Its owner stays for the caller to decide about. Flights that waited for it fall back.
         """
@@ -816,8 +799,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self._ask_again(req)
 
     def _end_flight(self, flight: Flight, error: Exception | None) -> None:
-        """End a flight's room and hand on its pages: the room holds them as long as a peer may
-        write them.
+        """End a flight's room; the room holds the pages as long as a peer may write them.
 
         The room's number stays in use as long, also without pages: the control plane still has to
         report its end.

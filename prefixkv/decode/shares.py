@@ -16,7 +16,7 @@ from typing import Final
 from prefixkv.errors import InternalError
 from prefixkv.protocol.ids import RoomKey
 
-_MAX_KNOWN: Final = 1024  # addresses; the one that was named longest ago is forgotten first
+_MAX_KNOWN: Final = 1024  # addresses; the one named longest ago goes first
 
 
 class PrefillShares:
@@ -34,12 +34,12 @@ class PrefillShares:
         self.most = most
         self.version = 0  # grows whenever a worker that was refused may be promised more
         self._ready = ready
-        self._answering: Collection[str] | None = None  # in this pass
+        self._answering: Collection[str] | None = None  # what `ready` returned in this pass
         self._rooms: dict[RoomKey, tuple[str, int]] = {}
-        self._held: set[RoomKey] = set()  # of these rooms, those that have failed
-        self._pages: dict[str, int] = {}  # by address, of those that have some
-        self._refused: set[str] = set()  # since pages of theirs came back
-        self._named: OrderedDict[str, None] = OrderedDict()  # leaders' addresses, by requests
+        self._held: set[RoomKey] = set()  # rooms of `_rooms` that have failed
+        self._pages: dict[str, int] = {}  # sums of `_rooms`, by address; none is 0
+        self._refused: set[str] = set()  # addresses refused since pages of theirs came back
+        self._named: OrderedDict[str, None] = OrderedDict()  # named by requests, latest last
 
     def name(self, address: str) -> None:
         """Note that a request names this prefill worker."""
@@ -58,9 +58,7 @@ class PrefillShares:
         self._answering = None
 
     def refuses(self, address: str, num_pages: int) -> bool:
-        """Return True if `num_pages` more would exceed a worker's share. O(1) where they
-        would not.
-        """
+        """Return True if `num_pages` more would exceed a worker's share. O(1) if they would not."""
         held = self._pages.get(address)
         if held is None or held + num_pages <= self.most:
             return False
@@ -84,8 +82,7 @@ class PrefillShares:
             self._held.add(key)
 
     def is_hopeless(self, address: str, num_pages: int) -> bool:
-        """Return True if `num_pages` more exceed a worker's share even once its transfers have
-        ended.
+        """Return True if `num_pages` more exceed a worker's share even after its transfers' end.
 
         Then the pages that are held for its failed rooms take up the share. O(rooms that have
         failed).

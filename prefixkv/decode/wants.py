@@ -10,7 +10,7 @@ from __future__ import annotations
 from prefixkv.decode.lanes import GONE, UNSAID, Waiter
 from prefixkv.pages.manager import PageManager
 
-MAX_WANTS = 128  # prefixes that are said to be wanted at once
+MAX_WANTS = 128  # prefixes that one `say` enters at most
 
 
 class Wants:
@@ -22,17 +22,15 @@ class Wants:
     def __init__(self, books: PageManager, protects: bool) -> None:
         self._books = books
         self.protects = protects and books.caching
-        self.unsaid: list[Waiter] = []  # the tree does not know yet that they wait, if they do
+        self.unsaid: list[Waiter] = []  # not entered in the tree yet; some may have left
 
     def say_soon(self, waiter: Waiter) -> None:
-        """Note a waiter whose prefix the tree should learn of at the next `say`."""
+        """Note a waiter, with a prefix that the tree should learn of at the next `say`."""
         if self.protects and waiter.req.request.cacheable:
             self.unsaid.append(waiter)
 
     def say(self) -> None:
-        """Enter the prefixes of what waits, the first to come first. O(1) or a match per
-        request.
-        """
+        """Enter the prefixes of what waits, the first to come first. O(1) or a match for each."""
         books = self._books
         # At most `MAX_WANTS` per call, which bounds the cost of a pass; the rest follow with later
         # passes.

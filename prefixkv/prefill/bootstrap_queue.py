@@ -17,7 +17,7 @@ from prefixkv.prefill.request import PrefillRequest, PrefillState
 from prefixkv.prefill.send_plan import SendPlan
 
 UsablePrefix = Callable[[PrefillRequest, int], int]
-"""Function of a request and the number of its cached tokens: how many of them the engine
+"""Function of a request and the number of its cached tokens that returns how many the engine
 can continue from. Behind those it has no extra state."""
 
 
@@ -35,8 +35,8 @@ class PrefillBootstrapQueue:
         self._following = following
         self._usable_prefix = usable_prefix
         self._ready: dict[PrefillRequest, None] = {}  # in the order of their promises
-        self._blocked_at = -1  # the books' version at which the first that may start did not fit
-        self._news = False  # since all were looked at: one came, or what one waits for has moved
+        self._blocked_at = -1  # version of the pages at which the first that may start did not fit
+        self._news = False  # one came, or a leader moved, since a whole pass
 
     def add(self, req: PrefillRequest, decode_prefix_len: int) -> None:
         """Enter a request of which decode has `decode_prefix_len` tokens and waits for the rest."""
@@ -119,9 +119,7 @@ class PrefillBootstrapQueue:
         return popped
 
     def _open(self, req: PrefillRequest, match: MatchResult | None, now_s: float) -> bool:
-        """Take the pages of a request. Return False, and change nothing, if too few are
-        available.
-        """
+        """Take a request's pages. Return False, and change nothing, if too few are available."""
         books, page_size = self._books, self._books.page_size
         prefix_len = match.prefix_len if match is not None else 0
         unprotected = match.unprotected_pages if match is not None else 0
@@ -152,7 +150,7 @@ class PrefillBootstrapQueue:
         try:
             usable = max(0, operator.index(self._usable_prefix(req, match.prefix_len)))
             usable = page_floor(usable, self._books.page_size)
-        except Exception as error:  # the engine's
+        except Exception as error:  # raised by the engine's code
             self._books.errors.caught(error)
             usable = 0
         # Else matched again, for a lock that covers the usable part and no more.

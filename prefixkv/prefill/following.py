@@ -42,10 +42,10 @@ class _Wait:
 
     leader: PrefillRequest
     end_pages: int
-    num_tokens: int  # that it would have to compute itself
-    handed_out: int  # requests when it began
+    num_tokens: int  # length of the common part, to be computed
+    handed_out: int  # requests handed out when the wait began
     since_s: float
-    passed_over: set[PrefillRequest]  # leaders for which its wait was over: never again for them
+    passed_over: set[PrefillRequest]  # leaders that it must not wait for again
     is_over: bool = False
 
 
@@ -75,9 +75,9 @@ class Following:
         # `_waits` only.
         self._leads: dict[PrefillRequest, _Lead] = {}
         self._by_place: dict[Place, list[PrefillRequest]] = {}
-        self._waits: dict[PrefillRequest, _Wait] = {}  # those that began first come first
+        self._waits: dict[PrefillRequest, _Wait] = {}  # oldest first
         self._handed_out = 0
-        self.progress_s = -math.inf  # when anything was computed last
+        self.progress_s = -math.inf  # time at which anything was computed last
 
     def __len__(self) -> int:
         """Return the number of followers."""

@@ -42,18 +42,16 @@ NodeT = TypeVar("NodeT", bound=PrefillCalls)
 
 
 class InStep(Generic[NodeT]):
-    """The ranks of a prefill worker behind one object; see the module's text. Used from one
-    thread.
-    """
+    """The ranks of a prefill worker behind one object, kept in step. Used from one thread."""
 
     def __init__(self, nodes: Sequence[NodeT]) -> None:
         """Begin without requests. `nodes`: by rank."""
         self.nodes = nodes
         self._reqs: dict[str, list[PrefillRequest]] = {}
         self._begun: dict[str, int] = {}
-        self._left: dict[str, int] = {}  # on how many ranks it has ended
-        self._ready: dict[str, PrefillRequest] = {}  # on all ranks, and not popped yet
-        self._failed: set[str] = set()  # popped as failed, and alive on some ranks still
+        self._left: dict[str, int] = {}  # number of ranks on which it has ended
+        self._ready: dict[str, PrefillRequest] = {}  # handed out by all ranks, to be returned
+        self._failed: set[str] = set()  # returned as failed, while some ranks still have it
         # Ended on all ranks, and not returned yet: a later rank's call may have raised.
         self._to_return_sent: list[PrefillRequest] = []
         self._to_return_failed: list[PrefillRequest] = []
@@ -101,7 +99,7 @@ class InStep(Generic[NodeT]):
         ready: DeviceEvent | None = None, state_slot: int = -1,
     ) -> int:  # fmt: skip
         """Send a chunk on every rank; return the sum of the pages. See `PrefillNode.send_chunk`."""
-        # It is being aborted on the other ranks: a chunk more would write for a room that ends.
+        # It is being aborted on the other ranks: another chunk would write for a room that ends.
         if req.rid in self._failed:
             return 0
         pairs = zip(self.nodes, self._reqs[req.rid], strict=True)

@@ -17,7 +17,7 @@ acknowledgement."""
 
 
 class PrefillJournal(Journal):
-    """Journal of the prefill side; see the module's text."""
+    """Journal of the prefill side, over the steps that the module lists."""
 
     def __init__(self) -> None:
         super().__init__(REASONS)

@@ -26,6 +26,7 @@ class PrefillState(enum.Enum):
 
     @property
     def ended(self) -> bool:
+        """True in the two terminal states."""
         return self in (PrefillState.SENT, PrefillState.FAILED)
 
 
@@ -60,7 +61,7 @@ class PrefillRequest(PagedRequest[PrefillState]):
         self.plan: SendPlan | None = None
         # Its pages are released when all three are true: it has ended, `source_free`, `popped`.
         self.source_free = False  # no write reads its pages, and its state, any more
-        self.state_slot = -1  # of the engine's, that it handed over
+        self.state_slot = -1  # slot of extra state that the engine handed over
         self.popped = False  # the engine has seen its end
         # Its journal (journal.py): when each of these happened, and what was sent.
         self.promised_s: float | None = None

@@ -86,13 +86,13 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         # with a room that may still be spoken of; `_sent` and `_failed` what the engine has not
         # popped.
         self._num_added = 0
-        self._computed: dict[PrefillRequest, None] = {}  # more than is in the tree
+        self._computed: dict[PrefillRequest, None] = {}  # with KV that the tree has not yet
         self._max_aux_bytes = max_aux_bytes
         self._rooms: dict[RoomKey, PrefillRequest] = {}
         self._sent: list[PrefillRequest] = []
         self._deferred: list[tuple[DeviceEvent, PrefillRequest]] = []
 
-    # --- what the engine calls --------------------------------------------------------------------
+    # --- calls of the engine ----------------------------------------------------------------------
 
     def add(self, request: Request, now_s: float) -> PrefillRequest:
         """Take a request; it waits for decode's promise.
@@ -144,9 +144,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         self._commands.append(DeclineRoom(key, reason_of(reason), request.digest))
 
     def _free_room(self, request: Request) -> RoomKey:
-        """Return the key of the request's room. Raise RequestError if in use, or without a
-        worker.
-        """
+        """Return the request's room key. Raise RequestError if it is in use or names no worker."""
         if not request.decode:
             raise RequestError(f"request {request.rid!r} names no decode worker")
         key = self._key_of(request)
@@ -297,7 +295,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         """Time at which a request may have waited long enough, for another's prefix or at all."""
         return min(self.bootstrapped.wake_s, self._deadlines.next_s)
 
-    # --- what the control plane calls -------------------------------------------------------------
+    # --- calls of the control plane ---------------------------------------------------------------
 
     def room_bootstrapped(
         self, key: RoomKey, decode_prefix_len: int, peer: str, now_s: float
@@ -323,7 +321,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
             self._fail(req, error or InternalError(f"{key} failed without a reason"), now_s)
 
     def source_free(self, key: RoomKey, now_s: float) -> None:
-        """Note that no write reads the room's pages any more; release them if the engine is
+        """Note that no write reads the room's pages any more; release them once the engine is
         done.
         """
         req = self._rooms.get(key)
@@ -456,7 +454,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
             return
         self.requests.pop(req.rid, None)
         self._deadlines.forget(req)
-        if self._rooms.get(req.room_key) is req:  # its number may be in use again
+        if self._rooms.get(req.room_key) is req:  # else a later request has the number
             del self._rooms[req.room_key]
         self._computed.pop(req, None)
         self._computes_no_more(req)

@@ -93,8 +93,7 @@ def checked_chunk(
 def plan_sends(
     ends: Iterable[int], num_tokens: int, decode_prefix_len: int, page_size: int
 ) -> list[Span]:
-    """Return the spans of chunks that end at these tokens; one at the request's end is the last
-    send.
+    """Return the spans of chunks that end at these tokens; one at the request's end is the last.
 
     >>> plan_sends([40, 100], num_tokens=100, decode_prefix_len=16, page_size=16)
     [Span(first_page=1, end_page=2), Span(first_page=2, end_page=7)]

@@ -76,9 +76,7 @@ class MoveWeights(_Command, frozen=True, tag="move-weights"):
 
 
 class AddRoom(_Command, frozen=True, tag="add"):
-    """Enter the request of this room in prefill: `num_tokens` long, with a prompt of this
-    digest.
-    """
+    """Enter the request of this room in prefill: its length in tokens, and its prompt's digest."""
 
     key: RoomKey
     num_tokens: int

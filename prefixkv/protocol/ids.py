@@ -51,4 +51,5 @@ class KVPoll(enum.IntEnum):
 
     @property
     def ended(self) -> bool:
+        """True in the two terminal states."""
         return self >= KVPoll.SUCCESS

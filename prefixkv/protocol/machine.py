@@ -35,6 +35,8 @@ Table = Mapping[KVPoll, Row]
 
 
 class _Machine(Protocol):
+    """The part of a machine that `run` needs."""
+
     @property
     def key(self) -> RoomKey: ...
     @property

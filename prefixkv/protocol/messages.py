@@ -219,12 +219,12 @@ class RoomBody(Body, frozen=True):
 
     @property
     def key(self) -> RoomKey:
+        """Key of the room; on prefill the decode worker's name is still to be added."""
         return RoomKey(self.room, self.generation)
 
 
 class Promise(RoomBody, frozen=True, tag="promise"):
-    """Decode has `prefix_len` tokens of the request and wants the rest of `fill_len` in these
-    pages.
+    """Decode has `prefix_len` tokens of a request and wants the rest of `fill_len` in these pages.
 
     `proof` is that of the prompt's digest (`prefixkv.digest.prove`), for this link alone. Extra
     state, where the model has some, is wanted in `state_slot`, whole: as it is after `fill_len`
@@ -289,6 +289,7 @@ class FailureCode(enum.IntEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> FailureCode:
+        """Return OTHER for a code that is unknown here."""
         # A peer of a later release may send codes that are unknown here: its frame still counts.
         return cls.OTHER
 
@@ -351,8 +352,7 @@ class Heartbeat(Body, frozen=True, tag="heartbeat"):
 
 
 class Fenced(Body, frozen=True, tag="fenced"):
-    """The sender has destroyed its transport agent and leaves: no write of this incarnation can
-    land any more."""
+    """The sender has destroyed its transport agent and leaves: no write of it can land any more."""
 
 
 RoomWord = Promise | PromiseAck | Abort | Drained | Outcome | OutcomeAck | LeaseAsk | LeaseGrant
@@ -370,6 +370,7 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def sender(self) -> PeerId:
+        """Process that has sent the frame, as the frame claims."""
         return PeerId(self.name, self.incarnation)
 
 

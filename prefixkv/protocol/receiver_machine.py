@@ -117,7 +117,7 @@ Action = Say | DecodeEvent
 
 
 _LANDED = frozenset({KVPoll.TRANSFERRING, KVPoll.SUCCESS, KVPoll.FAILED})
-_MAX_OPEN_CHUNKS = 1024  # of one rank; a writer has fewer posts under way
+_MAX_OPEN_CHUNKS = 1024  # bound per rank; a writer has fewer posts under way
 
 
 class _Landings:
@@ -130,7 +130,7 @@ class _Landings:
     __slots__ = ("_done", "_max_chunks", "_open", "num_chunks", "num_units")
 
     def __init__(self, max_chunks: int) -> None:
-        self.num_units = 0  # of whole chunks
+        self.num_units = 0  # sum over whole chunks
         self.num_chunks = 0
         # Chunks move from `_open` to `_done`, which stays: a repeated notification must not count
         # twice.
@@ -188,7 +188,7 @@ class ReceiverMachine:
         self._prefill = prefill
         # Ranks leave `_unacked` by any sign that they have the promise, and `_undrained` only by
         # proof.
-        self.ranks: frozenset[int] = frozenset()  # that have been told of the pages
+        self.ranks: frozenset[int] = frozenset()  # ranks that know the pages
         self._unacked: set[int] = set()  # ranks that may not have the promise yet
         self._undrained: set[int] = set()  # ranks that may write, or be writing
         self._outcomes: dict[int, Outcome] = {}
@@ -435,7 +435,7 @@ class ReceiverMachine:
             actions += self._aborts()
         return actions
 
-    # --- what each state takes, and the states that may follow ------------------------------------
+    # --- the table: the events of each state, and the states that may follow ----------------------
 
     # A peer may repeat itself, be late, or send anything, so its frames stand in every row.
     # PeerReady is ours: once a room is promised, it must not come again.

@@ -48,7 +48,7 @@ class RefusalMachine:
         self.over = False
         self._reason, self._versions = reason[:1000], versions
         self.is_news = is_news
-        self._unanswered: set[int] = set()  # ranks that have been told
+        self._unanswered: set[int] = set()  # ranks that have the Abort, and have not answered
         self._resend = Backoff(timing.resend_s)
         # By then prefill, which does not hear of decode either, has given up by itself.
         self._wait = Wait(timing.longest_wait_s)
@@ -87,7 +87,7 @@ class RefusalMachine:
                 | receiver.UnitsStaged()
                 | receiver.OutcomeSaid()
             ):
-                pass  # nothing was promised: words on an earlier use of the number
+                pass  # nothing was promised: about an earlier use of the number
             case _:
                 assert_never(event)
         return []

@@ -84,9 +84,7 @@ class Promised(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 class WriteEnded(msgspec.Struct, frozen=True):
-    """A job ended: DONE without `error`; else `drained` is False where some of it may still
-    land.
-    """
+    """A job ended: DONE without `error`; else `drained` is False where some may still land."""
 
     job_id: int
     error: Exception | None = None
@@ -168,8 +166,7 @@ class Say(msgspec.Struct, frozen=True):
 
 
 class PostWrite(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """Queue a write with the transport: unit pages, the first of them `first_unit` behind the
-    prefix.
+    """Queue a write with the transport: unit pages, from `first_unit` behind the prefix on.
 
     With `state` the pages are slots of the state pools.
     """

@@ -65,7 +65,7 @@ class _Reader:
     promise: Promised | None = None
     abort_said: bool = False
     answered: bool = False
-    num_chunks: int = 0  # written to it
+    num_chunks: int = 0  # chunks written to it
     num_units: int = 0
 
 
@@ -88,33 +88,33 @@ class SenderMachine:
         self.poll = KVPoll.BOOTSTRAPPING
         self.error: Exception | None = None
         # Decode's side: the ranks that have spoken, and under which ticket.
-        self.readers: dict[int, _Reader] = {}  # that have spoken
-        self.met_before = 0  # decode ranks, as its control counts them
-        self.ticket = 0  # of the promise, or of the abort that came without one
+        self.readers: dict[int, _Reader] = {}  # by decode rank, from its first frame on
+        self.met_before = 0  # count of decode ranks, kept by its control
+        self.ticket = 0  # that of the promise, or of an abort that came without one
         # Jobs that read our pages or may write decode's. A job leaves `in_flight` when it ends, for
         # `undrained` if it may still land.
         self.in_flight: set[int] = set()
         self.undrained: set[int] = set()  # jobs that ended in an error after they were posted
-        self.settle = False  # there were some
+        self.settle = False  # True once a job was in `undrained`
         self._rank = rank
         self._page_size = page_size
         self._next_job_id = next_job_id
         self._timing = timing
         # The engine's side of the room, and the promise.
-        self.added_s: float | None = None  # when the engine's request came
+        self.added_s: float | None = None  # time at which the engine's request came
         self._newborn: LifeBegan | None = None
         self._num_tokens: int | None = None
-        self.digest = b""  # of the prompt; b"": not known
-        self.weights_version = ""  # of the KV that the engine will hand over
-        self._expected: tuple[int, ...] = ()  # the readers, once one has spoken
+        self.digest = b""  # digest of the prompt; b"": not known
+        self.weights_version = ""  # version of the KV that the engine will hand over
+        self._expected: tuple[int, ...] = ()  # decode ranks that take part, once one has spoken
         self._promise: Promised | None = None  # the first: all are alike but for the peer
-        self._kept: list[SendChunk] = []  # handed over before the promise
+        self._kept: list[SendChunk] = []  # chunks handed over before the promise
         # Progress of the writing; units are counted behind the promised prefix.
         self._num_chunks = 0
         self._units_written = 0
         self._last_queued = False
         self._aux = b""
-        self._no_listener = False  # no reader is left that waits for the outcome
+        self._no_listener = False  # True if no reader is left that waits for the outcome
         self._source_freed = False
         self._resend = Backoff(timing.resend_s)
         self._wait = Wait(timing.longest_wait_s)
@@ -257,9 +257,7 @@ class SenderMachine:
         return known is not None and known.peer != peer
 
     def same_promise(self, event: Promised) -> bool:
-        """Return True if this repeats the promise we have, or is a reader's first, like the
-        others'.
-        """
+        """Return True if this repeats the reader's promise, or is its first and like the others."""
         reader, first = self.readers.get(event.reader), self._promise
         ours = reader.promise if reader is not None else None
         return (ours is None or ours.repeats(event)) and (first is None or first.alike(event))
@@ -311,7 +309,7 @@ class SenderMachine:
         """Keep a chunk that comes before the promise."""
         if self.added and not event.clip:
             raise fault(self, event, "without `clip` a chunk must not come before Bootstrapped")
-        if self.added:  # else it is of an earlier use of the number, whose end it has crossed
+        if self.added:  # else it has crossed the end of an earlier use of the number
             self._kept.append(event)
         return []
 
@@ -567,7 +565,7 @@ class SenderMachine:
         self._no_listener |= not event.tell
         return []
 
-    # --- what each state takes, and the states that may follow ------------------------------------
+    # --- the table: the events of each state, and the states that may follow ----------------------
 
     # A peer may repeat itself, be late, or send anything, so its frames stand in every row. Ours
     # are Added, which must not come twice, and WriteEnded, which must not come where no write can

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
-_FEW = 64  # stale entries that are never worth making the heap anew
+_FEW = 64  # stale entries that are not worth a rebuild of the heap
 
 
 class Timers(Generic[K]):
@@ -153,7 +153,7 @@ class Wait:
         self._longest_s = longest_s
         self._patience_s = 0.0
         self.due_s = float("inf")
-        self.last_s = float("inf")  # it does not go on beyond this
+        self.last_s = float("inf")  # latest end of the wait
 
     @property
     def limit(self) -> str:

@@ -1,1 +1,1 @@
-"""Tensor-parallel decode ranks: the operation log, and what became of their rooms. Pure."""
+"""Tensor-parallel decode ranks: the operation log, and the joined events of their rooms. Pure."""

@@ -1,5 +1,5 @@
-"""Rank 0's scheduler among the ranks of a decode worker: it hears of rooms what all ranks together
-say, and its commands go to every rank. Pure.
+"""Rank 0's scheduler among the ranks of a decode worker: it gets the events of rooms that all ranks
+together report, and its commands go to every rank. Pure.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from prefixkv.ranks.rooms import RankRooms
 
 
 class RoomScheduler(Protocol):
-    """What of a DecodeScheduler is needed here."""
+    """Methods of a DecodeScheduler that are needed here."""
 
     def room_ended(
         self, key: RoomKey, poll: KVPoll, error: Exception | None, aux: bytes, now_s: float
@@ -43,10 +43,12 @@ class RoomScheduler(Protocol):
 
 
 class RankLeader:
-    """Owned by the scheduler's thread.
+    """Link between rank 0's scheduler and the control objects of all ranks. Owned by the
+    scheduler's thread.
 
     Args:
-        num_ranks: that receive parts of the KV, each in rooms of its own; above 1, `log` is needed.
+        num_ranks: ranks that receive parts of the KV, each in rooms of its own; above 1, `log` is
+            needed.
         log: where the other ranks' commands go.
         submit: hands a command to rank 0's own control object.
     """
@@ -64,15 +66,21 @@ class RankLeader:
         self.rooms = RankRooms(num_ranks) if num_ranks > 1 else None
 
     def command(self, command: DecodeCommand) -> None:
-        """For every rank; but rank 0 alone says which prefill workers answer. The others greet
-        them with their first room."""
+        """Send a command to every rank.
+
+        But rank 0 alone asks which prefill workers answer; the others greet them with their first
+        room.
+        """
         self._submit(command)
         if self._log is not None and not isinstance(command, MeetPrefill):
             self._log.rooms.append(command)
 
     def on(self, event: DecodeEvent | WorkerEvent, now_s: float) -> None:
-        """Rank 0's control object says this."""
+        """Take an event of rank 0's control object."""
         match event:
+            # 1. About a prefill worker: only rank 0 asks, so nothing is to be joined.
+            # 2. About a room, with one rank: it is the scheduler's as it is.
+            # 3. About a room, with several: joined with those of the other ranks.
             case PrefillReady(address, max_tokens):
                 self._scheduler.prefill_ready(address, max_tokens, now_s)
             case PrefillAway(address):
@@ -85,8 +93,10 @@ class RankLeader:
                 self._rank_said(self.rooms, 0, event, now_s)
 
     def on_news(self, raw: bytes, now_s: float) -> None:
-        """Another rank's message; b"" is nothing. Each rank's in order, or not at all:
-        CallerError."""
+        """Take another rank's message; b"" holds no event.
+
+        Each rank's messages have to come in order, and none may be left out: else CallerError.
+        """
         if not raw:
             return
         if self.rooms is None:
@@ -95,13 +105,17 @@ class RankLeader:
             self._rank_said(self.rooms, rank, event, now_s)
 
     def _rank_said(self, rooms: RankRooms, rank: int, event: DecodeEvent, now_s: float) -> None:
+        """Join a rank's event with those of the others, and pass on what follows."""
         joined, commands = rooms.on(rank, event)
+        # Before the scheduler hears: it may open a new room at once, and the log keeps the order in
+        # which ranks see both.
         for command in commands:
             self.command(command)
         for said in joined:
             self._room_said(said, now_s)
 
     def _room_said(self, event: DecodeEvent, now_s: float) -> None:
+        """Pass a joined event to the scheduler."""
         match event:
             case RoomEnded():
                 self._scheduler.room_ended(event.key, event.poll, event.error, event.aux, now_s)

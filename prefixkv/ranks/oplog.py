@@ -1,11 +1,11 @@
-"""The operation log: what was done to tree, allocator and page table, in order, so that a replica
+"""The operation log: every change of tree, allocator and page table, in order, so that a replica
 comes out equal.
 
 Tensor-parallel decode ranks hold replicas. Rank 0 decides, with a `ReplicatedPageManager`, which
-publishes every operation with the page ids that came of it. The others apply it to a `PageManager`
-of their own through a `Replica`, which raises at the first difference. Times travel in the log:
-only rank 0's clock counts. The engine carries the bytes: `publish` is its own broadcast. With one
-rank nothing is logged, at no cost.
+publishes every operation with the page ids that it resulted in. The others apply it to a
+`PageManager` of their own through a `Replica`, which raises at the first difference. Times travel
+in the log: only rank 0's clock counts. The engine carries the bytes: `publish` is its own
+broadcast. With one rank nothing is logged, at no cost.
 
 A request is named by its row of the page table, which is the same on every replica.
 """
@@ -29,15 +29,14 @@ from prefixkv.protocol.ids import RoomKey
 
 
 class _Op(msgspec.Struct, frozen=True, array_like=True, tag_field="op"):
-    pass
+    """Base of the operations."""
 
 
 class Opened(_Op, frozen=True, tag="open"):
-    """A request of these tokens holds `prefix_len` cached tokens (-1: not looked for) and these
-    pages in all.
+    """A request of these tokens holds `prefix_len` cached tokens, and these pages in all.
 
-    Of them `num_joined`, next to the cached ones, are those of the request in `joined_row` (-1: of
-    none). `slot` is that of its extra state.
+    A `prefix_len` of -1: not looked for. Of the pages `num_joined`, next to the cached ones, are
+    those of the request in `joined_row` (-1: of none). `slot` is that of its extra state.
     """
 
     row: int
@@ -52,8 +51,10 @@ class Opened(_Op, frozen=True, tag="open"):
 
 
 class Refused(_Op, frozen=True, tag="refuse"):
-    """There were not `num_new_pages` for these tokens. What the tree has of them counts as used
-    all the same."""
+    """A request could not be opened: `num_new_pages` were not available. It changed nothing.
+
+    The replica checks that it has not the pages either.
+    """
 
     tokens: bytes
     namespace: Any
@@ -64,8 +65,9 @@ class Refused(_Op, frozen=True, tag="refuse"):
 
 
 class JoinedLocked(_Op, frozen=True, tag="lock_joined"):
-    """What the request in this row had joined is the tree's, and under its lock. `pages` are all
-    of its pages."""
+    """The pages that the request in this row had joined are the tree's, and under its lock. `pages`
+    are all of its pages.
+    """
 
     row: int
     pages: bytes
@@ -73,13 +75,15 @@ class JoinedLocked(_Op, frozen=True, tag="lock_joined"):
 
 
 class Grown(_Op, frozen=True, tag="grow"):
+    """Each of these rows took one page, at its end."""
+
     rows: tuple[int, ...]
     pages: bytes
     now_s: float
 
 
 class Cached(_Op, frozen=True, tag="cache"):
-    """`new_tokens` have KV since this row's last operation; its whole pages went to the tree."""
+    """A row's whole pages went to the tree; `new_tokens` have KV since the row's last operation."""
 
     row: int
     new_tokens: bytes
@@ -90,6 +94,8 @@ class Cached(_Op, frozen=True, tag="cache"):
 
 
 class Hinted(_Op, frozen=True, tag="hint"):
+    """The conversation of this row's request will go on, or will not."""
+
     row: int
     continues: bool
 
@@ -103,28 +109,38 @@ class Wanted(_Op, frozen=True, tag="want"):
 
 
 class Unwanted(_Op, frozen=True, tag="unwant"):
+    """The want of this number was withdrawn."""
+
     number: int
 
 
 class Dropped(_Op, frozen=True, tag="drop"):
+    """The request in this row ended, and its own pages are free."""
+
     row: int
 
 
 class Held(_Op, frozen=True, tag="hold"):
+    """The request in this row ended; room `key` holds its own pages."""
+
     row: int
     key: RoomKey
 
 
 class Released(_Op, frozen=True, tag="release"):
+    """The pages that this room holds are free."""
+
     key: RoomKey
 
 
 class Quarantined(_Op, frozen=True, tag="quarantine"):
+    """The pages that this room holds are counted as quarantined."""
+
     key: RoomKey
 
 
 class Flushed(_Op, frozen=True, tag="flush"):
-    pass
+    """The tree was emptied."""
 
 
 RowOp = Opened | JoinedLocked | Grown | Cached | Hinted | Dropped | Held
@@ -135,10 +151,10 @@ decode_op: Callable[[bytes], AnyOp] = msgspec.msgpack.Decoder(AnyOp).decode
 
 
 class ReplicatedPageManager(PageManager):
-    """Rank 0's: every change is published once it is made.
+    """Rank 0's pages: every change is published once it is made.
 
-    Owners of held pages are RoomKeys here, and namespaces what msgpack carries (str, int, bytes,
-    None, tuples of them).
+    Owners of held pages are RoomKeys here, and namespaces are what msgpack carries (str, int,
+    bytes, None, tuples of them).
     """
 
     def __init__(
@@ -151,7 +167,7 @@ class ReplicatedPageManager(PageManager):
     ) -> None:
         super().__init__(num_pages, page_size, max_requests, **settings)
         self._publish = publish
-        self._logged_tokens: dict[int, int] = {}  # by row
+        self._logged_tokens: dict[int, int] = {}  # number of tokens that the log has, by row
 
     def open(
         self,
@@ -162,6 +178,8 @@ class ReplicatedPageManager(PageManager):
         joined: RequestPages | None = None,
         joined_end: int = 0,
     ) -> RequestPages:
+        # Each method changes first and publishes then, so an operation that raised is not in the
+        # log. A refusal is, though it changes nothing: a replica that has the pages has come apart.
         row = joined.row if joined is not None else -1
         try:
             pages = super().open(key, match, num_new_pages, now_s, joined, joined_end)
@@ -199,6 +217,7 @@ class ReplicatedPageManager(PageManager):
         if len(key) < self._logged_tokens[pages.row]:
             raise InternalError(f"the key of row {pages.row} has shrunk to {len(key)} tokens")
         super().cache_unfinished(pages, key, now_s, priority=priority, being_read=being_read)
+        # Only the tokens since the last operation of the row travel: the replica has the rest.
         new_tokens = key.data[self._logged_tokens[pages.row] * 4 :]
         self._logged_tokens[pages.row] = len(key)
         packed = _packed(self, pages)
@@ -218,16 +237,20 @@ class ReplicatedPageManager(PageManager):
         self._publish(Unwanted(number))
 
     def drop(self, pages: RequestPages) -> None:
+        # Read before: ending the request clears it. The same in `hold`.
         row = pages.row
         super().drop(pages)
         self._publish(Dropped(row))
 
     def hold(self, pages: RequestPages, owner: Hashable) -> None:
+        # Both may be lost or wrong afterwards: an owner that cannot travel is refused before
+        # anything is held.
         row, room = pages.row, self._room(owner)
         super().hold(pages, owner)
         self._publish(Held(row, room))
 
     def release(self, owner: Hashable) -> int:
+        # Read before: afterwards an unknown owner and a released one look alike.
         known = self.holds(owner)
         freed = super().release(owner)
         if known:
@@ -236,6 +259,7 @@ class ReplicatedPageManager(PageManager):
 
     def quarantine(self, owner: Hashable) -> int:
         count = super().quarantine(owner)
+        # By what is held, not by the count: a room that holds only a slot counts no pages.
         if self.holds(owner):
             self._publish(Quarantined(self._room(owner)))
         return count
@@ -247,30 +271,35 @@ class ReplicatedPageManager(PageManager):
 
     @staticmethod
     def _room(owner: Hashable) -> RoomKey:
+        """Return the owner as a room. Raises InternalError for any other: it could not travel."""
         if not isinstance(owner, RoomKey):
             raise InternalError(f"{owner!r} holds pages and is no room")
         return owner
 
 
 class Replica:
-    """Another rank's pages, which follow the log. `books` must be built with the settings of rank
-    0's."""
+    """Another rank's pages, which follow the log.
+
+    `books` must be built with the settings of rank 0's.
+    """
 
     def __init__(self, books: PageManager) -> None:
         self.books = books
         self._requests: dict[int, tuple[RadixKey, RequestPages]] = {}
 
     def pages(self, row: int) -> Pages:
-        """The page ids of the request in this row."""
+        """Return the page ids of the request in this row."""
         return self.books.pages(self._requests[row][1])
 
     def slot(self, row: int) -> int:
-        """The slot of extra state of the request in this row, -1 if there is none."""
+        """Return the slot of extra state of the request in this row, -1 if there is none."""
         return self._requests[row][1].slot
 
     def apply(self, op: AnyOp) -> None:
         """Do what rank 0 did. Raises InternalError if this rank comes to other pages."""
         books, requests = self.books, self._requests
+        # Each case decides again from this rank's own state, and compares: a difference shows at
+        # the operation that caused it, not when a kernel reads a wrong page.
         match op:
             case Opened():
                 key = _key(op)
@@ -279,6 +308,8 @@ class Replica:
                     raise InternalError(
                         f"rank 0 matched {op.prefix_len} tokens, this rank {match.prefix_len}: {op}"
                     )
+                # The message has all pages of the row; how many of them are new follows from what
+                # is shared.
                 num_shared = max(0, op.prefix_len) // books.page_size + op.num_joined
                 num_new = len(op.pages) // 4 - num_shared
                 joined = self._joined(op.joined_row)
@@ -292,6 +323,7 @@ class Replica:
                 match = books.cache.match_prefix(key)
                 with suppress(OutOfPagesError):
                     books.open(key, match, op.num_new_pages, op.now_s, joined, op.joined_end)
+                    # Not suppressed: only OutOfPagesError is, which is the right answer here.
                     raise InternalError(f"this rank had the pages that rank 0 had not: {op}")
             case JoinedLocked():
                 key, pages = requests[op.row]
@@ -303,6 +335,7 @@ class Replica:
                 self._compare(op.pages, np.array(new, "<i4").tobytes(), op)
             case Cached():
                 key, pages = requests[op.row]
+                # This rank's own copy of the key: it grows by what the log brings.
                 key.extend(np.frombuffer(op.new_tokens, "<i4"))
                 books.cache_unfinished(
                     pages, key, op.now_s, priority=op.priority, being_read=op.being_read
@@ -329,21 +362,25 @@ class Replica:
                 assert_never(op)
 
     def _joined(self, row: int) -> RequestPages | None:
+        """Return the pages of the request in this row; None for row -1."""
         return self._requests[row][1] if row >= 0 else None
 
     def _compare(self, theirs: object, ours: object, op: AnyOp) -> None:
+        """Raise InternalError where this rank's result differs from rank 0's."""
         if theirs != ours:
             raise InternalError(f"this rank came to {ours!r} where rank 0 has {theirs!r}: {op}")
 
 
 def _packed(books: PageManager, pages: RequestPages) -> bytes:
+    """Return a request's page ids as they travel: int32, little-endian."""
     return books.pages(pages).astype("<i4").tobytes()
 
 
 def _key(op: Opened | Refused | Wanted) -> RadixKey:
+    """Return the key of the operation's tokens."""
     return RadixKey(np.frombuffer(op.tokens, "<i4"), _as_sent(op.namespace))
 
 
 def _as_sent(namespace: Any) -> Any:
-    """What msgpack made a list of was a tuple."""
+    """Return a namespace as it was before msgpack, which makes lists of tuples."""
     return tuple(map(_as_sent, namespace)) if isinstance(namespace, list) else namespace

@@ -1,4 +1,4 @@
-"""Tensor-parallel decode ranks: rank 0's operation log as one message a scheduler pass, and the
+"""Tensor-parallel decode ranks: rank 0's operation log, as one message per scheduler pass, and the
 ranks that follow it.
 
     rank 0       node = DecodeNode(pool, config, ranks=RankLog(), mesh=mesh)
@@ -8,15 +8,7 @@ ranks that follow it.
     rank 0       for raw in received: node.apply_news(raw)
 
 A `DecodeRank` (runtime/decode_rank.py) is a `DecodeReplica` that also receives its part of the KV:
-the log tells it which rooms to open, and its news go back to rank 0.
-
-The engine carries the bytes: by its own broadcast, once a pass, after the pops and `append_many`
-and before the step whose attention reads the rows. Ranks may apply late and at different times:
-they decide nothing. Rank 0's `after=` events stand for all ranks: a step that has ended there has
-passed its last all-reduce, so every rank has read all of its pages.
-
-A rank that comes to other pages raises at once (oplog.py). Every message also carries rank 0's page
-counts, which cost nothing, and some carry digests of the whole state.
+the log names the rooms that it has to open, and its events go back to rank 0.
 """
 
 from __future__ import annotations
@@ -54,7 +46,7 @@ _decode = msgspec.msgpack.Decoder(_Batch).decode
 
 
 def sizes(books: PageManager) -> dict[str, int]:
-    """Counts, each O(1). Two managers that diverge soon differ in one of them."""
+    """Return counts of the pages' state, each O(1). Managers that diverge soon differ in one."""
     cache, pages = books.cache, books.allocator
     return {
         "free": pages.free_pages, "owned": pages.owned_pages, "cached": pages.cached_pages,
@@ -68,12 +60,13 @@ def sizes(books: PageManager) -> dict[str, int]:
 
 
 def digests(books: PageManager) -> dict[str, bytes]:
-    """16 bytes each of tree (recency and locks included), page table and allocator. O(pool)."""
+    """Return 16 bytes each of tree (with recency and locks), page table and allocator. O(pool)."""
     tree = hashlib.blake2b(digest_size=16)
     # By first page, which identifies a node: a page is in the tree once.
     for node in sorted(books.cache.nodes(), key=lambda node: bytes(node.pages[:4])):
         assert node.parent is not None
         above = bytes(node.parent.pages[-4:])
+        # The last page of the parent names it: page ids alone tell where a node hangs.
         state = above, bytes(node.key), bytes(node.pages), node.lock_ref, node.mark, node.steps
         tree.update(repr(state).encode())
     pages = hashlib.blake2b(digest_size=16)
@@ -88,6 +81,7 @@ def digests(books: PageManager) -> dict[str, bytes]:
 
 
 def _settings(books: PageManager) -> dict[str, int | str | bool]:
+    """Return the settings that have to be equal on all ranks."""
     max_requests, max_pages = books.table.array.shape
     return {
         "num_pages": books.num_pages, "page_size": books.page_size, "max_running": max_requests,
@@ -98,13 +92,18 @@ def _settings(books: PageManager) -> dict[str, int | str | bool]:
 
 
 def _described(policy: Policy) -> str:
-    """Its name, and its settings if it says them."""
+    """Return a policy's name, with its settings where it is a dataclass."""
     return f"{policy.name} {asdict(policy)}" if is_dataclass(policy) else policy.name
 
 
 class RankLog:
-    """Rank 0's side: gathers operations until the next `take`. `append` is the `publish` of a
-    `ReplicatedPageManager`.
+    """Rank 0's side: gathers operations until the next `take`.
+
+    `append` is the `publish` of a `ReplicatedPageManager`. The engine carries the bytes: by its own
+    broadcast, once per pass, after the pops and `append_many` and before the step whose attention
+    reads the rows. Ranks may apply late and at different times: they decide nothing. Rank 0's
+    `after=` events stand for all ranks: a step that has ended there has passed its last all-reduce,
+    so every rank has read all of its pages.
 
     Args:
         digest_every: each `digest_every`-th message carries digests, which cost O(pool) on all
@@ -115,16 +114,18 @@ class RankLog:
         self.num_batches = 0
         self._digest_every = digest_every
         self._ops: list[AnyOp] = []
+        # Bound once: `_ops` is cleared by `take`, never replaced.
         self.append = self._ops.append
-        self.rooms: list[DecodeCommand] = []  # what every rank's control plane is to do
+        self.rooms: list[DecodeCommand] = []  # commands for every rank's control object
 
     def __bool__(self) -> bool:
-        """Whether the next message has an operation or a room in it."""
+        """Return True if the next message has an operation or a room in it."""
         return bool(self._ops or self.rooms)
 
     def check(self, request: Request) -> None:
         """Raise RequestError if the request's namespace cannot travel: None, str, int, bytes and
-        tuples of them can."""
+        tuples of them can.
+        """
         if not _can_travel(request.key.namespace):
             raise RequestError(
                 f"request {request.rid!r}: no message carries its namespace, "
@@ -132,25 +133,31 @@ class RankLog:
             )
 
     def take(self, books: PageManager) -> bytes:
-        """The message of this pass: every rank has to apply every one, in order, also one without
-        operations."""
+        """Return the message of this pass.
+
+        Every rank has to apply every message, in order, also one without operations.
+        """
         with_digests = self._digest_every and self.num_batches % self._digest_every == 0
         settings = {} if self.num_batches else _settings(books)
+        # Taken with the operations, in one call on one thread: sums of another moment would differ.
         state = sizes(books), digests(books) if with_digests else {}, settings
         raw = _encode(_Batch(self.num_batches, self._ops, *state, self.rooms))
         self.num_batches += 1
+        # Only after encoding: if that raises, no operation is lost.
         self._ops.clear()
         self.rooms.clear()
         return raw
 
 
 class DecodeReplica:
-    """A decode rank above 0: its own tree, allocator and page table, which follow rank 0's. Owned
-    by one thread.
+    """A decode rank above 0, with pages that follow rank 0's. Owned by one thread.
+
+    A rank that comes to other pages raises at once (oplog.py). Every message also carries rank 0's
+    page counts, which cost nothing, and some carry digests of the whole state.
 
     Args:
         num_pages, page_size: of this rank's pool, which has the shape of rank 0's.
-        config: rank 0's. What both need alike is compared when the first message comes.
+        config: rank 0's. Settings that both need alike are compared when the first message comes.
         num_slots: of this rank's StatePool, as many as of rank 0's; 0 without.
     Raises:
         ConfigError: an unknown policy.
@@ -170,27 +177,31 @@ class DecodeReplica:
 
     @property
     def page_table(self) -> Pages:
-        """int32 [max_running, num_pages] page ids by `DecodeRequest.row`, -1 where unused. Its
-        memory never moves."""
+        """Page ids, int32 [max_running, num_pages], by `DecodeRequest.row`, -1 where unused. Its
+        memory never moves.
+        """
         return self.books.table.array
 
     def pages(self, row: int) -> Pages:
-        """The page ids of the request in this row, in order: a view that is valid until the next
-        `apply`."""
+        """Return the page ids of the request in this row, in order.
+
+        They are a view that is valid until the next `apply`.
+        """
         return self._replica.pages(row)
 
     def state_slot(self, row: int) -> int:
-        """As `DecodeRequest.state_slot`, of the request in this row."""
+        """Return the slot of extra state of the request in this row. See
+        `DecodeRequest.state_slot`.
+        """
         return self._replica.slot(row)
 
     def apply(self, raw: bytes) -> list[DecodeCommand]:
-        """Do what rank 0 did in one pass. Returns what this rank's control plane is to do.
+        """Do what rank 0 did in one pass. Return the commands for this rank's control object.
 
         Raises:
-            CallerError: a message that is no message, was left out, or comes twice. Nothing was
-            changed. ConfigError: this rank was built with other settings than rank 0. Nothing was
-            changed. InternalError: this rank came to something else than rank 0, and is of no use
-            from now on.
+            CallerError: a message that is none, was left out, or comes twice. Nothing was changed.
+            ConfigError: this rank was built with other settings than rank 0's. Nothing was changed.
+            InternalError: this rank came to another state than rank 0, and is of no use any more.
         """
         if self._broken is not None:
             raise self._broken
@@ -198,6 +209,8 @@ class DecodeReplica:
             batch = _decode(raw)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise CallerError(f"{len(raw)} bytes that are no message of rank 0: {error}") from error
+        # Checked before the first operation: one that is left out or repeated would break this rank
+        # for good.
         if batch.number != self.num_batches:
             raise CallerError(
                 f"message {batch.number} of rank 0 came where {self.num_batches} is the next"
@@ -210,6 +223,8 @@ class DecodeReplica:
             _compare(batch.sizes, sizes(self.books))
             if batch.digests:
                 _compare(batch.digests, digests(self.books))
+        # Half of the message is applied, and nothing undoes that. So every later call raises the
+        # same.
         except Exception as error:
             self._broken = InternalError(
                 f"this rank differs from rank 0 in message {batch.number}: {error!r}"
@@ -223,18 +238,21 @@ class DecodeReplica:
         self.books.check_invariants()
 
     def _check_settings(self, theirs: dict[str, int | str | bool]) -> None:
+        """Raise ConfigError for the first setting that differs from rank 0's."""
         for name, value in _settings(self.books).items():
             if value != theirs.get(name):
                 raise ConfigError(f"{name} is {value} on this rank, {theirs.get(name)} on rank 0")
 
 
 def _can_travel(namespace: object) -> bool:
+    """Return True if msgpack gives back what it was given."""
     if isinstance(namespace, tuple):
         return all(map(_can_travel, namespace))
     return namespace is None or type(namespace) in (str, int, bytes)
 
 
 def _compare(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    """Raise InternalError with the entries that differ."""
     if different := {
         name: (value, ours.get(name)) for name, value in theirs.items() if value != ours.get(name)
     }:

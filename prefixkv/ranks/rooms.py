@@ -1,9 +1,9 @@
-"""One room on all ranks of a decode worker: what the ranks say of it, joined to what the scheduler
-hears. Pure.
+"""One room on all ranks of a decode worker: the events of the ranks, joined to those that the
+scheduler gets. Pure.
 
 Every rank receives its part of the KV in a room of its own, from its own writers. The request has
-its KV when all have; it fails when the first one does, and then the others are told to end theirs;
-its pages, which are the same on every rank, may be used again when no rank can be written any more.
+its KV when all have; it fails when the first one does, and then the others have to end theirs; its
+pages, which are the same on every rank, may be used again when no rank can be written any more.
 
 The ranks above 0 get their commands with rank 0's operation log, and answer with `RankNews`: the
 engine carries both.
@@ -32,6 +32,8 @@ from prefixkv.protocol.ids import KVPoll, RoomKey
 
 @dataclass(slots=True)
 class _Room:
+    """Ranks of one room by what they have reported."""
+
     succeeded: set[int] = field(default_factory=set)
     drained: set[int] = field(default_factory=set)
     failed: bool = False
@@ -40,20 +42,23 @@ class _Room:
 
 
 class RankRooms:
-    """Owned by rank 0's scheduler thread."""
+    """Rooms that are not over on all ranks. Owned by rank 0's scheduler thread."""
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
         self._rooms: dict[RoomKey, _Room] = {}
-        self._num_taken = [0] * num_ranks  # messages, by rank
+        self._num_taken = [0] * num_ranks  # messages taken, by rank
 
     def __len__(self) -> int:
-        """Rooms of which some rank has spoken, and not all have said their last word."""
+        """Return the number of rooms that some rank has reported on, and that are not over."""
         return len(self._rooms)
 
     def taken(self, raw: bytes) -> Iterator[tuple[int, DecodeEvent]]:
-        """A rank's news, as (rank, event) for `on`. Each rank's in order, or not at all: raises
-        CallerError, with nothing changed."""
+        """Return the events of a rank's message, as (rank, event) for `on`.
+
+        Each rank's messages have to come in order, and none may be left out: else it raises
+        CallerError, with nothing changed.
+        """
         try:
             news = _decode(raw)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -63,15 +68,21 @@ class RankRooms:
         due = self._num_taken[news.rank]
         if news.number != due:
             raise CallerError(f"news {news.number} of rank {news.rank}, {due} is next")
+        # Counted when all checks have passed: a message that was refused can be sent again.
         self._num_taken[news.rank] += 1
         return ((news.rank, event) for event in news.events)
 
     def on(self, rank: int, event: DecodeEvent) -> tuple[list[DecodeEvent], list[AbortRoom]]:
-        """A rank's word: what it means for the scheduler, and what all ranks are to be told for
-        it."""
+        """Take a rank's event; return events for the scheduler, and commands for all ranks."""
         room = self._rooms.setdefault(event.key, _Room())
         news: list[DecodeEvent] = []
         commands: list[AbortRoom] = []
+        # 1. Success: the request's only when it is every rank's. Rank 0's `aux` is passed on.
+        # 2. A failure after another: the request has failed, and the others have their abort.
+        # 3. The first failure ends the room on all ranks.
+        # 4. Drained: only when it is all ranks' are the pages free, since all have the same page
+        # ids.
+        # 5. Overdue: passed on once.
         match event:
             case RoomEnded(key, KVPoll.SUCCESS):
                 room.succeeded.add(rank)
@@ -79,7 +90,7 @@ class RankRooms:
                 if len(room.succeeded) == self.num_ranks:
                     news.append(RoomEnded(key, KVPoll.SUCCESS, aux=room.aux))
             case RoomEnded() if room.failed:
-                pass  # another rank's failure was told already
+                pass
             case RoomEnded(key, poll, error):
                 room.failed = True
                 told = error if rank == 0 else _of_rank(rank, error)
@@ -92,16 +103,18 @@ class RankRooms:
                 room.overdue = True
             case _:
                 assert_never(event)
-        # A rank that succeeded is written no more.
+        # A rank that succeeded is written no more, so it counts as drained where another one
+        # failed.
         if len(room.succeeded | room.drained) == self.num_ranks:
             if len(room.succeeded) < self.num_ranks:
                 news.append(RoomDrained(event.key))
+            # Every rank has sent its last event of the room, so no later one makes an entry again.
             del self._rooms[event.key]
         return news, commands
 
 
 def _of_rank(rank: int, error: Exception | None) -> TransferError:
-    """Another rank's error, of the same class where it is a transfer's."""
+    """Return another rank's error, of the same class where it is a transfer's."""
     text = f"decode rank {rank}: {error}"
     if isinstance(error, PeerLostError):
         return PeerLostError(text, error.peer)
@@ -111,8 +124,7 @@ def _of_rank(rank: int, error: Exception | None) -> TransferError:
 
 
 class RankNews(msgspec.Struct, frozen=True, array_like=True):
-    """What became of rooms on a rank above 0, in order; `number` counts the messages of the rank
-    from 0."""
+    """Events of rooms on a rank above 0, in order; `number` counts the rank's messages from 0."""
 
     rank: int
     number: int
@@ -124,5 +136,5 @@ _decode = msgspec.msgpack.Decoder(RankNews, dec_hook=decode_error).decode
 
 
 def pack_news(rank: int, number: int, events: list[DecodeEvent]) -> bytes:
-    """Rank `rank`'s message `number`, counted from 0."""
+    """Return rank `rank`'s message `number`, counted from 0, as bytes."""
     return _encode(RankNews(rank, number, events))

@@ -1,1 +1,1 @@
-"""How slices of pages travel whole: pieces, leases, and both sides of them. Pure."""
+"""Slices of pages that travel whole: pieces, leases, and both sides of them. Pure."""

@@ -1,10 +1,10 @@
-"""How chunks are cut into pieces that fit into a reader's leases, and which bytes of a lease each
+"""The cut of chunks into pieces that fit into a reader's leases, and the bytes of a lease that each
 writer writes. Pure.
 
 All writers of a reader and the reader itself compute the same cut from the two meshes and the
 reader's staging area, so none of it travels: a chunk is cut from its first unit page on into pieces
-of `units_per_piece`, the last one what is left, and in the lease of a piece the writers' sections
-lie one behind the other, by rank.
+of `units_per_piece`, the last one taking the rest, and in the lease of a piece the writers'
+sections lie one behind the other, by rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from prefixkv.memory.staging_area import StagingArea, whole_blocks
 
 
 class Section(NamedTuple):
-    """What one writer writes of a lease: `num_bytes` at `offset`."""
+    """Bytes of a lease that one writer writes: `num_bytes` at `offset`."""
 
     rank: int
     offset: int
@@ -29,8 +29,7 @@ class Section(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LeaseCut:
-    """The cut for one reader. `shares` are the bytes of one unit page that each writer writes, as
-    (rank, bytes)."""
+    """The cut for one reader. `shares` are (rank, bytes of one unit page) for each writer."""
 
     shares: tuple[tuple[int, int], ...]
     units_per_piece: int
@@ -40,8 +39,10 @@ class LeaseCut:
     def of(
         cls, writers: Mesh, readers: Mesh, reader: int, unit_head_bytes: int, area: StagingArea
     ) -> LeaseCut:
-        """The cut for rank `reader`, whose staging area is `area`. The meshes have passed
-        `check_meshes`.
+        """Compute the cut for rank `reader`, which has the staging area `area`.
+
+        The meshes have passed `check_meshes`. O(log units per lease), with a sum over the writers
+        each.
 
         Args:
             unit_head_bytes: of one head of one layer in one unit page, all kinds (K and V).
@@ -57,6 +58,8 @@ class LeaseCut:
             (rank, share.num_layers * share.num_heads * unit_head_bytes)
             for rank, share in sent_shares(writers, readers, reader).items()
         )
+        # Without the rounding of sections to blocks `most` units would fit; with it maybe fewer.
+        # The size grows with the units, so bisection finds the largest number that fits.
         most = area.lease_bytes // sum(unit_bytes for _, unit_bytes in shares)
         lease_bytes = cls(shares, most, area.num_bytes).lease_bytes
         fitting = bisect_right(range(1, most + 1), area.lease_bytes, key=lease_bytes)
@@ -68,11 +71,11 @@ class LeaseCut:
 
     @property
     def ranks(self) -> frozenset[int]:
-        """The writers."""
+        """Ranks of the writers."""
         return frozenset(rank for rank, _ in self.shares)
 
     def pieces(self, num_units: int) -> Iterator[tuple[int, int]]:
-        """The pieces of a chunk, as (first unit of the chunk, number of units).
+        """Iterate over the pieces of a chunk, as (first unit of the chunk, number of units).
 
         >>> list(LeaseCut(((0, 4096),), units_per_piece=4, area_bytes=16384).pieces(9))
         [(0, 4), (4, 4), (8, 1)]
@@ -81,7 +84,8 @@ class LeaseCut:
             yield first, min(self.units_per_piece, num_units - first)
 
     def sections(self, num_units: int, offset: int = 0) -> dict[int, Section]:
-        """By writer, its section of a lease of `num_units` unit pages at `offset` of the area.
+        """Return each writer's section of a lease of `num_units` unit pages at `offset`, by rank.
+
         Offsets are whole blocks.
 
         >>> cut = LeaseCut(((0, 100), (2, 300)), units_per_piece=40, area_bytes=16384)
@@ -95,12 +99,13 @@ class LeaseCut:
         return sections
 
     def lease_bytes(self, num_units: int) -> int:
-        """Of a lease of `num_units` unit pages: all sections, each rounded up to whole blocks."""
+        """Return the bytes of a lease of `num_units` unit pages: its sections, each in whole
+        blocks.
+        """
         return sum(whole_blocks(num_units * unit_bytes) for _, unit_bytes in self.shares)
 
     def check_slots(self, rank: int, slot_bytes: int) -> None:
-        """Raises HandshakeError where the largest section of a writer does not fit into one of its
-        slots.
+        """Raise HandshakeError where a writer's largest section does not fit into one of its slots.
 
         Smaller pieces would be no help: all writers have to cut alike.
         """

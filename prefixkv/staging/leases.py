@@ -9,17 +9,7 @@ then it is ended:
                 v
               HELD --proof that no write can land: `drained`, or the last arrival--> gone
 
-A lease takes the first gap that is large enough: one that is held for long keeps only its own bytes
-from use, and memory that was used last is used again first, while caches still hold it.
-
-**What is served next.** Rooms take turns, the pieces of a room go in order. While the room whose
-turn it is needs more than is free, up to `MAX_PASSED` leases may go to smaller pieces of rooms
-behind it: most pieces are of one size, so this serves the last, short piece of a room. Then nothing
-overtakes it, and the leases that are live make room for it as they end. Only where held leases
-alone keep it out does it bar no other room, since no lease that ends would help it; its room has a
-deadline. A waiting piece costs nothing until a lease ends: nothing is tried again in between.
-
-What a peer says has been checked before, by the `StagingReceiver`.
+Everything that a peer sends has been checked before, by the `StagingReceiver`.
 """
 
 from __future__ import annotations
@@ -37,10 +27,12 @@ from prefixkv.protocol.ids import RoomKey
 
 MAX_PASSED: Final = 4
 MAX_LEASE_ID: Final = 2**31 - 1  # a tag carries it as an int32
-_LOOK_AHEAD_ROOMS: Final = 16  # so that a lease that ends costs the same however many wait
+_LOOK_AHEAD_ROOMS: Final = 16  # bounds the cost of a lease that ends
 
 
 class LeaseState(enum.Enum):
+    """The state of a lease: what may write it, and what reads it."""
+
     GRANTED = "granted"  # writers may write
     LANDED = "landed"  # all have, and only our own copy reads it
     HELD = "held"  # its room is closed, and writers may still write
@@ -72,26 +64,39 @@ class _Ask:
     piece: int
     num_bytes: int  # whole blocks
     writers: frozenset[int]
-    passed: int = 0  # leases that went to rooms behind it while its turn was on
+    passed: int = 0  # leases that overtook it in its turn
 
 
 class LeaseTable:
-    """See the module's text. Owned by one thread. Every method that may free bytes returns the
-    leases granted."""
+    """All leases of one staging area. Owned by one thread.
+
+    Every method that may free bytes returns the leases granted. A lease takes the first gap that is
+    large enough: one that is held for long keeps only its own bytes from use, and memory that was
+    used last is used again first, while caches still hold it.
+
+    Rooms take turns, the pieces of a room go in order. While the room next in turn needs more than
+    is free, up to `MAX_PASSED` leases may go to smaller pieces of rooms behind it: most pieces are
+    of one size, so this serves the last, short piece of a room. Then nothing overtakes it, and the
+    leases that are live make room for it as they end. Only where held leases alone keep it out does
+    it bar no other room, since no lease that ends would help it; its room has a deadline. A waiting
+    piece costs nothing until a lease ends: nothing is tried again in between.
+    """
 
     def __init__(self, capacity_bytes: int) -> None:
-        """The capacity is whole blocks."""
+        """Begin with a free area. The capacity is whole blocks."""
         self.capacity_bytes = capacity_bytes
-        self._waiting: dict[RoomKey, deque[_Ask]] = {}  # the room whose turn it is first
+        # Waiting asks by room, granted leases by id and by offset; a lease that is gone is in none
+        # of them.
+        self._waiting: dict[RoomKey, deque[_Ask]] = {}  # in turn, the next one first
         self._leases: dict[int, Lease] = {}
         self._by_offset: list[Lease] = []
         self._last_id = 0
 
     def ask(self, key: RoomKey, piece: int, num_bytes: int, writers: frozenset[int]) -> list[Lease]:
-        """The room's next piece wants a lease, to be written by these ranks. It is granted now or
-        by a later call, once.
+        """Ask for a lease for the room's next piece, to be written by these ranks.
 
-        Raises: LeaseError for more bytes than the area has, which would wait for ever.
+        It is granted now or by a later call, once. Raises LeaseError for more bytes than the area
+        has, which would wait without end.
         """
         if num_bytes > self.capacity_bytes:
             raise LeaseError(f"a lease of {num_bytes} bytes, the area has {self.capacity_bytes}")
@@ -100,10 +105,14 @@ class LeaseTable:
         return self._grant()
 
     def arrived(self, lease: Lease, writer: int) -> list[Lease]:
-        """The bytes of a writer that is missing are in the lease. With the last writer's it has
-        landed, to be scattered and then ended; or, where it was held, that was the proof, and it is
-        gone."""
+        """Note that all bytes of a missing writer are in the lease.
+
+        With the last writer's it has landed, to be scattered and then ended; or, where it was held,
+        that was the proof, and it is gone.
+        """
         lease.missing.remove(writer)
+        # Held: its room is closed, so nothing is scattered. Every writer writes a lease once, and
+        # all have: so nothing can land any more, also without a Drained.
         if not lease.missing and lease.state is LeaseState.HELD:
             self._free(lease)
             return self._grant()
@@ -112,9 +121,9 @@ class LeaseTable:
         return []
 
     def end(self, lease: Lease) -> list[Lease]:
-        """Our copy out of a landed lease has ended: its bytes are free.
+        """Free the bytes of a landed lease: our copy out of it has ended.
 
-        Raises: LeaseError for a lease that was ended before, or that writers may still write.
+        Raises LeaseError for a lease that was ended before, or that writers may still write.
         """
         if self._leases.get(lease.lease_id) is not lease or lease.missing:
             raise LeaseError(f"{lease} is still written, or was ended before")
@@ -122,18 +131,20 @@ class LeaseTable:
         return self._grant()
 
     def close(self, key: RoomKey) -> list[Lease]:
-        """The room has ended: its pieces wait no more, and what it was granted is held.
+        """Drop the waiting pieces of a room that has ended, and hold the leases granted to it.
 
         Leases are granted too: a piece that barred others is gone.
         """
         self._waiting.pop(key, None)
         for lease in self.of_room(key):
+            # Writers may still write, so only proof frees the bytes. A landed lease is read by our
+            # copy alone.
             if lease.state is LeaseState.GRANTED:
                 lease.state = LeaseState.HELD
         return self._grant()
 
     def drained(self, key: RoomKey) -> list[Lease]:
-        """Proof that no write of the room can land any more: what was held for it is free.
+        """Free the held leases of a room: it is proved that no write of it can land any more.
 
         A lease that has landed stays until its own copy has ended.
         """
@@ -144,34 +155,39 @@ class LeaseTable:
 
     @property
     def num_waiting(self) -> int:
-        """Pieces that wait for a lease."""
+        """Number of pieces that wait for a lease."""
         return sum(len(asks) for asks in self._waiting.values())
 
     def get(self, lease_id: int) -> Lease | None:
-        """The lease, unless it is gone."""
+        """Return the lease, unless it is gone."""
         return self._leases.get(lease_id)
 
     def all(self) -> list[Lease]:
-        """The leases that are not gone, by offset."""
+        """Return the leases that are not gone, by offset."""
         return list(self._by_offset)
 
     def of_room(self, key: RoomKey) -> list[Lease]:
-        """The leases of one room, by piece. O(leases)."""
+        """Return the leases of one room, by piece. O(leases)."""
         mine = [lease for lease in self._by_offset if lease.key == key]
         return sorted(mine, key=lambda lease: lease.piece)
 
     def _grant(self) -> list[Lease]:
+        """Grant leases while one fits."""
         granted: list[Lease] = []
         while self._waiting and (lease := self._grant_one()) is not None:
             granted.append(lease)
         return granted
 
     def _grant_one(self) -> Lease | None:
-        """The lease of the first room in turn whose piece fits, if no room before it bars the way.
-        O(leases)."""
+        """Grant the first piece in turn that fits, if no room before it bars the way. O(leases)."""
         gaps = _gaps(self._by_offset, self.capacity_bytes)
         largest = max((end - start for start, end in gaps), default=0)
         overtaken: list[_Ask] = []
+        # 1. It fits: granted, and counted against those that it overtakes.
+        # 2. It does not, and only held leases keep it out: no lease that ends would help, so it
+        # bars none.
+        # 3. It does not, but leases that end will make room: others may pass, up to `MAX_PASSED`
+        # times. From then on freed bytes add up for it.
         for key, asks in self._waiting.items():
             ask = asks[0]
             if ask.num_bytes <= largest:
@@ -185,10 +201,13 @@ class LeaseTable:
         return None
 
     def _take(self, key: RoomKey, offset: int) -> Lease:
+        """Grant the room's next piece the bytes at `offset`."""
         asks = self._waiting.pop(key)
         ask = asks.popleft()
         if asks:
             self._waiting[key] = asks  # its next turn comes after all others
+        # Ids count up, so that a late notification does not name a lease of now; live ones are
+        # skipped as the numbers begin again.
         self._last_id = self._last_id % MAX_LEASE_ID + 1
         while self._last_id in self._leases:
             self._last_id = self._last_id % MAX_LEASE_ID + 1
@@ -198,16 +217,17 @@ class LeaseTable:
         return lease
 
     def _free(self, lease: Lease) -> None:
+        """Remove a lease from both indexes."""
         del self._leases[lease.lease_id]
         del self._by_offset[bisect_left(self._by_offset, lease.offset, key=attrgetter("offset"))]
 
     def _kept_out_by_held(self, ask: _Ask) -> bool:
-        """Whether the piece would not fit even if all leases but the held ones ended."""
+        """Return True if the piece would not fit even if all leases but the held ones ended."""
         held = [lease for lease in self._by_offset if lease.state is LeaseState.HELD]
         return bool(held) and not _fits(ask, _gaps(held, self.capacity_bytes))
 
     def check_invariants(self) -> None:
-        """Raises InternalError naming the law that is broken, with the state."""
+        """Check every law. Raises InternalError that names the broken one, with the state."""
         for lease in self._by_offset:
             odd_bytes = lease.offset % BLOCK_BYTES + lease.num_bytes % BLOCK_BYTES
             landed = lease.state is LeaseState.LANDED
@@ -232,11 +252,12 @@ class LeaseTable:
 
 
 def _gaps(leases: list[Lease], capacity_bytes: int) -> list[tuple[int, int]]:
-    """The free ranges (start, end) between leases that are sorted by offset."""
+    """Return the free ranges (start, end) between leases that are sorted by offset."""
     starts = [0, *(lease.end for lease in leases)]
     ends = [*(lease.offset for lease in leases), capacity_bytes]
     return [(start, end) for start, end in zip(starts, ends, strict=True) if start < end]
 
 
 def _fits(ask: _Ask, gaps: list[tuple[int, int]]) -> bool:
+    """Return True if a gap can take the piece."""
     return any(ask.num_bytes <= end - start for start, end in gaps)

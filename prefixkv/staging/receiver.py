@@ -1,23 +1,10 @@
-"""Decode's side of staging: which piece was asked for, was granted, has arrived and must be
-scattered, and which ends of rooms wait for copies. Pure, one a rank.
+"""Decode's side of staging: pieces from their ask to the copy into our pages, and ends of rooms
+that wait for copies. Pure, one per rank.
 
 A room's unit pages are promised to its writers, which all cut them alike (`LeaseCut`). A piece goes
 
     asked by some --by all, in its turn--> the table's --LeaseGrant--> granted
         --the last writer's last part--> landed, Scatter --on_scattered--> done
-
-The table of leases is asked when all writers have asked: a lease then waits for no writer that has
-nothing to write yet. A writer that asks again for what is granted and not written by it is answered
-again; so a lost ask or grant does no harm.
-
-A writer has arrived when every part of its write was notified, with as many blocks as its section
-has. Its own word that it has written is never enough. The room's machine counts the units that have
-arrived (`Arrived`), so a room that lacks a notification does not succeed.
-
-**Two ends are held back.** A room's machine knows nothing of staging, so what it says of the room's
-end goes through `pass_on`. SUCCESS waits for the last scatter. After a failure nothing is scattered
-any more, but a copy that runs still writes our pages: RoomDrained waits until it has ended. The
-leases of such a room are held until RoomDrained comes.
 
 The sender of a frame or a tag was checked before: `rank` is a writer's, its incarnation the one
 that was promised.
@@ -42,8 +29,9 @@ from prefixkv.staging.leases import Lease, LeaseState, LeaseTable
 
 
 class StagingPlan(NamedTuple):
-    """How one prefill worker stages for us: `parts` are what each of its writers sends, in our
-    pool's own numbers."""
+    """The way in which one prefill worker stages for us: `parts` are the parts of the model that
+    its writers send, in our pool's own numbers.
+    """
 
     cut: LeaseCut
     parts: dict[int, Shard]
@@ -51,8 +39,10 @@ class StagingPlan(NamedTuple):
 
     @classmethod
     def of(cls, hello: Hello, reply: HelloReply) -> StagingPlan:
-        """From what we said and what the worker answered. Raises HandshakeError where a lease takes
-        no unit page."""
+        """Compute the plan from our Hello and the worker's answer.
+
+        Raises HandshakeError where a lease takes no unit page.
+        """
         assert hello.staging is not None
         ours, theirs = hello.topology.mesh(hello.digest), reply.topology.mesh(reply.digest)
         unit_tokens = min(hello.topology.page_size, reply.topology.page_size)
@@ -101,7 +91,7 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class BreakRoom:
-    """The room cannot succeed: fail its machine. Comes once, not where its end was held back."""
+    """Fail the machine of a room that cannot succeed. Comes once, not for a held back end."""
 
     key: RoomKey
     error: Exception
@@ -113,6 +103,8 @@ Action = Grant | Scatter | Arrived | BreakRoom | Ending
 
 @dataclass(slots=True, eq=False)
 class _Piece:
+    """One piece of a room: units, and how far its writers are."""
+
     first_unit: int
     num_units: int
     asked: set[int] = field(default_factory=set)
@@ -126,14 +118,14 @@ class _Piece:
 
 @dataclass(slots=True, eq=False)
 class _Room:
-    """From its promise until its end was passed on: SUCCESS, or RoomDrained."""
+    """A room from its promise until its end was passed on: SUCCESS, or RoomDrained."""
 
     key: RoomKey
     ticket: int
     units: Pages
     plan: StagingPlan
     pieces: dict[int, _Piece] = field(default_factory=dict)
-    next_piece: int = 0  # for which the table is asked next
+    next_piece: int = 0  # piece that the table is asked for next
     num_scattered: int = 0  # units
     closed: bool = False  # it has failed
     broken: bool = False  # it cannot succeed
@@ -141,23 +133,39 @@ class _Room:
 
     @property
     def complete(self) -> bool:
-        """Whether every unit was scattered, so that the room may succeed."""
+        """True if every unit was scattered, so that the room may succeed."""
         return self.num_scattered == len(self.units) and not self.broken
 
 
 class StagingReceiver:
-    """See the module's text. Owned by the control object; every method returns the actions to carry
-    out, in order."""
+    """The staged rooms of one decode rank. Owned by the control object.
+
+    Every method returns the actions to carry out, in order. The table of leases is asked when all
+    writers have asked: a lease then waits for no writer that has nothing to write yet. A writer
+    that asks again for a piece that is granted, and that it has not written, is answered again; so
+    a lost ask or grant does no harm.
+
+    A writer has arrived when every part of its write was notified, with as many blocks as its
+    section has. Its own outcome is never enough. The room's machine counts the units that have
+    arrived (`Arrived`), so a room that lacks a notification does not succeed.
+
+    Two ends are held back. A room's machine knows nothing of staging, so its events of the room's
+    end go through `pass_on`. SUCCESS waits for the last scatter. After a failure nothing is
+    scattered any more, but a copy that runs still writes our pages: RoomDrained waits until it has
+    ended. The leases of such a room are held until RoomDrained comes.
+    """
 
     def __init__(self, area: StagingArea) -> None:
-        """Raises ConfigError for an area that cannot be. `leases` is for reading only."""
+        """Begin with a free area; ConfigError for one that cannot be. `leases` is only for
+        reading.
+        """
         area.validate()
         self.counters: Counter[str] = Counter()
         self.leases = LeaseTable(area.num_bytes)
         self._rooms: dict[RoomKey, _Room] = {}
 
     def open(self, promise: Promise, page_size: int, plan: StagingPlan) -> list[Action]:
-        """The room's pages were promised to the writers of `plan`.
+        """Enter a room with pages that were promised to the writers of `plan`.
 
         Raises: LeaseError while the number's last use is open, or not drained.
         """
@@ -170,7 +178,7 @@ class StagingReceiver:
         return []
 
     def pass_on(self, ending: Ending) -> list[Action]:
-        """What the room's machine said of its end, if it may be said now, and what follows."""
+        """Return the machine's event of a room's end, if it may pass now, and what follows."""
         room = self._rooms.get(ending.key)
         if room is None or isinstance(ending, RoomOverdue):
             return [ending]
@@ -178,28 +186,33 @@ class StagingReceiver:
         self._pass_on(room, ending, out)
         return out
 
-    # --- what comes in ----------------------------------------------------------------------------
+    # --- input ------------------------------------------------------------------------------------
 
     def on_ask(self, rank: int, ask: LeaseAsk) -> list[Action]:
-        """A writer wants to write a piece. Of a closed or unknown room, or another use of it:
+        """Take a writer's ask for a piece. Of a closed or unknown room, or another use of it:
         counted, no-op.
 
         Raises: ProtocolError for a rank that is no writer, for units not promised, or a piece that
-        differs from what another writer asked for or does not join its neighbours. Nothing was
-        changed; the room has to fail.
+        differs from the one that another writer asked for or does not join its neighbours. Nothing
+        was changed; the room has to fail.
         """
         out: list[Action] = []
         room = self._rooms.get(RoomKey(ask.room, ask.generation))
+        # 1. Late: the ticket tells this use of the number from another.
         if room is None or room.closed or room.ticket != ask.ticket:
             self.counters["asks_of_no_room"] += 1
             return out
         _check_ask(room, rank, ask)
         asked = room.pieces.setdefault(ask.piece, _Piece(ask.first_unit, ask.num_units)).asked
+        # 2. Asked again: the ask or the grant was lost, or the piece waits. Only this writer is
+        # answered.
         if rank in asked:
             self.counters["asked_again"] += 1
             again = [ls for ls in self.leases.of_room(room.key) if ls.piece == ask.piece]
             self._say_grants(again, out, rank)
             return out
+        # 3. The next pieces in order that all writers have asked for: each may have waited only for
+        # this one. The table sees them in the order in which the writers write.
         asked.add(rank)
         cut = room.plan.cut
         while (piece := room.pieces.get(room.next_piece)) and piece.asked == cut.ranks:
@@ -209,15 +222,22 @@ class StagingReceiver:
         return out
 
     def on_arrival(self, tag: ChunkTag) -> list[Action]:
-        """A part of a staged write landed. Late, double, of no lease or writer: counted, no-op."""
+        """Take the notification of a part of a staged write. Late, double, of no lease or writer:
+        counted, no-op.
+        """
         out: list[Action] = []
         lease = self.leases.get(tag.lease_id)
         said = tag.room, tag.generation, tag.chunk
+        # 1. A lease id is not used again soon, so a tag of a lease that is gone finds none; room
+        # and piece are compared as well, since the peer may send anything.
         if lease is None or (*lease.key.numbers, lease.piece) != said:
             self.counters["arrivals_of_no_lease"] += 1
             return out
         parts = self._rooms[lease.key].pieces[lease.piece].parts
         num_parts, landed = parts.get(tag.rank, (tag.num_parts, set()))
+        # 2. Repeated, or of a rank that does not write here.
+        # 3. Contradicts the parts before, or our own cut.
+        # 4. Counts.
         if tag.rank not in lease.missing or tag.part in landed:
             self.counters["arrivals_not_awaited"] += 1
         elif num_parts != tag.num_parts or self._blocks(lease, tag.rank) != tag.num_pages:
@@ -230,23 +250,26 @@ class StagingReceiver:
         return out
 
     def on_scattered(self, lease_id: int, error: Exception | None) -> list[Action]:
-        """A Scatter has ended. Unknown: no-op."""
+        """Take the end of a Scatter. Unknown: no-op."""
         out: list[Action] = []
         if (lease := self.leases.get(lease_id)) is None:
             return out
         room = self._rooms[lease.key]
+        # The lease first, whether the copy failed or not: nothing reads or writes its bytes any
+        # more.
         self._say_grants(self.leases.end(lease), out)
         if error is None:
             room.num_scattered += room.pieces[lease.piece].num_units
         elif not room.closed:
             self._break(room, error, out)
             return out
+        # The last copy may be the one that the held end waits for.
         if room.held is not None:
             self._pass_on(room, room.held, out)
         return out
 
     def _say_grants(self, leases: list[Lease], out: list[Action], only: int | None = None) -> None:
-        """To all ranks that have yet to write, or to one of them."""
+        """Send each lease to all ranks that have yet to write it, or to one of them."""
         for lease in leases:
             ticket = self._rooms[lease.key].ticket
             grant = LeaseGrant(
@@ -256,7 +279,7 @@ class StagingReceiver:
             out += [Grant(lease.key, rank, grant) for rank in ranks]
 
     def _arrived(self, lease: Lease, rank: int, out: list[Action]) -> None:
-        """All of a writer's bytes are in the lease."""
+        """Note that all of a writer's bytes are in the lease; scatter it if that was the last."""
         room = self._rooms[lease.key]
         piece = room.pieces[lease.piece]
         piece.parts.pop(rank, None)
@@ -266,27 +289,30 @@ class StagingReceiver:
             sections = self.sections_of(lease)
             out.append(Scatter(lease.lease_id, units, unit_tokens, sections, parts))
         self._say_grants(granted, out)
-        # Last: the room may end of it, and what is above is then of a room that is closed.
+        # Last: the room may end by it, and the actions above would then be of a closed room.
         out.append(Arrived(lease.key, rank, piece.num_units))
 
     def _blocks(self, lease: Lease, rank: int) -> int:
-        """How many blocks this writer writes of a lease."""
+        """Return how many blocks this writer writes of a lease."""
         room = self._rooms[lease.key]
         num_units = room.pieces[lease.piece].num_units
         return -(-room.plan.cut.sections(num_units)[rank].num_bytes // BLOCK_BYTES)
 
     def _num_landed(self, room: _Room) -> int:
-        """Units that are whole in leases, and not scattered yet."""
+        """Count the units that are whole in leases, and not scattered yet."""
         leases = self.leases.of_room(room.key)
         landed = [lease.piece for lease in leases if lease.state is LeaseState.LANDED]
         return sum(room.pieces[piece].num_units for piece in landed)
 
     def _copied(self, room: _Room) -> bool:
-        """Whether a copy of ours writes the room's pages."""
+        """Return True if a copy of ours writes the room's pages."""
         return any(lease.state is LeaseState.LANDED for lease in self.leases.of_room(room.key))
 
     def _pass_on(self, room: _Room, ending: RoomEnded | RoomDrained, out: list[Action]) -> None:
-        """Say the end, or hold it back."""
+        """Report the end, or hold it back."""
+        # FAILED is reported at once. SUCCESS waits for units that are not scattered, RoomDrained
+        # for copies that still write the pages: the machine's proof is of writes into leases, not
+        # of our copies.
         failed = isinstance(ending, RoomEnded) and ending.poll is KVPoll.FAILED
         if isinstance(ending, RoomDrained):
             self._say_grants(self.leases.drained(room.key), out)
@@ -301,6 +327,7 @@ class StagingReceiver:
                 part = f"{coming} of {len(room.units)} unit pages were staged"
                 self._break(room, TransferError(f"{part} when all writers were done"), out)
                 return
+        # `close` holds the leases that writers may still write; after SUCCESS there are none.
         if not waits:
             out.append(ending)
             room.closed = True
@@ -309,8 +336,11 @@ class StagingReceiver:
                 del self._rooms[room.key]
 
     def _break(self, room: _Room, error: Exception, out: list[Action]) -> None:
-        """Once. Where SUCCESS was held back, nothing of its writers can land, and only our copy
-        failed: it ends and drains here."""
+        """Fail a room that cannot succeed, once.
+
+        Where SUCCESS was held back, nothing of its writers can land, and only our copy failed: the
+        room ends and drains here.
+        """
         if room.broken:
             return
         room.broken = True
@@ -322,22 +352,22 @@ class StagingReceiver:
 
     @property
     def num_rooms(self) -> int:
-        """Rooms whose last end has not been passed on."""
+        """Number of rooms with a last end that has not been passed on."""
         return len(self._rooms)
 
     @property
     def num_waiting(self) -> int:
-        """Rooms whose end is held back."""
+        """Number of rooms with an end that is held back."""
         return sum(room.held is not None for room in self._rooms.values())
 
     def sections_of(self, lease: Lease) -> tuple[Section, ...]:
-        """What each writer writes of a lease, by rank."""
+        """Return each writer's section of a lease, by rank."""
         room = self._rooms[lease.key]
         num_units = room.pieces[lease.piece].num_units
         return tuple(room.plan.cut.sections(num_units, lease.offset).values())
 
     def check_invariants(self) -> None:
-        """Raises InternalError naming the law that is broken, with the state."""
+        """Check every law. Raises InternalError that names the broken one, with the state."""
         self.leases.check_invariants()
         for lease in self.leases.all():
             check_laws({"a lease is of a room": lease.key in self._rooms}, lease)
@@ -367,10 +397,12 @@ class StagingReceiver:
 
 
 def _check_ask(room: _Room, rank: int, ask: LeaseAsk) -> None:
-    """Raises ProtocolError for an ask that does not fit the room, see `on_ask`."""
+    """Raise ProtocolError for an ask that does not fit the room, see `on_ask`."""
     cut, known = room.plan.cut, room.pieces.get(ask.piece)
     first, count, end = ask.first_unit, ask.num_units, ask.first_unit + ask.num_units
     asks, piece = f"rank {rank} asks for", f"piece {ask.piece} is units {first} to {end}"
+    # In order: the writer, the size, what other writers asked for, the neighbours. After these a
+    # peer cannot get a lease beyond the promised units, or one unit twice.
     if rank not in cut.ranks or rank != ask.rank:
         raise ProtocolError(f"{asks} staging as rank {ask.rank}, {sorted(cut.ranks)} write")
     if not 0 < count <= cut.units_per_piece or end > len(room.units):

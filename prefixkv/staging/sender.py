@@ -1,5 +1,4 @@
-"""Prefill's side of staging: chunks cut into pieces, each written into a lease of the reader. Pure,
-one a rank.
+"""Prefill's side of staging: chunks cut into pieces, each written into a lease. Pure, one per rank.
 
 It stands between the rooms' machines and the transport: to a machine a staged chunk is one job that
 ends once, like a direct one. A piece of it goes
@@ -9,23 +8,6 @@ ends once, like a direct one. A piece of it goes
 
 and holds a local slot from GATHERING on. A slot is free again when its write is DONE or drained:
 before that the transport may still read it.
-
-**What bounds what.** Of one room and reader at most `window` pieces are between asked and done.
-There is no bound over rooms: a reader grants a lease when all its writers have asked for it, so
-writers that hold asks back for other rooms' sake could wait for each other. A lease is asked for
-once the KV is ready, so none stands idle while it is computed. Slots go to pieces in the order of
-their grants; where there are several readers, none has more than half of the slots, rounded up, so
-that one that is stuck does not stall them all (two slots at least are needed for that).
-
-**Ends.** A job whose first error came, or that was cancelled, starts nothing more, and ends once
-nothing of it is being gathered or written. A lease into which a write failed is never written
-again. After an error nothing more is asked for the room and reader, since pieces are granted in
-order: the room's owner cancels its other jobs.
-
-An ask says below which piece all is written. A notification that was lost would otherwise hold its
-lease until the room's end, for which the very pieces that are asked for may have to be granted.
-
-An exception from `ready.query()` is the error of its job.
 """
 
 from __future__ import annotations
@@ -72,8 +54,9 @@ class Gather:
 
 @dataclass(frozen=True, slots=True)
 class PostStaged:
-    """Write a slot's first `num_bytes` (up to a whole block) to `dst_offset` of the peer's area, a
-    whole block.
+    """Write a slot's first `num_bytes` to `dst_offset` of the peer's area.
+
+    The offset is a whole block; the bytes are written up to a whole one.
 
     `piece` and `lease_id` go into the tag. `on_write_ended` answers.
     """
@@ -107,7 +90,7 @@ class JobEnded:
 
 @dataclass(frozen=True, slots=True)
 class JobDrained:
-    """Of a job that had ended undrained, nothing can land any more. Comes once."""
+    """A job that had ended undrained can land no more. Comes once."""
 
     job_id: int
 
@@ -116,7 +99,7 @@ Action = SendAsk | Gather | PostStaged | CancelStaged | JobEnded | JobDrained
 
 
 class At(enum.Enum):
-    """How far a piece is; see the module's text."""
+    """The state of a piece; the module draws the way through them."""
 
     QUEUED = enum.auto()
     ASKED = enum.auto()
@@ -138,11 +121,11 @@ class _Stream:
     next_piece: int = 0
     next_unit: int = 0
     queued: deque[_Piece] = field(default_factory=deque)
-    open: dict[int, _Piece] = field(default_factory=dict)  # by number: asked, and not done
-    failed: bool = False  # a job of it was, so there is a gap in what was written
+    open: dict[int, _Piece] = field(default_factory=dict)  # by number: asked, and not done yet
+    failed: bool = False  # a job of it failed, so there is a gap in what was written
 
     def pieces_of(self, job: _Job) -> list[_Piece]:
-        """Those of a job that are open."""
+        """Return the open pieces of a job."""
         return [piece for piece in self.open.values() if piece.job is job]
 
 
@@ -153,20 +136,20 @@ class _Job:
     job_id: int
     stream: _Stream
     ready: Any
-    num_left: int = 0  # pieces whose writes are not DONE
+    num_left: int = 0  # pieces with a write that is not DONE
     error: Exception | None = None
     undrained: bool = False  # a write of it ended without proof of drain
 
 
 @dataclass(slots=True, eq=False)
 class _Piece:
-    """What goes through one lease."""
+    """The part of a chunk that goes through one lease."""
 
     job: _Job
     number: int
     first_unit: int
     src_units: Pages
-    num_bytes: int  # of our section
+    num_bytes: int  # size of our section of the lease
     at: At = At.QUEUED
     lease_id: int = -1
     dst_offset: int = -1
@@ -174,16 +157,31 @@ class _Piece:
 
 
 class StagingSender:
-    """See the module's text. Owned by the control object; every method returns the actions to carry
-    out, in order."""
+    """The staged writes of one prefill rank. Owned by the control object.
+
+    Every method returns the actions to carry out, in order.
+
+    Bounds: of one room and reader at most `window` pieces are between asked and done. There is no
+    bound over rooms: a reader grants a lease when all its writers have asked for it, so writers
+    that hold asks back for other rooms' sake could wait for each other. A lease is asked for once
+    the KV is ready, so none stands idle while it is computed. Slots go to pieces in the order of
+    their grants; where there are several readers, none has more than half of the slots, rounded up,
+    so that one that is stuck does not stall them all (two slots at least are needed for that).
+
+    Ends: a job that had its first error, or was cancelled, starts nothing more, and ends once
+    nothing of it is being gathered or written. A lease into which a write failed is never written
+    again. After an error nothing more is asked for the room and reader, since pieces are granted in
+    order: the room's owner cancels its other jobs. An exception from `ready.query()` is the error
+    of its job.
+    """
 
     def __init__(
         self, rank: int, slots: int, slot_bytes: int, window: int, resend_s: float, next_id: NextId
     ) -> None:
-        """`next_id` names gathers and writes; it is the one that names the machines' jobs, so that
-        none collide.
+        """Begin without readers.
 
-        Raises: ConfigError for slots of no whole blocks, or a number that is not positive.
+        `next_id` names gathers and writes. The machines' jobs draw from it too, so that no two
+        collide. Raises ConfigError for slots of no whole blocks, or a number that is not positive.
         """
         if min(slots, window) < 1:
             raise ConfigError(f"{slots} staging slots, a window of {window}: must be at least 1")
@@ -195,22 +193,26 @@ class StagingSender:
         self._resend_s, self._next_id = resend_s, next_id
         self.peers: dict[PeerId, LeaseCut] = {}  # for reading only
         self._streams: dict[RoomKey, dict[PeerId, _Stream]] = {}
-        self._jobs: dict[int, _Job] = {}  # that have not ended
-        self._granted: dict[_Piece, None] = {}  # that wait for a slot, in order
-        self._holding: dict[int, _Piece] = {}  # a slot, by the gather or write that needs it
+        # Each slot is in `_free_slots`, or held by one entry of `_holding`, which an answer of the
+        # transport or of a copy ends.
+        self._jobs: dict[int, _Job] = {}  # jobs that have not ended, by id
+        self._granted: dict[_Piece, None] = {}  # wait for a slot, in the order of grants
+        self._holding: dict[int, _Piece] = {}  # pieces with a slot, by gather or write
         self._free_slots = list(range(slots))
-        self._unready: dict[_Stream, None] = {}  # whose next piece's KV is not computed yet
+        self._unready: dict[_Stream, None] = {}  # streams with a next piece not computed yet
         self._poll_s = float("inf")
         self._timers: Timers[_Stream] = Timers()
 
     def add_peer(self, peer: PeerId, cut: LeaseCut) -> None:
-        """Take jobs for this reader. Raises HandshakeError where our section of its leases does not
-        fit into a slot."""
+        """Take jobs for this reader.
+
+        Raises HandshakeError where our section of its leases does not fit into a slot.
+        """
         cut.check_slots(self._rank, self.slot_bytes)
         self.peers[peer] = cut
 
     def remove_peer(self, peer: PeerId) -> list[Action]:
-        """Its jobs end as cancelled, once what is under way of them has ended. Unknown: no-op."""
+        """Cancel a reader's jobs; they end once their gathers and writes have. Unknown: no-op."""
         out: list[Action] = []
         if self.peers.pop(peer, None) is not None:
             for job in [job for job in self._jobs.values() if job.stream.peer == peer]:
@@ -229,25 +231,28 @@ class StagingSender:
         ready: Any,
         now_s: float,
     ) -> list[Action]:
-        """Write a chunk: unit pages of our pool, the first being unit `first_unit` behind the
-        promised prefix.
+        """Write a chunk: unit pages of our pool, from `first_unit` behind the promised prefix on.
 
-        The chunks of a room for one reader come in order. A JobEnded follows.
-
-        Raises: InternalError for a chunk out of order, or of another use of a room that was not
-        forgotten.
+        The chunks of a room for one reader come in order. A JobEnded follows. Raises InternalError
+        for a chunk out of order, or of another use of a room that was not forgotten.
         """
         if (cut := self.peers.get(peer)) is None:
             return [JobEnded(job_id, PeerLostError(f"{peer} takes no staged writes"))]
         fresh = _Stream(key, peer, ticket, cut, Backoff(self._resend_s))
         stream = self._streams.setdefault(key, {}).setdefault(peer, fresh)
+        # 1. Both sides cut a chunk from its first unit on, so a gap or another use of the room
+        # would put KV into wrong pages.
         if (stream.ticket, stream.next_unit) != (ticket, first_unit):
             said = f"units {first_unit}.. of {key} under ticket {ticket}"
             following = f"unit {stream.next_unit} under {stream.ticket}"
             raise InternalError(f"{said}, where {following} is next")
+        # 2. Pieces are granted in order, and one before this has ended without being written: no
+        # lease would ever come.
         if stream.failed:
             return [JobEnded(job_id, AbortedError(f"an earlier chunk of {key} failed"))]
         out: list[Action] = []
+        # 3. Cut, queue, and ask for as many as the window allows. A chunk without pieces ends at
+        # once.
         self._jobs[job_id] = job = _Job(job_id, stream, ready)
         for first, count in cut.pieces(len(src_units)):
             units, where = src_units[first : first + count], (stream.next_piece, stream.next_unit)
@@ -261,15 +266,17 @@ class StagingSender:
         return out
 
     def cancel(self, job_id: int) -> list[Action]:
-        """Start nothing more of the job. It ends when what is under way has; well, if that was all.
-        Unknown: no-op."""
+        """Start nothing more of a job. Unknown: no-op.
+
+        It ends when its gathers and writes have; without an error if these were all of it.
+        """
         out: list[Action] = []
         if (job := self._jobs.get(job_id)) is not None:
             self._fail(job, AbortedError("the staged write was cancelled"), out)
         return out
 
     def forget(self, key: RoomKey) -> None:
-        """The room is over. Unknown: no-op. Raises InternalError where a job has not ended."""
+        """Drop a room that is over. Unknown: no-op. Raises InternalError if a job has not ended."""
         streams = self._streams.get(key, {}).values()
         if any(stream.queued or stream.open for stream in streams):
             raise InternalError(f"{key} is over and has jobs under way: {list(streams)}")
@@ -279,25 +286,28 @@ class StagingSender:
         self._streams.pop(key, None)
 
     def owns(self, write_id: int) -> bool:
-        """Whether this is a write of ours: to be told to `on_write_ended` or `on_write_drained`."""
+        """Return True if this write is to be reported to `on_write_ended` or `on_write_drained`."""
         piece = self._holding.get(write_id)
         return piece is not None and piece.at is not At.GATHERING
 
-    # --- what comes in ----------------------------------------------------------------------------
+    # --- input ------------------------------------------------------------------------------------
 
     def on_grant(self, peer: PeerId, key: RoomKey, grant: LeaseGrant) -> list[Action]:
-        """The reader's word on this room. For a piece that awaits none, or outside its area:
-        counted, no-op."""
+        """Take a grant. For a piece that awaits none, or outside the area: counted, no-op."""
         out: list[Action] = []
         stream = self._streams.get(key, {}).get(peer)
         piece = None if stream is None else stream.open.get(grant.piece)
+        # 1. Repeated, late or invented. A second grant must not move a piece that is being written.
         if not stream or not piece or stream.ticket != grant.ticket or piece.at is not At.ASKED:
             self.counters["grants_not_awaited"] += 1
             return out
+        # 2. The offset comes from the peer, and becomes an address of its memory: whole blocks,
+        # inside.
         cut, num_units = stream.cut, len(piece.src_units)
         if grant.offset % BLOCK_BYTES or grant.offset + cut.lease_bytes(num_units) > cut.area_bytes:
             self.counters["grants_outside"] += 1
             return out
+        # 3. Granted. It waits for a slot in the order of the grants.
         piece.at = At.GRANTED
         piece.lease_id = grant.lease_id
         piece.dst_offset = grant.offset + cut.sections(num_units)[self._rank].offset
@@ -306,7 +316,7 @@ class StagingSender:
         return out
 
     def on_gathered(self, gather_id: int, error: Exception | None, now_s: float) -> list[Action]:
-        """A Gather has ended. Unknown: no-op."""
+        """Take the end of a Gather: write what it copied. Unknown: no-op."""
         out: list[Action] = []
         if (piece := self._let_go(gather_id, At.GATHERING)) is None:
             return out
@@ -315,6 +325,8 @@ class StagingSender:
             where = (piece.number, piece.lease_id, piece.slot, piece.dst_offset, piece.num_bytes)
             out.append(PostStaged(write_id, stream.key, stream.peer, *where))
             return out
+        # The copy failed, or its job did meanwhile. Nothing was posted, so the slot is free without
+        # proof.
         self._free_slots.append(piece.slot)
         del piece.job.stream.open[piece.number]
         self._fail(piece.job, error or AbortedError("cancelled"), out)
@@ -324,12 +336,14 @@ class StagingSender:
     def on_write_ended(
         self, write_id: int, error: Exception | None, drained: bool, now_s: float
     ) -> list[Action]:
-        """The transport's word on a PostStaged, as WriteDone or WriteFailed say. Unknown: no-op."""
+        """Take the end of a PostStaged, as WriteDone or WriteFailed report it. Unknown: no-op."""
         out: list[Action] = []
         if (piece := self._let_go(write_id, At.WRITING)) is None:
             return out
         job = piece.job
         del job.stream.open[piece.number]
+        # Before the job is ended or failed: `_end` looks at what is still held. An error is no
+        # proof, so the slot stays with the write, which the transport may still read from.
         if error is None or drained:
             self._free_slots.append(piece.slot)
         else:
@@ -343,11 +357,12 @@ class StagingSender:
             self._ask(job.stream, now_s, out)
         else:
             self._fail(job, error, out)
+        # Last, when the free slots and the limits per reader are as they will be.
         self._take_slots(out)
         return out
 
     def on_write_drained(self, write_id: int) -> list[Action]:
-        """A write that had ended undrained can land no more. Unknown: no-op."""
+        """Take the proof that a write which ended undrained can land no more. Unknown: no-op."""
         out: list[Action] = []
         if (piece := self._let_go(write_id, At.UNDRAINED)) is not None:
             self._free_slots.append(piece.slot)
@@ -360,12 +375,15 @@ class StagingSender:
         out: list[Action] = []
         for stream in self._timers.due(now_s):
             asked = [piece for piece in stream.open.values() if piece.at is At.ASKED]
+            # Asks without an answer: the ask or its grant was lost, or the lease waits. The reader
+            # answers an ask that it has granted again, so repeating is safe.
             if asked and not stream.failed:
                 if stream.resend.take(now_s):
                     self.counters["asks_repeated"] += len(asked)
                     out += [self._send_ask(piece) for piece in asked]
                 self._timers.wake(stream, stream.resend.due_s)
         if now_s >= self._poll_s:
+            # Emptied first: `_ask` enters those that are still not ready again.
             unready, self._unready, self._poll_s = self._unready, {}, float("inf")
             for stream in unready:
                 self._ask(stream, now_s, out)
@@ -373,7 +391,7 @@ class StagingSender:
 
     @property
     def wake_s(self) -> float:
-        """When `tick` is wanted next, infinity if never."""
+        """Time at which `tick` is wanted next, infinity if never."""
         return min(self._timers.next_s, self._poll_s)
 
     def _ask(self, stream: _Stream, now_s: float, out: list[Action]) -> None:
@@ -381,7 +399,10 @@ class StagingSender:
         while not stream.failed and stream.queued and len(stream.open) < self._window:
             if not self._ready(stream.queued[0].job, now_s, out):
                 return
+            # Not before: if the KV was not ready, or `query` failed the job, the queue is as it
+            # was, or was cleaned by `_fail`.
             piece = stream.queued.popleft()
+            # The first ask that is open starts the pause; later ones are repeated together with it.
             if all(other.at is not At.ASKED for other in stream.open.values()):
                 stream.resend.start(now_s)
                 self._timers.wake(stream, stream.resend.due_s)
@@ -391,7 +412,7 @@ class StagingSender:
             out.append(self._send_ask(piece))
 
     def _ready(self, job: _Job, now_s: float, out: list[Action]) -> bool:
-        """Whether the job's KV is computed. If not it is looked at again, or the job fails."""
+        """Return True if the job's KV is computed. Else it is looked at again, or the job fails."""
         try:
             if job.ready is None or job.ready.query():
                 job.ready = None
@@ -404,24 +425,25 @@ class StagingSender:
         return False
 
     def _send_ask(self, piece: _Piece) -> SendAsk:
+        """Return the ask for a piece."""
         stream = piece.job.stream
         units = (piece.number, piece.first_unit, len(piece.src_units))
         ask = LeaseAsk(*stream.key.numbers, self._rank, *units, stream.ticket)
         return SendAsk(stream.peer, ask)
 
     def _hold(self, piece: _Piece, at: At) -> int:
-        """The piece holds its slot for a new gather or write, which is named."""
+        """Enter a new gather or write of the piece, which holds its slot; return its id."""
         action_id = self._next_id()
         piece.at, self._holding[action_id] = at, piece
         return action_id
 
     def _let_go(self, action_id: int, at: At) -> _Piece | None:
-        """The piece that holds a slot for this gather or write, taken out; None if none does."""
+        """Take out the piece that holds a slot for this gather or write; None if there is none."""
         piece = self._holding.get(action_id)
         return self._holding.pop(action_id) if piece is not None and piece.at is at else None
 
     def _take_slots(self, out: list[Action]) -> None:
-        """Gather the pieces next in order whose readers may have one more slot."""
+        """Gather the pieces next in order, as far as their readers may have one more slot."""
         while self._free_slots and (piece := self._next_to_gather()) is not None:
             del self._granted[piece]
             piece.slot = self._free_slots.pop()
@@ -429,20 +451,26 @@ class StagingSender:
             out.append(Gather(gather_id, peer, piece.src_units, piece.slot, piece.num_bytes))
 
     def _next_to_gather(self) -> _Piece | None:
+        """Return the first granted piece of a reader below its limit of slots, or None."""
         limit = self.num_slots if len(self.peers) == 1 else (self.num_slots + 1) // 2
         slots_of = Counter(piece.job.stream.peer for piece in self._holding.values())
         return next((p for p in self._granted if slots_of[p.job.stream.peer] < limit), None)
 
     def _fail(self, job: _Job, error: Exception, out: list[Action]) -> None:
-        """Start nothing more of the job, end it if nothing is under way. Its first error counts."""
+        """Start nothing more of the job; end it if nothing is under way. Its first error counts."""
         if job.error is None:
             job.error = error
             stream = job.stream
             stream.failed = True
+            # 1. What was not asked for is dropped.
             stream.queued = deque(piece for piece in stream.queued if piece.job is not job)
+            # 2. What is being written cannot be called back: no further part is posted, and it ends
+            # by itself.
             for write_id, piece in self._holding.items():
                 if piece.job is job and piece.at is At.WRITING:
                     out.append(CancelStaged(write_id))
+            # 3. What waits for a grant or a slot is dropped. A grant that comes later finds no
+            # piece; the reader frees the lease with the room.
             for piece in stream.pieces_of(job):
                 if piece.at in (At.ASKED, At.GRANTED):
                     self._granted.pop(piece, None)
@@ -450,32 +478,38 @@ class StagingSender:
         self._end(job, out)
 
     def _end(self, job: _Job, out: list[Action]) -> None:
-        """Say that the job has ended or is drained, where that has just come true. An ended job
-        holds slots for undrained writes alone."""
+        """Report that the job has ended or is drained, where that has just come true.
+
+        An ended job holds slots for undrained writes alone.
+        """
         over = not job.num_left or job.error is not None
+        # Ended once, and not while a piece is gathered or written. All pieces written is success
+        # even after a cancel.
         if over and job.job_id in self._jobs and not job.stream.pieces_of(job):
             del self._jobs[job.job_id]
             out.append(JobEnded(job.job_id, job.error if job.num_left else None, not job.undrained))
+        # Drained only behind the end, when the last undrained write was proved.
         holds = any(piece.job is job for piece in self._holding.values())
         if job.undrained and job.job_id not in self._jobs and not holds:
             out.append(JobDrained(job.job_id))
 
     @property
     def num_jobs(self) -> int:
-        """Jobs that have not ended."""
+        """Number of jobs that have not ended."""
         return len(self._jobs)
 
     @property
     def num_rooms(self) -> int:
-        """Rooms that have not been forgotten."""
+        """Number of rooms that have not been forgotten."""
         return len(self._streams)
 
     @property
     def free_slots(self) -> int:
+        """Number of slots that hold nothing."""
         return len(self._free_slots)
 
     def check_invariants(self) -> None:
-        """Raises InternalError naming the law that is broken, with the state."""
+        """Check every law. Raises InternalError that names the broken one, with the state."""
         streams = [stream for by_peer in self._streams.values() for stream in by_peer.values()]
         opened = [piece for stream in streams for piece in stream.open.values()]
         queued = [piece for stream in streams for piece in stream.queued]
