@@ -25,7 +25,7 @@ FENCED_DEAD: Final = "was fenced, since it is proved dead"
 
 
 class Deaths:
-    """The processes whose death may be asked of the kernel. Owned by a control object.
+    """The processes that the kernel may be asked about. Owned by a control object.
 
     Args:
         lost: returns the peers that are suspect or over at a time and still hold something of ours.

@@ -356,7 +356,7 @@ class Peers:
     def reply(
         self, route: bytes, hello: Hello | None, refused: str = "", staged: bool = False
     ) -> SendFrame[bytes]:
-        """The answer to a Hello, or to another word where it is refused."""
+        """Return the answer to a Hello, or the refusal of it or of another frame."""
         ours, known = self._ours, hello.known if hello is not None else 0
         said = ours.secret, refused[:1000], ours.rank, staged, known
         most = ours.max_tokens

@@ -57,8 +57,6 @@ class Room:
         may ask."""
         if isinstance(self.machine, ReceiverMachine):
             for rank in self.machine.undrained:
-                # A rank may be undrained before `peers` has it: then nothing was promised to it
-                # yet.
                 if rank in self.peers:
                     yield self.peers[rank], self.links[rank]
 

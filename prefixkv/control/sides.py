@@ -38,6 +38,7 @@ from prefixkv.transport.base import (
     WriteJob,
 )
 
+# The cases of `DecodeControl.on`, by where they come from.
 DecodeInput = (
     DecodeCommand  # OpenRoom, MeetPrefill, RefuseRoom, AbortRoom, Fence: the scheduler's
     | FrameReceived[str]  # a prefill rank's
@@ -68,6 +69,7 @@ DecodeEffect = (
     | WorkerEvent  # PrefillReady, PrefillAway, PrefillLost: the same, if it asked
 )
 
+# The cases of `PrefillControl.on`, by where they come from.
 PrefillInput = (
     PrefillCommand  # AddRoom, OfferRoom, SendChunk, AbortRoom, Fence: the scheduler's
     | FrameReceived[bytes]  # a decode rank's

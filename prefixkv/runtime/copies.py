@@ -156,6 +156,7 @@ class StagingCopies:
         """Queue a gather into its slot. All errors come back in its CopyDone, as with `scatter`."""
 
         def run() -> None:
+            # In the worker, so that a peer that is removed meanwhile fails this copy alone.
             stage = self.buffer.slice(effect.slot * self._slot_bytes, effect.num_bytes)
             self._to_peers[effect.peer].gather(effect.src_units, stage)
 

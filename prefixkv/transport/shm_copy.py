@@ -298,7 +298,8 @@ def _places(
     num_runs = (last + 1 - first) * size
 
     def ordered(places: Int64s) -> Int64s:
-        """From [page, bundle, run] to [bundle, page, run]."""
+        """Return the places as [bundle, page, run], flat, cut to the part; given [page, bundle,
+        run]."""
         return places.reshape(num_pages, -1, size).swapaxes(0, 1).ravel()[start:stop]
 
     return (
