@@ -44,8 +44,8 @@ class Greetings:
     ) -> OnTrial | None:
         """Check the Hello of a decode rank, and start the trial of what the transport would load of
         it."""
-        # 1. Can the two work together, and is the sender what it says it is? Both before the trial:
-        # a trial costs a child process, which a stranger must not be able to start.
+        # 1. Can the two work together, and is the sender what it says it is? Both before the trial,
+        # which may cost the child process: a stranger must not be able to end that at will.
         try:
             accepted = handshake.accept(self._ours, frame.sender, hello)
             self._peers.check_worker(frame, received.credential, hello)

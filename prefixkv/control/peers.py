@@ -118,8 +118,8 @@ class Peer:
             raise ProtocolError(
                 f"page ids {pages.min()} to {pages.max()}, the pool has {num_pages}"
             )
-        # A repeated id would let two parts of one write land on the same page in any order, and the
-        # pages counted as undrained would exceed those in use.
+        # A repeated id would let two blocks of one write land on the same page, in any order, and
+        # the pages counted as undrained would exceed those in use.
         if _has_repeats(pages, num_pages):
             raise ProtocolError("a page id twice in one promise")
         # 4. The slot of extra state: -1, and only -1, where the peer has none.

@@ -341,8 +341,9 @@ class NixlLoop:
             local, remote = peer.lists[job.job.route]
             handle = self._agent.api.make_prepped_xfer("WRITE", local, src, remote, dst)
 
-            # then their pages must not be freed. Only what NIXL refuses before it touches anything
-            # is certain.
+            # Set before the post: one that raises may have handed on some descriptors, and then
+            # their pages must not be freed. Only what NIXL refuses before it touches anything is
+            # certain.
             may_land = True
             state = self._agent.api.transfer(handle, job.tag(number))
         except Exception as refusal:
@@ -518,7 +519,6 @@ class NixlLoop:
             self._outlived.append(former)
         # A job that has not ended is reported when it ends, in `_emit`: a WriteDrained never comes
         # before its WriteFailed.
-        # Jobs with other parts under way end later, and are reported in `_emit`.
         for job_id in sorted(former.unproven):
             if job_id not in self._jobs:
                 self._tell_if_proven(job_id)
