@@ -340,7 +340,6 @@ class NixlLoop:
             src, dst = part_indices(job.runs, part, job.src_pages, job.dst_pages)
             local, remote = peer.lists[job.job.route]
             handle = self._agent.api.make_prepped_xfer("WRITE", local, src, remote, dst)
-
             # Set before the post: one that raises may have handed on some descriptors, and then
             # their pages must not be freed. Only what NIXL refuses before it touches anything is
             # certain.
