@@ -677,7 +677,6 @@ class Watcher:
     def _look(self) -> None:
         """Count what has come, and cut what is too much."""
         assert self._epoll is not None
-        # EPOLLET: each arrival is reported once, so a quiet connection costs nothing.
         for link, _ in self._epoll.poll(0):  # once for each arrival: EPOLLET
             if link in self._by_link:
                 self._hot[link] = self._by_link[link]

@@ -36,6 +36,8 @@ class PeerClock:
     def take(self, frame: Frame, now_s: float) -> None:
         """Count a frame in. Raise ProtocolError if its number is not above all before: it was
         repeated or reordered."""
+        # Numbers of one life only grow, also over several connections. So a frame that was recorded
+        # and sent again, or was overtaken on another connection, is refused.
         if frame.seq <= self.in_seq:
             raise ProtocolError(f"frame {frame.seq} after {self.in_seq}")
         self.in_seq = frame.seq

@@ -362,6 +362,8 @@ class ControlThread(Generic[Command, To]):
 
     def _do(self, effect: Effect[To]) -> None:
         """Carry out one effect."""
+        # Sockets, transport, copy threads, trial and prover carry them out. No call here waits for
+        # that; the result is an input later.
         match effect:
             case SendFrame():
                 self.channel.send(effect.to, effect.raw)

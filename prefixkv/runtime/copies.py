@@ -91,8 +91,9 @@ class CopyPool:
         if self._closed:
             return ClosedError("the copy pool was closed before the copy began")
         error: Exception | None = None
+        # `settle` also after a copy that failed: it may have queued work that still reads or writes
         # the memory which CopyDone gives back.
-        for step in (job.copy, settle):  # a copy that failed halfway may have queued something
+        for step in (job.copy, settle):
             try:
                 if step is not None:
                     step()
@@ -156,6 +157,7 @@ class StagingCopies:
         """Queue a gather into its slot. All errors come back in its CopyDone, as with `scatter`."""
 
         def run() -> None:
+            # In the worker, so that a peer that is removed meanwhile fails this copy alone.
             stage = self.buffer.slice(effect.slot * self._slot_bytes, effect.num_bytes)
             self._to_peers[effect.peer].gather(effect.src_units, stage)
 

@@ -2,9 +2,9 @@
 
 It rests on what the kernel says, never on time: the process's id names nothing now, or a process
 that began at another time; no fork of it holds the abstract socket that it bound; every TCP
-connection of ours whose other end no process owns has delivered all that was sent into it. If one
-of these cannot be found out, nothing is proved: another boot, other namespaces, another system than
-Linux. Pages are freed on this proof, so every doubt counts as "alive".
+connection of ours with an other end that no process owns has delivered all that was sent into it.
+If one of these cannot be found out, nothing is proved: another boot, other namespaces, another
+system than Linux. Pages are freed on this proof, so every doubt counts as "alive".
 """
 
 from __future__ import annotations

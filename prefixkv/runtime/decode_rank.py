@@ -55,6 +55,7 @@ class DecodeRank(Closing):
         self.rank = rank
         place = Place.of(pool, config.model, mesh, rank, state)
         sizes = pool.layout.num_pages, pool.layout.page_size
+        # The replica follows rank 0's tree and page table; nothing is decided here.
         self.replica = DecodeReplica(*sizes, config, place.num_slots)
         self.transfers = DecodeTransfers(pool, config, mesh, rank, worker, state)
         self.peer_id = self.transfers.peer_id
@@ -63,6 +64,7 @@ class DecodeRank(Closing):
     def apply(self, raw: bytes) -> None:
         """Apply what rank 0 did in one pass (`DecodeNode.take_log`). Raises as
         `DecodeReplica.apply`."""
+        # The tree and the page table first, then the rooms: their pages are taken by now.
         for command in self.replica.apply(raw):
             self.transfers.submit(command)
 

@@ -188,6 +188,7 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         # 2. The number is taken, then the command queued: both or neither.
         self._begin(key)
         raw, ticket = ids.astype("<i4").tobytes(), ticket or secret_number()
+        # Little-endian int32, whatever the machine: the promise travels.
         promise = Promise(
             *key.numbers, num_tokens, prefix_len, raw, ticket, state_slot,
             weights_version=self._weights_version,
@@ -235,6 +236,7 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
 
     def _told(self, event: DecodeEvent) -> None:
         """Give a room's number back with the event that ends it: drained, or succeeded."""
+        # A failed room keeps its number until it is drained: a peer may still write its pages.
         if isinstance(event, RoomDrained) or (
             isinstance(event, RoomEnded) and event.poll is KVPoll.SUCCESS
         ):

@@ -39,6 +39,7 @@ def cut(raw: bytes) -> list[bytes]:
     """
     if len(raw) <= FRAGMENT_BYTES:
         return [raw]
+    # The checksum is of the whole frame, and in each fragment: it also tells frames apart.
     starts, check = range(0, len(raw), FRAGMENT_BYTES), zlib.crc32(raw)
     return [
         _HEADER.pack(_MARK, number, len(starts), check) + raw[start : start + FRAGMENT_BYTES]

@@ -160,6 +160,7 @@ class DecodeGroup(DecodeNode):
     def _hand_log(self) -> None:
         """Apply the log on all other ranks, if there is anything in it."""
         if self.others and self._log:
+            # Taken once, applied by each: all ranks do the same operations in the same order.
             raw = self.take_log()
             for other in self.others:
                 other.apply(raw)

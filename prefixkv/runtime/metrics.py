@@ -299,6 +299,7 @@ class NodeCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics of all open nodes; called by the scraper's thread."""
+        # A closed node's memory and threads are gone: it is left out, not reported as 0.
         nodes = [node for node in self._nodes if not node.closed]
         decode: list[Node] = [node for node in nodes if isinstance(node, DecodeNode)]
         prefill: list[Node] = [node for node in nodes if isinstance(node, PrefillNode)]

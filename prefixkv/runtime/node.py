@@ -48,6 +48,7 @@ class Node(Closing, Generic[C, To, E]):
     peer_id: PeerId
     evictions: Histogram  # seconds that making room took
     kv_events: KVEventPublisher | None = None
+    # Keys that `stats` has from the start, at 0.
     _counters: tuple[str, ...]
 
     def __init__(self, pool: KVPool, state: StatePool | None) -> None:
@@ -102,6 +103,7 @@ class Node(Closing, Generic[C, To, E]):
     def _wait(self, wait: Callable[[float | None], bool], timeout_s: float | None) -> bool:
         """Wait by `wait`, but not beyond the time when a request may fail for having waited."""
         left_s = self.scheduler.wake_s - time.monotonic()
+        # No event comes for a deadline of the scheduler's, so the wait has to end at it.
         if left_s < (math.inf if timeout_s is None else timeout_s):
             return wait(left_s) or self.scheduler.wake_s <= time.monotonic()
         return wait(timeout_s)
@@ -118,9 +120,11 @@ class Node(Closing, Generic[C, To, E]):
         at_least(-math.inf, timeout_s=timeout_s)  # before anything changes
         self._check_open()
         end_s = time.monotonic() + timeout_s
+        # Before the first look: what is added after it would not be seen.
         self.scheduler.draining = True
         while True:
             now_s = self._pump()
+            # Rooms as well as requests: a room outlives its request until it is drained.
             if self.scheduler.idle and not self.transfers.num_rooms:
                 return True
             if self.scheduler.has_news or now_s >= end_s:
@@ -258,9 +262,11 @@ class Node(Closing, Generic[C, To, E]):
         Any call takes in what has happened, but only some pop it: the descriptor has been read by
         then, so it is made readable again.
         """
+        # 1. Commands first: the control thread works on them while the rest is done here.
         for command in self._take_commands():
             self._command(command)
         if self.scheduler.has_news:
+            # 2. The engine's poller comes back for what only a `pop_*` takes.
             self.transfers.rouse()
         if self.kv_events is not None:
             self._feed.pass_on()

@@ -74,6 +74,7 @@ class PeerLog:
                 self._written.pop(("refused", known), None)
         why = hash(one.why)
         last_s, more, last_why = self._written.get(key, (now_s - REPEAT_S, 0, why + 1))
+        # The same refusal is never repeated; anything else at most once per `REPEAT_S`.
         is_known = one.kind == "refused" and why == last_why
         if is_known or now_s < last_s + REPEAT_S:
             self._written[key] = last_s, more + 1, last_why

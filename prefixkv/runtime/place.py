@@ -31,8 +31,7 @@ def checked_config(config: Config | None, kind: type[Config]) -> Config:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Rank `rank` of `mesh`, with this rank's pool, and its state pool if the model has extra
-    state."""
+    """Rank `rank` of `mesh`, with its pool, and its state pool if the model has extra state."""
 
     layout: KVLayout
     model: ModelConfig
@@ -64,6 +63,7 @@ class Place:
         layout = pool.layout
         mesh = mesh or Mesh(layout.num_layers, layout.num_kv_heads)
         mesh.validate()
+        # One transport registers both with one type of memory.
         if state is not None and state.device not in (None, pool.device):
             raise ConfigError(f"state is on {state.device}, the KV pool is on {pool.device}")
         try:

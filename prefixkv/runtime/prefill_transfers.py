@@ -346,10 +346,12 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
 
     def _told(self, event: PrefillEvent) -> None:
         """Follow an event that the engine gets: an offer is opened, a room ends or is free."""
+        # An offer has no decode worker in its key; the first event of its room brings the name.
         offered = RoomKey(*event.key.numbers)
         if event.key not in self._rooms and offered in self._rooms:  # a decode worker opens it
             self._rooms[event.key] = self._rooms.pop(offered)
             self._last[event.key.decode, event.key.room] = event.key
+        # Ended: no chunk is taken. SourceFree: the pages are the engine's, and the number is free.
         if isinstance(event, RoomEnded) and event.key in self._rooms:
             self._rooms[event.key] = None
         elif isinstance(event, SourceFree):

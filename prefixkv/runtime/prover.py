@@ -78,6 +78,7 @@ class Prover:
     def close(self, *, ended: bool = True) -> None:
         """Join the thread, and let this process's identity go. Idempotent. `ended`: as for
         `HeldLife.close`."""
+        # Behind all that is queued: looks that have begun are finished.
         self._queue.put(None)
         if self._thread is not None:
             self._thread.join(_JOIN_LIMIT_S)

@@ -1,19 +1,19 @@
-"""A decode worker's own traffic, written down for `prefixkv replay`: `DecodeConfig(record=PATH)`.
+"""A decode worker's own traffic, written for `prefixkv replay`: `DecodeConfig(record=PATH)`.
 
-A line a request that asked the cache, when it has ended, in the form of Mooncake's traces:
+One line per request that asked the cache, when it has ended, in the form of Mooncake's traces:
 
     {"timestamp": 81250, "input_length": 6755, "output_length": 500, "hash_ids": [271, ..., 828],
      "block_size": 512, "bytes_per_token": 131072}
 
-`timestamp` is when the request arrived, ms since the node was built; lines come in the order of ends.
-An id names a block of the prompt together with all before it and its namespace, by a hash keyed with
-a salt that is drawn for each file and written nowhere: equal prefixes have equal ids within one file,
-and nothing can be learnt from an id, not even whether a guessed prompt was there. Tokens, texts and
-request names are not written.
+`timestamp` is when the request arrived, ms since the node was built; lines come in the order of
+ends. An id names a block of the prompt together with all before it and its namespace, by a hash
+keyed with a salt that is drawn for each file and written nowhere: equal prefixes have equal ids
+within one file, and nothing can be learnt from an id, not even whether a guessed prompt was there.
+Tokens, texts and request names are not written.
 
-Hashing and writing happen in a thread of the recorder's. What it cannot keep up with, or cannot write
-(a full disk), is counted as lost; the first loss is warned of, and it goes on trying.
-"""  # noqa: E501
+Hashing and writing happen in the recorder's thread. What it cannot keep up with, or cannot write (a
+full disk), is counted as lost; the first loss is warned of, and it goes on trying.
+"""
 
 from __future__ import annotations
 
@@ -55,18 +55,21 @@ class _Ended(NamedTuple):
 
 
 class Recorder:
-    """`ended` is called by the scheduler's thread and neither blocks nor raises; `recorded` and `lost`
-    may be read from any.
+    """Writes ended requests to a file, by a thread of its own.
+
+    `ended` is called by the scheduler's thread and neither blocks nor raises; `recorded` and `lost`
+    may be read from any thread.
 
     Args:
         path: the file that is written to. One that is there already is kept as `path`.1.
-        max_bytes: of a file, before the next one is begun: a line is never split.
+        max_bytes: per file, before the next one is begun: a line is never split.
         max_files: how many there are at most, this one included; the oldest is deleted.
         page_size, bytes_per_token: of the pool.
-        now_s: the clock of the requests' times.
+        now_s: the present time on the clock of the requests' times.
+
     Raises:
         ConfigError: the file cannot be opened, or is no regular file.
-    """  # noqa: E501
+    """
 
     def __init__(
         self,
@@ -94,7 +97,8 @@ class Recorder:
             raise ConfigError(f"record is {str(path)!r}, which cannot be written: {why}") from error
 
     def ended(self, req: Any, now_s: float) -> None:
-        """A request has ended. One that was never admitted, or is not to be cached, is left out."""
+        """Queue a request that has ended. One that was never admitted, or must not be cached, is
+        left out."""
         if req.admitted_s is None or not req.request.cacheable:
             return
         key = req.request.key
@@ -112,7 +116,7 @@ class Recorder:
             self._lose("it cannot keep up")
 
     def close(self) -> None:
-        """Write what waits, for some seconds at most. Again: no-op."""
+        """Write what waits, for some seconds at most. Idempotent."""
         if self._closed:
             return
         self._closed = True

@@ -33,12 +33,14 @@ class RequestLog:
 
     def __call__(self, req: Any, now_s: float) -> None:
         """Log one request that has ended."""
+        # Before anything is computed: this runs on the scheduler's thread, for each request.
         if not LOGGER.isEnabledFor(logging.INFO):
             return
         record = {
             "node": self._me.name,
             "incarnation": self._me.incarnation,
             **self._timeline(req),
+            # Requests have the monotonic clock; an operator wants the time of day.
             "arrived_at": round(time.time() - (now_s - req.arrived_s), 6),
         }
         LOGGER.info("%s", json.dumps(record), extra={"request": record})

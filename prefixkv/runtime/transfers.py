@@ -182,10 +182,12 @@ class Transfers(Closing, Generic[C, To, E]):
         """
         self.check_open()
         queue = self.thread.events
+        # The usual case, without a system call.
         if not queue.pending:
             return [], None
         events: list[E] = []
         failed: Exception | None = None
+        # Drained to the end even after an error, which is raised once all events are safe.
         for event in queue.drain():
             if isinstance(event, ControlFailed):
                 failed = failed or event.error

@@ -112,6 +112,8 @@ class PeerUnreachable:
     error: Exception
 
 
+# A job's events: WriteDone; or WriteFailed, and after one that is not drained WriteDrained, once
+# the agent is destroyed. WriteDone and a drained WriteFailed are the last word on a job.
 TransportEvent = WriteDone | WriteFailed | WriteDrained | Arrived | Settled | PeerUnreachable
 Sink = Callable[[TransportEvent], None]
 

@@ -56,6 +56,7 @@ class ActiveJob:
         while len(self.parts) > _MAX_PARTS:
             max_bytes, max_descriptors = 2 * max_bytes, 2 * max_descriptors
             self.parts = cut_parts(runs, self.src_pages, self.dst_pages, max_bytes, max_descriptors)
+        # Parts [0, next_part) are posted; `in_flight` of them have not ended.
         self.is_ready = job.ready is None
         self.next_part = 0
         self.in_flight = 0
@@ -134,6 +135,7 @@ class Outbox:
 
     def __init__(self) -> None:
         self.parked: list[WriteJob] = []
+        # A room is in both or in neither: only rooms with jobs take turns.
         self._rooms: dict[RoomKey, deque[ActiveJob]] = {}
         self._turns: deque[RoomKey] = deque()  # the rooms in `_rooms`, the next in turn first
 
@@ -164,6 +166,8 @@ class Outbox:
         """
         for _ in range(len(self._turns)):
             room = self._turns[0]
+            # Rotated before the job is looked at: a room with a job that is not ready must not keep
+            # its turn.
             self._turns.rotate(-1)
             yield self._rooms[room][0]
 
@@ -176,8 +180,7 @@ class Outbox:
 
 
 class JobTable:
-    """Every job that has not ended. Each end is made here, so that a job ends once, with one
-    event."""
+    """Every job that has not ended. Each end is made here, so a job ends once, with one event."""
 
     def __init__(self, emit: Sink, max_bytes: int, max_descriptors: int) -> None:
         self._emit = emit
@@ -254,6 +257,7 @@ class JobTable:
     def drop(self, outbox: Outbox, error: Exception) -> None:
         """Post nothing more to a peer: all its jobs end, now or with their parts in flight."""
         parked, outbox.parked = outbox.parked, []
+        # Parked jobs have no part under way, so they end at once; the others when their parts have.
         for waiting in parked:
             self.refuse(waiting, error)
         for job in outbox.clear():

@@ -31,7 +31,7 @@ class Offers(NamedTuple):
 
 
 def split_offers(metadata: bytes) -> Offers:
-    """The inverse of `Offers.join`.
+    """Return the offers that `Offers.join` has put together.
 
     >>> split_offers(Offers(b"nixlSerDes|...", b"pkvshm1|...").join())
     Offers(nixl=b'nixlSerDes|...', shm=b'pkvshm1|...')
@@ -40,6 +40,8 @@ def split_offers(metadata: bytes) -> Offers:
         return Offers(b"", metadata)
     if not metadata.startswith(_BOTH):
         return Offers(metadata, b"")
+    # A wrong length only moves bytes from one part to the other: each part is checked by its own
+    # reader.
     start = len(_BOTH) + _LENGTH_BYTES
     end = start + int.from_bytes(metadata[len(_BOTH) : start], "little")
     return Offers(metadata[start:end], metadata[end:])

@@ -54,11 +54,11 @@ class Link:
     """The link to one prefill rank's address.
 
     `peer` is the process that answered there last; `ready` is True once its handshake is accepted,
-    and False while it has to be repeated. `told` are the addresses, by rank, that a room of this
-    leader is promised to; `leaders` are the addresses of the links that have this one among theirs.
-    `nonce` is that of the last HelloWanted. `is_local`: the address is on this machine. `plan` says
-    how the ranks of this leader stage what they write to us, once `planned`. `rooms` are those that
-    hold on to this link; `waiting` those to be promised, in the order of admission.
+    and False while it has to be repeated. The field `told` has the addresses, by rank, that a room
+    of this leader is promised to; `leaders` are the addresses of the links that have this one among
+    theirs. `nonce` is that of the last HelloWanted. `is_local`: the address is on this machine.
+    `plan` says how the ranks of this leader stage what they write to us, once `planned`. `rooms`
+    are those that hold on to this link; `waiting` those to be promised, in the order of admission.
     """
 
     address: str

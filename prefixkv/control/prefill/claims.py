@@ -178,8 +178,7 @@ class Claims:
         return errors[0] if errors else None
 
     def expire(self, now_s: float) -> None:
-        """Forget the early aborts whose time has passed. O(expired + decode workers with an
-        abort)."""
+        """Forget the early aborts that are due. O(expired + decode workers with an abort)."""
         for name, kept in list(self._aborted.items()):
             while kept and kept[key := next(iter(kept))].until_s <= now_s:
                 self.take_abort(key)

@@ -17,7 +17,7 @@ _MAX_CLOSED: Final = 4096
 
 
 class Offer(NamedTuple):
-    """A prompt whose KV is computed, until a decode worker opens its room."""
+    """A prompt with computed KV, until a decode worker opens its room."""
 
     num_tokens: int
     digest: bytes

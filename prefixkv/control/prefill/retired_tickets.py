@@ -17,7 +17,7 @@ class RetiredTickets:
     """The past uses of one decode rank: at most `most` that it has not answered, and `most` that it
     has; beyond that the oldest is forgotten.
 
-    They are kept apart, so that many uses that are settled do not push out one whose promise may
+    They are kept apart, so that uses which are settled do not push out one with a promise that may
     still be on its way.
     """
 

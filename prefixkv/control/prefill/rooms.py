@@ -67,7 +67,8 @@ class SenderRooms:
 
     @property
     def num_claimed(self) -> int:
-        """Rooms that an engine or a peer still has something to do with. Any thread may ask."""
+        """Number of rooms that an engine or a peer still has something to do with. Any thread may
+        ask."""
         return sum(key not in self.unclaimed for key in list(self.machines))
 
     def all(self) -> Collection[SenderMachine]:
@@ -137,7 +138,7 @@ class SenderRooms:
     # --- writes -----------------------------------------------------------------------------------
 
     def next_job_id(self) -> int:
-        """A number for a write or a copy, never given before."""
+        """Return a number for a write or a copy, never given before."""
         return next(self._job_ids)
 
     def write_ended(

@@ -175,7 +175,7 @@ class CopyPlan:
         starts = np.flatnonzero(np.concatenate(([True], breaks)))
         counts = np.diff(starts, append=len(src)) * size
         src, dst = src[starts], dst[starts]
-        # blocks of the first bundle that are not the part's
+        # 3. The part may begin and end inside a bundle: take the surplus off its first and last
         # stretch.
         before = part.start - first * size  # blocks of the first bundle that are not the part's
         src[0] += before * src_step
@@ -298,7 +298,8 @@ def _places(
     num_runs = (last + 1 - first) * size
 
     def ordered(places: Int64s) -> Int64s:
-        """From [page, bundle, run] to [bundle, page, run]."""
+        """Return the places as [bundle, page, run], flat, cut to the part; given [page, bundle,
+        run]."""
         return places.reshape(num_pages, -1, size).swapaxes(0, 1).ravel()[start:stop]
 
     return (

@@ -96,8 +96,8 @@ class Door:
 
     def read_all(self, arrived: Callable[[bytes], None]) -> None:
         """Read everything that writers have sent so far."""
-        # Only writers: a stranger has sent no tags, and a copy of the keys, since links may be
-        # dropped.
+        # Only writers: a stranger has sent no tags. Over a copy, since a link may be dropped on the
+        # way.
         for fd in list(self._links):
             if self._links[fd][1] is None:
                 self._read(fd, arrived, 1 << 20)
