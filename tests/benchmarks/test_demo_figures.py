@@ -108,9 +108,9 @@ def demos_table() -> list[str]:
             "file",
             "hit rate",
             "TTFT P50, cache on / off",
-            "times lower",
-            "saturated rate, times higher",
-            "KV sent, times less",
+            "off by on",
+            "saturated rate, on by off",
+            "KV sent, off by on",
         ),
         *rows,
     ]

@@ -597,6 +597,9 @@ def figures() -> dict[str, str]:
         key: [after / before - 1 for before, after in waiting_pairs(key)]
         for key in ("block_hit_ratio", "ttft_s_p50", "ttft_s_mean")
     }
+    all_shm = result("transfer_shm")["claims"]
+    shm = [one["measured"] for one in all_shm if one["case"].endswith("of one raw write")]
+    aimed = [one["met"] for one in all_shm if one["met"] is not None]
     counted = ("no", "one", "two", "three", "four", "five", "six")
     worse = [one for one in waiting["ttft_s_p50"][-6:] if one > 0]
     gpu = result("gpu")["measured"]
@@ -623,6 +626,8 @@ def figures() -> dict[str, str]:
         f"{max(waiting['block_hit_ratio']):+.0%}",
         "TTFT of what waits": f"mean TTFT by {min(waiting['ttft_s_mean']):.0%} to "
         f"{max(waiting['ttft_s_mean']):+.0%}",
+        "shm": f"is {share(min(shm), 2)} to {share(max(shm), 2)} times as fast as one raw NIXL",
+        "shm's aims": {(10, 1): "One of its ten aims is missed"}[len(aimed), aimed.count(False)],
         "TTFT that gets worse": f"worse in {counted[len(worse)]} cases of six",
         "on a GPU, page_major": f"{fixed(min(by_gpu['page_major']))} to "
         f"{fixed(max(by_gpu['page_major']))} GiB/s with `page_major`",
@@ -654,6 +659,11 @@ def figures() -> dict[str, str]:
 def test_the_figures_of_the_text_are_their_result_files() -> None:
     text = re.sub(r"\s+", " ", DOCUMENT)
     assert [what for what, piece in figures().items() if piece not in text] == []
+
+
+def test_every_table_stands_on_one_page() -> None:
+    for mark in re.findall(r"^(<!-- [\w-]+ -->)$", DOCUMENT, re.MULTILINE):
+        assert page_with(mark), mark
 
 
 # --- the list -------------------------------------------------------------------------------------
