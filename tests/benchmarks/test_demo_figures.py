@@ -161,7 +161,7 @@ def turns_sentence() -> str:
     ms_of_all = [ms for each in passes.values() for ms in each]
     on, off = (fixed(statistics.median(per_s[name])) for name in ("on", "off"))
     return (
-        f"turn about {len(passes['on'])} times (`demo_trace`), TTFT P50 is "
+        f"run alternately {len(passes['on'])} times (`demo_trace`), TTFT P50 is "
         f"{fixed(found['on_of_off'], 2)} times as long with it on (medians {median_ms['on']} and "
         f"{median_ms['off']} ms; passes of one kind reach from {fixed(min(ms_of_all))} to "
         f"{fixed(max(ms_of_all))} ms), and {on} requests/s are sustained, {off} with it off."

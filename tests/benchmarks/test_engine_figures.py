@@ -67,7 +67,7 @@ def engine_table(found: dict[str, Any]) -> list[str]:
         line(f"the same over {slow['gbit_per_s']:g} Gbit/s", turns_of(slow),
              "3 times lower", "yes" if slow["ttft_p50_off_by_on"] >= 3 else "no"),
         line(f"turns, {small['kv_bytes_per_token'] // 1024} KiB of KV a token, "
-             f"{len(small['rounds'])} times turn about: on by off {share(1 / small_by(small))}",
+             f"{len(small['rounds'])} times alternately: on by off {share(1 / small_by(small))}",
              turns_of(small), "at most 1", small_told(small)),
         line(f"a burst of {turns['burst'][0]['requests']} with one new system prompt: tokens "
              "computed, of the prompt and the suffixes", *times(worst, 1.1)),
