@@ -3,7 +3,8 @@ the code.
 
 A Python block runs, after those before it in the same document, unless the line above it is a
 comment `<!-- not run: why -->`, or `<!-- example -->`: those lines tests/test_example_scheduler.py
-runs; or `<!-- quoted: NAME -->`: it is the source of that object, as it stands.
+runs; or `<!-- quoted: NAME -->`: it is the source of that object, as it stands; or
+`<!-- file: NAME -->`: a file that the reader makes, which a test of its own runs.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import pkgutil
 import re
 import shlex
+import socket
 import subprocess
 import sys
 import textwrap
@@ -35,8 +37,13 @@ from tests.protocol.rooms import assert_diagrams
 from tests.test_example_scheduler import serve
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-NOT_RUN = re.compile(r"<!-- (not run: .+|quoted: .+|example) -->")
+DOCUMENTS = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "benchmarks" / "results").glob("*.md")),
+]
+README = ROOT / "README.md"
+NOT_RUN = re.compile(r"<!-- (not run: .+|quoted: .+|file: .+|example) -->")
 QUOTED = re.compile(r"<!-- quoted: (\S+) -->")
 # Names of loggers, none of modules.
 LOGGERS = {"prefixkv.requests", "prefixkv.transport", "prefixkv.peers", "prefixkv.record"}
@@ -47,7 +54,9 @@ FILES = {path.name for folder in ("prefixkv", "benchmarks", "docs", "tests", "fu
          for path in (ROOT / folder).rglob("*.*")}  # fmt: skip
 INSTALL = re.compile(r"pip install ([^`\n#&]*)")
 BUILD = re.compile(r"(\S+) -m benchmarks env ([\w-]+)( --folder \S+)?")
-each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+each_document = pytest.mark.parametrize(
+    "document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT))
+)
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -123,23 +132,81 @@ def read(name: str) -> str:
 # --- code -----------------------------------------------------------------------------------------
 
 
-@each_document
-def test_the_code_in_it_runs(document: Path, tmp_path: Path) -> None:
-    """All of it as one program in a process of its own, where every warning is an error."""
-    code = program(document.read_text())
-    if not code:
-        return
-    script = tmp_path / f"{document.stem}.py"  # its line numbers are the document's
-    script.write_text(code)
-    ran = subprocess.run(
-        [sys.executable, "-W", "error", str(script)], capture_output=True, text=True,
-        timeout=PATIENCE_S, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False,
+def python_process(*arguments: str, folder: Path) -> subprocess.Popen[str]:
+    """Python with this checkout's packages, where every warning is an error."""
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", *arguments], text=True, cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
 
 
-def test_the_readme_fits_a_few_screens() -> None:
-    assert len(DOCUMENTS[0].read_text(encoding="utf-8").splitlines()) <= 160
+def run_to_its_end(process: subprocess.Popen[str]) -> str:
+    """What it has written. Fails if it fails, or takes too long."""
+    try:
+        written, error = process.communicate(timeout=PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        written, error = process.communicate()
+    assert process.returncode == 0, error
+    return written
+
+
+def run_code(document: Path, folder: Path) -> str:
+    """All of a document's code as one program in a process of its own. What it has written."""
+    code = program(document.read_text(encoding="utf-8"))
+    if not code:
+        return ""
+    script = folder / f"{document.stem}.py"  # its line numbers are the document's
+    script.write_text(code, encoding="utf-8")
+    return run_to_its_end(python_process(str(script), folder=folder))
+
+
+@pytest.mark.parametrize(
+    "document", [one for one in DOCUMENTS if one != README], ids=lambda path: path.name
+)
+def test_the_code_in_it_runs(document: Path, tmp_path: Path) -> None:
+    run_code(document, tmp_path)
+
+
+def test_the_readme_s_example_prints_what_its_comments_say(tmp_path: Path) -> None:
+    """And its last three lines show a hit."""
+    code = program(README.read_text(encoding="utf-8"))
+    said = [line.partition("  # ")[2] for line in code.splitlines() if "print(" in line]
+    assert len(said) == 3
+    assert all("print(" in line for line in code.rstrip().splitlines()[-3:])
+    assert run_code(README, tmp_path).splitlines() == said
+
+
+def test_the_readme_fits_two_screens() -> None:
+    text = README.read_text(encoding="utf-8")
+    assert len(text.split()) <= 700
+    assert len(text.splitlines()) <= 100
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port
+
+
+def test_the_two_workers_of_the_first_steps_say_what_the_page_says(tmp_path: Path) -> None:
+    """docs/start.md: the file that the reader makes, as two processes, at another port."""
+    found = list(blocks(read("docs/start.md")))
+    (worker,) = (one for one in found if one.above == "<!-- file: worker.py -->")
+    (said,) = (one for one in found if one.above == "<!-- output: decode -->")
+    code, num = re.subn(r"127\.0\.0\.1:\d+", f"127.0.0.1:{free_port()}", worker.code)
+    assert num == 1
+    (tmp_path / "worker.py").write_text(code, encoding="utf-8")
+    prefill = python_process("worker.py", "prefill", folder=tmp_path)
+    try:
+        decode = python_process("worker.py", "decode", folder=tmp_path)
+        assert run_to_its_end(decode).rstrip("\n") == said.code
+        assert run_to_its_end(prefill) == ""
+    finally:
+        prefill.kill()
+        prefill.communicate()
 
 
 def test_a_block_runs_unless_a_comment_above_says_why_not() -> None:
@@ -171,6 +238,18 @@ def test_what_is_quoted_is_the_code_as_it_stands() -> None:
     assert {name.rpartition(".")[0].rpartition(".")[2] for name in quoted} >= {
         "PrefillEngine", "DecodeEngine", "EngineLoop",
     }  # fmt: skip
+
+
+def test_every_change_is_a_short_file_of_one_kind() -> None:
+    for path in (ROOT / "docs" / "changes").iterdir():
+        if path.name != "README.md":
+            assert re.fullmatch(r"[a-z0-9-]+\.(added|changed|fixed|removed)\.md", path.name)
+            assert 3 <= len(path.read_text(encoding="utf-8").split()) <= 120, path.name
+
+
+def test_the_changelog_and_the_guide_fit_a_page() -> None:
+    for name in ("CHANGELOG.md", "CONTRIBUTING.md"):
+        assert len(read(name).split()) <= 800, name
 
 
 # --- names ----------------------------------------------------------------------------------------

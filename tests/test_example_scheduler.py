@@ -1,4 +1,4 @@
-"""The README's two schedulers, run for real: the lines between the markers are the ones it
+"""The two schedulers of docs/start.md, run for real: the lines between the markers are the ones it
 shows."""
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def serve(node: DecodeNode, engine: StandIn) -> None:
         node.pop_preallocated()                         # prefix locked, prefill told what to skip
         batch += node.pop_transferred()                 # KV in req.pages, first token in req.aux
         for ask in node.pop_needs_prefill():
-            engine.submit_to_prefill(ask)               # evicted while the request was retracted
+            engine.submit_to_prefill(ask)               # retracted, and not all of its KV is cached
         for req in node.pop_failed():
             engine.reject(req)                          # req.error says why
         batch = [req for req in batch if not req.state.ended]   # without those aborted meanwhile
@@ -290,20 +290,20 @@ def test_the_loop_goes_on_when_running_requests_are_aborted() -> None:
 
 
 def shown(loop: Callable[..., None]) -> str:
-    """The lines of a loop that the README shows."""
+    """The lines of a loop that docs/start.md shows."""
     source = inspect.getsource(loop)
     return textwrap.dedent(source.partition("begin\n")[2].partition("    # example: end")[0])
 
 
 @pytest.mark.parametrize("loop", [serve, serve_prefill])
 def test_the_examples_are_short(loop: Callable[..., None]) -> None:
-    """What the README shows has to be read at a glance."""
+    """What a newcomer is shown has to be read at a glance."""
     lines = shown(loop).splitlines()
     assert 15 <= len(lines) <= 24
     assert max(map(len, lines)) <= 100
 
 
 @pytest.mark.parametrize("loop", [serve, serve_prefill])
-def test_the_readme_shows_these_lines(loop: Callable[..., None]) -> None:
-    readme = (pathlib.Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-    assert f"<!-- example -->\n```python\n{shown(loop)}```" in readme
+def test_the_first_steps_show_these_lines(loop: Callable[..., None]) -> None:
+    start = pathlib.Path(__file__).parents[1] / "docs" / "start.md"
+    assert f"<!-- example -->\n```python\n{shown(loop)}```" in start.read_text(encoding="utf-8")

@@ -160,6 +160,9 @@ class PrefillAsk:
     """A prompt that the engine should submit to a prefill worker again: KV that decode had, or
     should have had, is lost, or the request's extra state is.
 
+    A retraction keeps whole pages only. So a retracted request mostly asks for its partial last
+    page, although nothing was evicted.
+
     `tokens` are prompt and output but the last token: the KV that is needed. `known_token` is the
     next token if one was sampled already (it must not be sampled again), else None. `namespace` and
     `cacheable` are the request's: prefill's cache must not share it with another namespace's.

@@ -1,4 +1,4 @@
-"""The tables and sentences on `prefixkv demo`, in the README and docs/benchmarks.md, are those of
+"""The tables and sentences on `prefixkv demo` and the stand-in engine are those of
 benchmarks/results/demo*.json, rounded. After another run this writes them anew:
 
     python -m tests.benchmarks.test_demo_figures
@@ -8,56 +8,80 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.demo_parts import PARTS, _requests
 from prefixkv.cli.report import times
-from tests.benchmarks.test_figures import MIB, fixed, head, line, ms, result, write_table
-
-ROOT = Path(__file__).parents[2]
+from tests.benchmarks.test_figures import (
+    DOCUMENT,
+    MIB,
+    README,
+    ROOT,
+    fixed,
+    head,
+    line,
+    ms,
+    page_with,
+    result,
+    write_table,
+)
 
 
 def demo_table() -> list[str]:
-    demo = result("demo")
-    runs, saturated, ratios = demo["runs"], demo["saturated"], demo["ratios"]
-    on, off = runs["cache_on"], runs["cache_off"]
-    full, none = saturated["cache_on"], saturated["cache_off"]
-    chats = demo["chats"]
-    chat_on, chat_off = chats["runs"]["cache_on"], chats["runs"]["cache_off"]
+    """Of the README: the chats of the demo, and a model's turns over a slow wire."""
+    chats, slow = result("demo")["chats"], result("engine")["slow"]
+    on, off = chats["runs"]["cache_on"], chats["runs"]["cache_off"]
     lower, fewer = chats["ratios"]["ttft_p50"], chats["ratios"]["bytes_sent"]
-
-    def ttft(run: dict[str, Any], mark: str = "") -> str:
-        p50, p99 = run["ttft_s"]["p50"], run["ttft_s"]["p99"]
-        return f"{mark}{ms(p50)}{mark} / {ms(p99)}"
+    (wire,) = slow["rounds"]
 
     def right(run: dict[str, Any]) -> str:
         return f"{run['requests'] - run['answers_wrong']} of {run['requests']}"
 
+    def ttft(name: str) -> str:
+        return f"{fixed(wire[name]['ttft_ms']['p50'])} ms"
+
     return [
-        line("`prefixkv demo`, defaults, seed 1", "cache on", "cache off", ""),
+        line("`prefixkv demo`, defaults, seed 1", "cache on", "off", ""),
         "| --- | --- | --- | --- |",
-        line("**chats with a model**: answers that are what `generate()` says",
-             f"**{right(chat_on)}**", right(chat_off), "token for token"),
-        line("hit rate on decode, tokens", f"{chat_on['token_hit_rate']:.1%}",
-             fixed(chat_off["token_hit_rate"]), ""),
-        line("KV sent", f"**{fixed(chat_on['bytes_sent'] / MIB)} MiB**",
-             f"{fixed(chat_off['bytes_sent'] / MIB)} MiB", times(fewer, "less", 1)),
-        line("TTFT P50", ms(chat_on["ttft_s"]["p50"]), ms(chat_off["ttft_s"]["p50"]),
-             times(lower, "lower", 1)),
-        line("**a stand-in engine**: TTFT P50 / P99 at 0.7 of what cache-off sustains",
-             ttft(on, "**"), ttft(off), times(ratios["ttft_p50"], "lower P50", 1)),
-        line("TTFT P50 / P99, saturated", ttft(full, "**"), ttft(none),
-             f"{fixed(ratios['ttft_p50_saturated'])} times lower P50"),
-        line("requests a second, saturated", f"**{fixed(full['requests_per_s'])}**",
-             fixed(none["requests_per_s"]), f"{fixed(ratios['requests_per_s'], 1)} times higher"),
+        line("answers that are what `generate()` says", f"**{right(on)}**", right(off),
+             "token for token"),
+        line("hit rate on decode, tokens", f"{on['token_hit_rate']:.1%}",
+             fixed(off["token_hit_rate"]), ""),
         line("KV sent", f"**{fixed(on['bytes_sent'] / MIB)} MiB**",
+             f"{fixed(off['bytes_sent'] / MIB)} MiB", times(fewer, "less", 1)),
+        line("TTFT P50", ms(on["ttft_s"]["p50"]), ms(off["ttft_s"]["p50"]), times(lower, "lower")),
+        line(f"TTFT P50 over {slow['gbit_per_s']:g} Gbit/s (`engine`)",
+             f"**{ttft('decode-on')}**", ttft("decode-off"),
+             times(slow["ttft_p50_off_by_on"], "lower", 1)),
+    ]  # fmt: skip
+
+
+def stand_in_table() -> list[str]:
+    """The part of the demo that has a stand-in engine."""
+    demo = result("demo")
+    runs, saturated, ratios = demo["runs"], demo["saturated"], demo["ratios"]
+    on, off = runs["cache_on"], runs["cache_off"]
+    full, none = saturated["cache_on"], saturated["cache_off"]
+
+    def ttft(run: dict[str, Any]) -> str:
+        return f"{ms(run['ttft_s']['p50'])} / {ms(run['ttft_s']['p99'])}"
+
+    return [
+        line("a stand-in engine, defaults, seed 1", "cache on", "cache off", ""),
+        "| --- | --- | --- | --- |",
+        line("TTFT P50 / P99 at 0.7 of what cache-off sustains", ttft(on), ttft(off),
+             times(ratios["ttft_p50"], "lower P50", 1)),
+        line("TTFT P50 / P99, saturated", ttft(full), ttft(none),
+             f"{fixed(ratios['ttft_p50_saturated'])} times lower P50"),
+        line("requests a second, saturated", fixed(full["requests_per_s"]),
+             fixed(none["requests_per_s"]), f"{fixed(ratios['requests_per_s'], 1)} times higher"),
+        line("KV sent", f"{fixed(on['bytes_sent'] / MIB)} MiB",
              f"{fixed(off['bytes_sent'] / MIB)} MiB", f"{fixed(ratios['bytes_sent'])} times less"),
         line("hit rate on decode, tokens", f"{on['token_hit_rate']:.1%}",
              fixed(off["token_hit_rate"]), ""),
-        line("pages verified / wrong", f"{on['pages_verified']:,} / **{on['pages_mismatched']}**",
+        line("pages verified / wrong", f"{on['pages_verified']:,} / {on['pages_mismatched']}",
              f"{off['pages_verified']:,} / {off['pages_mismatched']}",
              "every byte of every page a request holds"),
     ]  # fmt: skip
@@ -84,9 +108,9 @@ def demos_table() -> list[str]:
             "file",
             "hit rate",
             "TTFT P50, cache on / off",
-            "times lower",
-            "saturated rate, times higher",
-            "KV sent, times less",
+            "off by on",
+            "saturated rate, on by off",
+            "KV sent, off by on",
         ),
         *rows,
     ]
@@ -109,55 +133,64 @@ WHOSE = {
 }
 
 
-def sentences() -> list[str]:
+def chats_sentence() -> str:
     """Of the README, below its table."""
-    demo = result("demo")
-    recipe, chats = demo["recipe"], demo["chats"]["recipe"]
-    sizes, options = chats["workload"], recipe["options"]
-    return [
+    chats = result("demo")["chats"]["recipe"]
+    sizes = chats["workload"]
+    return (
         f"{sizes['requests']} turns of {sizes['conversations']} conversations with a Llama of "
         f"{fixed(chats['model']['parameters'] / 1e6, 1)} million random parameters, "
-        f"{chats['kv_bytes_per_token'] // 1024} KiB of KV a token.",
+        f"{chats['kv_bytes_per_token'] // 1024} KiB of KV a token"
+    )
+
+
+def stand_in_sentence() -> str:
+    """Of the page that has the stand-in's table."""
+    recipe = result("demo")["recipe"]
+    options = recipe["options"]
+    return (
         f"{recipe['workload']['requests']} requests of {options['conversations']} conversations of "
-        f"{options['turns']} turns, {recipe['kv_bytes_per_token'] // 1024} KiB of KV a token",
-    ]
+        f"{options['turns']} turns, {recipe['kv_bytes_per_token'] // 1024} KiB of KV a token"
+    )
 
 
 def turns_sentence() -> str:
-    """Of docs/benchmarks.md, on the trace that hardly repeats."""
+    """On the trace that hardly repeats."""
     found = result("demo_trace_turns")
     passes, median_ms, per_s = found["ttft_p50_ms"], found["median_ms"], found["sustained_per_s"]
     ms_of_all = [ms for each in passes.values() for ms in each]
     on, off = (fixed(statistics.median(per_s[name])) for name in ("on", "off"))
     return (
-        f"turn about {len(passes['on'])} times (`demo_trace`), TTFT P50 is "
+        f"run alternately {len(passes['on'])} times (`demo_trace`), TTFT P50 is "
         f"{fixed(found['on_of_off'], 2)} times as long with it on (medians {median_ms['on']} and "
         f"{median_ms['off']} ms; passes of one kind reach from {fixed(min(ms_of_all))} to "
         f"{fixed(max(ms_of_all))} ms), and {on} requests/s are sustained, {off} with it off."
     )
 
 
-TABLES: dict[str, tuple[str, Callable[[], list[str]]]] = {
-    "demo-table": ("README.md", demo_table),
-    "demos-table": ("docs/benchmarks.md", demos_table),
-    "demo-parts-table": ("docs/benchmarks.md", parts_table),
+TABLES: dict[str, Callable[[], list[str]]] = {
+    "stand-in-table": stand_in_table,
+    "demos-table": demos_table,
+    "demo-parts-table": parts_table,
 }
+README_TABLE = "<!-- demo-table -->"
 
 
 @pytest.mark.parametrize("mark", TABLES)
 def test_a_table_is_its_result_files(mark: str) -> None:
-    name, table = TABLES[mark]
-    text = (ROOT / name).read_text(encoding="utf-8")
-    assert f"<!-- {mark} -->\n{chr(10).join(table())}\n\n" in text
+    table = "\n".join(TABLES[mark]())
+    assert f"<!-- {mark} -->\n{table}\n\n" in DOCUMENT
 
 
-def test_the_sentences_are_their_result_file() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8").replace("\n", " ")
-    assert [one for one in sentences() if one not in text] == []
+def test_the_table_of_the_readme_is_its_result_files() -> None:
+    table = "\n".join(demo_table())
+    assert f"{README_TABLE}\n{table}\n\n" in README
 
 
-def test_the_sentence_on_the_trace_is_its_result_file() -> None:
-    text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8").replace("\n", " ")
+def test_the_sentences_are_their_result_files() -> None:
+    assert chats_sentence() in README.replace("\n", " ")
+    text = DOCUMENT.replace("\n", " ")
+    assert stand_in_sentence() in text
     assert turns_sentence() in text
 
 
@@ -174,8 +207,10 @@ def test_of_a_request_s_marks_the_last_chunk_s_count_and_else_the_first() -> Non
 
 def write() -> None:
     """The tables anew; the sentences are written by hand."""
-    for mark, (name, table) in TABLES.items():
-        write_table(ROOT / name, f"<!-- {mark} -->", table())
+    write_table(ROOT / "README.md", README_TABLE, demo_table())
+    for name, make in TABLES.items():
+        mark = f"<!-- {name} -->"
+        write_table(page_with(mark), mark, make())
 
 
 if __name__ == "__main__":

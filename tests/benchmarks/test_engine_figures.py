@@ -1,4 +1,4 @@
-"""The table of docs/benchmarks.md on the engine of Hugging Face's models is that of
+"""The table on the engine of Hugging Face's models is that of
 benchmarks/results/engine.json, rounded. After a run this writes it anew:
 
     python -m benchmarks engine > benchmarks/results/engine.json
@@ -8,14 +8,21 @@ benchmarks/results/engine.json, rounded. After a run this writes it anew:
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.benchmarks.test_figures import RESULTS, fixed, head, line, result, share
+from tests.benchmarks.test_figures import (
+    DOCUMENT,
+    RESULTS,
+    fixed,
+    head,
+    line,
+    page_with,
+    result,
+    share,
+)
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 MARK = "<!-- engine-table -->"
 ON, OFF = "decode-on", "decode-off"
 NOT_RUN = "| `engine` | none is kept yet: it wants a machine to itself |"
@@ -60,7 +67,7 @@ def engine_table(found: dict[str, Any]) -> list[str]:
         line(f"the same over {slow['gbit_per_s']:g} Gbit/s", turns_of(slow),
              "3 times lower", "yes" if slow["ttft_p50_off_by_on"] >= 3 else "no"),
         line(f"turns, {small['kv_bytes_per_token'] // 1024} KiB of KV a token, "
-             f"{len(small['rounds'])} times turn about: on by off {share(1 / small_by(small))}",
+             f"{len(small['rounds'])} times alternately: on by off {share(1 / small_by(small))}",
              turns_of(small), "at most 1", small_told(small)),
         line(f"a burst of {turns['burst'][0]['requests']} with one new system prompt: tokens "
              "computed, of the prompt and the suffixes", *times(worst, 1.1)),
@@ -115,17 +122,16 @@ def test_a_miss_within_what_passes_differ_by_is_told_as_that() -> None:
 
 @pytest.mark.skipif(not (RESULTS / "engine.json").exists(), reason="no quiet machine has run it")
 def test_the_table_is_its_result_file() -> None:
-    text = DOCUMENT.read_text(encoding="utf-8")
     table = "\n".join(engine_table(result("engine")))
-    assert f"{MARK}\n{table}\n\n" in text
-    assert NOT_RUN not in text
+    assert f"{MARK}\n{table}\n\n" in DOCUMENT
+    assert NOT_RUN not in DOCUMENT
 
 
 def test_what_prefixkv_takes_for_itself_is_its_result_file() -> None:
     own = result("engine_own")["own"]
     threads_ms = sum(own["of_it_in_threads_ms_a_request"].values())
     threads = 100 * threads_ms / own["model_ms_a_request"]
-    text = DOCUMENT.read_text(encoding="utf-8").replace("\n", " ")
+    text = DOCUMENT.replace("\n", " ")
     assert (
         f"of {own['requests']} requests of {own['prompt']} tokens and answers of {own['answer']}, "
         f"prefixkv and both engines took {fixed(100 * own['own_of_the_models'], 1)}% of the "
@@ -135,11 +141,12 @@ def test_what_prefixkv_takes_for_itself_is_its_result_file() -> None:
 
 def write() -> None:
     """The table anew, and that the file is there."""
-    text = DOCUMENT.read_text(encoding="utf-8").replace(NOT_RUN, "| `engine` | `engine.json` |")
+    page = page_with(MARK)
+    text = page.read_text(encoding="utf-8").replace(NOT_RUN, "| `engine` | `engine.json` |")
     table = "\n".join(engine_table(result("engine"))) + "\n"
     text, num = re.subn(rf"({MARK}\n)(?:\|.*\n)*", lambda found: found[1] + table, text)
-    assert num == 1, f"{DOCUMENT} has no table {MARK}"
-    DOCUMENT.write_text(text, encoding="utf-8")
+    assert num == 1, f"{page} has no table {MARK}"
+    page.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""The tables of the README and of docs/benchmarks.md are those of benchmarks/results, rounded.
+"""The tables of docs/benchmarks.md and of the pages in benchmarks/results are those of the result
+files, rounded.
 
-Each function makes one table, line by line, from a result file; the document has to have these very
-lines behind the table's mark. `FIGURES` are the sentences that name figures, made the same way.
+Each function makes one table, line by line, from a result file; one of the pages has to have these
+very lines behind the table's mark. `figures` are pieces of sentences, made the same way.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from benchmarks.__main__ import BENCHMARKS
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-DOCUMENT = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "docs" / "benchmarks.md", *sorted(RESULTS.glob("*.md"))]
+FIRST_PAGE = PAGES[0].read_text(encoding="utf-8")
+DOCUMENT = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 MIB = 1 << 20
 
@@ -58,6 +61,12 @@ def write_table(path: Path, mark: str, lines: list[str]) -> None:
     text, num = re.subn(rf"({mark}\n)(?:\|.*\n)+", lambda found: f"{found[1]}{table}\n", text)
     assert num == 1, f"{path.name} has no table {mark}"
     path.write_text(text, encoding="utf-8")
+
+
+def page_with(mark: str) -> Path:
+    """The one page that has this mark on a line of its own."""
+    (page,) = (one for one in PAGES if f"{mark}\n" in one.read_text(encoding="utf-8"))
+    return page
 
 
 def ms(seconds: float) -> str:
@@ -109,6 +118,20 @@ def reserve_table() -> list[str]:
             for case in result("eviction_reserve")["cases"]
         ),
     ]  # fmt: skip
+
+
+def waiting_pairs(what: str) -> list[tuple[float, float]]:
+    """Of each case, in the table's order: this figure without and with protecting what waits."""
+    rows = result("waiting")["rows"]
+    with_it = [row for row in rows if row["protect"]]
+    without = (
+        next(
+            one for one in rows
+            if one == row | {"protect": False, **{key: one[key] for key in _MEASURED}}
+        )
+        for row in with_it
+    )  # fmt: skip
+    return [(one[what], row[what]) for one, row in zip(without, with_it, strict=True)]
 
 
 def waiting_table() -> list[str]:
@@ -570,6 +593,24 @@ def figures() -> dict[str, str]:
     admissions = [row for row in missed if row["name"] == "admit"]
     over = fixed(max(row["us_p50"] / row["target_us_p50"] for row in admissions), 1)
     (requests,) = re.findall(r"(\d+) requests", trace)
+    waiting = {
+        key: [after / before - 1 for before, after in waiting_pairs(key)]
+        for key in ("block_hit_ratio", "ttft_s_p50", "ttft_s_mean")
+    }
+    all_shm = result("transfer_shm")["claims"]
+    shm = [one["measured"] for one in all_shm if one["case"].endswith("of one raw write")]
+    aimed = [one["met"] for one in all_shm if one["met"] is not None]
+    counted = ("no", "one", "two", "three", "four", "five", "six")
+    worse = [one for one in waiting["ttft_s_p50"][-6:] if one > 0]
+    gpu = result("gpu")["measured"]
+    by_gpu = {
+        layout: [
+            row["gib_per_s"]["stack"]
+            for row in gpu["transfer"]
+            if row.get("layout") == layout and not row.get("ucx_tls") and "page_size" in row
+        ]
+        for layout in ("layer_major", "page_major")
+    }
     helping = result("full_hit_helping")
     paused, none = (
         {
@@ -581,6 +622,17 @@ def figures() -> dict[str, str]:
     return {
         "an engine's thread that helps": f"a hit took {paused['helps']} times as long, with both "
         f"{paused['both']}; with no pause {none['helps']} and {none['both']} ",
+        "hits of what waits": f"by {min(waiting['block_hit_ratio']):.0%} to "
+        f"{max(waiting['block_hit_ratio']):+.0%}",
+        "TTFT of what waits": f"mean TTFT by {min(waiting['ttft_s_mean']):.0%} to "
+        f"{max(waiting['ttft_s_mean']):+.0%}",
+        "shm": f"is {share(min(shm), 2)} to {share(max(shm), 2)} times as fast as one raw NIXL",
+        "shm's aims": {(10, 1): "One of its ten aims is missed"}[len(aimed), aimed.count(False)],
+        "TTFT that gets worse": f"worse in {counted[len(worse)]} cases of six",
+        "on a GPU, page_major": f"{fixed(min(by_gpu['page_major']))} to "
+        f"{fixed(max(by_gpu['page_major']))} GiB/s with `page_major`",
+        "on a GPU, layer_major": f"**{fixed(min(by_gpu['layer_major']), 1)} GiB/s with "
+        "`layer_major`",
         "a decision": f"P50 {fixed(decision['route_us']['p50'])} us",
         "a slow decision": f"P99 {fixed(decision['route_us']['p99'] / 1e3, 1)} ms",
         "runs of the demo": f"{len(meshes)} runs",
@@ -605,8 +657,13 @@ def figures() -> dict[str, str]:
 
 
 def test_the_figures_of_the_text_are_their_result_files() -> None:
-    text = DOCUMENT.replace("\n", " ")
+    text = re.sub(r"\s+", " ", DOCUMENT)
     assert [what for what, piece in figures().items() if piece not in text] == []
+
+
+def test_every_table_stands_on_one_page() -> None:
+    for mark in re.findall(r"^(<!-- [\w-]+ -->)$", DOCUMENT, re.MULTILINE):
+        assert page_with(mark), mark
 
 
 # --- the list -------------------------------------------------------------------------------------
@@ -614,9 +671,9 @@ def test_the_figures_of_the_text_are_their_result_files() -> None:
 
 def test_every_benchmark_and_every_result_file_is_named() -> None:
     for name in BENCHMARKS:
-        assert f"`{name}`" in DOCUMENT or f"python -m benchmarks {name}" in DOCUMENT, name
+        assert f"`{name}`" in FIRST_PAGE or f"python -m benchmarks {name}" in FIRST_PAGE, name
     for path in RESULTS.iterdir():
-        assert path.name in DOCUMENT, path.name
+        assert path.name in FIRST_PAGE, path.name
 
 
 def test_a_result_file_that_is_named_is_there() -> None:

@@ -1,4 +1,4 @@
-"""The table of docs/benchmarks.md on what the scheduler's calls take against a former commit is
+"""The table on what the scheduler's calls take against a former commit is that of
 benchmarks/results/sched_speed.json, rounded. After a run this writes it anew:
 
     python -m tests.benchmarks.test_sched_figures
@@ -9,8 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from tests.benchmarks.test_figures import head, line, result, share
-from tests.benchmarks.test_vllm_figures import DOCUMENT
+from tests.benchmarks.test_figures import DOCUMENT, head, line, page_with, result, share
 
 MARK = "<!-- sched-speed -->\n"
 
@@ -54,15 +53,16 @@ def test_the_table_is_the_result_file() -> None:
         for one in row.values():
             assert one.get("met") in (None, one["ratio"] <= one.get("aim", 0))
     table = "\n".join(speed_table(rows))
-    assert f"{MARK}{table}\n\n" in DOCUMENT.read_text(encoding="utf-8")
+    assert f"{MARK}{table}\n\n" in DOCUMENT
 
 
 def write() -> None:
-    text = DOCUMENT.read_text(encoding="utf-8")
+    page = page_with(MARK.strip())
+    text = page.read_text(encoding="utf-8")
     table = "\n".join(speed_table(result("sched_speed")["rows"])) + "\n"
     text, num = re.subn(rf"({MARK})(?:\|.*\n)*", lambda one: one[1] + table, text)
-    assert num == 1, f"{DOCUMENT} has no table of it"
-    DOCUMENT.write_text(text, encoding="utf-8")
+    assert num == 1, f"{page} has no table of it"
+    page.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

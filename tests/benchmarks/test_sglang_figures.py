@@ -1,4 +1,4 @@
-"""The table of docs/benchmarks.md on SGLang's tree and ours is that of
+"""The table on SGLang's tree and ours is that of
 benchmarks/results/sglang.json, rounded. After a run this writes it anew:
 
     python -m benchmarks sglang --out benchmarks/results/sglang.json
@@ -7,12 +7,19 @@ benchmarks/results/sglang.json, rounded. After a run this writes it anew:
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.test_figures import fixed, head, line, result, share, write_table
+from tests.benchmarks.test_figures import (
+    DOCUMENT,
+    fixed,
+    head,
+    line,
+    page_with,
+    result,
+    share,
+    write_table,
+)
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 MARK = "<!-- sglang-trees-table -->"
 SIZES = (8192, 32768)
 CALLS = {
@@ -44,8 +51,8 @@ def cells(row: dict[str, Any]) -> tuple[str, str]:
 
 def test_the_table_is_its_result_file() -> None:
     lines = "\n".join([MARK, *trees_table()])
-    assert f"{lines}\n\n" in DOCUMENT.read_text(encoding="utf-8")
+    assert f"{lines}\n\n" in DOCUMENT
 
 
 if __name__ == "__main__":
-    write_table(DOCUMENT, MARK, trees_table())
+    write_table(page_with(MARK), MARK, trees_table())

@@ -1,4 +1,4 @@
-"""The table of docs/benchmarks.md on the shm transport is that of
+"""The table on the shm transport is that of
 benchmarks/results/transfer_shm.json, rounded. After a run this writes it anew:
 
     python -m benchmarks transfer --backend shm --json benchmarks/results/transfer_shm.json
@@ -7,12 +7,18 @@ benchmarks/results/transfer_shm.json, rounded. After a run this writes it anew:
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.test_figures import head, measured, result, told, write_table
+from tests.benchmarks.test_figures import (
+    DOCUMENT,
+    head,
+    measured,
+    page_with,
+    result,
+    told,
+    write_table,
+)
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 MARK = "<!-- shm-table -->"
 PAGES = ("fresh", "aged", "random")
 WAYS = ("TP4 to TP1", "TP1 to TP4")
@@ -45,8 +51,8 @@ def shm_table() -> list[str]:
 
 def test_the_table_is_its_result_file() -> None:
     lines = "\n".join([MARK, *shm_table()])
-    assert f"{lines}\n\n" in DOCUMENT.read_text(encoding="utf-8")
+    assert f"{lines}\n\n" in DOCUMENT
 
 
 if __name__ == "__main__":
-    write_table(DOCUMENT, MARK, shm_table())
+    write_table(page_with(MARK), MARK, shm_table())

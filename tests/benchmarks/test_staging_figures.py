@@ -1,4 +1,4 @@
-"""The table of docs/benchmarks.md on staging beside its copies alone is that of
+"""The table on staging beside its copies alone is that of
 benchmarks/results/staging.json, rounded. After a run this writes it anew:
 
     python -m benchmarks claims --only staging --json benchmarks/results/staging.json
@@ -9,9 +9,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.benchmarks.test_figures import ROOT, fixed, head, line, result, share, write_table
+from tests.benchmarks.test_figures import (
+    DOCUMENT,
+    fixed,
+    head,
+    line,
+    page_with,
+    result,
+    share,
+    write_table,
+)
 
-DOCUMENT = ROOT / "docs" / "benchmarks.md"
 MARK = "<!-- staging-table -->"
 
 
@@ -72,13 +80,13 @@ def figures() -> dict[str, str]:
 
 def test_the_table_is_its_result_file() -> None:
     lines = "\n".join([MARK, *staging_table()])
-    assert f"{lines}\n\n" in DOCUMENT.read_text(encoding="utf-8")
+    assert f"{lines}\n\n" in DOCUMENT
 
 
 def test_the_figures_of_the_text_are_those_of_the_file() -> None:
-    text = DOCUMENT.read_text(encoding="utf-8").replace("\n", " ")
+    text = DOCUMENT.replace("\n", " ")
     assert [what for what, piece in figures().items() if piece not in text] == []
 
 
 if __name__ == "__main__":
-    write_table(DOCUMENT, MARK, staging_table())
+    write_table(page_with(MARK), MARK, staging_table())

@@ -1,4 +1,4 @@
-"""The table of docs/benchmarks.md on where a transfer's time goes is that of
+"""The table on where a transfer's time goes is that of
 benchmarks/results/transfer_parts.json, rounded. After a run this writes it anew:
 
     python -m benchmarks transfer_parts > benchmarks/results/transfer_parts.json
@@ -8,7 +8,6 @@ benchmarks/results/transfer_parts.json, rounded. After a run this writes it anew
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +15,17 @@ import pytest
 from benchmarks import transfer_parts
 from benchmarks.__main__ import run
 from benchmarks.transfer_parts import PARTS
-from tests.benchmarks.test_figures import fixed, head, line, result, share, write_table
+from tests.benchmarks.test_figures import (
+    DOCUMENT,
+    fixed,
+    head,
+    line,
+    page_with,
+    result,
+    share,
+    write_table,
+)
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 MARK = "<!-- transfer-parts-table -->"
 
 
@@ -39,7 +46,7 @@ def parts_table() -> list[str]:
 
 def test_the_table_is_its_result_file() -> None:
     lines = "\n".join([MARK, *parts_table()])
-    assert f"{lines}\n\n" in DOCUMENT.read_text(encoding="utf-8")
+    assert f"{lines}\n\n" in DOCUMENT
 
 
 def test_each_part_is_measured(
@@ -59,4 +66,4 @@ def test_parts_add_up_to_about_the_whole() -> None:
 
 
 if __name__ == "__main__":
-    write_table(DOCUMENT, MARK, parts_table())
+    write_table(page_with(MARK), MARK, parts_table())

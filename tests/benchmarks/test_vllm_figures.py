@@ -1,4 +1,4 @@
-"""The tables of docs/benchmarks.md on vLLM's servers are those of benchmarks/results/vllm.json,
+"""The tables on vLLM's servers are those of benchmarks/results/vllm.json,
 rounded. After a run this writes them anew:
 
     python -m tests.benchmarks.test_vllm_figures
@@ -6,16 +6,23 @@ rounded. After a run this writes them anew:
 
 from __future__ import annotations
 
-import re
 import statistics
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.benchmarks.test_figures import RESULTS, fixed, head, line, result, share
+from tests.benchmarks.test_figures import (
+    DOCUMENT,
+    RESULTS,
+    fixed,
+    head,
+    line,
+    page_with,
+    result,
+    share,
+    write_table,
+)
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 SYSTEMS = ("pull", "push", "ours", "governed")
 FILE = RESULTS / "vllm.json"
 MIB = 1 << 20
@@ -333,7 +340,7 @@ def test_ours_is_compared_with_pull() -> None:
 
 
 def test_the_change_of_order_took_no_hits() -> None:
-    """As docs/benchmarks.md says."""
+    """As benchmarks/results/vllm.md says."""
     before, after = result("vllm"), result("vllm_peers")
     for system in ("own", "gated", "adaptive"):
         (old,), (new,) = runs_of(before, "pool", system), runs_of(after, "pool", system)
@@ -345,18 +352,14 @@ def test_the_change_of_order_took_no_hits() -> None:
 @pytest.mark.parametrize("name", TABLES)
 def test_the_tables_are_the_result_file(name: str) -> None:
     table = "\n".join(TABLES[name](result(FILES.get(name, "vllm"))))
-    assert f"<!-- {name} -->\n{table}\n\n" in DOCUMENT.read_text(encoding="utf-8")
+    assert f"<!-- {name} -->\n{table}\n\n" in DOCUMENT
 
 
 def write() -> None:
     """The tables anew."""
-    text = DOCUMENT.read_text(encoding="utf-8")
     for name, make in TABLES.items():
-        table = "\n".join(make(result(FILES.get(name, "vllm")))) + "\n"
-        mark = f"<!-- {name} -->\n"
-        text, num = re.subn(rf"({mark})(?:\|.*\n)*", lambda one: one[1] + table, text)  # noqa: B023
-        assert num == 1, f"{DOCUMENT} has no table {name}"
-    DOCUMENT.write_text(text, encoding="utf-8")
+        mark = f"<!-- {name} -->"
+        write_table(page_with(mark), mark, make(result(FILES.get(name, "vllm"))))
 
 
 if __name__ == "__main__":

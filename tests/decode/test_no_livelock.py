@@ -14,9 +14,9 @@ POLICIES = ["hit_aware", "fifo", "priority"]
 
 
 class Engine:
-    """A loop like the README's: one token a step for everybody who runs; transfers take one step.
+    """The loop of docs/start.md: one token a step for all that run; transfers take one step.
 
-    `tries_again`: it takes back as many as it must within a step; the README's takes back one, and
+    `tries_again`: it takes back as many as it must within a step; that one takes back one, and
     sees to the rest in its next pass, after admission.
     """
 

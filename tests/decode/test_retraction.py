@@ -1,0 +1,30 @@
+"""What a retraction asks of prefill when nothing was evicted, as docs/integrate.md says."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.decode.desk import PAGE_SIZE, Desk
+
+
+@pytest.mark.parametrize("num_tokens", range(2 * PAGE_SIZE, 3 * PAGE_SIZE))
+def test_a_retracted_request_asks_for_its_partial_page_and_for_nothing_else(
+    num_tokens: int,
+) -> None:
+    """The tree keeps whole pages; the tail is freed."""
+    desk = Desk(32)
+    desk.start("old", 4, outputs=1)
+    req = desk.start("a", num_tokens, outputs=1)
+    assert req.kv_len == num_tokens
+    desk.commands()
+    desk.retract(req)
+    assert desk.admit() == ["a"]
+    asks = desk.scheduler.pop_needs_prefill()
+    assert desk.books.evicted_pages == 0
+    if num_tokens % PAGE_SIZE == 0:
+        assert asks == []
+        assert desk.transferred() == ["a"]
+        return
+    assert [ask.rid for ask in asks] == ["a"]
+    promise = desk.commands()[-1].promise
+    assert (promise.prefix_len, len(promise.page_ids())) == (2 * PAGE_SIZE, 1)
