@@ -26,8 +26,9 @@ FENCED_DEAD: Final = "was fenced, since it is proved dead"
 LostPeers = dict[PeerId, tuple[str, int]]
 """By life: what is wrong with it, and how many pages (on decode) or rooms (on prefill) it holds."""
 
-class Deaths:
-    """The processes that the kernel may be asked about. Owned by a control object.
+
+class DeathWatch:
+    """The processes whose death may be asked of the kernel. Owned by a control object.
 
     Args:
         lost: returns the peers that are suspect or over at a time and still hold something of ours.

@@ -28,8 +28,9 @@ LEFT: Final = "has left"
 _NONE: Final[Mapping[int, str]] = MappingProxyType({})
 
 
-class Lives:
-    """Lives that are over, by name. Owned by a control object; any thread may call `how`."""
+class IncarnationHistory:
+    """Lives that are over, by name. Owned by a control object, which takes its news; any thread may
+    call `how`."""
 
     def __init__(self, news: News | None = None) -> None:
         self.news = news or News()

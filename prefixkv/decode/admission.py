@@ -44,7 +44,7 @@ _POLICIES: Registry[AdmissionPolicy] = Registry("admission", AdmissionPolicy)
 P = TypeVar("P", bound=type[AdmissionPolicy])
 
 
-def register(policy: P) -> P:
+def register_admission(policy: P) -> P:
     """Register a policy class under its `name` (decorator); it replaces one of the same name."""
     _POLICIES.add(policy)
     return policy

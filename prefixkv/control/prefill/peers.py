@@ -118,8 +118,8 @@ class Peer:
             raise ProtocolError(
                 f"page ids {pages.min()} to {pages.max()}, the pool has {num_pages}"
             )
-        # A repeated id would let two blocks of one write land on the same page, in any order, and
-        # the pages counted as undrained would exceed those in use.
+        # A repeated id would let two parts of one write land on the same page in any order, and the
+        # pages counted as undrained would exceed those in use.
         if _has_repeats(pages, num_pages):
             raise ProtocolError("a page id twice in one promise")
         # 4. The slot of extra state: -1, and only -1, where the peer has none.
@@ -357,8 +357,8 @@ class Peers:
 
     def reply(
         self, route: bytes, hello: Hello | None, refused: str = "", staged: bool = False
-    ) -> SendFrame[bytes]:
-        """Return the answer to a Hello, or the refusal of it or of another frame."""
+    ) -> None:
+        """Answer a Hello, or refuse it or another frame."""
         ours, known = self._ours, hello.known if hello is not None else 0
         said = ours.secret, refused[:1000], ours.rank, staged, known
         most = ours.max_tokens

@@ -271,9 +271,8 @@ class NixlLoop(TransportLoop[NixlPeer]):
             src, dst = part_indices(job.runs, part, job.src_pages, job.dst_pages)
             local, remote = peer.lists[job.job.route]
             handle = self._agent.api.make_prepped_xfer("WRITE", local, src, remote, dst)
-            # Set before the post: one that raises may have handed on some descriptors, and then
-            # their pages must not be freed. Only what NIXL refuses before it touches anything is
-            # certain.
+            # Before the post: one that raises may have handed on descriptors, and then their pages
+            # must not be freed. Only what NIXL refuses before it touches anything is certain.
             may_land = True
             state = self._agent.api.transfer(handle, job.tag(number))
         except Exception as refusal:
@@ -445,6 +444,7 @@ class NixlLoop(TransportLoop[NixlPeer]):
             self._outlived.append(former)
         # A job that has not ended is reported when it ends, in `emit`: a WriteDrained never comes
         # before its WriteFailed.
+        # Jobs with other parts under way end later, and are reported in `emit`.
         for job_id in sorted(former.unproven):
             if job_id not in self._jobs:
                 self._tell_if_proven(job_id)
