@@ -20,7 +20,7 @@ from typing import Annotated, Any
 
 import typer
 
-from prefixkv.cli.report import machine
+from benchmarks.stand_in.report import machine
 
 SIZES = ((1, 1), (2, 1), (1, 2), (4, 2), (2, 4))
 ORDERS = (("layer_major", "page_major"), ("page_major", "layer_major"))

@@ -24,9 +24,9 @@ from typing import Annotated, Any, Final
 import numpy as np
 import typer
 
-from prefixkv.cli import workers
-from prefixkv.cli.options import LOAD_FRACTION, DemoOptions, PassPlan
-from prefixkv.cli.report import machine
+from benchmarks.stand_in import workers
+from benchmarks.stand_in.options import LOAD_FRACTION, DemoOptions, PassPlan
+from benchmarks.stand_in.report import machine
 from prefixkv.protocol import messages
 
 _FOLDER: Final = "PREFIXKV_BENCHMARKS_MARKS"
@@ -115,7 +115,7 @@ def _marked_prefill(*args: Any) -> None:
 
 def _marked_decode(*args: Any) -> None:
     """In decode's."""
-    from prefixkv.cli.engine import DecodeEngine
+    from benchmarks.stand_in.engine import DecodeEngine
     from prefixkv.runtime.groups import DecodeGroup
 
     def arrives(engine: DecodeEngine, calls: list[Any]) -> None:

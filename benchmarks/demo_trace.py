@@ -20,9 +20,9 @@ from typing import Annotated, Final
 
 import typer
 
-from prefixkv.cli.options import LOAD_FRACTION, DemoOptions, PassPlan
-from prefixkv.cli.report import Measured, machine
-from prefixkv.cli.workers import Workers
+from benchmarks.stand_in.options import LOAD_FRACTION, DemoOptions, PassPlan
+from benchmarks.stand_in.report import Measured, machine
+from benchmarks.stand_in.workers import Workers
 from prefixkv.errors import ConfigError
 
 NAMES: Final = {True: "on", False: "off"}

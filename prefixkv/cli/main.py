@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from prefixkv.cli.options import DemoOptions
+from benchmarks.stand_in.options import DemoOptions
 from prefixkv.cli.replay import replay
 from prefixkv.cli.serve import add_commands
 from prefixkv.errors import CallerError, CapacityError, PrefixKVError
@@ -53,7 +53,7 @@ def demo(
     options = DemoOptions(**chosen)
     from rich.console import Console
 
-    from prefixkv.cli.demo import run
+    from benchmarks.stand_in.command import run
 
     caches = {Cache.on: (True,), Cache.off: (False,), Cache.both: (True, False)}[cache]
     return run(options, caches, Console(), json_path=json, plot_path=plot, model=model)

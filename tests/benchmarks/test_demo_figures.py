@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from benchmarks.demo_parts import PARTS, _requests
-from prefixkv.cli.report import times
+from benchmarks.stand_in.report import times
 from tests.benchmarks.test_figures import MIB, fixed, head, line, ms, result, write_table
 
 ROOT = Path(__file__).parents[2]

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from benchmarks.stand_in.report import Report
+from benchmarks.stand_in.workload import Run, Turn, Workload, chat
 from prefixkv.cli.chats.command import compare, missing
 from prefixkv.cli.chats.play import Played, Words, play
 from prefixkv.cli.chats.report import ChatsReport
 from prefixkv.cli.chats.workers import Answer, ModelWorkerError
-from prefixkv.cli.report import Report
-from prefixkv.cli.workload import Run, Turn, Workload, chat
 
 WORDS = Words(10, 20, system=1, user=2, assistant=3, stop=4)
 

@@ -46,7 +46,7 @@ def test_a_device_that_takes_nothing_is_one_line_and_status_1_before_the_run(
     command, tmp_path, capfd, monkeypatch
 ):
     monkeypatch.setattr("prefixkv.cli.replay.command.read_trace", None)  # not reached
-    monkeypatch.setattr("prefixkv.cli.demo.Workers", None)
+    monkeypatch.setattr("benchmarks.stand_in.command.Workers", None)
     words = [*command.format(tmp=tmp_path).split(), "--json", "/dev/full"]
     assert run_command(words) == 1
     assert capfd.readouterr() == ("", "prefixkv: --json is /dev/full: No space left on device\n")

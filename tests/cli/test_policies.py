@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from prefixkv.cli.options import DemoOptions
+from benchmarks.stand_in.options import DemoOptions
 from prefixkv.cli.policies import policy_of
 from prefixkv.cli.replay import replay
 from prefixkv.errors import ConfigError

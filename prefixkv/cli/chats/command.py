@@ -11,8 +11,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from prefixkv.cli.report import CACHE_NAMES, machine, times
-from prefixkv.cli.workload import Workload, chat
+from benchmarks.stand_in.report import CACHE_NAMES, machine, times
+from benchmarks.stand_in.workload import Workload, chat
 
 if TYPE_CHECKING:
     from prefixkv.cli.chats.play import Words

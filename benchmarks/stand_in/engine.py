@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from prefixkv.cli.report import Measured
-from prefixkv.cli.workload import Call, Clients, Tokens
+from benchmarks.stand_in.report import Measured
+from benchmarks.stand_in.workload import Call, Clients, Tokens
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.errors import OutOfPagesError
 from prefixkv.paging import pages_for

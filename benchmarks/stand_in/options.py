@@ -8,9 +8,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from benchmarks.stand_in.workload import TRACE_BLOCK_TOKENS, Workload, chat, trace
 from prefixkv.cache.eviction.policy import DEFAULT_POLICY
 from prefixkv.cli.policies import policy_of
-from prefixkv.cli.workload import TRACE_BLOCK_TOKENS, Workload, chat, trace
 from prefixkv.config import TransportConfig
 from prefixkv.errors import ConfigError, HandshakeError, check_range
 from prefixkv.memory.kv_layout import ITEMSIZE, SLABS_PER_LAYER

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixkv.cli.workload import Clients, Run, Turn, Workload, arrival_times, chat, trace
+from benchmarks.stand_in.workload import Clients, Run, Turn, Workload, arrival_times, chat, trace
 from prefixkv.errors import TraceError
 
 CHAT = {"system_tokens": 40, "user_tokens": 10, "output_tokens": 6}

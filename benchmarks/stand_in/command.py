@@ -14,12 +14,12 @@ import psutil
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
+from benchmarks.stand_in.options import LOAD_FRACTION, DemoOptions, PassPlan
+from benchmarks.stand_in.report import CACHE_NAMES, Measured, Report, machine
+from benchmarks.stand_in.workers import SWITCH_INTERVAL_S, WorkerError, Workers
+from benchmarks.stand_in.workload import Workload
 from prefixkv.cli.chats.command import missing, run_chats, show
-from prefixkv.cli.options import LOAD_FRACTION, DemoOptions, PassPlan
 from prefixkv.cli.outputs import check_writable, writing
-from prefixkv.cli.report import CACHE_NAMES, Measured, Report, machine
-from prefixkv.cli.workers import SWITCH_INTERVAL_S, WorkerError, Workers
-from prefixkv.cli.workload import Workload
 from prefixkv.errors import ConfigError
 
 if TYPE_CHECKING:

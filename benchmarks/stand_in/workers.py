@@ -21,10 +21,10 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import TYPE_CHECKING, Any, Final
 
-from prefixkv.cli.options import RESERVE_TOKENS, DemoOptions, PassPlan
+from benchmarks.stand_in.options import RESERVE_TOKENS, DemoOptions, PassPlan
+from benchmarks.stand_in.report import PAGE_STATES, PAGES_LEFT, Measured
+from benchmarks.stand_in.workload import Clients, Workload, arrival_times
 from prefixkv.cli.policies import policy_of
-from prefixkv.cli.report import PAGE_STATES, PAGES_LEFT, Measured
-from prefixkv.cli.workload import Clients, Workload, arrival_times
 from prefixkv.errors import PrefixKVError
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ def _make_pools(
 def _prefill_worker(end: Connection, options: DemoOptions, asks: Connection) -> None:
     mesh = options.mesh(options.prefill_tp)
     pools = _make_pools(options, mesh, options.prefill_pages, options.prefill_layout)
-    from prefixkv.cli.engine import PrefillEngine
+    from benchmarks.stand_in.engine import PrefillEngine
     from prefixkv.config import PrefillConfig
     from prefixkv.runtime.groups import PrefillGroup
     from prefixkv.testing.pattern import make_patterns
@@ -231,7 +231,7 @@ def _decode_worker(
 ) -> None:
     mesh = options.mesh(options.decode_tp)
     pools = _make_pools(options, mesh, options.decode_pages, options.decode_layout)
-    from prefixkv.cli.engine import END_OF_PASS, DecodeEngine
+    from benchmarks.stand_in.engine import END_OF_PASS, DecodeEngine
     from prefixkv.config import DecodeConfig
     from prefixkv.runtime.groups import DecodeGroup
     from prefixkv.testing.pattern import make_patterns

@@ -5,8 +5,8 @@ import inspect
 
 import pytest
 
+from benchmarks.stand_in.options import RESERVE_TOKENS, DemoOptions
 from prefixkv.cli.main import demo
-from prefixkv.cli.options import RESERVE_TOKENS, DemoOptions
 from prefixkv.errors import ConfigError
 from prefixkv.paging import pages_for
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from prefixkv.cli.demo import run_passes
-from prefixkv.cli.options import PassPlan
-from prefixkv.cli.report import Measured
-from prefixkv.cli.workers import WorkerError
+from benchmarks.stand_in.command import run_passes
+from benchmarks.stand_in.options import PassPlan
+from benchmarks.stand_in.report import Measured
+from benchmarks.stand_in.workers import WorkerError
 
 
 def stand_in(plans, failed=0):
