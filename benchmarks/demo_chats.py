@@ -20,11 +20,11 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.demo_trace import NAMES, beside, pairs_of
-from benchmarks.stand_in.report import machine
-from benchmarks.stand_in.workload import chat
 from prefixkv.cli.chats.command import CHATS, SETTINGS, SIZES, small_words
 from prefixkv.cli.chats.play import play
 from prefixkv.cli.chats.workers import ModelWorkers
+from prefixkv.cli.chats.workload import chat
+from prefixkv.cli.figures import machine
 from prefixkv.engines.hf.reference import Reference
 from prefixkv.engines.hf.small import small_model, small_tokenizer
 from prefixkv.errors import ConfigError

@@ -38,8 +38,8 @@ import typer
 from transformers import StaticCache, StoppingCriteria, StoppingCriteriaList
 
 from benchmarks.engine_turns import SMALL_KV, turns
-from benchmarks.stand_in.report import machine
 from benchmarks.yardsticks import no_collector
+from prefixkv.cli.figures import machine
 from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.engines.hf import DecodeEngine, Generate, PagedModel, PrefillEngine, make_model
 from prefixkv.engines.hf.attention import FlatPool

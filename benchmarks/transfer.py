@@ -40,8 +40,8 @@ from benchmarks.pair import (
     spread,
     turn_about,
 )
-from benchmarks.stand_in.report import machine
 from prefixkv.cache.radix_key import RadixKey
+from prefixkv.cli.figures import machine
 from prefixkv.config import Backend, DecodeConfig, PrefillConfig, TransportConfig
 from prefixkv.errors import ConfigError, InternalError, OutOfPagesError
 from prefixkv.pages.manager import PageManager, RequestPages

@@ -21,8 +21,8 @@ import typer
 
 from benchmarks import transfer
 from benchmarks.pair import Row, Watch, run_pair, turn_about
-from benchmarks.stand_in.report import machine
 from benchmarks.transfer import LAYOUTS, PAGES, Transfer, small
+from prefixkv.cli.figures import machine
 
 PARTS: Final = {
     "before": "from `send_chunk` to the first post",

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from benchmarks.stand_in.report import Measured
-from benchmarks.stand_in.workload import Call, Clients, Tokens
+from benchmarks.stand_in.workload import Call, Clients
+from prefixkv.cli.chats.workload import Tokens
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.errors import OutOfPagesError
 from prefixkv.paging import pages_for

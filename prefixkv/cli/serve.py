@@ -55,7 +55,7 @@ def _doc(role: str) -> str:
 
 def _worker(role: str) -> Callable[..., int]:
     def run(config: Path | None, **options: Any) -> int:
-        _check_extra()
+        check_packages()
         loaded: Any = load(KINDS[role], config, os.environ, options)
         from prefixkv.serving.process import run_worker
 
@@ -69,7 +69,7 @@ def _serve(config: Path | None, **options: Any) -> int:
 
     Without MODEL a small model made from a seed answers, in words of no language.
     """
-    _check_extra()
+    check_packages()
     tables: dict[str, dict[str, Any]] = {}
     for role, table in (read_toml(config).get(TABLE, {}) if config else {}).items():
         if role not in KINDS or not isinstance(table, dict):
@@ -98,7 +98,7 @@ def _proxy(
     URL and its connector's name: http://127.0.0.1:8100=tcp://127.0.0.1:14579,
     http://127.0.0.1:8200=decode-0. In a file they are the lists `prefill` and `decode`.
     """
-    _check_extra(with_model=False)
+    check_packages(with_model=False)
     tables = read_toml(config) if config else {}
     given = {"prefill": prefill, "decode": decode}
     servers = {
@@ -117,7 +117,8 @@ def _texts(value: Any, where: str) -> list[str]:
     return value
 
 
-def _check_extra(*, with_model: bool = True) -> None:
+def check_packages(*, with_model: bool = True) -> None:
+    """Raise ConfigError if the packages that serving needs are not installed."""
     try:
         check_extra(with_model=with_model)
     except ImportError as error:

@@ -1,5 +1,6 @@
-"""The tables and sentences on `prefixkv demo`, in the README and docs/benchmarks.md, are those of
-benchmarks/results/demo*.json, rounded. After another run this writes them anew:
+"""The tables and sentences on `prefixkv demo` and the stand-in engine, in the README and
+docs/benchmarks.md, are those of their files in benchmarks/results, rounded. After another run this
+writes them anew:
 
     python -m tests.benchmarks.test_demo_figures
 """
@@ -14,18 +15,17 @@ from typing import Any
 import pytest
 
 from benchmarks.demo_parts import PARTS, _requests
-from benchmarks.stand_in.report import times
+from prefixkv.cli.figures import times
 from tests.benchmarks.test_figures import MIB, fixed, head, line, ms, result, write_table
 
 ROOT = Path(__file__).parents[2]
 
 
 def demo_table() -> list[str]:
-    demo = result("demo")
-    runs, saturated, ratios = demo["runs"], demo["saturated"], demo["ratios"]
+    found, chats = result("stand_in"), result("demo")
+    runs, saturated, ratios = found["runs"], found["saturated"], found["ratios"]
     on, off = runs["cache_on"], runs["cache_off"]
     full, none = saturated["cache_on"], saturated["cache_off"]
-    chats = demo["chats"]
     chat_on, chat_off = chats["runs"]["cache_on"], chats["runs"]["cache_off"]
     lower, fewer = chats["ratios"]["ttft_p50"], chats["ratios"]["bytes_sent"]
 
@@ -37,9 +37,9 @@ def demo_table() -> list[str]:
         return f"{run['requests'] - run['answers_wrong']} of {run['requests']}"
 
     return [
-        line("`prefixkv demo`, defaults, seed 1", "cache on", "cache off", ""),
+        line("defaults, seed 1", "cache on", "cache off", ""),
         "| --- | --- | --- | --- |",
-        line("**chats with a model**: answers that are what `generate()` says",
+        line("**`prefixkv demo`**: answers that are what `generate()` says",
              f"**{right(chat_on)}**", right(chat_off), "token for token"),
         line("hit rate on decode, tokens", f"{chat_on['token_hit_rate']:.1%}",
              fixed(chat_off["token_hit_rate"]), ""),
@@ -47,7 +47,8 @@ def demo_table() -> list[str]:
              f"{fixed(chat_off['bytes_sent'] / MIB)} MiB", times(fewer, "less", 1)),
         line("TTFT P50", ms(chat_on["ttft_s"]["p50"]), ms(chat_off["ttft_s"]["p50"]),
              times(lower, "lower", 1)),
-        line("**a stand-in engine**: TTFT P50 / P99 at 0.7 of what cache-off sustains",
+        line("**`python -m benchmarks stand_in`**: "
+             "TTFT P50 / P99 at 0.7 of what cache-off sustains",
              ttft(on, "**"), ttft(off), times(ratios["ttft_p50"], "lower P50", 1)),
         line("TTFT P50 / P99, saturated", ttft(full, "**"), ttft(none),
              f"{fixed(ratios['ttft_p50_saturated'])} times lower P50"),
@@ -66,9 +67,9 @@ def demo_table() -> list[str]:
 def demos_table() -> list[str]:
     rows = []
     for name, what in {
-        "demo": "16 layers, 64 KiB a token",
-        "demo_layers32": "32 layers, 128 KiB a token",
-        "demo_trace": "500 requests of a trace that hardly repeats, 64 KiB a token",
+        "stand_in": "16 layers, 64 KiB a token",
+        "stand_in_layers32": "32 layers, 128 KiB a token",
+        "stand_in_trace": "500 requests of a trace that hardly repeats, 64 KiB a token",
     }.items():
         demo = result(name)
         on, off = demo["runs"]["cache_on"], demo["runs"]["cache_off"]
@@ -80,7 +81,7 @@ def demos_table() -> list[str]:
         ))  # fmt: skip
     return [
         *head(
-            "demo",
+            "stand-in engine",
             "file",
             "hit rate",
             "TTFT P50, cache on / off",
@@ -102,7 +103,7 @@ def parts_table() -> list[str]:
 
 
 WHOSE = {
-    "demo": "the demo's own",
+    "demo": "the stand-in's own",
     "copy": "NIXL's",
     "calls": "a call of the engine's",
     "hands": "handing on",
@@ -111,8 +112,7 @@ WHOSE = {
 
 def sentences() -> list[str]:
     """Of the README, below its table."""
-    demo = result("demo")
-    recipe, chats = demo["recipe"], demo["chats"]["recipe"]
+    recipe, chats = result("stand_in")["recipe"], result("demo")["recipe"]
     sizes, options = chats["workload"], recipe["options"]
     return [
         f"{sizes['requests']} turns of {sizes['conversations']} conversations with a Llama of "

@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from benchmarks.stand_in.options import DemoOptions
 from prefixkv.cli.policies import policy_of
 from prefixkv.cli.replay import replay
 from prefixkv.errors import ConfigError
@@ -30,8 +29,6 @@ def test_settings_reach_the_object() -> None:
 def test_what_is_wrong_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         policy_of(text)
-    with pytest.raises(ConfigError):
-        DemoOptions(policy=text)
 
 
 def test_the_replay_tells_settings_apart(tmp_path) -> None:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from benchmarks.stand_in.workload import Run, Seconds, Turn, Workload
 from prefixkv.cli.chats.workers import Answer, ModelWorkers
+from prefixkv.cli.chats.workload import Run, Seconds, Turn, Workload
 
 Spell = Callable[[Turn, bool], list[int]]
 """The tokens of a turn's text; and whether it is the first."""

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from benchmarks.stand_in.report import CACHE_NAMES, less, milliseconds, percent, quantiles, ratio
 from prefixkv.cli.chats.play import Played
 from prefixkv.cli.chats.workers import Answer
+from prefixkv.cli.figures import CACHE_NAMES, less, milliseconds, percent, quantiles, ratio
 
 if TYPE_CHECKING:
     from rich.table import Table
