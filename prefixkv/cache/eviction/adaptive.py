@@ -15,9 +15,9 @@ Pages that paths part from, such as a document that many prompts share, are the 
 have classes of their own, by how many there are and how often paths have parted there, and it is
 counted after what time that happens again.
 
-Among chats, where few return, this keeps what was seen twice and lets the newest go first, like
-`gated`; among agents, where nearly all return, and in a large pool it behaves like `lru`; and in
-a pool for fewer sessions than are active it keeps some whole, which `lru` does not.
+Among chats, where few return, this keeps what was seen twice and lets the newest go first;
+among agents, where nearly all return, and in a large pool it behaves like `lru`; and in a pool for
+fewer sessions than are active it keeps some whole, which `lru` does not.
 
 Evicted pages leave ghosts (`ghosts.py`), so that a return is seen although the pages are gone.
 

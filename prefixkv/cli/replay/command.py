@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 from rich.console import Console
@@ -31,6 +31,7 @@ from prefixkv.cli.replay.run import ReplayResult, replay_policy
 from prefixkv.cli.replay.trace import Trace, footprint, mix
 from prefixkv.errors import ConfigError, check_range
 
+ALL: Final = "all"
 LAYOUT = "{:<22.22} {:<10} {:>9} {:>7} {:>7} {:>10} {:>9} {:>7}"
 
 
@@ -66,12 +67,13 @@ def replay(
         ),
     ],
     policy: Annotated[
-        str,
+        list[str] | None,
         typer.Option(
-            help="Names, by commas, with settings if any (adaptive:half_life_s=600:trust=30); all: "
-            "every registered one and the optimum."
+            help="Policies, separated by commas, with settings if any (adaptive:trust=30), or one "
+            "of your own (MODULE:CLASS); repeatable. all: every policy and the optimum.",
+            show_default="all",
         ),
-    ] = "all",
+    ] = None,
     capacity: Annotated[
         str, typer.Option(help="Blocks, by commas; by default from 1/64 of the trace's own to all.")
     ] = "",
@@ -116,7 +118,7 @@ def replay(
 ) -> None:
     """How often the cache would have hit, by policy and capacity, and how often any cache could
     have; which policy to take, and what half or twice the memory would bring."""
-    policies = _policies(policy)
+    policies = _policies(policy or [ALL])
     given = _capacities(capacity) if capacity else []
     for setting, value, low, high in (
         ("--warm", warm, 0, 0.99), ("--queue", queue, 0, 1_000_000),
@@ -204,19 +206,21 @@ def _row(result: ReplayResult, bytes_per_token: int) -> str:
     )  # fmt: skip
 
 
-def _policies(names: str) -> list[str]:
-    if names == "all":
-        return [*policy_names(), OPTIMUM]
-    chosen = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
-    known = [*policy_names(), OPTIMUM]
+def _policies(given: list[str]) -> list[str]:
+    """List the policies that the values of `--policy` name. Raises ConfigError."""
+    every = [*policy_names(), OPTIMUM]
+    names = (name.strip() for text in given for name in text.split(","))
+    chosen: dict[str, None] = {}
+    for name in filter(None, names):
+        chosen |= dict.fromkeys(every if name == ALL else [name])
     for name in chosen:
-        if name.partition(":")[0] not in known:
-            raise ConfigError(f"--policy {name!r} is not one of {', '.join(known)}")
+        if name not in every and ":" not in name:
+            raise ConfigError(f"--policy {name!r} is not one of {', '.join(every)}")
         if name != OPTIMUM:
             policy_of(name)  # a setting that is wrong is refused before anything is replayed
     if not chosen:
         raise ConfigError("--policy names no policy")
-    return chosen
+    return [*chosen]
 
 
 def _capacities(sizes: str) -> list[int]:
