@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from enum import StrEnum
+from inspect import cleandoc, getdoc
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +14,7 @@ import typer
 
 from prefixkv.cli.replay import replay
 from prefixkv.cli.serve import add_commands, check_packages
-from prefixkv.errors import CallerError, CapacityError, PrefixKVError
+from prefixkv.errors import CallerError, CapacityError, PrefixKVError, check_range
 
 app = typer.Typer(
     name="prefixkv",
@@ -34,9 +35,7 @@ app.command()(replay)
 
 @app.command()
 def demo(
-    seed: Annotated[
-        int, typer.Option(min=0, max=2**63 - 1, help="Seed of the weights and of the chats.")
-    ] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of the weights and of the chats.")] = 1,
     cache: Annotated[
         Cache, typer.Option(help="Decode's prefix cache; prefill's own is always on.")
     ] = Cache.both,
@@ -49,6 +48,7 @@ def demo(
     The model has random weights. Every answer is compared with that of transformers, and one
     conversation is shown turn by turn.
     """
+    check_range("--seed", seed, 0, 2**63 - 1)
     check_packages()
     from rich.console import Console
 
@@ -67,7 +67,8 @@ def run_command(arguments: Sequence[str]) -> int:
 
 
 def run_app(app: typer.Typer, program: str, arguments: Sequence[str]) -> int:
-    """The same for any Typer application; `program` begins each message."""
+    """Run any Typer application like that; `program` begins each message."""
+    _join_lines(app)
     try:
         status = app(args=list(arguments), prog_name=program, standalone_mode=False)
     except (CallerError, CapacityError) as error:
@@ -85,6 +86,16 @@ def run_app(app: typer.Typer, program: str, arguments: Sequence[str]) -> int:
     if status == 130:  # how Typer passes on a KeyboardInterrupt
         return _say(program, "interrupted", status)
     return status if isinstance(status, int) else 0
+
+
+def _join_lines(app: typer.Typer) -> None:
+    """Give every paragraph of the commands' help one line: Typer keeps the docstring's breaks."""
+    for command in app.registered_commands:
+        paragraphs = cleandoc(command.help or getdoc(command.callback) or "").split("\n\n")
+        command.help = "\n\n".join(" ".join(one.split()) for one in paragraphs)
+    for group in app.registered_groups:
+        if group.typer_instance is not None:
+            _join_lines(group.typer_instance)
 
 
 def _say(program: str, message: object, status: int) -> int:

@@ -66,6 +66,17 @@ def test_help_names_every_option(capfd):
         assert f"--{option} " in out
 
 
+def test_help_has_each_paragraph_on_one_line_of_a_wide_terminal(capfd, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "250")
+    assert run_command(["--help"]) == 0
+    rows = capfd.readouterr().out.partition("Commands")[2].splitlines()[1:-1]
+    names = [row.strip(" │").partition(" ")[0] for row in rows if row.strip(" │╰─╯")]
+    assert names == ["replay", "demo", "serve", "proxy", "worker"]
+    assert run_command(["demo", "--help"]) == 0
+    told = "Every answer is compared with that of transformers, and one conversation is shown"
+    assert told in capfd.readouterr().out
+
+
 def test_loading_it_loads_neither_torch_nor_nixl():
     code = (
         "import sys, prefixkv.cli.main; print([m for m in ('torch', 'nixl', 'zmq', 'matplotlib') "

@@ -99,7 +99,7 @@ def run_chats(
         small_tokenizer().save(str(path / "tokenizer.json"))
         say(
             f"a Llama of {parameters / 1e6:.1f} million random parameters, seed {seed}, "
-            f"{kv_bytes // 1024} KiB of KV a token: starting its workers"
+            f"{kv_bytes // 1024} KiB of KV per token: starting its workers"
         )
         report = asyncio.run(_played(path, caches, workload, say))
     report.recipe = {

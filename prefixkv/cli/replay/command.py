@@ -62,7 +62,7 @@ def replay(
     traces: Annotated[
         list[Path],
         typer.Argument(
-            help="What a node has recorded, Mooncake JSONL, Dynamo's agentic Mooncake, a JSONL of "
+            help="Recordings of a node, Mooncake JSONL, Dynamo's agentic Mooncake, a JSONL of "
             "token lists, or agents' sessions (a file, a JSONL or a folder of *.json)."
         ),
     ],
@@ -75,45 +75,47 @@ def replay(
         ),
     ] = None,
     capacity: Annotated[
-        str, typer.Option(help="Blocks, by commas; by default from 1/64 of the trace's own to all.")
+        str, typer.Option(help="Sizes in blocks, by commas; default: 1/64 of the trace to all.")
     ] = "",
     pool: Annotated[
         int | None,
         typer.Option(
-            help="The pool that you have, blocks: what half and twice of it would bring. By "
-            "default the middle capacity."
+            help="Your pool in blocks: half and twice of it are replayed too. By default the "
+            "middle capacity."
         ),
     ] = None,
     bytes_per_token: Annotated[
-        int | None, typer.Option(help="Bytes of KV a token, to tell what is saved in bytes.")
+        int | None, typer.Option(help="Bytes of KV per token, to show savings in bytes.")
     ] = None,
     warm: Annotated[
-        float, typer.Option(help="Count hits after this share of the requests only.")
+        float, typer.Option(help="Share of the requests that only warm the cache.")
     ] = 0.0,
-    queue: Annotated[int, typer.Option(help="So many next requests count as waiting.")] = 0,
+    queue: Annotated[int, typer.Option(help="How many next requests count as waiting.")] = 0,
     hints: Annotated[
         float | None,
         typer.Option(
-            help="Clients say whether their conversation comes back within so many minutes."
+            help="Let clients say whether their conversation comes back within this many minutes."
         ),
     ] = None,
     hints_wrong: Annotated[
-        float, typer.Option(help="This share of them, drawn with a seed, says the opposite.")
+        float, typer.Option(help="Share of these clients that say the opposite.")
     ] = 0.0,
     mixed: Annotated[
-        bool, typer.Option("--mix", help="Replay all traces at once, by time; they share nothing.")
+        bool, typer.Option("--mix", help="Replay all traces as one, by time; they share nothing.")
     ] = False,
-    requests: Annotated[int | None, typer.Option(help="Read so many only.")] = None,
-    page_size: Annotated[int, typer.Option(help="Tokens a block, for token lists.")] = 16,
-    block_tokens: Annotated[int, typer.Option(help="Tokens a hash id stands for.")] = 512,
+    requests: Annotated[
+        int | None, typer.Option(help="How many requests to read; by default all.")
+    ] = None,
+    page_size: Annotated[int, typer.Option(help="Tokens per block, for token lists.")] = 16,
+    block_tokens: Annotated[int, typer.Option(help="Tokens per hash id.")] = 512,
     spread: Annotated[
         float, typer.Option(help="Hours over which the starts of agents' sessions are spread.")
     ] = SPREAD_S / 3600,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write a list of results there.")
+        Path | None, typer.Option("--json", help="Write the results to this file.")
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw miss-ratio curves there (needs matplotlib).")
+        Path | None, typer.Option(help="Draw miss-ratio curves to this file; needs matplotlib.")
     ] = None,
 ) -> None:
     """How often the cache would have hit, by policy and capacity, and how often any cache could
