@@ -22,7 +22,14 @@ TRACE_BLOCK_TOKENS: Final = 512  # tokens that one block id of a Mooncake trace 
 _MAX_TRACE_TOKENS: Final = 1 << 24  # a line that asks for more is garbage
 
 
-def trace(path: Path, requests: int | None, block_tokens: int) -> Workload:
+@dataclass(frozen=True, slots=True)
+class TraceWorkload(Workload):
+    """A trace's requests as sessions of one turn, with their own arrival times (seconds)."""
+
+    arrival_shape: tuple[float, ...]
+
+
+def trace(path: Path, requests: int | None, block_tokens: int) -> TraceWorkload:
     """A Mooncake JSONL trace, scaled so that a block of 512 tokens becomes one of `block_tokens`.
 
     Each line is an object with `timestamp` (ms, never falling), `input_length`, `output_length`
@@ -43,7 +50,7 @@ def trace(path: Path, requests: int | None, block_tokens: int) -> Workload:
         return (turn,)
 
     sessions = read_lines(path, requests, session)
-    return Workload(tuple(sessions), tuple(t - times[0] for t in times))
+    return TraceWorkload(tuple(sessions), tuple(t - times[0] for t in times))
 
 
 def arrival_times(workload: Workload, seed: int, rate: float | None) -> list[Seconds]:
@@ -58,7 +65,7 @@ def arrival_times(workload: Workload, seed: int, rate: float | None) -> list[Sec
     due = [np.zeros(len(turns)) for turns in workload.sessions]
     if rate is None:
         return due
-    if workload.arrival_shape is not None:
+    if isinstance(workload, TraceWorkload):
         shape = np.asarray(workload.arrival_shape)
         span = shape[-1] if shape[-1] > 0 else 1.0
         for own, at in zip(due, shape / span * (len(shape) / rate), strict=True):

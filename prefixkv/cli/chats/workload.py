@@ -55,14 +55,10 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Sessions of turns. `arrival_shape` holds a trace's own arrival times (seconds, one a
-    session), or None.
-
-    `num_requests` counts turns; `max_request_tokens` is the longest prompt with its answer.
-    """
+    """Sessions of turns. `num_requests` counts turns; `max_request_tokens` is the longest prompt
+    with its answer."""
 
     sessions: tuple[tuple[Turn, ...], ...]
-    arrival_shape: tuple[float, ...] | None = None
 
     @property
     def num_requests(self) -> int:

@@ -16,10 +16,6 @@ NOISE: Final = 0.02
 """Up to this share of what is hit, or of what is missed, a difference between two policies says
 nothing."""
 
-_STYLES: Final[dict[str, dict[str, object]]] = {
-    OPTIMUM: {"color": "black", "linestyle": "--"},
-    DEFAULT_POLICY: {"linewidth": 2.5},
-}
 _PARTS: Final = (64, 32, 16, 8, 4, 2, 1)
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
