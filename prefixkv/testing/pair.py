@@ -1,6 +1,6 @@
 """A decode and a prefill worker in one process, over real NIXL, and an engine without a model.
 
-`StandInPrefill` is prefill's engine wherever its bytes matter and its model does not: in the demo,
+`StandInPrefill` is prefill's engine wherever its bytes matter and its model does not: in `benchmarks/stand_in`,
 and in a `NodePair`, whose decode side the caller drives as its own engine would.
 """
 
