@@ -1,7 +1,8 @@
 """A decode and a prefill worker in one process, over real NIXL, and an engine without a model.
 
-`StandInPrefill` is prefill's engine wherever its bytes matter and its model does not: in `benchmarks/stand_in`,
-and in a `NodePair`, whose decode side the caller drives as its own engine would.
+`StandInPrefill` is prefill's engine wherever its bytes matter and its model does not: in
+`benchmarks/stand_in`, and in a `NodePair`, whose decode side the caller drives as its own engine
+would.
 """
 
 from __future__ import annotations
