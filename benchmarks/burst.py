@@ -265,7 +265,7 @@ def burst(
             f"--system-tokens is {system_tokens}, a multiple of {PAGE_SIZE} is needed"
         )
     sizes = Sizes(requests, system_tokens, suffix_tokens)
-    from prefixkv.cli.report import machine
+    from prefixkv.cli.figures import machine
 
     recipe = {
         "command": "python -m benchmarks burst",

@@ -23,7 +23,7 @@ from rich.table import Table
 
 from benchmarks import claim_async, claim_hops, claim_idle, claim_prepare, claim_staging, transfer
 from benchmarks.pair import Claim
-from prefixkv.cli.report import machine
+from prefixkv.cli.figures import machine
 from prefixkv.errors import ConfigError
 
 Measure = Callable[[bool], tuple[list[Claim], Any]]

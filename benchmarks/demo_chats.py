@@ -23,8 +23,8 @@ from benchmarks.demo_trace import NAMES, beside, pairs_of
 from prefixkv.cli.chats.command import CHATS, SETTINGS, SIZES, small_words
 from prefixkv.cli.chats.play import play
 from prefixkv.cli.chats.workers import ModelWorkers
-from prefixkv.cli.report import machine
-from prefixkv.cli.workload import chat
+from prefixkv.cli.chats.workload import chat
+from prefixkv.cli.figures import machine
 from prefixkv.engines.hf.reference import Reference
 from prefixkv.engines.hf.small import small_model, small_tokenizer
 from prefixkv.errors import ConfigError

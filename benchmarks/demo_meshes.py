@@ -1,6 +1,6 @@
-"""Claim: whatever the ranks and layouts of the two sides, every byte of the demo arrives.
+"""Claim: whatever the ranks and layouts of the two sides, every byte of the stand-in arrives.
 
-Runs `prefixkv demo` small, once for each pair of meshes, attention, layouts and way to send slices,
+Runs `stand_in` small, once for each pair of meshes, attention, layouts and way to send slices,
 and keeps what its verified passes say. Correctness only: ranks are threads of two processes here,
 far more than there are cores.
 
@@ -20,13 +20,13 @@ from typing import Annotated, Any
 
 import typer
 
-from prefixkv.cli.report import machine
+from prefixkv.cli.figures import machine
 
+ROOT = Path(__file__).resolve().parents[1]
 SIZES = ((1, 1), (2, 1), (1, 2), (4, 2), (2, 4))
 ORDERS = (("layer_major", "page_major"), ("page_major", "layer_major"))
 SAME = (("layer_major", "layer_major"), ("page_major", "page_major"))
 WORKLOAD = (
-    "--no-model",
     "--conversations",
     "4",
     "--turns",
@@ -59,16 +59,18 @@ def cases() -> Iterator[dict[str, Any]]:
 
 def run(case: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "demo.json"
+        report = Path(folder) / "stand_in.json"
         command = [
-            str(Path(sys.executable).with_name("prefixkv")), "demo", *WORKLOAD, "--attention",
+            sys.executable, "-m", "benchmarks", "stand_in", *WORKLOAD, "--attention",
             case["attention"], "--prefill-tp", str(case["prefill_tp"]), "--decode-tp",
             str(case["decode_tp"]), "--prefill-layout", case["layouts"][0], "--decode-layout",
             case["layouts"][1], "--staging",
             "off" if case["mode"] in ("sliced", "direct") else "on", "--staging-leases",
             "1.5" if "1.5" in case["mode"] else "16", "--json", str(report),
         ]  # fmt: skip
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+        ended = subprocess.run(
+            command, capture_output=True, text=True, timeout=600, check=False, cwd=ROOT
+        )
         if not report.exists():
             return {
                 **case,
@@ -92,7 +94,7 @@ def demo_meshes(
         Path | None, typer.Option("--json", metavar="FILE", help="Write recipe and rows there.")
     ] = None,
 ) -> int:
-    """The demo between unequal ranks and layouts, every byte verified."""
+    """The stand-in between unequal ranks and layouts, every byte verified."""
     rows = []
     for case in cases():
         rows.append(run(case))

@@ -1,9 +1,9 @@
-"""Where the first token's time goes in the demo without a model, cache on, at its load: the demo's
-own workers, with a clock at each place where one thread or process hands on to the next.
+"""Where the first token's time goes with the stand-in engine, cache on, at its load: its own
+workers, with a clock at each place where one thread or process hands on to the next.
 
 A part is the median, over the requests of all passes, of the time since the mark before it. Of what
-the demo does itself (its pipe, the computing that stands for a model's) and of the copy that NIXL
-makes the library can make nothing faster.
+the stand-in does itself (its pipe, the computing that stands for a model's) and of the copy that
+NIXL makes the library can make nothing faster.
 
     python -m benchmarks demo_parts > benchmarks/results/demo_parts.json
 """
@@ -24,9 +24,9 @@ from typing import Annotated, Any, Final
 import numpy as np
 import typer
 
-from prefixkv.cli import workers
-from prefixkv.cli.options import LOAD_FRACTION, DemoOptions, PassPlan
-from prefixkv.cli.report import machine
+from benchmarks.stand_in import workers
+from benchmarks.stand_in.options import LOAD_FRACTION, PassPlan, StandInOptions
+from prefixkv.cli.figures import machine
 from prefixkv.protocol import messages
 
 _FOLDER: Final = "PREFIXKV_BENCHMARKS_MARKS"
@@ -115,7 +115,7 @@ def _marked_prefill(*args: Any) -> None:
 
 def _marked_decode(*args: Any) -> None:
     """In decode's."""
-    from prefixkv.cli.engine import DecodeEngine
+    from benchmarks.stand_in.engine import DecodeEngine
     from prefixkv.runtime.groups import DecodeGroup
 
     def arrives(engine: DecodeEngine, calls: list[Any]) -> None:
@@ -170,9 +170,9 @@ def demo_parts(
     passes: Annotated[int, typer.Option(min=1, help="Timed passes.")] = 3,
     seed: Annotated[int, typer.Option(help="Of the workload and its arrivals.")] = 1,
 ) -> None:
-    """TTFT of the demo's stand-in, part by part; JSON on stdout."""
+    """TTFT of the stand-in engine, part by part; JSON on stdout."""
     load_before = os.getloadavg()
-    options = DemoOptions(seed=seed)
+    options = StandInOptions(seed=seed)
     workload = options.workload()
     # The processes are told by name what to run, and so import this module.
     vars(workers).update(_prefill_worker=_marked_prefill, _decode_worker=_marked_decode)

@@ -1,4 +1,4 @@
-"""Whether the cache costs anything where it has nothing to give: the demo without a model on a
+"""Whether the cache costs anything where it has nothing to give: the stand-in engine on a
 trace that hardly repeats, decode's cache on and off.
 
 At .7 of what is sustained a first token mostly waits for those before it, so passes of one kind
@@ -20,9 +20,10 @@ from typing import Annotated, Final
 
 import typer
 
-from prefixkv.cli.options import LOAD_FRACTION, DemoOptions, PassPlan
-from prefixkv.cli.report import Measured, machine
-from prefixkv.cli.workers import Workers
+from benchmarks.stand_in.options import LOAD_FRACTION, PassPlan, StandInOptions
+from benchmarks.stand_in.report import Measured
+from benchmarks.stand_in.workers import Workers
+from prefixkv.cli.figures import machine
 from prefixkv.errors import ConfigError
 
 NAMES: Final = {True: "on", False: "off"}
@@ -37,7 +38,7 @@ def demo_trace(
     if pairs < 1:
         raise ConfigError("--pairs must be at least 1")
     load_before = os.getloadavg()
-    options = DemoOptions(trace=trace, requests=requests)
+    options = StandInOptions(trace=trace, requests=requests)
     workload = options.workload()
     salts = count(1)
     sustained: dict[str, list[float]] = {name: [] for name in NAMES.values()}

@@ -39,7 +39,7 @@ from transformers import StaticCache, StoppingCriteria, StoppingCriteriaList
 
 from benchmarks.engine_turns import SMALL_KV, turns
 from benchmarks.yardsticks import no_collector
-from prefixkv.cli.report import machine
+from prefixkv.cli.figures import machine
 from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.engines.hf import DecodeEngine, Generate, PagedModel, PrefillEngine, make_model
 from prefixkv.engines.hf.attention import FlatPool

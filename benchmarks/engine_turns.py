@@ -28,9 +28,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.stand_in.workload import arrival_times
 from prefixkv.cli.chats.play import Played, Words, play
 from prefixkv.cli.chats.workers import PREFILL, ModelWorkers
-from prefixkv.cli.workload import Run, Workload, arrival_times, chat
+from prefixkv.cli.chats.workload import Run, Workload, chat
 
 LOAD = 0.7
 SEED = 1

@@ -34,7 +34,7 @@ import typer
 from benchmarks import claim_staging, gpu_copies, gpu_step, gpu_turns
 from benchmarks import transfer as transfers
 from benchmarks.pair import Row, run_pair
-from prefixkv.cli.report import machine
+from prefixkv.cli.figures import machine
 from prefixkv.errors import ConfigError
 
 CORES: Final = 4  # a side, where there are so many

@@ -27,7 +27,7 @@ from typing import Any, Final
 import numpy as np
 import psutil
 
-from prefixkv.cli.workers import WorkerError
+from benchmarks.stand_in.workers import WorkerError
 from prefixkv.errors import InternalError
 
 PATIENCE_S: Final = 900.0  # of one scenario

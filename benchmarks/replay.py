@@ -23,6 +23,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
+import benchmarks.policies.gated  # noqa: F401  makes it known by name
 from benchmarks.workloads import SEED, WORKLOADS, generate
 from prefixkv.cache.eviction.policy import DEFAULT_POLICY, policy_names
 from prefixkv.cli.replay import (

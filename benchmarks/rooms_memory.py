@@ -160,7 +160,7 @@ def rooms_memory(
     ] = None,
 ) -> int:
     """What malloc, Python and the system count as a million rooms go by."""
-    from prefixkv.cli.report import machine
+    from prefixkv.cli.figures import machine
 
     if not hasattr(ctypes.CDLL(None), "mallinfo2"):
         raise ConfigError("mallinfo2 is needed: glibc 2.33 or later")

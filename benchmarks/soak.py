@@ -183,7 +183,7 @@ def soak(
     ] = None,
 ) -> int:
     """Whether memory, descriptors, threads and tables stay flat through many failing rooms."""
-    from prefixkv.cli.report import machine
+    from prefixkv.cli.figures import machine
 
     recipe = {
         "command": f"python -m benchmarks soak --rooms {rooms} --every {every} "

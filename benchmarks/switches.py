@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
+import benchmarks.policies.gated  # noqa: F401  makes it known by name
 from benchmarks.workloads import switch
 from prefixkv.cli.replay import Trace, make_trace, replay_policy
 

@@ -41,7 +41,7 @@ from benchmarks.pair import (
     turn_about,
 )
 from prefixkv.cache.radix_key import RadixKey
-from prefixkv.cli.report import machine
+from prefixkv.cli.figures import machine
 from prefixkv.config import Backend, DecodeConfig, PrefillConfig, TransportConfig
 from prefixkv.errors import ConfigError, InternalError, OutOfPagesError
 from prefixkv.pages.manager import PageManager, RequestPages

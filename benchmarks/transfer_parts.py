@@ -22,7 +22,7 @@ import typer
 from benchmarks import transfer
 from benchmarks.pair import Row, Watch, run_pair, turn_about
 from benchmarks.transfer import LAYOUTS, PAGES, Transfer, small
-from prefixkv.cli.report import machine
+from prefixkv.cli.figures import machine
 
 PARTS: Final = {
     "before": "from `send_chunk` to the first post",

@@ -23,6 +23,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
+import benchmarks.policies.gated  # noqa: F401  makes it known by name
 from benchmarks.vllm_sets import (
     KINDS,
     TRACE_BLOCK,

@@ -73,7 +73,7 @@ def waiting_cpu(
     if pids:
         _rows("", "as they are", {pids: cpu_share(map(int, pids.split(",")), seconds)})
         return 0
-    from prefixkv.cli.report import machine
+    from prefixkv.cli.figures import machine
 
     recipe = {
         "command": "python -m benchmarks waiting_cpu --engine-python PYTHON",

@@ -318,7 +318,7 @@ class DecodeConfig:
     turns the prefix cache off: nothing is matched, nothing kept.
 
     `policy` says which cached pages are evicted first: a name, or a `Policy` with settings of its
-    own (`Gated(fresh_s=60)`), which serves one cache; ranks need a name. `admission` says which
+    own (`Adaptive(trust=20)`), which serves one cache; ranks need a name. `admission` says which
     request is admitted first: "hit_aware", "fifo", "priority", a registered name, or an
     `AdmissionPolicy`. A request that has waited `patience_s` is overtaken by nothing, unless it
     steps aside since nothing that runs can make room for it. One without a `deadline_s` that is

@@ -98,7 +98,7 @@ def test_the_console_script_is_that_command() -> None:
 def test_without_the_extra_serve_its_commands_say_in_one_line_what_to_install(
     missing: tuple[str, ...],
 ) -> None:
-    for command in (["serve"], ["worker", "decode"]):
+    for command in (["serve"], ["worker", "decode"], ["demo"]):
         ran = python(
             f"from prefixkv.cli.main import run_command as r; print(r({command}))", missing
         )

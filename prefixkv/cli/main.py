@@ -4,20 +4,17 @@ their command."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from collections.abc import Sequence
 from enum import StrEnum
-from inspect import Parameter, Signature
+from inspect import cleandoc, getdoc
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated
 
 import typer
 
-from prefixkv import PrefixKVError
-from prefixkv.cli.options import DemoOptions
 from prefixkv.cli.replay import replay
-from prefixkv.cli.serve import add_commands
-from prefixkv.spi import CallerError, CapacityError
+from prefixkv.cli.serve import add_commands, check_packages
+from prefixkv.errors import CallerError, CapacityError, PrefixKVError, check_range
 
 app = typer.Typer(
     name="prefixkv",
@@ -36,52 +33,31 @@ class Cache(StrEnum):
 app.command()(replay)
 
 
+@app.command()
 def demo(
-    cache: Cache = Cache.both,
-    model: bool = True,
-    json: Path | None = None,
-    plot: Path | None = None,
-    **chosen: Any,
+    seed: Annotated[int, typer.Option(help="Seed of the weights and of the chats.")] = 1,
+    cache: Annotated[
+        Cache, typer.Option(help="Decode's prefix cache; prefill's own is always on.")
+    ] = Cache.both,
+    json: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write all figures to FILE.")
+    ] = None,
 ) -> int:
-    """Multi-turn workloads over real NIXL between two processes, with decode's prefix cache on and
-    off.
+    """Chat with a small model over two processes and NIXL, decode's prefix cache on and off.
 
-    First chats with a small model of random weights: every answer is compared with transformers',
-    and one conversation is shown turn by turn. Then a stand-in engine with real bytes: every KV
-    byte is verified in a first pass; then the request rate that either side can sustain is
-    measured, and the latencies at 0.7 of what it is without the cache.
+    The model has random weights. Every answer is compared with that of transformers, and one
+    conversation is shown turn by turn.
     """
-    options = DemoOptions(**chosen)
+    check_range("--seed", seed, 0, 2**63 - 1)
+    check_packages()
     from rich.console import Console
 
-    from prefixkv.cli.demo import run
+    from prefixkv.cli.chats.command import run
 
     caches = {Cache.on: (True,), Cache.off: (False,), Cache.both: (True, False)}[cache]
-    return run(options, caches, Console(), json_path=json, plot_path=plot, model=model)
+    return run(seed, caches, Console(), json)
 
 
-def _parameters() -> Iterator[Parameter]:
-    """What `demo` takes on the command line: every field of DemoOptions, and four of its own."""
-    kinds = get_type_hints(DemoOptions)
-    for option in fields(DemoOptions):
-        more = {name: value for name, value in option.metadata.items() if name != "bounds"}
-        yield _parameter(option.name, kinds[option.name], option.default, **more)
-    about = "Decode's prefix cache; prefill's own is always on."
-    yield _parameter("cache", Cache, Cache.both, help=about)
-    about = "Begin with the chats; --seed and --cache are for them as well."
-    yield _parameter("model", bool, True, help=about)
-    file = {"kind": Path | None, "default": None, "metavar": "FILE"}
-    yield _parameter("json", **file, help="Write all figures to FILE.")
-    yield _parameter("plot", **file, help="Plot the TTFT distributions.")
-
-
-def _parameter(name: str, kind: Any, default: Any, **more: Any) -> Parameter:
-    shown = Annotated[kind, typer.Option(**more)]
-    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=shown)
-
-
-demo.__signature__ = Signature([*_parameters()])  # type: ignore[attr-defined]
-app.command()(demo)
 add_commands(app)
 
 
@@ -91,7 +67,8 @@ def run_command(arguments: Sequence[str]) -> int:
 
 
 def run_app(app: typer.Typer, program: str, arguments: Sequence[str]) -> int:
-    """The same for any Typer application; `program` begins each message."""
+    """Run any Typer application like that; `program` begins each message."""
+    _join_lines(app)
     try:
         status = app(args=list(arguments), prog_name=program, standalone_mode=False)
     except (CallerError, CapacityError) as error:
@@ -109,6 +86,16 @@ def run_app(app: typer.Typer, program: str, arguments: Sequence[str]) -> int:
     if status == 130:  # how Typer passes on a KeyboardInterrupt
         return _say(program, "interrupted", status)
     return status if isinstance(status, int) else 0
+
+
+def _join_lines(app: typer.Typer) -> None:
+    """Give every paragraph of the commands' help one line: Typer keeps the docstring's breaks."""
+    for command in app.registered_commands:
+        paragraphs = cleandoc(command.help or getdoc(command.callback) or "").split("\n\n")
+        command.help = "\n\n".join(" ".join(one.split()) for one in paragraphs)
+    for group in app.registered_groups:
+        if group.typer_instance is not None:
+            _join_lines(group.typer_instance)
 
 
 def _say(program: str, message: object, status: int) -> int:

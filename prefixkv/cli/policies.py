@@ -1,25 +1,38 @@
-"""Eviction policies on the command line: a name, or a name with settings."""
+"""Eviction policies on the command line: a name, or the class of a module, each with settings."""
 
 from __future__ import annotations
 
-from inspect import signature
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from inspect import Parameter, isabstract, signature
 from typing import Any
 
-from prefixkv.spi import ConfigError, Policy, make_policy
+from prefixkv.cache.eviction.policy import Policy, make_policy, policy_names
+from prefixkv.errors import ConfigError
 
 
 def policy_of(text: str) -> Policy:
-    """A new policy object of `NAME` or `NAME:setting=value:setting=value`.
+    """Make a policy object of `NAME` or `MODULE:CLASS`; `:setting=value` may follow, repeatedly.
+
+    A module is looked for in the current folder too.
 
     Raises:
-        ConfigError: an unknown name or setting, a value that is no number or out of its bounds.
+        ConfigError: an unknown name, module, class or setting; a class that is no policy; a value
+            that is no number or out of its bounds.
 
     >>> policy_of("adaptive:trust=5:half_life_s=600").half_life_s
     600
     """
     name, *pairs = text.split(":")
-    plain = make_policy(name)
-    known = list(signature(type(plain)).parameters)
+    if pairs and "=" not in pairs[0] and name not in policy_names():
+        name = f"{name}:{pairs.pop(0)}"
+        kind = _class_of(name)
+    else:
+        kind = type(make_policy(name))
+    known = signature(kind).parameters
     settings: dict[str, Any] = {}
     for pair in pairs:
         setting, _, value = pair.partition("=")
@@ -30,4 +43,37 @@ def policy_of(text: str) -> Policy:
             settings[setting] = int(value) if value.isdecimal() else float(value)
         except ValueError:
             raise ConfigError(f"policy {text!r}: {setting} is no number") from None
-    return type(plain)(**settings) if settings else plain
+    for setting, parameter in known.items():
+        if parameter.default is Parameter.empty and setting not in settings:
+            raise ConfigError(f"policy {text!r}: {name} needs a value for {setting}")
+    return kind(**settings)
+
+
+def _class_of(name: str) -> type[Policy]:
+    """Import the class of `MODULE:CLASS`. Raises ConfigError if it cannot serve as a policy."""
+    module, _, kind = name.partition(":")
+    try:
+        with _current_folder():
+            found = getattr(import_module(module), kind, None)
+    except (ImportError, ValueError, TypeError) as error:  # the latter two of a name like ".."
+        why = f"module {module!r} cannot be imported: {error}"
+        raise ConfigError(f"policy {name!r}: {why}") from None
+    if found is None:
+        raise ConfigError(f"policy {name!r}: module {module!r} has no class {kind!r}")
+    if not isinstance(found, type) or not issubclass(found, Policy):
+        raise ConfigError(f"policy {name!r}: {kind!r} is no class derived from prefixkv's Policy")
+    if isabstract(found):
+        lacks = ", ".join(sorted(found.__abstractmethods__))
+        raise ConfigError(f"policy {name!r}: {kind!r} does not define {lacks}")
+    return found
+
+
+@contextmanager
+def _current_folder() -> Iterator[None]:
+    """Import from the current folder as well, which a console script does not do by itself."""
+    folder = os.getcwd()
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)

@@ -59,7 +59,7 @@ def _worker(role: str) -> Callable[..., int]:
     """Return the function that runs a worker of this role."""
 
     def run(config: Path | None, **options: Any) -> int:
-        _check_extra()
+        check_packages()
         loaded: Any = load(KINDS[role], config, os.environ, options)
         # Imported after the settings are checked: it loads the worker's modules.
         from prefixkv.serving.process import run_worker
@@ -74,8 +74,7 @@ def _serve(config: Path | None, **options: Any) -> int:
 
     Without MODEL, a small model with random weights answers, in words without meaning.
     """
-    _check_extra()
-    # Workers' settings in the file are checked here, before any worker starts with them.
+    check_packages()
     tables: dict[str, dict[str, Any]] = {}
     for role, table in (read_toml(config).get(TABLE, {}) if config else {}).items():
         if role not in KINDS or not isinstance(table, dict):
@@ -104,7 +103,7 @@ def _proxy(
     server as its URL and its connector's name: http://127.0.0.1:8100=tcp://127.0.0.1:14579,
     http://127.0.0.1:8200=decode-0. In a file they are the lists `prefill` and `decode`.
     """
-    _check_extra(with_model=False)
+    check_packages(with_model=False)
     tables = read_toml(config) if config else {}
     given = {"prefill": prefill, "decode": decode}
     # Servers on the command line replace those of the file, role by role.
@@ -125,8 +124,8 @@ def _texts(value: Any, where: str) -> list[str]:
     return value
 
 
-def _check_extra(*, with_model: bool = True) -> None:
-    """Raise ConfigError if the packages for serving are missing."""
+def check_packages(*, with_model: bool = True) -> None:
+    """Raise ConfigError if the packages that serving needs are not installed."""
     try:
         check_extra(with_model=with_model)
     except ImportError as error:

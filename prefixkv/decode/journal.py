@@ -41,7 +41,7 @@ class DecodeJournal(Journal):
         counters = self.counters
         counters["admitted"] += 1
         counters["prompt_tokens"] += req.fill_len
-        counters["hit_tokens"] += req.prefix_len
+        counters["skipped_tokens"] += req.prefix_len
         if shared_tokens:
             counters["shared_flights"] += 1
             counters["shared_tokens"] += shared_tokens

@@ -32,7 +32,7 @@ E = TypeVar("E", bound=RoomEvent)  # events of rooms, for the scheduler
 
 COUNTERS = (
     "aborts_of_unknown", "control_errors", "failed", "frames_dropped", "frames_failed",
-    "handshakes_refused", "hit_tokens", "peers_proved_dead", "peers_unreachable", "prompt_tokens",
+    "handshakes_refused", "peers_proved_dead", "peers_unreachable", "prompt_tokens",
 )  # fmt: skip
 
 

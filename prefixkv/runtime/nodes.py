@@ -52,11 +52,12 @@ from prefixkv.settings import check_kind
 _DECODE_COUNTERS = (
     *COUNTERS, "aborted", "admitted", "finished", "flight_fallbacks", "flights_adopted",
     "quarantined_pages", "record_lost", "recorded", "refused", "retracted",
-    "retries", "shared_flights", "shared_tokens", "tags_dropped", "transferred", "transfers_failed",
+    "retries", "shared_flights", "shared_tokens", "skipped_tokens", "tags_dropped", "transferred",
+    "transfers_failed",
 )  # fmt: skip
 _PREFILL_COUNTERS = (
-    *COUNTERS, "bytes_sent", "decode_hit_tokens", "followed", "overtaken", "refused_by_peers",
-    "sent", "staging_bytes_staged", "staging_pieces_written", "writes_done",
+    *COUNTERS, "bytes_sent", "decode_hit_tokens", "followed", "hit_tokens", "overtaken",
+    "refused_by_peers", "sent", "staging_bytes_staged", "staging_pieces_written", "writes_done",
     "writes_drained_by_renewal", "writes_failed",
 )  # fmt: skip
 
@@ -309,18 +310,15 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         self._tell()
 
     def stats(self) -> dict[str, int]:
-        """Return counters, and pages by state; see `Node.stats`.
-
-        `hit_tokens` is the former name of `skipped_tokens`: it counts tokens on their way with
-        another's flight too, `DecodeRequest.hit_tokens` does not.
-        """
+        """Counters, and pages by state. `skipped_tokens` counts tokens on their way with another's
+        flight too, `DecodeRequest.hit_tokens` does not."""
         stats = super().stats()
         if (recorder := self._recorder) is not None:
             stats |= {"recorded": recorder.recorded, "record_lost": recorder.lost}
         waiting = self.scheduler.waiting
         stats |= {f"aside_{why}": num for why, num in waiting.aside().items()}
         stats |= {f"stepped_aside_{why}": num for why, num in waiting.stepped_aside.items()}
-        return {**stats, "skipped_tokens": stats["hit_tokens"]}
+        return stats
 
     def take_log(self) -> bytes:
         """Return what the other tensor-parallel ranks have to apply, for the engine to broadcast

@@ -1,7 +1,8 @@
 """A decode and a prefill worker in one process, over real NIXL, with an engine that has no model.
 
-`StandInPrefill` replaces prefill's engine where its bytes matter and its model does not: in the
-demo, and in a `NodePair`, where the caller drives the decode side as its own engine would.
+`StandInPrefill` is prefill's engine wherever its bytes matter and its model does not: in
+`benchmarks/stand_in`, and in a `NodePair`, whose decode side the caller drives as its own engine
+would.
 """
 
 from __future__ import annotations

@@ -90,9 +90,9 @@ def stand_in_table() -> list[str]:
 def demos_table() -> list[str]:
     rows = []
     for name, what in {
-        "demo": "16 layers, 64 KiB a token",
-        "demo_layers32": "32 layers, 128 KiB a token",
-        "demo_trace": "500 requests of a trace that hardly repeats, 64 KiB a token",
+        "stand_in": "16 layers, 64 KiB a token",
+        "stand_in_layers32": "32 layers, 128 KiB a token",
+        "stand_in_trace": "500 requests of a trace that hardly repeats, 64 KiB a token",
     }.items():
         demo = result(name)
         on, off = demo["runs"]["cache_on"], demo["runs"]["cache_off"]
@@ -104,7 +104,7 @@ def demos_table() -> list[str]:
         ))  # fmt: skip
     return [
         *head(
-            "demo",
+            "stand-in engine",
             "file",
             "hit rate",
             "TTFT P50, cache on / off",
@@ -126,7 +126,7 @@ def parts_table() -> list[str]:
 
 
 WHOSE = {
-    "demo": "the demo's own",
+    "demo": "the stand-in's own",
     "copy": "NIXL's",
     "calls": "a call of the engine's",
     "hands": "handing on",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.engine_turns import CHATS, WORDS, others
-from prefixkv.cli.workload import chat
+from prefixkv.cli.chats.workload import chat
 
 
 def test_passes_share_lengths_and_the_system_prompt_and_nothing_else() -> None:

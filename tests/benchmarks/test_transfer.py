@@ -9,7 +9,7 @@ import pytest
 from benchmarks import claim_prepare, claims, pair, transfer
 from benchmarks.__main__ import run
 from benchmarks.pair import Claim, Watch, run_pair, turn_about
-from prefixkv.cli.workers import WorkerError
+from benchmarks.stand_in.workers import WorkerError
 from prefixkv.errors import OutOfPagesError
 from prefixkv.pages.manager import PageManager
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from benchmarks.policies.gated import Gated
 from prefixkv.cache.radix_cache import RadixCache
 
 
 def small():
-    cache = RadixCache(page_size=2, policy="gated")
+    cache = RadixCache(page_size=2, policy=Gated())
     cache.insert([1, 1, 2, 2, 3, 3], range(3))
     cache.insert([1, 1, 2, 2, 4, 4], [0, 1, 9], namespace=None)
     cache.lock(cache.match_prefix([1, 1, 2, 2]))

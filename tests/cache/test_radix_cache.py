@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+import benchmarks.policies.gated  # noqa: F401  makes it known by name
 from prefixkv.cache.events import Cleared, Inserted, TakenOut
 from prefixkv.cache.eviction.plain import LeastRecentlyUsed
 from prefixkv.cache.eviction.policy import Use, policy_names

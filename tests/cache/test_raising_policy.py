@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from prefixkv.cache.eviction.gated import Gated
+from benchmarks.policies.gated import Gated
 from prefixkv.cache.eviction.plain import LeastRecentlyUsed
 from prefixkv.cache.eviction.policy import Policy, Use
 from prefixkv.cache.eviction.queues import LeafHeap, Rank

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from prefixkv.cli.chats.command import compare, missing
+from prefixkv.cli.chats.command import compare
 from prefixkv.cli.chats.play import Played, Words, play
 from prefixkv.cli.chats.report import ChatsReport
 from prefixkv.cli.chats.workers import Answer, ModelWorkerError
-from prefixkv.cli.report import Report
-from prefixkv.cli.workload import Run, Turn, Workload, chat
+from prefixkv.cli.chats.workload import Run, Turn, Workload, chat
 
 WORDS = Words(10, 20, system=1, user=2, assistant=3, stop=4)
 
@@ -111,16 +110,14 @@ def test_every_answer_is_compared_and_each_prompt_asked_once():
     assert reference.asked == [(100, 4), (120, 4)]
     assert report.wrong == {True: 0, False: 1}
     assert report.complaints() == ["chats, cache_off: 1 answers are not what generate() says"]
-    whole = Report({}, chats=report)
-    assert whole.complaints() == report.complaints()
     report.left.append("chats, cache on: 2 pages left held on prefill")
-    assert len(whole.complaints()) == 2
+    assert len(report.complaints()) == 2
 
 
 def test_figures_and_the_last_conversation_are_those_of_the_answers():
     report = both()
     report.wrong = {True: 0, False: 0}
-    found = json.loads(json.dumps(Report({}, chats=report).as_json()))["chats"]
+    found = json.loads(json.dumps(report.as_json()))
     on, off = found["runs"]["cache_on"], found["runs"]["cache_off"]
     assert (on["requests"], on["prompt_tokens"], on["answer_tokens"]) == (2, 220, 3)
     assert (on["hit_tokens"], on["computed_tokens"], on["sent_tokens"]) == (96, 76, 60)
@@ -139,12 +136,3 @@ def test_figures_and_the_last_conversation_are_those_of_the_answers():
         assert shown in text
     del report.played[False]
     assert report.as_json()["ratios"] == {"ttft_p50": None, "bytes_sent": None}
-
-
-def test_without_the_packages_it_says_so_in_a_line(monkeypatch):
-    assert missing() == ""
-    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
-    why = missing()
-    assert "transformers" in why
-    assert "pip install 'prefixkv[serve]'" in why
-    assert "\n" not in why

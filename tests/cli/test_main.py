@@ -17,21 +17,14 @@ from prefixkv.cli.main import run_command
         ("nonsense", "nonsense"),
         ("demo --nonsense", "--nonsense"),
         ("demo --seed one", "--seed"),
-        ("demo --dtype", "--dtype"),
+        ("demo --seed -1", "--seed"),
+        ("demo --no-model", "--no-model"),
         ("demo --cache perhaps", "perhaps"),
-        ("demo --layers 0", "--layers is 0, must be in [1, 1048576]"),
-        ("demo --decode-pages 3", "--decode-pages is 3, at least"),
-        ("demo --trace {tmp}/none.jsonl", "none.jsonl: No such file"),
-        ("demo --trace {tmp}/bad.jsonl", "bad.jsonl, line 1: "),
-        ("demo --trace {tmp}", "Is a directory"),
         ("demo --json {tmp}/no/out.json", "--json is"),
         ("demo --json {tmp}", "--json is"),
-        ("demo --plot {tmp}/out.nonsense", "--plot is"),
-        ("demo --layers 100000", "bytes with their workers"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(arguments, why, tmp_path, capfd):
-    (tmp_path / "bad.jsonl").write_text('{"timestamp": 0}\n')
     assert run_command(arguments.format(tmp=tmp_path).split()) == 2
     out, err = capfd.readouterr()
     assert out == ""
@@ -41,12 +34,12 @@ def test_bad_input_is_one_line_and_status_2(arguments, why, tmp_path, capfd):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
-@pytest.mark.parametrize("command", ["demo --turns 1", "replay {tmp}/none.jsonl"])
+@pytest.mark.parametrize("command", ["demo", "replay {tmp}/none.jsonl"])
 def test_a_device_that_takes_nothing_is_one_line_and_status_1_before_the_run(
     command, tmp_path, capfd, monkeypatch
 ):
     monkeypatch.setattr("prefixkv.cli.replay.command.read_trace", None)  # not reached
-    monkeypatch.setattr("prefixkv.cli.demo.Workers", None)
+    monkeypatch.setattr("prefixkv.cli.chats.command.run_chats", None)
     words = [*command.format(tmp=tmp_path).split(), "--json", "/dev/full"]
     assert run_command(words) == 1
     assert capfd.readouterr() == ("", "prefixkv: --json is /dev/full: No space left on device\n")
@@ -69,13 +62,19 @@ def test_a_disk_that_is_full_after_the_run_is_one_line_and_status_1(tmp_path, ca
 def test_help_names_every_option(capfd):
     assert run_command(["demo", "--help"]) == 0
     out, _ = capfd.readouterr()
-    options = (
-        "seed conversations turns requests concurrency page-size layers kv-heads head-dim dtype "
-        "attention layout "
-        "prefill-pages decode-pages cache trace block-tokens json plot"
-    )
-    for option in options.split():
+    for option in ("seed", "cache", "json"):
         assert f"--{option} " in out
+
+
+def test_help_has_each_paragraph_on_one_line_of_a_wide_terminal(capfd, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "250")
+    assert run_command(["--help"]) == 0
+    rows = capfd.readouterr().out.partition("Commands")[2].splitlines()[1:-1]
+    names = [row.strip(" │").partition(" ")[0] for row in rows if row.strip(" │╰─╯")]
+    assert names == ["replay", "demo", "serve", "proxy", "worker"]
+    assert run_command(["demo", "--help"]) == 0
+    told = "Every answer is compared with that of transformers, and one conversation is shown"
+    assert told in capfd.readouterr().out
 
 
 def test_loading_it_loads_neither_torch_nor_nixl():

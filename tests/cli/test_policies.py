@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
-from prefixkv.cli.options import DemoOptions
+from prefixkv.cache.eviction.policy import policy_names
 from prefixkv.cli.policies import policy_of
 from prefixkv.cli.replay import replay
 from prefixkv.errors import ConfigError
@@ -14,7 +15,7 @@ from prefixkv.errors import ConfigError
 
 def test_a_name_alone_has_the_default_settings() -> None:
     assert policy_of("lru").name == "lru"
-    assert policy_of("gated").fresh_s == 180.0
+    assert policy_of("adaptive").half_life_s == 900.0
 
 
 def test_settings_reach_the_object() -> None:
@@ -30,8 +31,53 @@ def test_settings_reach_the_object() -> None:
 def test_what_is_wrong_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         policy_of(text)
-    with pytest.raises(ConfigError):
-        DemoOptions(policy=text)
+
+
+OWN_POLICIES = """
+from prefixkv import Policy
+
+nothing = None
+
+class Half(Policy):
+    name = "half"
+
+class Whole(Policy):
+    name = "whole"
+
+    def __init__(self, size, share=0.5):
+        self.size, self.share = size, share
+
+    def mark(self, use):
+        return use.tick
+
+    def fold(self, upper, lower):
+        return max(upper, lower)
+
+    def last_tick(self, history):
+        return history
+"""
+
+
+def test_a_class_of_a_module_in_the_current_folder_is_a_policy(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_policies.py").write_text(OWN_POLICIES)
+    policy = policy_of("own_policies:Whole:size=3")
+    assert (type(policy).__name__, policy.size, policy.share) == ("Whole", 3, 0.5)
+    assert "whole" not in policy_names()
+    for text, why in (
+        ("no_policies:Whole", "module 'no_policies' cannot be imported: No module named"),
+        ("own_policies:None_", "module 'own_policies' has no class 'None_'"),
+        ("own_policies:nothing", "has no class 'nothing'"),
+        ("own_policies:OWN", "has no class 'OWN'"),
+        ("json:JSONDecoder", "'JSONDecoder' is no class derived from prefixkv's Policy"),
+        ("json:loads", "'loads' is no class derived from prefixkv's Policy"),
+        ("own_policies:Half", "'Half' does not define fold, last_tick, mark"),
+        ("own_policies:Whole", "needs a value for size"),
+        ("own_policies:Whole:size=3:width=4", "'width' is no setting of own_policies:Whole"),
+        (":Whole", "module '' cannot be imported"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(why)):
+            policy_of(text)
 
 
 def test_the_replay_tells_settings_apart(tmp_path) -> None:
@@ -43,9 +89,10 @@ def test_the_replay_tells_settings_apart(tmp_path) -> None:
         entry = {"timestamp": 2000 * turn, "input_length": 1536, "output_length": 1}
         lines.append(json.dumps(entry | {"hash_ids": ids}) + "\n")
     path.write_text("".join(lines), encoding="utf-8")
-    names = "gated:fresh_s=0:known_s=0,gated"
-    replay([path], policy=names, capacity="5", json_file=out)
+    plain = "benchmarks.policies.gated:Gated"
+    impatient = f"{plain}:fresh_s=0:known_s=0"
+    replay([path], policy=[impatient, plain], capacity="5", json_file=out)
     rows = json.loads(out.read_text(encoding="utf-8"))
     found = {row["policy"]: row["hit_tokens"] for row in rows if row["capacity_blocks"] == 5}
-    assert set(found) == set(names.split(","))
-    assert found["gated"] != found["gated:fresh_s=0:known_s=0"]
+    assert set(found) == {impatient, plain}
+    assert found[plain] != found[impatient]

@@ -12,6 +12,8 @@ from prefixkv.cache.eviction.policy import policy_names
 from prefixkv.cli.replay import OPTIMUM, read_trace, replay, replay_optimum, replay_policy
 from prefixkv.errors import ConfigError, TraceError
 
+OWN = "benchmarks.policies.gated:Gated:fresh_s=60"  # a policy that does not ship
+
 
 def write_trace(path, num_requests=400, seed=0):
     """Sessions that grow, a few at a time, in blocks of 512 tokens of which the last is partial."""
@@ -100,7 +102,7 @@ def test_a_trace_of_token_lists(tmp_path):
     path.write_text('[1, 1, 2, 2, 3]\n\n{"tokens": [1, 1, 2, 2, 4, 4], "timestamp": 5000}\n')
     trace = read_trace(path, page_size=2)
     assert [request.time_s for request in trace.requests] == [0.0, 5.0]
-    result = replay_policy(trace, "gated", 10)
+    result = replay_policy(trace, "gittins", 10)
     assert (result.block_hit_ratio, result.token_hit_ratio) == (2 / 5, 4 / 11)
 
 
@@ -142,8 +144,8 @@ def test_traces_that_cannot_be_read(tmp_path):
 @pytest.mark.parametrize(
     "options",
     [
-        {"policy": "newest"},
-        {"policy": ","},
+        {"policy": ["newest"]},
+        {"policy": [","]},
         {"capacity": "1,x"},
         {"capacity": "0"},
         {"warm": 1.0},
@@ -163,7 +165,7 @@ def test_the_command_writes_its_results(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     replay(
         [path],
-        policy=f"lru,gated,{OPTIMUM}",
+        policy=[f"lru,{OWN}", OPTIMUM],
         capacity="10,50",
         warm=0.5,
         queue=0,
@@ -173,7 +175,7 @@ def test_the_command_writes_its_results(tmp_path, capsys):
     results = json.loads((tmp_path / "r.json").read_text())
     chosen = results[-1]["policy"]
     assert [(row["policy"], row["capacity_blocks"]) for row in results] == [
-        ("lru", 10), ("gated", 10), ("optimum", 10), ("lru", 50), ("gated", 50), ("optimum", 50),
+        ("lru", 10), (OWN, 10), ("optimum", 10), ("lru", 50), (OWN, 50), ("optimum", 50),
         (chosen, 25), (chosen, 100),
     ]  # fmt: skip
     assert set(results[0]) == {
@@ -182,4 +184,4 @@ def test_the_command_writes_its_results(tmp_path, capsys):
     }  # fmt: skip
     assert {row["requests"] for row in results} == {30}
     assert (tmp_path / "r.png").stat().st_size > 1000
-    assert "gated" in capsys.readouterr().out
+    assert OWN in capsys.readouterr().out

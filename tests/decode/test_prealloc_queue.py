@@ -122,7 +122,7 @@ def test_what_is_promised_skips_the_prefix_and_names_the_new_pages() -> None:
         )
     ]  # fmt: skip
     assert (req.state, req.prefix_len, len(req.pages)) == (DecodeState.PREALLOCATED, 8, 3)
-    assert desk.scheduler.counters["hit_tokens"] == 8
+    assert desk.scheduler.counters["skipped_tokens"] == 8
 
 
 def test_a_prompt_that_is_cached_whole_promises_no_page_and_still_opens_its_room() -> None:

@@ -26,7 +26,7 @@ def test_nothing_is_left_after_a_storm() -> None:
         "flight_fallbacks",
         "transfers_failed",
         "aborted",
-        "hit_tokens",
+        "skipped_tokens",
     ):
         assert totals[what], (what, totals)
 

@@ -19,7 +19,7 @@ def test_what_is_said_is_what_is_meant() -> None:
             "name": "decode-3",
             "join_flights": False,
             "recompute_below": 64,
-            "policy": "gated",
+            "policy": "gittins",
             "control": {
                 "transfer_timeout_s": 5,
                 "curve": {"public_key": "p" * 40, "secret_key": "s" * 40},
@@ -42,7 +42,7 @@ def test_what_is_said_is_what_is_meant() -> None:
     [
         ({}, 'no "name"'),
         ({"name": ""}, 'no "name"'),
-        ({"name": "d", "polcy": "gated"}, "has polcy; known are"),
+        ({"name": "d", "polcy": "gittins"}, "has polcy; known are"),
         ({"name": "d", "recompute_below": -1}, "recompute_below is -1"),
         ({"name": "d", "join_flights": "yes"}, "join_flights is 'yes'"),
         ({"name": "d", "control": 5}, "control is 5"),

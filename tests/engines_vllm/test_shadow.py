@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from prefixkv.cache.eviction.gated import Gated
+from benchmarks.policies.gated import Gated
 from prefixkv.engines.vllm.scheduler import SchedulerSide
 from prefixkv.engines.vllm.shadow import Shadow
 from tests.engines_vllm.standin import BlockPool, Request, options

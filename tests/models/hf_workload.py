@@ -84,7 +84,7 @@ def run_round(
         stats = world.decode.stats()
         for name in ("retractions", "shared_flights", "evicted_pages", "blocked_steps"):
             found.counts[name] = found.counts.get(name, 0) + stats[name]
-        found.hit_tokens += stats["hit_tokens"]
+        found.hit_tokens += stats["skipped_tokens"]
         world.at_rest()
     for answer in world.answers:
         compare(answer, model, reference, found)

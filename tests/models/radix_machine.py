@@ -15,9 +15,9 @@ from hypothesis.stateful import (
     rule,
 )
 
+from benchmarks.policies.gated import Gated
 from prefixkv.cache.events import NO_PARENT, Cleared, EventFeed, Removed, Stored, page_key
 from prefixkv.cache.eviction.adaptive import Adaptive
-from prefixkv.cache.eviction.gated import Gated
 from prefixkv.cache.eviction.gittins import Gittins
 from prefixkv.cache.eviction.plain import ByPriority
 from prefixkv.cache.eviction.policy import make_policy

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from prefixkv.cache.eviction.gated import Gated
-from prefixkv.cache.eviction.policy import policy_names, register_policy
+from benchmarks.policies.gated import Gated
+from prefixkv.cache.eviction.policy import policy_names, register
 from prefixkv.config import DecodeConfig
 from prefixkv.decode.admission import DEFAULT_ADMISSION, admission_names
 from prefixkv.decode.lanes import Lanes

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+import benchmarks.policies.gated  # noqa: F401  makes it known by name
 from prefixkv.config import DecodeConfig
 from prefixkv.decode.lanes import Lanes
 from prefixkv.decode.request import DecodeRequest, DecodeState

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
+import benchmarks.policies.gated  # noqa: F401  makes it known by name
 from prefixkv.cache.eviction.adaptive import Adaptive
 from prefixkv.cache.eviction.policy import policy_names
 from prefixkv.cache.radix_cache import RadixCache

@@ -154,7 +154,7 @@ def test_many_at_once_in_a_small_pool(make_pair: MakePair) -> None:
     assert stats["retracted"] > 0
     assert stats["retracted"] == len(pair.d.retracted)
     assert stats["finished"] == 14
-    assert stats["hit_tokens"] > 14 * 8
+    assert stats["skipped_tokens"] > 14 * 8
     for rid in rids:  # nothing was sampled twice, nor left out, by a retraction
         tokens = pair.d.prompts[rid]
         for token in pair.d.outputs[rid]:
@@ -396,7 +396,7 @@ def test_stats_and_peers(pair: NodePair) -> None:
     pair.until(lambda: "r" in pair.d.running)
     stats = pair.decode.stats()
     wanted = {
-        "admitted": 1, "prompt_tokens": 10, "hit_tokens": 0, "transferred": 1, "requests": 1,
+        "admitted": 1, "prompt_tokens": 10, "skipped_tokens": 0, "transferred": 1, "requests": 1,
         "rooms": 0, "locks": 1, "protected_pages": 2, "evictable_pages": 0, "pages_cached": 2,
         "pages_owned": 1, "pages_free": 61, "pages_held": 0, "pages_quarantined": 0,
         "evicted_pages": 0,

@@ -288,7 +288,7 @@ def test_a_nodes_record_replays_to_the_hits_it_had(tmp_path):
         pair.check_at_rest()
         pair.until(lambda: decode.stats()["recorded"] == 6)
         assert decode.stats()["record_lost"] == 0
-        had = decode.stats()["hit_tokens"]
+        had = decode.stats()["skipped_tokens"]
         node_bytes = decode.pool.layout.kv_bytes_per_token
     assert "prefixkv-record" not in {thread.name for thread in threading.enumerate()}
     trace = read_trace(path)

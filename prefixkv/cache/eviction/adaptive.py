@@ -14,9 +14,11 @@ their own, by their number and by how often paths have parted there, and it is c
 time that happens again. Evicted pages leave ghosts (`ghosts.py`), so that a return is seen although
 the pages are gone.
 
-Among chats, where few return, this keeps what was seen twice and lets the newest go first, like
-`gated`; among agents, where nearly all return, and in a large pool it behaves like `lru`; in a pool
-for fewer sessions than are active it keeps some of them whole, which `lru` does not.
+Among chats, where few return, this keeps what was seen twice and lets the newest go first;
+among agents, where nearly all return, and in a large pool it behaves like `lru`; and in a pool for
+fewer sessions than are active it keeps some whole, which `lru` does not.
+
+Evicted pages leave ghosts (`ghosts.py`), so that a return is seen although the pages are gone.
 
 Source: the index of Gittins (1979), see `hazards.py`; classes by use count, and a bounded memory of
 what was evicted, as in 2Q (Johnson and Shasha, 1994).

@@ -1,9 +1,10 @@
-"""The demo's chats with a model: makes it, starts its workers, plays a workload with decode's cache
-on and off, and compares every answer with what transformers generates by itself."""
+"""`prefixkv demo`: make a model, start its workers, play a workload with decode's cache on and off,
+and compare every answer with that of transformers by itself."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -11,10 +12,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from prefixkv.cli.report import CACHE_NAMES, machine, times
-from prefixkv.cli.workload import Workload, chat
+from prefixkv.cli.chats.workload import Workload, chat
+from prefixkv.cli.figures import CACHE_NAMES, machine, times
+from prefixkv.cli.outputs import check_writable, write_text
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from prefixkv.cli.chats.play import Words
     from prefixkv.cli.chats.report import ChatsReport
     from prefixkv.cli.chats.workers import ModelWorkers
@@ -48,21 +52,31 @@ _DEFINITIONS: Final = {
 }
 
 
-def missing() -> str:
-    """Return why the model part cannot be run, in one line; empty if it can."""
-    from prefixkv.serving import check_extra
+def run(seed: int, caches: Sequence[bool], console: Console, json_path: Path | None) -> int:
+    """Run the whole command. Returns its exit status: 0, or 1 if anything is wrong with a pass.
 
-    try:
-        check_extra()
-    except ImportError as error:
-        return f"the model part is left out: {error}"
-    return ""
+    Raises: ConfigError before anything is started; ModelWorkerError, WorkerFailedError.
+    """
+    check_writable("--json", json_path)
+
+    def print_it(what: Any) -> None:
+        console.print(what, highlight=False)
+
+    report = run_chats(seed, caches, print_it)
+    show(report, print_it)
+    if json_path is not None:
+        found = json.dumps(report.as_json(), indent=2, allow_nan=False)
+        write_text("--json", json_path, found + "\n")
+    complaints = report.complaints()
+    for complaint in complaints:
+        print_it(f"WRONG: {complaint}")
+    return 1 if complaints else 0
 
 
 def run_chats(
     seed: int, caches: Sequence[bool], say: Say, chats: Mapping[str, int] = CHATS
 ) -> ChatsReport:
-    """Run the whole part.
+    """Play the chats on workers of their own and compare the answers.
 
     Args:
         seed: of the model's weights and of the workload.
@@ -86,7 +100,7 @@ def run_chats(
         small_tokenizer().save(str(path / "tokenizer.json"))
         say(
             f"a Llama of {parameters / 1e6:.1f} million random parameters, seed {seed}, "
-            f"{kv_bytes // 1024} KiB of KV a token: starting its workers"
+            f"{kv_bytes // 1024} KiB of KV per token: starting its workers"
         )
         report = asyncio.run(_played(path, caches, workload, say))
     # A number comes with its recipe: what is needed to measure it again.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from prefixkv.cli.chats.workers import Answer, ModelWorkers
-from prefixkv.cli.workload import Run, Seconds, Turn, Workload
+from prefixkv.cli.chats.workload import Run, Seconds, Turn, Workload
 
 Spell = Callable[[Turn, bool], list[int]]
 """Function that returns the tokens of a turn's text; its second argument is True for the first

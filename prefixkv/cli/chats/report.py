@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from prefixkv.cli.chats.play import Played
 from prefixkv.cli.chats.workers import Answer
-from prefixkv.cli.report import CACHE_NAMES, less, milliseconds, percent, quantiles, ratio
+from prefixkv.cli.figures import CACHE_NAMES, less, milliseconds, percent, quantiles, ratio
 
 if TYPE_CHECKING:
     from rich.table import Table

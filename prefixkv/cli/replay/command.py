@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 from rich.console import Console
@@ -30,6 +30,7 @@ from prefixkv.cli.replay.run import ReplayResult, replay_policy
 from prefixkv.cli.replay.trace import Trace, footprint, mix
 from prefixkv.spi import DEFAULT_POLICY, ConfigError, check_range, policy_names
 
+ALL: Final = "all"
 LAYOUT = "{:<22.22} {:<10} {:>9} {:>7} {:>7} {:>10} {:>9} {:>7}"
 
 
@@ -65,63 +66,65 @@ def replay(
     traces: Annotated[
         list[Path],
         typer.Argument(
-            help="What a node has recorded, Mooncake JSONL, Dynamo's agentic Mooncake, a JSONL of "
+            help="Recordings of a node, Mooncake JSONL, Dynamo's agentic Mooncake, a JSONL of "
             "token lists, or agents' sessions (a file, a JSONL or a folder of *.json)."
         ),
     ],
     policy: Annotated[
-        str,
+        list[str] | None,
         typer.Option(
-            help="Names, by commas, with settings if any (adaptive:half_life_s=600:trust=30); all: "
-            "every registered one and the optimum."
+            help="Policies, separated by commas, with settings if any (adaptive:trust=30), or one "
+            "of your own (MODULE:CLASS); repeatable. all: every policy and the optimum.",
+            show_default="all",
         ),
-    ] = "all",
+    ] = None,
     capacity: Annotated[
-        str, typer.Option(help="Blocks, by commas; by default from 1/64 of the trace's own to all.")
+        str, typer.Option(help="Sizes in blocks, by commas; default: 1/64 of the trace to all.")
     ] = "",
     pool: Annotated[
         int | None,
         typer.Option(
-            help="The pool that you have, blocks: what half and twice of it would bring. By "
-            "default the middle capacity."
+            help="Your pool in blocks: half and twice of it are replayed too. By default the "
+            "middle capacity."
         ),
     ] = None,
     bytes_per_token: Annotated[
-        int | None, typer.Option(help="Bytes of KV a token, to tell what is saved in bytes.")
+        int | None, typer.Option(help="Bytes of KV per token, to show savings in bytes.")
     ] = None,
     warm: Annotated[
-        float, typer.Option(help="Count hits after this share of the requests only.")
+        float, typer.Option(help="Share of the requests that only warm the cache.")
     ] = 0.0,
-    queue: Annotated[int, typer.Option(help="So many next requests count as waiting.")] = 0,
+    queue: Annotated[int, typer.Option(help="How many next requests count as waiting.")] = 0,
     hints: Annotated[
         float | None,
         typer.Option(
-            help="Clients say whether their conversation comes back within so many minutes."
+            help="Let clients say whether their conversation comes back within this many minutes."
         ),
     ] = None,
     hints_wrong: Annotated[
-        float, typer.Option(help="This share of them, drawn with a seed, says the opposite.")
+        float, typer.Option(help="Share of these clients that say the opposite.")
     ] = 0.0,
     mixed: Annotated[
-        bool, typer.Option("--mix", help="Replay all traces at once, by time; they share nothing.")
+        bool, typer.Option("--mix", help="Replay all traces as one, by time; they share nothing.")
     ] = False,
-    requests: Annotated[int | None, typer.Option(help="Read so many only.")] = None,
-    page_size: Annotated[int, typer.Option(help="Tokens a block, for token lists.")] = 16,
-    block_tokens: Annotated[int, typer.Option(help="Tokens a hash id stands for.")] = 512,
+    requests: Annotated[
+        int | None, typer.Option(help="How many requests to read; by default all.")
+    ] = None,
+    page_size: Annotated[int, typer.Option(help="Tokens per block, for token lists.")] = 16,
+    block_tokens: Annotated[int, typer.Option(help="Tokens per hash id.")] = 512,
     spread: Annotated[
         float, typer.Option(help="Hours over which the starts of agents' sessions are spread.")
     ] = SPREAD_S / 3600,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write a list of results there.")
+        Path | None, typer.Option("--json", help="Write the results to this file.")
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw miss-ratio curves there (needs matplotlib).")
+        Path | None, typer.Option(help="Draw miss-ratio curves to this file; needs matplotlib.")
     ] = None,
 ) -> None:
-    """Replay recorded traces through the cache: hit rate by policy and capacity, the optimum that
-    no policy exceeds, and a recommendation."""
-    # Everything that can be refused is refused here, before minutes of replay.
-    policies = _policies(policy)
+    """How often the cache would have hit, by policy and capacity, and how often any cache could
+    have; which policy to take, and what half or twice the memory would bring."""
+    policies = _policies(policy or [ALL])
     given = _capacities(capacity) if capacity else []
     for setting, value, low, high in (
         ("--warm", warm, 0, 0.99), ("--queue", queue, 0, 1_000_000),
@@ -220,21 +223,21 @@ def _row(result: ReplayResult, bytes_per_token: int) -> str:
     )  # fmt: skip
 
 
-def _policies(names: str) -> list[str]:
-    """Return the policies of `--policy`, each once. Raises ConfigError for one that is unknown or
-    has a wrong setting."""
-    if names == "all":
-        return [*policy_names(), OPTIMUM]
-    chosen = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
-    known = [*policy_names(), OPTIMUM]
+def _policies(given: list[str]) -> list[str]:
+    """List the policies that the values of `--policy` name. Raises ConfigError."""
+    every = [*policy_names(), OPTIMUM]
+    names = (name.strip() for text in given for name in text.split(","))
+    chosen: dict[str, None] = {}
+    for name in filter(None, names):
+        chosen |= dict.fromkeys(every if name == ALL else [name])
     for name in chosen:
-        if name.partition(":")[0] not in known:
-            raise ConfigError(f"--policy {name!r} is not one of {', '.join(known)}")
+        if name not in every and ":" not in name:
+            raise ConfigError(f"--policy {name!r} is not one of {', '.join(every)}")
         if name != OPTIMUM:
             policy_of(name)  # a setting that is wrong is refused before anything is replayed
     if not chosen:
         raise ConfigError("--policy names no policy")
-    return chosen
+    return [*chosen]
 
 
 def _capacities(sizes: str) -> list[int]:

@@ -14,11 +14,7 @@ from prefixkv.spi import DEFAULT_POLICY, ConfigError
 NOISE: Final = 0.02
 """Share of the hits, or of the misses, up to which a difference between two policies is noise."""
 
-_STYLES: Final[dict[str, dict[str, object]]] = {
-    OPTIMUM: {"color": "black", "linestyle": "--"},
-    DEFAULT_POLICY: {"linewidth": 2.5},
-}
-_PARTS: Final = (64, 32, 16, 8, 4, 2, 1)  # the footprint is divided by each
+_PARTS: Final = (64, 32, 16, 8, 4, 2, 1)
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+import benchmarks.policies.gated  # noqa: F401  makes it known by name
 from prefixkv.cache.eviction import hints
 from prefixkv.cache.eviction.hints import Hints
 from prefixkv.cache.eviction.policy import make_policy, policy_names

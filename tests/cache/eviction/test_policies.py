@@ -8,7 +8,6 @@ import random
 import pytest
 
 from prefixkv.cache.eviction.adaptive import Adaptive
-from prefixkv.cache.eviction.gated import Gated
 from prefixkv.cache.eviction.gittins import Gittins
 from prefixkv.cache.eviction.plain import ByPriority
 from prefixkv.cache.eviction.policy import Policy, make_policy, policy_names, register_policy
@@ -117,10 +116,10 @@ def test_a_user_writes_and_registers_a_policy():
 
 
 def test_a_policy_object_brings_its_own_settings_to_one_cache():
-    policy = Gated(fresh_s=60)
+    policy = Gittins(period=60)
     cache = RadixCache(policy=policy)
     assert cache.policy is policy is make_policy(policy)
-    with pytest.raises(ConfigError, match="'gated' serves a cache already"):
+    with pytest.raises(ConfigError, match="'gittins' serves a cache already"):
         RadixCache(policy=policy)
     with pytest.raises(ConfigError, match="policy 7 is not one of"):
         RadixCache(policy=7)
@@ -134,87 +133,11 @@ def test_settings_out_of_range_name_the_value():
         lambda: Gittins(period=0),
         lambda: Gittins(short_tokens=9, long_tokens=8),
         lambda: ByPriority(ttl_s=-1),
-        lambda: Gated(fresh_s=-1),
-        lambda: Gated(stride_blocks=0),
+        lambda: Gittins(stride_blocks=0),
         lambda: make_policy("newest"),
     ):
         with pytest.raises(ConfigError):
             build()
-
-
-# --- gated ----------------------------------------------------------------------------------------
-
-
-def gated(**settings):
-    small = {
-        "fresh_s": 100.0,
-        "known_s": 300.0,
-        "short_tokens": 2,
-        "block_tokens": 1,
-        "stride_blocks": 4,
-    }
-    return RadixCache(page_size=1, policy=Gated(**small | settings), pool_pages=1000)
-
-
-def test_one_shots_go_newest_first_and_what_is_known_stays():
-    cache = gated()
-    cache.insert([1] * 4, range(4), now_s=0.0)
-    cache.insert([1] * 4, range(4), now_s=1.0)  # seen again
-    cache.insert([2] * 4, range(10, 14), now_s=2.0)
-    cache.insert([3] * 4, range(20, 24), now_s=3.0)
-    assert sorted(cache.evict(4, 4.0).tolist()) == [20, 21, 22, 23]
-    assert sorted(cache.evict(4, 4.0).tolist()) == [10, 11, 12, 13]
-    assert sorted(cache.evict(4, 4.0).tolist()) == [0, 1, 2, 3]
-
-
-def test_without_a_clock_the_oldest_of_a_level_goes():
-    cache = gated()
-    for at in range(3):
-        cache.insert([at + 1] * 4, range(10 * at, 10 * at + 4))
-    cache.insert([1] * 4, range(4))  # seen again
-    assert sorted(cache.evict(4).tolist()) == [10, 11, 12, 13]
-    assert sorted(cache.evict(4).tolist()) == [20, 21, 22, 23]
-
-
-def test_what_nobody_used_for_too_long_goes_first_the_most_overdue_before_others():
-    cache = gated()
-    for at, when in enumerate((0.0, 50.0, 200.0)):
-        cache.insert([at + 1] * 4, range(10 * at, 10 * at + 4), now_s=when)
-    assert sorted(cache.evict(4, 201.0).tolist()) == [
-        0,
-        1,
-        2,
-        3,
-    ]  # overdue for 101 s, the next for 51 s
-    assert sorted(cache.evict(4, 201.0).tolist()) == [10, 11, 12, 13]
-
-
-def test_the_short_end_of_a_next_turn_is_known_a_long_one_is_not():
-    for added, first_to_go in ((2, [20, 21, 22, 23]), (3, [10, 11, 12])):
-        cache = gated()
-        cache.insert([1] * 4, range(4), now_s=0.0)
-        cache.insert([3] * 4, range(20, 24), now_s=1.0)
-        cache.insert([1] * 4 + [2] * added, [*range(4), *range(10, 10 + added)], now_s=2.0)
-        assert sorted(cache.evict(len(first_to_go), 3.0).tolist()) == first_to_go
-
-
-def test_what_was_evicted_is_known_when_it_comes_back_unless_forgotten():
-    for share, visits in (
-        (1.0, 2),
-        (0.003, 1),
-    ):  # ghosts may stand for 3 of 1,000 pages, or for all
-        cache = gated(ghosts=share)
-        cache.insert([1] * 6, range(6), now_s=0.0)
-        cache.evict(6, 0.0)
-        cache.insert([1] * 6, range(6), now_s=1.0)  # the second time
-        cache.insert([2] * 6, range(10, 16), now_s=2.0)
-        assert set(cache.evict(6, 3.0).tolist()) == set(range(10, 16))
-        assert [node.mark.visits for node in cache.nodes()] == [visits]
-        assert cache.policy.remembered.num_pages == (6 if visits == 2 else 0)
-        assert len(cache.evict(6, 4.0)) == 6
-        assert cache.policy.remembered.num_pages == (12 if visits == 2 else 0)
-        cache.reset()
-        assert cache.policy.remembered.num_pages == 0
 
 
 @pytest.mark.parametrize("clock", [0.0, 41.0])

@@ -20,6 +20,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
+import benchmarks.policies.gated  # noqa: F401  makes it known by name
 from prefixkv.engines.vllm import compat
 from prefixkv.engines.vllm.block_queue import GovernedQueue
 from prefixkv.engines.vllm.options import Options

@@ -61,7 +61,7 @@ class Pair:
         self._rooms = itertools.count(1)
         self._threads = ThreadPoolExecutor(32)
         self.prefill = self.start_prefill("prefill.log")
-        consumer = transfer_config("kv_consumer", "decode-0", free_port(), policy="gated")
+        consumer = transfer_config("kv_consumer", "decode-0", free_port(), policy="gittins")
         self.decode = Server(
             PYTHON,
             self.model,

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Final
 
+import benchmarks.policies.gated  # noqa: F401  makes it known by name
 from tests.models.liveness.arrivals import BLOCK, PATTERNS, Ask, arrivals, orders, prompts
 from tests.models.liveness.world import GROUPS, Case
 

@@ -128,8 +128,8 @@ def test_the_policy_is_prefixkvs_by_name_or_sglangs_option(
     built = context()
     built.params.eviction_policy = "lfu"
     assert create_tree_cache(built).tree.policy.name == "lfu"
-    monkeypatch.setenv("PREFIXKV_POLICY", "gated")
-    assert create_tree_cache(built).tree.policy.name == "gated"
+    monkeypatch.setenv("PREFIXKV_POLICY", "gittins")
+    assert create_tree_cache(built).tree.policy.name == "gittins"
     monkeypatch.setenv("PREFIXKV_POLICY", "newest")
     with pytest.raises(ConfigError, match="PREFIXKV_POLICY is 'newest'"):
         create_tree_cache(built)

@@ -9,6 +9,7 @@ from collections import Counter
 
 import pytest
 
+import benchmarks.policies.gated  # noqa: F401  makes it known by name
 from tests.engines.sglang.inside.desk import Desk, Request
 
 NAMESPACES = [(None, None)] * 6 + [("lora", None), (None, "tenant"), ("lora", "tenant")]

@@ -1,128 +1,35 @@
-"""What the demo's clients send: seeded chats and replayed traces, as runs of tokens that are made
-on demand.
+"""The stand-in's clients: they send seeded chats, or a trace, whose requests are sessions of one
+turn.
 
-A *session* is a chain of turns: each prompt is everything said so far plus the turn's own text, so
-a prompt is known only once the turn before it has been answered. A trace's requests are sessions of
-one turn. Equal seeds give equal prompts whatever the engine does, as long as its answers depend on
-the prompt alone. `Clients` plays a workload against a schedule; it is told the time and knows no
-clock.
+`Clients` plays a workload against a schedule; it is told the time and knows no clock.
 """
 
 from __future__ import annotations
 
 import heapq
-import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
+from prefixkv.cli.chats.workload import Run, Seconds, Tokens, Turn, Workload
 from prefixkv.cli.traces import blocks_in, number_in, read_lines
-from prefixkv.testing.hashing import VOCABULARY, splitmix64
-
-Tokens = npt.NDArray[np.int32]
-Seconds = npt.NDArray[np.float64]
 
 TRACE_BLOCK_TOKENS: Final = 512  # tokens that one block id of a Mooncake trace stands for
 _MAX_TRACE_TOKENS: Final = 1 << 24  # a line that asks for more is garbage
-_ODD: Final = np.uint64(0x9E3779B97F4A7C15)
-
-
-class Run(NamedTuple):
-    """`length` tokens that follow from `seed` alone; a shorter run of one seed is a prefix of a
-    longer one."""
-
-    seed: int
-    length: int
-
-    def tokens(self) -> Tokens:
-        """The tokens, int32 in [0, VOCABULARY).
-
-        >>> Run(7, 3).tokens().tolist() == Run(7, 9).tokens()[:3].tolist()
-        True
-        """
-        position = np.arange(1, self.length + 1, dtype=np.uint64)
-        start = splitmix64(np.array([self.seed % 2**64], dtype=np.uint64))
-        return (splitmix64(start + position * _ODD) % np.uint64(VOCABULARY)).astype(np.int32)
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """One request: `text` comes after all that was said before, `output_len` tokens are generated
-    (at least 1)."""
+class TraceWorkload(Workload):
+    """A trace's requests as sessions of one turn, with their own arrival times (seconds)."""
 
-    text: tuple[Run, ...]
-    output_len: int
-
-    @property
-    def text_len(self) -> int:
-        return sum(run.length for run in self.text)
+    arrival_shape: tuple[float, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """Sessions of turns. `arrival_shape` holds a trace's own arrival times (seconds, one a
-    session), or None.
-
-    `num_requests` counts turns; `max_request_tokens` is the longest prompt with its answer.
-    """
-
-    sessions: tuple[tuple[Turn, ...], ...]
-    arrival_shape: tuple[float, ...] | None = None
-
-    @property
-    def num_requests(self) -> int:
-        return sum(len(turns) for turns in self.sessions)
-
-    @property
-    def max_request_tokens(self) -> int:
-        return max(
-            sum(turn.text_len + turn.output_len for turn in turns) for turns in self.sessions
-        )
-
-
-def chat(
-    seed: int,
-    conversations: int,
-    turns: int,
-    *,
-    system_tokens: int,
-    user_tokens: int,
-    output_tokens: int,
-    requests: int | None = None,
-) -> Workload:
-    """Conversations that share a system prompt; user texts and answers have log-normal lengths.
-
-    Args:
-        system_tokens: length of the shared system prompt, the first part of every first turn.
-        user_tokens, output_tokens: medians; a draw is kept within a quarter and four times of its
-            median.
-        requests: cut to this many turns in all, the later turns of all conversations first.
-    """
-    draw = np.random.default_rng([seed, 1])
-    shape = (conversations, turns)
-    users = _log_normal(draw, user_tokens, shape)
-    answers = _log_normal(draw, output_tokens, shape)
-    total = conversations * turns if requests is None else min(requests, conversations * turns)
-    system = Run(_mix(seed, 0), system_tokens)
-    sessions = []
-    for c in range(conversations):
-        num_turns = total // conversations + (c < total % conversations)
-        session = []
-        for t in range(num_turns):
-            user = Run(_mix(seed, 1, c, t), int(users[c, t]))
-            text = (system, user) if t == 0 else (user,)
-            session.append(Turn(text, int(answers[c, t])))
-        if session:
-            sessions.append(tuple(session))
-    return Workload(tuple(sessions))
-
-
-def trace(path: Path, requests: int | None, block_tokens: int) -> Workload:
+def trace(path: Path, requests: int | None, block_tokens: int) -> TraceWorkload:
     """A Mooncake JSONL trace, scaled so that a block of 512 tokens becomes one of `block_tokens`.
 
     Each line is an object with `timestamp` (ms, never falling), `input_length`, `output_length`
@@ -143,7 +50,7 @@ def trace(path: Path, requests: int | None, block_tokens: int) -> Workload:
         return (turn,)
 
     sessions = read_lines(path, requests, session)
-    return Workload(tuple(sessions), tuple(t - times[0] for t in times))
+    return TraceWorkload(tuple(sessions), tuple(t - times[0] for t in times))
 
 
 def arrival_times(workload: Workload, seed: int, rate: float | None) -> list[Seconds]:
@@ -158,7 +65,7 @@ def arrival_times(workload: Workload, seed: int, rate: float | None) -> list[Sec
     due = [np.zeros(len(turns)) for turns in workload.sessions]
     if rate is None:
         return due
-    if workload.arrival_shape is not None:
+    if isinstance(workload, TraceWorkload):
         shape = np.asarray(workload.arrival_shape)
         span = shape[-1] if shape[-1] > 0 else 1.0
         for own, at in zip(due, shape / span * (len(shape) / rate), strict=True):
@@ -256,21 +163,6 @@ class Clients:
         """The call failed: its session ends, and its remaining turns count as failed too."""
         self.open -= 1
         self.failed += len(self._due[call.session]) - call.turn
-
-
-def _log_normal(
-    draw: np.random.Generator, median: int, shape: tuple[int, int]
-) -> npt.NDArray[np.int64]:
-    lengths = np.exp(draw.normal(math.log(median), 0.5, shape)).round()
-    return np.clip(lengths, max(1, median // 4), median * 4).astype(np.int64)
-
-
-def _mix(*parts: int) -> int:
-    """One seed from several numbers."""
-    state = np.zeros(1, dtype=np.uint64)
-    for part in parts:
-        state = splitmix64(state ^ splitmix64(np.array([part % 2**64], dtype=np.uint64)))
-    return int(state[0])
 
 
 def _trace_turn(entry: Any, block_tokens: int) -> tuple[float, Turn]:

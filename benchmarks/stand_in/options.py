@@ -1,4 +1,4 @@
-"""The demo's options, checked against each other, and the plan of passes that follows from them."""
+"""The stand-in's options, checked against each other, and the plan of a pass."""
 
 # ruff: noqa: RUF009 - `_option` returns a dataclass field
 from __future__ import annotations
@@ -8,20 +8,16 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from prefixkv import Mesh, TransportConfig
+from benchmarks.stand_in.workload import TRACE_BLOCK_TOKENS, trace
+from prefixkv.cache.eviction.policy import DEFAULT_POLICY
+from prefixkv.cli.chats.workload import Workload, chat
 from prefixkv.cli.policies import policy_of
-from prefixkv.cli.workload import TRACE_BLOCK_TOKENS, Workload, chat, trace
-from prefixkv.spi import (
-    BLOCK_BYTES,
-    DEFAULT_POLICY,
-    ITEMSIZE,
-    SLABS_PER_LAYER,
-    ConfigError,
-    HandshakeError,
-    check_meshes,
-    check_range,
-    pages_for,
-)
+from prefixkv.config import TransportConfig
+from prefixkv.errors import ConfigError, HandshakeError, check_range
+from prefixkv.memory.kv_layout import ITEMSIZE, SLABS_PER_LAYER
+from prefixkv.memory.mesh import Mesh, check_meshes
+from prefixkv.memory.staging_area import BLOCK_BYTES
+from prefixkv.paging import pages_for
 
 RESERVE_TOKENS: Final = 64  # room decode keeps for each running request's answer
 LOAD_FRACTION: Final = 0.7  # of what cache-off sustains, in the timed passes
@@ -74,54 +70,56 @@ def _option(
 
 
 @dataclass(frozen=True, slots=True)
-class DemoOptions:
-    """See `prefixkv demo --help`. `kv_heads` and `head_dim` of None mean the attention's usual
-    ones.
+class StandInOptions:
+    """See `python -m benchmarks stand_in --help`. `kv_heads` and `head_dim` of None mean the usual
+    ones of the attention.
 
     Raises: ConfigError that names the option, its value and its bound.
     """
 
-    seed: int = _option(1, "Of the workload and its arrivals.", 0, 2**63 - 1)
-    conversations: int = _option(24, "Chats that share a system prompt.")
-    turns: int = _option(6, "Turns a conversation.")
+    seed: int = _option(1, "Seed of the workload and its arrivals.", 0, 2**63 - 1)
+    conversations: int = _option(24, "How many chats; they share a system prompt.")
+    turns: int = _option(6, "How many turns per conversation.")
     requests: int | None = _option(
         None, "Cut the workload to this many requests.", show_default="all"
     )
-    concurrency: int = _option(24, "Requests under way at once, at most.")
-    page_size: int = _option(16, "Tokens a page.")
-    layers: int = _option(16)
-    kv_heads: int | None = _option(None, "KV heads a layer.", show_default="8; mla: 1")
-    head_dim: int | None = _option(None, "Elements a head.", show_default="128; mla: 576")
-    dtype: Dtype = _option(Dtype.bfloat16)
-    attention: Attention = _option(Attention.mha)
-    layout: Layout = _option(Layout.layer_major)
-    prefill_tp: int = _option(1, "Tensor-parallel ranks of prefill.")
-    decode_tp: int = _option(1, "Tensor-parallel ranks of decode.")
-    prefill_layout: Layout | None = _option(None, show_default="--layout")
-    decode_layout: Layout | None = _option(None, show_default="--layout")
+    concurrency: int = _option(24, "The most requests under way at once.")
+    page_size: int = _option(16, "How many tokens per page.")
+    layers: int = _option(16, "How many layers of KV.")
+    kv_heads: int | None = _option(None, "How many KV heads per layer.", show_default="8; mla: 1")
+    head_dim: int | None = _option(
+        None, "How many elements per head.", show_default="128; mla: 576"
+    )
+    dtype: Dtype = _option(Dtype.bfloat16, "Element type of the KV.")
+    attention: Attention = _option(Attention.mha, "Kind of attention: the shape of the KV.")
+    layout: Layout = _option(Layout.layer_major, "Order of a pool's memory.")
+    prefill_tp: int = _option(1, "How many tensor-parallel ranks prefill has.")
+    decode_tp: int = _option(1, "How many tensor-parallel ranks decode has.")
+    prefill_layout: Layout | None = _option(None, "Of prefill alone.", show_default="--layout")
+    decode_layout: Layout | None = _option(None, "Of decode alone.", show_default="--layout")
     staging: Switch = _option(Switch.on, "Gather slices of heads, where the ranks differ.")
     staging_leases: float = _option(
-        16.0, "A rank's staging memory, in leases of 4 MiB.", 1, 1 << 20
+        16.0, "Staging memory per rank, in leases of 4 MiB.", 1, 1 << 20
     )
-    prefill_pages: int = _option(1792, "Pages in prefill's pool.")
-    decode_pages: int = _option(2304, "Pages in decode's pool.")
+    prefill_pages: int = _option(1792, "How many pages in prefill's pool.")
+    decode_pages: int = _option(2304, "How many pages in decode's pool.")
     policy: str = _option(
         DEFAULT_POLICY,
-        "Of eviction, on both sides, with settings if any: lru, or gated:fresh_s=60.",
+        "Eviction policy of both sides, with settings if any: lru, or adaptive:trust=5.",
     )
     trace: Path | None = _option(
         None, "Replay a Mooncake JSONL trace instead of chats.", metavar="FILE"
     )
     block_tokens: int = _option(
-        16, "Tokens that a trace's block of 512 is scaled down to.", 1, TRACE_BLOCK_TOKENS
+        16, "How many tokens a trace's block of 512 is scaled to.", 1, TRACE_BLOCK_TOKENS
     )
-    system_tokens: int = _option(1024, "The shared system prompt.")
-    user_tokens: int = _option(40, "A user's text, median.")
-    output_tokens: int = _option(24, "An answer, median.")
-    chunk_tokens: int = _option(512, "Tokens prefill computes at a time.")
-    step_ms: float = _option(5.0, "The shortest a decode step may be.", 0, 10_000)
+    system_tokens: int = _option(1024, "How many tokens in the shared system prompt.")
+    user_tokens: int = _option(40, "How many tokens in a user's text; the median.")
+    output_tokens: int = _option(24, "How many tokens in an answer; the median.")
+    chunk_tokens: int = _option(512, "How many tokens prefill computes at a time.")
+    step_ms: float = _option(5.0, "The shortest decode step.", 0, 10_000)
     prefill_us_per_token: float = _option(
-        0.0, "Compute time to model, beside the writing of the KV.", 0, 1_000_000
+        0.0, "Compute time to add to the writing of the KV.", 0, 1_000_000
     )
 
     def __post_init__(self) -> None:
@@ -166,12 +164,12 @@ class DemoOptions:
 
     @property
     def heads(self) -> int:
-        """KV heads a layer."""
+        """KV heads per layer."""
         return self.kv_heads if self.kv_heads is not None else 1 if self.attention == "mla" else 8
 
     @property
     def dim(self) -> int:
-        """Elements a head, or of the latent vector."""
+        """Elements per head, or of the latent vector."""
         return (
             self.head_dim if self.head_dim is not None else 576 if self.attention == "mla" else 128
         )

@@ -1,5 +1,5 @@
-"""The whole demo over real NIXL between two processes, small; and that it leaves nothing behind,
-however it ends."""
+"""The whole stand-in over real NIXL between two processes, small: it leaves nothing behind, however
+it ends."""
 
 import contextlib
 import json
@@ -15,10 +15,11 @@ import pytest
 from tests.models.patience import PATIENCE_S
 
 SMALL = (
-    "--no-model --conversations 3 --turns 3 --layers 2 --kv-heads 2 --head-dim 16 "
+    "--conversations 3 --turns 3 --layers 2 --kv-heads 2 --head-dim 16 "
     "--system-tokens 40 --user-tokens 20 "
     "--output-tokens 6 --step-ms 1 --prefill-pages 200 --decode-pages 200"
 )
+PROGRAM = "python -m benchmarks stand_in"
 WHOLE_TIMEOUT_S = 5 * PATIENCE_S
 
 
@@ -32,7 +33,7 @@ def start():
                 signal.SIGINT, signal.SIG_DFL
             )  # a test run in the background may ignore it
             process = subprocess.Popen(
-                [sys.executable, "-m", "prefixkv.cli.main", "demo", *SMALL.split(), *arguments],
+                [sys.executable, "-m", "benchmarks", "stand_in", *SMALL.split(), *arguments],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -158,14 +159,14 @@ def test_ctrl_c_ends_all_with_one_line(start, moment):
     os.killpg(process.pid, signal.SIGINT)
     status, _, err = finish(process)
     assert status == 130
-    assert err == "prefixkv: interrupted\n"
+    assert err == f"{PROGRAM}: interrupted\n"
     assert_gone(workers)
 
 
 INTERRUPTED_WHILE_A_WORKER_STARTS = """
 import os, signal, sys, threading, time
 from multiprocessing import util
-from prefixkv.cli.main import main
+from benchmarks.__main__ import run
 
 def spawn(*args, real=util.spawnv_passfds):
     pid = real(*args)
@@ -177,8 +178,7 @@ def spawn(*args, real=util.spawnv_passfds):
 util.spawnv_passfds = spawn
 signal.signal(signal.SIGINT, signal.default_int_handler)  # else ignored in the background
 threading.Thread(target=time.sleep, args=(600,), daemon=True).start()  # masks no signal
-sys.argv[1:] = ["demo"] + sys.argv[1:]
-main()
+sys.exit(run(["stand_in", *sys.argv[1:]]))
 """
 
 
@@ -188,7 +188,7 @@ def test_ctrl_c_waits_until_a_worker_has_been_started():
     run = subprocess.run(
         command, capture_output=True, text=True, timeout=WHOLE_TIMEOUT_S, check=False
     )
-    assert (run.returncode, run.stderr) == (130, "prefixkv: interrupted\n")
+    assert (run.returncode, run.stderr) == (130, f"{PROGRAM}: interrupted\n")
 
 
 def test_a_killed_parent_takes_its_workers_along(start):

@@ -1,5 +1,4 @@
-"""`prefixkv demo`: first chats with a real model (`chats`). Then, with a stand-in for an engine:
-plans the passes, has the workers run them, shows how far they are, and gathers the report."""
+"""Plan the passes, have the workers run them, show how far they are, and gather the report."""
 
 from __future__ import annotations
 
@@ -8,22 +7,19 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
-from prefixkv.cli.chats.command import missing, run_chats, show
-from prefixkv.cli.options import LOAD_FRACTION, DemoOptions, PassPlan
+from benchmarks.stand_in.options import LOAD_FRACTION, PassPlan, StandInOptions
+from benchmarks.stand_in.report import Measured, Report
+from benchmarks.stand_in.workers import SWITCH_INTERVAL_S, WorkerError, Workers
+from prefixkv.cli.chats.workload import Workload
+from prefixkv.cli.figures import CACHE_NAMES, machine
 from prefixkv.cli.outputs import check_writable, writing
-from prefixkv.cli.report import CACHE_NAMES, Measured, Report, machine
-from prefixkv.cli.workers import SWITCH_INTERVAL_S, WorkerError, Workers
-from prefixkv.cli.workload import Workload
-from prefixkv.spi import ConfigError
-
-if TYPE_CHECKING:
-    from prefixkv.cli.chats.report import ChatsReport
+from prefixkv.errors import ConfigError
 
 _DEFINITIONS = {
     "cache_off": "decode's prefix cache is off; prefill's own stays on",
@@ -47,29 +43,24 @@ Show = Callable[[str], Heard]  # told that a pass begins
 
 
 def run(
-    options: DemoOptions,
+    options: StandInOptions,
     caches: Sequence[bool],
     console: Console,
     json_path: Path | None = None,
     plot_path: Path | None = None,
-    model: bool = True,
 ) -> int:
     """The whole command. Returns its exit status: 0, or 1 if a pass did anything it must not.
 
-    Args:
-        model: whether to begin with the chats, if their packages are here.
-    Raises: ConfigError or TraceError before anything is started; WorkerError, ModelWorkerError,
-        WorkerFailedError.
+    Raises: ConfigError or TraceError before anything is started; WorkerError.
     """
     _check_outputs(json_path, plot_path)
     workload = options.workload()
     options.check_pools(workload, psutil.virtual_memory().available)
-    chats = _chats(options.seed, caches, console) if model else None
     recipe = _recipe(options, caches, workload)
     console.print(
         f"a stand-in engine: {workload.num_requests} requests, the longest of "
         f"{workload.max_request_tokens} tokens; "
-        f"{options.page_bytes // options.page_size / 1024:g} KiB of KV a token. "
+        f"{options.page_bytes // options.page_size / 1024:g} KiB of KV per token. "
         f"The workers' switch interval is set to {SWITCH_INTERVAL_S * 1e3:g} ms.",
         highlight=False,
     )
@@ -92,7 +83,6 @@ def run(
             report = run_passes(recipe, caches, workers.run, show)
     # foreign load shows: ours is about 1.5
     recipe["machine"]["load_average_after"] = list(os.getloadavg())
-    report.chats = chats
     console.print(report.table())
     if report.verdict():
         console.print(report.verdict(), highlight=False)
@@ -105,21 +95,6 @@ def run(
     for complaint in complaints:
         console.print(f"WRONG: {complaint}", highlight=False)
     return 1 if complaints else 0
-
-
-def _chats(seed: int, caches: Sequence[bool], console: Console) -> ChatsReport | None:
-    """The part with the model; None, and a line that says why, where it cannot be run."""
-    why = missing()
-    if why:
-        console.print(why, highlight=False, soft_wrap=True)
-        return None
-
-    def print_it(what: Any) -> None:
-        console.print(what, highlight=False)
-
-    report = run_chats(seed, caches, print_it)
-    show(report, print_it)
-    return report
 
 
 def run_passes(
@@ -175,12 +150,12 @@ def _check_outputs(json_path: Path | None, plot_path: Path | None) -> None:
             )
 
 
-def _recipe(options: DemoOptions, caches: Sequence[bool], workload: Workload) -> dict[str, Any]:
+def _recipe(options: StandInOptions, caches: Sequence[bool], workload: Workload) -> dict[str, Any]:
     chosen = asdict(options) | {"kv_heads": options.heads, "head_dim": options.dim}
     chosen["trace"] = None if options.trace is None else str(options.trace)
     chosen["cache"] = [CACHE_NAMES[cache] for cache in caches]
     return {
-        "command": "prefixkv demo",
+        "command": "python -m benchmarks stand_in",
         "seed": options.seed,
         **machine(),
         "options": chosen,

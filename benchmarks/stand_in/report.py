@@ -1,26 +1,23 @@
-"""What the demo found: figures from a pass's measurements, the JSON file, the table and the plot.
+"""The stand-in's report: figures from a pass's measurements, the JSON file, the table and the plot.
 No engine in here."""
 
 from __future__ import annotations
 
 import json
-import os
-import platform
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from prefixkv.cli.figures import CACHE_NAMES, less, milliseconds, percent, quantiles, ratio, times
 from prefixkv.cli.outputs import write_text
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 
-CACHE_NAMES: Final = {True: "cache_on", False: "cache_off"}
 PAGE_STATES: Final = ("free", "owned", "cached", "held", "quarantined")
 PAGES_LEFT: Final = ("owned", "held", "quarantined")  # which a node at rest has none of
 _RATIOS: Final = {
@@ -74,30 +71,19 @@ class Measured:
         return [f"{count} {what}" for what, count in found.items() if count]
 
 
-class Part(Protocol):
-    """Another part of the demo, in the report and in what it complains of."""
-
-    def complaints(self) -> list[str]: ...
-
-    def as_json(self) -> dict[str, Any]: ...
-
-
 @dataclass(slots=True)
 class Report:
-    """All passes of a demo, by whether the cache was on: `verified`, `timed` at moderate load,
-    `saturated`; and its chats with a model, if there were any."""
+    """All passes, keyed by whether decode's cache was on; `timed` ones are at moderate load."""
 
     recipe: dict[str, Any]
     verified: dict[bool, Measured] = field(default_factory=dict)
     timed: dict[bool, Measured] = field(default_factory=dict)
     saturated: dict[bool, Measured] = field(default_factory=dict)
-    chats: Part | None = None
 
     def complaints(self) -> list[str]:
         """One line a finding, with the pass it was made in."""
-        chats = [] if self.chats is None else self.chats.complaints()
         passes = (("verified", self.verified), ("timed", self.timed), ("saturated", self.saturated))
-        return chats + [
+        return [
             f"{name} pass, {CACHE_NAMES[cache]}: {complaint}"
             for name, runs in passes
             for cache, measured in runs.items()
@@ -105,7 +91,7 @@ class Report:
         ]
 
     def as_json(self) -> dict[str, Any]:
-        """The content of `--json`; "chats" is there if there were any.
+        """The content of `--json`.
 
         In `ratios` (None unless both were run) TTFT and bytes are cache_off / cache_on at the
         moderate load, requests a second cache_on / cache_off saturated, where TTFT has one more. A
@@ -124,8 +110,7 @@ class Report:
         if len(saturated) == 2:
             rates = [saturated[name]["requests_per_s"] for name in ("cache_on", "cache_off")]
             ratios["requests_per_s"] = ratio(*rates)
-        found = {"recipe": self.recipe, "runs": runs, "saturated": saturated, "ratios": ratios}
-        return found if self.chats is None else {**found, "chats": self.chats.as_json()}
+        return {"recipe": self.recipe, "runs": runs, "saturated": saturated, "ratios": ratios}
 
     def _figures(self, run: Measured, cache: bool) -> dict[str, Any]:
         verified = self.verified.get(cache, Measured())
@@ -189,77 +174,6 @@ class Report:
         axes.grid(visible=True, which="both", alpha=0.3)
         axes.legend()
         figure.savefig(path, dpi=150)
-
-
-def machine() -> dict[str, Any]:
-    """What the figures were measured on, and with which versions."""
-    import psutil
-
-    return {
-        "machine": {
-            "platform": platform.platform(),
-            "processor": _processor(),
-            "cores": len(os.sched_getaffinity(0))
-            if hasattr(os, "sched_getaffinity")
-            else os.cpu_count(),
-            "memory_bytes": psutil.virtual_memory().total,
-            "load_average_before": list(os.getloadavg()),
-        },
-        "versions": {
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("prefixkv", "nixl", "torch", "numpy", "pyzmq")},
-        },
-    }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor())
-
-
-def ratio(numerator: float, divisor: float) -> float | None:
-    return numerator / divisor if numerator is not None and divisor else None
-
-
-def less(runs: dict[str, Any], figure: Callable[[dict[str, Any]], float]) -> float | None:
-    """How many times less of it there is with the cache on; None unless both were run."""
-    if len(runs) < 2:
-        return None
-    return ratio(figure(runs["cache_off"]), figure(runs["cache_on"]))
-
-
-_OPPOSITE: Final = {"lower": "higher", "fewer": "more", "less": "more", "higher": "lower"}
-
-
-def times(ratio: float, what: str, digits: int = 2) -> str:
-    """A ratio in words; below one, by the opposite of the first word.
-
-    >>> times(2.0, "lower TTFT"), times(0.5, "lower TTFT"), times(0.5, "the rate")
-    ('2.00 times lower TTFT', '2.00 times higher TTFT', '0.50 times the rate')
-    """
-    first, _, rest = what.partition(" ")
-    if 0 < ratio < 1 and first in _OPPOSITE:
-        ratio, what = 1 / ratio, f"{_OPPOSITE[first]} {rest}".rstrip()
-    return f"{ratio:.{digits}f} times {what}"
-
-
-def quantiles(values: list[float], *percents: int) -> dict[str, float | None]:
-    if not values:
-        return {f"p{percent}": None for percent in percents}
-    found = np.percentile(values, percents)
-    return {f"p{percent}": float(value) for percent, value in zip(percents, found, strict=True)}
-
-
-def percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"
-
-
-def milliseconds(value: float | None) -> str:
-    return "-" if value is None else f"{value * 1e3:.1f}"
 
 
 _ROWS: Final[tuple[tuple[str, Callable[[dict[str, Any]], str]], ...]] = (

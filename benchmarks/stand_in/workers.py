@@ -1,4 +1,4 @@
-"""The demo's two worker processes, seen from both ends.
+"""The stand-in's two worker processes, seen from both ends.
 
 The parent starts one prefill and one decode process and has them run passes; each pass has new
 nodes over the same pools. Between the two workers lies one pipe, the router's: decode's client
@@ -21,11 +21,12 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import TYPE_CHECKING, Any, Final
 
-from prefixkv import PrefixKVError
-from prefixkv.cli.options import RESERVE_TOKENS, DemoOptions, PassPlan
+from benchmarks.stand_in.options import RESERVE_TOKENS, PassPlan, StandInOptions
+from benchmarks.stand_in.report import PAGE_STATES, PAGES_LEFT, Measured
+from benchmarks.stand_in.workload import Clients, arrival_times
+from prefixkv.cli.chats.workload import Workload
 from prefixkv.cli.policies import policy_of
-from prefixkv.cli.report import PAGE_STATES, PAGES_LEFT, Measured
-from prefixkv.cli.workload import Clients, Workload, arrival_times
+from prefixkv.errors import PrefixKVError
 
 if TYPE_CHECKING:
     from prefixkv import KVPool, Mesh
@@ -40,7 +41,7 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 class WorkerError(PrefixKVError):
-    """A worker process of the demo failed; the message is its traceback, or says how it ended."""
+    """A worker process failed; the message is its traceback, or says how it ended."""
 
 
 class Workers:
@@ -50,7 +51,7 @@ class Workers:
     Made, used and left on the parent's main thread: the workers' lives hang on it.
     """
 
-    def __init__(self, options: DemoOptions, workload: Workload) -> None:
+    def __init__(self, options: StandInOptions, workload: Workload) -> None:
         context = get_context("spawn")
         asks_in, asks_out = context.Pipe(duplex=False)
         self._ends: dict[str, Connection] = {}
@@ -176,7 +177,7 @@ def _die_with(parent: int) -> None:
 
 
 def _make_pools(
-    options: DemoOptions, mesh: Mesh, num_pages: int, order: str | None
+    options: StandInOptions, mesh: Mesh, num_pages: int, order: str | None
 ) -> list[KVPool]:
     import torch
 
@@ -189,12 +190,12 @@ def _make_pools(
     )  # fmt: skip
 
 
-def _prefill_worker(end: Connection, options: DemoOptions, asks: Connection) -> None:
+def _prefill_worker(end: Connection, options: StandInOptions, asks: Connection) -> None:
     mesh = options.mesh(options.prefill_tp)
     pools = _make_pools(options, mesh, options.prefill_pages, options.prefill_layout)
-    from prefixkv import PrefillConfig
-    from prefixkv.cli.engine import PrefillEngine
-    from prefixkv.spi import PrefillGroup
+    from benchmarks.stand_in.engine import PrefillEngine
+    from prefixkv.config import PrefillConfig
+    from prefixkv.runtime.groups import PrefillGroup
     from prefixkv.testing.pattern import make_patterns
 
     end.send(("ready", None))
@@ -226,13 +227,13 @@ def _prefill_worker(end: Connection, options: DemoOptions, asks: Connection) -> 
 
 
 def _decode_worker(
-    end: Connection, options: DemoOptions, asks: Connection, workload: Workload
+    end: Connection, options: StandInOptions, asks: Connection, workload: Workload
 ) -> None:
     mesh = options.mesh(options.decode_tp)
     pools = _make_pools(options, mesh, options.decode_pages, options.decode_layout)
-    from prefixkv import DecodeConfig
-    from prefixkv.cli.engine import END_OF_PASS, DecodeEngine
-    from prefixkv.spi import DecodeGroup
+    from benchmarks.stand_in.engine import END_OF_PASS, DecodeEngine
+    from prefixkv.config import DecodeConfig
+    from prefixkv.runtime.groups import DecodeGroup
     from prefixkv.testing.pattern import make_patterns
 
     told_s = 0.0

@@ -17,10 +17,13 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from prefixkv import DecodeRequest, OutOfPagesError, Request
-from prefixkv.cli.report import Measured
-from prefixkv.cli.workload import Call, Clients, Tokens
-from prefixkv.spi import pages_for
+from benchmarks.stand_in.report import Measured
+from benchmarks.stand_in.workload import Call, Clients
+from prefixkv.cli.chats.workload import Tokens
+from prefixkv.decode.request import DecodeRequest
+from prefixkv.errors import OutOfPagesError
+from prefixkv.paging import pages_for
+from prefixkv.request import Request
 from prefixkv.testing.hashing import PrefixHasher, Words, extend, sample
 from prefixkv.testing.pair import StandInPrefill
 from prefixkv.testing.pattern import KVPattern

@@ -5,8 +5,8 @@ import inspect
 
 import pytest
 
-from prefixkv.cli.main import demo
-from prefixkv.cli.options import RESERVE_TOKENS, DemoOptions
+from benchmarks.stand_in import stand_in
+from benchmarks.stand_in.options import RESERVE_TOKENS, StandInOptions
 from prefixkv.errors import ConfigError
 from prefixkv.paging import pages_for
 
@@ -39,6 +39,7 @@ from prefixkv.paging import pages_for
             {"prefill_tp": 2, "decode_tp": 3, "kv_heads": 6},
             "--prefill-tp 2 and --decode-tp 3: tp_size",
         ),
+        ({"policy": "lru:trust=5"}, "'trust' is no setting of lru"),
         ({"staging": "maybe"}, "--staging is 'maybe', must be one of on, off"),
         ({"staging_leases": 0.5}, "--staging-leases is 0.5"),
         (
@@ -49,36 +50,36 @@ from prefixkv.paging import pages_for
 )
 def test_out_of_range(bad, why):
     with pytest.raises(ConfigError, match=why):
-        DemoOptions(**bad)
+        StandInOptions(**bad)
 
 
 def test_staging_is_for_slices_and_a_lease_takes_a_page():
-    assert DemoOptions(prefill_tp=2, decode_tp=2).transport().staging_bytes == 0
-    assert DemoOptions(prefill_tp=2, staging="off").transport().staging_bytes == 0
-    usual = DemoOptions(prefill_tp=2, staging_leases=1.5).transport()
+    assert StandInOptions(prefill_tp=2, decode_tp=2).transport().staging_bytes == 0
+    assert StandInOptions(prefill_tp=2, staging="off").transport().staging_bytes == 0
+    usual = StandInOptions(prefill_tp=2, staging_leases=1.5).transport()
     assert (usual.lease_bytes, usual.staging_bytes) == (4 << 20, 6 << 20)
-    large = DemoOptions(prefill_tp=2, layers=128)
+    large = StandInOptions(prefill_tp=2, layers=128)
     assert large.transport().lease_bytes >= large.page_bytes + 2 * 4096
 
 
 def test_sizes_follow_the_attention():
-    assert DemoOptions(layers=2, page_size=16).page_bytes == 16 * 2 * 2 * 8 * 128 * 2
-    mla = DemoOptions(layers=2, page_size=16, attention="mla", dtype="float8")
+    assert StandInOptions(layers=2, page_size=16).page_bytes == 16 * 2 * 2 * 8 * 128 * 2
+    mla = StandInOptions(layers=2, page_size=16, attention="mla", dtype="float8")
     assert mla.page_bytes == 16 * 2 * 576
     assert (mla.heads, mla.dim) == (1, 576)
 
 
 def test_a_pool_too_small_for_one_request():
-    options = DemoOptions(conversations=2, turns=3)
+    options = StandInOptions(conversations=2, turns=3)
     workload = options.workload()
     longest = workload.max_request_tokens
     enough = {
         "prefill_pages": pages_for(longest, 16),
         "decode_pages": pages_for(longest + RESERVE_TOKENS, 16),
     }
-    DemoOptions(conversations=2, turns=3, **enough).check_pools(workload, 1 << 50)
+    StandInOptions(conversations=2, turns=3, **enough).check_pools(workload, 1 << 50)
     for name, needed in enough.items():
-        small = DemoOptions(conversations=2, turns=3, **(enough | {name: needed - 1}))
+        small = StandInOptions(conversations=2, turns=3, **(enough | {name: needed - 1}))
         flag = name.replace("_", "-")
         with pytest.raises(
             ConfigError, match=f"--{flag} is {needed - 1}, at least {needed} are needed"
@@ -87,19 +88,19 @@ def test_a_pool_too_small_for_one_request():
 
 
 def test_pools_larger_than_the_machine():
-    options = DemoOptions()
+    options = StandInOptions()
     total = (options.prefill_pages + options.decode_pages) * options.page_bytes
     with pytest.raises(ConfigError, match=r"need \d+ bytes with their workers, \d+ are available"):
         options.check_pools(options.workload(), total)
 
 
 def test_the_command_line_has_every_option_with_its_default():
-    defaults = DemoOptions()
-    parameters = inspect.signature(demo).parameters
-    for name in DemoOptions.__dataclass_fields__:
+    defaults = StandInOptions()
+    parameters = inspect.signature(stand_in).parameters
+    for name in StandInOptions.__dataclass_fields__:
         assert parameters[name].default == getattr(defaults, name), name
 
 
 def test_default_pools_fit_in_8_gib():
-    options = DemoOptions()
+    options = StandInOptions()
     options.check_pools(options.workload(), 7 << 30)

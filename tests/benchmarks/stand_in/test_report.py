@@ -6,7 +6,8 @@ import json
 import pytest
 from rich.console import Console
 
-from prefixkv.cli.report import Measured, Report, machine
+from benchmarks.stand_in.report import Measured, Report
+from prefixkv.cli.figures import machine
 
 R_KEYS = {
     "requests", "failed", "token_hit_rate", "prefill_hit_rate", "prompt_tokens", "hit_tokens",

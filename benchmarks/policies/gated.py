@@ -1,5 +1,7 @@
 """The gated policy: a page has to be seen twice before it is protected from those that are seen
-once.
+once. It does not ship: it is the worked example of a policy of one's own.
+
+    prefixkv replay TRACE --policy lru --policy benchmarks.policies.gated:Gated:fresh_s=60
 
 Most prompts never come back, and those that do come back within minutes or as the next turn of a
 conversation. So the cache keeps two levels of leaves. Fresh ones stand at level 0, those known to
@@ -33,8 +35,9 @@ from operator import sub
 from typing import NamedTuple
 
 from prefixkv.cache.eviction.ghosts import Ghost, GhostPolicy, staircase
-from prefixkv.cache.eviction.policy import Use, register_policy
-from prefixkv.cache.eviction.queues import EvictionQueue, LeafOrders, Place, Rank
+from prefixkv.cache.eviction.policy import Use
+from prefixkv.cache.eviction.policy import register as register_policy
+from prefixkv.cache.eviction.queues import EvictionQueue, LeafOrders
 from prefixkv.cache.node import Node
 from prefixkv.settings import at_least
 
@@ -140,7 +143,7 @@ class _TwoLevels(LeafOrders):
         self._fresh_s = fresh_s
         self._known_s = known_s
 
-    def place(self, history: Seen) -> Place:
+    def place(self, history: Seen) -> tuple[int, int, tuple[int, int] | None]:
         tick = history.tick
         if level(history):
             return _OLDEST_KNOWN, tick, None
@@ -156,7 +159,7 @@ class _TwoLevels(LeafOrders):
             return known
         return (self.head(_NEWEST_FRESH) if now_s > 0 else fresh) or known
 
-    def rank_at(self, leaf: Node, now_s: float) -> Rank:
+    def rank_at(self, leaf: Node, now_s: float) -> tuple[float, ...]:
         history: Seen = leaf.mark
         tick, _, used_s, _, _ = history
         known = level(history)

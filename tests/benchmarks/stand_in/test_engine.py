@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from prefixkv.cli.engine import END_OF_PASS, DecodeEngine, PrefillEngine
-from prefixkv.cli.workload import Clients, arrival_times, chat
+from benchmarks.stand_in.engine import END_OF_PASS, DecodeEngine, PrefillEngine
+from benchmarks.stand_in.workload import Clients, arrival_times
+from prefixkv.cli.chats.workload import chat
 from prefixkv.errors import OutOfPagesError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.paging import pages_for

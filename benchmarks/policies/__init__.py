@@ -1,0 +1,1 @@
+"""Eviction policies that do not ship: worked examples of a policy of one's own."""

@@ -1,0 +1,85 @@
+"""Figures that reports share: the machine they were measured on, quantiles, and ratios in words."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+CACHE_NAMES: Final = {True: "cache_on", False: "cache_off"}
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on, and with which versions."""
+    import psutil
+
+    return {
+        "machine": {
+            "platform": platform.platform(),
+            "processor": _processor(),
+            "cores": len(os.sched_getaffinity(0))
+            if hasattr(os, "sched_getaffinity")
+            else os.cpu_count(),
+            "memory_bytes": psutil.virtual_memory().total,
+            "load_average_before": list(os.getloadavg()),
+        },
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("prefixkv", "nixl", "torch", "numpy", "pyzmq")},
+        },
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())
+
+
+def ratio(numerator: float, divisor: float) -> float | None:
+    return numerator / divisor if numerator is not None and divisor else None
+
+
+def less(runs: dict[str, Any], figure: Callable[[dict[str, Any]], float]) -> float | None:
+    """How many times less of it there is with the cache on; None unless both were run."""
+    if len(runs) < 2:
+        return None
+    return ratio(figure(runs["cache_off"]), figure(runs["cache_on"]))
+
+
+_OPPOSITE: Final = {"lower": "higher", "fewer": "more", "less": "more", "higher": "lower"}
+
+
+def times(ratio: float, what: str, digits: int = 2) -> str:
+    """A ratio in words; below one, by the opposite of the first word.
+
+    >>> times(2.0, "lower TTFT"), times(0.5, "lower TTFT"), times(0.5, "the rate")
+    ('2.00 times lower TTFT', '2.00 times higher TTFT', '0.50 times the rate')
+    """
+    first, _, rest = what.partition(" ")
+    if 0 < ratio < 1 and first in _OPPOSITE:
+        ratio, what = 1 / ratio, f"{_OPPOSITE[first]} {rest}".rstrip()
+    return f"{ratio:.{digits}f} times {what}"
+
+
+def quantiles(values: list[float], *percents: int) -> dict[str, float | None]:
+    if not values:
+        return {f"p{percent}": None for percent in percents}
+    found = np.percentile(values, percents)
+    return {f"p{percent}": float(value) for percent, value in zip(percents, found, strict=True)}
+
+
+def percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def milliseconds(value: float | None) -> str:
+    return "-" if value is None else f"{value * 1e3:.1f}"
