@@ -22,11 +22,17 @@ if TYPE_CHECKING:
     from prefixkv.cache.events import Place as Place
     from prefixkv.cache.events import TakenOut as TakenOut
     from prefixkv.cache.events import page_keys as page_keys
+    from prefixkv.cache.eviction.ghosts import Ghost as Ghost
+    from prefixkv.cache.eviction.ghosts import GhostPolicy as GhostPolicy
+    from prefixkv.cache.eviction.ghosts import staircase as staircase
     from prefixkv.cache.eviction.policy import DEFAULT_POLICY as DEFAULT_POLICY
     from prefixkv.cache.eviction.policy import Policy as Policy
+    from prefixkv.cache.eviction.policy import Use as Use
     from prefixkv.cache.eviction.policy import make_policy as make_policy
     from prefixkv.cache.eviction.policy import policy_names as policy_names
     from prefixkv.cache.eviction.policy import register_policy as register_policy
+    from prefixkv.cache.eviction.queues import EvictionQueue as EvictionQueue
+    from prefixkv.cache.eviction.queues import LeafOrders as LeafOrders
     from prefixkv.cache.namespace import shortened as shortened
     from prefixkv.cache.node import Node as Node
     from prefixkv.cache.radix_cache import RadixCache as RadixCache
@@ -60,11 +66,9 @@ if TYPE_CHECKING:
     from prefixkv.errors import check_range as check_range
     from prefixkv.kv_events.publisher import default_topic as default_topic
     from prefixkv.memory.kv_layout import ITEMSIZE as ITEMSIZE
-    from prefixkv.memory.kv_layout import SLABS_PER_LAYER as SLABS_PER_LAYER
     from prefixkv.memory.kv_layout import KVLayout as KVLayout
     from prefixkv.memory.kv_layout import Slab as Slab
     from prefixkv.memory.mesh import Shard as Shard
-    from prefixkv.memory.mesh import check_meshes as check_meshes
     from prefixkv.memory.staging_area import BLOCK_BYTES as BLOCK_BYTES
     from prefixkv.memory.staging_area import StagingArea as StagingArea
     from prefixkv.memory.state_layout import StateLayout as StateLayout
@@ -147,6 +151,12 @@ _HOMES = {
     "make_policy": "cache.eviction.policy",
     "policy_names": "cache.eviction.policy",
     "register_policy": "cache.eviction.policy",
+    "Use": "cache.eviction.policy",
+    "EvictionQueue": "cache.eviction.queues",
+    "LeafOrders": "cache.eviction.queues",
+    "Ghost": "cache.eviction.ghosts",
+    "GhostPolicy": "cache.eviction.ghosts",
+    "staircase": "cache.eviction.ghosts",
     "AdmissionPolicy": "decode.admission",
     "register_admission": "decode.admission",
     # Pages and tokens.
@@ -159,10 +169,8 @@ _HOMES = {
     # Layouts and meshes.
     "ITEMSIZE": "memory.kv_layout",
     "KVLayout": "memory.kv_layout",
-    "SLABS_PER_LAYER": "memory.kv_layout",
     "Slab": "memory.kv_layout",
     "Shard": "memory.mesh",
-    "check_meshes": "memory.mesh",
     "StateLayout": "memory.state_layout",
     "StateLink": "memory.state_layout",
     "BLOCK_BYTES": "memory.staging_area",

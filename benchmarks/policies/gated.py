@@ -34,12 +34,17 @@ from dataclasses import dataclass
 from operator import sub
 from typing import NamedTuple
 
-from prefixkv.cache.eviction.ghosts import Ghost, GhostPolicy, staircase
-from prefixkv.cache.eviction.policy import Use
-from prefixkv.cache.eviction.policy import register as register_policy
-from prefixkv.cache.eviction.queues import EvictionQueue, LeafOrders
-from prefixkv.cache.node import Node
-from prefixkv.settings import at_least
+from prefixkv.spi import (
+    EvictionQueue,
+    Ghost,
+    GhostPolicy,
+    LeafOrders,
+    Node,
+    Use,
+    at_least,
+    register_policy,
+    staircase,
+)
 
 # What kind of use was the last one?
 ORDINARY, LONG, NEXT_TURN = range(3)

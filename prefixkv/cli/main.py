@@ -12,9 +12,10 @@ from typing import Annotated
 
 import typer
 
+from prefixkv import PrefixKVError
 from prefixkv.cli.replay import replay
 from prefixkv.cli.serve import add_commands, check_packages
-from prefixkv.errors import CallerError, CapacityError, PrefixKVError, check_range
+from prefixkv.spi import CallerError, CapacityError, check_range
 
 app = typer.Typer(
     name="prefixkv",

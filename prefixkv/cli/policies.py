@@ -10,8 +10,7 @@ from importlib import import_module
 from inspect import Parameter, isabstract, signature
 from typing import Any
 
-from prefixkv.cache.eviction.policy import Policy, make_policy, policy_names
-from prefixkv.errors import ConfigError
+from prefixkv.spi import ConfigError, Policy, make_policy, policy_names
 
 
 def policy_of(text: str) -> Policy:

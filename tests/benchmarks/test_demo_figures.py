@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks.demo_parts import PARTS, _requests
-from prefixkv.cli.report import times
+from prefixkv.cli.figures import times
 from tests.benchmarks.test_figures import (
     DOCUMENT,
     MIB,
@@ -31,7 +31,7 @@ from tests.benchmarks.test_figures import (
 
 def demo_table() -> list[str]:
     """Of the README: the chats of the demo, and a model's turns over a slow wire."""
-    chats, slow = result("demo")["chats"], result("engine")["slow"]
+    chats, slow = result("demo"), result("engine")["slow"]
     on, off = chats["runs"]["cache_on"], chats["runs"]["cache_off"]
     lower, fewer = chats["ratios"]["ttft_p50"], chats["ratios"]["bytes_sent"]
     (wire,) = slow["rounds"]
@@ -59,8 +59,8 @@ def demo_table() -> list[str]:
 
 
 def stand_in_table() -> list[str]:
-    """The part of the demo that has a stand-in engine."""
-    demo = result("demo")
+    """The stand-in engine."""
+    demo = result("stand_in")
     runs, saturated, ratios = demo["runs"], demo["saturated"], demo["ratios"]
     on, off = runs["cache_on"], runs["cache_off"]
     full, none = saturated["cache_on"], saturated["cache_off"]
@@ -135,7 +135,7 @@ WHOSE = {
 
 def chats_sentence() -> str:
     """Of the README, below its table."""
-    chats = result("demo")["chats"]["recipe"]
+    chats = result("demo")["recipe"]
     sizes = chats["workload"]
     return (
         f"{sizes['requests']} turns of {sizes['conversations']} conversations with a Llama of "
