@@ -146,7 +146,7 @@ def chats_sentence() -> str:
 
 def stand_in_sentence() -> str:
     """Of the page that has the stand-in's table."""
-    recipe = result("demo")["recipe"]
+    recipe = result("stand_in")["recipe"]
     options = recipe["options"]
     return (
         f"{recipe['workload']['requests']} requests of {options['conversations']} conversations of "
