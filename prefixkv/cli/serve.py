@@ -1,11 +1,12 @@
 """`prefixkv worker`, `prefixkv serve` and `prefixkv proxy`: their options are the settings of
-`prefixkv.serving`."""
+`prefixkv.serving`. `--help` shows those with a description, `--help-all` the others too."""
 
 from __future__ import annotations
 
 import os
+import textwrap
 from collections.abc import Callable
-from inspect import Parameter, Signature
+from inspect import Parameter, Signature, cleandoc
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -14,13 +15,7 @@ import typer
 from prefixkv.errors import ConfigError
 from prefixkv.serving import check_extra, is_there
 from prefixkv.serving.config import KINDS, ProxyConfig, ServeConfig, ServerAt
-from prefixkv.serving.settings import (
-    Setting,
-    flatten,
-    load,
-    read_toml,
-    settings_of,
-)
+from prefixkv.settings import Setting, load, read_tables, read_toml, settings_of
 
 TABLE: Final = "workers"
 """Of a file for `serve`: [workers.prefill] and [workers.decode] have what a worker's file has."""
@@ -48,8 +43,9 @@ def add_commands(app: typer.Typer) -> None:
 
 def _doc(role: str) -> str:
     return (
-        f"One {role} worker as a process. Every setting is an option here, in the file, and a "
-        "variable PREFIXKV_... of the environment. It drains on SIGTERM; a second one ends it."
+        f"One {role} worker as a process. Every setting is an option, a line of the file and a "
+        "variable PREFIXKV_... of the environment. The worker drains on SIGTERM; a second one ends "
+        "it."
     )
 
 
@@ -73,9 +69,8 @@ def _serve(config: Path | None, **options: Any) -> int:
     tables: dict[str, dict[str, Any]] = {}
     for role, table in (read_toml(config).get(TABLE, {}) if config else {}).items():
         if role not in KINDS or not isinstance(table, dict):
-            raise ConfigError(f"{config}: there is no setting {TABLE}.{role}")
-        known = {one.name: one for one in settings_of(KINDS[role])}
-        tables[role] = flatten(table, known, f"{config}: {TABLE}.{role}")
+            raise ConfigError(f"{config}: there is no table {TABLE}.{role}")
+        tables[role] = read_tables(KINDS[role], table, f"{config}: {TABLE}.{role}")
     loaded = load(ServeConfig, config, os.environ, options, but=(TABLE,))
     if loaded.ray and not is_there("ray"):
         raise ConfigError("--ray needs ray: pip install 'prefixkv[ray]'")
@@ -113,7 +108,7 @@ def _proxy(
 
 def _texts(value: Any, where: str) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-        raise ConfigError(f"{where} is {value!r}, a list of strings is needed")
+        raise ConfigError(f"{where}: {value!r} is not a list of strings")
     return value
 
 
@@ -130,26 +125,73 @@ def _command(
     """`run` with an option for each setting."""
 
     def command(**given: Any) -> int:
+        del given["help_all"]
         return run(**given)
 
-    file = typer.Option("--config", metavar="FILE", help="TOML.")
+    shown = [one for one in settings if not one.field.is_mapping]  # a table is set in the file
+
+    def help_all(ctx: typer.Context, wanted: bool) -> None:
+        if wanted:
+            typer.echo("\n".join([ctx.get_usage(), "", *map(_line, shown)]))
+            raise typer.Exit
+
+    file = typer.Option("--config", metavar="FILE", help="Settings as TOML.")
+    more = typer.Option("--help-all", is_eager=True, callback=help_all, help="Show every setting.")
     parameters = [_parameter(name, kind) for name, kind in arguments.items()]
     parameters.append(_parameter("config", Annotated[Path | None, file]))
-    for one in settings:
-        if one.kind is dict:
-            continue  # in files only
-        shown = str(one.default) if one.default not in (None, "") else False
-        flags = f"{one.option}/--no-{one.option[2:]}" if one.kind is bool else one.option
-        option = typer.Option(flags, help=one.help, show_default=shown)
-        parameters.append(_parameter(one.name, Annotated[one.kind | None, option]))
+    parameters += map(_option, shown)
+    parameters.append(_parameter("help_all", Annotated[bool, more], default=False))
     command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-    command.__doc__ = doc
+    # Typer keeps a docstring's line breaks: one line per paragraph.
+    paragraphs = cleandoc(doc).split("\n\n")
+    command.__doc__ = "\n\n".join(" ".join(one.split()) for one in paragraphs)
     return command
 
 
-def _parameter(name: str, kind: Any) -> Parameter:
-    return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+def _option(setting: Setting) -> Parameter:
+    """An option as text, which `load` converts, or a switch."""
+    flag, is_switch = setting.option, _is_switch(setting)
+    option = typer.Option(
+        f"{flag}/--no-{flag[2:]}" if is_switch else flag,
+        help=_about(setting),
+        show_default=False,  # `_about` says it
+        metavar=None if is_switch else _metavar(setting),
+        hidden=not setting.field.help,
+    )
+    kind: Any = bool | None if is_switch else str | None
+    return _parameter(setting.name, Annotated[kind, option])
+
+
+def _line(setting: Setting) -> str:
+    """A setting in `--help-all`, where its name is not cut, as Typer's table would."""
+    flag = setting.option
+    name = f"--[no-]{flag[2:]}" if _is_switch(setting) else f"{flag} {_metavar(setting)}"
+    text = f"  {name:<45} {_about(setting)}"
+    return textwrap.fill(text, 100, subsequent_indent=48 * " ", break_on_hyphens=False)
+
+
+def _about(setting: Setting) -> str:
+    """The description, or unit and bounds, and the default."""
+    field, default = setting.field, setting.default
+    ranges = "; ".join(filter(None, (kind.range for kind in field.kinds)))
+    text = field.help or (f"{ranges[0].upper()}{ranges[1:]}." if ranges else "")
+    if default in (None, ""):
+        return text
+    shown = ("yes" if default else "no") if _is_switch(setting) else default
+    return f"{text} Default: {shown}.".lstrip()
+
+
+def _is_switch(setting: Setting) -> bool:
+    return setting.field.kinds[0].base is bool
+
+
+def _metavar(setting: Setting) -> str:
+    return {int: "INT", float: "FLOAT"}.get(setting.field.kinds[0].base, "TEXT")
+
+
+def _parameter(name: str, kind: Any, default: Any = None) -> Parameter:
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
 
 def _help_of(name: str, kind: type) -> str:
-    return next(one.help for one in settings_of(kind) if one.name == name)
+    return next(one.field.help for one in settings_of(kind) if one.name == name)

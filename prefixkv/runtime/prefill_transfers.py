@@ -55,6 +55,8 @@ from prefixkv.runtime.transfers import (
 from prefixkv.transport.interfaces import check_interface
 from prefixkv.transport.trial import Tell, Trial
 
+_STAGING_WINDOW = 4  # leases under way at once, per room and pair of ranks
+
 
 def _key(room: int, generation: int, decode: str) -> RoomKey:
     if not decode or not isinstance(decode, str):
@@ -112,7 +114,7 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         slots: StagingSlots | None = None
         if memory.area is not None:
             num_slots = sizes.staging_bytes // sizes.lease_bytes
-            slots = StagingSlots(num_slots, sizes.lease_bytes, sizes.staging_window)
+            slots = StagingSlots(num_slots, sizes.lease_bytes, _STAGING_WINDOW)
 
         def control(metadata: bytes) -> PrefillControl:
             what = place.digest, place.topology, config.control, ("", *endpoints), rank, slots

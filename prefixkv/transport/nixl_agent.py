@@ -63,9 +63,9 @@ class NixlAgent:
 
     def __init__(
         self, name: str, layout: KVLayout, staging: StagingArea | None = None,
-        state: StateLayout | None = None, interface: str = "", backends: tuple[str, ...] = (_UCX,),
+        state: StateLayout | None = None, interface: str = "",
     ) -> None:  # fmt: skip
-        """Staging area and state are on the layout's device; `interface` and `backends` as in
+        """Staging area and state are on the layout's device; `interface` as in
         TransportConfig. The memory is registered with UCX, which also brings the notifications.
         Raises what NIXL raises."""
         self.name = name
@@ -80,15 +80,13 @@ class NixlAgent:
         )
         with ucx_options(interface) as options:
             self.api.create_backend(_UCX, options)
-        for backend in backends[1:]:
-            self.api.create_backend(backend, {})
         ranges = [*layout.regions]
         if staging is not None:
             ranges.append((staging.base, staging.num_bytes))
         if state is not None:
             ranges += state.regions
         regions = [(address, num_bytes, layout.device_id, "") for address, num_bytes in ranges]
-        self.api.register_memory(regions, self._memory_type, backends=list(backends))
+        self.api.register_memory(regions, self._memory_type, backends=[_UCX])
         self.metadata = bytes(self.api.get_agent_metadata())
         self.lists: list[Any] = []
         self.unproven: set[int] = set()

@@ -404,9 +404,8 @@ class NixlLoop:
         return [self._agent] if self._former_agent is None else [self._agent, self._former_agent]
 
     def _new_agent(self, name: str) -> NixlAgent:
-        config = self._config
-        where = config.interface, config.nixl_backends
-        return NixlAgent(name, self._layout, self._staging, self._state, *where)
+        interface = self._config.interface
+        return NixlAgent(name, self._layout, self._staging, self._state, interface)
 
     def _renew(self) -> None:
         """Another agent posts from now on. If none can be made, the present one goes on, and

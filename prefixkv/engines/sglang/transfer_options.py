@@ -1,4 +1,5 @@
-"""What `PREFIXKV_TRANSFER` may say: SGLang's command line takes no options of a plug-in."""
+"""Settings of the transfer backend, as JSON in `PREFIXKV_TRANSFER`: SGLang's command line takes no
+options of a plug-in."""
 
 from __future__ import annotations
 
@@ -7,9 +8,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from prefixkv.config import ControlConfig, TransportConfig
-from prefixkv.engines.options import made
 from prefixkv.errors import ConfigError
-from prefixkv.settings import check_kind, check_types
+from prefixkv.settings import check_fields, convert
 
 VARIABLE: Final = "PREFIXKV_TRANSFER"
 
@@ -54,13 +54,12 @@ class TransferOptions:
     transport: TransportConfig = field(default_factory=TransportConfig)
 
     def __post_init__(self) -> None:
-        check_types(self)
-        check_kind("control", self.control, ControlConfig)
-        check_kind("transport", self.transport, TransportConfig)
+        check_fields(self)
 
     @classmethod
     def of(cls, text: str) -> TransferOptions:
-        """Raises ConfigError, with its name, for what is unknown or out of range.
+        """Build the options from JSON. Raises ConfigError, which names the setting, for one that is
+        unknown or out of range.
 
         >>> TransferOptions.of('{"transport": {"interface": "eth0"}}').transport.interface
         'eth0'
@@ -69,7 +68,7 @@ class TransferOptions:
             said = json.loads(text or "{}")
         except ValueError as error:
             raise ConfigError(f"{VARIABLE} is no JSON: {error}") from None
-        return made(cls, VARIABLE, said)
+        return convert(cls, said, VARIABLE)
 
     def address(self, local_ip: str) -> str:
         """Where a rank binds, on a machine with that address.

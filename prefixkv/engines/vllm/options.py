@@ -1,4 +1,4 @@
-"""What `kv_connector_extra_config` may say."""
+"""Settings of the connector, as `kv_connector_extra_config` has them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from prefixkv.config import ControlConfig, TransportConfig
-from prefixkv.engines.options import made
 from prefixkv.errors import ConfigError
-from prefixkv.settings import above, at_least, check_kind, check_types
+from prefixkv.settings import CountOrZero, Seconds, SecondsOrZero, check_fields, convert
 
 ANY_HOST: Final = ("", "tcp://*", "tcp://0.0.0.0", "tcp://[::]", "tcp://::")
 """What `bind` says for every address of the host."""
@@ -75,20 +74,15 @@ class Options:
     model: str = ""
     weights_version: str = "0"
     join_flights: bool = True
-    recompute_below: int = 0
-    offer_timeout_s: float = 120.0
-    offer_grace_s: float = 10.0
+    recompute_below: CountOrZero = 0
+    offer_timeout_s: Seconds = 120.0
+    offer_grace_s: SecondsOrZero = 10.0
     policy: str = ""
     control: ControlConfig = field(default_factory=ControlConfig)
     transport: TransportConfig = field(default_factory=TransportConfig)
 
     def __post_init__(self) -> None:
-        check_types(self)
-        check_kind("control", self.control, ControlConfig)
-        check_kind("transport", self.transport, TransportConfig)
-        at_least(0, recompute_below=self.recompute_below)
-        above(0, offer_timeout_s=self.offer_timeout_s)
-        at_least(0, offer_grace_s=self.offer_grace_s)
+        check_fields(self)
 
     @property
     def reached_at(self) -> str:
@@ -106,8 +100,8 @@ class Options:
 
     @classmethod
     def of(cls, extra: Mapping[str, Any], kv_port: int) -> Options:
-        """The options that `extra` says. Raises ConfigError, with its name, for one that is unknown
-        or out of range, and where there is no name."""
+        """Build the options from `extra`. Raises ConfigError, which names the setting, for one that
+        is unknown or out of range, and where there is no name."""
         said = dict(extra)
         if not said.get("name"):
             raise ConfigError(
@@ -116,4 +110,4 @@ class Options:
             )
         if not said.get("bind"):
             said["bind"] = f"tcp://127.0.0.1:{kv_port}"
-        return made(cls, "kv_connector_extra_config", said)
+        return convert(cls, said, "kv_connector_extra_config")
