@@ -90,11 +90,10 @@ class Kind(NamedTuple):
     def _explain_length(self, length: int) -> str:
         # The text itself is not shown: it may be a key.
         for meta in self.metas:
-            low, high = meta.min_length or 0, meta.max_length
-            if length < low:
-                return f"has {length} characters, fewer than {low}"
-            if high is not None and length > high:
-                return f"has {length} characters, more than {high}"
+            if meta.min_length is not None and length < meta.min_length:
+                return f"has {length} characters, fewer than {meta.min_length}"
+            if meta.max_length is not None and length > meta.max_length:
+                return f"has {length} characters, more than {meta.max_length}"
         return ""
 
     @property
