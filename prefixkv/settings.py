@@ -149,11 +149,14 @@ class Field(NamedTuple):
     def is_mapping(self) -> bool:
         return any(get_origin(kind.base) is Mapping for kind in self.kinds)
 
+    def check(self, value: Any) -> None:
+        """Raise ConfigError for what a constructor was given. Objects are taken as they are."""
+        if not self.is_open and not isinstance(value, self.classes):
+            self.convert(value, self.name)
+
     def convert(self, value: Any, where: str) -> Any:
-        """Convert a value to the field's type. Raises ConfigError, which begins with `where`, for
-        one of another type or out of its bounds."""
-        if self.is_open or isinstance(value, self.classes):
-            return value
+        """Convert data to the field's type. Raises ConfigError, which begins with `where`, for a
+        value of another type or out of its bounds."""
         if isinstance(value, Real) and not isinstance(value, bool):  # numbers of numpy, too
             value = int(value) if isinstance(value, Integral) else float(value)
         try:
@@ -251,8 +254,9 @@ def _is_nan(value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """A value in an error's text. A table, or an object, may have keys in it: its type alone."""
-    if value is None or isinstance(value, bool | int | float | str | bytes | list | tuple):
+    """A value in an error's text. A table, a list or an object may have keys in it: its type
+    alone."""
+    if value is None or isinstance(value, bool | int | float | str | bytes):
         return repr(value)
     return "a table" if isinstance(value, Mapping) else f"a {type(value).__name__}"
 
@@ -261,7 +265,7 @@ def check_fields(config: Any) -> None:
     """Raise ConfigError, which begins with its name, for a field that is not of the type it is
     declared as, or out of the bounds declared there."""
     for field in fields_of(type(config)):
-        field.convert(getattr(config, field.name), field.name)
+        field.check(getattr(config, field.name))
 
 
 def check_order(config: Any, low: str, high: str) -> None:
@@ -377,13 +381,11 @@ def as_environ(kind: type, values: Mapping[str, Any]) -> dict[str, str]:
     """Variables that set `values`, by name of the setting, in a child process."""
     known = {setting.name: setting for setting in settings_of(kind)}
     return {
-        known[name].variable: value if isinstance(value, str) else _json(value)
+        known[name].variable: (
+            msgspec.json.encode(value).decode() if isinstance(value, bool | Mapping) else str(value)
+        )
         for name, value in values.items()
     }
-
-
-def _json(value: Any) -> str:
-    return msgspec.json.encode(value).decode()
 
 
 def read_toml(file: Path) -> dict[str, Any]:
@@ -409,6 +411,10 @@ def read_tables(kind: type, tables: Any, where: str) -> dict[str, Any]:
         if not isinstance(table, Mapping):
             path = f": {'.'.join(at)}" if at else ""
             raise ConfigError(f"{where}{path}: {_shown(table)} is not a table of settings")
+        for setting in by_key.values() if not table else ():
+            # An empty table of keys would pass for none, and mean that nothing is encrypted.
+            if setting.key[:-1] == at != () and setting.field.default is MISSING:
+                raise ConfigError(f"{where}: {setting.path}: is missing")
         for name, value in table.items():
             key = (*at, str(name))
             if key in by_key:
@@ -438,8 +444,10 @@ def _build(
     base: Any = MISSING,
     but: Collection[str] = (),
 ) -> T:
-    """A `kind` with what was found, the rest as in `base`, or its defaults."""
+    """Build a `kind` of what was found, the rest as in `base`, or its defaults."""
     given: dict[str, Any] = {}
+    # Tables first, the innermost before the others. A table of which nothing is set is left alone:
+    # it may be None, and mean that something is off.
     for field in fields_of(kind):
         if field.name in but:
             continue

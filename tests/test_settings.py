@@ -103,9 +103,11 @@ def test_a_file_may_have_the_names_of_keys(tmp_path: Path) -> None:
         ("page_size = '8'", "page_size: '8' is not a whole number"),
         ("page_size = true", "page_size: True is not a whole number"),
         ("cache = 1", "cache: 1 is not true or false"),
+        ("policy = 1", "policy: 1 is not a string"),
         ("page_size = 0", "page_size: 0 is below 1"),
         ("max_running = 0", "max_running: 0 is below 1"),
         ("port = 70000", "port: 70000 is above 65535"),
+        ("[control.curve]", "control.curve.public_key: is missing"),
         ("[control]\nresend_s = nan", "control.resend_s: nan is not a number"),
         ("[control]\nresend_s = 31", "control.resend_s: 31.0 is above bootstrap_timeout_s, 30.0"),
         ("[limits]\nmax_bodies_bytes = 9", "limits.max_bodies_bytes: 9 is below max_body_bytes"),
@@ -137,7 +139,7 @@ def test_what_is_wrong_elsewhere_is_named(tmp_path: Path) -> None:
         convert(DecodeConfig, {"max_retries": -1}, "decode")
     with pytest.raises(ConfigError, match=r"^decode: control.suspect_after_s: 1.0 is not"):
         convert(DecodeConfig, {"control": {"suspect_after_s": 1}}, "decode")
-    with pytest.raises(ConfigError, match=r"^decode: \[3\] is not a table of settings$"):
+    with pytest.raises(ConfigError, match=r"^decode: a list is not a table of settings$"):
         convert(DecodeConfig, [3], "decode")
 
 
@@ -145,8 +147,7 @@ def test_an_error_does_not_show_a_key() -> None:
     for wrong in ({"secret_key": "hush"}, {"secret_key": ["hush"], "public_key": "x" * 40}):
         with pytest.raises(ConfigError) as caught:
             convert(ControlConfig, {"curve": wrong}, "control")
-        if wrong["secret_key"] == "hush":
-            assert "hush" not in str(caught.value)
+        assert "hush" not in str(caught.value)
 
 
 def test_json_may_leave_out_a_table_by_null() -> None:
