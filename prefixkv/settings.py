@@ -399,9 +399,9 @@ def read_toml(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{file}: {error}") from None
 
 
-def read_tables(kind: type, tables: Any, where: str) -> dict[str, Any]:
-    """Flatten nested tables to settings by name. Raises ConfigError for one that is unknown, of
-    another type or out of its bounds."""
+def read_tables(kind: type, tables: Any, where: str, under: str = "") -> dict[str, Any]:
+    """Flatten nested tables to settings by name. Raises ConfigError, which begins with `where` and
+    the path below `under`, for one that is unknown, of another type or out of its bounds."""
     by_key = {setting.key: setting for setting in settings_of(kind)}
     # Tables within tables: of "control.curve.public_key" these are control and control.curve.
     inner = {key[:depth] for key in by_key for depth in range(1, len(key))}
@@ -409,19 +409,21 @@ def read_tables(kind: type, tables: Any, where: str) -> dict[str, Any]:
 
     def walk(table: Any, at: tuple[str, ...]) -> None:
         if not isinstance(table, Mapping):
-            path = f": {'.'.join(at)}" if at else ""
-            raise ConfigError(f"{where}{path}: {_shown(table)} is not a table of settings")
+            path = f"{under}{'.'.join(at)}".rstrip(".")
+            place = f"{where}: {path}" if path else where
+            raise ConfigError(f"{place}: {_shown(table)} is not a table of settings")
         for setting in by_key.values() if not table else ():
             # An empty table of keys would pass for none, and mean that nothing is encrypted.
             if setting.key[:-1] == at != () and setting.field.default is MISSING:
-                raise ConfigError(f"{where}: {setting.path}: is missing")
+                raise ConfigError(f"{where}: {under}{setting.path}: is missing")
         for name, value in table.items():
             key = (*at, str(name))
             if key in by_key:
                 setting = by_key[key]
-                found[setting.name] = setting.field.convert(value, f"{where}: {setting.path}")
+                path = f"{where}: {under}{setting.path}"
+                found[setting.name] = setting.field.convert(value, path)
             elif key not in inner:
-                raise ConfigError(f"{where}: {_unknown(key, by_key)}")
+                raise ConfigError(f"{where}: {_unknown(key, by_key, under)}")
             elif value is not None:  # null in JSON leaves a table out
                 walk(value, key)
 
@@ -429,12 +431,12 @@ def read_tables(kind: type, tables: Any, where: str) -> dict[str, Any]:
     return found
 
 
-def _unknown(key: tuple[str, ...], known: Collection[tuple[str, ...]]) -> str:
+def _unknown(key: tuple[str, ...], known: Collection[tuple[str, ...]], under: str) -> str:
     path, paths = ".".join(key), [".".join(one) for one in known]
     # The right name in the wrong table, else a slip of the pen.
     near = [".".join(one) for one in known if one[-1] == key[-1]] or get_close_matches(path, paths)
-    hint = f"; the nearest is {near[0]}" if near else ""
-    return f"there is no setting {path}{hint}"
+    hint = f"; the nearest is {under}{near[0]}" if near else ""
+    return f"there is no setting {under}{path}{hint}"
 
 
 def _build(

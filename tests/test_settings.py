@@ -143,6 +143,26 @@ def test_what_is_wrong_elsewhere_is_named(tmp_path: Path) -> None:
         convert(DecodeConfig, [3], "decode")
 
 
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("[workers.decode]\nmax_retries = -1", "workers.decode.max_retries: -1 is below 0"),
+        ("[workers.prefill.control]\nhartbeat_s = 1",
+         "there is no setting workers.prefill.control.hartbeat_s; the nearest is workers.prefill."
+         "control.heartbeat_s"),
+        ("[workers]\ndecode = 3", "workers.decode: 3 is not a table of settings"),
+        ("[workers.dekode]", "there is no table workers.dekode"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_in_a_worker_s_table_is_named(
+    tmp_path: Path, text: str, why: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text(text)
+    assert run_command(["serve", "--config", str(file)]) == 2
+    assert capfd.readouterr().err == f"prefixkv: {file}: {why}\n"
+
+
 def test_an_error_does_not_show_a_key() -> None:
     for wrong in ({"secret_key": "hush"}, {"secret_key": ["hush"], "public_key": "x" * 40}):
         with pytest.raises(ConfigError) as caught:

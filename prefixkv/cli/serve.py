@@ -68,9 +68,9 @@ def _serve(config: Path | None, **options: Any) -> int:
     _check_extra()
     tables: dict[str, dict[str, Any]] = {}
     for role, table in (read_toml(config).get(TABLE, {}) if config else {}).items():
-        if role not in KINDS or not isinstance(table, dict):
+        if role not in KINDS:
             raise ConfigError(f"{config}: there is no table {TABLE}.{role}")
-        tables[role] = read_tables(KINDS[role], table, f"{config}: {TABLE}.{role}")
+        tables[role] = read_tables(KINDS[role], table, str(config), f"{TABLE}.{role}.")
     loaded = load(ServeConfig, config, os.environ, options, but=(TABLE,))
     if loaded.ray and not is_there("ray"):
         raise ConfigError("--ray needs ray: pip install 'prefixkv[ray]'")
