@@ -41,8 +41,8 @@ Name = Annotated[
 PolicyName = Annotated[str | Policy, doc("Eviction policy: which cached pages go first.")]
 MaxRunning = Annotated[Count, doc("Requests that hold pages at once.")]
 
-# The pauses between empty polls where `polling` is 1. Sleeps of 30 us keep a transfer's latency,
-# 200 us cost little processor time once nothing has come for a while.
+# Pauses between empty polls at `polling` 1: short ones first, for latency, longer ones once it has
+# been quiet, for processor time.
 _SPIN_S: Final = 50e-6
 _SLEEP_S: Final = 30e-6
 _IDLE_SLEEP_S: Final = 200e-6
@@ -65,16 +65,16 @@ def check_version(version: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """What KV bytes depend on and a pool's shape does not tell. Both sides must agree on `model`
-    and `kv_scales`, and on `weights_version`, at most 256 characters, for each request: it is the
-    version to begin with, which `flush(weights_version=)` moves.
+    """Identity of a model's KV, beyond the shape of its pool.
 
-    `option_names` says what the engine's user sets a field of the handshake by, as
-    `{"page_size": "--block-size"}`: a refusal names it. It is not compared.
+    Both sides must agree on `model` and `kv_scales`, and for each request on `weights_version`. A
+    node begins with that version, and `flush(weights_version=)` moves it. `option_names` maps a
+    field of the handshake to the engine's option for it, `{"page_size": "--block-size"}`: a refusal
+    names the option. It is not compared.
     """
 
     model: str = "unnamed"
-    weights_version: str = "0"
+    weights_version: Annotated[str, Meta(max_length=MAX_VERSION_CHARS)] = "0"
     kv_scales: str = "none"
     option_names: Mapping[str, str] = field(default_factory=dict, hash=False, compare=False)
 
@@ -85,9 +85,10 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class CurveConfig:
-    """CURVE keys, z85 text. A server (prefill) takes the clients whose public key `allowed_clients`
-    maps to a name, that of the worker for all its ranks; a client (decode) needs the `server_key`
-    of every prefill worker it talks to.
+    """CURVE keys of the control plane, as z85 text of 40 characters.
+
+    A server (prefill) accepts the clients in `allowed_clients`, which maps a public key to the name
+    of a worker, for all its ranks. A client (decode) needs the `server_key` of its prefill workers.
     """
 
     public_key: Z85Key
@@ -107,17 +108,19 @@ class ControlConfig:
 
     A deadline ends a wait with an error. It never frees a page that a peer may still write: a room
     whose `drain_timeout_s` has passed is quarantined, and its pages come back on proof only.
-    What waits for a prefill worker at whose address nobody answers fails after `connect_timeout_s`.
+
+    A request fails after `connect_timeout_s` if its prefill worker's address does not answer.
     `bootstrap_timeout_s` is for the handshake and the promise, `waiting_timeout_s` for the first
     chunk, `transfer_timeout_s` for the next. These three count from when the peer was last heard: a
-    wait in a queue of a peer that is there ends with the request's own `deadline_s`, or after
+    wait in the queue of a peer that answers ends with the request's own `deadline_s`, or after
     `longest_wait_s` (the timeout itself, where that is more). A write that is in flight has
-    `transfer_timeout_s` in any case. After a fence, what the dead writer's kernel still holds is
-    read for `fence_settle_s` before its pages are used again (0 where writes bypass the kernels, as
-    RDMA's do).
-    With `prove_death` a peer on this machine that the kernel proves dead is fenced unasked.
-    On prefill `max_peer_bytes` is what is held for one decode worker, of all its ranks: rooms, page
-    ids, what it introduced itself with.
+    `transfer_timeout_s` in any case.
+
+    After a fence, bytes that the kernel still holds of the dead writer are read for
+    `fence_settle_s` before its pages are used again (0 where writes bypass the kernels, as RDMA's
+    do). With `prove_death` a peer on this machine is fenced as soon as the kernel proves it dead.
+    On prefill `max_peer_bytes` bounds the rooms, page ids and introductions held for one decode
+    worker, all its ranks together.
     """
 
     heartbeat_s: Seconds = 1.0
@@ -157,31 +160,29 @@ class ControlConfig:
 
 @dataclass(frozen=True, slots=True)
 class TransportConfig:
-    """How the transport thread posts and polls.
+    """Posts, polls and staging memory of the transport thread.
 
-    A post is at most `post_bytes` and `post_descriptors`; at most `window` posts are in flight a
-    peer. Over shared memory a post is a copy that the thread makes itself, 1 ms for 8 MiB; each
-    costs about 50 us besides. With work outstanding empty polls spin for `spin_s`, then sleep for
-    `sleep_s`, later for `idle_sleep_s`, and up to 25 times as long as the quiet goes on, sooner
-    where it only receives. `polling` multiplies these pauses: above 1 costs latency and saves
-    processor time, 0 never sleeps. When an agent is replaced, so that what failed there cannot land
-    any more, its other posts have `renew_grace_s` to end.
+    A post is at most `post_bytes` and `post_descriptors`; at most `window` posts per peer are in
+    flight. Over shared memory the thread makes a post's copy itself. With work outstanding, empty
+    polls spin for `spin_s`, then sleep for `sleep_s`, later for `idle_sleep_s`, and up to 25 times
+    as long the longer it is quiet. `polling` multiplies these pauses: above 1 costs latency and
+    saves processor time, 0 never sleeps. When an agent is replaced, so that its failed writes can
+    no longer land, its other posts have `renew_grace_s` to end.
 
     With `staging_bytes` on both sides, slices of heads (tensor parallelism that differs) are
     gathered, written whole and scattered, in leases of at most `lease_bytes` of the decode rank's
-    memory; a prefill rank has `staging_bytes // lease_bytes` slots. With two of each, copies and
-    writes overlap; what a lease costs besides them is the same for any size. `copy_threads` copy.
-    0 bytes: slices are written one by one, straight into pages.
+    memory, by `copy_threads`. A prefill rank has `staging_bytes // lease_bytes` slots; with two of
+    them, copies and writes overlap. 0 bytes: slices are written one by one, straight into pages.
 
     `interface` names the network that KV travels on, as UCX calls it: "eth0", or several,
-    "eth0,mlx5_0:1". "": the loopback interface, for peers on this machine. What the environment
-    sets in UCX_NET_DEVICES goes before it. `trial_peers`: a prefill rank loads a peer's NIXL
-    metadata in a child process first (40 MiB), which may die of it; without it, it is only checked
-    as far as its form is known.
+    "eth0,mlx5_0:1". "": the loopback interface, for peers on this machine. UCX_NET_DEVICES in the
+    environment overrides it. With `trial_peers` a prefill rank first loads a peer's NIXL metadata
+    in a child process (40 MiB), which may die of it; without, only the known parts of the metadata
+    are checked.
 
-    `backend`: "nixl"; "shm", which copies into memory of the peer's that is mapped, for two workers
-    of one user on one host, with decode's pool and state made with `shared=True`; or "auto": shm
-    where both sides can, else NIXL.
+    `backend`: "nixl"; "shm", which copies into mapped memory of the peer, for two workers of one
+    user on one host, with decode's pool and state made with `shared=True`; or "auto": shm where
+    both sides can, else NIXL.
     """
 
     post_bytes: Bytes = 8 << 20
@@ -227,7 +228,7 @@ class TransportConfig:
 
 
 class PageSettings(TypedDict, total=False):
-    """What a `PageManager` may be made with besides its sizes."""
+    """Arguments of a `PageManager` besides its sizes."""
 
     caching: bool
     policy: str | Policy
@@ -236,7 +237,7 @@ class PageSettings(TypedDict, total=False):
 
 
 class Retarget(Protocol):
-    """A function that says where a request whose transfer failed goes next; None: where it went."""
+    """Choose the prefill worker for a request whose transfer failed; None: the one before."""
 
     def __call__(self, req: Any, error: Exception) -> str | None: ...
 
@@ -252,26 +253,25 @@ class Admission(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KVEventsConfig:
-    """Cache events for routers, in the words of other engines (`docs/fleet.md`).
+    """Cache events for routers, in the formats of other engines (`docs/fleet.md`).
 
-    Three sockets bind: a PUB for events, a ROUTER that repeats those from a number on, a ROUTER
-    that says what there is. "" turns the last two off, a port of `*` takes a free one. Events carry
-    the tokens of prompts, and whoever reaches the ports can read them: another address than a
-    loopback one is for a network that is isolated, and is warned of.
+    Three sockets bind: a PUB for events, a ROUTER that repeats events from a number on, a ROUTER
+    that sends snapshots. "" turns the last two off, a port of `*` takes a free one. Events carry
+    the tokens of prompts, and every client of the ports can read them: an address beyond loopback
+    belongs on an isolated network, and is warned of.
 
-    `topic`: "" is "kv@" + the worker's name + "@" + `ModelConfig.model`. `medium` is where the KV
-    is, in the dialect's words. `dp_rank` is the data-parallel rank that events name.
+    `topic`: "" is "kv@" + the worker's name + "@" + `ModelConfig.model`. `medium` names the kind of
+    memory, as the dialect does. `dp_rank` is the data-parallel rank that events name.
 
-    Of what was published, at most `keep_batches` and `keep_bytes` are kept to be repeated. A
-    subscriber that is 10,000 batches behind misses what is beyond, and sees that by the numbers;
-    one that is `queue_bytes` behind is cut off, and comes back. Snapshots and repeats that were not
-    read are at most as many bytes, of all clients; the next is made when there is room.
-    After `heartbeat_s` without events an empty batch is published, so that the last events cannot
-    be missed unseen. What waits for the publisher's thread is at most `max_backlog_pages`; beyond,
-    it starts over with a snapshot.
+    The last `keep_batches` and `keep_bytes` are kept to be repeated. A subscriber that is 10,000
+    batches behind loses events, and sees a gap in the numbers; one that is `queue_bytes` behind is
+    cut off, and comes back. `queue_bytes` also bounds the unread snapshots and repeats of all
+    clients together; the next one is made when there is room. After `heartbeat_s` without events an
+    empty batch is published, so that a loss of the last events is seen. At most `max_backlog_pages`
+    wait for the publisher's thread; beyond, it starts over with a snapshot.
 
-    With `epoch_frames` the number's frame goes on with 16 bytes that name this life of the worker,
-    as llm-d's recovery by snapshots wants them. Dynamo refuses such frames.
+    With `epoch_frames` the number's frame is followed by 16 bytes that name this life of the
+    worker, for llm-d's recovery by snapshots. Dynamo refuses such frames.
     """
 
     endpoint: str = "tcp://127.0.0.1:5557"
@@ -304,23 +304,22 @@ class DecodeConfig:
     """A decode worker.
 
     `max_running` requests hold a row of the page table at once (in transfer or running).
-    `reserve_tokens` is the room kept for each request's output before it is admitted. `cache=False`
-    turns the prefix cache off: nothing is matched, nothing kept.
+    `reserve_tokens` is the space kept for each request's output before it is admitted.
+    `cache=False` turns the prefix cache off: nothing is matched, nothing kept.
 
-    `policy` says which cached pages are evicted first: a name, or a `Policy` with settings of its
-    own (`Gated(fresh_s=60)`), which serves one cache; ranks need a name. `admission` says which
-    request is admitted first: "hit_aware", "fifo", "priority", a registered name, or an
-    `AdmissionPolicy`. A request that has waited `patience_s` is overtaken by nothing, unless it
-    steps aside since nothing that runs can make room for it. One without a `deadline_s` that is
+    `policy` chooses the cached pages that are evicted first: a name, or a `Policy` with settings of
+    its own (`Adaptive(trust=20)`), which serves one cache; ranks need a name. `admission` chooses
+    the request that is admitted first: "hit_aware", "fifo", "priority", a registered name, or an
+    `AdmissionPolicy`. No other overtakes a request that has waited `patience_s`, unless that steps
+    aside because the running ones cannot make room for it. A request without a `deadline_s` that is
     not admitted within `waiting_timeout_s` fails, and prefill is told. None:
-    `control.longest_wait_s`, since prefill waits no longer either; more is refused.
+    `control.longest_wait_s`, the most that is allowed, since prefill waits no longer either.
 
-    Where pages are evicted, `evict_reserve` of the pool is beyond what is missing: at 1/256 the new
-    pages of a request form a third of the runs, for 0.1 points of hit rate
-    (`benchmarks/eviction_reserve.py`). 0: exactly what is missing.
+    An eviction frees `evict_reserve` of the pool beyond the missing pages, so that new pages lie
+    together; 0: only the missing ones.
 
-    While several prefill workers are ready, each has at most `prefill_share` of the pool promised
-    to it or held for it: one that never proves the end of its writes does not get it all. 1: no
+    While several prefill workers are ready, at most `prefill_share` of the pool is promised to each
+    or held for it: a worker that never proves the end of its writes does not get it all. 1: no
     bound.
 
     A request whose transfer fails is asked for again `max_retries` times (None: once where
@@ -330,7 +329,7 @@ class DecodeConfig:
     `record` names a file to which the node writes its traffic for `prefixkv replay`, as salted
     hashes (runtime/record.py): four files of at most `record_bytes`. None: nothing is written.
 
-    `kv_events` publishes what the prefix cache does, for routers; None: not.
+    `kv_events` publishes the changes of the prefix cache, for routers; None: not.
     """
 
     name: Name = "decode-0"
@@ -367,7 +366,7 @@ class DecodeConfig:
             raise ConfigError(f"retarget: {self.retarget!r} is not a function")
 
     def for_books(self, num_pages: int, num_slots: int = 0) -> PageSettings:
-        """What a `PageManager` is made with besides their sizes, alike on every rank."""
+        """Arguments of a `PageManager` besides its sizes, alike on every rank."""
         return {
             "caching": self.cache,
             "policy": self.policy,

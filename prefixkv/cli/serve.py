@@ -63,7 +63,7 @@ def _worker(role: str) -> Callable[..., int]:
 def _serve(config: Path | None, **options: Any) -> int:
     """Prefill and decode workers and an OpenAI-compatible server on this machine.
 
-    Without MODEL a small model made from a seed answers, in words of no language.
+    Without MODEL a small model made from a seed answers, in random words.
     """
     _check_extra()
     tables: dict[str, dict[str, Any]] = {}
@@ -86,8 +86,7 @@ def _serve(config: Path | None, **options: Any) -> int:
 def _proxy(
     config: Path | None, prefill: list[str] | None, decode: list[str] | None, **options: Any
 ) -> int:
-    """An OpenAI-compatible server before prefill and decode servers of vLLM's with prefixkv's
-    connector.
+    """OpenAI-compatible proxy in front of vLLM servers that run the prefixkv connector.
 
     A prefill server is its URL and the address at which its connector listens, a decode server its
     URL and its connector's name: http://127.0.0.1:8100=tcp://127.0.0.1:14579,
@@ -122,7 +121,7 @@ def _check_extra(*, with_model: bool = True) -> None:
 def _command(
     run: Callable[..., int], settings: list[Setting], doc: str, **arguments: Any
 ) -> Callable[..., int]:
-    """`run` with an option for each setting."""
+    """Wrap `run` in a command with an option for each setting."""
 
     def command(**given: Any) -> int:
         del given["help_all"]
@@ -149,7 +148,7 @@ def _command(
 
 
 def _option(setting: Setting) -> Parameter:
-    """An option as text, which `load` converts, or a switch."""
+    """Declare an option, as text that `load` converts, or as a switch."""
     flag, is_switch = setting.option, _is_switch(setting)
     option = typer.Option(
         f"{flag}/--no-{flag[2:]}" if is_switch else flag,
@@ -163,7 +162,7 @@ def _option(setting: Setting) -> Parameter:
 
 
 def _line(setting: Setting) -> str:
-    """A setting in `--help-all`, where its name is not cut, as Typer's table would."""
+    """Show a setting in `--help-all`: Typer's table would cut its name."""
     flag = setting.option
     name = f"--[no-]{flag[2:]}" if _is_switch(setting) else f"{flag} {_metavar(setting)}"
     text = f"  {name:<45} {_about(setting)}"
@@ -171,7 +170,7 @@ def _line(setting: Setting) -> str:
 
 
 def _about(setting: Setting) -> str:
-    """The description, or unit and bounds, and the default."""
+    """Describe a setting by its description, else by unit and bounds, and by its default."""
     field, default = setting.field, setting.default
     ranges = "; ".join(filter(None, (kind.range for kind in field.kinds)))
     text = field.help or (f"{ranges[0].upper()}{ranges[1:]}." if ranges else "")

@@ -30,15 +30,15 @@ def _flat(kind: Any, *but: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one client may cost.
+    """Bounds on what one client may cost.
 
-    `max_body_bytes` of a request's body. `head_timeout_s` for a request's head to come, once its
-    connection is there; `body_timeout_s` for the rest. A connection without a request is closed
-    after `idle_timeout_s`, one that does not read what is sent after `write_timeout_s`.
-    `max_bodies_bytes` of all requests under way; where there is no room for more, the body that has
-    been coming for longest is given up.
-    `max_requests_per_client` are answered at once of one address, by a front or a proxy: more get
-    429; 0: any number. Behind another proxy all clients have one address.
+    A request's head may take `head_timeout_s` once it is connected, its body `body_timeout_s` and
+    `max_body_bytes`. A connection without a request is closed after `idle_timeout_s`, one that does
+    not read its answer after `write_timeout_s`. The bodies of all requests under way are at most
+    `max_bodies_bytes`: beyond, the body that has been coming for longest is given up.
+
+    A front or a proxy answers `max_requests_per_client` of one address at once, and more with 429;
+    0: any number. Behind another proxy all clients have one address.
     """
 
     max_body_bytes: Bytes = 16 << 20
@@ -214,8 +214,8 @@ class ProxyConfig:
 class ServerAt:
     """A server of an engine that a proxy asks.
 
-    `url` is where it takes HTTP. `at` is what the other server is told of it: of a prefill server
-    the address at which its connector listens, of a decode server its connector's name.
+    `url` is its HTTP address. `at` names it for the other server: the address at which a prefill
+    server's connector listens, or the name of a decode server's connector.
     """
 
     url: str

@@ -31,7 +31,7 @@ OPTION_NAMES: Final = {
     "decode workers": _JSON.format("control.max_peers"),
     "bytes held for it": _JSON.format("control.max_peer_bytes"),
 }
-"""By field of a handshake, what an operator of SGLang sets it by: `ModelConfig.option_names`."""
+"""Options of SGLang by field of a handshake: `ModelConfig.option_names`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class TransferOptions:
     `bind` is where each rank of a prefill server listens, with a port of `*`; "": the loopback
     interface, or the machine's address where keys are set or `allow_remote_without_keys`. `model`
     is what both servers have to agree on; "": the last part of the model's served name.
-    `fence_folder` is where an operator says which peers are dead (`fences.py`); "": nobody does.
+    `fence_folder` is where an operator declares peers dead (`fences.py`); "": nowhere.
     `control` and `transport` are the fields of `ControlConfig` and `TransportConfig`.
     """
 
@@ -71,7 +71,7 @@ class TransferOptions:
         return convert(cls, said, VARIABLE)
 
     def address(self, local_ip: str) -> str:
-        """Where a rank binds, on a machine with that address.
+        """Address at which a rank binds, on a machine with `local_ip`.
 
         >>> TransferOptions().address("10.0.0.5")
         'tcp://127.0.0.1:*'

@@ -11,7 +11,7 @@ from prefixkv.errors import ConfigError
 from prefixkv.settings import CountOrZero, Seconds, SecondsOrZero, check_fields, convert
 
 ANY_HOST: Final = ("", "tcp://*", "tcp://0.0.0.0", "tcp://[::]", "tcp://::")
-"""What `bind` says for every address of the host."""
+"""Forms of `bind` for every address of the host."""
 
 _MODEL: Final = "--model, or `model` in kv_connector_extra_config"
 _EXTRA: Final = "`{}` in kv_connector_extra_config"
@@ -43,7 +43,7 @@ OPTION_NAMES: Final = {
     "decode workers": _EXTRA.format("control.max_peers"),
     "bytes held for it": _EXTRA.format("control.max_peer_bytes"),
 }
-"""By field of a handshake, what an operator of vLLM sets it by: `ModelConfig.option_names`."""
+"""Options of vLLM by field of a handshake: `ModelConfig.option_names`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Options:
 
     @property
     def reached_at(self) -> str:
-        """Where decode servers reach this prefill server, as far as the options say it; ""."""
+        """Address at which decode servers reach this prefill server; "" where no option has it."""
         if self.advertise:
             return self.advertise
         has_port = self.bind.rpartition(":")[2] not in ("", "*", "0")
@@ -94,7 +94,7 @@ class Options:
 
     @property
     def is_on_every_address(self) -> bool:
-        """Whether `bind` has a port and no address, and nothing else says how it is reached."""
+        """True if `bind` has a port and no address, and `advertise` has none either."""
         host, _, port = self.bind.rpartition(":")
         return not self.advertise and host in ANY_HOST and port not in ("", "*", "0")
 
