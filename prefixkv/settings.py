@@ -75,7 +75,7 @@ class Kind(NamedTuple):
         type."""
         if self.base is str and isinstance(value, str):
             return self._explain_length(len(value))
-        is_mine = self.base is float or (self.base is int and isinstance(value, Integral))
+        is_mine = self.base is float or (self.base is int and isinstance(value, int))
         if not is_mine or not _is_number(value):
             return ""
         for meta in self.metas:
@@ -211,7 +211,9 @@ def _field(name: str, default: Any, hint: Any, more: Mapping[str, Any]) -> Field
     base, metas = _split(hint)
     is_union = get_origin(base) in (Union, UnionType)
     alternatives = get_args(base) if is_union else (hint,)
-    plain, classes, is_open = [], [], False
+    plain: list[Any] = []
+    classes: list[type] = []
+    is_open = False
     for one in alternatives:
         its_base = _split(one)[0]
         if its_base in (bool, int, float, str, NoneType) or get_origin(its_base) in (
@@ -232,7 +234,7 @@ def _field(name: str, default: Any, hint: Any, more: Mapping[str, Any]) -> Field
         bare=_union([kind.base for kind in kinds]),
         classes=tuple(classes),
         is_open=is_open,
-        table=next((one for one in classes if is_dataclass(one)), None),
+        table=next(filter(is_dataclass, classes), None),
         flat=more.get("flat", False),
         but=more.get("but", ()),
     )
