@@ -19,10 +19,20 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
+
+from msgspec import Meta
 
 from prefixkv.cache.events import Cleared, EventBatch, Removed, Stored
 from prefixkv.errors import CallerError
-from prefixkv.settings import above, at_least, check_time, check_types
+from prefixkv.settings import (
+    CountOrZero,
+    Number,
+    Seconds,
+    SecondsOrZero,
+    check_fields,
+    check_time,
+)
 
 _STORED = math.inf  # until when a page counts that the worker has reported
 _COUNTERS = (
@@ -224,19 +234,15 @@ class BoundedAffinityRouter:
     Source: consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam, 2018).
     """
 
-    bound: float = 1.2
-    slack: float = 2.0
-    fade_s: float = 300.0
-    min_worth: float = 0.05
-    expect_s: float = 30.0
-    max_pages: int = 1 << 20
+    bound: Annotated[float, Meta(ge=1)] = 1.2
+    slack: Number = 2.0
+    fade_s: Seconds = 300.0
+    min_worth: Number = 0.05
+    expect_s: SecondsOrZero = 30.0
+    max_pages: CountOrZero = 1 << 20
 
     def __post_init__(self) -> None:
-        check_types(self)
-        at_least(1, bound=self.bound)
-        at_least(0, slack=self.slack, min_worth=self.min_worth)
-        at_least(0, expect_s=self.expect_s, max_pages=self.max_pages)
-        above(0, fade_s=self.fade_s)
+        check_fields(self)
         self.counters = Counter(dict.fromkeys(_COUNTERS, 0))
         self._workers: dict[str, _Worker] = {}
         # A moving average over requests: the first one sets it, each later one moves it by 1%.

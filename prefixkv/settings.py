@@ -1,16 +1,478 @@
-"""The checks that settings have in common, and those of numbers that calls are given."""
+"""Settings: declared once, with their bounds, and converted by one module from every source.
+
+A settings class is a frozen dataclass. The type of a field says its kind, unit and bounds
+(`heartbeat_s: Seconds = 1.0`), and `doc(...)` in it what `--help` says. `__post_init__` calls
+`check_fields`, so the constructor refuses what a file, a variable or an option is refused for.
+Each ConfigError of a settings class begins with the field's name; the source and the table are put
+in front of it: "worker.toml: control.heartbeat_s: 0 is not above 0".
+
+A field whose type is a settings class is a table, `[control]`; its field `heartbeat_s` is the
+option `--control-heartbeat-s` and the variable `PREFIXKV_CONTROL_HEARTBEAT_S`. With `flat` in its
+metadata its fields are set as if they were its parent's, without those that `but` names there.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import fields
+import tomllib
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import MISSING, fields, is_dataclass, replace
+from difflib import get_close_matches
 from numbers import Integral, Real
-from typing import Any
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import (
+    Annotated,
+    Any,
+    Final,
+    Literal,
+    NamedTuple,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+import msgspec
+from msgspec import Meta
 
 from prefixkv.errors import CallerError, ConfigError
 
-_MOST = 2**31 - 1  # of what is counted
-_MOST_BYTES = 2**62 - 1
+PREFIX: Final = "PREFIXKV_"  # of the variables of the environment
+MAX_COUNT: Final = 2**31 - 1
+MAX_BYTES: Final = 2**62 - 1
+
+T = TypeVar("T")
+
+# --- types of settings ----------------------------------------------------------------------------
+
+Count = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
+CountOrZero = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+Bytes = Annotated[int, Meta(ge=1, le=MAX_BYTES, extra={"unit": "bytes"})]
+BytesOrZero = Annotated[int, Meta(ge=0, le=MAX_BYTES, extra={"unit": "bytes"})]
+Seconds = Annotated[float, Meta(gt=0, extra={"unit": "seconds"})]
+SecondsOrZero = Annotated[float, Meta(ge=0, extra={"unit": "seconds"})]
+Number = Annotated[float, Meta(ge=0)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Port = Annotated[int, Meta(ge=0, le=65_535)]
+
+
+def doc(text: str) -> Meta:
+    """Describe a setting in its annotation. Settings with a description are in `--help`, the others
+    in `--help-all` only."""
+    return Meta(description=text)
+
+
+class Kind(NamedTuple):
+    """One alternative of a field's type: a plain type and its bounds."""
+
+    base: Any  # bool, int, float, str, NoneType, a Literal, or Mapping[str, str]
+    metas: tuple[Meta, ...]
+
+    def explain(self, value: Any) -> str:
+        """Say which bound a value of this type breaks; "" where it breaks none, or is of another
+        type."""
+        if self.base is str and isinstance(value, str):
+            return self._explain_length(len(value))
+        is_mine = self.base is float or (self.base is int and isinstance(value, int))
+        if not is_mine or not _is_number(value):
+            return ""
+        for meta in self.metas:
+            if meta.ge is not None and value < meta.ge:
+                return f"{value} is below {meta.ge}"
+            if meta.gt is not None and value <= meta.gt:
+                return f"{value} is not above {meta.gt}"
+            if meta.le is not None and value > meta.le:
+                return f"{value} is above {meta.le}"
+        return ""
+
+    def _explain_length(self, length: int) -> str:
+        # The text itself is not shown: it may be a key.
+        for meta in self.metas:
+            if meta.min_length is not None and length < meta.min_length:
+                return f"has {length} characters, fewer than {meta.min_length}"
+            if meta.max_length is not None and length > meta.max_length:
+                return f"has {length} characters, more than {meta.max_length}"
+        return ""
+
+    @property
+    def words(self) -> str:
+        """Name of the type for an operator."""
+        if get_origin(self.base) is Literal:
+            return self.range
+        names = {
+            bool: "true or false", int: "a whole number", float: "a number", str: "a string",
+            NoneType: "none",
+        }  # fmt: skip
+        return names.get(self.base, "a table of strings")
+
+    @property
+    def range(self) -> str:
+        """Unit and bounds, as `--help-all` shows them."""
+        if get_origin(self.base) is Literal:
+            return f"one of {', '.join(filter(None, get_args(self.base)))}"
+        parts: list[str] = []
+        for meta in self.metas:
+            if meta.extra:
+                parts.append(meta.extra["unit"])
+            if meta.ge is not None:
+                parts.append(f"at least {meta.ge}")
+            if meta.gt is not None:
+                parts.append(f"above {meta.gt}")
+            if meta.le is not None and meta.le not in (MAX_COUNT, MAX_BYTES):
+                parts.append(f"at most {meta.le}")
+        return ", ".join(parts)
+
+
+class Field(NamedTuple):
+    """A field of a settings class, as its annotation declares it."""
+
+    name: str
+    default: Any  # MISSING: it has to be given
+    help: str
+    kinds: tuple[Kind, ...]  # what text can say
+    plain: Any  # these as one type, with their bounds, for msgspec
+    bare: Any  # the same without bounds
+    classes: tuple[type, ...]  # whose objects are taken as they are
+    is_open: bool  # a part of its type says nothing that can be checked
+    table: type | None  # the settings class
+    flat: bool
+    but: Collection[str]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a file, a variable or an option can set it."""
+        return any(kind.base is not NoneType for kind in self.kinds)
+
+    @property
+    def is_mapping(self) -> bool:
+        return any(get_origin(kind.base) is Mapping for kind in self.kinds)
+
+    def check(self, value: Any) -> None:
+        """Raise ConfigError for what a constructor was given. Objects are taken as they are."""
+        if not self.is_open and not isinstance(value, self.classes):
+            self.convert(value, self.name)
+
+    def convert(self, value: Any, where: str) -> Any:
+        """Convert data to the field's type. Raises ConfigError, which begins with `where`, for a
+        value of another type or out of its bounds."""
+        if isinstance(value, Real) and not isinstance(value, bool):  # numbers of numpy, too
+            value = int(value) if isinstance(value, Integral) else float(value)
+        try:
+            if self.plain is not MISSING and not _is_nan(value):  # nan is within no bounds
+                return msgspec.convert(value, self.plain)
+        except msgspec.ValidationError:
+            pass
+        reasons = (kind.explain(value) for kind in self.kinds)
+        reason = next(filter(None, reasons), f"{_shown(value)} is not {self._wanted}")
+        raise ConfigError(f"{where}: {reason}")
+
+    def convert_text(self, text: str, where: str) -> Any:
+        """Convert the text of an option or a variable; a table is JSON. Raises ConfigError."""
+        # Without the bounds first: an error is to show the number, not its text.
+        try:
+            said = msgspec.json.decode(text) if self.is_mapping else text
+            value = msgspec.convert(said, self.bare, strict=False)
+        except msgspec.MsgspecError:
+            raise ConfigError(f"{where}: {text!r} is not {self._wanted}") from None
+        return self.convert(value, where)
+
+    @property
+    def _wanted(self) -> str:
+        names = [kind.words for kind in self.kinds if kind.base is not NoneType]
+        names += [f"a {one.__name__}" for one in self.classes]
+        names += [kind.words for kind in self.kinds if kind.base is NoneType]
+        return " or ".join(names)
+
+
+_KNOWN: dict[type, tuple[Field, ...]] = {}
+
+
+def fields_of(kind: type) -> tuple[Field, ...]:
+    """Read the fields of a settings class, once per class."""
+    if kind not in _KNOWN:
+        _KNOWN[kind] = tuple(_fields(kind))
+    return _KNOWN[kind]
+
+
+def _fields(kind: type) -> Iterator[Field]:
+    hints = get_type_hints(kind, include_extras=True)
+    for field in fields(kind):
+        if not field.init:
+            continue
+        default = field.default
+        if field.default_factory is not MISSING:
+            default = field.default_factory()
+        yield _field(field.name, default, hints[field.name], field.metadata)
+
+
+def _field(name: str, default: Any, hint: Any, more: Mapping[str, Any]) -> Field:
+    base, metas = _split(hint)
+    is_union = get_origin(base) in (Union, UnionType)
+    alternatives = get_args(base) if is_union else (hint,)
+    plain: list[Any] = []
+    classes: list[type] = []
+    is_open = False
+    for one in alternatives:
+        its_base = _split(one)[0]
+        if its_base in (bool, int, float, str, NoneType) or get_origin(its_base) in (
+            Literal, Mapping,
+        ):  # fmt: skip
+            plain.append(one)
+        elif isinstance(its_base, type) and not getattr(its_base, "_is_protocol", False):
+            classes.append(its_base)
+        else:
+            is_open = True
+    kinds = tuple(Kind(*_split(one)) for one in plain)
+    return Field(
+        name=name,
+        default=default,
+        help=next((meta.description for meta in metas if meta.description), ""),
+        kinds=kinds,
+        plain=_union(plain),
+        bare=_union([kind.base for kind in kinds]),
+        classes=tuple(classes),
+        is_open=is_open,
+        table=next(filter(is_dataclass, classes), None),
+        flat=more.get("flat", False),
+        but=more.get("but", ()),
+    )
+
+
+def _split(hint: Any) -> tuple[Any, tuple[Meta, ...]]:
+    """Part an annotation from its bounds."""
+    if get_origin(hint) is Annotated:
+        return hint.__origin__, hint.__metadata__
+    return hint, ()
+
+
+def _union(kinds: list[Any]) -> Any:
+    return Union[tuple(kinds)] if kinds else MISSING  # noqa: UP007 - of a list
+
+
+def _is_nan(value: Any) -> bool:
+    return isinstance(value, float) and math.isnan(value)
+
+
+def _shown(value: Any) -> str:
+    """A value in an error's text. A table, a list or an object may have keys in it: its type
+    alone."""
+    if value is None or isinstance(value, bool | int | float | str | bytes):
+        return repr(value)
+    return "a table" if isinstance(value, Mapping) else f"a {type(value).__name__}"
+
+
+def check_fields(config: Any) -> None:
+    """Raise ConfigError, which begins with its name, for a field that is not of the type it is
+    declared as, or out of the bounds declared there."""
+    for field in fields_of(type(config)):
+        field.check(getattr(config, field.name))
+
+
+def check_order(config: Any, low: str, high: str) -> None:
+    """Raise ConfigError for a setting `low` that is above another, `high`, which may be of a table:
+    "control.longest_wait_s"."""
+    value, most = getattr(config, low), config
+    for name in high.split("."):
+        most = getattr(most, name)
+    if value > most:
+        raise ConfigError(f"{low}: {value} is above {high}, {most}")
+
+
+# --- settings by name -----------------------------------------------------------------------------
+
+
+class Setting(NamedTuple):
+    """One setting of a class and its tables. `name` has its table before it,
+    "control_heartbeat_s", `key` has them apart. `default` is None where there is none."""
+
+    name: str
+    key: tuple[str, ...]
+    field: Field
+    default: Any
+
+    @property
+    def option(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return PREFIX + self.name.upper()
+
+    @property
+    def path(self) -> str:
+        return ".".join(self.key)
+
+
+def settings_of(kind: type) -> list[Setting]:
+    """List all settings that a file, a variable or an option can set."""
+    return list(_settings(kind, (), MISSING, ()))
+
+
+def _settings(
+    kind: type, table: tuple[str, ...], base: Any, but: Collection[str]
+) -> Iterator[Setting]:
+    for field in fields_of(kind):
+        if field.name in but:
+            continue
+        default = field.default if base is MISSING else getattr(base, field.name)
+        if field.table is not None:
+            its_base = MISSING if default is None else default
+            yield from _settings(field.table, _table(field, table), its_base, field.but)
+        elif field.is_plain:
+            key = (*table, field.name)
+            yield Setting("_".join(key), key, field, None if default is MISSING else default)
+
+
+def _table(field: Field, table: tuple[str, ...]) -> tuple[str, ...]:
+    return table if field.flat else (*table, field.name)
+
+
+def convert(kind: type[T], tables: Any, where: str) -> T:
+    """Build a `kind` from tables, as JSON or a dictionary has them.
+
+    Raises ConfigError, which names the setting, its value and its bound, for one that is unknown,
+    of another type, out of its bounds, or missing.
+
+    >>> from prefixkv.config import DecodeConfig
+    >>> convert(DecodeConfig, {"control": {"hartbeat_s": 2}}, "decode")
+    Traceback (most recent call last):
+    prefixkv.errors.ConfigError: decode: there is no setting control.hartbeat_s; the nearest is control.heartbeat_s
+    """  # noqa: E501 - a line of output
+    found = read_tables(kind, tables, where)
+    try:
+        return _build(kind, found)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def load(
+    kind: type[T],
+    file: Path | None = None,
+    environ: Mapping[str, str] | None = None,
+    options: Mapping[str, Any] | None = None,
+    but: Collection[str] = (),
+) -> T:
+    """Build a `kind` from a file, the environment and options, the later before the earlier.
+
+    Args:
+        file: TOML, or None.
+        environ: variables; those that are no setting are left alone.
+        options: by name of the setting, as text or as a value; None is not set.
+        but: tables of the file that are not of this class.
+
+    Raises ConfigError as `convert` does, with the file, the variable or the option in front.
+    """
+    found: dict[str, Any] = {}
+    if file is not None:
+        tables = {name: table for name, table in read_toml(file).items() if name not in but}
+        found |= read_tables(kind, tables, str(file))
+    environ, options = environ or {}, options or {}
+    for setting in settings_of(kind):
+        if (text := environ.get(setting.variable)) is not None:
+            found[setting.name] = setting.field.convert_text(text, setting.variable)
+        if (value := options.get(setting.name)) is not None:
+            field = setting.field
+            take = field.convert_text if isinstance(value, str) else field.convert
+            found[setting.name] = take(value, setting.option)
+    return _build(kind, found)
+
+
+def as_environ(kind: type, values: Mapping[str, Any]) -> dict[str, str]:
+    """Variables that set `values`, by name of the setting, in a child process."""
+    known = {setting.name: setting for setting in settings_of(kind)}
+    return {
+        known[name].variable: (
+            msgspec.json.encode(value).decode() if isinstance(value, bool | Mapping) else str(value)
+        )
+        for name, value in values.items()
+    }
+
+
+def read_toml(file: Path) -> dict[str, Any]:
+    """Parse a file. Raises ConfigError for one that cannot be read."""
+    try:
+        with file.open("rb") as stream:
+            return tomllib.load(stream)
+    except OSError as error:
+        raise ConfigError(f"{file} is not read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: {error}") from None
+
+
+def read_tables(kind: type, tables: Any, where: str, under: str = "") -> dict[str, Any]:
+    """Flatten nested tables to settings by name. Raises ConfigError, which begins with `where` and
+    the path below `under`, for one that is unknown, of another type or out of its bounds."""
+    by_key = {setting.key: setting for setting in settings_of(kind)}
+    # Tables within tables: of "control.curve.public_key" these are control and control.curve.
+    inner = {key[:depth] for key in by_key for depth in range(1, len(key))}
+    found: dict[str, Any] = {}
+
+    def walk(table: Any, at: tuple[str, ...]) -> None:
+        if not isinstance(table, Mapping):
+            path = f"{under}{'.'.join(at)}".rstrip(".")
+            place = f"{where}: {path}" if path else where
+            raise ConfigError(f"{place}: {_shown(table)} is not a table of settings")
+        for setting in by_key.values() if not table else ():
+            # An empty table of keys would pass for none, and mean that nothing is encrypted.
+            if setting.key[:-1] == at != () and setting.field.default is MISSING:
+                raise ConfigError(f"{where}: {under}{setting.path}: is missing")
+        for name, value in table.items():
+            key = (*at, str(name))
+            if key in by_key:
+                setting = by_key[key]
+                path = f"{where}: {under}{setting.path}"
+                found[setting.name] = setting.field.convert(value, path)
+            elif key not in inner:
+                raise ConfigError(f"{where}: {_unknown(key, by_key, under)}")
+            elif value is not None:  # null in JSON leaves a table out
+                walk(value, key)
+
+    walk(tables, ())
+    return found
+
+
+def _unknown(key: tuple[str, ...], known: Collection[tuple[str, ...]], under: str) -> str:
+    path, paths = ".".join(key), [".".join(one) for one in known]
+    # The right name in the wrong table, else a slip of the pen.
+    near = [".".join(one) for one in known if one[-1] == key[-1]] or get_close_matches(path, paths)
+    hint = f"; the nearest is {under}{near[0]}" if near else ""
+    return f"there is no setting {under}{path}{hint}"
+
+
+def _build(
+    kind: type[T],
+    found: Mapping[str, Any],
+    table: tuple[str, ...] = (),
+    base: Any = MISSING,
+    but: Collection[str] = (),
+) -> T:
+    """Build a `kind` of what was found, the rest as in `base`, or its defaults."""
+    given: dict[str, Any] = {}
+    # Tables first, the innermost before the others. A table of which nothing is set is left alone:
+    # it may be None, and mean that something is off.
+    for field in fields_of(kind):
+        if field.name in but:
+            continue
+        default = field.default if base is MISSING else getattr(base, field.name)
+        if field.table is not None:
+            at, its_base = _table(field, table), MISSING if default is None else default
+            names = [one.name for one in _settings(field.table, at, its_base, field.but)]
+            if any(name in found for name in names):
+                given[field.name] = _build(field.table, found, at, its_base, field.but)
+        elif (name := "_".join((*table, field.name))) in found:
+            given[field.name] = found[name]
+        if field.name not in given and default is MISSING:
+            raise ConfigError(f"{'.'.join((*table, field.name))}: is missing")
+    try:
+        return kind(**given) if base is MISSING else replace(base, **given)
+    except ConfigError as error:  # of two settings that contradict each other
+        path = "".join(f"{name}." for name in table)
+        raise ConfigError(f"{path}{error}") from None
+
+
+# --- arguments of calls ---------------------------------------------------------------------------
 
 
 def at_least(bound: float, /, **settings: float) -> None:
@@ -18,32 +480,6 @@ def at_least(bound: float, /, **settings: float) -> None:
     for name, value in settings.items():
         if not _is_number(value) or not value >= bound:
             raise ConfigError(f"{name} is {value!r}, at least {bound} is needed")
-
-
-def above(bound: float, /, **settings: float) -> None:
-    """Raise ConfigError, with its name, for a setting at `bound` or below (or not a number)."""
-    for name, value in settings.items():
-        if not _is_number(value) or not value > bound:
-            raise ConfigError(f"{name} is {value!r}, it has to be above {bound}")
-
-
-def check_types(config: Any) -> None:
-    """Raise ConfigError, with its name, for a field of a frozen dataclass that is not of the plain
-    type it is declared as. Counts have to be below 2**31, bytes below 2**62."""
-    for field in fields(config):
-        name, value = field.name, getattr(config, field.name)
-        kind = str(field.type)
-        if kind == "int" or (kind == "int | None" and value is not None):
-            most = _MOST_BYTES if name.endswith("_bytes") else _MOST
-            if not _is_number(value) or not isinstance(value, Integral) or int(value) > most:
-                raise ConfigError(f"{name} is {value!r}, a whole number up to {most} is needed")
-        elif kind == "float" or (kind == "float | None" and value is not None):
-            if not _is_number(value):
-                raise ConfigError(f"{name} is {value!r}, a number is needed")
-        elif kind == "bool" and not isinstance(value, bool):
-            raise ConfigError(f"{name} is {value!r}, True or False is needed")
-        elif kind == "str" and not isinstance(value, str):
-            raise ConfigError(f"{name} is {value!r}, a string is needed")
 
 
 def check_whole(name: str, value: Any, low: int, high: int) -> None:

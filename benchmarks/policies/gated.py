@@ -34,17 +34,11 @@ from dataclasses import dataclass
 from operator import sub
 from typing import NamedTuple
 
-from prefixkv.spi import (
-    EvictionQueue,
-    Ghost,
-    GhostPolicy,
-    LeafOrders,
-    Node,
-    Use,
-    at_least,
-    register_policy,
-    staircase,
-)
+from prefixkv.cache.eviction.ghosts import Ghost, GhostPolicy, staircase
+from prefixkv.cache.eviction.policy import Use, register
+from prefixkv.cache.eviction.queues import EvictionQueue, LeafOrders, Place, Rank
+from prefixkv.cache.node import Node
+from prefixkv.settings import CountOrZero, SecondsOrZero
 
 # What kind of use was the last one?
 ORDINARY, LONG, NEXT_TURN = range(3)
@@ -78,13 +72,9 @@ class Gated(GhostPolicy):
 
     name = "gated"
 
-    fresh_s: float = 180.0
-    known_s: float = 500.0
-    short_tokens: int = 2048
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least(0, fresh_s=self.fresh_s, known_s=self.known_s, short_tokens=self.short_tokens)
+    fresh_s: SecondsOrZero = 180.0
+    known_s: SecondsOrZero = 500.0
+    short_tokens: CountOrZero = 2048
 
     def bind(self, page_size: int, pool_pages: int | None) -> None:
         super().bind(page_size, pool_pages)

@@ -1,11 +1,12 @@
-"""Commands `prefixkv worker`, `prefixkv serve` and `prefixkv proxy`. Their options are the settings
-of `prefixkv.serving`."""
+"""`prefixkv worker`, `prefixkv serve` and `prefixkv proxy`: their options are the settings of
+`prefixkv.serving`. `--help` shows those with a description, `--help-all` the others too."""
 
 from __future__ import annotations
 
 import os
+import textwrap
 from collections.abc import Callable
-from inspect import Parameter, Signature
+from inspect import Parameter, Signature, cleandoc
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -13,14 +14,7 @@ import typer
 
 from prefixkv.serving import check_extra, is_there
 from prefixkv.serving.config import KINDS, ProxyConfig, ServeConfig, ServerAt
-from prefixkv.serving.settings import (
-    Setting,
-    flatten,
-    load,
-    read_toml,
-    settings_of,
-)
-from prefixkv.spi import ConfigError
+from prefixkv.settings import Setting, load, read_tables, read_toml, settings_of
 
 TABLE: Final = "workers"
 """Table of a file for `serve`: [workers.prefill] and [workers.decode] hold settings of workers."""
@@ -50,8 +44,9 @@ def add_commands(app: typer.Typer) -> None:
 def _doc(role: str) -> str:
     """Return the help text of `prefixkv worker ROLE`."""
     return (
-        f"One {role} worker as a process. Every setting is an option here, in the file, and a "
-        "variable PREFIXKV_... of the environment. It drains on SIGTERM; a second one ends it."
+        f"One {role} worker as a process. Every setting is an option, a line of the file and a "
+        "variable PREFIXKV_... of the environment. The worker drains on SIGTERM; a second one ends "
+        "it."
     )
 
 
@@ -72,15 +67,14 @@ def _worker(role: str) -> Callable[..., int]:
 def _serve(config: Path | None, **options: Any) -> int:
     """Serve OpenAI's API on this machine: prefill workers, decode workers and a front.
 
-    Without MODEL, a small model with random weights answers, in words without meaning.
+    Without MODEL a small model made from a seed answers, in random words.
     """
     check_packages()
     tables: dict[str, dict[str, Any]] = {}
     for role, table in (read_toml(config).get(TABLE, {}) if config else {}).items():
-        if role not in KINDS or not isinstance(table, dict):
-            raise ConfigError(f"{config}: there is no setting {TABLE}.{role}")
-        known = {one.name: one for one in settings_of(KINDS[role])}
-        tables[role] = flatten(table, known, f"{config}: {TABLE}.{role}")
+        if role not in KINDS:
+            raise ConfigError(f"{config}: there is no table {TABLE}.{role}")
+        tables[role] = read_tables(KINDS[role], table, str(config), f"{TABLE}.{role}.")
     loaded = load(ServeConfig, config, os.environ, options, but=(TABLE,))
     if loaded.ray and not is_there("ray"):
         raise ConfigError("--ray needs ray: pip install 'prefixkv[ray]'")
@@ -97,7 +91,7 @@ def _serve(config: Path | None, **options: Any) -> int:
 def _proxy(
     config: Path | None, prefill: list[str] | None, decode: list[str] | None, **options: Any
 ) -> int:
-    """Serve OpenAI's API in front of vLLM servers that run prefixkv's connector.
+    """OpenAI-compatible proxy in front of vLLM servers that run the prefixkv connector.
 
     A prefill server is given as its URL and the address that its connector listens on, a decode
     server as its URL and its connector's name: http://127.0.0.1:8100=tcp://127.0.0.1:14579,
@@ -120,7 +114,7 @@ def _proxy(
 def _texts(value: Any, where: str) -> list[str]:
     """Return a list of strings from a file. Raises ConfigError for anything else."""
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-        raise ConfigError(f"{where} is {value!r}, a list of strings is needed")
+        raise ConfigError(f"{where}: {value!r} is not a list of strings")
     return value
 
 
@@ -135,33 +129,76 @@ def check_packages(*, with_model: bool = True) -> None:
 def _command(
     run: Callable[..., int], settings: list[Setting], doc: str, **arguments: Any
 ) -> Callable[..., int]:
-    """Return a command that calls `run`, with an option for each setting."""
+    """Wrap `run` in a command with an option for each setting."""
 
     def command(**given: Any) -> int:
+        del given["help_all"]
         return run(**given)
 
-    # Typer reads options from the signature, so it is made from the settings at run time. All
-    # default to None: an option that is not given must not hide the file or the environment.
-    file = typer.Option("--config", metavar="FILE", help="TOML.")
+    shown = [one for one in settings if not one.field.is_mapping]  # a table is set in the file
+
+    def help_all(ctx: typer.Context, wanted: bool) -> None:
+        if wanted:
+            typer.echo("\n".join([ctx.get_usage(), "", *map(_line, shown)]))
+            raise typer.Exit
+
+    file = typer.Option("--config", metavar="FILE", help="Settings as TOML.")
+    more = typer.Option("--help-all", is_eager=True, callback=help_all, help="Show every setting.")
     parameters = [_parameter(name, kind) for name, kind in arguments.items()]
     parameters.append(_parameter("config", Annotated[Path | None, file]))
-    for one in settings:
-        if one.kind is dict:
-            continue  # in files only
-        shown = str(one.default) if one.default not in (None, "") else False
-        flags = f"{one.option}/--no-{one.option[2:]}" if one.kind is bool else one.option
-        option = typer.Option(flags, help=one.help, show_default=shown)
-        parameters.append(_parameter(one.name, Annotated[one.kind | None, option]))
+    parameters += map(_option, shown)
+    parameters.append(_parameter("help_all", Annotated[bool, more], default=False))
     command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-    command.__doc__ = doc
+    # Typer keeps a docstring's line breaks: one line per paragraph.
+    paragraphs = cleandoc(doc).split("\n\n")
+    command.__doc__ = "\n\n".join(" ".join(one.split()) for one in paragraphs)
     return command
 
 
-def _parameter(name: str, kind: Any) -> Parameter:
-    """Return a keyword parameter of a command, None by default."""
-    return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+def _option(setting: Setting) -> Parameter:
+    """Declare an option, as text that `load` converts, or as a switch."""
+    flag, is_switch = setting.option, _is_switch(setting)
+    option = typer.Option(
+        f"{flag}/--no-{flag[2:]}" if is_switch else flag,
+        help=_about(setting),
+        show_default=False,  # `_about` says it
+        metavar=None if is_switch else _metavar(setting),
+        hidden=not setting.field.help,
+    )
+    kind: Any = bool | None if is_switch else str | None
+    return _parameter(setting.name, Annotated[kind, option])
+
+
+def _line(setting: Setting) -> str:
+    """Show a setting in `--help-all`: Typer's table would cut its name."""
+    flag = setting.option
+    name = f"--[no-]{flag[2:]}" if _is_switch(setting) else f"{flag} {_metavar(setting)}"
+    text = f"  {name:<45} {_about(setting)}"
+    return textwrap.fill(text, 100, subsequent_indent=48 * " ", break_on_hyphens=False)
+
+
+def _about(setting: Setting) -> str:
+    """Describe a setting by its description, else by unit and bounds, and by its default."""
+    field, default = setting.field, setting.default
+    ranges = "; ".join(filter(None, (kind.range for kind in field.kinds)))
+    text = field.help or (f"{ranges[0].upper()}{ranges[1:]}." if ranges else "")
+    if default in (None, ""):
+        return text
+    shown = ("yes" if default else "no") if _is_switch(setting) else default
+    return f"{text} Default: {shown}.".lstrip()
+
+
+def _is_switch(setting: Setting) -> bool:
+    return setting.field.kinds[0].base is bool
+
+
+def _metavar(setting: Setting) -> str:
+    return {int: "INT", float: "FLOAT"}.get(setting.field.kinds[0].base, "TEXT")
+
+
+def _parameter(name: str, kind: Any, default: Any = None) -> Parameter:
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
 
 def _help_of(name: str, kind: type) -> str:
-    """Return the help text of one setting."""
-    return next(one.help for one in settings_of(kind) if one.name == name)
+    return next(one.field.help for one in settings_of(kind) if one.name == name)

@@ -47,8 +47,9 @@ _AWAKE_S = 0.1  # after this long without changes the thread sleeps; waking it c
 _LONGEST_S = 3600.0
 _RETRY_S = 0.01  # until a client whose queue is full is looked at again
 _REQUESTS_A_TURN = 64
-_QUEUE_ANSWERS = 16  # per client; further ones are made once it has read
-_MAX_CLIENTS = 256  # per socket
+_QUEUE_BATCHES = 10_000  # of a subscriber that does not read; `queue_bytes` bounds it, too
+_QUEUE_ANSWERS = 16  # a client; the rest is made when it has read
+_MAX_CLIENTS = 256  # of a socket
 _MAX_REQUEST_BYTES = 1024
 _QUEUED_REQUESTS = 16  # per client
 _QUEUED_SUBSCRIPTIONS = 1000  # per client, until the thread looks; libzmq handles them
@@ -102,11 +103,8 @@ class KVEventPublisher:
         self._asleep = False  # set by the thread: `hand_over` must wake it
         self._bell: Inbox[None] = Inbox()
         self._handed_lists = self._handed_pages = 0  # written by the scheduler's thread alone
-        self._done_lists = self._done_pages = 0  # written by this object's thread alone
-        self._max_behind_pages = config.max_behind_pages
-        # After changes were lost nothing more is accepted until a list begins with Cleared.
-        # `_lost`: on the side of `hand_over`; `_deaf`: in the thread, for lists that were queued by
-        # then.
+        self._done_lists = self._done_pages = 0  # by this object's
+        self._max_backlog_pages = config.max_backlog_pages
         self._lost = False
         self._deaf = False
         self._num_failures = 0
@@ -118,7 +116,7 @@ class KVEventPublisher:
         self._watched: dict[_Socket, Watched] = {}
         self._context: zmq.Context[_Socket] = zmq.Context()
         try:
-            pub = self._bound(zmq.PUB, "endpoint", config.queue_batches)
+            pub = self._bound(zmq.PUB, "endpoint", _QUEUE_BATCHES)
             assert pub is not None  # the config has an address for it
             self._pub = pub
             self._replay = self._bound(zmq.ROUTER, "replay_endpoint", _QUEUE_ANSWERS)
@@ -146,7 +144,7 @@ class KVEventPublisher:
             self._lost = False
         elif self._lost:
             return False
-        if self._handed_pages - self._done_pages > self._max_behind_pages:
+        if self._handed_pages - self._done_pages > self._max_backlog_pages:
             self.counters["overruns"] += 1
             self._lost = True
             return False

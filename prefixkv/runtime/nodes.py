@@ -45,7 +45,7 @@ from prefixkv.runtime.decode_transfers import DecodeTransfers
 from prefixkv.runtime.node import COUNTERS, Node
 from prefixkv.runtime.place import Place, checked_config
 from prefixkv.runtime.prefill_transfers import PrefillTransfers
-from prefixkv.runtime.record import Recorder
+from prefixkv.runtime.record import MAX_FILES, Recorder
 from prefixkv.runtime.transfers import MakeTransport, peer_id, secret_number
 from prefixkv.settings import check_kind
 
@@ -152,7 +152,7 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         """Let the scheduler's journal write to the recorder too, if one is asked for."""
         if config.record is None:
             return None
-        bounds = config.record_bytes, config.record_files
+        bounds = config.record_bytes, MAX_FILES
         sizes = self.pool.layout.page_size, bytes_per_token
         # Threads run already, and the caller gets no node to close.
         try:

@@ -55,6 +55,8 @@ from prefixkv.runtime.transfers import (
 from prefixkv.transport.interfaces import check_interface
 from prefixkv.transport.metadata.trial import Tell, Trial
 
+_STAGING_WINDOW = 4  # leases under way at once, per room and pair of ranks
+
 
 def _key(room: int, generation: int, decode: str) -> RoomKey:
     """Return the key of a room of this decode worker. Raise RequestError for numbers or names that
@@ -116,7 +118,7 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         slots: StagingSlots | None = None
         if memory.area is not None:
             num_slots = sizes.staging_bytes // sizes.lease_bytes
-            slots = StagingSlots(num_slots, sizes.lease_bytes, sizes.staging_window)
+            slots = StagingSlots(num_slots, sizes.lease_bytes, _STAGING_WINDOW)
 
         # Called by the control thread's constructor, once the transport has its metadata.
         def control(metadata: bytes) -> PrefillControl:

@@ -33,6 +33,9 @@ from prefixkv.cache.radix_key import TOKEN_BYTES
 from prefixkv.digest import prompt_digest
 from prefixkv.errors import ConfigError
 
+MAX_FILES: Final = 4
+"""Files of one record, the one that is written included."""
+
 BLOCK_TOKENS: Final = 512
 """Tokens per block at most: a block is the most whole pages that fit into it, at least one."""
 

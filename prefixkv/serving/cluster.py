@@ -35,9 +35,8 @@ from prefixkv.serving.config import KINDS, PrefillWorkerConfig, WorkerConfig
 from prefixkv.serving.fleet import Fleet
 from prefixkv.serving.http import ApiError, decode_body, json_response, read_body
 from prefixkv.serving.launch import Launch, WorkerFailedError
-from prefixkv.serving.settings import load
 from prefixkv.serving.wire import Fence
-from prefixkv.spi import ConfigError
+from prefixkv.settings import load
 
 logger = logging.getLogger("prefixkv.ray")
 

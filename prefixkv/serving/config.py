@@ -1,22 +1,27 @@
-"""Settings of workers, of `prefixkv serve` and of `prefixkv proxy`. See `settings` for where they
-are set."""
+"""Settings of workers, of `prefixkv serve` and of `prefixkv proxy`; `prefixkv/settings.py` says how
+such classes are set."""
 
-# ruff: noqa: RUF009 - `_help` and `_flat` return dataclass fields
+# ruff: noqa: RUF009 - `_flat` returns a dataclass field
 from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 from urllib.parse import urlsplit
 
-from prefixkv import DecodeConfig, PrefillConfig
-from prefixkv.spi import ConfigError, above, at_least, check_types, check_whole
-
-_PLACEMENTS: Final = ("SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK")
-
-
-def _help(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
+from prefixkv.config import DecodeConfig, PrefillConfig
+from prefixkv.errors import ConfigError
+from prefixkv.settings import (
+    Bytes,
+    Count,
+    CountOrZero,
+    Number,
+    Port,
+    Seconds,
+    SecondsOrZero,
+    check_fields,
+    doc,
+)
 
 
 def _flat(kind: Any, *but: str) -> Any:
@@ -25,115 +30,105 @@ def _flat(kind: Any, *but: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one client may cost.
+    """Bounds on what one client may cost.
 
-    `max_body_bytes` of a request's body. `head_timeout_s` for a request's head to come, once its
-    connection is there; `body_timeout_s` for the rest. A connection without a request is closed
-    after `idle_timeout_s`, one that does not read what is sent after `write_timeout_s`.
-    `max_bodies_bytes` of all requests under way; where there is no room for more, the body that has
-    been coming for longest is given up.
-    `max_requests_per_client` are answered at once of one address, by a front or a proxy: more get
-    429; 0: any number. Behind another proxy all clients have one address.
+    A request's head may take `head_timeout_s` once it is connected, its body `body_timeout_s` and
+    `max_body_bytes`. A connection without a request is closed after `idle_timeout_s`, one that does
+    not read its answer after `write_timeout_s`. The bodies of all requests under way are at most
+    `max_bodies_bytes`: beyond, the body that has been coming for longest is given up.
+
+    A front or a proxy answers `max_requests_per_client` of one address at once, and more with 429;
+    0: any number. Behind another proxy all clients have one address.
     """
 
-    max_body_bytes: int = 16 << 20
-    head_timeout_s: float = 10.0
-    body_timeout_s: float = 30.0
-    idle_timeout_s: float = 60.0
-    write_timeout_s: float = 60.0
-    max_bodies_bytes: int = 128 << 20
-    max_requests_per_client: int = 1024
+    max_body_bytes: Bytes = 16 << 20
+    head_timeout_s: Seconds = 10.0
+    body_timeout_s: Seconds = 30.0
+    idle_timeout_s: Seconds = 60.0
+    write_timeout_s: Seconds = 60.0
+    max_bodies_bytes: Bytes = 128 << 20
+    max_requests_per_client: CountOrZero = 1024
 
     def __post_init__(self) -> None:
-        check_types(self)
-        at_least(1, max_body_bytes=self.max_body_bytes)
+        check_fields(self)
         if self.max_bodies_bytes < self.max_body_bytes:
             raise ConfigError(
-                f"max_bodies_bytes is {self.max_bodies_bytes}, one body may have "
+                f"max_bodies_bytes: {self.max_bodies_bytes} is below max_body_bytes, "
                 f"{self.max_body_bytes}"
             )
-        at_least(0, max_requests_per_client=self.max_requests_per_client)
-        above(
-            0, head_timeout_s=self.head_timeout_s, body_timeout_s=self.body_timeout_s,
-            idle_timeout_s=self.idle_timeout_s, write_timeout_s=self.write_timeout_s,
-        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
-    """Which model, and how it computes."""
+    """The model, and how it computes."""
 
-    model: str = _help("", "Folder with config.json, *.safetensors and tokenizer.json; none: a "
-        "small model made from the seed.")  # fmt: skip
-    seed: int = _help(0, "Of the small model's weights.")
-    dtype: str = _help("", "float32, bfloat16 or float16; none: the model's own.")
-    device: str = _help("cpu", "As torch names it.")
-    context: int = _help(0, "Most tokens of a request; 0: what the model was made for.")
-    threads: int = _help(0, "Of torch; 0: as torch has it.")
+    model: Annotated[
+        str,
+        doc("Folder with config.json, *.safetensors, tokenizer.json; none: a small model from the "
+            "seed."),
+    ] = ""  # fmt: skip
+    seed: Annotated[CountOrZero, doc("Of the small model's weights.")] = 0
+    dtype: Annotated[
+        Literal["", "float32", "bfloat16", "float16"],
+        doc("float32, bfloat16 or float16; none: the model's own."),
+    ] = ""
+    device: Annotated[str, doc("Device of torch, such as cpu or cuda:0.")] = "cpu"
+    context: Annotated[CountOrZero, doc("Most tokens per request; 0: the model's own limit.")] = 0
+    threads: Annotated[CountOrZero, doc("Threads of torch; 0: torch's default.")] = 0
 
     def __post_init__(self) -> None:
-        check_types(self)
-        if self.dtype not in ("", "float32", "bfloat16", "float16"):
-            raise ConfigError(
-                f"dtype is {self.dtype!r}, one of float32, bfloat16, float16 is needed"
-            )
-        at_least(0, context=self.context, threads=self.threads, seed=self.seed)
+        check_fields(self)
 
 
 @dataclass(frozen=True, slots=True)
 class ListenSettings:
-    """Where a process is asked, and where its health and metrics are."""
+    """Addresses of a process: for requests, for its health and metrics."""
 
-    host: str = _help("127.0.0.1", "Another than a loopback address needs an API key.")
-    port: int = _help(0, "0: a free one.")
-    status_host: str = _help("127.0.0.1", "Of /health and /metrics. Another than a loopback "
-        "address needs an API key, which then guards /metrics.")  # fmt: skip
-    status_port: int = _help(0, "0: a free one.")
-    api_key: str = _help("", "What a client has to say as a bearer token. Best set by "
-        "PREFIXKV_API_KEY.")  # fmt: skip
-    drain_timeout_s: float = _help(30.0, "How long SIGTERM lets requests go on.")
+    host: Annotated[str, doc("An address beyond loopback needs an API key.")] = "127.0.0.1"
+    port: Annotated[Port, doc("0: a free one.")] = 0
+    status_host: Annotated[str, doc("Of /health and /metrics; as --host.")] = "127.0.0.1"
+    status_port: Annotated[Port, doc("0: a free one.")] = 0
+    api_key: Annotated[
+        str, doc("Bearer token that clients need; better set by PREFIXKV_API_KEY.")
+    ] = ""
+    drain_timeout_s: Annotated[
+        SecondsOrZero, doc("How long requests may go on after SIGTERM, in seconds.")
+    ] = 30.0
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
-        check_types(self)
-        for name in ("port", "status_port"):
-            check_whole(name, getattr(self, name), 0, 65_535)
-        at_least(0, drain_timeout_s=self.drain_timeout_s)
+        check_fields(self)
         if not self.api_key.isascii() or self.api_key != self.api_key.strip():
-            raise ConfigError("api_key has characters that a header cannot carry")
+            raise ConfigError("api_key: has characters that a header cannot carry")
         check_bind(self.host, self.api_key)
         check_bind(self.status_host, self.api_key, "status_host")
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """What both kinds of worker have."""
+    """Settings of both kinds of worker."""
 
-    page_size: int = _help(16, "Tokens a page.")
-    num_pages: int = _help(1024, "Pages of the pool.")
-    layout: Literal["layer_major", "page_major"] = _help("layer_major", "Of the pool's memory.")
+    page_size: Annotated[Count, doc("Tokens per page.")] = 16
+    num_pages: Annotated[Count, doc("Pages of the pool.")] = 1024
+    layout: Literal["layer_major", "page_major"] = "layer_major"
     models: ModelSettings = _flat(ModelSettings)
     listen: ListenSettings = _flat(ListenSettings)
-    parent: int = _help(0, "A process without which this one is killed; 0: none.")
+    parent: CountOrZero = 0  # a process without which this one is killed; 0: none
 
     def __post_init__(self) -> None:
-        check_types(self)
-        if self.layout not in ("layer_major", "page_major"):
-            raise ConfigError(f"layout is {self.layout!r}, layer_major or page_major is needed")
-        at_least(1, page_size=self.page_size, num_pages=self.num_pages)
+        check_fields(self)
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillWorkerConfig:
     """`prefixkv worker prefill`."""
 
-    chunk_tokens: int = _help(512, "Most tokens of one forward.")
+    chunk_tokens: Annotated[Count, doc("Most tokens per forward.")] = 512
     worker: WorkerSettings = _flat(WorkerSettings)
     node: PrefillConfig = _flat(PrefillConfig, "model")
 
     def __post_init__(self) -> None:
-        check_types(self)
-        at_least(1, chunk_tokens=self.chunk_tokens)
+        check_fields(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +155,7 @@ OPTION_NAMES: Final = {
     "decode workers": "--control-max-peers",
     "bytes held for it": "--control-max-peer-bytes",
 }
-"""By field of a handshake, what a worker's command line sets it by: `ModelConfig.option_names`."""
+"""Options of a worker's command line by field of a handshake: `ModelConfig.option_names`."""
 
 WorkerConfig = PrefillWorkerConfig | DecodeWorkerConfig
 KINDS = {"prefill": PrefillWorkerConfig, "decode": DecodeWorkerConfig}
@@ -171,60 +166,56 @@ class ServeConfig:
     """`prefixkv serve`. Settings of its workers that are not here are set in the tables
     [workers.prefill] and [workers.decode] of its file, or by the environment."""
 
-    prefill: int = _help(1, "Prefill workers.")
-    decode: int = _help(1, "Decode workers.")
-    served_name: str = _help("", "What clients call the model; none: its folder's name.")
-    page_size: int = _help(16, "Tokens a page.")
-    prefill_pages: int = _help(1024, "Pages of a prefill worker's pool.")
-    decode_pages: int = _help(1024, "Pages of a decode worker's pool.")
-    chunk_tokens: int = _help(512, "Most tokens of one forward of prefill.")
-    answer_tokens: int = _help(512, "Most tokens of a chat's answer whose request does not say; 0: "
-        "as many as there is room for.")  # fmt: skip
-    start_timeout_s: float = _help(600.0, "How long workers may take to start.")
-    ray: str = _help("", "Address of a cluster of Ray's, or auto: workers are actors there. None: "
-        "processes of this machine.")  # fmt: skip
-    ray_cpus: int = _help(1, "With --ray: CPUs that a worker takes, and threads of torch.")
-    ray_gpus: float = _help(0.0, "With --ray: GPUs that a worker takes.")
-    ray_placement: Literal["SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK"] = _help("SPREAD",
-        "With --ray: on which nodes workers are, as a placement group has it.")  # fmt: skip
+    prefill: Annotated[Count, doc("Prefill workers.")] = 1
+    decode: Annotated[Count, doc("Decode workers.")] = 1
+    served_name: Annotated[str, doc("The model's name for clients; none: its folder's name.")] = ""
+    page_size: Annotated[Count, doc("Tokens per page.")] = 16
+    prefill_pages: Annotated[Count, doc("Pages of a prefill worker's pool.")] = 1024
+    decode_pages: Annotated[Count, doc("Pages of a decode worker's pool.")] = 1024
+    chunk_tokens: Annotated[Count, doc("Most tokens per forward of prefill.")] = 512
+    answer_tokens: Annotated[
+        CountOrZero, doc("Most tokens of a chat's answer, by default; 0: what there is room for.")
+    ] = 512
+    start_timeout_s: SecondsOrZero = 600.0
+    ray: Annotated[
+        str,
+        doc("Address of a Ray cluster that runs the workers, or auto; none: this machine."),
+    ] = ""
+    ray_cpus: Annotated[Count, doc("With --ray: CPUs per worker, and threads of torch.")] = 1
+    ray_gpus: Annotated[Number, doc("With --ray: GPUs per worker.")] = 0.0
+    ray_placement: Annotated[
+        Literal["SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK"],
+        doc("With --ray: strategy of the workers' placement group."),
+    ] = "SPREAD"
     models: ModelSettings = _flat(ModelSettings)
     listen: ListenSettings = _flat(lambda: ListenSettings(port=8000, status_port=8001))
 
     def __post_init__(self) -> None:
-        check_types(self)
-        at_least(1, prefill=self.prefill, decode=self.decode, page_size=self.page_size)
-        at_least(1, prefill_pages=self.prefill_pages, decode_pages=self.decode_pages)
-        at_least(1, chunk_tokens=self.chunk_tokens)
-        at_least(0, start_timeout_s=self.start_timeout_s, answer_tokens=self.answer_tokens)
-        at_least(1, ray_cpus=self.ray_cpus)
-        at_least(0, ray_gpus=self.ray_gpus)
-        if self.ray_placement not in _PLACEMENTS:
-            raise ConfigError(
-                f"ray_placement is {self.ray_placement!r}, one of {', '.join(_PLACEMENTS)} is "
-                "needed"
-            )
+        check_fields(self)
 
 
 @dataclass(frozen=True, slots=True)
 class ProxyConfig:
     """`prefixkv proxy`, but for its servers."""
 
-    servers_key: str = _help("", "What the servers want to hear as a bearer token. Best set by "
-        "PREFIXKV_SERVERS_KEY.")  # fmt: skip
-    answer_timeout_s: float = _help(600.0, "A server that is silent for so long is lost.")
+    servers_key: Annotated[
+        str, doc("Bearer token that the servers need; better set by PREFIXKV_SERVERS_KEY.")
+    ] = ""
+    answer_timeout_s: Annotated[
+        Seconds, doc("A server is lost after this silence, in seconds.")
+    ] = 600.0
     listen: ListenSettings = _flat(lambda: ListenSettings(port=8000, status_port=8001))
 
     def __post_init__(self) -> None:
-        check_types(self)
-        above(0, answer_timeout_s=self.answer_timeout_s)
+        check_fields(self)
 
 
 @dataclass(frozen=True, slots=True)
 class ServerAt:
     """A server of an engine that a proxy asks.
 
-    `url` is where it takes HTTP. `at` is what the other server is told of it: of a prefill server
-    the address at which its connector listens, of a decode server its connector's name.
+    `url` is its HTTP address. `at` names it for the other server: the address at which a prefill
+    server's connector listens, or the name of a decode server's connector.
     """
 
     url: str
@@ -249,15 +240,15 @@ class ServerAt:
 
 
 def check_bind(host: str, api_key: str, what: str = "host") -> None:
-    """Raises ConfigError for an address that others reach, without a key."""
+    """Raise ConfigError for an address that other machines reach, without a key."""
     if not api_key and not is_loopback(host):
         raise ConfigError(
-            f"{what} is {host!r}, which other machines may reach: it needs api_key, or 127.0.0.1"
+            f"{what}: {host!r} may be reached by other machines: it needs api_key, or 127.0.0.1"
         )
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a server bound there."""
+    """Tell whether only this machine reaches a server that is bound there."""
     if host == "localhost":
         return True
     try:

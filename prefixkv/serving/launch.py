@@ -25,9 +25,9 @@ from prefixkv.serving.config import KINDS, ServeConfig
 from prefixkv.serving.fleet import Fleet
 from prefixkv.serving.front import Front
 from prefixkv.serving.process import READY, log_to_stderr
-from prefixkv.serving.settings import as_environ, settings_of
 from prefixkv.serving.text import load_texts
 from prefixkv.serving.wire import WorkerInfo
+from prefixkv.settings import as_environ
 
 logger = logging.getLogger("prefixkv.serve")
 
@@ -270,8 +270,7 @@ class Launch:
         }  # fmt: skip
         if role == "prefill":
             settings["chunk_tokens"] = config.chunk_tokens
-        known = {setting.name: setting for setting in settings_of(KINDS[role])}
-        return {**os.environ, **as_environ(settings, known)}
+        return {**os.environ, **as_environ(KINDS[role], settings)}
 
     def _threads(self) -> int:
         """Return the number of torch threads per worker, if the settings name none."""

@@ -42,14 +42,20 @@ def test_what_is_said_is_what_is_meant() -> None:
     [
         ({}, 'no "name"'),
         ({"name": ""}, 'no "name"'),
-        ({"name": "d", "polcy": "gittins"}, "has polcy; known are"),
-        ({"name": "d", "recompute_below": -1}, "recompute_below is -1"),
-        ({"name": "d", "join_flights": "yes"}, "join_flights is 'yes'"),
-        ({"name": "d", "control": 5}, "control is 5"),
-        ({"name": "d", "control": {"hartbeat_s": 1}}, "control has hartbeat_s"),
-        ({"name": "d", "control": {"heartbeat_s": 0}}, "heartbeat_s is 0"),
-        ({"name": "d", "transport": {"window": 0}}, "window is 0"),
-        ({"name": "d", "control": {"curve": {"public_key": "p"}}}, "secret_key"),
+        ({"name": "d", "polcy": "gated"}, "there is no setting polcy; the nearest is policy"),
+        ({"name": "d", "recompute_below": -1}, "recompute_below: -1 is below 0"),
+        ({"name": "d", "join_flights": "yes"}, "join_flights: 'yes' is not true or false"),
+        ({"name": "d", "control": 5}, "control: 5 is not a table"),
+        (
+            {"name": "d", "control": {"hartbeat_s": 1}},
+            "no setting control.hartbeat_s; the nearest is control.heartbeat_s",
+        ),
+        ({"name": "d", "control": {"heartbeat_s": 0}}, "control.heartbeat_s: 0 is not above 0"),
+        ({"name": "d", "transport": {"window": 0}}, "transport.window: 0 is below 1"),
+        (
+            {"name": "d", "control": {"curve": {"public_key": "p" * 40}}},
+            "control.curve.secret_key: is missing",
+        ),
     ],
 )
 def test_mistakes_are_named(said: dict[str, Any], words: str) -> None:

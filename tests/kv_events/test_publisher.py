@@ -323,8 +323,11 @@ def test_without_the_other_two_sockets_events_are_published_all_the_same(make: M
 # --- those who do not read, come back, or have gone -----------------------------------------------
 
 
-def test_a_subscriber_that_does_not_read_misses_events_and_sees_it(make: Make) -> None:
-    worker = make(Worker, queue_batches=1, keep_batches=3)
+def test_a_subscriber_that_does_not_read_misses_events_and_sees_it(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher_module, "_QUEUE_BATCHES", 1)
+    worker = make(Worker, keep_batches=3)
     slow = make(Subscriber, worker.publisher, PAGE_SIZE, queue=1)
     quick = make(Subscriber, worker.publisher, PAGE_SIZE)
     slow.event()
@@ -488,7 +491,7 @@ def test_the_last_events_cannot_be_missed_unseen(make: Make) -> None:
 
 
 def test_a_publisher_that_is_too_far_behind_begins_afresh(make: Make) -> None:
-    worker = make(Worker, max_behind_pages=4)
+    worker = make(Worker, max_backlog_pages=4)
     subscriber = make(Subscriber, worker.publisher, PAGE_SIZE)
     for number in range(1, 4):  # and again
         seed = 10 * number
@@ -503,7 +506,7 @@ def test_a_publisher_that_is_too_far_behind_begins_afresh(make: Make) -> None:
 
 
 def test_a_publisher_that_keeps_up_is_never_too_far_behind(make: Make) -> None:
-    worker = make(Worker, max_behind_pages=4)
+    worker = make(Worker, max_backlog_pages=4)
     for seed in range(6):
         worker.insert(seed)
         worker.published()

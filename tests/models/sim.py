@@ -103,11 +103,10 @@ class Shape:
             transport = TransportConfig(
                 post_descriptors=self.post_descriptors, window=self.post_window,
                 staging_bytes=whole_blocks(int(lease * leases)), lease_bytes=lease,
-                staging_window=self.window,
             )  # fmt: skip
             sizes = self.orders[i], num_pages[i], self.page_sizes[i]
             what = self.attention, self.head_bytes, transport, tensors, num_slots[i]
-            return Side(names[i], self.meshes[i], *sizes, *what)
+            return Side(names[i], self.meshes[i], *sizes, *what, staging_window=self.window)
 
         return side(0), side(1)
 

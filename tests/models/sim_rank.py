@@ -92,6 +92,7 @@ class Side:
     transport: TransportConfig
     tensors: tuple[StateTensor, ...] = ()
     num_slots: int = 0  # of extra state; 0: there is none
+    staging_window: int = 2
 
     def rank_name(self, rank: int) -> str:
         return f"{self.name}/{rank}" if rank else self.name
@@ -259,7 +260,7 @@ class PrefillRank(SimRank):
         config, slots = side.transport, None
         if self.buffer is not None:
             num_slots = config.staging_bytes // config.lease_bytes
-            slots = StagingSlots(num_slots, config.lease_bytes, config.staging_window)
+            slots = StagingSlots(num_slots, config.lease_bytes, side.staging_window)
         endpoints = addresses if rank == 0 else ()
         what = side.digest, side.topology, TIMING, endpoints, rank, slots
         more: Any = {"secret": secret_of(self.me), "backend": world.backend}

@@ -316,8 +316,6 @@ def test_a_node_refuses_a_record_that_cannot_be_written_and_leaves_nothing(tmp_p
             DecodeConfig(record=wrong)
     with pytest.raises(ConfigError, match="record_bytes"):
         DecodeConfig(record_bytes=10)
-    with pytest.raises(ConfigError, match="record_files"):
-        DecodeConfig(record_files=0)
 
 
 def test_a_thread_that_cannot_be_started_is_tried_again(tmp_path, monkeypatch):

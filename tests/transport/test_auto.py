@@ -29,7 +29,7 @@ from prefixkv.transport.offers import Offers, split_offers, usable
 from prefixkv.transport.shm.copy import CopyPlan
 from prefixkv.transport.shm.wire import MAGIC, Offer, pack_offer
 from tests.models.patience import until
-from tests.models.transport_driver import AutoDriver, NixlDriver, Node
+from tests.models.transport_driver import AutoDriver, Node
 from tests.models.transport_pools import make_pool
 
 NIXL, SHM = b"nixlSerDes|x", MAGIC + b"y"
@@ -383,34 +383,6 @@ def test_two_that_share_no_transport_are_told_so(backend: str, offers: Offers, t
 # --- settings -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("names", [(), ("POSIX",), ("UCX", "UCX"), ["UCX"], ("UCX", 7)])
-def test_backends_of_nixl_begin_with_ucx(names: object) -> None:
-    with pytest.raises(ConfigError, match="nixl_backends"):
-        TransportConfig(nixl_backends=names)  # type: ignore[arg-type]
-
-
 def test_another_backend_is_an_error() -> None:
     with pytest.raises(ConfigError, match="backend"):
         TransportConfig(backend="tcp")  # type: ignore[arg-type]
-
-
-def test_nixl_is_made_with_more_backends_than_ucx(monkeypatch: pytest.MonkeyPatch) -> None:
-    """POSIX registers the memory too, and the write goes by UCX as before."""
-    made: list[str] = []
-    create = nixl_agent.nixl_api.nixl_agent.create_backend
-
-    def create_backend(agent: Any, name: str, options: Any) -> Any:
-        made.append(name)
-        return create(agent, name, options)
-
-    monkeypatch.setattr(nixl_agent.nixl_api.nixl_agent, "create_backend", create_backend)
-    driver = NixlDriver()
-    try:
-        writer, target = driver.pair(config=TransportConfig(nixl_backends=("UCX", "POSIX")))
-        writer.transport.write(writer.job(1, target, [1], [2]))
-        driver.until(lambda: writer.ends(1))
-        assert made == ["UCX", "POSIX"] * 2
-        assert isinstance(writer.ends(1)[0], WriteDone)
-        assert target.pool.page(2) == writer.pool.page(1)
-    finally:
-        driver.close()

@@ -29,7 +29,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import sub
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
+
+from msgspec import Meta
 
 from prefixkv.cache.eviction.ghosts import Ghost, GhostPolicy, staircase
 from prefixkv.cache.eviction.hazards import Hazards
@@ -37,7 +39,7 @@ from prefixkv.cache.eviction.least_worth import LeastWorth
 from prefixkv.cache.eviction.policy import Use, register_policy
 from prefixkv.cache.eviction.queues import EvictionQueue
 from prefixkv.cache.node import Mark, Node
-from prefixkv.settings import at_least
+from prefixkv.settings import Count, CountOrZero, check_order
 
 COUNTS = (0, 0, 1, 2, 3, 3, 4)
 """Class by use count: 1, 2, 3, 4 to 5, 6 and more."""
@@ -144,19 +146,15 @@ class Adaptive(GhostPolicy):
 
     name = "adaptive"
 
-    short_tokens: int = 4 * 512
-    long_tokens: int = 16 * 512
-    trust: float = 10.0
-    period: int = 100
-    half_life_s: float = 900.0
+    short_tokens: CountOrZero = 4 * 512
+    long_tokens: CountOrZero = 16 * 512
+    trust: Annotated[float, Meta(ge=1)] = 10.0
+    period: Count = 100
+    half_life_s: Annotated[float, Meta(ge=1)] = 900.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(0, short_tokens=self.short_tokens)
-        at_least(self.short_tokens, long_tokens=self.long_tokens)
-        at_least(1, trust=self.trust, period=self.period, half_life_s=self.half_life_s)
-        # A group is the three sizes of one use count: they are alike, so they learn from each
-        # other.
+        check_order(self, "short_tokens", "long_tokens")
         groups = [list(range(first, first + SIZES)) for first in range(0, NUM_KINDS, SIZES)]
         self.hazards = Hazards(groups, self.trust, self.period, self.half_life_s, ROWS, NUM_OWN)
 

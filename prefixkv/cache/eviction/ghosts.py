@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 from prefixkv.cache.eviction.policy import Policy, Use
 from prefixkv.cache.node import Fold, Mark, Node
 from prefixkv.cache.radix_key import TOKEN_BYTES
-from prefixkv.settings import at_least, check_types
+from prefixkv.settings import Count, Number, SecondsOrZero, check_fields
 
 Worth: TypeAlias = Any
 """A policy's count of a page's uses: it compares with `<` and adds up."""
@@ -289,15 +289,13 @@ class GhostPolicy(Policy):
 
     tells_returns = True
 
-    ghosts: float = 5.0
-    block_tokens: int = 512
-    stride_blocks: int = 8
-    promise_s: float = 600.0
+    ghosts: Number = 5.0
+    block_tokens: Count = 512
+    stride_blocks: Count = 8
+    promise_s: SecondsOrZero = 600.0
 
     def __post_init__(self) -> None:
-        check_types(self)
-        at_least(0, ghosts=self.ghosts, promise_s=self.promise_s)
-        at_least(1, block_tokens=self.block_tokens, stride_blocks=self.stride_blocks)
+        check_fields(self)
 
     def bind(self, page_size: int, pool_pages: int | None) -> None:
         self._page_bytes = page_size * TOKEN_BYTES

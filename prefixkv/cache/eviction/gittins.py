@@ -18,14 +18,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+from msgspec import Meta
 
 from prefixkv.cache.eviction.ghosts import Ghost, GhostPolicy
 from prefixkv.cache.eviction.policy import Use, register_policy
 from prefixkv.cache.eviction.queues import EvictionQueue, LeafOrders, Place, Rank
 from prefixkv.cache.eviction.return_tables import ReturnTables, bin_of
 from prefixkv.cache.node import Node
-from prefixkv.settings import at_least
+from prefixkv.settings import Count, CountOrZero, Number, check_order
 
 TURNS = (1, 2, 3, 5)
 """Last turn of each class of turns; the last class has no end."""
@@ -64,18 +66,15 @@ class Gittins(GhostPolicy):
 
     name = "gittins"
 
-    short_tokens: int = 3 * 512
-    long_tokens: int = 16 * 512
-    power: float = 0.7
-    trust: float = 60.0
-    period: int = 50
+    short_tokens: CountOrZero = 3 * 512
+    long_tokens: CountOrZero = 16 * 512
+    power: Number = 0.7
+    trust: Annotated[float, Meta(ge=1)] = 60.0
+    period: Count = 50
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(0, short_tokens=self.short_tokens, power=self.power)
-        at_least(self.short_tokens, long_tokens=self.long_tokens)
-        at_least(1, trust=self.trust, period=self.period)
-        # The three sizes of a turn are one group.
+        check_order(self, "short_tokens", "long_tokens")
         groups = [list(range(first, first + SIZES)) for first in range(0, NUM_KINDS, SIZES)]
         self.tables = ReturnTables(groups, self.power, self.trust, self.period)
 

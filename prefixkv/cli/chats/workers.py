@@ -19,8 +19,8 @@ from prefixkv.serving.config import KINDS
 from prefixkv.serving.fleet import Fleet
 from prefixkv.serving.http import ApiError
 from prefixkv.serving.launch import Child
-from prefixkv.serving.settings import PREFIX, as_environ, settings_of
 from prefixkv.serving.wire import Ask, How, WorkerInfo
+from prefixkv.settings import PREFIX, as_environ
 
 PREFILL: Final = "prefill"  # the name of the prefill worker
 _END_S: Final = 15.0
@@ -113,10 +113,8 @@ class ModelWorkers:
             "name": name, "model": str(self._folder), "threads": 1, "api_key": self._key,
             "parent": os.getpid(), **self._settings[name],
         }  # fmt: skip
-        known = {setting.name: setting for setting in settings_of(KINDS[role])}
-        # Settings in this process's own environment must not reach the workers.
         others = {k: v for k, v in os.environ.items() if not k.startswith(PREFIX)}
-        environ = others | as_environ(settings, known)
+        environ = others | as_environ(KINDS[role], settings)
         fleets = [
             fleet for decode, fleet in self._fleets.items() if role == PREFILL or decode == name
         ]

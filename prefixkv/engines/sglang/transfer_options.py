@@ -1,4 +1,4 @@
-"""The settings of the transfer backend, from `PREFIXKV_TRANSFER`: SGLang's command line takes no
+"""Settings of the transfer backend, as JSON in `PREFIXKV_TRANSFER`: SGLang's command line takes no
 options of a plug-in."""
 
 from __future__ import annotations
@@ -7,9 +7,9 @@ import json
 from dataclasses import dataclass, field
 from typing import Final
 
-from prefixkv import ControlConfig, TransportConfig
-from prefixkv.engines.options import made
-from prefixkv.spi import ConfigError, check_kind, check_types
+from prefixkv.config import ControlConfig, TransportConfig
+from prefixkv.errors import ConfigError
+from prefixkv.settings import check_fields, convert
 
 VARIABLE: Final = "PREFIXKV_TRANSFER"
 
@@ -31,19 +31,18 @@ OPTION_NAMES: Final = {
     "decode workers": _JSON.format("control.max_peers"),
     "bytes held for it": _JSON.format("control.max_peer_bytes"),
 }
-"""Map from a field of a handshake to the option of SGLang that sets it. `ModelConfig.option_names`
-has it, so that a refusal names what an operator can change."""
+"""Options of SGLang by field of a handshake: `ModelConfig.option_names`."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransferOptions:
     """Settings of the transfer backend, as JSON in an environment variable.
 
-    `name` is the server's unique name, the same after a restart; "": its address and port. `bind`
-    is the address at which each rank of a prefill server listens, with a port of `*`; "": the
-    loopback interface, or the machine's address where keys are set or `allow_remote_without_keys`.
-    Both servers have to agree on `model`; "": the last part of the model's served name.
-    `fence_folder` is the folder in which an operator names dead peers (`fences.py`); "": none.
+    `name` is the server's, one of its own, the same after a restart; "": its address and port.
+    `bind` is where each rank of a prefill server listens, with a port of `*`; "": the loopback
+    interface, or the machine's address where keys are set or `allow_remote_without_keys`. `model`
+    is what both servers have to agree on; "": the last part of the model's served name.
+    `fence_folder` is where an operator declares peers dead (`fences.py`); "": nowhere.
     `control` and `transport` are the fields of `ControlConfig` and `TransportConfig`.
     """
 
@@ -55,15 +54,12 @@ class TransferOptions:
     transport: TransportConfig = field(default_factory=TransportConfig)
 
     def __post_init__(self) -> None:
-        check_types(self)
-        check_kind("control", self.control, ControlConfig)
-        check_kind("transport", self.transport, TransportConfig)
+        check_fields(self)
 
     @classmethod
     def of(cls, text: str) -> TransferOptions:
-        """Return the options in a JSON text.
-
-        Raises ConfigError, which names the option, for one that is unknown or out of range.
+        """Build the options from JSON. Raises ConfigError, which names the setting, for one that is
+        unknown or out of range.
 
         >>> TransferOptions.of('{"transport": {"interface": "eth0"}}').transport.interface
         'eth0'
@@ -72,10 +68,10 @@ class TransferOptions:
             said = json.loads(text or "{}")
         except ValueError as error:
             raise ConfigError(f"{VARIABLE} is no JSON: {error}") from None
-        return made(cls, VARIABLE, said)
+        return convert(cls, said, VARIABLE)
 
     def address(self, local_ip: str) -> str:
-        """Return the address at which a rank binds, on a machine with the address `local_ip`.
+        """Address at which a rank binds, on a machine with `local_ip`.
 
         >>> TransferOptions().address("10.0.0.5")
         'tcp://127.0.0.1:*'

@@ -1,4 +1,4 @@
-"""The connector's settings, read from `kv_connector_extra_config`."""
+"""Settings of the connector, as `kv_connector_extra_config` has them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from prefixkv import ControlConfig, TransportConfig
-from prefixkv.engines.options import made
-from prefixkv.spi import ConfigError, above, at_least, check_kind, check_types
+from prefixkv.config import ControlConfig, TransportConfig
+from prefixkv.errors import ConfigError
+from prefixkv.settings import CountOrZero, Seconds, SecondsOrZero, check_fields, convert
 
 ANY_HOST: Final = ("", "tcp://*", "tcp://0.0.0.0", "tcp://[::]", "tcp://::")
-"""Hosts in `bind` that stand for every address of the host."""
+"""Forms of `bind` for every address of the host."""
 
 _MODEL: Final = "--model, or `model` in kv_connector_extra_config"
 _EXTRA: Final = "`{}` in kv_connector_extra_config"
@@ -43,8 +43,7 @@ OPTION_NAMES: Final = {
     "decode workers": _EXTRA.format("control.max_peers"),
     "bytes held for it": _EXTRA.format("control.max_peer_bytes"),
 }
-"""Map from a field of a handshake to the option of vLLM that sets it. `ModelConfig.option_names`
-has it, so that a refusal names what an operator can change."""
+"""Options of vLLM by field of a handshake: `ModelConfig.option_names`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,24 +74,19 @@ class Options:
     model: str = ""
     weights_version: str = "0"
     join_flights: bool = True
-    recompute_below: int = 0
-    offer_timeout_s: float = 120.0
-    offer_grace_s: float = 10.0
+    recompute_below: CountOrZero = 0
+    offer_timeout_s: Seconds = 120.0
+    offer_grace_s: SecondsOrZero = 10.0
     policy: str = ""
     control: ControlConfig = field(default_factory=ControlConfig)
     transport: TransportConfig = field(default_factory=TransportConfig)
 
     def __post_init__(self) -> None:
-        check_types(self)
-        check_kind("control", self.control, ControlConfig)
-        check_kind("transport", self.transport, TransportConfig)
-        at_least(0, recompute_below=self.recompute_below)
-        above(0, offer_timeout_s=self.offer_timeout_s)
-        at_least(0, offer_grace_s=self.offer_grace_s)
+        check_fields(self)
 
     @property
     def reached_at(self) -> str:
-        """Address at which decode servers reach this prefill server; "" if the options lack it."""
+        """Address at which decode servers reach this prefill server; "" where no option has it."""
         if self.advertise:
             return self.advertise
         has_port = self.bind.rpartition(":")[2] not in ("", "*", "0")
@@ -100,17 +94,14 @@ class Options:
 
     @property
     def is_on_every_address(self) -> bool:
-        """True where `bind` has a port and a wildcard address, and `advertise` is not given."""
+        """True if `bind` has a port and no address, and `advertise` has none either."""
         host, _, port = self.bind.rpartition(":")
         return not self.advertise and host in ANY_HOST and port not in ("", "*", "0")
 
     @classmethod
     def of(cls, extra: Mapping[str, Any], kv_port: int) -> Options:
-        """Return the options in `extra`.
-
-        Raises ConfigError, which names the option, for one that is unknown or out of range, and
-        where `name` is missing.
-        """
+        """Build the options from `extra`. Raises ConfigError, which names the setting, for one that
+        is unknown or out of range, and where there is no name."""
         said = dict(extra)
         if not said.get("name"):
             raise ConfigError(
@@ -119,4 +110,4 @@ class Options:
             )
         if not said.get("bind"):
             said["bind"] = f"tcp://127.0.0.1:{kv_port}"
-        return made(cls, "kv_connector_extra_config", said)
+        return convert(cls, said, "kv_connector_extra_config")

@@ -63,13 +63,11 @@ class NixlAgent:
 
     def __init__(
         self, name: str, layout: KVLayout, staging: StagingArea | None = None,
-        state: StateLayout | None = None, interface: str = "", backends: tuple[str, ...] = (_UCX,),
+        state: StateLayout | None = None, interface: str = "",
     ) -> None:  # fmt: skip
-        """Create the agent and register its memory with UCX, which also brings the notifications.
-
-        Staging area and state are on the layout's device; `interface` and `backends` are as in
-        TransportConfig. Raises what NIXL raises.
-        """
+        """Staging area and state are on the layout's device; `interface` as in
+        TransportConfig. The memory is registered with UCX, which also brings the notifications.
+        Raises what NIXL raises."""
         self.name = name
         self._memory_type = memory_type_of(layout)
         # No progress thread, which would burn a core; no default backend, since UCX needs options.
@@ -84,15 +82,13 @@ class NixlAgent:
         # UCX is there in any case: it carries the notifications, whatever else moves the bytes.
         with ucx_options(interface) as options:
             self.api.create_backend(_UCX, options)
-        for backend in backends[1:]:
-            self.api.create_backend(backend, {})
         ranges = [*layout.regions]
         if staging is not None:
             ranges.append((staging.base, staging.num_bytes))
         if state is not None:
             ranges += state.regions
         regions = [(address, num_bytes, layout.device_id, "") for address, num_bytes in ranges]
-        self.api.register_memory(regions, self._memory_type, backends=list(backends))
+        self.api.register_memory(regions, self._memory_type, backends=[_UCX])
         self.metadata = bytes(self.api.get_agent_metadata())
         self.lists: list[Any] = []  # dropped in `destroy`, before the agent
         self.unproven: set[int] = set()

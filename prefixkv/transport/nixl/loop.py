@@ -384,10 +384,8 @@ class NixlLoop(TransportLoop[NixlPeer]):
         return [self._agent] if self._former_agent is None else [self._agent, self._former_agent]
 
     def _new_agent(self, name: str) -> NixlAgent:
-        """Create an agent with all our memory registered."""
-        config = self._config
-        where = config.interface, config.nixl_backends
-        return NixlAgent(name, self._layout, self._staging, self._state, *where)
+        interface = self._config.interface
+        return NixlAgent(name, self._layout, self._staging, self._state, interface)
 
     def _renew(self) -> None:
         """Replace the agent, if a job has failed undrained on it.

@@ -38,7 +38,9 @@ Prompt = dict[str, Any]
 class Worker(Process):
     """Takes one order at a time; `begin` does not wait for its end."""
 
-    def __init__(self, number: int, chats: list[Prompt], folder: Path, **config: Any) -> None:
+    def __init__(
+        self, number: int, chats: list[Prompt], folder: Path, queue_batches: int, **config: Any
+    ) -> None:
         self.number = number
         super().__init__(
             [sys.executable, "-m", "tests.engines.dynamo.worker"],
@@ -47,7 +49,7 @@ class Worker(Process):
             stdout=subprocess.PIPE,
             cwd=ROOT,
         )
-        self.begin(name=f"decode-{number}", chats=chats, config=config)
+        self.begin(name=f"decode-{number}", chats=chats, queue_batches=queue_batches, config=config)
         self.where: dict[str, str] = self.end()
         self.num_operations = 0
 
@@ -133,10 +135,11 @@ class Fleet:
         self.num_operations = 0
         self.evicted_pages = 0
 
-    def worker(self, number: int, **config: Any) -> Worker:
+    def worker(self, number: int, queue_batches: int = 10_000, **config: Any) -> Worker:
         names = ("endpoint", "replay_endpoint", "snapshot_endpoint")
         where = dict.fromkeys(names, "tcp://127.0.0.1:*")
-        return Worker(number, self.chats, self.folder, **(where | {"heartbeat_s": 0.3} | config))
+        config = where | {"heartbeat_s": 0.3} | config
+        return Worker(number, self.chats, self.folder, queue_batches, **config)
 
     def run(
         self,

@@ -18,6 +18,7 @@ from prefixkv.cache.events import EventFeed
 from prefixkv.cache.namespace import Namespace
 from prefixkv.config import KVEventsConfig
 from prefixkv.decode.scheduler import DecodeScheduler
+from prefixkv.kv_events import publisher as publisher_module
 from prefixkv.kv_events.publisher import KVEventPublisher
 from prefixkv.pages.manager import PageManager
 from prefixkv.protocol.commands import OpenRoom
@@ -96,6 +97,7 @@ class Worker:
 
 def main() -> None:
     start = json.loads(sys.stdin.readline())
+    publisher_module._QUEUE_BATCHES = start["queue_batches"]
     worker = Worker(start["name"], start["chats"], KVEventsConfig(**start["config"]))
     publisher = worker.publisher
     answer: Any = {
