@@ -96,11 +96,25 @@ if TYPE_CHECKING:
     from prefixkv.runtime.metrics import NodeCollector as NodeCollector
     from prefixkv.runtime.transfers import MakeTransport as MakeTransport
     from prefixkv.runtime.transfers import secret_number as secret_number
-    from prefixkv.settings import above as above
+    from prefixkv.settings import PREFIX as PREFIX
+    from prefixkv.settings import Bytes as Bytes
+    from prefixkv.settings import Count as Count
+    from prefixkv.settings import CountOrZero as CountOrZero
+    from prefixkv.settings import Number as Number
+    from prefixkv.settings import Port as Port
+    from prefixkv.settings import Seconds as Seconds
+    from prefixkv.settings import SecondsOrZero as SecondsOrZero
+    from prefixkv.settings import Setting as Setting
+    from prefixkv.settings import as_environ as as_environ
     from prefixkv.settings import at_least as at_least
+    from prefixkv.settings import check_fields as check_fields
     from prefixkv.settings import check_kind as check_kind
-    from prefixkv.settings import check_types as check_types
-    from prefixkv.settings import check_whole as check_whole
+    from prefixkv.settings import convert as convert
+    from prefixkv.settings import doc as doc
+    from prefixkv.settings import load as load
+    from prefixkv.settings import read_tables as read_tables
+    from prefixkv.settings import read_toml as read_toml
+    from prefixkv.settings import settings_of as settings_of
     from prefixkv.transport.base import Arrived as Arrived
     from prefixkv.transport.base import PeerUnreachable as PeerUnreachable
     from prefixkv.transport.base import Settled as Settled
@@ -213,13 +227,28 @@ _HOMES = {
     "routes_to": "transport.routes",
     "RunTable": "transport.runs",
     "ChunkTag": "protocol.tags",
-    # Checks of settings and of values.
-    "above": "settings",
+    # Settings: bounds, and the one converter.
+    "Bytes": "settings",
+    "Count": "settings",
+    "CountOrZero": "settings",
+    "Number": "settings",
+    "Port": "settings",
+    "PREFIX": "settings",
+    "Seconds": "settings",
+    "SecondsOrZero": "settings",
+    "Setting": "settings",
+    "as_environ": "settings",
+    "check_fields": "settings",
+    "convert": "settings",
+    "doc": "settings",
+    "load": "settings",
+    "read_tables": "settings",
+    "read_toml": "settings",
+    "settings_of": "settings",
     "at_least": "settings",
     "check_kind": "settings",
-    "check_types": "settings",
-    "check_whole": "settings",
     "check_version": "config",
+    # Checks of values.
     "whole_number": "request",
     "check_laws": "errors",
     "check_range": "errors",

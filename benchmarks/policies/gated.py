@@ -34,11 +34,18 @@ from dataclasses import dataclass
 from operator import sub
 from typing import NamedTuple
 
-from prefixkv.cache.eviction.ghosts import Ghost, GhostPolicy, staircase
-from prefixkv.cache.eviction.policy import Use, register
-from prefixkv.cache.eviction.queues import EvictionQueue, LeafOrders, Place, Rank
-from prefixkv.cache.node import Node
-from prefixkv.settings import CountOrZero, SecondsOrZero
+from prefixkv.spi import (
+    CountOrZero,
+    EvictionQueue,
+    Ghost,
+    GhostPolicy,
+    LeafOrders,
+    Node,
+    SecondsOrZero,
+    Use,
+    register_policy,
+    staircase,
+)
 
 # What kind of use was the last one?
 ORDINARY, LONG, NEXT_TURN = range(3)

@@ -14,7 +14,7 @@ import typer
 
 from prefixkv.serving import check_extra, is_there
 from prefixkv.serving.config import KINDS, ProxyConfig, ServeConfig, ServerAt
-from prefixkv.settings import Setting, load, read_tables, read_toml, settings_of
+from prefixkv.spi import ConfigError, Setting, load, read_tables, read_toml, settings_of
 
 TABLE: Final = "workers"
 """Table of a file for `serve`: [workers.prefill] and [workers.decode] hold settings of workers."""

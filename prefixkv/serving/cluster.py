@@ -36,7 +36,7 @@ from prefixkv.serving.fleet import Fleet
 from prefixkv.serving.http import ApiError, decode_body, json_response, read_body
 from prefixkv.serving.launch import Launch, WorkerFailedError
 from prefixkv.serving.wire import Fence
-from prefixkv.settings import load
+from prefixkv.spi import ConfigError, load
 
 logger = logging.getLogger("prefixkv.ray")
 

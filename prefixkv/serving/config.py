@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Literal
 from urllib.parse import urlsplit
 
-from prefixkv.config import DecodeConfig, PrefillConfig
-from prefixkv.errors import ConfigError
-from prefixkv.settings import (
+from prefixkv import DecodeConfig, PrefillConfig
+from prefixkv.spi import (
     Bytes,
+    ConfigError,
     Count,
     CountOrZero,
     Number,

@@ -27,7 +27,7 @@ from prefixkv.serving.front import Front
 from prefixkv.serving.process import READY, log_to_stderr
 from prefixkv.serving.text import load_texts
 from prefixkv.serving.wire import WorkerInfo
-from prefixkv.settings import as_environ
+from prefixkv.spi import as_environ
 
 logger = logging.getLogger("prefixkv.serve")
 

@@ -24,7 +24,6 @@ from prefixkv.memory.mesh import Shard
 from prefixkv.protocol.ids import PeerId
 from prefixkv.transport import auto
 from prefixkv.transport.base import PeerUnreachable, Settled, WriteDone, WriteFailed
-from prefixkv.transport.nixl import agent as nixl_agent
 from prefixkv.transport.offers import Offers, split_offers, usable
 from prefixkv.transport.shm.copy import CopyPlan
 from prefixkv.transport.shm.wire import MAGIC, Offer, pack_offer

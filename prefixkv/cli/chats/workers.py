@@ -20,7 +20,7 @@ from prefixkv.serving.fleet import Fleet
 from prefixkv.serving.http import ApiError
 from prefixkv.serving.launch import Child
 from prefixkv.serving.wire import Ask, How, WorkerInfo
-from prefixkv.settings import PREFIX, as_environ
+from prefixkv.spi import PREFIX, as_environ
 
 PREFILL: Final = "prefill"  # the name of the prefill worker
 _END_S: Final = 15.0

@@ -7,9 +7,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Final
 
-from prefixkv.config import ControlConfig, TransportConfig
-from prefixkv.errors import ConfigError
-from prefixkv.settings import check_fields, convert
+from prefixkv import ControlConfig, TransportConfig
+from prefixkv.spi import ConfigError, check_fields, convert
 
 VARIABLE: Final = "PREFIXKV_TRANSFER"
 

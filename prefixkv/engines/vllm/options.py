@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from prefixkv.config import ControlConfig, TransportConfig
-from prefixkv.errors import ConfigError
-from prefixkv.settings import CountOrZero, Seconds, SecondsOrZero, check_fields, convert
+from prefixkv import ControlConfig, TransportConfig
+from prefixkv.spi import ConfigError, CountOrZero, Seconds, SecondsOrZero, check_fields, convert
 
 ANY_HOST: Final = ("", "tcp://*", "tcp://0.0.0.0", "tcp://[::]", "tcp://::")
 """Forms of `bind` for every address of the host."""

@@ -384,6 +384,7 @@ class NixlLoop(TransportLoop[NixlPeer]):
         return [self._agent] if self._former_agent is None else [self._agent, self._former_agent]
 
     def _new_agent(self, name: str) -> NixlAgent:
+        """Create an agent with all our memory registered."""
         interface = self._config.interface
         return NixlAgent(name, self._layout, self._staging, self._state, interface)
 
