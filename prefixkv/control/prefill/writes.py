@@ -1,6 +1,6 @@
 """Prefill's writes, between its rooms and the transport: straight into pages, or staged in slices.
 
-Rooms and peers return wants (`Want`), which become effects here. Where slices are staged,
+Rooms and peers add actions to a list, which becomes effects here. Where slices are staged,
 `StagingSender` stands between the two, and reports the end of a room's write back to the room.
 """
 
@@ -54,7 +54,7 @@ class StagingSlots(NamedTuple):
 
 
 class Writes:
-    """What rooms and peers action done becomes effects, with staging between. Owned by a
+    """Actions of rooms and peers on their way to effects, with staging between. Owned by a
     `PrefillControl`.
 
     Args:
