@@ -18,7 +18,7 @@ from hashlib import blake2b
 from types import MappingProxyType
 from typing import Final
 
-from prefixkv.control.peer_changes import News
+from prefixkv.control.peer_changes import PeerChanges
 from prefixkv.errors import FormerLifeError
 from prefixkv.protocol.ids import PeerId
 
@@ -32,8 +32,8 @@ class IncarnationHistory:
     """Lives that are over, by name. Owned by a control object, which takes its news; any thread may
     call `how`."""
 
-    def __init__(self, news: News | None = None) -> None:
-        self.news = news or News()
+    def __init__(self, news: PeerChanges | None = None) -> None:
+        self.news = news or PeerChanges()
         # By name, then by life: how it ended. In both the one heard of longest ago comes first.
         self._over: OrderedDict[str, OrderedDict[int, str]] = OrderedDict()
         # By name: the life that was forgotten for its silence. It is not over.

@@ -32,7 +32,7 @@ from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.messages import Hello, HelloReply, ModelDigest, ProcessLife, Topology
 from prefixkv.staging.cut import LeaseCut
 from prefixkv.staging.receiver import StagingPlan
-from prefixkv.transport.offers import Offers, usable
+from prefixkv.transport.offers import MetadataOffers, usable
 
 
 def named(error: Exception, option_names: Mapping[str, str]) -> Exception:
@@ -209,7 +209,7 @@ def accept(ours: OurSide, peer: PeerId, hello: Hello) -> Accepted:
     check_unit_range(layout.num_pages, hello.topology.page_size // unit_tokens)
     added = AddPeer(
         peer=peer,
-        metadata=usable(ours.backend, Offers(hello.agent_metadata, hello.shm)),
+        metadata=usable(ours.backend, MetadataOffers(hello.agent_metadata, hello.shm)),
         layout=layout,
         parts=(share.inside(mine), share.inside(its)),
         unit_tokens=unit_tokens,

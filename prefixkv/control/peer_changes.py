@@ -11,7 +11,7 @@ from prefixkv.protocol.ids import PeerId
 KEPT = 1000
 
 
-class PeerNews(msgspec.Struct, frozen=True):
+class PeerChange(msgspec.Struct, frozen=True):
     """One change of a peer.
 
     `kind` is "met", "refused", "silent", "heard", "over" (replaced or fenced), "left" (it was
@@ -24,19 +24,19 @@ class PeerNews(msgspec.Struct, frozen=True):
     why: str = ""
 
 
-class News:
+class PeerChanges:
     """Changes that are not written yet. Owned by a control object. At most `KEPT`: the oldest is
     dropped."""
 
     def __init__(self) -> None:
         # Bounded, since peers cause the entries and nothing may take them for a while.
-        self._kept: deque[PeerNews] = deque(maxlen=KEPT)
+        self._kept: deque[PeerChange] = deque(maxlen=KEPT)
         # Peers last reported as silent, so that only a change is reported.
         self._silent: set[PeerId] = set()
 
     def say(self, kind: str, peer: PeerId | str, why: str = "") -> None:
         """Record a change."""
-        self._kept.append(PeerNews(kind, peer, why))
+        self._kept.append(PeerChange(kind, peer, why))
 
     def silent(self, peer: PeerId, is_silent: bool) -> bool:
         """Record that a peer has become silent, or is heard again; return whether that is a change.
@@ -57,7 +57,7 @@ class News:
         """Drop whether the peer was silent, once it is known no more."""
         self._silent.discard(peer)
 
-    def take(self) -> list[PeerNews]:
+    def take(self) -> list[PeerChange]:
         """Return and remove all that was recorded, in order."""
         taken = []
         # One by one, so that an entry added meanwhile by another thread is neither lost nor

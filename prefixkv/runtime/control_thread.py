@@ -45,7 +45,7 @@ from prefixkv.control.effects import (
     TryPeer,
     Unreached,
 )
-from prefixkv.control.peer_changes import News
+from prefixkv.control.peer_changes import PeerChanges
 from prefixkv.errors import ClosedError, ConfigError, InternalError
 from prefixkv.protocol.events import (
     Bootstrapped,
@@ -114,7 +114,7 @@ class Control(Protocol[Command_contra, To]):
     """The interface of `DecodeControl` and `PrefillControl`."""
 
     counters: Counter[str]
-    news: News
+    news: PeerChanges
 
     def on(
         self, what: Command_contra | FrameReceived[To] | FrameFailed[To] | Common, now_s: float

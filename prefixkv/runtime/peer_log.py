@@ -11,7 +11,7 @@ import logging
 from collections import OrderedDict
 from typing import Final
 
-from prefixkv.control.peer_changes import PeerNews
+from prefixkv.control.peer_changes import PeerChange
 from prefixkv.protocol.ids import PeerId
 
 REPEAT_S: Final = 60.0
@@ -39,7 +39,7 @@ class PeerLog:
         self._window_s = -WINDOW_S
         self._num_lines = 0
 
-    def write(self, news: list[PeerNews], now_s: float) -> None:
+    def write(self, news: list[PeerChange], now_s: float) -> None:
         """Write the lines that are due; may raise what a handler raises."""
         # 1. A new window begins: first say what the last one left out.
         if now_s >= self._window_s + WINDOW_S:
@@ -60,7 +60,7 @@ class PeerLog:
             again = f" ({more} more since the last line)" if more else ""
             _log.log(level, "%s: %s: %s %s%s", self._name, one.kind, one.peer, one.why, again)
 
-    def _more(self, one: PeerNews, now_s: float) -> int | None:
+    def _more(self, one: PeerChange, now_s: float) -> int | None:
         """Return how many like it were left out since the last line; None: leave this one out
         too."""
         key: _Key = one.kind, one.peer

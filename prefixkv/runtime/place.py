@@ -16,7 +16,7 @@ from prefixkv.memory.state_pool import StatePool
 from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.messages import Hello, ModelDigest, ProcessLife, Topology
 from prefixkv.settings import check_kind, check_whole
-from prefixkv.transport.offers import Offers
+from prefixkv.transport.offers import MetadataOffers
 
 Config = TypeVar("Config", DecodeConfig, PrefillConfig)
 
@@ -105,7 +105,7 @@ class Place:
 
     def hello(
         self,
-        offers: Offers,
+        offers: MetadataOffers,
         secret: bytes,
         worker: PeerId,
         area: StagingArea | None,

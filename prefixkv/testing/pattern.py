@@ -240,7 +240,7 @@ def _as_array(
     lanes = layout.head_bytes // dtype.itemsize
 
     # numpy views foreign memory through this interface; `owner` keeps the memory alive.
-    class Memory:
+    class ArrayView:
         __array_interface__ = {
             "version": 3,
             "data": (first.base, False),
@@ -249,4 +249,4 @@ def _as_array(
             "strides": (step, *astuple(first)[1:], dtype.itemsize),
         }
 
-    return np.asarray(Memory())
+    return np.asarray(ArrayView())

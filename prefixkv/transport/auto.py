@@ -22,7 +22,7 @@ from prefixkv.memory.state_layout import StateLayout, StateLink
 from prefixkv.protocol.ids import PeerId
 from prefixkv.transport.base import Settled, Sink, Transport, TransportEvent, WriteFailed, WriteJob
 from prefixkv.transport.nixl.transport import NixlTransport
-from prefixkv.transport.offers import Offers, split_offers
+from prefixkv.transport.offers import MetadataOffers, split_offers
 from prefixkv.transport.routes import PeerMemory
 from prefixkv.transport.shm.transport import ShmTransport
 
@@ -49,12 +49,12 @@ class _SettleNext(NamedTuple):
     for_s: float
 
 
-class _Peer:
+class _AutoPeer:
     """A peer. `way` is None while it is not settled; `waiting` jobs wait for that."""
 
     def __init__(self, metadata: bytes, memory: PeerMemory) -> None:
         self.metadata, self.memory = metadata, memory
-        self.way: Literal["nixl", "shm"] | None = None
+        self.backend: Literal["nixl", "shm"] | None = None
         self.waiting: list[WriteJob] = []
 
 
@@ -71,10 +71,10 @@ class AutoTransport:
         """Start both transports. Raises what either raises."""
         self._sink = sink
         self._telling = threading.Lock()  # held around each call of the sink
-        self._teller: int | None = None  # the thread that is in the sink
+        self._sink_thread: int | None = None  # the thread that is in the sink
         # Over all below; inside it both transports are only asked to queue.
         self._lock = threading.Lock()
-        self._peers: dict[PeerId, _Peer] = {}
+        self._peers: dict[PeerId, _AutoPeer] = {}
         self._closed = False
         self._nixl = NixlTransport(me, layout, self._tell, config, staging, state)
         try:
@@ -85,7 +85,7 @@ class AutoTransport:
         except BaseException:
             self._nixl.close()
             raise
-        self.metadata = Offers(self._nixl.metadata, self._shm.metadata).join()
+        self.metadata = MetadataOffers(self._nixl.metadata, self._shm.metadata).join()
 
     def add_peer(
         self, peer: PeerId, metadata: bytes, layout: KVLayout,
@@ -104,11 +104,11 @@ class AutoTransport:
             # stay if they are for the same memory.
             if known is not None and (known.metadata, known.memory) == (metadata, memory):
                 return
-            if known is not None and known.way is not None:
+            if known is not None and known.backend is not None:
                 known.metadata, known.memory = metadata, memory
                 self._add(peer, known)
                 return
-            made = self._peers[peer] = _Peer(metadata, memory)
+            made = self._peers[peer] = _AutoPeer(metadata, memory)
             if known is not None and known.memory == memory:
                 made.waiting = known.waiting
             elif known is not None:
@@ -116,7 +116,7 @@ class AutoTransport:
                 for job in known.waiting:
                     self._end(job, lost)
             # Without an offer of shm there is nothing to wait for.
-            made.way = None if offers.shm else "nixl"
+            made.backend = None if offers.shm else "nixl"
             self._add(peer, made)
 
     def remove_peer(self, peer: PeerId) -> None:
@@ -133,11 +133,11 @@ class AutoTransport:
         """See `base.Transport.write`."""
         with self._lock:
             known = self._peers.get(job.peer)
-            if known is not None and known.way is None and not self._closed:
+            if known is not None and known.backend is None and not self._closed:
                 known.waiting.append(job)
             else:
                 # An unknown peer's job goes to NIXL, which ends it with the proper error.
-                by_shm = known is not None and known.way == "shm"
+                by_shm = known is not None and known.backend == "shm"
                 (self._shm if by_shm else self._nixl).write(job)
 
     def cancel(self, job_id: int) -> None:
@@ -174,7 +174,7 @@ class AutoTransport:
             InternalError: NIXL's agent was not destroyed; shm has ended all the same.
         """
         # The sink's thread would wait for itself.
-        if self._teller == threading.get_ident():
+        if self._sink_thread == threading.get_ident():
             raise CallerError("close() was called from the transport's own sink")
         # 1. Jobs that no transport has yet: they end by shm's thread, so before that is closed.
         with self._lock:
@@ -192,10 +192,10 @@ class AutoTransport:
 
     # --- inside the lock --------------------------------------------------------------------------
 
-    def _add(self, peer: PeerId, known: _Peer) -> None:
+    def _add(self, peer: PeerId, known: _AutoPeer) -> None:
         """Add the peer to its transport; to shm while its way is not settled, to find out."""
         offers = split_offers(known.metadata)
-        if known.way == "nixl":
+        if known.backend == "nixl":
             self._nixl.add_peer(peer, offers.nixl, *known.memory)
         else:
             self._shm.add_peer(peer, offers.shm, *known.memory)
@@ -207,7 +207,7 @@ class AutoTransport:
     # --- shm's thread -----------------------------------------------------------------------------
 
     def _met(self, peer: PeerId, error: Exception | None) -> bool:
-        """Settle a peer's way: its memory is mapped, or is not (`error`). Return whether NIXL takes
+        """Settle a peer's backend: mapped, or not for the reason `error`. Return True if NIXL takes
         it.
 
         Called by shm's thread.
@@ -215,10 +215,10 @@ class AutoTransport:
         with self._lock:
             known = self._peers.get(peer)
             # It was removed, or settled before: then it keeps its way, and shm reports the loss.
-            if known is None or known.way is not None or self._closed:
+            if known is None or known.backend is not None or self._closed:
                 return False
             goes_by_nixl = error is not None and bool(split_offers(known.metadata).nixl)
-            known.way = "nixl" if goes_by_nixl else "shm"
+            known.backend = "nixl" if goes_by_nixl else "shm"
             # Away from shm first, so that no job can reach the peer by both.
             if goes_by_nixl:
                 _log.info("%s is written over NIXL: %s", peer, error)
@@ -244,8 +244,8 @@ class AutoTransport:
     def _tell(self, event: TransportEvent) -> None:
         """Call the sink, from one thread at a time."""
         with self._telling:
-            self._teller = threading.get_ident()
+            self._sink_thread = threading.get_ident()
             try:
                 self._sink(event)
             finally:
-                self._teller = None
+                self._sink_thread = None

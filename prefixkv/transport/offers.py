@@ -17,7 +17,7 @@ _BOTH: Final = b"pkvboth|"
 _LENGTH_BYTES: Final = 4
 
 
-class Offers(NamedTuple):
+class MetadataOffers(NamedTuple):
     """The two offers; b"" where there is none."""
 
     nixl: bytes
@@ -30,32 +30,32 @@ class Offers(NamedTuple):
         return _BOTH + len(self.nixl).to_bytes(_LENGTH_BYTES, "little") + self.nixl + self.shm
 
 
-def split_offers(metadata: bytes) -> Offers:
-    """Return the offers that `Offers.join` has put together.
+def split_offers(metadata: bytes) -> MetadataOffers:
+    """Return the offers that `MetadataOffers.join` has put together.
 
-    >>> split_offers(Offers(b"nixlSerDes|...", b"pkvshm1|...").join())
-    Offers(nixl=b'nixlSerDes|...', shm=b'pkvshm1|...')
+    >>> split_offers(MetadataOffers(b"nixlSerDes|...", b"pkvshm1|...").join())
+    MetadataOffers(nixl=b'nixlSerDes|...', shm=b'pkvshm1|...')
     """
     if metadata.startswith(SHM):
-        return Offers(b"", metadata)
+        return MetadataOffers(b"", metadata)
     if not metadata.startswith(_BOTH):
-        return Offers(metadata, b"")
+        return MetadataOffers(metadata, b"")
     # A wrong length only moves bytes from one part to the other: each part is checked by its own
     # reader.
     start = len(_BOTH) + _LENGTH_BYTES
     end = start + int.from_bytes(metadata[len(_BOTH) : start], "little")
-    return Offers(metadata[start:end], metadata[end:])
+    return MetadataOffers(metadata[start:end], metadata[end:])
 
 
-def usable(backend: Backend, offers: Offers) -> bytes:
+def usable(backend: Backend, offers: MetadataOffers) -> bytes:
     """Return what a prefill rank with this `TransportConfig.backend` can use of the offers.
 
     Raises:
         HandshakeError: nothing of them.
     """
     taken = {
-        "nixl": Offers(offers.nixl, b""),
-        "shm": Offers(b"", offers.shm),
+        "nixl": MetadataOffers(offers.nixl, b""),
+        "shm": MetadataOffers(b"", offers.shm),
         "auto": offers,
     }[backend]
     if not (taken.nixl or taken.shm):

@@ -12,7 +12,7 @@ import pytest
 from prefixkv.control import peer_changes as module
 from prefixkv.control.death_watch import merged_lost_peers
 from prefixkv.control.effects import ConnectFailed, RemovePeer, Unreached
-from prefixkv.control.peer_changes import News, PeerNews
+from prefixkv.control.peer_changes import PeerChange, PeerChanges
 from prefixkv.errors import ConfigError, PeerLostError
 from prefixkv.protocol.commands import AbortRoom, Fence
 from prefixkv.protocol.events import RoomEnded, decode_error, encode_error
@@ -55,14 +55,14 @@ def news(peer: PrefillPeer | DecodePeer) -> list[tuple[str, Any]]:
 
 def test_decode_says_whom_it_meets_and_what_takes_its_place() -> None:
     peer = PrefillPeer().opened()
-    assert peer.control.news.take() == [PeerNews("met", PREFILL, f"at {ADDRESS}")]
+    assert peer.control.news.take() == [PeerChange("met", PREFILL, f"at {ADDRESS}")]
     peer.say(HelloWanted())
     peer.greet()
     assert news(peer) == [], "it is the same one"
     peer.greet(newer(PREFILL))
     assert news(peer) == [("over", PREFILL), ("met", newer(PREFILL))]
     peer.greet(PeerId("other", 1))
-    assert peer.control.news.take()[0] == PeerNews(
+    assert peer.control.news.take()[0] == PeerChange(
         "over", newer(PREFILL), "was replaced by other life 1"
     )
 
@@ -76,7 +76,7 @@ def test_decode_says_what_it_refuses_and_why() -> None:
     assert "kv_scales differs" in refused.why
     peer.open()
     peer.on(ConnectFailed(ADDRESS, ConfigError("no such address")))
-    assert peer.control.news.take() == [PeerNews("refused", ADDRESS, "no such address")]
+    assert peer.control.news.take() == [PeerChange("refused", ADDRESS, "no such address")]
     peer.open()
     peer.on(Unreached(ADDRESS, "nobody answers"))
     peer.pass_time(TIMING.connect_timeout_s + 0.5)
@@ -101,13 +101,13 @@ def test_decode_says_what_is_fenced_forgotten_and_in_quarantine() -> None:
     said = peer.control.news.take()
     overdue = [one for one in said if one.kind == "quarantined"]
     text = "has not proved that 2 pages of room 7 generation 0 are free"
-    assert overdue == [PeerNews("quarantined", PREFILL, text)]
+    assert overdue == [PeerChange("quarantined", PREFILL, text)]
     peer.on(Fence(PREFILL))
     peer.on(Fence(PREFILL))
-    assert peer.control.news.take() == [PeerNews("over", PREFILL, "was fenced")]
+    assert peer.control.news.take() == [PeerChange("over", PREFILL, "was fenced")]
     peer.greet()
     text = f"still speaks at {ADDRESS}: prefill-0 life 5 was fenced"
-    assert peer.control.news.take() == [PeerNews("refused", PREFILL, text)]
+    assert peer.control.news.take() == [PeerChange("refused", PREFILL, text)]
     peer.pass_time(TIMING.forget_after_s + 1.0)
     assert news(peer) == [("forgotten", ADDRESS)]
 
@@ -194,7 +194,7 @@ def test_decode_says_that_a_peer_has_left() -> None:
     assert [str(one.error) for one in ended if isinstance(one, RoomEnded)] == [
         f"{PREFILL} has left"
     ]
-    assert peer.control.news.take() == [PeerNews("left", PREFILL, "has left")]
+    assert peer.control.news.take() == [PeerChange("left", PREFILL, "has left")]
 
 
 # --- prefill --------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ def test_prefill_says_whom_it_meets_and_what_takes_its_place() -> None:
     peer.say(HELLO, newer(DECODE))
     assert news(peer) == [("over", DECODE), ("met", newer(DECODE))]
     peer.say(Fenced(), newer(DECODE))
-    assert peer.control.news.take() == [PeerNews("left", newer(DECODE), "has left")]
+    assert peer.control.news.take() == [PeerChange("left", newer(DECODE), "has left")]
 
 
 def test_prefill_says_what_it_refuses_and_why() -> None:
@@ -272,7 +272,7 @@ def test_a_prefill_worker_that_is_refused_forgets_decode_if_nothing_was_promised
     assert peer.control.peers(peer.now_s) == {}
     assert peer.control.counters["refused_by_peers"] == 1
     assert peer.control.news.take() == [
-        PeerNews("refused", DECODE, "refuses us: kv_scales differs")
+        PeerChange("refused", DECODE, "refuses us: kv_scales differs")
     ]
     assert kinds(peer.say(HELLO)) == ["AddPeer", "HelloReply"], "it may try again"
 
@@ -347,7 +347,7 @@ def test_news_that_are_not_taken_are_bounded_and_the_oldest_goes_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "KEPT", 2)
-    kept = News()
+    kept = PeerChanges()
     for number in range(3):
         kept.say("met", PeerId("p", number))
     assert [one.peer for one in kept.take()] == [PeerId("p", 1), PeerId("p", 2)]
@@ -355,7 +355,7 @@ def test_news_that_are_not_taken_are_bounded_and_the_oldest_goes_first(
 
 
 def test_silence_is_forgotten_with_the_peer() -> None:
-    kept = News()
+    kept = PeerChanges()
     kept.silent(PREFILL, True)
     kept.silent(PREFILL, True)
     kept.forget(PREFILL)

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from prefixkv.control.peer_changes import PeerNews
+from prefixkv.control.peer_changes import PeerChange
 from prefixkv.protocol.ids import PeerId
 from prefixkv.runtime import peer_log
 from prefixkv.runtime.peer_log import LINES, REPEAT_S, WINDOW_S, PeerLog
@@ -21,7 +21,9 @@ def _level(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_line_names_the_worker_the_peer_and_why(caplog: pytest.LogCaptureFixture) -> None:
     log = PeerLog("d0")
-    log.write([PeerNews("met", P, "at tcp://x"), PeerNews("refused", P, "page_size differs")], 0.0)
+    log.write(
+        [PeerChange("met", P, "at tcp://x"), PeerChange("refused", P, "page_size differs")], 0.0
+    )
     assert caplog.messages == [
         "d0: met: p life 3f2a at tcp://x",
         "d0: refused: p life 3f2a page_size differs",
@@ -34,7 +36,7 @@ def test_a_peer_that_is_refused_again_and_again_is_a_line_a_minute(
 ) -> None:
     log = PeerLog("d0")
     for second in range(int(REPEAT_S) + 1):  # started again each second, and says another reason
-        log.write([PeerNews("refused", PeerId("p", second), f"no, {second}")], float(second))
+        log.write([PeerChange("refused", PeerId("p", second), f"no, {second}")], float(second))
     assert caplog.messages == [
         "d0: refused: p life 0 no, 0",
         f"d0: refused: p life 3c no, 60 ({int(REPEAT_S) - 1} more since the last line)",
@@ -47,18 +49,18 @@ def test_a_peer_that_is_refused_for_the_same_reason_is_a_line_until_it_is_met(
 ) -> None:
     log = PeerLog("d0")
     for second in range(3 * int(REPEAT_S)):
-        log.write([PeerNews("refused", peer, "page_size differs")], float(second))
+        log.write([PeerChange("refused", peer, "page_size differs")], float(second))
     assert len(caplog.messages) == 1
-    log.write([PeerNews("refused", peer, "dtype differs")], 3 * REPEAT_S)
+    log.write([PeerChange("refused", peer, "dtype differs")], 3 * REPEAT_S)
     assert caplog.messages[1] == f"d0: refused: {peer} dtype differs (179 more since the last line)"
-    log.write([PeerNews("met", PeerId("p", 2), "at tcp://x")], 3 * REPEAT_S + 1)
-    log.write([PeerNews("refused", peer, "dtype differs")], 3 * REPEAT_S + 2)
+    log.write([PeerChange("met", PeerId("p", 2), "at tcp://x")], 3 * REPEAT_S + 1)
+    log.write([PeerChange("refused", peer, "dtype differs")], 3 * REPEAT_S + 2)
     assert caplog.messages[3:] == [f"d0: refused: {peer} dtype differs"]
 
 
 def test_each_life_that_is_met_is_a_line(caplog: pytest.LogCaptureFixture) -> None:
     log = PeerLog("d0")
-    log.write([PeerNews("met", PeerId("p", life)) for life in (1, 2, 1)], 0.0)
+    log.write([PeerChange("met", PeerId("p", life)) for life in (1, 2, 1)], 0.0)
     assert len(caplog.messages) == 2
 
 
@@ -67,7 +69,7 @@ def test_there_are_so_many_lines_in_a_while_and_the_rest_are_counted(
 ) -> None:
     log = PeerLog("d0")
     for number in range(LINES + 7):
-        log.write([PeerNews("met", PeerId(f"p{number}", 1))], 0.0)
+        log.write([PeerChange("met", PeerId(f"p{number}", 1))], 0.0)
     assert len(caplog.messages) == LINES
     log.write([], WINDOW_S)
     assert caplog.messages[LINES:] == ["d0: 7 lines were left out"]
@@ -78,5 +80,5 @@ def test_there_are_so_many_lines_in_a_while_and_the_rest_are_counted(
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_log, "_MAX_KEYS", 3)
     log = PeerLog("d0")
-    log.write([PeerNews("met", PeerId(f"p{number}", 1)) for number in range(9)], 0.0)
+    log.write([PeerChange("met", PeerId(f"p{number}", 1)) for number in range(9)], 0.0)
     assert len(log._written) == 3

@@ -24,9 +24,9 @@ from prefixkv.memory.mesh import Shard
 from prefixkv.protocol.ids import PeerId
 from prefixkv.transport import auto
 from prefixkv.transport.base import PeerUnreachable, Settled, WriteDone, WriteFailed
-from prefixkv.transport.offers import Offers, split_offers, usable
+from prefixkv.transport.offers import MetadataOffers, split_offers, usable
 from prefixkv.transport.shm.copy import CopyPlan
-from prefixkv.transport.shm.wire import MAGIC, Offer, pack_offer
+from prefixkv.transport.shm.wire import MAGIC, ShmOffer, pack_offer
 from tests.models.patience import until
 from tests.models.transport_driver import AutoDriver, Node
 from tests.models.transport_pools import make_pool
@@ -60,7 +60,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def changed(target: Node, **fields: object) -> bytes:
     """The target's metadata, with another offer of shm."""
     offers = split_offers(target.transport.metadata)
-    offer = msgspec.msgpack.decode(offers.shm[len(MAGIC) :], type=Offer)
+    offer = msgspec.msgpack.decode(offers.shm[len(MAGIC) :], type=ShmOffer)
     return offers._replace(shm=pack_offer(msgspec.structs.replace(offer, **fields))).join()
 
 
@@ -217,11 +217,11 @@ def test_what_is_settled_or_closed_is_not_settled_again(
     if end == "settled":
         assert met(target.me, None) is False
         assert met(target.me, OSError("gone")) is False
-        assert writer.transport._peers[target.me].way == "shm"
+        assert writer.transport._peers[target.me].backend == "shm"
     else:
         writer.transport.close()
         assert met(target.me, OSError("gone")) is False
-        assert writer.transport._peers[target.me].way is None
+        assert writer.transport._peers[target.me].backend is None
 
 
 def test_where_shm_does_not_end_nixl_is_closed_and_a_job_ends_once(
@@ -320,7 +320,7 @@ def test_close_from_the_sink_is_refused_and_the_transport_goes_on(
         writer.transport._nixl.settle("x", 0.0)
     driver.until(lambda: writer.of(Settled))
     assert len(errors) == 1
-    until(lambda: writer.transport._teller is None)
+    until(lambda: writer.transport._sink_thread is None)
     writer.transport.write(writer.job(1, target, [1], [1]))
     driver.until(lambda: writer.ends(1))
     assert isinstance(writer.ends(1)[0], WriteDone)
@@ -349,31 +349,35 @@ def test_where_shm_cannot_start_nixl_is_closed(monkeypatch: pytest.MonkeyPatch) 
 # --- offers ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("offers", [Offers(NIXL, b""), Offers(b"", SHM), Offers(NIXL, SHM)])
-def test_offers_come_out_as_they_went_in(offers: Offers) -> None:
+@pytest.mark.parametrize(
+    "offers", [MetadataOffers(NIXL, b""), MetadataOffers(b"", SHM), MetadataOffers(NIXL, SHM)]
+)
+def test_offers_come_out_as_they_went_in(offers: MetadataOffers) -> None:
     assert split_offers(offers.join()) == offers
-    assert Offers(NIXL, b"").join() == NIXL  # an older transport's metadata is what it was
+    assert MetadataOffers(NIXL, b"").join() == NIXL  # an older transport's metadata is what it was
 
 
 @pytest.mark.parametrize(
     ("backend", "offers", "taken"),
     [
-        ("nixl", Offers(NIXL, SHM), NIXL),
-        ("shm", Offers(NIXL, SHM), SHM),
-        ("auto", Offers(NIXL, b""), NIXL),
-        ("auto", Offers(b"", SHM), SHM),
-        ("auto", Offers(NIXL, SHM), Offers(NIXL, SHM).join()),
+        ("nixl", MetadataOffers(NIXL, SHM), NIXL),
+        ("shm", MetadataOffers(NIXL, SHM), SHM),
+        ("auto", MetadataOffers(NIXL, b""), NIXL),
+        ("auto", MetadataOffers(b"", SHM), SHM),
+        ("auto", MetadataOffers(NIXL, SHM), MetadataOffers(NIXL, SHM).join()),
     ],
 )
-def test_a_side_takes_what_it_can(backend: str, offers: Offers, taken: bytes) -> None:
+def test_a_side_takes_what_it_can(backend: str, offers: MetadataOffers, taken: bytes) -> None:
     assert usable(backend, offers) == taken  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("backend", "offers", "theirs"),
-    [("nixl", Offers(b"", SHM), "shm"), ("shm", Offers(NIXL, b""), "nixl")],
+    [("nixl", MetadataOffers(b"", SHM), "shm"), ("shm", MetadataOffers(NIXL, b""), "nixl")],
 )
-def test_two_that_share_no_transport_are_told_so(backend: str, offers: Offers, theirs: str) -> None:
+def test_two_that_share_no_transport_are_told_so(
+    backend: str, offers: MetadataOffers, theirs: str
+) -> None:
     with pytest.raises(HandshakeError, match="transport backend") as caught:
         usable(backend, offers)  # type: ignore[arg-type]
     assert (caught.value.ours, caught.value.theirs) == (backend, theirs)

@@ -40,7 +40,7 @@ from prefixkv.control.effects import (
 from prefixkv.control.effects import DecodeEffect as DecodeEffect
 from prefixkv.control.effects import DecodeInput as DecodeInput
 from prefixkv.control.former_lives import LEFT, IncarnationHistory
-from prefixkv.control.peer_changes import News
+from prefixkv.control.peer_changes import PeerChanges
 from prefixkv.errors import (
     AbortedError,
     ConfigError,
@@ -123,7 +123,7 @@ class DecodeControl:
         self.me = me
         self._option_names = option_names or {}
         self.counters: Counter[str] = Counter()
-        self.news = News()
+        self.news = PeerChanges()
         self.staging = None if hello.staging is None else StagingReceiver(hello.staging)
         self._page_size = hello.topology.page_size
         self._timing = timing
@@ -144,7 +144,7 @@ class DecodeControl:
         )
         self._lives = IncarnationHistory(self.news)
         # By address that the scheduler asked about: was PrefillReady the last answer?
-        self._met: dict[str, bool] = {}
+        self._asked_workers: dict[str, bool] = {}
         # The number in the last Expect; -1 forces the next one.
         self._said_expected = 0
 
@@ -155,7 +155,7 @@ class DecodeControl:
             case OpenRoom():
                 self._open(what, now_s)
             case MeetPrefill():
-                self._meet_worker(what.address, now_s)
+                self._watch_worker(what.address, now_s)
             case RefuseRoom():
                 self._refuse(what, now_s)
             case AbortRoom():
@@ -196,7 +196,7 @@ class DecodeControl:
         # The two answers that depend on the state after the input, not on the input. Asking whether
         # a worker is ready may change links itself, so until nothing changes.
         while changed := self._links.take_changed():
-            self._say_workers(changed, now_s)
+            self._report_workers(changed, now_s)
         # At the end, so that an input which closes one room and opens another says it once.
         if self._rooms.num_expected != self._said_expected:
             self._said_expected = self._rooms.num_expected
@@ -246,7 +246,7 @@ class DecodeControl:
         many pages it may still write. Any thread may ask."""
 
         def wrong(peer: PeerId, link: Link) -> str:
-            return self._lives.how(peer) or self._links.wrong(link, peer, now_s)
+            return self._lives.how(peer) or self._links.trouble(link, peer, now_s)
 
         return lost_peers(self._rooms.all(), wrong)
 
@@ -261,11 +261,13 @@ class DecodeControl:
             self._out.add(RoomEnded(machine.key, KVPoll.FAILED, error))
             self._out.add(RoomDrained(machine.key))
 
-    def _meet_worker(self, address: str, now_s: float) -> None:
+    def _watch_worker(self, address: str, now_s: float) -> None:
         """Connect to a prefill worker that the scheduler asks about, and report once whether it
         answers."""
         self._links.open(address, now_s)
-        self._met[address] = False  # so that the present state is reported, though it was before
+        self._asked_workers[address] = (
+            False  # so that the present state is reported, though it was before
+        )
         link = self._links.get(address)
         assert link is not None
         self._links.note_change(link)
@@ -347,7 +349,7 @@ class DecodeControl:
         # 2. Its links are free for another life.
         for link in self._links.all():
             if link.peer == peer:
-                self._links.lost(link, None, now_s)
+                self._links.replace_peer(link, None, now_s)
                 self._links.greet(link, now_s)
         # 3. The pages last: with `fence_settle_s` 0 they are drained at once, and a room has to end
         # before it is drained.
@@ -442,7 +444,7 @@ class DecodeControl:
         body = frame.body
         # 1. A handshake may come from a process that is to replace the peer.
         if isinstance(body, HelloReply | HelloWanted):
-            self._meet(link, frame, body, now_s)
+            self._on_handshake(link, frame, body, now_s)
             return
         # 2. Anything else counts only from the process that answers here, and only in order.
         if frame.sender != link.peer:
@@ -545,7 +547,7 @@ class DecodeControl:
 
     # --- prefill workers --------------------------------------------------------------------------
 
-    def _meet(
+    def _on_handshake(
         self,
         link: Link,
         frame: Frame,
@@ -570,7 +572,7 @@ class DecodeControl:
         # gone: it replaces nothing. The rank gets another Hello.
         if isinstance(body, HelloWanted) or (is_other and body.known != link.known):
             nonce = body.nonce if isinstance(body, HelloWanted) else 0
-            self._links.wanted(link, nonce, now_s)
+            self._links.on_hello_wanted(link, nonce, now_s)
             return
         # 4. Another process has proved that it answers now: it replaces the one before, and its
         # numbers begin again.
@@ -591,7 +593,7 @@ class DecodeControl:
 
     def _lose_peer(self, link: Link, newer: PeerId, now_s: float) -> None:
         """End what was promised here to a process that another has replaced at this address."""
-        lost = self._links.lost(link, newer, now_s)
+        lost = self._links.replace_peer(link, newer, now_s)
         if lost is None:
             return
         # The same name, and it answers nowhere else: a restart, so the life before is over. Another
@@ -614,7 +616,7 @@ class DecodeControl:
             self._lives.end(peer, LEFT)
         error = PeerLostError(f"{peer} {LEFT}", peer)
         self._rooms.fail_of(peer, error, now_s, link.address)
-        self._links.lost(link, None, now_s)
+        self._links.replace_peer(link, None, now_s)
         self._links.greet(link, now_s)
         self._rooms.settle(Left(peer, link.address), now_s)
 
@@ -629,40 +631,40 @@ class DecodeControl:
             if leader.waiting and leader.ready:
                 self._promote_rooms(leader, now_s)
             # The scheduler waits to hear that this worker is ready.
-            if self._met.get(leader.address) is False:
+            if self._asked_workers.get(leader.address) is False:
                 self._links.note_change(leader)
 
     def _ranks_ready(self, leader: Link, now_s: float) -> dict[int, Link] | None:
         """Return the links of the ranks that rooms of this leader are promised to, None if one of
         them does not answer. Opens those that are missing; a rank that does not fit is refused."""
-        links = self._links.told(leader, now_s)
+        links = self._links.promised_links(leader, now_s)
         try:
             return links if self._links.ready(leader, links, now_s) else None
         except HandshakeError as refused:
             self._refuse_peer(leader, leader.peer, leader.reply, refused, now_s)
             return None
 
-    def _say_workers(self, changed: set[str], now_s: float) -> None:
+    def _report_workers(self, changed: set[str], now_s: float) -> None:
         """Tell the scheduler which workers that it asked about answer now, and which do so no
         more."""
         # Sorted, so that a run from a seed replays exactly.
-        for address in sorted(changed & self._met.keys()):
+        for address in sorted(changed & self._asked_workers.keys()):
             leader = self._links.get(address)
             if leader is None:
                 silent = PeerLostError(f"prefill worker {address} was silent for long")
                 self._lose_worker(address, silent)
                 continue
-            # `_ranks_ready` may refuse the worker, which removes it from `_met`: hence `get` below,
+            # `_ranks_ready` may refuse the worker, which removes it here: hence `get` below,
             # and a missing entry is neither True nor False.
             is_ready = leader.ready and self._ranks_ready(leader, now_s) is not None
-            if self._met.get(address) is (not is_ready):
-                self._met[address] = is_ready
+            if self._asked_workers.get(address) is (not is_ready):
+                self._asked_workers[address] = is_ready
                 most = self._links.max_tokens(leader) if is_ready else 0
                 self._out.add(PrefillReady(address, most) if is_ready else PrefillAway(address))
 
     def _lose_worker(self, address: str, error: Exception) -> None:
         """Report that a worker which the scheduler asked about is lost, once."""
-        if self._met.pop(address, None) is not None:
+        if self._asked_workers.pop(address, None) is not None:
             self._out.add(PrefillLost(address, error))
 
     def _promote_rooms(self, leader: Link, now_s: float) -> None:

@@ -27,7 +27,7 @@ from prefixkv.control.effects import (
     Unreached,
 )
 from prefixkv.control.heartbeat import PeerClock, Stamper
-from prefixkv.control.peer_changes import News
+from prefixkv.control.peer_changes import PeerChanges
 from prefixkv.digest import prove
 from prefixkv.errors import FormerLifeError, PeerLostError
 from prefixkv.protocol.ids import PeerId, RoomKey
@@ -54,7 +54,7 @@ class Link:
     """The link to one prefill rank's address.
 
     `peer` is the process that answered there last; `ready` is True once its handshake is accepted,
-    and False while it has to be repeated. The field `told` has the addresses, by rank, that a room
+    and False while it has to be repeated. `rank_addresses` has the addresses, by rank, that a room
     of this leader is promised to; `leaders` are the addresses of the links that have this one among
     theirs. `nonce` is that of the last HelloWanted. `is_local`: the address is on this machine.
     `plan` says how the ranks of this leader stage what they write to us, once `planned`. `rooms`
@@ -69,7 +69,7 @@ class Link:
     peer: PeerId | None = None
     ready: bool = False
     reply: HelloReply | None = None
-    told: dict[int, str] = field(default_factory=dict)
+    rank_addresses: dict[int, str] = field(default_factory=dict)
     plan: StagingPlan | None = None
     planned: bool = False
     leaders: set[str] = field(default_factory=set)
@@ -97,7 +97,7 @@ class Links:
         hello: Hello,
         timing: ControlConfig,
         timers: Timers[str | RoomKey],
-        news: News,
+        news: PeerChanges,
         lost: Callable[[float], Iterable[PeerId]],
         out: EffectList[DecodeEffect],
         born_s: float | None = None,
@@ -144,7 +144,7 @@ class Links:
             return "connecting"
         return "suspect" if link.live.suspect(self._timing, now_s) else "ready"
 
-    def wrong(self, link: Link, peer: PeerId, now_s: float) -> str:
+    def trouble(self, link: Link, peer: PeerId, now_s: float) -> str:
         """Return what is wrong with a process that this link leads to or led to, "" if
         nothing is."""
         if link.peer != peer:
@@ -271,7 +271,9 @@ class Links:
         # Both checks before anything is changed.
         handshake.check_reply(self._hello, reply)
         is_leader = reply.rank == 0
-        link.told = handshake.addresses_told(self._hello, link.address, reply) if is_leader else {}
+        link.rank_addresses = (
+            handshake.addresses_told(self._hello, link.address, reply) if is_leader else {}
+        )
         link.peer = frame.sender
         link.ready = True
         link.reply = reply
@@ -285,7 +287,7 @@ class Links:
         link.hello.due_s = math.inf
         self._timers.wake(link.address, link.live.heartbeat_due_s(self._timing))
 
-    def wanted(self, link: Link, nonce: int, now_s: float) -> None:
+    def on_hello_wanted(self, link: Link, nonce: int, now_s: float) -> None:
         """Say Hello to a rank that does not know us, unless one with this nonce is on its way."""
         # A Hello with this nonce is being repeated already: one more for each HelloWanted would
         # only multiply frames. Nonce 0: the rank could not read the frame that it answers.
@@ -296,7 +298,7 @@ class Links:
         self.note_change(link)
         self.greet(link, now_s)
 
-    def lost(self, link: Link, newer: PeerId | None, now_s: float) -> PeerId | None:
+    def replace_peer(self, link: Link, newer: PeerId | None, now_s: float) -> PeerId | None:
         """Note that another process answers at the link (`newer`), or none; return the one
         before."""
         former, link.peer, link.ready = link.peer, newer, False
@@ -310,11 +312,11 @@ class Links:
         """Return the processes that links lead to now."""
         return [link.peer for link in self._links.values() if link.peer is not None]
 
-    def told(self, leader: Link, now_s: float) -> dict[int, Link]:
+    def promised_links(self, leader: Link, now_s: float) -> dict[int, Link]:
         """Return, by rank, the links to the ranks that rooms of this leader are promised to; open
         those that do not exist yet."""
         links: dict[int, Link] = {}
-        for rank, address in leader.told.items():
+        for rank, address in leader.rank_addresses.items():
             self.open(address, now_s)
             links[rank] = self._links[address]
             links[rank].leaders.add(leader.address)
@@ -347,7 +349,7 @@ class Links:
     def max_tokens(self, leader: Link) -> int:
         """Return the smallest token capacity that the worker's ranks say they have, 0 if none says
         one."""
-        links = [leader, *(self._links[address] for address in leader.told.values())]
+        links = [leader, *(self._links[address] for address in leader.rank_addresses.values())]
         said = [link.reply.max_tokens for link in links if link.reply is not None]
         return min(filter(None, said), default=0)
 
@@ -380,6 +382,6 @@ class Links:
         if self._links.get(link.address) is not link:
             return
         del self._links[link.address]
-        self.lost(link, None, now_s)
+        self.replace_peer(link, None, now_s)
         self._timers.forget(link.address)
         self._out.add(Disconnect(link.address))

@@ -15,7 +15,7 @@ from prefixkv.control.death_watch import LostPeers
 from prefixkv.control.decode.links import Link, Links
 from prefixkv.control.effects import DecodeEffect, EffectList, Left, RankDrained, Settle
 from prefixkv.control.handshake import named_end
-from prefixkv.control.peer_changes import News
+from prefixkv.control.peer_changes import PeerChanges
 from prefixkv.protocol import messages
 from prefixkv.protocol import receiver_machine as receiver
 from prefixkv.protocol.events import RoomDrained, RoomEnded, RoomOverdue
@@ -73,7 +73,7 @@ class Room:
                 if rank in self.peers:
                     yield self.peers[rank], self.links[rank]
 
-    def tell_overdue(self, news: News) -> None:
+    def tell_overdue(self, news: PeerChanges) -> None:
         """Report each process that has not proved in time that it no longer writes the room's
         pages."""
         for peer, _ in self.writers():
@@ -112,7 +112,7 @@ class ReceiverRooms:
         timers: Timers[str | RoomKey],
         links: Links,
         staging: StagingReceiver | None,
-        news: News,
+        news: PeerChanges,
         out: EffectList[DecodeEffect],
         option_names: Mapping[str, str] = MappingProxyType({}),
     ) -> None:

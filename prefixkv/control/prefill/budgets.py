@@ -52,7 +52,7 @@ class Budget:
             )
 
 
-class Claimed:
+class RankClaims:
     """The rooms that one decode rank has named, with the number of pages it promised in each."""
 
     def __init__(self, num_pages: int, budget: Budget) -> None:

@@ -288,7 +288,7 @@ class PrefillControl:
     def lost_peers(self, now_s: float) -> LostPeers:
         """Return the decode ranks that are suspect or over, what is wrong with each, and how many
         rooms it is still in. Any thread may ask."""
-        return self._claims.lost_peers(lambda peer: self._peers.wrong(peer, now_s))
+        return self._claims.lost_peers(lambda peer: self._peers.trouble(peer, now_s))
 
     # --- commands ---------------------------------------------------------------------------------
 
@@ -518,7 +518,7 @@ class PrefillControl:
         peer = self._peers.speaker(frame, received.credential)
         # 2. An introduction, or the refusal of one, may come from a process that is not known yet.
         if isinstance(body, Hello):
-            self._meet(peer, received, frame, body, now_s)
+            self._on_handshake(peer, received, frame, body, now_s)
             return
         if isinstance(body, HelloRefused):
             self._take_refusal(frame, body, now_s)
@@ -566,7 +566,7 @@ class PrefillControl:
             case _:
                 assert_never(body)
 
-    def _meet(
+    def _on_handshake(
         self,
         peer: Peer | None,
         received: FrameReceived[bytes],
@@ -753,7 +753,7 @@ class PrefillControl:
         if known is None or not named or known.ticket != ticket:
             peer.past.add((key, ticket))
             # Otherwise decode is to ask with an Abort, and to let settle.
-            drained = not self._rooms.renewed
+            drained = not self._rooms.may_need_settle
             what = *key.numbers, self._rank, False, 0, 0, b"", why, drained, ticket
             versions = promise.weights_version, self._weights_version
             differ = versions[0] != versions[1]  # then decode hears that first of all
@@ -787,7 +787,7 @@ class PrefillControl:
         # later frames have higher numbers than this one. Say so, since decode repeats an Abort
         # until it is answered.
         if machine is None or not theirs or machine.is_other_use(abort.ticket):
-            drained = Drained(*key.numbers, self._rank, abort.ticket, self._rooms.renewed)
+            drained = Drained(*key.numbers, self._rank, abort.ticket, self._rooms.may_need_settle)
             self._peers.send(peer, drained, now_s)
             return
         # 5. The room ends. If it was the peer's first word on it, it counts as parked until it has

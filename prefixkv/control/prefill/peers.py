@@ -19,8 +19,8 @@ from prefixkv.control.effects import EffectList, RemovePeer, RoomAction, SendFra
 from prefixkv.control.former_lives import IncarnationHistory, nonce
 from prefixkv.control.handshake import Accepted, OurSide
 from prefixkv.control.heartbeat import PeerClock, Stamper
-from prefixkv.control.peer_changes import News
-from prefixkv.control.prefill.budgets import PAGE_BYTES, Budget, Claimed, hello_bytes
+from prefixkv.control.peer_changes import PeerChanges
+from prefixkv.control.prefill.budgets import PAGE_BYTES, Budget, RankClaims, hello_bytes
 from prefixkv.control.prefill.retired_tickets import RetiredTickets
 from prefixkv.errors import HandshakeError, ProtocolError
 from prefixkv.paging import pages_for
@@ -62,7 +62,7 @@ class Peer:
     staged: bool
     takes_state: bool
     budget: Budget
-    claimed: Claimed
+    claimed: RankClaims
     past: RetiredTickets
     num_parked: int = 0
     succeeded: int = 0
@@ -183,7 +183,7 @@ class Peers:
         """Start with no peer; `timers` wake peers by name and are shared with rooms, `lost` is as
         for `DeathWatch`."""
         self._me = me
-        self.news = News()
+        self.news = PeerChanges()
         self.lives = IncarnationHistory(self.news)
         self._actions = actions
         self.deaths = DeathWatch(timing, lost, self._current, actions.add)
@@ -234,7 +234,7 @@ class Peers:
             for peer in self.all()
         }
 
-    def wrong(self, peer: Peer, now_s: float) -> str:
+    def trouble(self, peer: Peer, now_s: float) -> str:
         """Return what is wrong with the peer, "" if nothing is. Any thread may ask."""
         suspect = "suspect" if peer.live.suspect(self._timing, now_s) else ""
         return self.lives.how(peer.id) or suspect
@@ -347,7 +347,7 @@ class Peers:
             staged=accepted.cut is not None,
             takes_state=added is not None and added.state is not None,
             budget=budget,
-            claimed=Claimed(hello.layout.num_pages, budget),
+            claimed=RankClaims(hello.layout.num_pages, budget),
             past=RetiredTickets(self._timing.max_parked_per_peer),
         )
         self._timers.wake(frame.name, now_s + self._timing.heartbeat_s)

@@ -54,7 +54,7 @@ class SenderRooms:
         # that its proof (`write_drained`) finds the room.
         self.jobs: dict[int, RoomKey] = {}
         # An agent was replaced: a Drained that was lost may have asked decode to let it settle
-        self.renewed = False
+        self.may_need_settle = False
         self._rank = rank
         self._page_size = page_size
         self._timing = timing
@@ -156,7 +156,7 @@ class SenderRooms:
         """Tell the room that nothing can land any more of a write that had ended undrained."""
         # From now on any Drained may follow the end of an agent, so decode is asked to let settle
         # what kernels may hold of it.
-        self.renewed = True
+        self.may_need_settle = True
         machine = self.machines.get(self.jobs.pop(job_id, _NO_ROOM))
         if machine is not None:
             self.on(machine, sender.WriteDrained(job_id), now_s)

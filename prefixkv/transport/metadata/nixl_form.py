@@ -67,7 +67,7 @@ def check_metadata(raw: bytes, peer: PeerId, ranges: Collection[Range]) -> None:
 
 def read_metadata(raw: bytes, max_descriptors: int = 1 << 20) -> AgentMetadata:
     """Read all of it. O(descriptors). Raise MetadataError for anything unknown."""
-    fields = _Fields(raw)
+    fields = _FieldReader(raw)
     # 1. The name, and exactly one UCX connection, which is what keys are checked against.
     name = fields.take(b"Agent", _MAX_NAME_BYTES)
     if not fields.count(b"Conns", 1):
@@ -106,7 +106,7 @@ def read_metadata(raw: bytes, max_descriptors: int = 1 << 20) -> AgentMetadata:
         raise MetadataError("an agent's name that is no text") from None
 
 
-class _Fields:
+class _FieldReader:
     """The fields that are not read yet. Each method reads the next one, and raises MetadataError if
     it is another or not whole."""
 

@@ -80,7 +80,7 @@ def read_address(raw: bytes) -> UcxAddress:
     Transports that are not in the table have a form of their own, and only their lengths are read:
     UCX skips them unless it has them itself.
     """
-    data = _Reader(raw, "the UCX address")
+    data = _ByteReader(raw, "the UCX address")
     is_second = _read_head(data)
     known: dict[int, _Transport] = {}
     num_transports, highest_device = 0, -1
@@ -131,7 +131,7 @@ def read_key(raw: bytes, address: UcxAddress) -> KeyKind:
     Raises:
         MetadataError: for anything unknown.
     """
-    data = _Reader(raw, "a UCX key")
+    data = _ByteReader(raw, "a UCX key")
     domains = int.from_bytes(data.take(8), "little")
     if (memory_type := data.byte()) >= _NUM_MEMORY_TYPES:
         raise data.wrong(f"memory of type {memory_type}")
@@ -149,7 +149,7 @@ def read_key(raw: bytes, address: UcxAddress) -> KeyKind:
     return KeyKind(domains, memory_type, device)
 
 
-def _read_head(data: _Reader) -> bool:
+def _read_head(data: _ByteReader) -> bool:
     """Read the head; return True for the second version of the form (UCX_ADDRESS_VERSION=v2)."""
     first = data.byte()
     version, high = first & 0xF, first >> 4
@@ -167,7 +167,7 @@ def _read_head(data: _Reader) -> bool:
 
 
 def _read_transport(
-    data: _Reader, device: bytes, is_second: bool
+    data: _ByteReader, device: bytes, is_second: bool
 ) -> tuple[_Transport | None, bool]:
     """Read one transport of a device; return its entry in the table, None if it has none, and
     whether it is the device's last."""
@@ -205,7 +205,7 @@ def _read_transport(
     return transport, bool(flags & _LAST)
 
 
-def _read_distances(data: _Reader, address: UcxAddress) -> None:
+def _read_distances(data: _ByteReader, address: UcxAddress) -> None:
     """Read the distances from the memory to system devices, in the order of these.
 
     Each is latency and bandwidth, floats of 8 bits.
@@ -243,7 +243,7 @@ def _is_posix(device: bytes, address: bytes) -> bool:
     return len(address) == 8 if kind & 0b0100 else address.find(0, 8) == len(address) - 1 > 8
 
 
-class _Reader:
+class _ByteReader:
     """The bytes that are not read yet. Each method reads the next ones, and raises MetadataError if
     they are too few."""
 

@@ -407,7 +407,7 @@ class NixlLoop(TransportLoop[NixlPeer]):
         self._former_until = time.monotonic() + self._config.renew_grace_s
         # The lists stay with the former agent, for its posts under way; each peer connects again.
         for peer in self._peers.values():
-            self._former_agent.lists += peer.part_from_agent()
+            self._former_agent.lists += peer.detach_agent()
         # No post of the new agent is under way yet, so removed peers can go.
         for peer in list(self._peers.values()):
             self._forget_if_unused(peer)
@@ -475,7 +475,7 @@ class NixlLoop(TransportLoop[NixlPeer]):
         while self._posts:
             self._release(self._posts.pop())  # popped: the list itself would keep the handle
         for peer in self._peers.values():
-            peer.part_from_agent()
+            peer.detach_agent()
         # 2. The agents. One that could not be destroyed earlier already spoils the fence.
         fenced = not self._outlived
         for agent in self._agents:

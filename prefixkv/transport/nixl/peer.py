@@ -55,7 +55,7 @@ class NixlPeer(LoopPeer):
             with contextlib.suppress(FORGOTTEN):  # NIXL forgot it by itself
                 agent.api.remove_remote_agent(nixl_name(self.peer))
 
-    def part_from_agent(self) -> list[Any]:
+    def detach_agent(self) -> list[Any]:
         """Forget what belongs to the agent, which is destroyed elsewhere; return the lists.
 
         Posts under way may still need them.

@@ -25,7 +25,7 @@ from prefixkv.transport.shm.wire import (
     MAGIC,
     MAX_PACKET_BYTES,
     TOKEN_BYTES,
-    Offer,
+    ShmOffer,
     boot_id,
     check_user,
     hand_over,
@@ -43,7 +43,7 @@ _PACKETS_A_TURN: Final = 64  # of a link
 _DEAF_S: Final = 0.1  # before it is tried again to let one in, where there are no descriptors
 
 
-class Door:
+class ShmListener:
     """The listener and the connections to writers; it listens as long as it is open.
 
     `_links` are by descriptor, with the time by which the token has to be said; None: it has been.
@@ -66,9 +66,11 @@ class Door:
         door = secrets.token_hex(16)
         self._listener = listen(door)
         self._links: dict[int, tuple[socket.socket, float | None]] = {}
-        self._deaf_until_s: float | None = None  # monotonic: until then the listener is not watched
+        self._unwatched_until_s: float | None = (
+            None  # monotonic: until then the listener is not watched
+        )
         try:
-            self.offer = pack_offer(Offer(*me, boot_id(), door, self._token))
+            self.offer = pack_offer(ShmOffer(*me, boot_id(), door, self._token))
             epoll.register(self._listener.fileno(), select.EPOLLIN)
         except BaseException:
             self._listener.close()
@@ -81,7 +83,7 @@ class Door:
 
     def wake_s(self) -> float | None:
         """Return when a stranger's time is over or the listener is watched again; None: neither."""
-        times = [self._deaf_until_s, *(until_s for _, until_s in self._links.values())]
+        times = [self._unwatched_until_s, *(until_s for _, until_s in self._links.values())]
         return min((time_s for time_s in times if time_s is not None), default=None)
 
     def on_ready(self, fd: int, arrived: Callable[[bytes], None]) -> bool:
@@ -105,8 +107,8 @@ class Door:
     def turn_out(self, now_s: float) -> None:
         """Close the links that have not said the token in time; watch the listener again if it is
         time."""
-        if self._deaf_until_s is not None and self._deaf_until_s <= now_s:
-            self._deaf_until_s = None
+        if self._unwatched_until_s is not None and self._unwatched_until_s <= now_s:
+            self._unwatched_until_s = None
             self._epoll.modify(self._listener.fileno(), select.EPOLLIN)
         for fd, (_, until_s) in list(self._links.items()):
             if until_s is not None and until_s <= now_s:
@@ -127,7 +129,7 @@ class Door:
                 # The connection still waits, so the listener would wake the thread without end: do
                 # not watch it for a moment.
                 self._epoll.modify(self._listener.fileno(), 0)
-                self._deaf_until_s = time.monotonic() + _DEAF_S
+                self._unwatched_until_s = time.monotonic() + _DEAF_S
             return
         # 2. The user first: nothing is kept for a process of another user.
         try:

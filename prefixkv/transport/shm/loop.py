@@ -32,7 +32,7 @@ from prefixkv.transport.base import (
 from prefixkv.transport.jobs import ActiveJob
 from prefixkv.transport.loop import RECONNECT_S, TransportLoop
 from prefixkv.transport.routes import PeerMemory, routes_to
-from prefixkv.transport.shm.door import Door
+from prefixkv.transport.shm.door import ShmListener
 from prefixkv.transport.shm.peer import ShmLink, ShmPeer
 from prefixkv.wakeups import Inbox
 
@@ -65,7 +65,7 @@ class ShmLoop(TransportLoop[ShmPeer]):
             ranges += state.regions
         blocks = blocks_of(ranges) if layout.device == "cpu" else None
         try:
-            self._door = Door(me, blocks, ranges, self._epoll) if blocks else None
+            self._door = ShmListener(me, blocks, ranges, self._epoll) if blocks else None
         except BaseException:
             self._epoll.close()
             raise
@@ -153,7 +153,7 @@ class ShmLoop(TransportLoop[ShmPeer]):
         now, moved = time.monotonic(), False
         for peer in list(self._peers.values()):
             if peer.link is not None and peer.routes is None:
-                moved |= self._go_on(peer, now)
+                moved |= self._advance_connect(peer, now)
             elif peer.outbox:
                 moved |= self._serve_peer(peer, now)
         if self._door is not None:
@@ -181,11 +181,11 @@ class ShmLoop(TransportLoop[ShmPeer]):
         """Drop a removed peer and give its memory back at once: no copy is under way."""
         if peer.removed and self._peers.get(peer.peer) is peer:
             del self._peers[peer.peer]
-            peer.part()
+            peer.disconnect()
 
     def _connect(self, peer: ShmPeer) -> None:
-        """Begin to connect to a peer; `_go_on` continues once it has answered."""
-        peer.part()
+        """Begin to connect to a peer; `_advance_connect` continues once it has answered."""
+        peer.disconnect()
         try:
             # First of all, so that a layout that does not fit is refused by its own reason, and not
             # as an unreachable door.
@@ -196,7 +196,7 @@ class ShmLoop(TransportLoop[ShmPeer]):
         except Exception as error:
             self._lose(peer, error)
 
-    def _go_on(self, peer: ShmPeer, now: float) -> bool:
+    def _advance_connect(self, peer: ShmPeer, now: float) -> bool:
         """Make the next step for a peer that is not connected yet; return whether it moved.
 
         Its answer, then its pages a stretch at a time, then its routes.
@@ -233,7 +233,7 @@ class ShmLoop(TransportLoop[ShmPeer]):
         connected = peer.routes is not None
         # Its frames may hold the maps of the peer's memory.
         error = error.with_traceback(None)
-        peer.part()
+        peer.disconnect()
         waited = bool(peer.outbox)
         self._jobs.drop(peer.outbox, error)
         # A peer that was connected may be back at once; one that could not be reached is left
@@ -285,7 +285,7 @@ class ShmLoop(TransportLoop[ShmPeer]):
         now on."""
         # Unmapped before the jobs end as drained.
         for peer in self._peers.values():
-            peer.part()
+            peer.disconnect()
         self._jobs.close(fenced=True)
         if self._door is not None:
             self._door.close()

@@ -263,7 +263,7 @@ class ShmPeer(LoopPeer):
         self.link: ShmLink | None = None
         self.plans: dict[str, CopyPlan] = {}
 
-    def part(self) -> None:
+    def disconnect(self) -> None:
         """Close the connection and give the memory back."""
         # The plans go first: they hold addresses of what is unmapped below.
         self.routes = None

@@ -49,7 +49,7 @@ _CREDENTIALS: Final = struct.Struct("3i")
 _BOOT: Final = pathlib.Path("/proc/sys/kernel/random/boot_id")
 
 
-class Offer(msgspec.Struct, frozen=True, array_like=True):
+class ShmOffer(msgspec.Struct, frozen=True, array_like=True):
     """The way to a peer's door: the agent's name and incarnation, `boot` of the kernel, `door` of
     the abstract socket, and the token to say there."""
 
@@ -80,12 +80,12 @@ class Handed(NamedTuple):
     ranges: tuple[tuple[int, int], ...]
 
 
-def pack_offer(offer: Offer) -> bytes:
+def pack_offer(offer: ShmOffer) -> bytes:
     """Return the offer as bytes."""
     return MAGIC + msgspec.msgpack.encode(offer)
 
 
-def read_offer(raw: bytes, peer: PeerId) -> Offer:
+def read_offer(raw: bytes, peer: PeerId) -> ShmOffer:
     """Return the offer in these bytes.
 
     Raises:
@@ -94,7 +94,7 @@ def read_offer(raw: bytes, peer: PeerId) -> Offer:
     if not raw.startswith(MAGIC):
         raise HandshakeError("shm offer", MAGIC, raw[: len(MAGIC)])
     try:
-        offer = msgspec.msgpack.decode(raw[len(MAGIC) :], type=Offer)
+        offer = msgspec.msgpack.decode(raw[len(MAGIC) :], type=ShmOffer)
     except msgspec.DecodeError as error:
         raise HandshakeError("shm offer", "an offer", str(error)) from None
     if (offer.name, offer.incarnation) != peer:

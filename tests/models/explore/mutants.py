@@ -117,11 +117,11 @@ MUTANTS = (
         " and not self.in_flight", "", "abort",
     ),
     _M(
-        "a fenced life is still heard", _D._meet,
+        "a fenced life is still heard", _D._on_handshake,
         "self._lives.check(frame.sender)", "pass", "repeat, restart",
     ),
     _M(
-        "a reply that answers no Hello of ours is believed", _D._meet,
+        "a reply that answers no Hello of ours is believed", _D._on_handshake,
         "body.known != link.known", "False", "repeat, restart",
     ),
     _M(
@@ -143,7 +143,7 @@ MUTANTS = (
     ),
     _M(
         "what kernels hold of a room that is over is not waited for", _P._refuse_promise,
-        "drained = not self._rooms.renewed", "drained = True", "heard: lose 4, fail",
+        "drained = not self._rooms.may_need_settle", "drained = True", "heard: lose 4, fail",
     ),
     _M(
         "prefill waits for a decode worker that is silent", _S._tick_open,

@@ -25,12 +25,12 @@ from prefixkv.protocol.tags import TAG_BYTES, ChunkTag
 from prefixkv.transport.base import PeerUnreachable, WriteDone
 from prefixkv.transport.shm import door as shm_door
 from prefixkv.transport.shm import wire as shm_wire
-from prefixkv.transport.shm.door import Door
+from prefixkv.transport.shm.door import ShmListener
 from prefixkv.transport.shm.transport import ShmTransport
 from prefixkv.transport.shm.wire import (
     MAGIC,
     TOKEN_BYTES,
-    Offer,
+    ShmOffer,
     hand_over,
     pack_offer,
     read_offer,
@@ -54,8 +54,8 @@ def driver() -> Iterator[ShmDriver]:
         made.close()
 
 
-def offer_of(target: Node) -> Offer:
-    return msgspec.msgpack.decode(target.transport.metadata[len(MAGIC) :], type=Offer)
+def offer_of(target: Node) -> ShmOffer:
+    return msgspec.msgpack.decode(target.transport.metadata[len(MAGIC) :], type=ShmOffer)
 
 
 def stranger_at(target: Node) -> socket.socket:
@@ -252,7 +252,7 @@ def test_a_writer_that_leaves_its_answer_unread_is_dropped(
 
 def test_a_stranger_that_has_left_again_is_not_missed() -> None:
     with select.epoll() as epoll:
-        door = Door(PeerId("d", 1), [], [], epoll)
+        door = ShmListener(PeerId("d", 1), [], [], epoll)
         try:
             assert door.on_ready(door._listener.fileno(), lambda tag: None)
             assert door.wake_s() is None
@@ -398,10 +398,10 @@ def test_an_offer_of_another_version_is_refused(driver: ShmDriver) -> None:
 def test_where_there_are_no_descriptors_the_listener_is_left_alone_for_a_while(number: int) -> None:
     """One that waits at the door would keep the thread turning."""
     with select.epoll() as epoll, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
-        door = Door(PeerId("d", 1), [], [], epoll)
+        door = ShmListener(PeerId("d", 1), [], [], epoll)
         listener = door._listener
         try:
-            offer = msgspec.msgpack.decode(door.offer[len(MAGIC) :], type=Offer)
+            offer = msgspec.msgpack.decode(door.offer[len(MAGIC) :], type=ShmOffer)
             stranger.connect("\0prefixkv-shm-" + offer.door)
             assert epoll.poll(0)
 
