@@ -24,7 +24,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -68,7 +68,7 @@ def pair_end(sim: PairSim) -> Facts:
         for name, rank in lives.items()
     }
     facts["counters"] = {
-        _name(engine.ranks[0].me): dict(engine.scheduler.counters) for engine in engines
+        _name(engine.ranks[0].me): _recorded_names(engine.scheduler.counters) for engine in engines
     }
     facts["frames"] = {name: _frames(rank.control.counters) for name, rank in lives.items()}
     facts["outcomes"] = {
@@ -128,6 +128,12 @@ def mesh_end(sim: RoomSim) -> Facts:
 # When the runs were recorded the control thread counted these, and its endpoint the rest.
 _WRITES = ("bytes_sent", "writes_done", "writes_failed", "writes_drained_by_renewal")
 _WRITES += ("peers_unreachable",)
+
+
+def _recorded_names(counters: Mapping[str, int]) -> dict[str, int]:
+    """Return the counters of a scheduler by the names they had when the runs were recorded."""
+    renamed = {"skipped_tokens": "hit_tokens"}
+    return {renamed.get(name, name): count for name, count in counters.items()}
 
 
 def _frames(counters: Counter[str]) -> dict[str, int]:

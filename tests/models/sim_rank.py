@@ -276,7 +276,7 @@ class PrefillRank(SimRank):
         peers = control._peers.all()
         left: dict[str, Any] = {
             "jobs": control._rooms.jobs, "unclaimed": control._rooms.unclaimed,
-            "claims": [left for left in control._claims.leftovers() if left],
+            "aborts": control._aborts.all(),
             "parked": [peer.id for peer in peers if peer.num_parked],
             "rooms of peers": [peer.id for peer in peers if peer.rooms],
             "undrained": [peer.id for peer in peers if peer.claimed.num_undrained],

@@ -41,10 +41,10 @@ from prefixkv.control.effects import PrefillEffect as PrefillEffect
 from prefixkv.control.effects import PrefillInput as PrefillInput
 from prefixkv.control.former_lives import LEFT
 from prefixkv.control.prefill.admission import OnTrial, PeerAdmission
-from prefixkv.control.prefill.claims import Claims
+from prefixkv.control.prefill.early_aborts import EarlyAborts
 from prefixkv.control.prefill.offers import Offer, Offers
 from prefixkv.control.prefill.peers import Peer, Peers
-from prefixkv.control.prefill.rooms import SenderRooms
+from prefixkv.control.prefill.rooms import SenderRoom, SenderRooms
 from prefixkv.control.prefill.writes import StagingSlots, Writes
 from prefixkv.errors import (
     AbortedError,
@@ -88,7 +88,6 @@ from prefixkv.protocol.messages import (
     Topology,
 )
 from prefixkv.protocol.sender_events import Promised, abort_error
-from prefixkv.protocol.sender_machine import SenderMachine
 from prefixkv.protocol.timers import Timers
 from prefixkv.staging.sender import StagingSender
 from prefixkv.transport.base import (
@@ -159,7 +158,7 @@ class PrefillControl:
         self._admission = PeerAdmission(
             self._ours, self._peers, timing, tries, self.counters, self._actions
         )
-        self._claims = Claims(timing, secret)
+        self._aborts = EarlyAborts(timing, secret)
         self._offers = Offers(timing)
         self._rooms = SenderRooms(
             rank,
@@ -167,7 +166,6 @@ class PrefillControl:
             timing,
             self._timers,
             self._peers,
-            self._claims,
             self._actions,
             option_names or {},
         )
@@ -273,7 +271,7 @@ class PrefillControl:
         """
         return self._rooms.num_claimed + len(self._offers)
 
-    def rooms(self) -> Iterable[SenderMachine]:
+    def rooms(self) -> Iterable[SenderRoom]:
         """Return the machines of all rooms, for audits."""
         return self._rooms.all()
 
@@ -283,12 +281,12 @@ class PrefillControl:
 
     def check_invariants(self) -> None:
         """Raise AssertionError if what is counted for decode ranks differs from what is held."""
-        self._claims.check_invariants(self._rooms.machines, self._peers.all())
+        self._rooms.check_invariants(self._peers.all(), self._aborts.held_bytes())
 
     def lost_peers(self, now_s: float) -> LostPeers:
         """Return the decode ranks that are suspect or over, what is wrong with each, and how many
         rooms it is still in. Any thread may ask."""
-        return self._claims.lost_peers(lambda peer: self._peers.trouble(peer, now_s))
+        return self._rooms.lost_peers(lambda peer: self._peers.trouble(peer, now_s))
 
     # --- commands ---------------------------------------------------------------------------------
 
@@ -301,36 +299,36 @@ class PrefillControl:
         # 1. Has decode aborted it before it came? Taken even if for another prompt: see
         # `take_abort`.
         key = command.key
-        machine = self._rooms.get(key)
-        early = self._claims.take_abort(key, command.digest)
+        room = self._rooms.get(key)
+        early = self._aborts.take(key, command.digest)
         # 2. A room that has ended under this number makes way, in three cases: (a) the engine knew
         # it, and only its acknowledgement is still to come; (b) it was declined, and never
         # promised; (c) decode has aborted it: the room begun instead passes that on to what decode
         # promises from now on, which is of another use.
-        if machine is not None and machine.drained:
-            aborted = early is not None and machine.poll.ended
-            if machine.added or not machine.readers or aborted:
-                self._rooms.drop(machine)
-                machine = None
+        if room is not None and room.drained:
+            aborted = early is not None and room.poll.ended
+            if room.added or not room.readers or aborted:
+                self._rooms.drop(room)
+                room = None
         # 3. A room that is left is a promise that was waiting for this request, or in use.
-        if machine is None:
-            machine = self._rooms.new(key, now_s)
-        elif machine.added:
+        if room is None:
+            room = self._rooms.new(key, now_s)
+        elif room.added:
             raise RequestError(f"room {key.room} generation {key.generation} was added already")
-        # 4. No longer parked, before the machine may end it and count it down again.
-        if not machine.poll.ended:
-            self._claims.unpark(key)
-        # 5. It may have ended while it was parked: the machine has said so to decode, and says
+        # 4. No longer parked, before the room may end it and count it down again.
+        if not room.poll.ended:
+            room.unpark()
+        # 5. It may have ended while it was parked: the room has said so to decode, and says
         # nothing to an engine that had not added it. So the engine hears of it here.
-        ended_before = machine.poll.ended
+        ended_before = room.poll.ended
         added = sender.Added(command.num_tokens, command.digest, self._weights_version)
-        self._rooms.on(machine, added, now_s)
+        self._rooms.on(room, added, now_s)
         if ended_before:
-            ended = machine.error or AbortedError("the room ended before the request came")
+            ended = room.error or AbortedError("the room ended before the request came")
             self._actions.add(RoomEnded(key, KVPoll.FAILED, ended))
             self._actions.add(SourceFree(key))
         elif early is not None:
-            self._rooms.on(machine, sender.Fail(early), now_s)
+            self._rooms.on(room, sender.Fail(early), now_s)
 
     def _offer(self, command: OfferRoom, now_s: float) -> None:
         """Take a room that the engine has drawn for a computed prompt.
@@ -352,14 +350,14 @@ class PrefillControl:
         self._offers.begin(numbers, offer)
         self._timers.wake(command.key, until_s)
         # 3. Promises that came first. Once one has opened the offer, it is gone for the others.
-        for machine in [one for one in same if one.is_parked]:
-            if self._offers.get(command.key) is not None and machine.proves(offer.proved_by):
-                self._open_offer(machine.key, offer, now_s)
+        for room in [one for one in same if one.is_parked]:
+            if self._offers.get(command.key) is not None and room.proves(offer.proved_by):
+                self._open_offer(room.key, offer, now_s)
             else:
                 error = AbortedError(f"room {command.key.room} is another decode worker's")
-                self._rooms.on(machine, sender.Fail(error), now_s)
+                self._rooms.on(room, sender.Fail(error), now_s)
         # 4. Aborts last: a worker that aborts cannot take the offer from one that has proved it.
-        if (early := self._claims.take_aborts(numbers)) is not None:
+        if (early := self._aborts.take_all(numbers)) is not None:
             self._close_offer(command.key, early, now_s)
 
     def _open_offer(self, key: RoomKey, offer: Offer, now_s: float) -> None:
@@ -387,27 +385,27 @@ class PrefillControl:
         A room that the engine has added is not touched.
         """
         key = command.key
-        if self._claims.take_abort(key, command.digest) is None:  # else decode wants it no more
-            machine = self._rooms.get(key)
-            if machine is not None and machine.drained and machine.added:
+        if self._aborts.take(key, command.digest) is None:  # else decode wants it no more
+            room = self._rooms.get(key)
+            if room is not None and room.drained and room.added:
                 # The engine's former use of the number; only its acknowledgement is still to come.
-                self._rooms.drop(machine)
-                machine = None
-            machine = machine or self._rooms.new(key, now_s)
-            if not machine.added:
-                machine.digest = command.digest
-                self._rooms.on(machine, sender.Fail(AbortedError(command.reason)), now_s)
+                self._rooms.drop(room)
+                room = None
+            room = room or self._rooms.new(key, now_s)
+            if not room.added:
+                room.digest = command.digest
+                self._rooms.on(room, sender.Fail(AbortedError(command.reason)), now_s)
 
     def _chunk(self, command: SendChunk, now_s: float) -> None:
         """Pass pages that the engine hands over to their room. Ended or unknown: no-op."""
-        if (machine := self._rooms.get(command.key)) is not None:
-            self._rooms.on(machine, command, now_s)
+        if (room := self._rooms.get(command.key)) is not None:
+            self._rooms.on(room, command, now_s)
 
     def _abort(self, command: AbortRoom, now_s: float) -> None:
         """End a room that the engine wants no more. Unknown: no-op."""
-        machine = self._rooms.get(command.key)
-        if machine is not None:
-            self._rooms.on(machine, sender.Fail(AbortedError(command.reason)), now_s)
+        room = self._rooms.get(command.key)
+        if room is not None:
+            self._rooms.on(room, sender.Fail(AbortedError(command.reason)), now_s)
 
     def _move_weights(self, command: MoveWeights, now_s: float) -> None:
         """Move to another weights version: KV computed or promised under the old one is not sent.
@@ -419,17 +417,17 @@ class PrefillControl:
         if was == (now := self._weights_version):
             return
         moved = WeightsVersionError(was, now)
-        for machine in list(self._rooms.all()):
-            if machine.poll.ended:
+        for room in list(self._rooms.all()):
+            if room.poll.ended:
                 continue
             # 1. Nothing is computed, nothing promised: it will be, under the new version.
-            if machine.added and not (machine.has_begun or command.ends_waiting):
-                machine.weights_version = now
+            if room.added and not (room.has_begun or command.ends_waiting):
+                room.weights_version = now
                 continue
             # 2. Parked: the request is to come, and is to end likewise.
-            for promise, peer in machine.parked():
-                self._remember(machine.key, promise, moved, self._peers.find(peer), now_s)
-            self._rooms.on(machine, sender.Fail(moved), now_s)
+            for promise, peer in room.parked():
+                self._remember(room.key, promise, moved, self._peers.find(peer), now_s)
+            self._rooms.on(room, sender.Fail(moved), now_s)
         for numbers in self._offers.all():  # 3. offers: the KV of each is computed
             self._close_offer(RoomKey(*numbers), moved, now_s)
 
@@ -439,7 +437,7 @@ class PrefillControl:
         """Remember that a promise was answered with `error`: a request that comes for it ends so,
         at once."""
         if peer is not None:
-            self._claims.end_early(key, error, (event.ticket, event.proof), peer, now_s)
+            self._aborts.keep_end(key, error, (event.ticket, event.proof), peer, now_s)
 
     def _fence(self, command: Fence, now_s: float) -> None:
         """End all rooms of a decode process that is dead, and refuse it from now on."""
@@ -463,8 +461,8 @@ class PrefillControl:
             # a decode worker.
             if isinstance(key, str):
                 self._peers.tick(key, now_s)
-            elif (machine := self._rooms.get(key)) is not None:
-                self._rooms.tick(machine, now_s)
+            elif (room := self._rooms.get(key)) is not None:
+                self._rooms.tick(room, now_s)
             elif (offer := self._offers.get(key)) is not None and not key.decode:
                 if now_s < offer.until_s:
                     self._timers.wake(key, offer.until_s)  # the timer may wake early
@@ -473,7 +471,7 @@ class PrefillControl:
                 self._close_offer(key, late, now_s)
 
         self._timers.visit(now_s, look)
-        self._claims.expire(now_s)
+        self._aborts.expire(now_s)
         self._peers.deaths.tick(now_s)
 
     # --- frames -----------------------------------------------------------------------------------
@@ -506,10 +504,10 @@ class PrefillControl:
         if peer is None or peer.credential != what.frame.credential:
             return
         if isinstance(frame.body, messages.RoomBody):
-            machine = self._rooms.get(peer.key(frame.body))
-            if machine is not None and peer.id in self._claims.of(machine.key):
+            room = self._rooms.get(peer.key(frame.body))
+            if room is not None and peer.id in room.claimants:
                 error = ProtocolError(f"a {type(frame.body).__name__} raised {what.error!r}")
-                self._rooms.on(machine, sender.Fail(error), now_s)
+                self._rooms.on(room, sender.Fail(error), now_s)
 
     def _take(self, received: FrameReceived[bytes], frame: Frame, now_s: float) -> None:
         """Take a decoded frame: introductions from any process, all else only from known peers."""
@@ -542,11 +540,11 @@ class PrefillControl:
                 # The rank has answered that use even if the room is gone: no promise of it can come
                 # any more.
                 peer.past.answer((key, body.ticket))
-                machine = self._rooms.get(key)
+                room = self._rooms.get(key)
                 # Only a rank that has named the room, about the use that it named.
-                named = peer.id in self._claims.of(key)
-                if machine is not None and named and machine.ticket == body.ticket:
-                    self._rooms.on(machine, sender.OutcomeAcked(peer.hello.rank), now_s)
+                named = room is not None and peer.id in room.claimants
+                if room is not None and named and room.ticket == body.ticket:
+                    self._rooms.on(room, sender.OutcomeAcked(peer.hello.rank), now_s)
             case LeaseGrant():
                 self._actions.add(LeaseGranted(peer.id, peer.key(body), body))
             case messages.Fenced():
@@ -627,10 +625,10 @@ class PrefillControl:
         router may name a worker that is about to start.
         """
         until_s = now_s + self._timing.suspect_after_s
-        for machine in list(self._rooms.all()):
-            before = machine.added_s is not None and machine.added_s < born_s
-            if before and machine.key.decode == life.name and not machine.poll.ended:
-                self._rooms.on(machine, sender.LifeBegan(life, until_s), now_s)
+        for room in list(self._rooms.all()):
+            before = room.added_s is not None and room.added_s < born_s
+            if before and room.key.decode == life.name and not room.poll.ended:
+                self._rooms.on(room, sender.LifeBegan(life, until_s), now_s)
 
     def _take_refusal(self, frame: Frame, word: HelloRefused, now_s: float) -> None:
         """Take a decode rank's refusal to work with this process. It is never answered, lest two
@@ -657,9 +655,7 @@ class PrefillControl:
         # its ranks are gone.
         peer.gone = True
         for key in list(peer.rooms):
-            self._rooms.on(
-                self._rooms.machines[key], sender.Fail(error, gone=peer.hello.rank), now_s
-            )
+            self._rooms.on(self._rooms[key], sender.Fail(error, gone=peer.hello.rank), now_s)
         self._peers.forget(peer)
 
     def _take_promise(self, peer: Peer, promise: Promise, now_s: float) -> None:
@@ -675,53 +671,53 @@ class PrefillControl:
         try:
             # 1. The pages themselves.
             event = peer.promised(promise, self._ours.topology.page_size, self._ours.secret)
-            machine = self._rooms.get(key)
+            room = self._rooms.get(key)
             # 2. May this rank speak about this use of the room?
-            if not self._claims.allow(key, promise.ticket, machine, peer):
+            if not self._may_speak(peer, key, promise.ticket, room):
                 raise ProtocolError(f"room {key.room} is over, or another life's or rank's")
             # 3. A room that has ended under this number makes way: (a) decode has done with that
             # use, if it uses the number again; (b) the request ended before decode had spoken of
             # it, and the proof says that this promise is for another prompt, so for the next
             # request.
-            if machine is not None and machine.drained and machine.is_other_use(promise.ticket):
-                self._rooms.drop(machine)
-                machine = None
-            if machine is not None and machine.is_left_over and not machine.is_of(event):
-                self._rooms.drop(machine)
-                machine = None
+            if room is not None and room.drained and room.is_other_use(promise.ticket):
+                self._rooms.drop(room)
+                room = None
+            if room is not None and room.is_left_over and not room.is_of(event):
+                self._rooms.drop(room)
+                room = None
             # 4. Of our weights? A room that the engine has added compares them itself.
-            if machine is None or machine.is_parked:
+            if room is None or room.is_parked:
                 self._check_weights(peer, event, key, now_s)
             # 5. A promise stands: only a repeat, or another rank's equal one, is let through.
-            if machine is not None and not machine.same_promise(event):
+            if room is not None and not room.same_promise(event):
                 raise ProtocolError(
                     f"another promise for room {key.room} generation {key.generation}"
                 )
             # 6. Does it open an offer, is it waited for, or has it to wait, and may it?
-            is_new = peer.id not in self._claims.of(key)
-            parks = is_new and not (machine is not None and machine.added)
-            offer = None if machine is not None else self._offers.check(key, event, now_s)
+            is_new = room is None or peer.id not in room.claimants
+            parks = is_new and not (room is not None and room.added)
+            offer = None if room is not None else self._offers.check(key, event, now_s)
             if parks and offer is None:
-                self._claims.check_parked(peer)
-            if machine is None:
-                machine = self._rooms.new(key, now_s)
+                peer.check_parked(self._timing.max_parked_per_peer)
+            if room is None:
+                room = self._rooms.new(key, now_s)
         except ProtocolError as error:
             self._refuse_promise(peer, promise, str(error)[:1000], now_s)
             raise
         # Accepted. From here on nothing is refused.
-        if not machine.poll.ended:
+        if not room.poll.ended:
             peer.num_parked += parks
-        self._claims.take_abort(key)  # its number is in use again, so the abort is of no use
+        self._aborts.take(key)  # its number is in use again, so the abort is of no use
         # It may be for the next request, of the same prompt: then that one has lost its promise, as
         # decode hears now how the former request ended.
-        if machine.is_left_over and machine.digest:
-            gone = AbortedError(f"decode was told how a former request ended: {machine.error}")
+        if room.is_left_over and room.digest:
+            gone = AbortedError(f"decode was told how a former request ended: {room.error}")
             self._remember(key, event, gone, peer, now_s)
-        # Before the machine takes it, since its answers go to the peers that have claimed the room.
-        self._claims.add(key, peer, len(event.pages))
-        self._rooms.on(machine, event, now_s)
-        if isinstance(machine.error, PromptMismatchError) and not machine.is_of(event):
-            self._remember(key, event, machine.error, peer, now_s)  # its request may still come
+        # Before the room takes it, since its answers go to the peers that have claimed the room.
+        room.claim(peer, len(event.pages))
+        self._rooms.on(room, event, now_s)
+        if isinstance(room.error, PromptMismatchError) and not room.is_of(event):
+            self._remember(key, event, room.error, peer, now_s)  # its request may still come
         if offer is not None:  # behind the promise: so the room is parked for no time
             self._open_offer(key, offer, now_s)
 
@@ -749,7 +745,7 @@ class PrefillControl:
         """
         key, ticket = peer.key(promise), promise.ticket
         known = self._rooms.get(key)
-        named = peer.id in self._claims.of(key)
+        named = known is not None and peer.id in known.claimants
         if known is None or not named or known.ticket != ticket:
             peer.past.add((key, ticket))
             # Otherwise decode is to ask with an Abort, and to let settle.
@@ -760,44 +756,49 @@ class PrefillControl:
             refusal = Outcome(*what, versions=versions if differ else None)
             self._peers.send(peer, refusal, now_s)
 
+    def _may_speak(self, peer: Peer, key: RoomKey, ticket: int, room: SenderRoom | None) -> bool:
+        """Return whether this rank may speak about this use of the room: it may not if the use is
+        over here, or if the room does not admit it."""
+        return (key, ticket) not in peer.past and (room is None or room.admits(peer))
+
     def _take_abort(self, peer: Peer, abort: Abort, now_s: float) -> None:
         """Take decode's abort of a room: end it, remember it for a request to come, answer
         Drained."""
         key = peer.key(abort)
         # 1. Does this use of the room belong to the sender?
-        machine = self._rooms.get(key)
-        theirs = self._claims.allow(key, abort.ticket, machine, peer)
+        room = self._rooms.get(key)
+        theirs = self._may_speak(peer, key, abort.ticket, room)
         peer.past.answer((key, abort.ticket))
-        if machine is not None and machine.added and not machine.readers:
+        if room is not None and room.added and not room.readers:
             # It may be about a former use of the number, and have crossed the next request: the
             # proof tells.
-            theirs = theirs and machine.is_meant(abort.proof, peer.secrets(self._ours.secret))
+            theirs = theirs and room.is_meant(abort.proof, peer.secrets(self._ours.secret))
             if not theirs:
-                machine = None
+                room = None
         closed = False
         # 2. An offer: its number is drawn at random, so a worker that names it has it from its
         # answer.
-        if machine is None:
+        if room is None:
             error = abort_error(abort.reason, abort.versions)
             closed = self._close_offer(key, error, now_s)
         # 3. The engine's request is still to come, and the room itself will be over by then.
-        if theirs and not closed and (machine is None or not machine.added):
-            self._claims.abort_early(key, abort, peer, now_s)
+        if theirs and not closed and (room is None or not room.added):
+            self._aborts.keep(key, abort, peer, now_s)
         # 4. No room of ours, or another's: nothing can land in that peer's pages for it, and its
         # later frames have higher numbers than this one. Say so, since decode repeats an Abort
         # until it is answered.
-        if machine is None or not theirs or machine.is_other_use(abort.ticket):
+        if room is None or not theirs or room.is_other_use(abort.ticket):
             drained = Drained(*key.numbers, self._rank, abort.ticket, self._rooms.may_need_settle)
             self._peers.send(peer, drained, now_s)
             return
         # 5. The room ends. If it was the peer's first word on it, it counts as parked until it has
         # ended, which it does at once.
-        is_new = peer.id not in self._claims.of(key)
-        if is_new and not machine.added and not machine.poll.ended:
+        is_new = peer.id not in room.claimants
+        if is_new and not room.added and not room.poll.ended:
             peer.num_parked += 1
-        # Before the machine takes it, since the answer goes to the peers that have claimed the
+        # Before the room takes it, since the answer goes to the peers that have claimed the
         # room.
-        self._claims.add(key, peer)
+        room.claim(peer)
         said = sender.AbortSaid(
             peer=peer.id,
             reason=abort.reason,
@@ -806,4 +807,4 @@ class PrefillControl:
             readers=peer.readers,
             versions=abort.versions,
         )
-        self._rooms.on(machine, said, now_s)
+        self._rooms.on(room, said, now_s)

@@ -78,6 +78,13 @@ class Peer:
         """Identity of rank 0 of its worker, which is the worker's."""
         return self.hello.worker or self.id
 
+    def check_parked(self, limit: int) -> None:
+        """Raise ProtocolError if `limit` promises of this rank wait for their requests already."""
+        if self.num_parked >= limit:
+            raise ProtocolError(
+                f"{self.num_parked} promises wait for their requests, the limit is reached"
+            )
+
     def secrets(self, ours: bytes) -> tuple[bytes, bytes]:
         """Return the two secrets that proofs on the link to this peer are keyed with: its own, and
         ours."""

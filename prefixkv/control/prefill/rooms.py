@@ -2,24 +2,88 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from itertools import count
 from types import MappingProxyType
 from typing import Final
 
 from prefixkv.config import ControlConfig
+from prefixkv.control.death_watch import LostPeers
 from prefixkv.control.effects import EffectList, RoomAction
 from prefixkv.control.handshake import named_end
-from prefixkv.control.prefill.claims import Claims
-from prefixkv.control.prefill.peers import Peers
+from prefixkv.control.prefill.budgets import Budget, hello_bytes
+from prefixkv.control.prefill.peers import Peer, Peers
 from prefixkv.protocol import sender_events as sender
 from prefixkv.protocol.events import RoomEnded, SourceFree
-from prefixkv.protocol.ids import RoomKey
+from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.sender_events import PostWrite, Say
 from prefixkv.protocol.sender_machine import SenderMachine
 from prefixkv.protocol.timers import Timers
 
 _NO_ROOM: Final = RoomKey(0, -1)
+
+
+class SenderRoom(SenderMachine):
+    """One use of a room on prefill: what is said and written of it (`SenderMachine`), and its
+    claimants, the decode ranks that have named it. All of them are ranks of the worker that the key
+    names.
+    """
+
+    def __init__(
+        self,
+        key: RoomKey,
+        rank: int,
+        page_size: int,
+        next_job_id: Callable[[], int],
+        timing: ControlConfig,
+        now_s: float,
+    ) -> None:
+        super().__init__(key, rank, page_size, next_job_id, timing, now_s)
+        # The other direction of `Peer.claimed`: both are changed together (`claim`, `drop_claims`).
+        self.claimants: dict[PeerId, Peer] = {}
+
+    @property
+    def all_gone(self) -> bool:
+        """True if the room was claimed and every rank that claimed it has left."""
+        return bool(self.claimants) and all(peer.gone for peer in self.claimants.values())
+
+    def admits(self, peer: Peer) -> bool:
+        """Return whether this rank may speak about this use of the room.
+
+        It may not if another process has already spoken as this rank, or if a claimant belongs to
+        another life of the worker: pages of two lives must not meet in one room.
+        """
+        if self.is_strange(peer.id, peer.hello.rank):
+            return False
+        return all(claimant.worker == peer.worker for claimant in self.claimants.values())
+
+    def claim(self, peer: Peer, num_pages: int = 0) -> None:
+        """Record that the peer has named the room, with a promise of `num_pages` or with an
+        abort."""
+        self.claimants[peer.id] = peer
+        peer.claimed.add(self.key, num_pages)
+
+    def unpark(self) -> None:
+        """Uncount the room as parked at each claimant: it has ended, or its request has come."""
+        for peer in self.claimants.values():
+            peer.num_parked -= 1
+
+    def uncount_pages(self) -> None:
+        """Uncount the room's pages at each claimant, since no write of it can land any more."""
+        for peer in self.claimants.values():
+            peer.claimed.drained(self.key)
+
+    def drop_claims(self) -> None:
+        """Drop the claims on a room that is over, or that makes way for the next use of its number.
+
+        The use is remembered in `Peer.past`, so that a late repeat is not taken for the next use.
+        """
+        claimants, self.claimants = self.claimants, {}
+        for peer in claimants.values():
+            peer.claimed.drop(self.key)
+            answered = self.readers[peer.hello.rank].answered
+            if not (answered and self.poll is KVPoll.SUCCESS):  # then nothing follows
+                peer.past.add((self.key, self.ticket), answered=answered)
 
 
 class SenderRooms:
@@ -31,7 +95,7 @@ class SenderRooms:
     Args:
         rank, page_size: ours.
         timers: they wake rooms by key; peers share them.
-        peers, claims: which decode ranks there are, and which have named a room.
+        peers: the decode ranks there are.
         option_names: as of `ModelConfig`.
     """
 
@@ -42,11 +106,10 @@ class SenderRooms:
         timing: ControlConfig,
         timers: Timers[str | RoomKey],
         peers: Peers,
-        claims: Claims,
         actions: EffectList[RoomAction],
         option_names: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        self.machines: dict[RoomKey, SenderMachine] = {}
+        self._rooms: dict[RoomKey, SenderRoom] = {}
         # Rooms that are over for our engine and that no peer has named: they are kept for a while,
         # to answer a promise that is on its way.
         self.unclaimed: set[RoomKey] = set()
@@ -60,7 +123,6 @@ class SenderRooms:
         self._timing = timing
         self._timers = timers
         self._peers = peers
-        self._claims = claims
         self._actions = actions
         self._option_names = option_names
         self._job_ids = count(1)
@@ -69,34 +131,37 @@ class SenderRooms:
     def num_claimed(self) -> int:
         """Number of rooms that an engine or a peer still has something to do with. Any thread may
         ask."""
-        return sum(key not in self.unclaimed for key in list(self.machines))
+        return sum(key not in self.unclaimed for key in list(self._rooms))
 
-    def all(self) -> Collection[SenderMachine]:
+    def all(self) -> Collection[SenderRoom]:
         """Return all room machines: a live view."""
-        return self.machines.values()
+        return self._rooms.values()
 
-    def get(self, key: RoomKey) -> SenderMachine | None:
-        """Return the machine of this room, if there is one."""
-        return self.machines.get(key)
+    def __getitem__(self, key: RoomKey) -> SenderRoom:
+        return self._rooms[key]
 
-    def new(self, key: RoomKey, now_s: float) -> SenderMachine:
+    def get(self, key: RoomKey) -> SenderRoom | None:
+        """Return the room of this room, if there is one."""
+        return self._rooms.get(key)
+
+    def new(self, key: RoomKey, now_s: float) -> SenderRoom:
         """Add a room that begins now, for a request, a promise or an offer."""
         what = self._rank, self._page_size, self.next_job_id, self._timing
-        machine = SenderMachine(key, *what, now_s)
+        room = SenderRoom(key, *what, now_s)
         # Peers met later may know nothing of the room: see `Peers.heard_s`.
-        machine.met_before = self._peers.num_met
-        self.machines[key] = machine
-        return machine
+        room.met_before = self._peers.num_met
+        self._rooms[key] = room
+        return room
 
-    def on(self, machine: SenderMachine, event: sender.Event, now_s: float) -> None:
-        """Give an event to the room's machine and carry out its actions; drop the room once it is
+    def on(self, room: SenderRoom, event: sender.Event, now_s: float) -> None:
+        """Give an event to the room's room and carry out its actions; drop the room once it is
         over."""
-        key = machine.key
-        open_before = not machine.poll.ended
-        for action in machine.on(event, now_s):
+        key = room.key
+        open_before = not room.poll.ended
+        for action in room.on(event, now_s):
             if isinstance(action, Say):
-                self._peers.send(self._claims.of(key)[action.peer], action.body, now_s)
-            elif isinstance(action, RoomEnded | SourceFree) and not machine.added:
+                self._peers.send(room.claimants[action.peer], action.body, now_s)
+            elif isinstance(action, RoomEnded | SourceFree) and not room.added:
                 continue  # the engine has never heard of it
             else:
                 if isinstance(action, PostWrite):
@@ -105,35 +170,34 @@ class SenderRooms:
                     action = named_end(action, self._option_names)
                 self._actions.add(action)
         # A promise counts as parked until its request comes or its room ends.
-        if open_before and machine.poll.ended and not machine.added:
-            self._claims.unpark(key)
+        if open_before and room.poll.ended and not room.added:
+            room.unpark()
         # From now on decode may promise these pages in another room: see `prefill/budgets.py`.
-        if machine.drained:
-            self._claims.drained(key)
+        if room.drained:
+            room.uncount_pages()
         # Peers that are gone drain their own pages, or never. So only the ends of our writes are
         # waited for, which read our own pages.
-        all_gone = self._claims.all_gone(key)
-        if machine.over or (all_gone and machine.poll.ended and not machine.in_flight):
-            self.drop(machine)
+        if room.over or (room.all_gone and room.poll.ended and not room.in_flight):
+            self.drop(room)
         else:
-            self._timers.wake(key, machine.wake_s)
-            if machine.poll.ended and not machine.readers:
+            self._timers.wake(key, room.wake_s)
+            if room.poll.ended and not room.readers:
                 self.unclaimed.add(key)
             else:
                 self.unclaimed.discard(key)
 
-    def tick(self, machine: SenderMachine, now_s: float) -> None:
+    def tick(self, room: SenderRoom, now_s: float) -> None:
         """Let the room look at its deadlines and repeats."""
-        key = machine.key
-        heard_s = self._peers.heard_s(key.decode, machine.expected, machine.met_before)
-        self.on(machine, sender.Tick(heard_s), now_s)
+        key = room.key
+        heard_s = self._peers.heard_s(key.decode, room.expected, room.met_before)
+        self.on(room, sender.Tick(heard_s), now_s)
 
-    def drop(self, machine: SenderMachine) -> None:
+    def drop(self, room: SenderRoom) -> None:
         """Forget a room. Its claims go with it, and the peers remember the use as past."""
-        self.machines.pop(machine.key, None)
-        self.unclaimed.discard(machine.key)
-        self._timers.forget(machine.key)
-        self._claims.drop(machine)
+        self._rooms.pop(room.key, None)
+        self.unclaimed.discard(room.key)
+        self._timers.forget(room.key)
+        room.drop_claims()
 
     # --- writes -----------------------------------------------------------------------------------
 
@@ -145,18 +209,52 @@ class SenderRooms:
         self, job_id: int, error: Exception | None, drained: bool, now_s: float
     ) -> None:
         """Tell the room of a write that it has ended."""
-        machine = self.machines.get(self.jobs.get(job_id, _NO_ROOM))
+        room = self._rooms.get(self.jobs.get(job_id, _NO_ROOM))
         # A write that failed and is not drained stays known, for `write_drained`.
         if error is None or drained:
             self.jobs.pop(job_id, None)
-        if machine is not None:
-            self.on(machine, sender.WriteEnded(job_id, error, drained), now_s)
+        if room is not None:
+            self.on(room, sender.WriteEnded(job_id, error, drained), now_s)
 
     def write_drained(self, job_id: int, now_s: float) -> None:
         """Tell the room that nothing can land any more of a write that had ended undrained."""
         # From now on any Drained may follow the end of an agent, so decode is asked to let settle
         # what kernels may hold of it.
         self.may_need_settle = True
-        machine = self.machines.get(self.jobs.pop(job_id, _NO_ROOM))
-        if machine is not None:
-            self.on(machine, sender.WriteDrained(job_id), now_s)
+        room = self._rooms.get(self.jobs.pop(job_id, _NO_ROOM))
+        if room is not None:
+            self.on(room, sender.WriteDrained(job_id), now_s)
+
+    # --- audits -----------------------------------------------------------------------------------
+
+    def lost_peers(self, trouble: Callable[[Peer], str]) -> LostPeers:
+        """Return, for each claimant with which there is `trouble`, the reason and how many rooms it
+        has. Any thread may ask."""
+        found: LostPeers = {}
+        # Copies: this also runs on the scheduler's thread, while the control thread changes both.
+        for room in list(self._rooms.values()):
+            for peer in list(room.claimants.values()):
+                if what := trouble(peer):
+                    found[peer.id] = what, found.get(peer.id, (what, 0))[1] + 1
+        return found
+
+    def check_invariants(self, peers: list[Peer], aborts: Mapping[Budget, int]) -> None:
+        """Raise AssertionError unless rooms, claims of peers and budgets agree.
+
+        Args:
+            peers: the peers known now. Peers that are gone are found by their claims.
+            aborts: bytes held for early aborts, by the budget that they are counted in.
+        """
+        is_drained = {key: room.drained for key, room in self._rooms.items()}
+        claims = {(room.key, name) for room in self._rooms.values() for name in room.claimants}
+        claimants = [peer for room in self._rooms.values() for peer in room.claimants.values()]
+        every = {id(peer): peer for peer in [*claimants, *peers]}.values()
+        assert claims == {(key, peer.id) for peer in every for key in peer.rooms}, "both ways"
+        # Recount every budget from what is actually held, and compare with the running count.
+        held = dict(aborts)
+        for peer in every:
+            peer.claimed.check_invariants(is_drained)
+            own = 0 if peer.gone else hello_bytes(peer.hello)
+            held[peer.budget] = held.get(peer.budget, 0) + own + peer.claimed.num_bytes
+        for budget, num_bytes in held.items():
+            assert budget.num_bytes == num_bytes, "a worker's bytes are those of what is held"

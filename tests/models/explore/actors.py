@@ -185,7 +185,7 @@ class _JobIds:
 def _tidy(control: Any) -> None:
     """Take out of a control object what only tells how it came to be."""
     control.counters.clear()
-    control.last_effects = []
+    control._out.begin()
     if isinstance(control, PrefillControl):
         control._peers._stamp = _Unnumbered(control.me)  # type: ignore[assignment]
         rooms = control._rooms
@@ -223,9 +223,9 @@ def leftovers(control: Any) -> dict[str, Any]:
     if isinstance(control, PrefillControl):
         peers = control._peers.all()
         left |= {
-            "trials": dict(control._greetings._trials._on_trial),
+            "trials": dict(control._admission._trials._on_trial),
             "jobs": dict(control._rooms.jobs), "unclaimed": set(control._rooms.unclaimed),
-            "claims": [dict(some) for some in control._claims.leftovers() if some],
+            "aborts": control._aborts.all(),
             "parked": [peer.id for peer in peers if peer.num_parked],
             "rooms of peers": [peer.id for peer in peers if peer.rooms],
         }  # fmt: skip
@@ -241,7 +241,7 @@ def leftovers(control: Any) -> dict[str, Any]:
 # --- digests --------------------------------------------------------------------------------------
 
 # `deaths`: no process is named here, so none is ever looked at.
-_SKIPPED = {"counters", "news", "last_effects", "_stamp", "_job_ids", "_timing", "deaths"}
+_SKIPPED = {"counters", "news", "_out", "_actions", "_stamp", "_job_ids", "_timing", "deaths"}
 _ATOMS = (type(None), bool, int, str, bytes)
 
 

@@ -17,9 +17,8 @@ from prefixkv.control.decode.control import DecodeControl
 from prefixkv.control.decode.rooms import ReceiverRooms
 from prefixkv.control.heartbeat import PeerClock
 from prefixkv.control.prefill.admission import PeerAdmission
-from prefixkv.control.prefill.claims import Claims
 from prefixkv.control.prefill.control import PrefillControl
-from prefixkv.control.prefill.rooms import SenderRooms
+from prefixkv.control.prefill.rooms import SenderRoom, SenderRooms
 from prefixkv.digest import prove
 from prefixkv.protocol.receiver_machine import ReceiverMachine
 from prefixkv.protocol.sender_machine import SenderMachine
@@ -58,15 +57,16 @@ _M, _S, _R, _D, _P = Mutant, SenderMachine, ReceiverMachine, DecodeControl, Pref
 MUTANTS = (
     _M(
         "an OutcomeAck's ticket is not looked at", _P._take,
-        " and machine.ticket == body.ticket", "", "again: lose, slow",
+        " and room.ticket == body.ticket", "", "again: lose, slow",
     ),
     _M(
-        "a late promise is of the number's next use", Claims.allow,
-        "(key, ticket) in peer.past", "False", "again: slow",
+        "a late promise is of the number's next use", _P._may_speak,
+        "(key, ticket) not in peer.past", "True", "again: slow",
     ),
     _M(
-        "a promise of a use that is over is forgotten as it is acknowledged late", Claims.drop,
-        "peer.past.add((key, machine.ticket), answered=answered)", "pass", "again: slow, stall",
+        "a promise of a use that is over is forgotten as it is acknowledged late",
+        SenderRoom.drop_claims,
+        "peer.past.add((self.key, self.ticket), answered=answered)", "pass", "again: slow, stall",
     ),
     _M(
         "Drained is said before the writes have ended", _S.drained,
@@ -97,7 +97,7 @@ MUTANTS = (
         "room.machine.ticket != body.ticket", "False", "again: abort 2, slow",
     ),
     _M(
-        "a failed write counts as drained", _P.on,
+        "a failed write counts as drained", _P._take_input,
         "what.error, what.drained, now_s", "what.error, True, now_s", "fail",
     ),
     _M(
@@ -155,6 +155,6 @@ MUTANTS = (
     ),
     _M(
         "rooms of a peer that is gone go at once", SenderRooms.on,
-        " and not machine.in_flight", "", "restart",
+        " and not room.in_flight", "", "restart",
     ),
 )  # fmt: skip
