@@ -28,8 +28,8 @@ class Deferred:
     `again` queues a request that was retracted, when its pages are released.
     """
 
-    def __init__(self, books: PageManager, again: Callable[[DecodeRequest], None]) -> None:
-        self._books = books
+    def __init__(self, pages: PageManager, again: Callable[[DecodeRequest], None]) -> None:
+        self._pages = pages
         self._again = again
         self._waiting: list[tuple[DeviceEvent, _Ended]] = []
 
@@ -85,7 +85,7 @@ class Deferred:
         # user's code.
         waiting, self._waiting = self._waiting, []
         for event, ended in waiting:
-            if (left := still_pending(event, self._books.errors)) is None:
+            if (left := still_pending(event, self._pages.errors)) is None:
                 self._release(ended, now_s)
             else:
                 self._waiting.append((left, ended))
@@ -97,7 +97,7 @@ class Deferred:
         # that was aborted or may not be cached leaves nothing.
         if req.pages_held is not None:
             if state in (DecodeState.FINISHED, DecodeState.RETRACTED) and req.request.cacheable:
-                self._books.cache_finished(
+                self._pages.cache_finished(
                     req.pages_held,
                     req.key,
                     now_s,
@@ -105,7 +105,7 @@ class Deferred:
                     continues=continues,
                 )
             else:
-                self._books.drop(req.pages_held)
+                self._pages.drop(req.pages_held)
             req.pages_held = None
         # 2. Only now may a retracted request queue again: it must hold nothing, and the next match
         # finds what has just been cached. One aborted meanwhile is over.

@@ -67,14 +67,14 @@ class DecodeRequest(PagedRequest[DecodeState]):
     }
     TIMES = ("admitted_s", "transferred_s", "committed_s", "first_token_s", "ended_s")
 
-    def __init__(self, request: Request, books: PageManager, now_s: float) -> None:
-        super().__init__(request, books, DecodeState.QUEUED, now_s)
+    def __init__(self, request: Request, pages: PageManager, now_s: float) -> None:
+        super().__init__(request, pages, DecodeState.QUEUED, now_s)
         # Tokens with KV. `_key` lags behind `output` until `key` is read; see there.
         self._key = RadixKey(request.key)
         self.prefill = request.prefill
         self.max_new_tokens = request.max_new_tokens
         self.prompt_len = len(request.key)  # tokens
-        self.max_pages = pages_for(self.most_kv_len, books.page_size)
+        self.max_pages = pages_for(self.most_kv_len, pages.page_size)
         self.output: list[int] = []
         self.output_limit = 0
         self.aux = b""
@@ -134,7 +134,7 @@ class DecodeRequest(PagedRequest[DecodeState]):
         The last token of all needs no page, since no step writes its KV.
         """
         assert self.pages_held is not None
-        space = self.pages_held.num_pages * self._books.page_size - self.prompt_len
+        space = self.pages_held.num_pages * self._page_manager.page_size - self.prompt_len
         return self.max_new_tokens if space >= self.max_new_tokens - 1 else space
 
     @property

@@ -87,7 +87,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     def __init__(
         self,
-        books: PageManager,
+        pages: PageManager,
         *,
         reserve_tokens: int = 128,
         max_retries: int = 0,
@@ -105,22 +105,22 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     ) -> None:
         self.name = name
         self.journal = DecodeJournal()
-        super().__init__(books, self.journal, weights_version)
+        super().__init__(pages, self.journal, weights_version)
         # Pages: what is promised away, what is on its way, what waits for the device. The prospects
         # read all of these, so they are built last.
-        self.budget = PreallocBudget(pages_for(reserve_tokens, books.page_size))
-        self.flights = InFlight(books.page_size)
+        self.budget = PreallocBudget(pages_for(reserve_tokens, pages.page_size))
+        self.flights = InFlight(pages.page_size)
         self.shares = shares or PrefillShares()
         self.lanes = lanes or Lanes()
-        self._deferred = Deferred(books, self._queue_again)
+        self._deferred = Deferred(pages, self._queue_again)
         self.prospects = Prospects(
-            books, self.shares, self.lanes, self.flights, self._deferred.stuck_pages
+            pages, self.shares, self.lanes, self.flights, self._deferred.stuck_pages
         )
         # The queues, in the order in which a request passes through them: waiting, transfers.
         # `requests` (of the base class) has every live request, in whichever of the two it is, or
         # running.
         self.waiting = DecodePreallocQueue(
-            books,
+            pages,
             self.budget,
             self.flights,
             reserve_tokens,
@@ -132,8 +132,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             waiting_timeout_s=waiting_timeout_s,
             protect=protect_waiting,
         )
-        self.transfers = DecodeTransferQueue(books, self.flights)
-        self._retries = Retries(max_retries, retarget, books.errors)
+        self.transfers = DecodeTransferQueue(pages, self.flights)
+        self._retries = Retries(max_retries, retarget, pages.errors)
         self._max_waiting = max_waiting
         # Rooms outlive requests: a number stays in use until the control plane has proved that its
         # room is drained, so that two requests never share one.
@@ -162,7 +162,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         # All checks come before the first change: a request that is refused leaves no trace.
         check_time(now_s)
         most_tokens = len(request.key) + request.max_new_tokens - 1  # the last one has no KV
-        most = pages_for(most_tokens, self.books.page_size)
+        most = pages_for(most_tokens, self.pages.page_size)
         # Judged by the most that it may become, not by its prompt: a request that can never finish
         # would be admitted, and then retracted again and again.
         self._check_new(request, most, "may need {} pages (max_new_tokens included)")
@@ -172,7 +172,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._check_prefill_holds(request.rid, most_tokens, request.prefill)
         if len(self.waiting) >= self._max_waiting:
             raise RequestError(f"{len(self.waiting)} requests wait already, that is the limit")
-        req = DecodeRequest(request, self.books, now_s)
+        req = DecodeRequest(request, self.pages, now_s)
         # From here on something changes. The queue comes first since it calls a user's policy,
         # which may raise: nothing else is noted then, and nothing has to be undone.
         self.waiting.add(req)
@@ -218,7 +218,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self._ask(req, now_s)
             self._admitted.append(req)
         # 4. Raise last: by now every admitted request has its room, and the next call returns it.
-        self.books.errors.raise_due()
+        self.pages.errors.raise_due()
         admitted, self._admitted = self._admitted, []
         return admitted
 
@@ -289,7 +289,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         # This takes pages, or raises before it takes any. So the tokens are appended only
         # afterwards.
         if due and raise_output_limits(
-            self.books, self.budget, self.journal, due, self._running, self._deferred, now_s
+            self.pages, self.budget, self.journal, due, self._running, self._deferred, now_s
         ):
             aborted = DecodeState.ABORTED  # looked up once: that costs more than to compare
             for req, token in zip(reqs, tokens, strict=True):
@@ -432,7 +432,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         """
         # Flights first: they release their locks, so that the flush frees those pages at once.
         self._fall_back(self.flights.flush())
-        return self.books.flush()
+        return self.pages.flush()
 
     def move_weights(
         self, weights_version: str, now_s: float, after: DeviceEvent | None = None
@@ -560,7 +560,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     def room_drained(self, key: RoomKey) -> None:
         """Release a room's held pages and its number: no write can land in its pages any more."""
         self.shares.back(key)
-        self.books.release(key)
+        self.pages.release(key)
         self.rooms.drained(key)
         # A refusal that still waits for this number stays noted, else `refuse` would queue it
         # twice.
@@ -576,7 +576,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         """Count a room's pages as quarantined: it is not drained by its deadline. They stay
         held.
         """
-        self.counters["quarantined_pages"] += self.books.quarantine(key)
+        self.counters["quarantined_pages"] += self.pages.quarantine(key)
 
     def release_deferred(self, now_s: float) -> None:
         """Release the pages of ended requests with which the device is done."""
@@ -597,7 +597,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     def check_invariants(self) -> None:
         """Check every part, and the parts against each other. Raises InternalError."""
-        self.books.check_invariants()
+        self.pages.check_invariants()
         self.budget.check_invariants()
         self.waiting.check_invariants()
         self.transfers.check_invariants()
@@ -605,7 +605,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         # drained.
         flying = {flight.room_key for flight in self.flights if flight.is_open}
         self.shares.check_invariants(flying | self.rooms.undrained())
-        parts = self.books, self.budget, self.flights, self.rooms, self.waiting
+        parts = self.pages, self.budget, self.flights, self.rooms, self.waiting
         check_decode(*parts, self.requests.values(), self._deferred.requests())
 
     # --- admission --------------------------------------------------------------------------------
@@ -664,7 +664,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         """Open the room of an admitted request, by which prefill sends what it lacks."""
         flight = self.flights.of(req)
         assert flight is not None
-        pages, page_size = flight.pages, self.books.page_size
+        pages, page_size = flight.pages, self.pages.page_size
         start, end = pages.num_shared, pages_for(req.fill_len, page_size)
         self.journal.admitted(req, end - start, pages.num_joined * page_size, now_s)
         if req.resumed and req.prefix_len == req.fill_len and pages.slot < 0:
@@ -679,7 +679,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self._asks.append(PrefillAsk(req, self.name))
         # 3. Registered before the command leaves, so that an answer always finds its flight.
         self.transfers.add(flight)
-        page_ids = self.books.table.packed(pages.row, start, end)
+        page_ids = self.pages.table.packed(pages.row, start, end)
         (room, generation, _), lens = flight.room_key, (req.fill_len, req.prefix_len)
         what = *lens, page_ids, self._ticket(), pages.slot
         promise = Promise(room, generation, *what, weights_version=self.weights_version)
@@ -813,11 +813,11 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             if error is not None:
                 self._commands.append(AbortRoom(key, reason_of(error)))
                 self.journal.transfer_ended(flight.prefill, "aborted")
-            self.books.hold(flight.pages, key)
+            self.pages.hold(flight.pages, key)
             self.shares.hold(key)
             self.rooms.await_drained(key)
         else:
-            self.books.drop(flight.pages)
+            self.pages.drop(flight.pages)
         if flight.owner is not None:
             flight.owner.pages_held = None
 

@@ -19,9 +19,9 @@ class Wants:
     `protects`: False where nothing is entered at all.
     """
 
-    def __init__(self, books: PageManager, protects: bool) -> None:
-        self._books = books
-        self.protects = protects and books.caching
+    def __init__(self, pages: PageManager, protects: bool) -> None:
+        self._pages = pages
+        self.protects = protects and pages.caching
         self.unsaid: list[Waiter] = []  # not entered in the tree yet; some may have left
 
     def say_soon(self, waiter: Waiter) -> None:
@@ -31,16 +31,16 @@ class Wants:
 
     def say(self) -> None:
         """Enter the prefixes of what waits, the first to come first. O(1) or a match for each."""
-        books = self._books
+        pages = self._pages
         # At most `MAX_WANTS` per call, which bounds the cost of a pass; the rest follow with later
         # passes.
         for waiter in self.unsaid[:MAX_WANTS]:
             if waiter.want == UNSAID:
                 match = waiter.match
                 if match is None:
-                    match = waiter.match = books.match(waiter.req.key)
+                    match = waiter.match = pages.match(waiter.req.key)
                     assert match is not None
-                waiter.want = books.want(match)
+                waiter.want = pages.want(match)
         del self.unsaid[:MAX_WANTS]
 
     def admitting(self, waiter: Waiter) -> None:
@@ -54,6 +54,6 @@ class Wants:
     def forget(self, waiter: Waiter) -> None:
         """Withdraw the want of a request that waits no longer."""
         if waiter.want > 0:
-            self._books.unwant(waiter.want)
+            self._pages.unwant(waiter.want)
         # It may still be in `unsaid`, where this mark makes `say` pass over it.
         waiter.want = GONE

@@ -29,9 +29,9 @@ class PrefillBootstrapQueue:
     """
 
     def __init__(
-        self, books: PageManager, following: Following, usable_prefix: UsablePrefix | None = None
+        self, pages: PageManager, following: Following, usable_prefix: UsablePrefix | None = None
     ) -> None:
-        self._books = books
+        self._pages = pages
         self._following = following
         self._usable_prefix = usable_prefix
         self._ready: dict[PrefillRequest, None] = {}  # in the order of their promises
@@ -66,14 +66,14 @@ class PrefillBootstrapQueue:
     @property
     def may_open(self) -> bool:
         """True if a pass may hand out a request. O(1)."""
-        may_fit = self._blocked_at != self._books.version and self._books.table.free_rows
+        may_fit = self._blocked_at != self._pages.version and self._pages.table.free_rows
         return bool(self._ready and self._news and may_fit)
 
     @property
     def wake_s(self) -> float:
         """Time at which a wait for another's prefix ends, so that a request may be handed out."""
         # Waking earlier would be for nothing: the first that may start lacks pages or a row.
-        if self._blocked_at == self._books.version or not self._books.table.free_rows:
+        if self._blocked_at == self._pages.version or not self._pages.table.free_rows:
             return math.inf
         return self._following.wake_s
 
@@ -101,34 +101,34 @@ class PrefillBootstrapQueue:
             match = self._match(req)
             prefix_len = match.prefix_len if match is not None else 0
             if self._usable_prefix is None and following.follow(
-                req, prefix_len // self._books.page_size, now_s
+                req, prefix_len // self._pages.page_size, now_s
             ):
                 continue
             # 3. Does not fit: the pass ends, first come, first served. Nothing is tried again at
             # this version.
-            if not self._books.table.free_rows or not self._open(req, match, now_s):
-                self._blocked_at = self._books.version
+            if not self._pages.table.free_rows or not self._open(req, match, now_s):
+                self._blocked_at = self._pages.version
                 return popped
             del self._ready[req]
             self._blocked_at = -1
             # After `_open`, which sets the prefix: it leads from there. Others in this pass may
             # follow it at once.
-            following.handed_out(req, self._books.caching and req.request.cacheable)
+            following.handed_out(req, self._pages.caching and req.request.cacheable)
             popped.append(req)
         self._news = False
         return popped
 
     def _open(self, req: PrefillRequest, match: MatchResult | None, now_s: float) -> bool:
         """Take a request's pages. Return False, and change nothing, if too few are available."""
-        books, page_size = self._books, self._books.page_size
+        pages, page_size = self._pages, self._pages.page_size
         prefix_len = match.prefix_len if match is not None else 0
         unprotected = match.unprotected_pages if match is not None else 0
         num_new = pages_for(req.num_tokens, page_size) - whole_pages(prefix_len, page_size)
         # Measured with the lock counted in, so that `open` below cannot fail: a request is never
         # half open.
-        if num_new > books.available_pages - unprotected:
+        if num_new > pages.available_pages - unprotected:
             return False
-        req.pages_held = books.open(req.key, match, num_new, now_s)
+        req.pages_held = pages.open(req.key, match, num_new, now_s)
         req.prefix_len = prefix_len
         req.plan = SendPlan(req.num_tokens, req.decode_prefix_len, page_size)
         req.become(PrefillState.COMPUTING)
@@ -140,20 +140,20 @@ class PrefillBootstrapQueue:
         Never the last token: the engine has to compute that one to sample the next.
         """
         key = req.key
-        if len(key) % self._books.page_size == 0:
+        if len(key) % self._pages.page_size == 0:
             key = key.prefix(len(key) - 1)
-        match = self._books.match(key, req.request.cacheable)
+        match = self._pages.match(key, req.request.cacheable)
         if match is None or self._usable_prefix is None or not match.prefix_len:
             return match
         # The engine's code: what it raises is reported by the scheduler, and the request is
         # computed whole.
         try:
             usable = max(0, operator.index(self._usable_prefix(req, match.prefix_len)))
-            usable = page_floor(usable, self._books.page_size)
+            usable = page_floor(usable, self._pages.page_size)
         except Exception as error:  # raised by the engine's code
-            self._books.errors.caught(error)
+            self._pages.errors.caught(error)
             usable = 0
         # Else matched again, for a lock that covers the usable part and no more.
         if usable >= match.prefix_len:
             return match
-        return self._books.match(key.prefix(usable))
+        return self._pages.match(key.prefix(usable))

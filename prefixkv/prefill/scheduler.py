@@ -62,7 +62,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
 
     def __init__(
         self,
-        books: PageManager,
+        pages: PageManager,
         *,
         max_aux_bytes: int = 64 << 10,
         num_slots: int = 0,
@@ -76,11 +76,11 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         `weights_version`: of the weights that it begins with.
         """
         self.journal = PrefillJournal()
-        super().__init__(books, self.journal, weights_version)
+        super().__init__(pages, self.journal, weights_version)
         self.num_slots = num_slots
-        self.following = Following(books.page_size, self.counters, follow_s, oldest_leads=in_step)
+        self.following = Following(pages.page_size, self.counters, follow_s, oldest_leads=in_step)
         self.bootstrapped = PrefillBootstrapQueue(
-            books, self.following, usable_prefix or (_no_prefix if num_slots else None)
+            pages, self.following, usable_prefix or (_no_prefix if num_slots else None)
         )
         # Requests: `requests` (of the base class) has all that live or hold pages; `_rooms` those
         # with a room that may still be spoken of; `_sent` and `_failed` what the engine has not
@@ -102,7 +102,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         while `draining`. Where the room is not in use, decode gets the reason.
         """
         check_time(now_s)
-        needed = pages_for(len(request.key), self.books.page_size)
+        needed = pages_for(len(request.key), self.pages.page_size)
         # 1. A request that is refused here may wait on decode already: decline it, so that decode
         # does not wait until its deadline. Only for a free room: else this would end another
         # request.
@@ -125,7 +125,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
             raise
         # 3. Enter it everywhere, and only then ask for its room: the answer may come with the next
         # events.
-        req = PrefillRequest(request, self.books, now_s, self._num_added)
+        req = PrefillRequest(request, self.pages, now_s, self._num_added)
         self._num_added += 1
         self._note_deadline(req)
         self.requests[req.rid] = req
@@ -169,7 +169,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         """
         check_time(now_s)
         limit = None if limit is None else whole_count("limit", limit)
-        self.books.errors.raise_due()
+        self.pages.errors.raise_due()
         # 1. Pages come back: those that waited for the device, and those of requests past their
         # deadline.
         self.settle_deferred(now_s)
@@ -337,7 +337,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         """Release the pages of popped requests with which the device is done."""
         waiting, self._deferred = self._deferred, []
         for event, req in waiting:
-            if (left := still_pending(event, self.books.errors)) is None:
+            if (left := still_pending(event, self.pages.errors)) is None:
                 req.popped = True
                 self._maybe_release(req, now_s)
             else:
@@ -368,16 +368,16 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         self._commands.append(MoveWeights(weights_version, ends_waiting=False))
 
     def check_invariants(self) -> None:
-        """Check books and requests against each other. Raises InternalError."""
-        self.books.check_invariants()
+        """Check pages and requests against each other. Raises InternalError."""
+        self.pages.check_invariants()
         self.following.check_invariants()
         held = [pages for _, pages in self.holders()]
         own = sum(pages.num_own + sum(map(len, pages.duplicates)) for pages in held)
         laws = {
-            "every owned page is a request's": own == self.books.allocator.owned_pages,
-            "nothing is held: peers do not write here": not self.books.allocator.owners(),
+            "every owned page is a request's": own == self.pages.allocator.owned_pages,
+            "nothing is held: peers do not write here": not self.pages.allocator.owners(),
             "a row is as long as its pages": all(
-                self.books.table.length(pages.row) == pages.num_pages for pages in held
+                self.pages.table.length(pages.row) == pages.num_pages for pages in held
             ),
             "a room is a request's": all(
                 self.requests.get(req.rid) is req for req in self._rooms.values()
@@ -386,10 +386,10 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
                 self._rooms.get(req.room_key) is req or (req.state.ended and req.source_free)
                 for req in self.requests.values()
             ),
-            "every lock is a request's": self.books.cache.locks
+            "every lock is a request's": self.pages.cache.locks
             == {pages.lock for pages in held if pages.lock is not None},
-            "every row is a request's": self.books.table.free_rows
-            == len(self.books.table.array) - len(held),
+            "every row is a request's": self.pages.table.free_rows
+            == len(self.pages.table.array) - len(held),
         }
         check_laws(laws, f"{own} own", self.requests)
 
@@ -439,10 +439,10 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         # The leader moves to what it has computed. The queue looks only after the next lines, so a
         # follower finds those pages in the tree.
         self.following.advance(req, req.plan.computed)
-        pages_computed = req.plan.computed // self.books.page_size
+        pages_computed = req.plan.computed // self.pages.page_size
         if req.request.cacheable and pages_computed > req.pages_held.num_locked:
             # Writes, and steps on their way, may read what turns out to be there already.
-            self.books.cache_unfinished(
+            self.pages.cache_unfinished(
                 req.pages_held, _computed(req), now_s, priority=req.request.priority,
                 being_read=True,
             )  # fmt: skip
@@ -462,9 +462,9 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
             return
         if req.request.cacheable and (key := _computed(req)):
             # What was computed is good prefix, even if the request failed.
-            self.books.cache_finished(req.pages_held, key, now_s, priority=req.request.priority)
+            self.pages.cache_finished(req.pages_held, key, now_s, priority=req.request.priority)
         else:
-            self.books.drop(req.pages_held)
+            self.pages.drop(req.pages_held)
         req.pages_held = None
 
 

@@ -57,14 +57,14 @@ class Node(Closing, Generic[C, To, E]):
 
     def _observe(self, timeline: Callable[[Any, int, int], dict[str, Any]]) -> None:
         """Let the scheduler's journal write to the request log, and put a clock around eviction."""
-        layout, books = self.pool.layout, self.scheduler.books
+        layout, pages = self.pool.layout, self.scheduler.pages
         log = RequestLog(
             self.peer_id, lambda req: timeline(req, layout.page_bytes, layout.page_size)
         )
         self.scheduler.journal.on_ended = log
         # Scheduler and pages have no clock of their own.
-        books.clock, self.evictions = time.perf_counter, books.evictions
-        self._feed = EventFeed(books.cache, *self.peer_id)
+        pages.clock, self.evictions = time.perf_counter, pages.evictions
+        self._feed = EventFeed(pages.cache, *self.peer_id)
 
     def _publish_events(self, config: DecodeConfig | PrefillConfig) -> None:
         """Publish cache events, if that is asked for. Called last of all in a constructor.
@@ -196,8 +196,8 @@ class Node(Closing, Generic[C, To, E]):
         All keys are there from the start, but for `dropped: ...` and rare ones of staging.
         """
         self._pump()
-        books = self.scheduler.books
-        pages, slots = books.allocator, books.slots
+        page_manager = self.scheduler.pages
+        pages, slots = page_manager.allocator, page_manager.slots
         return {
             **dict.fromkeys(self._counters, 0),
             **self.scheduler.counters,
@@ -207,12 +207,12 @@ class Node(Closing, Generic[C, To, E]):
             "pages_cached": pages.cached_pages,
             "pages_held": pages.held_pages,
             "pages_quarantined": pages.quarantined_pages,
-            "locks": books.cache.stats().num_locks,
-            "protected_pages": books.cache.protected_pages,
-            "evictable_pages": books.cache.evictable_pages,
-            "evicted_pages": books.evicted_pages,
+            "locks": page_manager.cache.stats().num_locks,
+            "protected_pages": page_manager.cache.protected_pages,
+            "evictable_pages": page_manager.cache.evictable_pages,
+            "evicted_pages": page_manager.evicted_pages,
             "requests": len(self.scheduler.requests),
-            "user_errors": books.errors.num,
+            "user_errors": page_manager.errors.num,
             "slots_free": slots.free_pages if slots is not None else 0,
             "slots_held": slots.held_pages + slots.quarantined_pages if slots is not None else 0,
         }

@@ -112,16 +112,16 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         # 2. The pages, the tree, and the scheduler over them. As rank 0 of several, each of their
         # operations is logged for the others.
         sizes = layout.num_pages, layout.page_size, config.max_running
-        settings = config.for_books(layout.num_pages, place.num_slots)
-        books: PageManager
+        settings = config.for_page_manager(layout.num_pages, place.num_slots)
+        pages: PageManager
         if ranks is None:
-            books = PageManager(*sizes, **settings)
+            pages = PageManager(*sizes, **settings)
         else:
-            books = ReplicatedPageManager(ranks.append, *sizes, **settings)
+            pages = ReplicatedPageManager(ranks.append, *sizes, **settings)
         self._ranks = ranks
         self.config = config
         self.scheduler = DecodeScheduler(
-            books,
+            pages,
             reserve_tokens=config.reserve_tokens,
             max_retries=config.num_retries,
             retarget=config.retarget,
@@ -139,7 +139,7 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         try:
             self.transfers = DecodeTransfers(pool, config, mesh, state=state, transport=transport)
         except BaseException:
-            books.cache.policy.release()  # the next node may have it
+            pages.cache.policy.release()  # the next node may have it
             raise
         # 4. What observes all this, and may still fail: then the node is closed.
         self._leader = RankLeader(self.scheduler, num_ranks, ranks, self.transfers.submit)
@@ -329,7 +329,7 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         """
         if self._ranks is None:
             raise CallerError("this node was built without ranks=RankLog()")
-        return self._ranks.take(self.scheduler.books)
+        return self._ranks.take(self.scheduler.pages)
 
     def fence(self, peer: str, incarnation: int) -> None:
         """Take the caller's word that this prefill process is dead: its rooms end, and their held
@@ -423,7 +423,7 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         # The same order as in `DecodeNode`: refuse, build, start threads, observe.
         place = Place.of(pool, config.model, mesh, rank, state)
         layout = pool.layout
-        books = PageManager(
+        pages = PageManager(
             layout.num_pages,
             layout.page_size,
             config.max_running,
@@ -432,7 +432,7 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         )
         self.config = config
         self.scheduler = PrefillScheduler(
-            books,
+            pages,
             max_aux_bytes=config.control.max_aux_bytes,
             num_slots=place.num_slots,
             usable_prefix=usable_prefix,
@@ -444,7 +444,7 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         try:
             self.transfers = PrefillTransfers(pool, config, *where, state, transport)
         except BaseException:
-            books.cache.policy.release()  # the next node may have it
+            pages.cache.policy.release()  # the next node may have it
             raise
         self.peer_id = self.transfers.peer_id
         self._observe(prefill_journal.timeline)

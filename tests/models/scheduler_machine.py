@@ -148,15 +148,15 @@ class SchedulerSim(PairSim):
 
     def decode_scheduler(self, log: RankLog) -> DecodeScheduler:
         num_pages, self.log = self.decode_pages, log
-        settings = {**self.config.for_books(num_pages), "num_slots": self.num_slots}
-        books = ReplicatedPageManager(log.append, num_pages, PAGE_SIZE, ROWS, **settings)
+        settings = {**self.config.for_page_manager(num_pages), "num_slots": self.num_slots}
+        pages = ReplicatedPageManager(log.append, num_pages, PAGE_SIZE, ROWS, **settings)
         self.replicas = [
             DecodeReplica(num_pages, PAGE_SIZE, self.config, self.num_slots)
             for _ in range(self.num_ranks - 1)
         ]
         self.unread: list[deque[bytes]] = [deque() for _ in self.replicas]
         return DecodeScheduler(
-            books,
+            pages,
             reserve_tokens=self.random.choice([0, 4]),
             max_retries=int(self.failure_policy == "retry"),
             admission=self.config.admission,
@@ -276,7 +276,7 @@ class SchedulerSim(PairSim):
         """The pass is over: one message for all ranks. Some engines take several passes
         together."""
         if self.replicas and (self.calm or self.random.randrange(3)):
-            raw = self.log.take(self.decode.scheduler.books)
+            raw = self.log.take(self.decode.scheduler.pages)
             for unread in self.unread:
                 unread.append(raw)
 
@@ -294,17 +294,17 @@ class SchedulerSim(PairSim):
         """All that was published is read: every rank is what rank 0 is."""
         if not self.replicas:
             return
-        books = self.decode.scheduler.books
-        raw = self.log.take(books)
-        expected = digests(books)
+        pages = self.decode.scheduler.pages
+        raw = self.log.take(pages)
+        expected = digests(pages)
         for replica, unread in zip(self.replicas, self.unread, strict=True):
             for message in [*unread, raw]:
                 replica.apply(message)
             unread.clear()
             replica.audit()
-            assert digests(replica.books) == expected, "ranks: books differ"
-            assert (replica.page_table == books.table.array).all()
-            assert replica.books.allocator.free_runs() == books.allocator.free_runs()
+            assert digests(replica.page_manager) == expected, "ranks: pages differ"
+            assert (replica.page_table == pages.table.array).all()
+            assert replica.page_manager.allocator.free_runs() == pages.allocator.free_runs()
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -398,7 +398,7 @@ class SchedulerSim(PairSim):
 
     def listen(self) -> int:
         """A router reads rank 0's cache events; the other ranks have no listener."""
-        self.decode.scheduler.books.cache.drain_changes()
+        self.decode.scheduler.pages.cache.drain_changes()
         return _DECODE
 
     def scribble(self) -> int:

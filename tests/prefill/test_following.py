@@ -173,7 +173,7 @@ def test_a_chunk_is_on_its_way_before_its_pages_go_to_the_tree() -> None:
     assert desk.states() == {"FREE": 61, "OWNED": 3}
     assert desk.next_pass() == []
     assert desk.states() == {"FREE": 61, "CACHED": 2, "OWNED": 1}
-    assert desk.books.cache.protected_pages == 2, "its writes may read them"
+    assert desk.pages.cache.protected_pages == 2, "its writes may read them"
 
 
 def test_one_that_has_ended_before_the_next_pass_is_cached_once() -> None:
@@ -376,7 +376,7 @@ def test_one_whose_wait_was_over_and_that_did_not_fit_does_not_wait_for_that_aga
 
 def test_an_engine_with_extra_state_waits_for_nothing() -> None:
     desk = desk_of()
-    desk.scheduler = PrefillScheduler(desk.books, num_slots=2)
+    desk.scheduler = PrefillScheduler(desk.pages, num_slots=2)
     burst(desk, 2)
     assert desk.next_pass() == ["r0", "r1"]
 
@@ -405,7 +405,7 @@ def test_only_the_common_part_but_for_the_last_token_is_waited_for() -> None:
 def test_on_ranks_in_step_only_what_was_added_earlier_is_waited_for() -> None:
     """Else two could wait for each other, each on another rank."""
     desk = desk_of()
-    desk.scheduler = PrefillScheduler(desk.books, in_step=True)
+    desk.scheduler = PrefillScheduler(desk.pages, in_step=True)
     first, second = desk.add("a", [*SYSTEM, 1]), desk.add("b", [*SYSTEM, 2])
     assert desk.bootstrap(second) == ["b"]
     assert desk.bootstrap(first) == ["a"]
@@ -503,7 +503,7 @@ def test_every_request_ends_whatever_happens_and_nothing_is_left(
 ) -> None:
     """Also in a pool that holds one request at a time, with an engine that passes some over."""
     desk = Desk(pages, rows=rows)
-    desk.scheduler = scheduler = PrefillScheduler(desk.books, in_step=in_step)
+    desk.scheduler = scheduler = PrefillScheduler(desk.pages, in_step=in_step)
     run = Run(desk)
     for what, number in steps:
         run.step(what, number, prompts)

@@ -17,7 +17,7 @@ def state_desk(
     usable: Callable[[PrefillRequest, int], int] | None = None, num_slots: int = 2
 ) -> Desk:
     desk = Desk()
-    desk.scheduler = PrefillScheduler(desk.books, num_slots=num_slots, usable_prefix=usable)
+    desk.scheduler = PrefillScheduler(desk.pages, num_slots=num_slots, usable_prefix=usable)
     return desk
 
 

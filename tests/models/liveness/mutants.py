@@ -78,10 +78,10 @@ def _waiters_lock_their_prefixes(patch: Patch) -> None:
         locks = self.__dict__.setdefault("locks", {})
         if attempt(self, waiter, *more):
             if waiter in locks:
-                self._books.cache.unlock(locks.pop(waiter))
+                self._pages.cache.unlock(locks.pop(waiter))
             return True
         if waiter not in locks and waiter.match is not None:
-            locks[waiter] = self._books.cache.lock(waiter.match)
+            locks[waiter] = self._pages.cache.lock(waiter.match)
         return False
 
     patch(DecodePreallocQueue, "_try", locked)
