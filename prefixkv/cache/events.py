@@ -7,7 +7,7 @@ The tree notes *changes*: tokens and page ids as it has them, nothing computed. 
 A page key is the digest of a page's tokens and of the key of the page before. So it stands for a
 page together with all tokens before it and is the same in every process: a router can look a prompt
 up without holding tokens. `EventBatch`es are numbered, so that a listener in another process
-notices a gap. It then asks for a full batch (`EventFeed.take(afresh=True)`).
+notices a gap. It then asks for a full batch (`EventFeed.take(snapshot=True)`).
 
 Source: keys chained by hashes, as the block hashes of vLLM's prefix cache.
 """
@@ -227,7 +227,7 @@ class EventSource(Protocol):
 
     page_size: int
 
-    def drain_changes(self, afresh: bool = False) -> list[Change]: ...
+    def drain_changes(self, snapshot: bool = False) -> list[Change]: ...
 
 
 class Listener(Protocol):
@@ -268,18 +268,18 @@ class EventFeed:
         self._untaken: list[Change] = []
         self._num_untaken_pages = 0
 
-    def take(self, afresh: bool = False) -> EventBatch:
+    def take(self, snapshot: bool = False) -> EventBatch:
         """Return the changes since the last batch, possibly none. O(pages) of those.
 
-        The first batch is the whole tree, and so is any with `afresh` and one after too many
+        The first batch is the whole tree, and so is any with `snapshot` and one after too many
         changes.
         """
-        afresh = afresh or not self._seq or self._num_untaken_pages > UNTAKEN_LIMIT_PAGES
+        snapshot = snapshot or not self._seq or self._num_untaken_pages > UNTAKEN_LIMIT_PAGES
         # The listener hears of these too: the cache will not give them again. A full list begins
         # with `Cleared`, which also repairs a listener that had lost something.
-        changes = self._cache.drain_changes(afresh=afresh)
-        self._hand_over(changes, afresh)
-        if not afresh:
+        changes = self._cache.drain_changes(snapshot=snapshot)
+        self._hand_over(changes, snapshot)
+        if not snapshot:
             changes = self._untaken + changes
         self._untaken, self._num_untaken_pages = [], 0
         batch = EventBatch(self._worker, self._incarnation, self._seq, tuple(self._events(changes)))
@@ -289,7 +289,7 @@ class EventFeed:
     def listen(self, listener: Listener) -> None:
         """Hand `listener` the whole tree now, and the changes since with each `pass_on`."""
         self._listener = listener
-        self._lost = not listener.hand_over(self._cache.drain_changes(afresh=True))
+        self._lost = not listener.hand_over(self._cache.drain_changes(snapshot=True))
 
     def pass_on(self) -> None:
         """Hand the listener what has changed since. O(changes), without hashing.
@@ -306,11 +306,11 @@ class EventFeed:
             return
         # 2. Else. While the listener is busy a full list would be lost as well, so wait until it is
         #    idle.
-        afresh = self._lost and listener.idle
-        changes = self._cache.drain_changes(afresh=afresh)
+        snapshot = self._lost and listener.idle
+        changes = self._cache.drain_changes(snapshot=snapshot)
         if not changes:
             return
-        self._hand_over(changes, afresh)
+        self._hand_over(changes, snapshot)
         # Keep them for `take`, up to the limit.
         if self._seq and self._num_untaken_pages <= UNTAKEN_LIMIT_PAGES:
             self._untaken += changes
@@ -318,9 +318,9 @@ class EventFeed:
             if self._num_untaken_pages > UNTAKEN_LIMIT_PAGES:
                 self._untaken = []
 
-    def _hand_over(self, changes: list[Change], afresh: bool) -> None:
+    def _hand_over(self, changes: list[Change], snapshot: bool) -> None:
         """Hand changes to the listener, if there is one that can use them."""
-        if self._listener is not None and changes and (afresh or not self._lost):
+        if self._listener is not None and changes and (snapshot or not self._lost):
             self._lost = not self._listener.hand_over(changes)
 
     def _events(self, changes: list[Change]) -> Iterator[CacheEvent]:
@@ -372,7 +372,7 @@ class EventLog:
     __slots__ = ("changes", "limit", "num_pages")
 
     def __init__(self, limit: int) -> None:
-        self.limit = limit  # pages stored; a listener further behind than this starts afresh
+        self.limit = limit  # pages stored; a listener further behind than this gets a snapshot
         self.num_pages = 0
         self.changes: list[Change] = []
 

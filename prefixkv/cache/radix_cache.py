@@ -567,19 +567,19 @@ class RadixCache(RadixTree):
 
     # --- listening and looking on ----------------------------------------------------------------
 
-    def drain_changes(self, afresh: bool = False) -> list[Change]:
+    def drain_changes(self, snapshot: bool = False) -> list[Change]:
         """Return what was stored and removed since the last call, for an `EventFeed`.
 
         The first call starts the recording and returns the whole tree as insertions. A listener
-        that fell more than `EVENT_LIMIT_PAGES` behind, or passes `afresh`, gets `Cleared` and then
-        the whole tree. Before the first call nothing is recorded.
+        that fell more than `EVENT_LIMIT_PAGES` behind, or passes `snapshot`, gets `Cleared` and
+        then the whole tree. Before the first call nothing is recorded.
         """
         log = self._log
-        if log is not None and not afresh and log.num_pages <= log.limit:
+        if log is not None and not snapshot and log.num_pages <= log.limit:
             return log.drain() if log.changes else NOTHING_CHANGED
         # A snapshot: parents before children, since an insertion names the page that it follows.
         self._log = EventLog(EVENT_LIMIT_PAGES)
-        if log is not None or afresh:
+        if log is not None or snapshot:
             self._log.cleared()
         for node in self.nodes():
             assert node.parent is not None

@@ -17,7 +17,7 @@ from prefixkv.errors import OutOfPagesError, RequestError
 from prefixkv.pages.manager import PageManager, RequestPages
 
 
-def raise_output_limits(
+def grow_for_next_token(
     page_manager: PageManager,
     budget: PreallocBudget,
     journal: DecodeJournal,

@@ -24,7 +24,7 @@ from prefixkv.decode.admission import DEFAULT_ADMISSION
 from prefixkv.decode.audit import check_decode
 from prefixkv.decode.budget import PreallocBudget
 from prefixkv.decode.deferred import Deferred, not_done
-from prefixkv.decode.growth import raise_output_limits
+from prefixkv.decode.growth import grow_for_next_token
 from prefixkv.decode.inflight import Flight, InFlight
 from prefixkv.decode.journal import DecodeJournal
 from prefixkv.decode.lanes import Lanes
@@ -288,7 +288,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
                 )
         # This takes pages, or raises before it takes any. So the tokens are appended only
         # afterwards.
-        if due and raise_output_limits(
+        if due and grow_for_next_token(
             self.pages, self.budget, self.journal, due, self._running, self._deferred, now_s
         ):
             aborted = DecodeState.ABORTED  # looked up once: that costs more than to compare
@@ -462,7 +462,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
                 self._cut_short(req, error, now_s, after)
 
     @property
-    def has_news(self) -> bool:
+    def has_results(self) -> bool:
         """True if one of the `pop_*` calls returns something, or may admit. O(1)."""
         complete = self.transfers.num_complete
         return bool(self._failed or self._asks or complete or self.waiting.may_admit)

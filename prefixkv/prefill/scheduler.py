@@ -281,7 +281,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         return True
 
     @property
-    def has_news(self) -> bool:
+    def has_results(self) -> bool:
         """True if one of the `pop_*` calls returns something. O(1)."""
         return bool(self._failed or self._sent or self.bootstrapped.may_open)
 

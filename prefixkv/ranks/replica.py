@@ -4,8 +4,8 @@ ranks that follow it.
     rank 0       node = DecodeNode(pool, config, ranks=RankLog(), mesh=mesh)
                  broadcast(node.take_log())
     rank 1 ...   rank = DecodeRank(pool, config, mesh, 1, worker)
-                 rank.apply(receive()); send(rank.take_news())
-    rank 0       for raw in received: node.apply_news(raw)
+                 rank.apply(receive()); send(rank.take_rank_events())
+    rank 0       for raw in received: node.apply_rank_events(raw)
 
 A `DecodeRank` (runtime/decode_rank.py) is a `DecodeReplica` that also receives its part of the KV:
 the log names the rooms that it has to open, and its events go back to rank 0.

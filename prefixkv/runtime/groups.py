@@ -148,7 +148,7 @@ class DecodeGroup(DecodeNode):
         now_s = super()._pump()
         if self.others:
             for other in self.others:
-                self._leader.on_news(other.take_news(), now_s)
+                self._leader.on_rank_events(other.take_rank_events(), now_s)
             self._tell()
         return now_s
 
@@ -179,7 +179,7 @@ class DecodeGroup(DecodeNode):
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait for events of any rank; see `DecodeNode.wait`."""
         self._check_open()
-        return self.scheduler.has_news or self._wait(self._readiness.wait, timeout_s)
+        return self.scheduler.has_results or self._wait(self._readiness.wait, timeout_s)
 
     def fileno(self) -> int:
         """See `Node.fileno`; readable for any rank."""
@@ -243,7 +243,7 @@ class PrefillGroup(InStep[PrefillNode], Closing):
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait for events of any rank; see `PrefillNode.wait`."""
-        if self._ready or any(node.scheduler.has_news for node in self.nodes):
+        if self._ready or any(node.scheduler.has_results for node in self.nodes):
             return True
         return self.nodes[0]._wait(self._readiness.wait, timeout_s)
 

@@ -98,7 +98,7 @@ class Node(Closing, Generic[C, To, E]):
         self._check_open()
         if self.kv_events is not None:
             self._feed.pass_on()
-        return self.scheduler.has_news or self._wait(self.transfers.wait, timeout_s)
+        return self.scheduler.has_results or self._wait(self.transfers.wait, timeout_s)
 
     def _wait(self, wait: Callable[[float | None], bool], timeout_s: float | None) -> bool:
         """Wait by `wait`, but not beyond the time when a request may fail for having waited."""
@@ -127,7 +127,7 @@ class Node(Closing, Generic[C, To, E]):
             # Rooms as well as requests: a room outlives its request until it is drained.
             if self.scheduler.idle and not self.transfers.num_rooms:
                 return True
-            if self.scheduler.has_news or now_s >= end_s:
+            if self.scheduler.has_results or now_s >= end_s:
                 return False
             # Also a look now and then: when a room that has ended is forgotten, no event says so.
             self.transfers.wait(min(end_s - now_s, 0.05))
@@ -170,15 +170,15 @@ class Node(Closing, Generic[C, To, E]):
         self._pump()
         self.scheduler.check_invariants()
 
-    def take_cache_events(self, afresh: bool = False) -> EventBatch:
+    def take_cache_events(self, snapshot: bool = False) -> EventBatch:
         """Return what the prefix cache stored and removed since the last call, for a router
         (`BoundedAffinityRouter.apply`).
 
-        The first batch, and one with `afresh`, gives the whole content. Before the first call
+        The first batch, and one with `snapshot`, gives the whole content. Before the first call
         nothing is recorded.
         """
         self._pump()
-        return self._feed.take(afresh)
+        return self._feed.take(snapshot)
 
     @property
     def closed(self) -> bool:
@@ -265,9 +265,9 @@ class Node(Closing, Generic[C, To, E]):
         # 1. Commands first: the control thread works on them while the rest is done here.
         for command in self._take_commands():
             self._command(command)
-        if self.scheduler.has_news:
+        if self.scheduler.has_results:
             # 2. The engine's poller comes back for what only a `pop_*` takes.
-            self.transfers.rouse()
+            self.transfers.notify()
         if self.kv_events is not None:
             self._feed.pass_on()
 

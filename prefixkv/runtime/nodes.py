@@ -71,7 +71,7 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         ranks: a RankLog where this is rank 0 of several (ranks/replica.py); then call `take_log`
             once per pass.
         mesh: how the model is shared out over the ranks. Each other rank is a `DecodeRank`; its
-            events go to `apply_news`. None: the pool holds all of the model's KV.
+            events go to `apply_rank_events`. None: the pool holds all of the model's KV.
         state: extra state of requests (a recurrent state, say), which prefill sends with the last
             chunk to the request's `state_slot`. Each admitted request has a slot until it ends, so
             no more requests than slots are admitted at once. It is never cached: a request that
@@ -364,13 +364,13 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         it."""
         self._leader.on(event, now_s)
 
-    def apply_news(self, raw: bytes) -> None:
-        """Take the events of a `DecodeRank` (its `take_news`); b"" is nothing.
+    def apply_rank_events(self, raw: bytes) -> None:
+        """Take the events of a `DecodeRank` (its `take_rank_events`); b"" is nothing.
 
         Raises:
             CallerError: a batch of this rank is missing or doubled: each has to come, in order.
         """
-        self._leader.on_news(raw, self._pump())
+        self._leader.on_rank_events(raw, self._pump())
         self._tell()
 
     def _command(self, command: DecodeCommand) -> None:

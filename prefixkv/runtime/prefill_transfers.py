@@ -294,7 +294,7 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         self.submit(DeclineRoom(key, reason))
         # No room of the control object's begins for the engine, so its end is said here.
         self._kept += [RoomEnded(key, KVPoll.FAILED, AbortedError(reason)), SourceFree(key)]
-        self.rouse()
+        self.notify()
 
     def offer(
         self, room: int, generation: int, num_tokens: int, digest: bytes, timeout_s: float

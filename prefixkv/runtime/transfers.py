@@ -165,7 +165,7 @@ class Transfers(Closing, Generic[C, To, E]):
         if error is not None:
             # The inbox is empty by now, and a poller has to come back for what is kept.
             if self._kept:
-                self.rouse()
+                self.notify()
             raise InternalError(f"in the control thread: {error!r}") from error
         events, self._kept = self._kept, []
         for event in events:
@@ -200,9 +200,9 @@ class Transfers(Closing, Generic[C, To, E]):
         """True if `take_events` has something, or its descriptor has to be cleared."""
         return bool(self._kept) or self.thread.events.pending
 
-    def rouse(self) -> None:
+    def notify(self) -> None:
         """Make the descriptor readable until the next `take_events`."""
-        self.thread.events.rouse()
+        self.thread.events.notify()
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until there may be events, at most `timeout_s`; return True if there may be

@@ -159,7 +159,7 @@ def test_rooms_may_succeed_in_any_order_and_none_runs_before_all_its_pages_are_t
     for rid in order:
         desk.succeed(reqs[rid].room_key, rid.encode())
         there.add(rid)
-        assert desk.scheduler.has_news == any(
+        assert desk.scheduler.has_results == any(
             {"a": 0, "b": 1, "c": 2}[rid] == len(ran) for rid in there - set(ran)
         )
         ran += desk.transferred()
@@ -294,7 +294,7 @@ def test_an_arrived_flight_that_nobody_needs_any_more_is_dropped() -> None:
     desk.succeed(a.room_key)
     desk.abort(a)
     desk.commands()
-    assert desk.scheduler.has_news
+    assert desk.scheduler.has_results
     desk.abort(b)
     assert aborted(desk) == [b.room_key]
     assert desk.transferred() == []

@@ -239,7 +239,7 @@ class SchedulerSim(PairSim):
         if not (
             side.ranks[0].events
             or side.running
-            or side.scheduler.has_news
+            or side.scheduler.has_results
             or side.scheduler.waiting.wake_s <= self.now_s
         ):
             return _IDLE
@@ -252,7 +252,7 @@ class SchedulerSim(PairSim):
 
     def prefill_schedule(self) -> int:
         side = self.prefill
-        if not (side.ranks[0].events or side.computing or side.scheduler.has_news):
+        if not (side.ranks[0].events or side.computing or side.scheduler.has_results):
             return _IDLE
         side.schedule()
         return _PREFILL

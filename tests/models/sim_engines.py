@@ -222,7 +222,7 @@ class DecodeEngine:
     def schedule(self) -> None:
         """One thing the engine's scheduler may do."""
         now_s, scheduler = self.sim.now_s, self.scheduler
-        if said := [rank for rank in self.ranks if rank.events or rank.news]:
+        if said := [rank for rank in self.ranks if rank.events or rank.for_rank_0]:
             self.sim.hear(self.sim.pick(said))
             return
         scheduler.pop_preallocated(now_s)
@@ -647,7 +647,7 @@ class EngineSim(Sim):
 
     def idle(self) -> bool:
         engines = self.decode.running or self.prefill.computing or self._to_submit
-        news = any(scheduler.has_news for scheduler in self.schedulers)
+        news = any(scheduler.has_results for scheduler in self.schedulers)
         return super().idle() and not engines and not news
 
     def is_over(self, taken: int) -> bool:

@@ -108,7 +108,7 @@ def test_one_that_waits_holds_nothing_and_what_came_later_passes_it() -> None:
     desk.scheduler.room_bootstrapped(other.room_key, 0, "", 0.0)
     assert desk.next_pass() == ["r0", "x"]
     assert desk.states() == {"OWNED": 8}
-    assert not desk.scheduler.has_news, "nothing to look at before a chunk is computed"
+    assert not desk.scheduler.has_results, "nothing to look at before a chunk is computed"
 
 
 @given(
@@ -195,7 +195,7 @@ def test_when_the_first_fails_one_goes_on_where_it_was_and_the_others_wait_for_t
     assert desk.next_pass() == ["r0"]
     desk.send(first, 10)
     desk.end(first, ok=False)
-    assert desk.scheduler.has_news
+    assert desk.scheduler.has_results
     assert desk.next_pass() == ["r1"]
     assert second.prefix_len == 8, "what the first had computed is used"
     desk.send(second, 12)
@@ -234,7 +234,7 @@ def test_a_leader_that_is_passed_over_is_waited_for_as_long_as_computing_it_woul
     desk.send(other, len(SYSTEM) - 1)
     assert desk.next_pass() == []
     desk.send(other, len(SYSTEM))
-    assert desk.scheduler.has_news
+    assert desk.scheduler.has_results
     assert desk.next_pass() == ["r1"], "the next waits for this one now"
     assert desk.scheduler.counters["overtaken"] == 2
 
@@ -273,7 +273,7 @@ def test_one_that_does_not_fit_keeps_time_from_waking_those_behind_it() -> None:
     desk.scheduler.room_bootstrapped(late.room_key, 0, "", 0.0)
     assert desk.next_pass() == []
     assert desk.scheduler.wake_s == float("inf")
-    assert not desk.scheduler.has_news
+    assert not desk.scheduler.has_results
 
 
 # --- who waits for whom ---------------------------------------------------------------------------
@@ -312,7 +312,7 @@ def test_one_that_is_aborted_while_it_waits_is_gone() -> None:
     assert desk.scheduler.wake_s == float("inf")
     assert [req.rid for req in desk.pop_failed()] == ["r1"]
     desk.send(first, len(SYSTEM))
-    assert not desk.scheduler.has_news
+    assert not desk.scheduler.has_results
 
 
 def test_namespaces_do_not_wait_for_each_other() -> None:
@@ -386,7 +386,7 @@ def test_what_is_computed_across_a_flush_is_not_waited_for() -> None:
     first, *_ = burst(desk, 3)
     assert desk.next_pass() == ["r0"]
     desk.scheduler.flush()
-    assert desk.scheduler.has_news
+    assert desk.scheduler.has_results
     assert desk.next_pass() == ["r1"]
     desk.send(first, 20)
     assert desk.next_pass() == [], "the third waits for the second, that the flush left alone"
@@ -423,10 +423,10 @@ def test_no_more_than_the_limit_come_and_the_rest_is_news() -> None:
         desk.next_pass(limit=-1)
     assert desk.next_pass(limit=0) == []
     assert desk.next_pass(limit=2) == ["a", "b"]
-    assert desk.scheduler.has_news
+    assert desk.scheduler.has_results
     assert [req.state for req in reqs][2] is PrefillState.BOOTSTRAPPED, "it holds nothing yet"
     assert desk.next_pass(limit=2) == ["c"]
-    assert not desk.scheduler.has_news
+    assert not desk.scheduler.has_results
 
 
 class Rank:

@@ -54,7 +54,7 @@ def test_who_has_handed_over_its_state_fails_for_the_engine_when_no_write_reads_
     req = handed_over(desk)
     desk.end(req, ok=False)
     assert desk.pop_failed() == []
-    assert not desk.scheduler.has_news
+    assert not desk.scheduler.has_results
     desk.source_free(req)
     desk.source_free(req)
     assert desk.pop_failed() == [req]

@@ -107,7 +107,7 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         self._told: Words | None = None
         if self.kv_events.enabled:
             self._told = Words(self.kv_events, self.page_size, self.is_eagle)
-            self._told.tell(self.tree.drain_changes(afresh=True))
+            self._told.tell(self.tree.drain_changes(snapshot=True))
         if params.enable_metrics:
             self.init_metrics_collector()
 

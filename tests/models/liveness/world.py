@@ -198,7 +198,7 @@ class Prefill(PrefillEngine):
 
     @property
     def busy(self) -> bool:
-        news = self.desk.rank.events or self.scheduler.has_news
+        news = self.desk.rank.events or self.scheduler.has_results
         return bool(news or self.computing or self.owes)
 
 
@@ -237,7 +237,7 @@ class Decode(DecodeEngine):
 
     @property
     def busy(self) -> bool:
-        return bool(self.ranks[0].events or self.running or self.scheduler.has_news)
+        return bool(self.ranks[0].events or self.running or self.scheduler.has_results)
 
 
 class World(PairSim):
