@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from prefixkv.decode.budget import PreallocBudget
 from prefixkv.decode.inflight import InFlight
-from prefixkv.decode.lanes import GONE, Lanes, Waiter
+from prefixkv.decode.lanes import LEFT, Lanes, Waiter
 from prefixkv.decode.request import ACTIVE, CAN_RUN, DecodeRequest, DecodeState
 from prefixkv.decode.room_numbers import RoomNumbers
 from prefixkv.decode.wants import Wants
@@ -98,7 +98,7 @@ def check_queue(
     """
     all_lanes = lanes.all()
     in_line = [waiter for lane in all_lanes for waiter in lane.waiters()]
-    unsaid = {waiter for waiter in waiters if not waiter.want and waiter.req.request.cacheable}
+    not_entered = {waiter for waiter in waiters if not waiter.want and waiter.req.request.cacheable}
     # Each order is kept beside the others by hand; these compare every order with the waiters
     # themselves.
     laws = {
@@ -125,7 +125,7 @@ def check_queue(
         "busy lanes are open, and somebody stands there": set(lanes.busy)
         == {lane for lane in all_lanes if lane.is_open and len(lane)},
         "what waits is wanted, or not said yet": not wants.protects
-        or unsaid == {waiter for waiter in wants.unsaid if waiter.want != GONE},
+        or not_entered == {waiter for waiter in wants.not_entered if waiter.want != LEFT},
         "only what waits here is wanted": pages.cache.num_wants
         == sum(waiter.want > 0 for waiter in waiters),
     }

@@ -25,12 +25,12 @@ class _Ended(NamedTuple):
 class Deferred:
     """Ended requests that wait for the device. Owned by a `DecodeScheduler`.
 
-    `again` queues a request that was retracted, when its pages are released.
+    `queue_again` queues a request that was retracted, when its pages are released.
     """
 
-    def __init__(self, pages: PageManager, again: Callable[[DecodeRequest], None]) -> None:
+    def __init__(self, pages: PageManager, queue_again: Callable[[DecodeRequest], None]) -> None:
         self._pages = pages
-        self._again = again
+        self._queue_again = queue_again
         self._waiting: list[tuple[DeviceEvent, _Ended]] = []
 
     def __len__(self) -> int:
@@ -65,7 +65,7 @@ class Deferred:
         ]
         return sum(pages.num_own + releases.end(pages.lock) for pages in stuck if pages is not None)
 
-    def end(
+    def release_after(
         self, after: DeviceEvent | None, req: DecodeRequest, continues: bool | None, now_s: float
     ) -> None:
         """Release an ended request, as its state says, once `after` is done; None: at once."""
@@ -110,7 +110,7 @@ class Deferred:
         # 2. Only now may a retracted request queue again: it must hold nothing, and the next match
         # finds what has just been cached. One aborted meanwhile is over.
         if req.state is DecodeState.RETRACTED:
-            self._again(req)
+            self._queue_again(req)
 
 
 def not_done(after: DeviceEvent | None) -> DeviceEvent | None:

@@ -137,9 +137,9 @@ class DecodePreallocQueue:
                 waiter.since_s = req.arrived_s
                 if self._policy.overtakes:
                     self._look(waiter)
-                waiter.rank = _checked(self._policy.rank(req, waiter.new))
+                waiter.rank = _checked(self._policy.rank(req, waiter.new_pages))
             # Comparing the rank with those of the lane may raise too.
-            self._stand(waiter)
+            self._enter(waiter)
         except BaseException:
             self._lanes.forget_if_new(lane)
             raise
@@ -147,21 +147,21 @@ class DecodePreallocQueue:
         self._spent_at = -1
         self._waiters[req] = waiter
         lane.num_waiters += 1
-        self.wants.say_soon(waiter)
+        self.wants.enter_soon(waiter)
         # `add` is not given the time where a request comes back, so the next pass stamps it.
         if first:
             self._unstamped.append(waiter)
         elif req.request.deadline_s is None:  # else the scheduler has its deadline
             self._deadlines.wake(req, req.arrived_s + self._waiting_timeout_s)
 
-    def _stand(self, waiter: Waiter) -> None:
+    def _enter(self, waiter: Waiter) -> None:
         """Enter a waiter into its lane, or set it aside if it may need too many pages."""
         if waiter.req.max_pages > self._prospects.most_pages:
             if not waiter.is_returned:
                 # It will stand in its lane later, in the middle of a pass, where nothing may raise.
                 # So its rank is compared now.
                 self._lanes.check_comparable(None, waiter.place)
-            self._step_aside(waiter)
+            self._set_aside(waiter)
             return
         self._lanes.enter(waiter)
         if not waiter.lane.is_open:
@@ -214,7 +214,7 @@ class DecodePreallocQueue:
         former.num_waiters -= 1
         waiter.lane.num_waiters += 1
         self._lanes.forget_if_idle(former)
-        self._stand(waiter)
+        self._enter(waiter)
         self.look_again()
 
     def look_again(self) -> None:
@@ -332,8 +332,8 @@ class DecodePreallocQueue:
             self._spent_at = -1  # the next pass brings more of them back
         # Only what still waits after the pass: telling the tree of one that was admitted would be
         # for nothing.
-        if self.wants.unsaid:
-            self.wants.say()
+        if self.wants.not_entered:
+            self.wants.enter()
 
     def _admit_what_fits(self, now_s: float) -> None:
         """Make one pass over those that may fit."""
@@ -355,7 +355,7 @@ class DecodePreallocQueue:
         # and does not step aside, ends the pass: all that comes behind it waits for it.
         while (first := self._first_of_all(now_s)) is not None and pages.can_open:
             if first.seen_at == self._version or not self._try(first, *self._look(first), now_s):
-                if self._steps_aside(first):
+                if self._try_set_aside(first):
                     continue  # the next one's turn
                 self._spent_at = self._version
                 return
@@ -379,7 +379,7 @@ class DecodePreallocQueue:
             if self._policy.overtakes and not waiter.is_returned:
                 # Its new estimate has to be in the order for those that may come.
                 self._falls_back(waiter)
-            self._steps_aside(waiter)
+            self._try_set_aside(waiter)
         self._spent_at = version
 
     def take_admitted(self) -> list[DecodeRequest]:
@@ -412,25 +412,25 @@ class DecodePreallocQueue:
             self._lanes.enter(waiter)
         return False
 
-    def _steps_aside(self, waiter: Waiter) -> bool:
+    def _try_set_aside(self, waiter: Waiter) -> bool:
         """Set aside a request that did not fit, if waiting for the running ones cannot help it.
         True if so: then it holds up no other.
         """
         # 1. More pages than can come back without a proof.
         if waiter.req.max_pages > self._most_pages:
             self._lanes.leave(waiter)
-            self._step_aside(waiter)
+            self._set_aside(waiter)
             return True
         # 2. It does not fit for another reason than its worker's share: pages will come back, so it
         # waits where it is.
         lane = waiter.lane
-        if not self._shares.refuses(lane.address, waiter.new):
+        if not self._shares.refuses(lane.address, waiter.new_pages):
             return False
         # 3. The share. If even the end of all its worker's transfers would not help, it waits
         # alone. Otherwise the whole lane does: what comes behind it there, and needs less, would
         # overtake it each time.
         self.stepped_aside["share"] += 1
-        if self._shares.is_hopeless(lane.address, waiter.new):
+        if self._shares.is_hopeless(lane.address, waiter.new_pages):
             self._lanes.leave(waiter)
             waiter.is_aside = True
             self._over_share[waiter] = None
@@ -438,7 +438,7 @@ class DecodePreallocQueue:
             self._limited[lane] = None
         return True
 
-    def _step_aside(self, waiter: Waiter) -> None:
+    def _set_aside(self, waiter: Waiter) -> None:
         """Set a waiter aside for pages. It has left its lane, or never entered it."""
         waiter.is_aside = True
         self._aside.add((waiter.req.max_pages, waiter.arrival, waiter))
@@ -515,10 +515,10 @@ class DecodePreallocQueue:
         places = orders[0] if len(orders) == 1 else islice(heapq.merge(*orders), MAX_WALK)
         for _, _, waiter in places:
             if (
-                waiter.most <= most
-                and waiter.needed <= space
+                waiter.most_pages <= most
+                and waiter.needed_pages <= space
                 and waiter.seen_at != version
-                and not shares.refuses(waiter.lane.address, waiter.new)
+                and not shares.refuses(waiter.lane.address, waiter.new_pages)
             ):
                 return waiter
         return None
@@ -530,7 +530,7 @@ class DecodePreallocQueue:
         return pages + budget + self._num_started + self._shares.version + self._lanes.version
 
     def _limits(self) -> tuple[int, int]:
-        """Return the largest `Waiter.needed` and `Waiter.most` that fit, in pages."""
+        """Return the largest `Waiter.needed_pages` and `Waiter.most_pages` that fit, in pages."""
         available = self._pages.available_pages
         return available - self._budget.kept_back, available + self._budget.private_pages
 
@@ -558,8 +558,8 @@ class DecodePreallocQueue:
         first_len = min(req.fill_len + req.resumed, req.most_kv_len)
         kept = pages_for(max(first_len, min(req.fill_len + reserve, req.most_kv_len)), page_size)
         less = shared_pages - unprotected
-        waiter.new = pages_for(first_len, page_size) - shared_pages
-        waiter.needed, waiter.most = kept - less, req.max_pages - less
+        waiter.new_pages = pages_for(first_len, page_size) - shared_pages
+        waiter.needed_pages, waiter.most_pages = kept - less, req.max_pages - less
         return joined, shared_pages
 
     def _falls_back(self, waiter: Waiter) -> bool:
@@ -569,7 +569,7 @@ class DecodePreallocQueue:
         # all looks.
         lane.estimated.move_to_end(waiter)
         try:
-            rank = _checked(self._policy.rank(waiter.req, waiter.new))
+            rank = _checked(self._policy.rank(waiter.req, waiter.new_pages))
             falls_back = bool(before < rank)
             if falls_back or rank < before:
                 # Added before the old one is removed: ranks may not compare, and raise here.
@@ -594,8 +594,12 @@ class DecodePreallocQueue:
             # once, and be retracted again for the page that was missing. So it has to leave a page
             # for each of the others: then these go on by a step first.
             space = min(space, pages.available_pages - self._budget.active)
-        new, prefill = waiter.new, waiter.lane.address
-        if waiter.needed > space or waiter.most > most or self._shares.refuses(prefill, new):
+        new, prefill = waiter.new_pages, waiter.lane.address
+        if (
+            waiter.needed_pages > space
+            or waiter.most_pages > most
+            or self._shares.refuses(prefill, new)
+        ):
             waiter.seen_at = self._version
             return False
         # 2. Before an eviction the tree has to know what the others wait for, or it evicts just

@@ -18,6 +18,7 @@ from operator import attrgetter
 
 import numpy as np
 
+from prefixkv.addresses import check_prefill
 from prefixkv.cache.radix_key import check_packed, pack
 from prefixkv.config import Admission, Retarget, check_version
 from prefixkv.decode.admission import DEFAULT_ADMISSION
@@ -30,8 +31,7 @@ from prefixkv.decode.journal import DecodeJournal
 from prefixkv.decode.lanes import Lanes
 from prefixkv.decode.prealloc_queue import DecodePreallocQueue
 from prefixkv.decode.prospects import Prospects
-from prefixkv.decode.request import CAN_RUN, DecodeRequest, DecodeState, PrefillAsk
-from prefixkv.decode.retries import Retries, check_address
+from prefixkv.decode.request import CAN_RUN, DecodeRequest, DecodeState, PrefillAsk, Retries
 from prefixkv.decode.room_numbers import RoomNumbers
 from prefixkv.decode.shares import PrefillShares
 from prefixkv.decode.transfer_queue import DecodeTransferQueue
@@ -116,7 +116,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.prospects = Prospects(
             pages, self.shares, self.lanes, self.flights, self._deferred.stuck_pages
         )
-        # The queues, in the order in which a request passes through them: waiting, transfers.
+        # The queues, in the order in which a request passes through them: waiting, arriving.
         # `requests` (of the base class) has every live request, in whichever of the two it is, or
         # running.
         self.waiting = DecodePreallocQueue(
@@ -132,7 +132,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             waiting_timeout_s=waiting_timeout_s,
             protect=protect_waiting,
         )
-        self.transfers = DecodeTransferQueue(pages, self.flights)
+        self.arriving = DecodeTransferQueue(pages, self.flights)
         self._retries = Retries(max_retries, retarget, pages.errors)
         self._max_waiting = max_waiting
         # Rooms outlive requests: a number stays in use until the control plane has proved that its
@@ -208,7 +208,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.waiting.admit(now_s)
         for req in self.waiting.unanswered(now_s):
             late = TransferTimeoutError(f"request {req.rid!r} {self.waiting.why(req, now_s)}")
-            self._unmet(req, late, now_s)
+            self._retry_unanswered(req, late, now_s)
         for req, why in self.waiting.expired(now_s):
             error = AdmissionTimeoutError(f"request {req.rid!r} {why}")
             self._end(req, DecodeState.FAILED, error, now_s)
@@ -225,7 +225,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     def pop_transferred(self, now_s: float) -> list[DecodeRequest]:
         """Commit the requests with complete KV to the tree, and return them, ready to run."""
         check_time(now_s)
-        committed = self.transfers.pop_transferred(now_s)
+        committed = self.arriving.pop_transferred(now_s)
         for req in committed:
             assert req.pages_held is not None
             self.counters["transferred"] += 1
@@ -322,7 +322,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         req.become(DecodeState.FINISHED)
         self._leave(req, now_s)
         self.counters["finished"] += 1
-        self._deferred.end(after, req, continues, now_s)
+        self._deferred.release_after(after, req, continues, now_s)
 
     def retract(self, rid: str, now_s: float, after: DeviceEvent | None = None) -> None:
         """Take a running request's pages back and queue it again, in front, to resume where it was.
@@ -344,7 +344,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.budget.stop(req.rid)
         self.counters["retracted"] += 1
         req.retractions += 1
-        self._deferred.end(after, req, None, now_s)
+        self._deferred.release_after(after, req, None, now_s)
 
     def abort(
         self,
@@ -377,7 +377,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         req = self.requests.get(rid)
         if req is None:
             raise RequestError(f"request {rid!r} is not here")
-        check_address(rid, prefill)
+        check_prefill(rid, prefill)
         if req.state is DecodeState.PREALLOCATED:
             raise RequestError(f"request {rid!r} is on its way from {req.prefill!r}")
         if prefill == req.prefill:
@@ -464,7 +464,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     @property
     def has_results(self) -> bool:
         """True if one of the `pop_*` calls returns something, or may admit. O(1)."""
-        complete = self.transfers.num_complete
+        complete = self.arriving.num_complete
         return bool(self._failed or self._asks or complete or self.waiting.may_admit)
 
     @property
@@ -493,8 +493,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         # once. If its flight is gone, or has lost its owner, the room number is what still waits
         # for that proof.
         if poll is KVPoll.SUCCESS:
-            self.shares.back(key)
-            flight = self.transfers.succeed(key, aux)
+            self.shares.release(key)
+            flight = self.arriving.succeed(key, aux)
             if flight is not None:
                 self.journal.transferred(flight, now_s)
             if flight is None or flight.owner is None:
@@ -502,7 +502,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             return
         # 2. Failure of a room that was aborted here meanwhile: its pages are held already, and the
         # request has ended.
-        flight = self.transfers.get(key)
+        flight = self.arriving.get(key)
         if flight is None:
             return
         # 3. Failure. It is no proof: writes may still be landing. `_cancel` moves the pages to the
@@ -553,13 +553,13 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         # more.
         lane.is_met = False
         for req in self.waiting.at(address):
-            self._unmet(req, error, now_s)
+            self._retry_unanswered(req, error, now_s)
         # Last, since each request that leaves may be the one that makes the lane idle.
         self.lanes.forget_if_idle(lane)
 
     def room_drained(self, key: RoomKey) -> None:
         """Release a room's held pages and its number: no write can land in its pages any more."""
-        self.shares.back(key)
+        self.shares.release(key)
         self.pages.release(key)
         self.rooms.drained(key)
         # A refusal that still waits for this number stays noted, else `refuse` would queue it
@@ -600,7 +600,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.pages.check_invariants()
         self.budget.check_invariants()
         self.waiting.check_invariants()
-        self.transfers.check_invariants()
+        self.arriving.check_invariants()
         # Pages may be in a prefill worker's power only while a room is open, or failed and not
         # drained.
         flying = {flight.room_key for flight in self.flights if flight.is_open}
@@ -630,7 +630,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
                 f"worker {address} holds {most}"
             )
 
-    def _unmet(self, req: DecodeRequest, error: Exception, now_s: float) -> None:
+    def _retry_unanswered(self, req: DecodeRequest, error: Exception, now_s: float) -> None:
         """Take out a request of a prefill worker that does not answer, and try again.
 
         That worker was promised nothing, so it is sent nothing.
@@ -670,15 +670,15 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         if req.resumed and req.prefix_len == req.fill_len and pages.slot < 0:
             # 1. A resumed request with all its KV in the tree, and no extra state, which is never
             # cached: nothing is to be sent, so no room is opened.
-            self.transfers.arrived(flight)
-            self.shares.back(flight.room_key)
+            self.arriving.arrived(flight)
+            self.shares.release(flight.room_key)
             return
         # 2. A later attempt: prefill has ended, or never had, the request of this generation. The
         # engine has to submit it there again.
         if req.generation > req.request.generation:
             self._asks.append(PrefillAsk(req, self.name))
         # 3. Registered before the command leaves, so that an answer always finds its flight.
-        self.transfers.add(flight)
+        self.arriving.add(flight)
         page_ids = self.pages.table.packed(pages.row, start, end)
         (room, generation, _), lens = flight.room_key, (req.fill_len, req.prefix_len)
         what = *lens, page_ids, self._ticket(), pages.slot
@@ -719,12 +719,12 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         # One that ran still holds its pages. One that was retracted, and waits for the device, is
         # released by that entry: a second one would free its pages twice.
         if req.pages_held is not None and req not in self._deferred.requests():
-            self._deferred.end(after, req, None, now_s)
+            self._deferred.release_after(after, req, None, now_s)
 
     def _too_late(self, req: DecodeRequest, now_s: float) -> None:
         """Fail a request without its KV at its own deadline, unless it only waits to be popped."""
         flight = self.flights.of(req)
-        if flight is not None and self.transfers.is_complete(flight):
+        if flight is not None and self.arriving.is_complete(flight):
             return
         by = f"by its deadline_s, {req.request.deadline_s}"
         error: Exception = TransferTimeoutError(f"request {req.rid!r}: its KV was not here {by}")
@@ -741,7 +741,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         is_free = request.room not in self.rooms
         if not is_free and not (to_refuse and not self.rooms.is_live(request.room)):
             raise RequestError(f"room {request.room} is in use")
-        check_address(request.rid, request.prefill)
+        check_prefill(request.rid, request.prefill)
         if request.decode not in ("", self.name):
             named = f"{request.decode!r}, this one is {self.name!r}"
             raise RequestError(f"request {request.rid!r} is for decode worker {named}")
@@ -809,7 +809,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         # be called back. The pages change owner, from request to room, and wait for proof.
         # 2. The room has succeeded, or was never opened: nothing can land, so they are free at
         # once.
-        if self.transfers.remove(flight):
+        if self.arriving.remove(flight):
             if error is not None:
                 self._commands.append(AbortRoom(key, reason_of(error)))
                 self.journal.transfer_ended(flight.prefill, "aborted")

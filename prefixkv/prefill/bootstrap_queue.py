@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from prefixkv.cache.results import MatchResult
 from prefixkv.pages.manager import PageManager
 from prefixkv.paging import page_floor, pages_for, whole_pages
-from prefixkv.prefill.following import Following
 from prefixkv.prefill.request import PrefillRequest, PrefillState
 from prefixkv.prefill.send_plan import SendPlan
+from prefixkv.prefill.shared_prefixes import SharedPrefixes
 
 UsablePrefix = Callable[[PrefillRequest, int], int]
 """Function of a request and the number of its cached tokens that returns how many the engine
@@ -25,14 +25,17 @@ class PrefillBootstrapQueue:
     """Promised requests that wait for pages here. Owned by the scheduler's thread.
 
     `usable_prefix` is called for each hit; None: every hit is used whole, and requests follow
-    others (`Following`).
+    others (`SharedPrefixes`).
     """
 
     def __init__(
-        self, pages: PageManager, following: Following, usable_prefix: UsablePrefix | None = None
+        self,
+        pages: PageManager,
+        shared_prefixes: SharedPrefixes,
+        usable_prefix: UsablePrefix | None = None,
     ) -> None:
         self._pages = pages
-        self._following = following
+        self._shared_prefixes = shared_prefixes
         self._usable_prefix = usable_prefix
         self._ready: dict[PrefillRequest, None] = {}  # in the order of their promises
         self._blocked_at = -1  # version of the pages at which the first that may start did not fit
@@ -48,7 +51,7 @@ class PrefillBootstrapQueue:
     def remove(self, req: PrefillRequest) -> None:
         """Take out a request that has ended."""
         del self._ready[req]
-        self._following.forget(req)
+        self._shared_prefixes.forget(req)
         # It may be the one that did not fit, and held up those behind it.
         self.look_again()
 
@@ -75,7 +78,7 @@ class PrefillBootstrapQueue:
         # Waking earlier would be for nothing: the first that may start lacks pages or a row.
         if self._blocked_at == self._pages.version or not self._pages.table.free_rows:
             return math.inf
-        return self._following.wake_s
+        return self._shared_prefixes.wake_s
 
     def pop_bootstrapped(self, now_s: float, limit: int | None = None) -> list[PrefillRequest]:
         """Hand out requests that the engine may compute now, at most `limit`.
@@ -85,8 +88,8 @@ class PrefillBootstrapQueue:
         time.
         """
         popped: list[PrefillRequest] = []
-        following = self._following
-        if following.wake_s <= now_s:
+        shared_prefixes = self._shared_prefixes
+        if shared_prefixes.wake_s <= now_s:
             self._news = True
         if not self.may_open:
             return popped
@@ -94,13 +97,13 @@ class PrefillBootstrapQueue:
             if limit is not None and len(popped) >= limit:
                 return popped
             # 1. Follows another: it holds no pages, so nothing behind it waits for it.
-            if following.waits(req, now_s):
+            if shared_prefixes.waits(req, now_s):
                 continue
             # 2. Look what is cached, before `follow` is asked: only behind that does another's
             # prefix help.
             match = self._match(req)
             prefix_len = match.prefix_len if match is not None else 0
-            if self._usable_prefix is None and following.follow(
+            if self._usable_prefix is None and shared_prefixes.follow(
                 req, prefix_len // self._pages.page_size, now_s
             ):
                 continue
@@ -113,7 +116,7 @@ class PrefillBootstrapQueue:
             self._blocked_at = -1
             # After `_open`, which sets the prefix: it leads from there. Others in this pass may
             # follow it at once.
-            following.handed_out(req, self._pages.caching and req.request.cacheable)
+            shared_prefixes.handed_out(req, self._pages.caching and req.request.cacheable)
             popped.append(req)
         self._news = False
         return popped

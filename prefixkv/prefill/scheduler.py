@@ -7,7 +7,7 @@ seen the end (`pop_sent`, `pop_failed`).
 
 KV that a chunk has computed goes to the tree, where others find it, at the next `pop_bootstrapped`:
 so the chunk is on its way before. Requests that need a prefix which another computes wait for it
-(`following.py`).
+(`shared_prefixes.py`).
 
 Source: SGLang's prefill queues (`disaggregation/prefill.py`), from which the name
 `pop_bootstrapped` comes.
@@ -38,10 +38,10 @@ from prefixkv.pages.requests import (
 )
 from prefixkv.paging import pages_for
 from prefixkv.prefill.bootstrap_queue import PrefillBootstrapQueue, UsablePrefix
-from prefixkv.prefill.following import Following
 from prefixkv.prefill.journal import PrefillJournal
 from prefixkv.prefill.request import PrefillRequest, PrefillState
 from prefixkv.prefill.send_plan import checked_chunk
+from prefixkv.prefill.shared_prefixes import SharedPrefixes
 from prefixkv.protocol.commands import (
     AbortRoom,
     AddRoom,
@@ -78,9 +78,11 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         self.journal = PrefillJournal()
         super().__init__(pages, self.journal, weights_version)
         self.num_slots = num_slots
-        self.following = Following(pages.page_size, self.counters, follow_s, oldest_leads=in_step)
+        self.shared_prefixes = SharedPrefixes(
+            pages.page_size, self.counters, follow_s, oldest_leads=in_step
+        )
         self.bootstrapped = PrefillBootstrapQueue(
-            pages, self.following, usable_prefix or (_no_prefix if num_slots else None)
+            pages, self.shared_prefixes, usable_prefix or (_no_prefix if num_slots else None)
         )
         # Requests: `requests` (of the base class) has all that live or hold pages; `_rooms` those
         # with a room that may still be spoken of; `_sent` and `_failed` what the engine has not
@@ -237,8 +239,8 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
             req.become(PrefillState.SENDING)
         # 4. Progress, for the tree and for those that follow this request.
         self._computed[req] = None
-        self.following.progress_s = now_s
-        if len(self.following):
+        self.shared_prefixes.progress_s = now_s
+        if len(self.shared_prefixes):
             self.bootstrapped.look_again()
         # 5. A chunk without pages sends nothing, but the last one carries the outcome.
         if len(src_pages) or last:
@@ -346,7 +348,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
     def flush(self) -> int:
         """Empty the cache after a weight update. Return the number of pages freed at once."""
         # First, so that no request waits for KV of the old weights.
-        self.following.flush()
+        self.shared_prefixes.flush()
         self.bootstrapped.look_again()
         return super().flush()
 
@@ -370,7 +372,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
     def check_invariants(self) -> None:
         """Check pages and requests against each other. Raises InternalError."""
         self.pages.check_invariants()
-        self.following.check_invariants()
+        self.shared_prefixes.check_invariants()
         held = [pages for _, pages in self.holders()]
         own = sum(pages.num_own + sum(map(len, pages.duplicates)) for pages in held)
         laws = {
@@ -427,8 +429,8 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
 
     def _computes_no_more(self, req: PrefillRequest) -> None:
         """Take a request from the leaders; those that followed it look again."""
-        self.following.end(req)
-        if len(self.following):
+        self.shared_prefixes.end(req)
+        if len(self.shared_prefixes):
             self.bootstrapped.look_again()
 
     def _cache(self, req: PrefillRequest, now_s: float) -> None:
@@ -438,7 +440,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
             return
         # The leader moves to what it has computed. The queue looks only after the next lines, so a
         # follower finds those pages in the tree.
-        self.following.advance(req, req.plan.computed)
+        self.shared_prefixes.advance(req, req.plan.computed)
         pages_computed = req.plan.computed // self.pages.page_size
         if req.request.cacheable and pages_computed > req.pages_held.num_locked:
             # Writes, and steps on their way, may read what turns out to be there already.

@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from secrets import token_bytes
 from typing import cast
 
-from prefixkv.addresses import is_loopback
+from prefixkv.addresses import check_prefill, is_loopback
 from prefixkv.config import DecodeConfig
 from prefixkv.control.death_watch import LostPeers
 from prefixkv.control.decode.control import DecodeControl
-from prefixkv.decode.retries import check_address
 from prefixkv.digest import check_digest
 from prefixkv.errors import ConfigError, RequestError
 from prefixkv.memory.kv_pool import KVPool
@@ -174,7 +173,7 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         state_slot = whole_number("state_slot", state_slot, -1, 2**31)
         ticket = None if ticket is None else whole_number("ticket", ticket, 1, 2**63)
         digest = check_digest(digest)
-        check_address(f"room {key.room}", prefill)
+        check_prefill(f"room {key.room}", prefill)
         ids = as_pages(pages)
         if prefix_len % self._page_size:
             raise RequestError(f"prefix_len is {prefix_len}, not whole pages of {self._page_size}")
@@ -219,7 +218,7 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
                 malformed.
         """
         check_reason(reason)
-        check_address(f"room {room}", prefill)
+        check_prefill(f"room {room}", prefill)
         digest = check_digest(digest) if digest else b""
         key = room_key(room, generation)
         ticket = secret_number() if ticket is None else whole_number("ticket", ticket, 1, 2**63)

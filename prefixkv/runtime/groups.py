@@ -24,7 +24,7 @@ from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_pool import StatePool
 from prefixkv.paging import Pages
 from prefixkv.prefill.bootstrap_queue import UsablePrefix
-from prefixkv.prefill.in_step import InStep
+from prefixkv.prefill.rank_group import RankGroup
 from prefixkv.ranks.replica import RankLog
 from prefixkv.runtime.closing import Closing
 from prefixkv.runtime.decode_rank import DecodeRank
@@ -201,8 +201,8 @@ class DecodeGroup(DecodeNode):
             closing.callback(self._readiness.close)
 
 
-class PrefillGroup(InStep[PrefillNode], Closing):
-    """The ranks of a prefill worker in step (prefill/in_step.py)."""
+class PrefillGroup(RankGroup[PrefillNode], Closing):
+    """The ranks of a prefill worker in step (prefill/rank_group.py)."""
 
     def __init__(
         self,

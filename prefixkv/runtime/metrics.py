@@ -104,8 +104,8 @@ def _decode_queues(node: DecodeNode) -> Samples:
     scheduler = node.scheduler
     # Each figure is read once. They may be of different moments, so differences are kept from
     # falling below 0.
-    transfers, flights = scheduler.transfers, scheduler.flights.all()
-    is_open, complete = transfers.num_open, transfers.num_complete
+    arriving, flights = scheduler.arriving, scheduler.flights.all()
+    is_open, complete = arriving.num_open, arriving.num_complete
     yield ("pages",), len(scheduler.waiting)
     yield ("transfer",), is_open
     yield ("flight",), max(0, len(flights) - is_open - complete)

@@ -401,7 +401,7 @@ def test_everybody_is_admitted_in_the_end(
         for req in list(desk.scheduler.requests.values()):
             if (
                 req.state is DecodeState.PREALLOCATED
-                and desk.scheduler.transfers.get(req.room_key) is not None
+                and desk.scheduler.arriving.get(req.room_key) is not None
             ):
                 desk.succeed(req.room_key)
         running += [desk.scheduler.requests[rid] for rid in desk.transferred()]

@@ -134,7 +134,7 @@ def _complete_without_transfer(desk: Desk) -> DecodeRequest:
     req = _resumed(desk)
     desk.admit()
     assert req.state is DecodeState.PREALLOCATED
-    assert desk.scheduler.transfers.num_open == 0
+    assert desk.scheduler.arriving.num_open == 0
     return req
 
 

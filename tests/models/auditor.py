@@ -33,7 +33,7 @@ def audit_decode(scheduler: DecodeScheduler, control: DecodeControl) -> None:
         written += machine.is_written
         if machine.drained:
             continue
-        flight = scheduler.transfers.get(machine.key)
+        flight = scheduler.arriving.get(machine.key)
         mine = set(machine.promise.page_ids().tolist())
         _audit_slot(scheduler, machine, slots)
         if flight is not None:
@@ -77,7 +77,7 @@ def _audit_slot(
     assert (slot >= 0) == (pages.slots is not None), "a slot is promised where there is extra state"
     if pages.slots is None:
         return
-    flight = scheduler.transfers.get(key)
+    flight = scheduler.arriving.get(key)
     if flight is not None:
         assert flight.pages.slot == slot, f"law 4: slot {slot} of {key} is not its flight's"
         states = {PageState.OWNED}

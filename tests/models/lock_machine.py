@@ -297,7 +297,7 @@ class LockMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort_crosses_success(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(sorted(self.rooms)))
-        flight = self.scheduler.transfers.get(key)
+        flight = self.scheduler.arriving.get(key)
         assert flight is not None
         if flight.owner is not None:
             self.scheduler.abort(flight.owner.rid, self.now_s)
@@ -367,7 +367,7 @@ class LockMachine(RuleBasedStateMachine):
                 case OpenRoom(promise):
                     key = RoomKey(promise.room, promise.generation)
                     self.rooms.add(key)
-                    flight = self.scheduler.transfers.get(key)
+                    flight = self.scheduler.arriving.get(key)
                     assert flight is not None
                     assert flight.owner is not None
                     assert promise.prefix_len == flight.start_pages * PAGE_SIZE
@@ -427,7 +427,7 @@ class LockMachine(RuleBasedStateMachine):
             == self.replica.page_manager.allocator.free_runs()
         )
         assert not len(self.scheduler.waiting)
-        assert not len(self.scheduler.transfers)
+        assert not len(self.scheduler.arriving)
         assert self.scheduler.budget.active == 0
         assert not self.scheduler.num_deferred
 

@@ -560,7 +560,7 @@ class SchedulerSim(PairSim):
         assert not self.decode.scheduler.rooms.any_undrained, self.decode.scheduler.rooms
         assert self.decode.scheduler.budget.active == 0
         assert not len(self.decode.scheduler.waiting)
-        assert not len(self.decode.scheduler.transfers)
+        assert not len(self.decode.scheduler.arriving)
         unended = set(self.decode.added) ^ set(self.decode.outcomes)
         assert not unended, f"law 7: {unended} have not ended, or ended unknown"
 

@@ -2,7 +2,7 @@
 which every KV byte follows from the tokens. On decode, rank 0 has the scheduler, and the others
 follow its operation log; on prefill each rank has one, and they go in step. All laws are audited.
 
-Of the library's glue, `RankLeader`, `RankLog`, `DecodeReplica` and `InStep` are the real ones. The
+Of the library's glue, `RankLeader`, `RankLog`, `DecodeReplica` and `RankGroup` are real. The
 engines, and the queues between scheduler and control object, are simulated.
 """
 
@@ -26,7 +26,7 @@ from prefixkv.errors import HandshakeError, OutOfPagesError, PrefixKVError, Prot
 from prefixkv.memory.state_layout import StateTensor, check_state_pairs
 from prefixkv.pages.allocator import PageState
 from prefixkv.pages.manager import PageManager
-from prefixkv.prefill.in_step import InStep
+from prefixkv.prefill.rank_group import RankGroup
 from prefixkv.prefill.request import PrefillRequest, PrefillState
 from prefixkv.prefill.scheduler import PrefillScheduler
 from prefixkv.protocol import messages
@@ -112,7 +112,7 @@ class PrefillEngine:
     def __init__(self, sim: EngineSim) -> None:
         self.sim = sim
         self.ranks = [sim.new_writer(rank) for rank in range(sim.sides[0].mesh.num_ranks)]
-        self.group = InStep([PrefillDesk(sim, rank) for rank in self.ranks])
+        self.group = RankGroup([PrefillDesk(sim, rank) for rank in self.ranks])
         self.desks = self.group.nodes
         self.scheduler = self.desks[0].scheduler
         self.free_slots = list(range(sim.sides[0].num_slots))
@@ -596,7 +596,7 @@ class EngineSim(Sim):
 
     def may_write(self, key: RoomKey, pages: np.ndarray, what: str) -> None:
         page_manager = self.decode.scheduler.pages
-        flight = self.decode.scheduler.transfers.get(key)
+        flight = self.decode.scheduler.arriving.get(key)
         allowed: set[int] = set()
         if flight is not None:
             allowed = set(page_manager.pages(flight.pages)[flight.pages.num_shared :].tolist())
@@ -607,7 +607,7 @@ class EngineSim(Sim):
     def may_write_state(self, key: RoomKey, slots: np.ndarray) -> None:
         slots_of = self.decode.scheduler.pages.slots
         assert slots_of is not None
-        flight = self.decode.scheduler.transfers.get(key)
+        flight = self.decode.scheduler.arriving.get(key)
         allowed = [flight.pages.slot] if flight is not None else slots_of.held_by(key).tolist()
         assert slots.tolist() == allowed, f"state of {key} lands in {slots}, its own is {allowed}"
 

@@ -15,9 +15,9 @@ from prefixkv.decode.prealloc_queue import DecodePreallocQueue
 from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.decode.transfer_queue import DecodeTransferQueue
 from prefixkv.prefill.bootstrap_queue import PrefillBootstrapQueue
-from prefixkv.prefill.following import Following
 from prefixkv.prefill.request import PrefillState
 from prefixkv.prefill.scheduler import PrefillScheduler
+from prefixkv.prefill.shared_prefixes import SharedPrefixes
 from prefixkv.protocol.commands import SendChunk
 from prefixkv.protocol.events import RoomEnded, SourceFree
 from prefixkv.protocol.ids import KVPoll, RoomKey
@@ -121,7 +121,7 @@ def _joiners_sleep(patch: Patch) -> None:
 
 def _followers_sleep(patch: Patch) -> None:
     """A prompt that waits for a prefix on prefill is not told that it is there."""
-    patch(Following, "waits", lambda self, req, now_s: req in self._waits)
+    patch(SharedPrefixes, "waits", lambda self, req, now_s: req in self._waits)
 
 
 def _pages_wake_no_request(patch: Patch) -> None:

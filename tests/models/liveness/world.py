@@ -103,7 +103,7 @@ class Prefill(PrefillEngine):
         super().__init__(sim)
         self.group: Any = self.desks[0]  # one rank: nothing goes in step
         self.desk = self.desks[0]
-        self.scheduler.following._stall_s = NEVER_S
+        self.scheduler.shared_prefixes._stall_s = NEVER_S
         self.offers: dict[RoomKey, PrefillRequest] = {}
         self.kept: dict[RoomKey, list[SendChunk]] = {}  # until decode opens the room
         self.offered: set[RoomKey] = set()

@@ -11,7 +11,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from prefixkv.errors import CallerError
-from prefixkv.prefill.in_step import InStep
+from prefixkv.prefill.rank_group import RankGroup
 from prefixkv.prefill.request import PrefillRequest, PrefillState
 from prefixkv.prefill.scheduler import PrefillScheduler, SendChunk
 from prefixkv.protocol.ids import KVPoll
@@ -430,7 +430,7 @@ def test_no_more_than_the_limit_come_and_the_rest_is_news() -> None:
 
 
 class Rank:
-    """A scheduler as `InStep` calls it; its promises come by hand."""
+    """A scheduler as `RankGroup` calls it; its promises come by hand."""
 
     def __init__(self, desk: Desk) -> None:
         self.desk, self.scheduler = desk, desk.scheduler
@@ -458,7 +458,7 @@ class Rank:
 
 
 def test_ranks_that_hand_out_in_another_order_keep_to_the_limit() -> None:
-    group = InStep([Rank(desk_of()), Rank(desk_of())])
+    group = RankGroup([Rank(desk_of()), Rank(desk_of())])
     for at, rid in enumerate("abc"):
         group.add(Request(rid, [at] * 5, room=at, decode="decode-0"))
     for rank, rids in zip(group.nodes, ("abc", "bca"), strict=True):
@@ -469,7 +469,7 @@ def test_ranks_that_hand_out_in_another_order_keep_to_the_limit() -> None:
 
 
 def test_what_fails_while_it_is_kept_for_later_is_not_handed_out() -> None:
-    group = InStep([Rank(desk_of()), Rank(desk_of())])
+    group = RankGroup([Rank(desk_of()), Rank(desk_of())])
     for at, rid in enumerate("ab"):
         group.add(Request(rid, [at] * 5, room=at, decode="decode-0"))
     for rank, rids in zip(group.nodes, ("ab", "ba"), strict=True):
