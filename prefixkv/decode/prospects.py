@@ -81,7 +81,7 @@ class Prospects:
             f"{away} are promised to prefill workers that do not answer" if away else "",
             f"{stuck} wait for a device event that has raised" if stuck else "",
         ]  # fmt: skip
-        said = "; ".join(part for part in parts if part)
-        if said and of and (held or away):
-            said += f"; prefill workers that have pages in their power: {of}"
-        return said
+        missing = "; ".join(part for part in parts if part)
+        if missing and of and (held or away):
+            missing += f"; prefill workers that have pages in their power: {of}"
+        return missing
