@@ -269,7 +269,7 @@ class InFlight:
                 for bucket in self._by_start.values()
                 for one, other in combinations(bucket, 2)
             ),
-            "what is found is on its way": places.keys() <= flights.keys(),
+            "what is found is on its way": keys.keys() <= flights.keys(),
         }
         check_laws(laws, list(flights))
         for flight in flights:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from prefixkv.cache.eviction.policy import Policy, Use
-from prefixkv.cache.node import Fold, Mark, Node
+from prefixkv.cache.node import Fold, Mark, TreeNode
 from prefixkv.cache.radix_key import TOKEN_BYTES
 from prefixkv.settings import Count, Number, SecondsOrZero, check_fields
 
@@ -87,7 +87,7 @@ class Ghosts:
         self._last = None
 
     def remember(
-        self, node: Node, num_pages: int, path_pages: int, limit_pages: int, fold: Fold
+        self, node: TreeNode, num_pages: int, path_pages: int, limit_pages: int, fold: Fold
     ) -> list[Ghost]:
         """Leave ghosts of the last `num_pages` of a leaf, which are about to go, and forget the
         oldest ghosts beyond `limit_pages`.
@@ -252,7 +252,7 @@ class Ghosts:
         end = depth * self._page_bytes
         return hash((depth, data[end - num_bytes if end > num_bytes else 0 : end]))
 
-    def _name_in_tree(self, node: Node, depth: int, num_bytes: int) -> int:
+    def _name_in_tree(self, node: TreeNode, depth: int, num_bytes: int) -> int:
         """Return `_name` for the path that `node` ends, read from the tree. O(nodes that hold the
         bytes)."""
         key = node.key
@@ -344,10 +344,10 @@ class GhostPolicy(Policy):
     def last_tick(self, history: Mark) -> int:
         return history[0]  # type: ignore[no-any-return]
 
-    def evicted(self, node: Node, num_pages: int) -> None:
+    def evicted(self, node: TreeNode, num_pages: int) -> None:
         self.remember(node, num_pages)
 
-    def remember(self, node: Node, num_pages: int) -> list[Ghost]:
+    def remember(self, node: TreeNode, num_pages: int) -> list[Ghost]:
         """Leave ghosts of evicted pages, and return the path ends that are forgotten for them."""
         limit_pages = int(self.ghosts * self._capacity_pages)
         path_pages = node.mark[PATH]

@@ -26,7 +26,7 @@ from prefixkv.cache.eviction.ghosts import Ghost, GhostPolicy
 from prefixkv.cache.eviction.policy import Use, register_policy
 from prefixkv.cache.eviction.queues import EvictionQueue, LeafOrders, Place, Rank
 from prefixkv.cache.eviction.return_tables import ReturnTables, bin_of
-from prefixkv.cache.node import Node
+from prefixkv.cache.node import TreeNode
 from prefixkv.settings import Count, CountOrZero, Number, check_order
 
 TURNS = (1, 2, 3, 5)
@@ -140,7 +140,7 @@ class Gittins(GhostPolicy):
     def make_queue(self) -> EvictionQueue:
         return _LeastWorth(self)
 
-    def evicted(self, node: Node, num_pages: int) -> None:
+    def evicted(self, node: TreeNode, num_pages: int) -> None:
         """Leave ghosts of the pages. Path ends that are forgotten for them count as losses."""
         for ghost in self.remember(node, num_pages):
             last: LastUse = ghost[0]
@@ -162,7 +162,7 @@ class _LeastWorth(LeafOrders):
         tick, _, kind, _, _ = history
         return 2 * kind, tick, (2 * kind + 1, -tick)
 
-    def choose(self, now_s: float) -> Node | None:
+    def choose(self, now_s: float) -> TreeNode | None:
         # Of each class the oldest or the newest leaf is worth least, so the heads are enough.
         least, chosen = None, None
         for order, heap in enumerate(self._heaps):
@@ -173,7 +173,7 @@ class _LeastWorth(LeafOrders):
                     least, chosen = rank, leaf
         return chosen
 
-    def rank_at(self, leaf: Node, now_s: float) -> Rank:
+    def rank_at(self, leaf: TreeNode, now_s: float) -> Rank:
         """Return (worth, True if newer ones go first, +-tick): lowest first, at this time only."""
         tick, used_s, kind, _, _ = leaf.mark
         tables = self._tables

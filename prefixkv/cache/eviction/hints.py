@@ -19,7 +19,7 @@ from typing import Final
 
 from prefixkv.cache.eviction.policy import Policy
 from prefixkv.cache.eviction.queues import EvictionQueue, Rank
-from prefixkv.cache.node import Node
+from prefixkv.cache.node import TreeNode
 
 MOST_HINTS: Final = 1 << 16
 """Limit for remembered hints; beyond it the oldest are forgotten."""
@@ -107,10 +107,10 @@ class HintedQueue:
         self._last_tick = policy.last_tick
         self._hints = hints
         self._queues = (policy.make_queue(), queue, policy.make_queue())  # by group
-        self._promised: list[tuple[float, int, Node]] = []  # (when, tick, leaf): a heap, lazily
+        self._promised: list[tuple[float, int, TreeNode]] = []  # (when, tick, leaf): a heap, lazily
         self._now_s = 0.0
 
-    def add(self, leaf: Node) -> None:
+    def add(self, leaf: TreeNode) -> None:
         """Add or move a leaf, into the queue of its group."""
         tick = self._last_tick(leaf.mark)
         group, since_s = self._hints.group(tick, self._now_s)
@@ -119,11 +119,11 @@ class HintedQueue:
         # The inner queue takes the leaf out of another one that it was in.
         self._queues[group].add(leaf)
 
-    def first(self, now_s: float) -> Node | None:
+    def first(self, now_s: float) -> TreeNode | None:
         """Return the first leaf of the first group that has one; by the policy's rank while hints
         are not believed."""
         self._break_promises(now_s)
-        found: tuple[Rank, Node] | None = None
+        found: tuple[Rank, TreeNode] | None = None
         for queue in self._queues:
             if (leaf := queue.first(now_s)) is not None:
                 if self._hints.believed:
@@ -133,14 +133,14 @@ class HintedQueue:
                     found = rank, leaf
         return found[1] if found is not None else None
 
-    def rank_at(self, leaf: Node, now_s: float) -> Rank:
+    def rank_at(self, leaf: TreeNode, now_s: float) -> Rank:
         return leaf.entry[2].rank_at(leaf, now_s)
 
-    def take(self, leaf: Node) -> None:
+    def take(self, leaf: TreeNode) -> None:
         leaf.entry[2].take(leaf)
 
     def bury(self) -> None:
-        """Refuse: `Node.entry` always names one of the three inner queues."""
+        """Refuse: `TreeNode.entry` always names one of the three inner queues."""
         raise NotImplementedError("entries stand in one of the three queues")
 
     def expect(self, num_leaves: int, now_s: float) -> None:

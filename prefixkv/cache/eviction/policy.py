@@ -18,7 +18,7 @@ from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, Self, cast
 
 from prefixkv.cache.eviction.queues import EvictionQueue, LeafHeap, Rank
-from prefixkv.cache.node import Mark, Node
+from prefixkv.cache.node import Mark, TreeNode
 from prefixkv.errors import ConfigError
 from prefixkv.registry import Registry
 
@@ -178,7 +178,7 @@ class Policy(ABC):
         """
         return steps[-1][0]
 
-    def evicted(self, node: Node, num_pages: int) -> None:  # noqa: B027
+    def evicted(self, node: TreeNode, num_pages: int) -> None:  # noqa: B027
         """Note that the last `num_pages` of a node, down to its `floor` at most, are about to go.
 
         The history of the last page is `node.mark`.
