@@ -38,8 +38,9 @@ class Want:
     """A prefix that a request waits for. It is attached at page `depth` of `node`'s path (see
     `wants.py`).
 
-    `place` is its key in `TreeNode.wants`: its depth, and the first page of it that is not in the tree.
-    That page is shorter than a whole one (possibly empty) when the tree has all of the prefix.
+    `place` is its key in `TreeNode.wants`: its depth, and the first page of it that is not in the
+    tree. That page is shorter than a whole one (possibly empty) when the tree has all of the
+    prefix.
     """
 
     __slots__ = ("data", "namespace", "node", "page_bytes", "place")

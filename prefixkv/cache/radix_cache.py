@@ -421,9 +421,9 @@ class RadixCache(RadixTree):
         if not num_pages:
             return NO_PAGES.copy()
         merge_candidates: dict[TreeNode, None] = {}  # lost a child, so may have become mergeable
-        # If everything goes, the order does not matter and `_evict_all` is quicker. It walks over what
-        # is held, though, so that has to be the smaller part. Listeners hear of pages in reverse:
-        # what follows on a path is removed before what it follows.
+        # If everything goes, the order does not matter and `_evict_all` is quicker. It walks over
+        # what is held, though, so that has to be the smaller part. Listeners hear of pages in
+        # reverse: what follows on a path is removed before what it follows.
         if num_pages == self.evictable_pages >= self.protected_pages and self._order_is_free():
             taken = self._evict_all(merge_candidates)
             if self._log is not None:

@@ -290,12 +290,12 @@ class RadixTree:
             # The first hint wraps the policy's queue. `_hints` is set last: if anything raises
             # before, there were no hints and the next one tries again.
             if self._hints is None:
-                hints = Hints(self.policy.promise_s, self.policy.tells_returns)
-                if self.policy.tells_returns:
+                hints = Hints(self.policy.promise_s, self.policy.reports_returns)
+                if self.policy.reports_returns:
                     self.policy.came_back = hints.came_back
                 self._queue = HintedQueue(self.policy, hints, self._queue)
                 self._hints = hints
-            self._hints.say(tick, continues, self._now_s)
+            self._hints.note(tick, continues, self._now_s)
         except Exception as error:
             self.errors.caught(error)
 
@@ -445,7 +445,8 @@ class RadixTree:
         many pages of one leaf as such steps would take in a row.
 
         Args:
-            merge_candidates: gets every node that lost a child but keeps others: the caller merges those.
+            merge_candidates: gets every node that lost a child but keeps others: the caller merges
+                those.
         """
         taken: list[Packed] = []
         ghost_pages = self.policy.ghost_pages

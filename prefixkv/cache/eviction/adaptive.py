@@ -282,7 +282,7 @@ class Adaptive(GhostPolicy):
     def evicted(self, node: TreeNode, num_pages: int) -> None:
         """Leave ghosts of the pages. Path ends that are forgotten for them count as losses."""
         hazards = self.hazards
-        for ghost in self.remember(node, num_pages):
+        for ghost in self.add_ghosts(node, num_pages):
             last: Seen = ghost[0]
             hazards.lost(last[3].number, last[2])
 

@@ -24,7 +24,7 @@ from msgspec import Meta
 
 from prefixkv.cache.eviction.ghosts import Ghost, GhostPolicy
 from prefixkv.cache.eviction.policy import Use, register_policy
-from prefixkv.cache.eviction.queues import EvictionQueue, LeafOrders, Place, Rank
+from prefixkv.cache.eviction.queues import EvictionQueue, LeafOrders, LeafPlace, Rank
 from prefixkv.cache.eviction.return_tables import ReturnTables, bin_of
 from prefixkv.cache.node import TreeNode
 from prefixkv.settings import Count, CountOrZero, Number, check_order
@@ -138,11 +138,11 @@ class Gittins(GhostPolicy):
     # --- evictions --------------------------------------------------------------------------------
 
     def make_queue(self) -> EvictionQueue:
-        return _LeastWorth(self)
+        return _GittinsQueue(self)
 
     def evicted(self, node: TreeNode, num_pages: int) -> None:
         """Leave ghosts of the pages. Path ends that are forgotten for them count as losses."""
-        for ghost in self.remember(node, num_pages):
+        for ghost in self.add_ghosts(node, num_pages):
             last: LastUse = ghost[0]
             self.tables.lost(last.kind, self.tables.now_s - last.now_s)
 
@@ -151,14 +151,14 @@ class Gittins(GhostPolicy):
         self.tables.reset()
 
 
-class _LeastWorth(LeafOrders):
+class _GittinsQueue(LeafOrders):
     """A queue of two orders per class: 2k from the oldest, 2k + 1 from the newest."""
 
     def __init__(self, policy: Gittins) -> None:
         super().__init__(2 * NUM_KINDS)
         self._tables = policy.tables
 
-    def place(self, history: LastUse) -> Place:
+    def place(self, history: LastUse) -> LeafPlace:
         tick, _, kind, _, _ = history
         return 2 * kind, tick, (2 * kind + 1, -tick)
 

@@ -41,19 +41,19 @@ class Hints:
             said to continue; always True if the policy tells no returns.
     """
 
-    def __init__(self, promise_s: float, tells_returns: bool = False) -> None:
+    def __init__(self, promise_s: float, reports_returns: bool = False) -> None:
         self._promise_s = promise_s
-        self._tells_returns = tells_returns
+        self._reports_returns = reports_returns
         self.clear()
 
-    def say(self, tick: int, continues: bool, now_s: float) -> None:
+    def note(self, tick: int, continues: bool, now_s: float) -> None:
         """Note a hint about the use with this tick. O(1)."""
-        for said in (self._said, self._open) if self._tells_returns else (self._said,):
+        for hints in (self._in_force, self._open) if self._reports_returns else (self._in_force,):
             # Dictionaries keep the order of insertion: a repeated hint becomes the newest.
-            said.pop(tick, None)
-            said[tick] = (continues, now_s)
-            if len(said) > MOST_HINTS:
-                del said[next(iter(said))]
+            hints.pop(tick, None)
+            hints[tick] = (continues, now_s)
+            if len(hints) > MOST_HINTS:
+                del hints[next(iter(hints))]
         # Two of the oldest per call: more than come in, so those that are decided never pile up.
         for old, (continued, since_s) in list(islice(self._open.items(), 2)):
             if self.broken(since_s, now_s):
@@ -62,8 +62,8 @@ class Hints:
 
     def came_back(self, tick: int) -> None:
         """Note that another use continues the one with this tick."""
-        if (said := self._open.pop(tick, None)) is not None:
-            self._count(said[0], True)
+        if (hint := self._open.pop(tick, None)) is not None:
+            self._count(hint[0], True)
 
     def _count(self, continues: bool, came_back: bool) -> None:
         """Count the outcome of a hint, and decide again if hints are believed."""
@@ -76,9 +76,9 @@ class Hints:
 
     def group(self, tick: int, now_s: float) -> tuple[int, float]:
         """Return the group of a leaf with last tick `tick`, and the time of the hint."""
-        if (said := self._said.get(tick)) is None:
+        if (hint := self._in_force.get(tick)) is None:
             return _UNKNOWN, 0.0
-        continues, since_s = said
+        continues, since_s = hint
         return (_GOES_ON if continues and not self.broken(since_s, now_s) else _OVER), since_s
 
     def broken(self, since_s: float, now_s: float) -> bool:
@@ -87,8 +87,8 @@ class Hints:
 
     def clear(self) -> None:
         """Forget all hints and outcomes."""
-        self._said: dict[int, tuple[bool, float]] = {}
-        # Hints without an outcome so far. One leaves `_said` by the limit alone: it is still in
+        self._in_force: dict[int, tuple[bool, float]] = {}
+        # Hints without an outcome so far. One leaves `_in_force` by the limit alone: it is still in
         # force for its leaf when its outcome is known.
         self._open: dict[int, tuple[bool, float]] = {}
         # By kind of hint (finished, continues): sessions that did not come back, and that did.
@@ -139,7 +139,7 @@ class HintedQueue:
     def take(self, leaf: TreeNode) -> None:
         leaf.entry[2].take(leaf)
 
-    def bury(self) -> None:
+    def count_dead(self) -> None:
         """Refuse: `TreeNode.entry` always names one of the three inner queues."""
         raise NotImplementedError("entries stand in one of the three queues")
 

@@ -120,7 +120,7 @@ def _stands(entry: Entry) -> bool:
     if node.lock_ref or node.children:
         # Its entry dies here. The tree adds it again when it is an evictable leaf again.
         node.entry = None
-        entry[2].lost_one()
+        entry[2].count_dead_unswept()
         return False
     return True
 
@@ -183,7 +183,7 @@ class LeastWorth(LeafOrders):
         if now_s >= all_hold_s:
             for kind, holds_s in enumerate(self._holds_s):
                 if now_s >= holds_s:
-                    self._look(kind, now_s)
+                    self._update_offer(kind, now_s)
             all_hold_s = min(self._holds_s)
         # 3. Take the least offer. If its leaf has gone since, the class offers at least as much
         #    now: look again at this class alone, and choose again.
@@ -199,13 +199,13 @@ class LeastWorth(LeafOrders):
             node = entry[1]
             if node.entry is entry and not node.lock_ref and not node.children:
                 break
-            self._look(kind, now_s)
+            self._update_offer(kind, now_s)
             if self._holds_s[kind] < all_hold_s:
                 all_hold_s = self._holds_s[kind]
         self._all_hold_s = all_hold_s
         return node
 
-    def _look(self, kind: int, now_s: float) -> None:
+    def _update_offer(self, kind: int, now_s: float) -> None:
         """Work out what a class offers."""
         line = self._lines[kind]
         oldest = line.first()
@@ -250,9 +250,9 @@ class LeastWorth(LeafOrders):
         rises = now_s > 0 and place < hazards.peak[kind]
         return (hazards.worth[kind][place], rises, -tick if rises else tick)
 
-    def lost_one(self) -> None:
-        """Count a dead entry while a line is being read. Unlike `bury` it never sweeps, which would
-        replace the line."""
+    def count_dead_unswept(self) -> None:
+        """Count a dead entry while a line is being read. Unlike `count_dead` it never sweeps, which
+        would replace the line."""
         self._num_entries -= 1
         self._num_dead += 1
 

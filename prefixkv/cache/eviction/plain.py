@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from math import inf
 
 from prefixkv.cache.eviction.policy import Policy, Use, register_policy
-from prefixkv.cache.eviction.queues import EvictionQueue, LeafHeap, LeafOrders, Place, Rank
+from prefixkv.cache.eviction.queues import EvictionQueue, LeafHeap, LeafOrders, LeafPlace, Rank
 from prefixkv.cache.node import Mark, TreeNode
 from prefixkv.settings import at_least
 
@@ -166,7 +166,7 @@ class _ExpiringQueue(LeafOrders):
         super().__init__(2)
         self._ttl_s = ttl_s
 
-    def place(self, history: Mark) -> Place:
+    def place(self, history: Mark) -> LeafPlace:
         return 1, history[:2], (0, history[1])
 
     def choose(self, now_s: float) -> TreeNode | None:

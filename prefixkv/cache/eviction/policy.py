@@ -78,12 +78,12 @@ class Policy(ABC):
     promise_s: float = 600.0
     """Seconds for which a hint that a session will continue counts (`hints.py`)."""
 
-    tells_returns = False
+    reports_returns = False
     """True if the policy calls `came_back` with the tick of a use that another continues, also when
     its pages were evicted. Then hints count only while they come true (`hints.py`)."""
 
     came_back: Callable[[int], None] | None = None
-    """Set by the cache at the first hint, if the policy `tells_returns`."""
+    """Set by the cache at the first hint, if the policy `reports_returns`."""
 
     token_scale = 1
     """Tokens that one token of the cache stands for: several in a replay of block traces."""

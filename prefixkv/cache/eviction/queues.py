@@ -20,8 +20,8 @@ Rank: TypeAlias = Any
 class EvictionQueue(Protocol):
     """The evictable leaves in the order in which they go.
 
-    `TreeNode.entry` is a leaf's valid place in one queue: (key, node, queue, ...). An item in a heap is
-    dead unless it is this very object, or refers to it.
+    `TreeNode.entry` is a leaf's valid place in one queue: (key, node, queue, ...). An item in a
+    heap is dead unless it is this very object, or refers to it.
     """
 
     def add(self, leaf: TreeNode) -> None:
@@ -33,12 +33,12 @@ class EvictionQueue(Protocol):
 
     def rank_at(self, leaf: TreeNode, now_s: float) -> Rank:
         """Return the rank of a leaf in the queue: the lowest goes first. Used only if the policy
-        `tells_returns`."""
+        `reports_returns`."""
 
     def take(self, leaf: TreeNode) -> None:
         """Remove the leaf that `first` has just returned."""
 
-    def bury(self) -> None:
+    def count_dead(self) -> None:
         """Count that one entry of this queue has died."""
 
     def expect(self, num_leaves: int, now_s: float) -> None:
@@ -53,7 +53,7 @@ def forget(node: TreeNode) -> None:
     if node.entry is not None:
         queue: EvictionQueue = node.entry[2]
         node.entry = None
-        queue.bury()
+        queue.count_dead()
 
 
 class LeafHeap:
@@ -71,9 +71,8 @@ class LeafHeap:
     def __init__(self, rank: Callable[[Mark], Rank]) -> None:
         self._rank = rank
         self._heap: list[tuple[Rank, TreeNode, LeafHeap]] = []
-        self._run: list[
-            tuple[Rank, TreeNode, LeafHeap]
-        ] = []  # falling, so that the first is the last
+        # Falling, so that the first is the last.
+        self._run: list[tuple[Rank, TreeNode, LeafHeap]] = []
         self._num_dead = 0
 
     def add(self, leaf: TreeNode) -> None:
@@ -128,7 +127,7 @@ class LeafHeap:
             heappop(self._heap)
         leaf.entry = None
 
-    def bury(self) -> None:
+    def count_dead(self) -> None:
         """Count a dead entry, and sweep when the dead are more than half. Amortised O(1)."""
         self._num_dead += 1
         if self._num_dead > 1024 and 2 * self._num_dead > len(self._heap) + len(self._run):
@@ -148,7 +147,7 @@ class LeafHeap:
             self._heap = []
 
 
-Place: TypeAlias = tuple[int, Rank, tuple[int, Rank] | None]
+LeafPlace: TypeAlias = tuple[int, Rank, tuple[int, Rank] | None]
 """(order, key, maybe (another order, key)): where a leaf stands; in each order the least key comes
 first.
 
@@ -174,7 +173,7 @@ class LeafOrders:
         self._run: list[tuple[Rank, TreeNode, Any]] = []  # its leaves, falling in rank
         self._late: list[tuple[Rank, TreeNode, Any]] = []  # those that became leaves in it: a heap
 
-    def place(self, history: Mark) -> Place:
+    def place(self, history: Mark) -> LeafPlace:
         """Return the place of a leaf with this history."""
         raise NotImplementedError
 
@@ -240,9 +239,9 @@ class LeafOrders:
         """Remove the leaf that `first` has just returned."""
         # The entry may stand in several heaps: it only dies here.
         leaf.entry = None
-        self.bury()
+        self.count_dead()
 
-    def bury(self) -> None:
+    def count_dead(self) -> None:
         """Count a dead entry, and sweep when the dead outnumber the living, but not within a
         batch."""
         self._num_entries -= 1
