@@ -124,7 +124,7 @@ def check_queue(
         ),
         "busy lanes are open, and somebody stands there": set(lanes.busy)
         == {lane for lane in all_lanes if lane.is_open and len(lane)},
-        "what waits is wanted, or not said yet": not wants.protects
+        "what waits is wanted, or not entered yet": not wants.protects
         or not_entered == {waiter for waiter in wants.not_entered if waiter.want != LEFT},
         "only what waits here is wanted": pages.cache.num_wants
         == sum(waiter.want > 0 for waiter in waiters),

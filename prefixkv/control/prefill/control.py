@@ -72,6 +72,7 @@ from prefixkv.protocol.commands import (
 )
 from prefixkv.protocol.events import RoomEnded, SourceFree
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
+from prefixkv.protocol.machine import Fail
 from prefixkv.protocol.messages import (
     Abort,
     Drained,
@@ -330,7 +331,7 @@ class PrefillControl:
             self._actions.add(RoomEnded(key, KVPoll.FAILED, ended))
             self._actions.add(SourceFree(key))
         elif early is not None:
-            self._rooms.on(machine, sender.Fail(early), now_s)
+            self._rooms.on(machine, Fail(early), now_s)
 
     def _offer(self, command: OfferRoom, now_s: float) -> None:
         """Take a room that the engine has drawn for a computed prompt.
@@ -357,7 +358,7 @@ class PrefillControl:
                 self._open_offer(machine.key, offer, now_s)
             else:
                 error = AbortedError(f"room {command.key.room} is another decode worker's")
-                self._rooms.on(machine, sender.Fail(error), now_s)
+                self._rooms.on(machine, Fail(error), now_s)
         # 4. Aborts last: a worker that aborts cannot take the offer from one that has proved it.
         if (early := self._claims.take_aborts(numbers)) is not None:
             self._close_offer(command.key, early, now_s)
@@ -396,7 +397,7 @@ class PrefillControl:
             machine = machine or self._rooms.new(key, now_s)
             if not machine.added:
                 machine.digest = command.digest
-                self._rooms.on(machine, sender.Fail(AbortedError(command.reason)), now_s)
+                self._rooms.on(machine, Fail(AbortedError(command.reason)), now_s)
 
     def _chunk(self, command: SendChunk, now_s: float) -> None:
         """Pass pages that the engine hands over to their room. Ended or unknown: no-op."""
@@ -407,7 +408,7 @@ class PrefillControl:
         """End a room that the engine wants no more. Unknown: no-op."""
         machine = self._rooms.get(command.key)
         if machine is not None:
-            self._rooms.on(machine, sender.Fail(AbortedError(command.reason)), now_s)
+            self._rooms.on(machine, Fail(AbortedError(command.reason)), now_s)
 
     def _move_weights(self, command: MoveWeights, now_s: float) -> None:
         """Move to another weights version: KV computed or promised under the old one is not sent.
@@ -429,7 +430,7 @@ class PrefillControl:
             # 2. Parked: the request is to come, and is to end likewise.
             for promise, peer in machine.parked():
                 self._remember(machine.key, promise, moved, self._peers.find(peer), now_s)
-            self._rooms.on(machine, sender.Fail(moved), now_s)
+            self._rooms.on(machine, Fail(moved), now_s)
         for numbers in self._offers.all():  # 3. offers: the KV of each is computed
             self._close_offer(RoomKey(*numbers), moved, now_s)
 
@@ -509,7 +510,7 @@ class PrefillControl:
             machine = self._rooms.get(peer.key(frame.body))
             if machine is not None and peer.id in self._claims.of(machine.key):
                 error = ProtocolError(f"a {type(frame.body).__name__} raised {what.error!r}")
-                self._rooms.on(machine, sender.Fail(error), now_s)
+                self._rooms.on(machine, Fail(error), now_s)
 
     def _take(self, received: FrameReceived[bytes], frame: Frame, now_s: float) -> None:
         """Take a decoded frame: introductions from any process, all else only from known peers."""
@@ -657,9 +658,7 @@ class PrefillControl:
         # its ranks are gone.
         peer.gone = True
         for key in list(peer.rooms):
-            self._rooms.on(
-                self._rooms.machines[key], sender.Fail(error, gone=peer.hello.rank), now_s
-            )
+            self._rooms.on(self._rooms.machines[key], Fail(error, gone=peer.hello.rank), now_s)
         self._peers.forget(peer)
 
     def _take_promise(self, peer: Peer, promise: Promise, now_s: float) -> None:
@@ -686,7 +685,7 @@ class PrefillControl:
             if machine is not None and machine.drained and machine.is_other_use(promise.ticket):
                 self._rooms.drop(machine)
                 machine = None
-            if machine is not None and machine.is_left_over and not machine.is_of(event):
+            if machine is not None and machine.is_left_over and not machine.may_be_about(event):
                 self._rooms.drop(machine)
                 machine = None
             # 4. Of our weights? A room that the engine has added compares them itself.
@@ -720,7 +719,7 @@ class PrefillControl:
         # Before the machine takes it, since its answers go to the peers that have claimed the room.
         self._claims.add(key, peer, len(event.pages))
         self._rooms.on(machine, event, now_s)
-        if isinstance(machine.error, PromptMismatchError) and not machine.is_of(event):
+        if isinstance(machine.error, PromptMismatchError) and not machine.may_be_about(event):
             self._remember(key, event, machine.error, peer, now_s)  # its request may still come
         if offer is not None:  # behind the promise: so the room is parked for no time
             self._open_offer(key, offer, now_s)
@@ -771,7 +770,7 @@ class PrefillControl:
         if machine is not None and machine.added and not machine.readers:
             # It may be about a former use of the number, and have crossed the next request: the
             # proof tells.
-            theirs = theirs and machine.is_meant(abort.proof, peer.secrets(self._ours.secret))
+            theirs = theirs and machine.may_prove(abort.proof, peer.secrets(self._ours.secret))
             if not theirs:
                 machine = None
         closed = False

@@ -15,7 +15,8 @@ from prefixkv.control.prefill.peers import Peers
 from prefixkv.protocol import sender_events as sender
 from prefixkv.protocol.events import RoomEnded, SourceFree
 from prefixkv.protocol.ids import RoomKey
-from prefixkv.protocol.sender_events import PostWrite, Say
+from prefixkv.protocol.machine import RoomTick
+from prefixkv.protocol.sender_events import PostWrite, SendToReader
 from prefixkv.protocol.sender_machine import SenderMachine
 from prefixkv.protocol.timers import Timers
 
@@ -88,13 +89,13 @@ class SenderRooms:
         self.machines[key] = machine
         return machine
 
-    def on(self, machine: SenderMachine, event: sender.Event, now_s: float) -> None:
+    def on(self, machine: SenderMachine, event: sender.SenderEvent, now_s: float) -> None:
         """Give an event to the room's machine and carry out its actions; drop the room once it is
         over."""
         key = machine.key
         open_before = not machine.poll.ended
         for action in machine.on(event, now_s):
-            if isinstance(action, Say):
+            if isinstance(action, SendToReader):
                 self._peers.send(self._claims.of(key)[action.peer], action.body, now_s)
             elif isinstance(action, RoomEnded | SourceFree) and not machine.added:
                 continue  # the engine has never heard of it
@@ -126,7 +127,7 @@ class SenderRooms:
         """Let the room look at its deadlines and repeats."""
         key = machine.key
         heard_s = self._peers.heard_s(key.decode, machine.expected, machine.met_before)
-        self.on(machine, sender.Tick(heard_s), now_s)
+        self.on(machine, RoomTick(heard_s), now_s)
 
     def drop(self, machine: SenderMachine) -> None:
         """Forget a room. Its claims go with it, and the peers remember the use as past."""
@@ -150,7 +151,7 @@ class SenderRooms:
         if error is None or drained:
             self.jobs.pop(job_id, None)
         if machine is not None:
-            self.on(machine, sender.WriteEnded(job_id, error, drained), now_s)
+            self.on(machine, sender.JobEnded(job_id, error, drained), now_s)
 
     def write_drained(self, job_id: int, now_s: float) -> None:
         """Tell the room that nothing can land any more of a write that had ended undrained."""
@@ -159,4 +160,4 @@ class SenderRooms:
         self.renewed = True
         machine = self.machines.get(self.jobs.pop(job_id, _NO_ROOM))
         if machine is not None:
-            self.on(machine, sender.WriteDrained(job_id), now_s)
+            self.on(machine, sender.JobDrained(job_id), now_s)
