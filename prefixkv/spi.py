@@ -108,7 +108,6 @@ if TYPE_CHECKING:
     from prefixkv.settings import as_environ as as_environ
     from prefixkv.settings import at_least as at_least
     from prefixkv.settings import check_fields as check_fields
-    from prefixkv.settings import check_kind as check_kind
     from prefixkv.settings import convert as convert
     from prefixkv.settings import doc as doc
     from prefixkv.settings import load as load
@@ -246,7 +245,6 @@ _HOMES = {
     "read_toml": "settings",
     "settings_of": "settings",
     "at_least": "settings",
-    "check_kind": "settings",
     "check_version": "config",
     # Checks of values.
     "whole_number": "request",

@@ -39,14 +39,14 @@ class PrefillBootstrapQueue:
         self._usable_prefix = usable_prefix
         self._ready: dict[PrefillRequest, None] = {}  # in the order of their promises
         self._blocked_at = -1  # version of the pages at which the first that may start did not fit
-        self._news = False  # one came, or a leader moved, since a whole pass
+        self._look_due = False  # one came, or a leader moved, since a whole pass
 
     def add(self, req: PrefillRequest, decode_prefix_len: int) -> None:
         """Enter a request of which decode has `decode_prefix_len` tokens and waits for the rest."""
         req.become(PrefillState.BOOTSTRAPPED)
         req.decode_prefix_len = decode_prefix_len
         self._ready[req] = None
-        self._news = True
+        self._look_due = True
 
     def remove(self, req: PrefillRequest) -> None:
         """Take out a request that has ended."""
@@ -58,7 +58,7 @@ class PrefillBootstrapQueue:
     def look_again(self) -> None:
         """Make the next pass look at all: a prefix may be there now, or will not come."""
         self._blocked_at = -1
-        self._news = True
+        self._look_due = True
 
     def __len__(self) -> int:
         return len(self._ready)
@@ -70,7 +70,7 @@ class PrefillBootstrapQueue:
     def may_open(self) -> bool:
         """True if a pass may hand out a request. O(1)."""
         may_fit = self._blocked_at != self._pages.version and self._pages.table.free_rows
-        return bool(self._ready and self._news and may_fit)
+        return bool(self._ready and self._look_due and may_fit)
 
     @property
     def wake_s(self) -> float:
@@ -90,7 +90,7 @@ class PrefillBootstrapQueue:
         popped: list[PrefillRequest] = []
         shared_prefixes = self._shared_prefixes
         if shared_prefixes.wake_s <= now_s:
-            self._news = True
+            self._look_due = True
         if not self.may_open:
             return popped
         for req in list(self._ready):
@@ -118,7 +118,7 @@ class PrefillBootstrapQueue:
             # follow it at once.
             shared_prefixes.handed_out(req, self._pages.caching and req.request.cacheable)
             popped.append(req)
-        self._news = False
+        self._look_due = False
         return popped
 
     def _open(self, req: PrefillRequest, match: MatchResult | None, now_s: float) -> bool:

@@ -16,7 +16,7 @@ from prefixkv.ranks.replica import DecodeReplica
 from prefixkv.ranks.rooms import pack_rank_events
 from prefixkv.runtime.closing import Closing
 from prefixkv.runtime.decode_transfers import DecodeTransfers
-from prefixkv.runtime.place import Place
+from prefixkv.runtime.rank_spec import RankSpec
 from prefixkv.settings import check_kind
 
 
@@ -53,10 +53,10 @@ class DecodeRank(Closing):
             raise ConfigError(f"rank is {rank}: rank 0 is a DecodeNode")
         self.pool, self.state = pool, state
         self.rank = rank
-        place = Place.of(pool, config.model, mesh, rank, state)
+        spec = RankSpec.of(pool, config.model, mesh, rank, state)
         sizes = pool.layout.num_pages, pool.layout.page_size
         # The replica follows rank 0's tree and page table; nothing is decided here.
-        self.replica = DecodeReplica(*sizes, config, place.num_slots)
+        self.replica = DecodeReplica(*sizes, config, spec.num_slots)
         self.transfers = DecodeTransfers(pool, config, mesh, rank, worker, state)
         self.peer_id = self.transfers.peer_id
         self._num_messages = 0  # counts batches of events, so that rank 0 notices a missing one

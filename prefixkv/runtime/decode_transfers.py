@@ -35,8 +35,8 @@ from prefixkv.protocol.messages import MAX_PAGES, Promise
 from prefixkv.request import whole_number
 from prefixkv.runtime.channel import DealerChannel
 from prefixkv.runtime.control_thread import ControlThread
-from prefixkv.runtime.place import Place, checked_config
 from prefixkv.runtime.prover import Prover
+from prefixkv.runtime.rank_spec import RankSpec, checked_config
 from prefixkv.runtime.transfers import (
     SECRET_BYTES,
     MakeTransport,
@@ -80,14 +80,14 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         born_s = None if rank else time.monotonic()  # first: no request came before
         config = checked_config(config, DecodeConfig)
         super().__init__(config.model.weights_version)
-        place = Place.of(pool, config.model, mesh, rank, state)
+        spec = RankSpec.of(pool, config.model, mesh, rank, state)
         name = f"{config.name}/{rank}" if rank else config.name
         self.peer_id = me = PeerId(name, secret_number())
         self._page_size = pool.layout.page_size
         self._num_pages = pool.layout.num_pages
         # Open, refused, or failed and not drained: their numbers are in use.
         self._keys: set[RoomKey] = set()
-        memory = Memory(pool, place, me, config.transport, transport)
+        memory = Memory(pool, spec, me, config.transport, transport)
 
         # Called by the control thread's constructor, once the transport has its metadata.
         def control(metadata: bytes) -> DecodeControl:
@@ -98,7 +98,7 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
                     'backend is "shm", and the pool, or the state, is not memory that a peer may '
                     "map: make it with shared=True"
                 )
-            hello = place.hello(offers, secret, worker or me, memory.area, prover.life)
+            hello = spec.hello(offers, secret, worker or me, memory.area, prover.life)
             return DecodeControl(me, hello, config.control, config.model.option_names, born_s)
 
         def check(address: str) -> None:
@@ -233,7 +233,7 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         self.check_open()
         self._keys.add(key)
 
-    def _told(self, event: DecodeEvent) -> None:
+    def _follow_event(self, event: DecodeEvent) -> None:
         """Give a room's number back with the event that ends it: drained, or succeeded."""
         # A failed room keeps its number until it is drained: a peer may still write its pages.
         if isinstance(event, RoomDrained) or (

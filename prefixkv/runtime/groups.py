@@ -35,7 +35,7 @@ from prefixkv.wakeups import wait_readable
 Config = TypeVar("Config", DecodeConfig, PrefillConfig)
 
 
-def _of_each_rank(config: Config, num_ranks: int) -> list[Config]:
+def _rank_configs(config: Config, num_ranks: int) -> list[Config]:
     """Return the configs of a group's ranks: each has a policy object of its own, since one serves
     one cache."""
     configs = [config]
@@ -124,7 +124,7 @@ class DecodeGroup(DecodeNode):
         check_kind("mesh", mesh, Mesh)
         states = _check_ranks(pools, states, mesh.num_ranks)
         # Before rank 0 makes use of its policy.
-        config, *configs = _of_each_rank(config, len(pools))
+        config, *configs = _rank_configs(config, len(pools))
         self.others: list[DecodeRank] = []
         self._readiness = _Readiness()
         self._log = RankLog(digest_every)
@@ -220,7 +220,7 @@ class PrefillGroup(RankGroup[PrefillNode], Closing):
         check_kind("config", config, PrefillConfig)
         check_kind("mesh", mesh, Mesh)
         states = _check_ranks(pools, states, mesh.num_ranks)
-        configs = _of_each_rank(config, mesh.num_ranks)
+        configs = _rank_configs(config, mesh.num_ranks)
         super().__init__(nodes := list[PrefillNode]())
         self._readiness = _Readiness()
         try:

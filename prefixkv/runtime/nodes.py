@@ -43,8 +43,8 @@ from prefixkv.ranks.replica import RankLog
 from prefixkv.request import DeviceEvent, Request
 from prefixkv.runtime.decode_transfers import DecodeTransfers
 from prefixkv.runtime.node import COUNTERS, Node
-from prefixkv.runtime.place import Place, checked_config
 from prefixkv.runtime.prefill_transfers import PrefillTransfers
+from prefixkv.runtime.rank_spec import RankSpec, checked_config
 from prefixkv.runtime.record import MAX_FILES, Recorder
 from prefixkv.runtime.transfers import MakeTransport, peer_id, secret_number
 from prefixkv.settings import check_kind
@@ -101,18 +101,18 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
     ) -> None:
         super().__init__(pool, state)
         config = checked_config(config, DecodeConfig)
-        place = Place.of(pool, config.model, mesh, state=state)
+        spec = RankSpec.of(pool, config.model, mesh, state=state)
         layout = pool.layout
         # 1. Everything that can be refused without undoing anything.
         if ranks is not None:
             check_kind("ranks", ranks, RankLog)
-        num_ranks = place.mesh.num_ranks
+        num_ranks = spec.mesh.num_ranks
         if num_ranks > 1 and ranks is None:
             raise ConfigError(f"a mesh of {num_ranks} ranks needs a RankLog")
         # 2. The pages, the tree, and the scheduler over them. As rank 0 of several, each of their
         # operations is logged for the others.
         sizes = layout.num_pages, layout.page_size, config.max_running
-        settings = config.for_page_manager(layout.num_pages, place.num_slots)
+        settings = config.for_page_manager(layout.num_pages, spec.num_slots)
         pages: PageManager
         if ranks is None:
             pages = PageManager(*sizes, **settings)
@@ -421,7 +421,7 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         super().__init__(pool, state)
         config = checked_config(config, PrefillConfig)
         # The same order as in `DecodeNode`: refuse, build, start threads, observe.
-        place = Place.of(pool, config.model, mesh, rank, state)
+        spec = RankSpec.of(pool, config.model, mesh, rank, state)
         layout = pool.layout
         pages = PageManager(
             layout.num_pages,
@@ -434,10 +434,10 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         self.scheduler = PrefillScheduler(
             pages,
             max_aux_bytes=config.control.max_aux_bytes,
-            num_slots=place.num_slots,
+            num_slots=spec.num_slots,
             usable_prefix=usable_prefix,
             follow_s=config.follow_s,
-            in_step=place.mesh.num_ranks > 1,
+            in_step=spec.mesh.num_ranks > 1,
             weights_version=config.model.weights_version,
         )
         where = mesh, rank, endpoints

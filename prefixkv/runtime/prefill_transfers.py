@@ -41,8 +41,8 @@ from prefixkv.protocol.messages import MAX_COUNT
 from prefixkv.request import DeviceEvent, whole_number
 from prefixkv.runtime.channel import RouterChannel
 from prefixkv.runtime.control_thread import ControlThread
-from prefixkv.runtime.place import Place, checked_config
 from prefixkv.runtime.prover import Prover
+from prefixkv.runtime.rank_spec import RankSpec, checked_config
 from prefixkv.runtime.transfers import (
     SECRET_BYTES,
     MakeTransport,
@@ -95,24 +95,24 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
     ) -> None:
         config = checked_config(config, PrefillConfig)
         super().__init__(config.model.weights_version)
-        place = Place.of(pool, config.model, mesh, rank, state)
-        if rank == 0 and len(endpoints) != place.mesh.num_ranks - 1:
+        spec = RankSpec.of(pool, config.model, mesh, rank, state)
+        if rank == 0 and len(endpoints) != spec.mesh.num_ranks - 1:
             raise ConfigError(
-                f"{len(endpoints)} endpoints of other ranks, the mesh has {place.mesh.num_ranks} "
+                f"{len(endpoints)} endpoints of other ranks, the mesh has {spec.mesh.num_ranks} "
                 "ranks"
             )
         name = f"{config.name}/{rank}" if rank else config.name
         self.peer_id = me = PeerId(name, secret_number())
         self._page_size = pool.layout.page_size
         self._max_aux_bytes = config.control.max_aux_bytes
-        self._num_pages, self._num_slots = pool.layout.num_pages, place.num_slots
+        self._num_pages, self._num_slots = pool.layout.num_pages, spec.num_slots
         # Rooms with pages that a write may still read. The plan covers the whole prompt: the
         # control object cuts off what decode has. None: refused, or ended and its SourceFree still
         # to come.
         self._rooms: dict[RoomKey, SendPlan | None] = {}
         # By decode worker and room, the key with the generation that was added last.
         self._last: dict[tuple[str, int], RoomKey] = {}
-        memory = Memory(pool, place, me, config.transport, transport)
+        memory = Memory(pool, spec, me, config.transport, transport)
         sizes = config.transport
         tries = transport is None and sizes.backend != "shm"  # shm loads nothing of a peer's
         slots: StagingSlots | None = None
@@ -122,7 +122,7 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
 
         # Called by the control thread's constructor, once the transport has its metadata.
         def control(metadata: bytes) -> PrefillControl:
-            what = place.digest, place.topology, config.control, ("", *endpoints), rank, slots
+            what = spec.digest, spec.topology, config.control, ("", *endpoints), rank, slots
             secret = token_bytes(SECRET_BYTES)
             return PrefillControl(
                 me,
@@ -293,7 +293,7 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         self._begin(key, None)
         self.submit(DeclineRoom(key, reason))
         # No room of the control object's begins for the engine, so its end is said here.
-        self._kept += [RoomEnded(key, KVPoll.FAILED, AbortedError(reason)), SourceFree(key)]
+        self._undelivered += [RoomEnded(key, KVPoll.FAILED, AbortedError(reason)), SourceFree(key)]
         self.notify()
 
     def offer(
@@ -346,7 +346,7 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         self.check_open()
         self._rooms[key] = plan
 
-    def _told(self, event: PrefillEvent) -> None:
+    def _follow_event(self, event: PrefillEvent) -> None:
         """Follow an event that the engine gets: an offer is opened, a room ends or is free."""
         # An offer has no decode worker in its key; the first event of its room brings the name.
         offered = RoomKey(*event.key.numbers)

@@ -26,12 +26,12 @@ from prefixkv.protocol.sender_events import (
     AbortSaid,
     Added,
     CancelWrite,
-    Event,
     Fail,
     JobEnded,
     PostWrite,
     Promised,
     RoomTick,
+    SenderEvent,
     SendToReader,
 )
 from prefixkv.protocol.sender_machine import SenderMachine
@@ -127,7 +127,7 @@ class Heard:
         self.machine = machine
         self.actions: list[Any] = []
 
-    def on(self, event: Event) -> list[Any]:
+    def on(self, event: SenderEvent) -> list[Any]:
         actions = self.machine.on(event, 0.0)
         self.actions += actions
         return actions
@@ -250,7 +250,7 @@ def test_without_clip_pages_that_decode_has_fail_the_room_and_a_gap_does_so_alwa
     ids=["aborted", "aborted by decode", "no promise came", "another length"],
 )
 def test_what_is_kept_is_dropped_when_the_room_fails(
-    event: Event, after_s: float, error: type[Exception]
+    event: SenderEvent, after_s: float, error: type[Exception]
 ) -> None:
     machine = PROMPT.machine()
     machine.on(PROMPT.chunk(0, 5, last=True), 0.0)

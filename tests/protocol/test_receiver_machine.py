@@ -17,12 +17,12 @@ from prefixkv.protocol.messages import Abort, Outcome, OutcomeAck
 from prefixkv.protocol.receiver_machine import (
     ChunkLanded,
     DrainedSaid,
-    Event,
     Fail,
     FencedOff,
     OutcomeSaid,
     PeerReady,
     PromiseAcked,
+    ReceiverEvent,
     ReceiverMachine,
     RoomTick,
     SendToRank,
@@ -189,7 +189,7 @@ def run(script: list[Any]) -> Laws:
 
 def test_the_table_names_every_event_in_every_state_but_our_own_faults() -> None:
     promised = (KVPoll.WAITING_FOR_INPUT, KVPoll.TRANSFERRING, KVPoll.SUCCESS)
-    check_table(ReceiverMachine.TABLE, Event, {state: {PeerReady} for state in promised})
+    check_table(ReceiverMachine.TABLE, ReceiverEvent, {state: {PeerReady} for state in promised})
 
 
 def test_every_event_in_every_state_does_as_the_table_says_and_no_step_is_listed_in_vain() -> None:

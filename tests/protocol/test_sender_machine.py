@@ -30,7 +30,6 @@ from prefixkv.protocol.sender_events import (
     AbortSaid,
     Added,
     CancelWrite,
-    Event,
     Fail,
     JobDrained,
     JobEnded,
@@ -39,6 +38,7 @@ from prefixkv.protocol.sender_events import (
     PostWrite,
     Promised,
     RoomTick,
+    SenderEvent,
     SendToReader,
 )
 from prefixkv.protocol.sender_machine import SenderMachine
@@ -283,7 +283,7 @@ def test_the_table_names_every_event_in_every_state_but_our_own_faults() -> None
         KVPoll.TRANSFERRING: {Added},
         KVPoll.SUCCESS: {Added, JobEnded},
     }
-    check_table(SenderMachine.TABLE, Event, faults)
+    check_table(SenderMachine.TABLE, SenderEvent, faults)
 
 
 def test_every_event_in_every_state_does_as_the_table_says_and_no_step_is_listed_in_vain() -> None:

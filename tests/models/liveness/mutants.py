@@ -55,7 +55,7 @@ def _computes_in_order_of_arrival(patch: Patch) -> None:
         first = next(iter(self.waits_for_promise()), None)
         ready = next(iter(self), None)
         if first is not None and ready is not None and first.number < ready.number:
-            self._news = False  # a promise that comes is heard of
+            self._look_due = False  # a promise that comes is heard of
             return []
         return pop(self, now_s, limit)
 
