@@ -149,8 +149,18 @@ class InFlight:
         assert pages is not None
         data = key.data
         start, end = pages.num_shared, len(data) // page_bytes
-        of = owner, owner.request, owner.prefill, owner.room_key, key, pages
-        flight = Flight(*of, start, end, joined, self._count)
+        flight = Flight(
+            owner=owner,
+            request=owner.request,
+            prefill=owner.prefill,
+            room_key=owner.room_key,
+            key=key,
+            pages=pages,
+            start_pages=start,
+            end_pages=end,
+            joined=joined,
+            number=self._count,
+        )
         self._flights[flight] = None
         self._by_owner[owner] = flight
         if joined is not None:

@@ -605,8 +605,15 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         # drained.
         flying = {flight.room_key for flight in self.flights if flight.is_open}
         self.shares.check_invariants(flying | self.rooms.undrained())
-        parts = self.pages, self.budget, self.flights, self.rooms, self.waiting
-        check_decode(*parts, self.requests.values(), self._deferred.requests())
+        check_decode(
+            self.pages,
+            self.budget,
+            self.flights,
+            self.rooms,
+            waiting=self.waiting,
+            requests=self.requests.values(),
+            deferred=self._deferred.requests(),
+        )
 
     # --- admission --------------------------------------------------------------------------------
 
@@ -679,10 +686,15 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self._asks.append(PrefillAsk(req, self.name))
         # 3. Registered before the command leaves, so that an answer always finds its flight.
         self.arriving.add(flight)
-        page_ids = self.pages.table.packed(pages.row, start, end)
-        (room, generation, _), lens = flight.room_key, (req.fill_len, req.prefix_len)
-        what = *lens, page_ids, self._ticket(), pages.slot
-        promise = Promise(room, generation, *what, weights_version=self.weights_version)
+        promise = Promise(
+            *flight.room_key.numbers,
+            fill_len=req.fill_len,
+            prefix_len=req.prefix_len,
+            pages=self.pages.table.packed(pages.row, start, end),
+            ticket=self._ticket(),
+            state_slot=pages.slot,
+            weights_version=self.weights_version,
+        )
         # After some output the tokens to compute are more than the prompt, so their digest is
         # another.
         digest = req.request.digest if req.fill_len == req.prompt_len else prompt_digest(req.key)

@@ -244,8 +244,16 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
             self.bootstrapped.look_again()
         # 5. A chunk without pages sends nothing, but the last one carries the outcome.
         if len(src_pages) or last:
-            chunk = span.first_page, src_pages, last, aux, ready, state_slot
-            self._commands.append(SendChunk(req.room_key, *chunk))
+            chunk = SendChunk(
+                req.room_key,
+                first_page=span.first_page,
+                src_pages=src_pages,
+                last=last,
+                aux=aux,
+                ready=ready,
+                state_slot=state_slot,
+            )
+            self._commands.append(chunk)
         return len(src_pages)
 
     def pop_sent(self, now_s: float) -> list[PrefillRequest]:

@@ -180,18 +180,30 @@ class ReplicatedPageManager(PageManager):
     ) -> RequestPages:
         # Each method changes first and publishes then, so an operation that raised is not in the
         # log. A refusal is, though it changes nothing: a replica that has the pages has come apart.
-        row = joined.row if joined is not None else -1
+        joined_row = joined.row if joined is not None else -1
         try:
             pages = super().open(key, match, num_new_pages, now_s, joined, joined_end)
         except OutOfPagesError:
             if match is not None:
-                wanted = num_new_pages, now_s, row, joined_end
-                self._publish(Refused(key.data, key.namespace, *wanted))
+                refused = Refused(
+                    key.data, key.namespace, num_new_pages, now_s, joined_row, joined_end
+                )
+                self._publish(refused)
             raise
         prefix_len = -1 if match is None else pages.num_locked * self.page_size
         self._logged_tokens[pages.row] = len(key)
-        found = prefix_len, _packed(self, pages), now_s, row, pages.num_joined, pages.slot
-        self._publish(Opened(pages.row, key.data, key.namespace, *found))
+        opened = Opened(
+            pages.row,
+            key.data,
+            key.namespace,
+            prefix_len=prefix_len,
+            pages=_packed(self, pages),
+            now_s=now_s,
+            joined_row=joined_row,
+            num_joined=pages.num_joined,
+            slot=pages.slot,
+        )
+        self._publish(opened)
         return pages
 
     def lock_joined(self, pages: RequestPages, key: RadixKey, now_s: float) -> None:

@@ -140,8 +140,15 @@ class RankLog:
         with_digests = self._digest_every and self.num_batches % self._digest_every == 0
         settings = {} if self.num_batches else _settings(pages)
         # Taken with the operations, in one call on one thread: sums of another moment would differ.
-        state = sizes(pages), digests(pages) if with_digests else {}, settings
-        raw = _encode(_Batch(self.num_batches, self._ops, *state, self.rooms))
+        batch = _Batch(
+            self.num_batches,
+            self._ops,
+            sizes=sizes(pages),
+            digests=digests(pages) if with_digests else {},
+            settings=settings,
+            rooms=self.rooms,
+        )
+        raw = _encode(batch)
         self.num_batches += 1
         # Only after encoding: if that raises, no operation is lost.
         self._ops.clear()
@@ -166,11 +173,10 @@ class DecodeReplica:
     def __init__(
         self, num_pages: int, page_size: int, config: DecodeConfig, num_slots: int = 0
     ) -> None:
-        sizes = num_pages, page_size, config.max_running
         settings = config.for_page_manager(num_pages, num_slots)
         if isinstance(config.policy, Policy):  # an object serves one cache: another like it
             settings["policy"] = config.policy.another()
-        self.page_manager = PageManager(*sizes, **settings)
+        self.page_manager = PageManager(num_pages, page_size, config.max_running, **settings)
         self.num_batches = 0
         self._replica = Replica(self.page_manager)
         self._broken: InternalError | None = None

@@ -231,8 +231,13 @@ class RouterChannel(_Channel):
             # `Peer-Address` decides whether the sender is on this machine where the bind is not
             # loopback.
             if raw is not None:
-                what = self._credential(message), self._is_local or is_loopback(_came_from(message))
-                frames.append(FrameReceived(route, raw, *what))
+                frame = FrameReceived(
+                    route,
+                    raw,
+                    credential=self._credential(message),
+                    is_local=self._is_local or is_loopback(_came_from(message)),
+                )
+                frames.append(frame)
         return frames
 
     def _note(self, route: bytes, connection: Connection | None) -> None:

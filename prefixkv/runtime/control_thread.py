@@ -390,8 +390,14 @@ class ControlThread(Generic[Command, To]):
                     raise InternalError("a process is to be looked at where nothing does")
                 self._prover.submit(effect.peer, effect.life)
             case AddPeer():
-                more = effect.parts, effect.staging, effect.state
-                self.transport.add_peer(effect.peer, effect.metadata, effect.layout, *more)
+                self.transport.add_peer(
+                    effect.peer,
+                    effect.metadata,
+                    effect.layout,
+                    parts=effect.parts,
+                    staging=effect.staging,
+                    state=effect.state,
+                )
                 if self._copies is not None:
                     self._copies.add_peer(effect)
             case RemovePeer():

@@ -54,9 +54,9 @@ class DecodeRank(Closing):
         self.pool, self.state = pool, state
         self.rank = rank
         spec = RankSpec.of(pool, config.model, mesh, rank, state)
-        sizes = pool.layout.num_pages, pool.layout.page_size
+        layout = pool.layout
         # The replica follows rank 0's tree and page table; nothing is decided here.
-        self.replica = DecodeReplica(*sizes, config, spec.num_slots)
+        self.replica = DecodeReplica(layout.num_pages, layout.page_size, config, spec.num_slots)
         self.transfers = DecodeTransfers(pool, config, mesh, rank, worker, state)
         self.peer_id = self.transfers.peer_id
         self._num_messages = 0  # counts batches of events, so that rank 0 notices a missing one

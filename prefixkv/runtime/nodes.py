@@ -111,13 +111,14 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
             raise ConfigError(f"a mesh of {num_ranks} ranks needs a RankLog")
         # 2. The pages, the tree, and the scheduler over them. As rank 0 of several, each of their
         # operations is logged for the others.
-        sizes = layout.num_pages, layout.page_size, config.max_running
         settings = config.for_page_manager(layout.num_pages, spec.num_slots)
         pages: PageManager
         if ranks is None:
-            pages = PageManager(*sizes, **settings)
+            pages = PageManager(layout.num_pages, layout.page_size, config.max_running, **settings)
         else:
-            pages = ReplicatedPageManager(ranks.append, *sizes, **settings)
+            pages = ReplicatedPageManager(
+                ranks.append, layout.num_pages, layout.page_size, config.max_running, **settings
+            )
         self._ranks = ranks
         self.config = config
         self.scheduler = DecodeScheduler(
@@ -152,11 +153,16 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         """Let the scheduler's journal write to the recorder too, if one is asked for."""
         if config.record is None:
             return None
-        bounds = config.record_bytes, MAX_FILES
-        sizes = self.pool.layout.page_size, bytes_per_token
         # Threads run already, and the caller gets no node to close.
         try:
-            recorder = Recorder(config.record, *bounds, *sizes, time.monotonic())
+            recorder = Recorder(
+                config.record,
+                max_bytes=config.record_bytes,
+                max_files=MAX_FILES,
+                page_size=self.pool.layout.page_size,
+                bytes_per_token=bytes_per_token,
+                now_s=time.monotonic(),
+            )
         except BaseException:
             self.close()
             raise
@@ -440,9 +446,10 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
             in_step=spec.mesh.num_ranks > 1,
             weights_version=config.model.weights_version,
         )
-        where = mesh, rank, endpoints
         try:
-            self.transfers = PrefillTransfers(pool, config, *where, state, transport)
+            self.transfers = PrefillTransfers(
+                pool, config, mesh, rank, endpoints, state=state, transport=transport
+            )
         except BaseException:
             pages.cache.policy.release()  # the next node may have it
             raise

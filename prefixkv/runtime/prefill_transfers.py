@@ -122,13 +122,16 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
 
         # Called by the control thread's constructor, once the transport has its metadata.
         def control(metadata: bytes) -> PrefillControl:
-            what = spec.digest, spec.topology, config.control, ("", *endpoints), rank, slots
-            secret = token_bytes(SECRET_BYTES)
             return PrefillControl(
                 me,
-                *what,
+                spec.digest,
+                spec.topology,
+                config.control,
+                endpoints=("", *endpoints),
+                rank=rank,
+                staging=slots,
                 tries=tries,
-                secret=secret,
+                secret=token_bytes(SECRET_BYTES),
                 life=prover.life,
                 backend=sizes.backend,
                 option_names=config.model.option_names,
@@ -270,8 +273,17 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         span = plan.send(end, last)
         src = ids[span.first_page : span.end_page].copy()
         if len(src) or last:
-            what = span.first_page, src, last, aux, ready, state_slot
-            self.submit(SendChunk(key, *what, clip=True))
+            chunk = SendChunk(
+                key,
+                first_page=span.first_page,
+                src_pages=src,
+                last=last,
+                aux=aux,
+                ready=ready,
+                state_slot=state_slot,
+                clip=True,
+            )
+            self.submit(chunk)
 
     def abort(self, room: int, generation: int, reason: str = "aborted", *, decode: str) -> None:
         """End a room; RoomEnded and SourceFree follow. Not added or ended: no-op."""
@@ -358,9 +370,9 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
             self._rooms[event.key] = None
         elif isinstance(event, SourceFree):
             self._rooms.pop(event.key, None)
-            place = event.key.decode, event.key.room
-            if self._last.get(place) == event.key:
-                del self._last[place]
+            number = event.key.decode, event.key.room
+            if self._last.get(number) == event.key:
+                del self._last[number]
 
     def fence(self, peer: str, incarnation: int) -> None:
         """Take the caller's word that this decode process is dead: its rooms end."""

@@ -53,8 +53,9 @@ SECRET_BYTES: Final = 32
 
 def room_key(room: int, generation: int, decode: str = "") -> RoomKey:
     """Return the key of a room. Raise RequestError for numbers that no frame carries."""
-    whole = whole_number("room", room, 0, 2**64), whole_number("generation", generation, 0, 2**31)
-    return RoomKey(*whole, decode)
+    room = whole_number("room", room, 0, 2**64)
+    generation = whole_number("generation", generation, 0, 2**31)
+    return RoomKey(room, generation, decode)
 
 
 def peer_id(peer: str, incarnation: int) -> PeerId:

@@ -330,9 +330,14 @@ class DecodeControl:
             # Prefill has not heard of this one, but may have the request and wait for a promise.
             # Its answer is of no interest to the scheduler, which has heard the end by now.
             versions = error.versions if isinstance(error, WeightsVersionError) else None
-            what = machine.key, machine.ticket, str(error)
             refusal = RefusalMachine(
-                *what, self._timing, now_s, reports_end=False, versions=versions
+                machine.key,
+                machine.ticket,
+                str(error),
+                self._timing,
+                now_s,
+                reports_end=False,
+                versions=versions,
             )
             self._enter(refusal, room.link.address, now_s, room.digest)
 
