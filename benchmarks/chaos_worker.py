@@ -110,7 +110,7 @@ class _Engine:
         self.pipe = pipe
         self.chance = random.Random(spec.seed)
         self.allocator = WatchedAllocator(node.pool, self.canary)
-        node.scheduler.books.allocator = self.allocator
+        node.scheduler.pages.allocator = self.allocator
         self.pattern = KVPattern(node.pool.layout, SALT, node.pool)
         self.hasher = PrefixHasher()
         self.plans: dict[str, str] = {}
@@ -269,19 +269,19 @@ class _Engine:
 
     def verify_tree(self) -> None:
         """Every page in the tree, found again by what was ever put there."""
-        books = self.node.scheduler.books
-        size = books.page_size
+        page_manager = self.node.scheduler.pages
+        size = page_manager.page_size
         seen: set[int] = set()
         for tokens in self.history:
-            match = books.cache.match_prefix(tokens)
+            match = page_manager.cache.match_prefix(tokens)
             pages = match.pages
             if len(pages) and not seen.issuperset(pages.tolist()):
                 seen.update(pages.tolist())
                 self.verify(pages, self.hasher.prefixes(tokens)[: len(pages) * size], "in the tree")
-        if len(seen) != books.allocator.cached_pages:
+        if len(seen) != page_manager.allocator.cached_pages:
             self.finding(
-                f"{books.allocator.cached_pages} pages are cached, {len(seen)} were found and "
-                "verified"
+                f"{page_manager.allocator.cached_pages} pages are cached, {len(seen)} were found "
+                "and verified"
             )
 
 

@@ -180,7 +180,7 @@ class Burst:
         return KVPool.create(self.num_pages, _PAGE_SIZE, _RUNS // 2, 1, 128)
 
     def prepare(self, node: Any) -> None:
-        allocator = node.scheduler.books.allocator
+        allocator = node.scheduler.pages.allocator
         if self.pages == "random":
             allocator.free(allocator.alloc(self.num_pages)[::2])  # the others never come back
 

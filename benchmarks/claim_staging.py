@@ -134,9 +134,9 @@ class Staging:
             staging_bytes=self.leases * self.lease_bytes, lease_bytes=self.lease_bytes
         )
 
-    def scatter(self, books: Any) -> None:
+    def scatter(self, pages: Any) -> None:
         if self.pages == "random":
-            allocator = books.allocator
+            allocator = pages.allocator
             allocator.free(allocator.alloc(allocator.free_pages)[::2])  # the others never come back
 
 
@@ -159,7 +159,7 @@ def prefill_side(pipe: Connection, _watch: Watch, case: Staging) -> None:
             config = PrefillConfig(name=f"prefill-{variant}", transport=case.transport(variant))
             groups[variant] = open_groups.enter_context(PrefillGroup(pools[variant], config, mesh))
             for node in groups[variant].nodes:
-                case.scatter(node.scheduler.books)
+                case.scatter(node.scheduler.pages)
         pipe.send({variant: group.endpoint for variant, group in groups.items()})
         if case.beside_bare:
             bare = BareSender(
@@ -199,8 +199,8 @@ def decode_side(pipe: Connection, watch: Watch, case: Staging) -> Row:
             )
             groups[variant] = open_groups.enter_context(DecodeGroup(pools[variant], config, mesh))
             for rank in groups[variant].others:
-                case.scatter(rank.replica.books)
-            case.scatter(groups[variant].scheduler.books)
+                case.scatter(rank.replica.page_manager)
+            case.scatter(groups[variant].scheduler.pages)
         rooms, bare_lease = 0, 0
         if case.beside_bare:
             bare = BareReceiver(case.bare_meshes, pools["staged"], case.bare_pages, BARE_LEASES[-1])

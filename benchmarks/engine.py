@@ -158,7 +158,7 @@ class EngineDecode:
 
 def _mix(engine: DecodeEngine) -> None:
     """Leave only single pages free that do not lie side by side."""
-    allocator = engine.node.scheduler.books.allocator
+    allocator = engine.node.scheduler.pages.allocator
     taken = allocator.alloc(allocator.free_pages)
     allocator.free(taken[::2])
 

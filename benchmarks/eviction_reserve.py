@@ -39,10 +39,10 @@ def replay(
 ) -> dict[str, float]:
     """Runs and hits of the second half of `turns` turns, the chats drawn by a Zipf-like law."""
     random = np.random.default_rng(seed)
-    books = PageManager(
+    pages = PageManager(
         num_pages, PAGE_SIZE, RUNNING, policy=policy, evict_reserve_pages=int(reserve * num_pages)
     )
-    scheduler = DecodeScheduler(books)
+    scheduler = DecodeScheduler(pages)
     system = random.integers(0, 150_000, SYSTEM_TOKENS)
     chats = [system] * num_chats
     weight = 1 / np.arange(1, num_chats + 1) ** 0.6
@@ -95,7 +95,7 @@ def replay(
         "new_pages_an_admission": round(new_pages / (turns - turns // 2), 1),
         "runs_per_100_new_pages": round(100 * runs / new_pages, 1),
         "admit_cpu_us_p50": round(float(np.median(admit_ns[turns // 2 :])) / 1e3, 1),
-        "evicted_pages": books.evicted_pages,
+        "evicted_pages": pages.evicted_pages,
     }
 
 

@@ -66,10 +66,10 @@ def measure(num_pages: int, running: int, num_passes: int, seed: int) -> dict[st
     sizes = (num_pages, PAGE_SIZE, running + 8)
     log = RankLog()
     config = DecodeConfig(max_running=running + 8)
-    logged = ReplicatedPageManager(log.append, *sizes, **config.for_books(num_pages))
+    logged = ReplicatedPageManager(log.append, *sizes, **config.for_page_manager(num_pages))
     replica = DecodeReplica(num_pages, PAGE_SIZE, config)
     plain = passes(
-        DecodeScheduler(PageManager(*sizes, **config.for_books(num_pages))), running, seed
+        DecodeScheduler(PageManager(*sizes, **config.for_page_manager(num_pages))), running, seed
     )
     publishing = passes(DecodeScheduler(logged), running, seed)
     us: dict[str, list[float]] = {"without": [], "with": [], "apply": []}
@@ -89,7 +89,7 @@ def measure(num_pages: int, running: int, num_passes: int, seed: int) -> dict[st
             for name, taken_ns in zip(us, times, strict=True):
                 us[name].append(taken_ns / 1e3)
             sizes_bytes.append(len(raw))
-    if digests(replica.books) != digests(logged):
+    if digests(replica.page_manager) != digests(logged):
         raise SystemExit("the ranks differ")
     extra = np.array(us["with"]) - np.array(us["without"])
     p = {name: np.percentile(values, (50, 99)).round(1).tolist() for name, values in us.items()}

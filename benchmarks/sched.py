@@ -89,11 +89,11 @@ class Worker:
         self, seed: int, config: DecodeConfig, rows: int = MOST_RUNNING, **more: Any
     ) -> None:
         self._rng = np.random.default_rng(seed)
-        self.books = PageManager(
-            NUM_PAGES, PAGE_SIZE, rows, MOST_PAGES, **config.for_books(NUM_PAGES)
+        self.pages = PageManager(
+            NUM_PAGES, PAGE_SIZE, rows, MOST_PAGES, **config.for_page_manager(NUM_PAGES)
         )
         self.scheduler = DecodeScheduler(
-            self.books,
+            self.pages,
             reserve_tokens=PAGE_SIZE,
             admission=config.admission,
             patience_s=config.patience_s,
@@ -154,13 +154,13 @@ class Worker:
 
     def drop_cached(self, num_pages: int) -> None:
         """Evict, and let the pages be free."""
-        pages = self.books.cache.evict(num_pages)
-        self.books.allocator.uncache(pages)
-        self.books.allocator.free(pages)
+        pages = self.pages.cache.evict(num_pages)
+        self.pages.allocator.uncache(pages)
+        self.pages.allocator.free(pages)
 
     def leave_free(self, num_pages: int) -> None:
         """Let a room hold the free pages beyond `num_pages`."""
-        allocator = self.books.allocator
+        allocator = self.pages.allocator
         allocator.hold(allocator.alloc(max(0, allocator.free_pages - num_pages)), "ballast")
 
     def put_first(self, req: DecodeRequest) -> None:
@@ -265,7 +265,7 @@ class Bench:
         arrival and its admission. None of those that wait fits.
         """
         worker = Worker(self._seed, replace(self._config, evict_reserve=evict_reserve))
-        scheduler, books = worker.scheduler, worker.books
+        scheduler, pages = worker.scheduler, worker.pages
         pasts = worker.fill_cache()
         worker.run([worker.request(worker.tokens(20)) for _ in range(running)])
         add, admit, encode, commit, finish, floor = samples = [Samples() for _ in range(6)]
@@ -307,9 +307,9 @@ class Bench:
             kind.clear()
         with no_collector():
             for number in range(self._rounds(1_000)):
-                evicted = books.evicted_pages
+                evicted = pages.evicted_pages
                 left = one_life(pasts[number % len(pasts)], changed)
-                assert evict_reserve or (books.evicted_pages > evicted) == full
+                assert evict_reserve or (pages.evicted_pages > evicted) == full
                 if not full:
                     worker.drop_cached(left - changed)
         tree = "changed since add" if changed else "as at add"
@@ -344,7 +344,7 @@ class Bench:
                 workers = [Worker(self._seed, self._config) for _ in range(2)]
                 pasts = [worker.fill_cache() for worker in workers]
                 publisher = KVEventPublisher(config, PeerId("decode-0", 1), "model", PAGE_SIZE)
-                feed = EventFeed(workers[which].books.cache, "decode-0", 1)
+                feed = EventFeed(workers[which].pages.cache, "decode-0", 1)
                 feed.listen(publisher)
                 feeds = [feed if at == which else None for at in range(2)]
                 reader = subprocess.Popen([sys.executable, "-c", _READER, publisher.endpoint])
@@ -436,8 +436,8 @@ class Bench:
         blocked, unchanged, nothing = Samples(), Samples(), RadixKey()
         with no_collector():
             for _ in range(self._rounds(1_000)):
-                books, now_s = worker.books, worker.now_s
-                books.drop(books.open(nothing, None, 1, now_s))
+                pages, now_s = worker.pages, worker.now_s
+                pages.drop(pages.open(nothing, None, 1, now_s))
                 assert not blocked.take(worker.scheduler.pop_preallocated, now_s)
                 assert not unchanged.take(worker.scheduler.pop_preallocated, now_s)
         self._add("blocked_pass", blocked, 500.0, waiting=10_000, admission=admission)
@@ -461,7 +461,7 @@ class Bench:
                     for step in range(num_tokens):
                         now_s, free, tokens = (
                             worker.now_s,
-                            worker.books.allocator.free_pages,
+                            worker.pages.allocator.free_pages,
                             [step] * BATCH,
                         )
                         crosses = len(reqs[0].tokens) % PAGE_SIZE == 0

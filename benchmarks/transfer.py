@@ -120,12 +120,12 @@ class Transfer:
 
     def prepare(self, node: DecodeNode | PrefillNode, seed: int) -> None:
         """Bring the pool's pages into the order that the case is about."""
-        books = node.scheduler.books
+        pages = node.scheduler.pages
         if self.pages == "aged":
-            _age(books, self, seed)
+            _age(pages, self, seed)
         elif self.pages == "random":
-            books.allocator.free(
-                books.allocator.alloc(self.num_pages)[seed % 3 :: 3]
+            pages.allocator.free(
+                pages.allocator.alloc(self.num_pages)[seed % 3 :: 3]
             )  # the others never come back
 
 
@@ -138,14 +138,14 @@ def small(layout: str, pages: str, backend: Backend = "nixl") -> Transfer:
     )  # fmt: skip
 
 
-def _age(books: PageManager, case: Transfer, seed: int) -> None:
+def _age(page_manager: PageManager, case: Transfer, seed: int) -> None:
     """Requests of random length, eight at a time, each cached when it ends."""
     random = np.random.default_rng(seed)
     running: list[tuple[RequestPages, RadixKey]] = []
 
     def end(at: int, now_s: float) -> None:
         pages, key = running.pop(at)
-        books.cache_finished(pages, key, now_s)
+        page_manager.cache_finished(pages, key, now_s)
 
     for number in range(case.ageing_requests):
         pages = int(random.integers(2, min(_AGED_PAGES, case.num_pages // 8)))
@@ -153,7 +153,9 @@ def _age(books: PageManager, case: Transfer, seed: int) -> None:
         key = RadixKey(np.concatenate([[number], tokens]).astype(np.int32))
         while True:
             try:
-                running.append((books.open(key, books.match(key), pages, float(number)), key))
+                running.append(
+                    (page_manager.open(key, page_manager.match(key), pages, float(number)), key)
+                )
                 break
             except OutOfPagesError:
                 end(0, float(number))

@@ -93,9 +93,9 @@ class Play:
         chosen = make_policy(policy)
         chosen.token_scale = trace.token_scale
         longest = blocks * 3 // 4
-        self._books = PageManager(blocks, trace.page_size, RUNNING, policy=chosen)
+        self._pages = PageManager(blocks, trace.page_size, RUNNING, policy=chosen)
         self._scheduler = DecodeScheduler(
-            self._books,
+            self._pages,
             reserve_tokens=0,
             admission=admission,
             protect_waiting=protect,
@@ -241,7 +241,7 @@ def cost(waiting: int, rounds: int, policy: str) -> dict[str, Any]:
         "waiting": waiting,
         "cpu_us_p50": [before["cpu_us_p50"], after["cpu_us_p50"]],
         "cpu_us_p99": [before["cpu_us_p99"], after["cpu_us_p99"]],
-        "evicted_pages": [worker.books.evicted_pages for worker, _, _ in workers],
+        "evicted_pages": [worker.pages.evicted_pages for worker, _, _ in workers],
         "ratio": round(after["cpu_us_p50"] / before["cpu_us_p50"], 3),
     }
 

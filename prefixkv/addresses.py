@@ -6,6 +6,8 @@ import ipaddress
 from functools import lru_cache
 from urllib.parse import urlsplit
 
+from prefixkv.errors import RequestError
+
 _MAX_PORT = 65_535
 
 
@@ -48,3 +50,14 @@ def check_address(address: str) -> None:
     # zmq reduces a larger number modulo 65536, and would use some other port.
     if not (host and port.isascii() and port.isdecimal() and int(port) <= _MAX_PORT):
         raise ValueError(f"the port is {port!r}, a number up to {_MAX_PORT} is needed, or *")
+
+
+def check_prefill(rid: str, prefill: object) -> None:
+    """Raise RequestError for what cannot be the address of a request's prefill worker.
+
+    Only that there is one: a test, or an engine with a transport of its own, uses any string.
+    """
+    if not isinstance(prefill, str):
+        raise RequestError(f"prefill is {prefill!r}, a string is needed")
+    if not prefill:
+        raise RequestError(f"request {rid!r} names no prefill worker")

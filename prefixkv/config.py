@@ -365,7 +365,7 @@ class DecodeConfig:
         if self.retarget is not None and not callable(self.retarget):
             raise ConfigError(f"retarget: {self.retarget!r} is not a function")
 
-    def for_books(self, num_pages: int, num_slots: int = 0) -> PageSettings:
+    def for_page_manager(self, num_pages: int, num_slots: int = 0) -> PageSettings:
         """Arguments of a `PageManager` besides its sizes, alike on every rank."""
         return {
             "caching": self.cache,

@@ -3,7 +3,7 @@ busy.
 
     router = BoundedAffinityRouter()
     router.add_worker("decode-0")
-    in_sync = router.apply(batch)  # cache events; False: ask that worker for a batch `afresh`
+    in_sync = router.apply(batch)  # cache events; False: ask that worker for a snapshot
     route = router.route(page_keys(key.data, page_size), now_s)
     ...  # the request goes to route.worker
     router.ended(route, now_s)
@@ -263,7 +263,7 @@ class BoundedAffinityRouter:
 
     def apply(self, batch: EventBatch) -> bool:
         """Apply a batch of a worker's cache events. Returns False if it is out of sync: ask that
-        worker for `EventFeed.take(afresh=True)`.
+        worker for `EventFeed.take(snapshot=True)`.
 
         Until that comes, what was known of it still counts. A new incarnation starts from nothing.
         A batch that was applied already, or of a worker that was not added, is counted and dropped;

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from prefixkv.cache.events import EventBatch as EventBatch
     from prefixkv.cache.events import Inserted as Inserted
     from prefixkv.cache.events import PagePaths as PagePaths
-    from prefixkv.cache.events import Place as Place
+    from prefixkv.cache.events import PageRef as PageRef
     from prefixkv.cache.events import TakenOut as TakenOut
     from prefixkv.cache.events import page_keys as page_keys
     from prefixkv.cache.eviction.ghosts import Ghost as Ghost
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from prefixkv.cache.eviction.queues import EvictionQueue as EvictionQueue
     from prefixkv.cache.eviction.queues import LeafOrders as LeafOrders
     from prefixkv.cache.namespace import shortened as shortened
-    from prefixkv.cache.node import Node as Node
+    from prefixkv.cache.node import TreeNode as TreeNode
     from prefixkv.cache.radix_cache import RadixCache as RadixCache
     from prefixkv.cache.radix_key import TOKEN_BYTES as TOKEN_BYTES
     from prefixkv.cache.radix_key import TOKEN_LIMIT as TOKEN_LIMIT
@@ -141,7 +141,7 @@ _HOMES = {
     "TOKEN_BYTES": "cache.radix_key",
     "TOKEN_LIMIT": "cache.radix_key",
     "common_pages": "cache.radix_key",
-    "Node": "cache.node",
+    "TreeNode": "cache.node",
     "InsertResult": "cache.results",
     "MatchResult": "cache.results",
     "PrefixLock": "cache.results",
@@ -154,7 +154,7 @@ _HOMES = {
     "Inserted": "cache.events",
     "NO_PARENT": "cache.events",
     "PagePaths": "cache.events",
-    "Place": "cache.events",
+    "PageRef": "cache.events",
     "TakenOut": "cache.events",
     "page_keys": "cache.events",
     "default_topic": "kv_events.publisher",

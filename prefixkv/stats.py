@@ -113,7 +113,7 @@ class Journal:
         # What `on_ended` raised. A scheduler replaces it by its own collector.
         self.errors = UserErrors()
 
-    def say_ended(self, req: Any, now_s: float) -> None:
+    def notify_ended(self, req: Any, now_s: float) -> None:
         """Call `on_ended` for a request. Never raises: the request is in the middle of its end."""
         if self.on_ended is not None:
             try:

@@ -83,9 +83,9 @@ class Inbox(Generic[T]):
         """Queue an item and wake the reader. Dropped after `close`."""
         # The item first: a reader woken before it is there would find nothing, and sleep on it.
         self._items.append(item)
-        self.rouse()
+        self.notify()
 
-    def rouse(self) -> None:
+    def notify(self) -> None:
         """Make the descriptor readable until the next `drain` or `wait`."""
         # A writer that finds a write begun relies on the reader, which forgets it before it looks
         # at the items.

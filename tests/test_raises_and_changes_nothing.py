@@ -181,19 +181,19 @@ class ManagerWorld(World):
     kind = PageManager
 
     def __init__(self) -> None:
-        self.thing = books = PageManager(16, 2, 6, 4, policy="adaptive", num_slots=6)
+        self.thing = pages = PageManager(16, 2, 6, 4, policy="adaptive", num_slots=6)
         self.keys = [RadixKey([1, 2, 3, 4]), RadixKey([1, 2, 9]), RadixKey([1, 2, 3, 4, 5, 6])]
         first, second, third = self.keys
-        self.first = books.open(first, None, 2, 1.0)
-        books.cache_unfinished(self.first, first, 1.0)
-        self.second = books.open(second, books.match(second), 1, 2.0)
-        self.third = books.open(third, books.match(third), 1, 3.0, self.second, 1)
-        gone = books.open(RadixKey([7, 7, 7]), None, 2, 3.0)
-        books.cache_finished(gone, RadixKey([7, 7, 7]), 3.0)
-        held = books.open(RadixKey([8, 8]), None, 1, 3.0)
-        books.hold(held, "room")
-        self.want = books.want(books.cache.match_prefix([7, 7]))
-        match = books.match(third)
+        self.first = pages.open(first, None, 2, 1.0)
+        pages.cache_unfinished(self.first, first, 1.0)
+        self.second = pages.open(second, pages.match(second), 1, 2.0)
+        self.third = pages.open(third, pages.match(third), 1, 3.0, self.second, 1)
+        gone = pages.open(RadixKey([7, 7, 7]), None, 2, 3.0)
+        pages.cache_finished(gone, RadixKey([7, 7, 7]), 3.0)
+        held = pages.open(RadixKey([8, 8]), None, 1, 3.0)
+        pages.hold(held, "room")
+        self.want = pages.want(pages.cache.match_prefix([7, 7]))
+        match = pages.match(third)
         elsewhere = PageManager(16, 2, 6, 4)
         foreign = elsewhere.match(first)
         long = RadixKey(list(range(10)))
@@ -218,17 +218,17 @@ class ManagerWorld(World):
         }
 
     def finish(self) -> None:
-        books = self.thing
-        books.unwant(self.want)
-        books.grow_many([self.first, self.second], 8.0)
+        page_manager = self.thing
+        page_manager.unwant(self.want)
+        page_manager.grow_many([self.first, self.second], 8.0)
         for pages, key in zip((self.first, self.second), self.keys, strict=False):
-            books.cache_finished(pages, key, 9.0)
-        books.drop(self.third)
-        books.release("room")
-        books.check_invariants()
-        assert books.available_pages == 16
-        assert books.allocator.owned_pages == 0
-        assert books.table.free_rows == books.slots.free_pages == 6
+            page_manager.cache_finished(pages, key, 9.0)
+        page_manager.drop(self.third)
+        page_manager.release("room")
+        page_manager.check_invariants()
+        assert page_manager.available_pages == 16
+        assert page_manager.allocator.owned_pages == 0
+        assert page_manager.table.free_rows == page_manager.slots.free_pages == 6
 
 
 class BudgetWorld(World):
@@ -320,8 +320,8 @@ class DecodeWorld(World):
     kind = DecodeScheduler
 
     def __init__(self) -> None:
-        books = PageManager(32, 2, 8)
-        self.thing = scheduler = DecodeScheduler(books, name="d", reserve_tokens=0)
+        pages = PageManager(32, 2, 8)
+        self.thing = scheduler = DecodeScheduler(pages, name="d", reserve_tokens=0)
         self.oldest = self.runs("oldest", 1)
         self.younger = self.runs("younger", 2)
         scheduler.append_many([self.oldest, self.younger], [5, 6], 2.0)
@@ -386,7 +386,7 @@ class DecodeWorld(World):
         scheduler.pop_needs_prefill()
         scheduler.check_invariants()
         assert scheduler.idle
-        assert scheduler.books.available_pages == 32
+        assert scheduler.pages.available_pages == 32
 
 
 class PrefillWorld(World):
@@ -395,8 +395,8 @@ class PrefillWorld(World):
     kind = PrefillScheduler
 
     def __init__(self) -> None:
-        books = PageManager(32, 2, 8)
-        self.thing = scheduler = PrefillScheduler(books, max_aux_bytes=16)
+        pages = PageManager(32, 2, 8)
+        self.thing = scheduler = PrefillScheduler(pages, max_aux_bytes=16)
         for rid, room in (("sent", 1), ("fails", 2), ("computes", 3), ("waits", 4)):
             scheduler.add(request(rid, room, namespace=rid), 1.0)
         for room in (1, 2, 3):
@@ -444,7 +444,7 @@ class PrefillWorld(World):
         assert [req.rid for req in scheduler.pop_failed(6.0)] == ["fails"]
         scheduler.check_invariants()
         assert scheduler.idle
-        assert scheduler.books.available_pages == 32
+        assert scheduler.pages.available_pages == 32
 
 
 WORLDS = [CacheWorld, AllocatorWorld, TableWorld, ManagerWorld, BudgetWorld, RouterWorld,
@@ -524,8 +524,8 @@ def test_a_policy_whose_cache_was_not_built_serves_the_next(where: str) -> None:
     with pytest.raises((OSError, ConfigError)):
         PageManager(**{**sizes, **({where: 0} if where in sizes else {})}, policy=policy)
     policy.where = ""
-    books = PageManager(**sizes, policy=policy)
-    books.drop(books.open(RadixKey([1, 2]), None, 1, 0.0))
+    pages = PageManager(**sizes, policy=policy)
+    pages.drop(pages.open(RadixKey([1, 2]), None, 1, 0.0))
 
 
 @pytest.mark.parametrize(
@@ -556,8 +556,8 @@ class Ranks(AdmissionPolicy):
 
 @pytest.mark.parametrize("priority", [7, 8])
 def test_an_admission_policy_that_raises_leaves_nothing_behind(priority: int) -> None:
-    books = PageManager(32, 2, 8)
-    scheduler = DecodeScheduler(books, name="d", admission=Ranks())
+    pages = PageManager(32, 2, 8)
+    scheduler = DecodeScheduler(pages, name="d", admission=Ranks())
     scheduler.add(request("waits", 1), 1.0)
     before = picture(scheduler)
     for room in range(2, 90):  # each names a worker that no other does
@@ -574,7 +574,7 @@ def test_ranks_that_do_not_compare_with_those_elsewhere_keep_a_request_where_it_
     scheduler = DecodeScheduler(PageManager(32, 2, 8), name="d", admission=Ranks())
     scheduler.add(request("text", 1, priority=8), 1.0)
     lane = scheduler.lanes.of("tcp://q:1")
-    number = DecodeRequest(request("number", 2), scheduler.books, 1.0)
+    number = DecodeRequest(request("number", 2), scheduler.pages, 1.0)
     waiter = Waiter(number, 99, lane, False, since_s=1.0, rank=1)
     lane.enter(waiter)  # past the check that `add` makes
     before = picture(scheduler)
@@ -587,10 +587,10 @@ def test_ranks_that_do_not_compare_with_those_elsewhere_keep_a_request_where_it_
     "usable", [2.0, np.float32(2.0), "2", None, [2], float("nan")], ids=lambda one: repr(one)
 )
 def test_a_usable_prefix_that_is_no_number_is_none(usable: Any) -> None:
-    books = PageManager(32, 2, 8)
-    scheduler = PrefillScheduler(books, usable_prefix=lambda *_: usable)
-    cached = books.open(RadixKey([1, 2, 3, 4]), None, 2, 0.0)
-    books.cache_finished(cached, RadixKey([1, 2, 3, 4]), 0.0)
+    pages = PageManager(32, 2, 8)
+    scheduler = PrefillScheduler(pages, usable_prefix=lambda *_: usable)
+    cached = pages.open(RadixKey([1, 2, 3, 4]), None, 2, 0.0)
+    pages.cache_finished(cached, RadixKey([1, 2, 3, 4]), 0.0)
     for room in (1, 2):
         scheduler.add(request(str(room), room), 1.0)
         scheduler.room_bootstrapped(RoomKey(room, 0, "d"), 0, "d", 1.0)

@@ -107,7 +107,7 @@ def test_a_lost_batch_is_noticed_and_a_fresh_one_mends_it(seed: int) -> None:
         else:
             synced = False
         if not synced and life.rng.randrange(2):
-            assert index.apply(life.worker.feed.take(afresh=True))
+            assert index.apply(life.worker.feed.take(snapshot=True))
             synced = True
         if synced:
             assert all(ours == theirs for ours, theirs in life.depths(index))
@@ -141,7 +141,7 @@ def test_a_new_incarnation_in_the_middle_of_its_stream_is_out_of_sync() -> None:
     new.insert([3, 4])
     assert not index.apply(new.feed.take())
     assert index.num_pages == 0
-    assert index.apply(new.feed.take(afresh=True))
+    assert index.apply(new.feed.take(snapshot=True))
     assert index.depth(None, keys_of([3, 4])) == 1
 
 

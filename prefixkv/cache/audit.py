@@ -8,7 +8,7 @@ from itertools import islice
 
 import numpy as np
 
-from prefixkv.cache.node import DEAD, PAGE_ID_BYTES, Node
+from prefixkv.cache.node import DEAD, PAGE_ID_BYTES, TreeNode
 from prefixkv.cache.results import PrefixLock, packed_ids
 from prefixkv.cache.tree import RadixTree
 
@@ -30,7 +30,7 @@ def broken_laws(tree: RadixTree, locks: Collection[PrefixLock], epoch: int) -> l
     ]
 
 
-def _tree_laws(tree: RadixTree, orphans: list[Node]) -> Iterator[str]:
+def _tree_laws(tree: RadixTree, orphans: list[TreeNode]) -> Iterator[str]:
     """Yield the broken laws of nodes, counters and the bitmap."""
     page_bytes = tree._page_bytes
     nodes = list(tree.nodes())
@@ -86,7 +86,7 @@ def _tree_laws(tree: RadixTree, orphans: list[Node]) -> Iterator[str]:
 
 
 def _lock_laws(
-    tree: RadixTree, locks: Collection[PrefixLock], orphans: list[Node]
+    tree: RadixTree, locks: Collection[PrefixLock], orphans: list[TreeNode]
 ) -> Iterator[str]:
     """Yield the broken laws of locks, of the tree's and of orphans."""
     ends_on = Counter(lock.node for lock in locks)
@@ -117,23 +117,23 @@ def _want_laws(tree: RadixTree) -> Iterator[str]:
     """Yield the broken laws of wants, by walking each one's prefix from the root."""
     page_bytes = tree._page_bytes
     nodes = [*tree.nodes(), *tree._roots.values()]
-    hanging = [want for node in nodes for hung in (node.wants or {}).values() for want in hung]
-    if len(hanging) != len(tree._wants) or set(hanging) != set(tree._wants.values()):
-        yield "every want hangs somewhere, once"
+    attached = [want for node in nodes for some in (node.wants or {}).values() for want in some]
+    if len(attached) != len(tree._wants) or set(attached) != set(tree._wants.values()):
+        yield "every want is attached somewhere, once"
     for want in tree._wants.values():
         node, num_bytes = tree._walk(tree._roots[want.namespace], want.data)
         if want.node is not node or want.depth * page_bytes != num_bytes:
             yield (
-                f"a want hangs at the deepest page of it: {want.depth}, not "
+                f"a want is attached at the deepest page of it: {want.depth}, not "
                 f"{num_bytes // page_bytes} in {node}"
             )
         elif want not in (node.wants or {}).get(want.place, ()):
             yield f"a want is found by its depth and next page: {want.node}"
 
 
-def _orphans(locks: Collection[PrefixLock], epoch: int) -> list[Node]:
+def _orphans(locks: Collection[PrefixLock], epoch: int) -> list[TreeNode]:
     """Return every node of a path that was locked when the tree was reset and still is."""
-    found: dict[Node, None] = {}
+    found: dict[TreeNode, None] = {}
     for lock in locks:
         node = lock.node
         while lock.epoch != epoch and node.parent is not None and node.end != DEAD:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prefixkv.cache.node import Node
+from prefixkv.cache.node import TreeNode
 from prefixkv.cache.tree import RadixTree
 
 
@@ -18,7 +18,9 @@ def lines(tree: RadixTree, max_nodes: int) -> Iterator[str]:
         yield f"namespace {namespace!r}: {len(root.children)} children, lock_ref {root.lock_ref}"
         # A stack, not recursion: a chain of nodes may be deeper than Python's limit. Reversed, so
         # that the first child is printed first.
-        stack: list[tuple[int, Node]] = [(1, child) for child in reversed(root.children.values())]
+        stack: list[tuple[int, TreeNode]] = [
+            (1, child) for child in reversed(root.children.values())
+        ]
         while stack:
             above, node = stack.pop()
             if shown == max_nodes:
@@ -29,7 +31,7 @@ def lines(tree: RadixTree, max_nodes: int) -> Iterator[str]:
             stack += [(above + 1, child) for child in reversed(node.children.values())]
 
 
-def describe(tree: RadixTree, node: Node) -> str:
+def describe(tree: RadixTree, node: TreeNode) -> str:
     """Describe one node: where it lies, its locks, its age in uses, and what the policy adds."""
     size = tree.page_size
     text = (

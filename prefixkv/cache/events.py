@@ -7,7 +7,7 @@ The tree notes *changes*: tokens and page ids as it has them, nothing computed. 
 A page key is the digest of a page's tokens and of the key of the page before. So it stands for a
 page together with all tokens before it and is the same in every process: a router can look a prompt
 up without holding tokens. `EventBatch`es are numbered, so that a listener in another process
-notices a gap. It then asks for a full batch (`EventFeed.take(afresh=True)`).
+notices a gap. It then asks for a full batch (`EventFeed.take(snapshot=True)`).
 
 Source: keys chained by hashes, as the block hashes of vLLM's prefix cache.
 """
@@ -130,7 +130,7 @@ class TakenOut(NamedTuple):
 Change: TypeAlias = Inserted | TakenOut | Cleared
 
 
-class Place(NamedTuple):
+class PageRef(NamedTuple):
     """The position of one page: its namespace, its key and its parent's, and its number on the
     path."""
 
@@ -149,7 +149,7 @@ class PagePaths:
 
     Args:
         page_size: tokens per page.
-        keep_tokens: keep the tokens of each page in its `Place`.
+        keep_tokens: keep the tokens of each page in its `PageRef`.
         hash_page: (key of the page before, packed tokens) -> key; by default `page_key`.
         before_first: namespace -> the bytes that `hash_page` gets before a first page; by default
             NO_PARENT.
@@ -166,30 +166,30 @@ class PagePaths:
         self._before_first = before_first
         self._page_bytes = TOKEN_BYTES * page_size
         self._keep_tokens = keep_tokens
-        self._places: dict[int, Place] = {}  # by page id
+        self._page_refs: dict[int, PageRef] = {}  # by page id
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._page_refs)
 
-    def runs(self) -> Iterator[list[Place]]:
+    def runs(self) -> Iterator[list[PageRef]]:
         """Yield all pages in runs of consecutive pages. A run's first page follows a page of an
         earlier run, or is the first of its namespace."""
-        run: list[Place] = []
-        for place in self._places.values():
-            if run and (place.parent, place.namespace) != (run[-1].key, run[-1].namespace):
+        run: list[PageRef] = []
+        for ref in self._page_refs.values():
+            if run and (ref.parent, ref.namespace) != (run[-1].key, run[-1].namespace):
                 yield run
                 run = []
-            run.append(place)
+            run.append(ref)
         if run:
             yield run
 
-    def inserted(self, change: Inserted) -> list[Place]:
+    def inserted(self, change: Inserted) -> list[PageRef]:
         """Add new pages, and return where each of them stands."""
         namespace, above, tokens, pages = change
         # The page above must be known: changes come in order, so it was stored before.
         key, number = NO_PARENT, 0
         if above:
-            upper = self._places[_ids(above)[0]]
+            upper = self._page_refs[_ids(above)[0]]
             key, number = upper.key, upper.number + 1
         # `before` goes into the hash, `key` into the event. They differ for a first page only,
         # where a dialect may mix the namespace into the hash.
@@ -201,25 +201,25 @@ class PagePaths:
             page_tokens = tokens[start : start + page_bytes]
             start += page_bytes
             own = before = hash_page(before, page_tokens)
-            place = Place(namespace, key, own, number, page_tokens if self._keep_tokens else b"")
-            self._places[page] = place
-            run.append(place)
+            ref = PageRef(namespace, key, own, number, page_tokens if self._keep_tokens else b"")
+            self._page_refs[page] = ref
+            run.append(ref)
             key, number = own, number + 1
         return run
 
-    def taken_out(self, change: TakenOut) -> list[list[Place]]:
+    def taken_out(self, change: TakenOut) -> list[list[PageRef]]:
         """Forget pages, and return where each of them stood, run by run."""
-        pop = self._places.pop
+        pop = self._page_refs.pop
         return [[pop(page) for page in _ids(pages)] for pages in change.runs]
 
     def clear(self) -> None:
         """Forget all pages."""
-        self._places.clear()
+        self._page_refs.clear()
 
 
-def as_stored(run: list[Place]) -> Stored:
+def as_stored(run: list[PageRef]) -> Stored:
     """Return the event that a run of new pages is stored."""
-    return Stored(run[0].namespace, run[0].parent, tuple(place.key for place in run))
+    return Stored(run[0].namespace, run[0].parent, tuple(ref.key for ref in run))
 
 
 class EventSource(Protocol):
@@ -227,7 +227,7 @@ class EventSource(Protocol):
 
     page_size: int
 
-    def drain_changes(self, afresh: bool = False) -> list[Change]: ...
+    def drain_changes(self, snapshot: bool = False) -> list[Change]: ...
 
 
 class Listener(Protocol):
@@ -262,24 +262,24 @@ class EventFeed:
         self._paths = PagePaths(cache.page_size)
         self._listener: Listener | None = None
         # The listener missed changes: it gets none until it is idle, and then everything.
-        self._lost = False
+        self._listener_missed_changes = False
         # Changes that the listener drew and `take` has not returned yet. Beyond the limit they are
         # dropped and only the count stays, so that the next `take` starts over.
         self._untaken: list[Change] = []
         self._num_untaken_pages = 0
 
-    def take(self, afresh: bool = False) -> EventBatch:
+    def take(self, snapshot: bool = False) -> EventBatch:
         """Return the changes since the last batch, possibly none. O(pages) of those.
 
-        The first batch is the whole tree, and so is any with `afresh` and one after too many
+        The first batch is the whole tree, and so is any with `snapshot` and one after too many
         changes.
         """
-        afresh = afresh or not self._seq or self._num_untaken_pages > UNTAKEN_LIMIT_PAGES
+        snapshot = snapshot or not self._seq or self._num_untaken_pages > UNTAKEN_LIMIT_PAGES
         # The listener hears of these too: the cache will not give them again. A full list begins
         # with `Cleared`, which also repairs a listener that had lost something.
-        changes = self._cache.drain_changes(afresh=afresh)
-        self._hand_over(changes, afresh)
-        if not afresh:
+        changes = self._cache.drain_changes(snapshot=snapshot)
+        self._hand_over(changes, snapshot)
+        if not snapshot:
             changes = self._untaken + changes
         self._untaken, self._num_untaken_pages = [], 0
         batch = EventBatch(self._worker, self._incarnation, self._seq, tuple(self._events(changes)))
@@ -289,7 +289,9 @@ class EventFeed:
     def listen(self, listener: Listener) -> None:
         """Hand `listener` the whole tree now, and the changes since with each `pass_on`."""
         self._listener = listener
-        self._lost = not listener.hand_over(self._cache.drain_changes(afresh=True))
+        self._listener_missed_changes = not listener.hand_over(
+            self._cache.drain_changes(snapshot=True)
+        )
 
     def pass_on(self) -> None:
         """Hand the listener what has changed since. O(changes), without hashing.
@@ -300,17 +302,17 @@ class EventFeed:
         if listener is None:
             return
         # 1. The frequent case: the listener hears each change, and `take` was never called.
-        if not self._lost and not self._seq:
+        if not self._listener_missed_changes and not self._seq:
             if changes := self._cache.drain_changes():
-                self._lost = not listener.hand_over(changes)
+                self._listener_missed_changes = not listener.hand_over(changes)
             return
         # 2. Else. While the listener is busy a full list would be lost as well, so wait until it is
         #    idle.
-        afresh = self._lost and listener.idle
-        changes = self._cache.drain_changes(afresh=afresh)
+        snapshot = self._listener_missed_changes and listener.idle
+        changes = self._cache.drain_changes(snapshot=snapshot)
         if not changes:
             return
-        self._hand_over(changes, afresh)
+        self._hand_over(changes, snapshot)
         # Keep them for `take`, up to the limit.
         if self._seq and self._num_untaken_pages <= UNTAKEN_LIMIT_PAGES:
             self._untaken += changes
@@ -318,10 +320,14 @@ class EventFeed:
             if self._num_untaken_pages > UNTAKEN_LIMIT_PAGES:
                 self._untaken = []
 
-    def _hand_over(self, changes: list[Change], afresh: bool) -> None:
+    def _hand_over(self, changes: list[Change], snapshot: bool) -> None:
         """Hand changes to the listener, if there is one that can use them."""
-        if self._listener is not None and changes and (afresh or not self._lost):
-            self._lost = not self._listener.hand_over(changes)
+        if (
+            self._listener is not None
+            and changes
+            and (snapshot or not self._listener_missed_changes)
+        ):
+            self._listener_missed_changes = not self._listener.hand_over(changes)
 
     def _events(self, changes: list[Change]) -> Iterator[CacheEvent]:
         """Turn changes into events, hashing each new page."""
@@ -331,7 +337,7 @@ class EventFeed:
                     yield as_stored(self._paths.inserted(change))
                 case TakenOut():
                     for run in self._paths.taken_out(change):
-                        keys = tuple(place.key for place in run)
+                        keys = tuple(ref.key for ref in run)
                         yield Removed(run[0].namespace, run[0].parent, keys)
                 case Cleared():
                     self._paths.clear()
@@ -372,14 +378,14 @@ class EventLog:
     __slots__ = ("changes", "limit", "num_pages")
 
     def __init__(self, limit: int) -> None:
-        self.limit = limit  # pages stored; a listener further behind than this starts afresh
+        self.limit = limit  # pages stored; a listener further behind than this gets a snapshot
         self.num_pages = 0
         self.changes: list[Change] = []
 
     def stored(self, namespace: Hashable, above: Packed, key: Packed, pages: Packed) -> None:
         """Record pages with these packed tokens, which follow the last page of `above` (empty at
         the root)."""
-        # Copies: nodes grow in place, and a reader may look at this later in another thread.
+        # Copies: nodes grow in ref, and a reader may look at this later in another thread.
         last = bytes(above[-PAGE_ID_BYTES:])
         self.changes.append(_new(Inserted, (namespace, last, bytes(key), bytes(pages))))
         self.num_pages += len(pages) // PAGE_ID_BYTES

@@ -27,7 +27,7 @@ PAGE_ID_BYTES = 4
 Packed: TypeAlias = bytes | bytearray
 """Tokens or page ids, four bytes each."""
 
-NO_CHILDREN: dict[bytes, Node] = {}
+NO_CHILDREN: dict[bytes, TreeNode] = {}
 """Shared by all leaves and never written to: a dictionary per leaf would cost a sixth of its
 memory."""
 
@@ -35,16 +35,17 @@ DEAD = -1
 
 
 class Want:
-    """A prefix that a request waits for. It hangs at page `depth` of `node`'s path (see
+    """A prefix that a request waits for. It is attached at page `depth` of `node`'s path (see
     `wants.py`).
 
-    `place` is its key in `Node.wants`: its depth, and the first page of it that is not in the tree.
-    That page is shorter than a whole one (possibly empty) when the tree has all of the prefix.
+    `place` is its key in `TreeNode.wants`: its depth, and the first page of it that is not in the
+    tree. That page is shorter than a whole one (possibly empty) when the tree has all of the
+    prefix.
     """
 
     __slots__ = ("data", "namespace", "node", "page_bytes", "place")
 
-    node: Node | None
+    node: TreeNode | None
     place: tuple[int, bytes]
 
     def __init__(self, data: bytes, namespace: Hashable, page_bytes: int) -> None:
@@ -57,7 +58,7 @@ class Want:
         return self.place[0]
 
 
-class Node:
+class TreeNode:
     """Pages `start` to `end` of one path. Only `RadixTree` and `RadixCache` change it.
 
     The methods here keep the node itself consistent. Counters, eviction queues and the policy are
@@ -70,7 +71,7 @@ class Node:
         "steps", "wants",
     )  # fmt: skip
 
-    def __init__(self, key: Packed, pages: Packed, end: int, parent: Node | None) -> None:
+    def __init__(self, key: Packed, pages: Packed, end: int, parent: TreeNode | None) -> None:
         # What the node owns: its tokens and the page ids that belong to them, equally many pages.
         self.key = key  # packed tokens, whole pages; a bytearray once it has grown or shrunk
         self.pages = pages  # packed int32 page ids, one a page
@@ -78,7 +79,7 @@ class Node:
         self.parent = parent  # None for a root, and for a node that left the tree
         self.children = NO_CHILDREN  # by the packed tokens of their first page
         # If there is exactly one: a walk compares with it and hashes nothing.
-        self.only_child: Node | None = None
+        self.only_child: TreeNode | None = None
         # The law of lock_ref. It makes lock and unlock stop at the first ancestor that is held
         # anyway: the count of an ancestor changes only when a child's count leaves or reaches 0.
         self.lock_ref = 0  # locks that end here + children with lock_ref > 0
@@ -106,18 +107,18 @@ class Node:
         """Locks that end on this node. O(children)."""
         return self.lock_ref - sum(child.lock_ref > 0 for child in self.children.values())
 
-    def __lt__(self, other: Node) -> bool:
+    def __lt__(self, other: TreeNode) -> bool:
         return self.end < other.end  # for heaps only: among equal ranks at most one entry is live
 
     def __repr__(self) -> str:
         return (
-            f"<Node pages {self.start}..{self.end} lock_ref={self.lock_ref} "
+            f"<TreeNode pages {self.start}..{self.end} lock_ref={self.lock_ref} "
             f"children={len(self.children)}>"
         )
 
     # --- family ----------------------------------------------------------------------------------
 
-    def adopt(self, first_page: bytes, child: Node) -> None:
+    def adopt(self, first_page: bytes, child: TreeNode) -> None:
         """Make `child` the child that begins with `first_page`, replacing a former one."""
         # NO_CHILDREN is shared: the first child needs a dictionary of its own.
         if not self.children:
@@ -174,7 +175,7 @@ class Node:
 
     # --- cutting and joining ---------------------------------------------------------------------
 
-    def split(self, depth: int, page_bytes: int) -> Node:
+    def split(self, depth: int, page_bytes: int) -> TreeNode:
         """Cut the node at `depth` and return the new upper half. The lower half stays this object.
 
         Locks and queue entries refer to the object and to its last page, which is the lower half's.
@@ -188,7 +189,7 @@ class Node:
         num_pages = depth - self.start
         upper_key, self.key = _cut(self.key, num_pages * page_bytes)
         upper_pages, self.pages = _cut(self.pages, num_pages * PAGE_ID_BYTES)
-        upper = Node(upper_key, upper_pages, depth, self.parent)
+        upper = TreeNode(upper_key, upper_pages, depth, self.parent)
         self.parent = upper
         upper.adopt(bytes(self.key[:page_bytes]), self)
         # No lock ends on the upper half, and this is its only child: by the law of lock_ref it
@@ -279,7 +280,7 @@ class Node:
         self.children = NO_CHILDREN
 
 
-class Root(Node):
+class Root(TreeNode):
     """The top of one namespace. It has no pages and is never evicted."""
 
     __slots__ = ("namespace",)

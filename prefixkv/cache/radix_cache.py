@@ -27,7 +27,7 @@ from prefixkv.cache import audit, dump, wants
 from prefixkv.cache.events import Change, EventLog
 from prefixkv.cache.eviction.policy import DEFAULT_POLICY, Policy, Use
 from prefixkv.cache.eviction.queues import forget
-from prefixkv.cache.node import PAGE_ID_BYTES, Node, Want
+from prefixkv.cache.node import PAGE_ID_BYTES, TreeNode, Want
 from prefixkv.cache.radix_key import RadixKey, TokensLike
 from prefixkv.cache.results import (
     NO_PAGES,
@@ -220,7 +220,7 @@ class RadixCache(RadixTree):
     def _next_use(
         self,
         data: bytes,
-        node: Node,
+        node: TreeNode,
         num_pages: int,
         old_pages: int,
         visit: bool,
@@ -248,7 +248,7 @@ class RadixCache(RadixTree):
         use.tree_pages = self.evictable_pages + self.protected_pages
         return use
 
-    def _leave_mark(self, node: Node, depth: int, use: Use) -> None:
+    def _leave_mark(self, node: TreeNode, depth: int, use: Use) -> None:
         """Leave the policy's mark for `use` at `depth` of `node`; none if the policy raises."""
         policy = self.policy
         try:
@@ -316,7 +316,7 @@ class RadixCache(RadixTree):
         key.check()
         data = key.data
         num_pages, held_pages = len(data) // self._page_bytes, 0
-        node: Node | None = self._roots.get(key.namespace)
+        node: TreeNode | None = self._roots.get(key.namespace)
         # What the caller holds need not be walked again: its node ends where the lock ends. That
         # the tokens are the same is the caller's promise; only the number can be checked cheaply.
         if lock is not None:
@@ -372,7 +372,7 @@ class RadixCache(RadixTree):
             self._extend(extended, node, num_pages, now_s)
         return InsertResult(self, data, key.namespace, node, num_pages, self.version, old_pages)
 
-    def _extend(self, lock: PrefixLock, node: Node, depth: int, now_s: float) -> None:
+    def _extend(self, lock: PrefixLock, node: TreeNode, depth: int, now_s: float) -> None:
         """Make a lock hold all pages down to `depth`, which lies in `node`, at or below its present
         end."""
         before = lock.node
@@ -420,21 +420,21 @@ class RadixCache(RadixTree):
         num_pages = min(num_pages, self.evictable_pages)
         if not num_pages:
             return NO_PAGES.copy()
-        thinned: dict[Node, None] = {}  # lost a child, so may have become mergeable
-        # If everything goes, the order does not matter and `_strip` is quicker. It walks over what
-        # is held, though, so that has to be the smaller part. Listeners hear of pages in reverse:
-        # what follows on a path is removed before what it follows.
+        merge_candidates: dict[TreeNode, None] = {}  # lost a child, so may have become mergeable
+        # If everything goes, the order does not matter and `_evict_all` is quicker. It walks over
+        # what is held, though, so that has to be the smaller part. Listeners hear of pages in
+        # reverse: what follows on a path is removed before what it follows.
         if num_pages == self.evictable_pages >= self.protected_pages and self._order_is_free():
-            taken = self._strip(thinned)
+            taken = self._evict_all(merge_candidates)
             if self._log is not None:
                 self._log.removed(taken[::-1])
         else:
-            taken = self._evict_in_order(num_pages, thinned)
+            taken = self._evict_in_order(num_pages, merge_candidates)
             if self._log is not None:
                 self._log.removed(taken)
         # Merge last. A node that lost one child may lose the others in the same call, and
         # `_evict_in_order` must not meet nodes that died in a merge.
-        for node in thinned:
+        for node in merge_candidates:
             self._merge_if_idle(node)
         # Count what was taken, not what was asked for.
         ids = self._taken_out(taken)
@@ -460,7 +460,7 @@ class RadixCache(RadixTree):
             # Pages of former orphans come back here; all other pages are evictable then.
             orphans = [self.unlock(lock) for lock in list(self._locks)]
             return np.concatenate([*orphans, self.reset()])
-        freed = self._strip({})
+        freed = self._evict_all({})
         # What is left is held. It keeps its own root, so that locks can still walk up, but no match
         # finds that root again. Its wants and queue entries belong to the tree, which goes on
         # without it.
@@ -485,12 +485,12 @@ class RadixCache(RadixTree):
             self._log.cleared()
         # Waiting requests begin again at the top of their namespaces.
         for want in self._wants.values():
-            wants.hang(want, self._root(want.namespace), 0)
+            wants.attach(want, self._root(want.namespace), 0)
         return self._taken_out(freed)
 
     # --- hints, all of them soft -----------------------------------------------------------------
 
-    def hint(self, target: MatchResult | PrefixLock | Node, continues: bool | None) -> None:
+    def hint(self, target: MatchResult | PrefixLock | TreeNode, continues: bool | None) -> None:
         """Note whether the session that used `target` last will continue; soft, it changes only
         the order of evictions.
 
@@ -505,7 +505,7 @@ class RadixCache(RadixTree):
         """
         # 1. Find the place. A lock of an earlier epoch, or after its end, may point to where
         #    nothing is.
-        if isinstance(target, Node):
+        if isinstance(target, TreeNode):
             node, depth = target, target.end
         elif isinstance(target, PrefixLock):
             if target.cache is not self:
@@ -545,7 +545,7 @@ class RadixCache(RadixTree):
         self._last_want += 1
         want = Want(match.data, match.namespace, self._page_bytes)
         self._wants[self._last_want] = want
-        wants.hang(want, node, depth)
+        wants.attach(want, node, depth)
         return self._last_want
 
     def unwant(self, number: int) -> None:
@@ -557,7 +557,7 @@ class RadixCache(RadixTree):
         want = self._wants.pop(number, None)
         if want is None:
             raise CallerError(f"want {number} is not here, {len(self._wants)} others are")
-        home = wants.unhang(want)
+        home = wants.detach(want)
         if home.parent is None:
             self._drop_root_if_idle(home)
         elif not home.children and not home.lock_ref:
@@ -567,19 +567,19 @@ class RadixCache(RadixTree):
 
     # --- listening and looking on ----------------------------------------------------------------
 
-    def drain_changes(self, afresh: bool = False) -> list[Change]:
+    def drain_changes(self, snapshot: bool = False) -> list[Change]:
         """Return what was stored and removed since the last call, for an `EventFeed`.
 
         The first call starts the recording and returns the whole tree as insertions. A listener
-        that fell more than `EVENT_LIMIT_PAGES` behind, or passes `afresh`, gets `Cleared` and then
-        the whole tree. Before the first call nothing is recorded.
+        that fell more than `EVENT_LIMIT_PAGES` behind, or passes `snapshot`, gets `Cleared` and
+        then the whole tree. Before the first call nothing is recorded.
         """
         log = self._log
-        if log is not None and not afresh and log.num_pages <= log.limit:
+        if log is not None and not snapshot and log.num_pages <= log.limit:
             return log.drain() if log.changes else NOTHING_CHANGED
         # A snapshot: parents before children, since an insertion names the page that it follows.
         self._log = EventLog(EVENT_LIMIT_PAGES)
-        if log is not None or afresh:
+        if log is not None or snapshot:
             self._log.cleared()
         for node in self.nodes():
             assert node.parent is not None
@@ -634,7 +634,7 @@ class RadixCache(RadixTree):
 
     # --- shared ----------------------------------------------------------------------------------
 
-    def locate(self, result: MatchResult) -> tuple[Node | None, int]:
+    def locate(self, result: MatchResult) -> tuple[TreeNode | None, int]:
         """Return where a result ends now: a node, and the depth in it (above its start, unless it
         is a root).
 

@@ -184,14 +184,14 @@ def common_pages(data: bytes, other: bytes, equal: int, end: int, page_bytes: in
     >>> common_pages(b"aabbccdd", b"aabbccxx", equal=1, end=4, page_bytes=2)
     3
     """
-    theirs = memoryview(other)  # a slice of it costs no copy
+    view = memoryview(other)  # a slice of it costs no copy
     # The frequent answer first.
-    if data.startswith(theirs[equal * page_bytes : end * page_bytes], equal * page_bytes):
+    if data.startswith(view[equal * page_bytes : end * page_bytes], equal * page_bytes):
         return end
     # Invariant: equal up to `equal`, different somewhere before `end`.
     while end - equal > 1:
         middle = (equal + end) // 2
-        if data.startswith(theirs[equal * page_bytes : middle * page_bytes], equal * page_bytes):
+        if data.startswith(view[equal * page_bytes : middle * page_bytes], equal * page_bytes):
             equal = middle
         else:
             end = middle

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prefixkv.cache.node import Node
+from prefixkv.cache.node import TreeNode
 from prefixkv.cache.results import PrefixLock
 
 
@@ -15,7 +15,7 @@ class Releases:
     """
 
     def __init__(self) -> None:
-        self._refs: dict[Node, int] = {}  # what `lock_ref` of a node would be, where it differs
+        self._refs: dict[TreeNode, int] = {}  # what `lock_ref` of a node would be, where it differs
 
     def end(self, lock: PrefixLock | None) -> int:
         """End `lock` too, and return the pages that it frees after those before it. O(nodes of

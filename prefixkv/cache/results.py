@@ -8,20 +8,20 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from prefixkv.cache.node import PAGE_ID_BYTES, Mark, Node, Packed
+from prefixkv.cache.node import PAGE_ID_BYTES, Mark, Packed, TreeNode
 from prefixkv.errors import PageStateError
 from prefixkv.paging import Pages, as_pages
 
 NO_PAGES: Pages = np.empty(0, np.int32)
 
 
-class Cache(Protocol):
+class ResultOwner(Protocol):
     """The part of a `RadixCache` that its results use."""
 
     page_size: int
     version: int
 
-    def locate(self, result: MatchResult) -> tuple[Node | None, int]: ...
+    def locate(self, result: MatchResult) -> tuple[TreeNode | None, int]: ...
 
     def unlock(self, lock: PrefixLock) -> Pages: ...
 
@@ -51,10 +51,10 @@ class MatchResult:
     lock the result and take the ids of the lock.
     """
 
-    cache: Cache
+    cache: ResultOwner
     data: bytes
     namespace: Hashable
-    node: Node | None
+    node: TreeNode | None
     depth: int
     version: int
 
@@ -117,8 +117,8 @@ class PrefixLock:
     traits of this request's own use, whatever uses the page later.
     """
 
-    cache: Cache
-    node: Node
+    cache: ResultOwner
+    node: TreeNode
     prefix_len: int
     epoch: int
     taken_s: float  # by the caller's clock
@@ -149,7 +149,7 @@ class PrefixLock:
         return f"PrefixLock(prefix_len={self.prefix_len}, held={self.held})"
 
 
-def page_ids(node: Node | None, depth: int) -> Pages:
+def page_ids(node: TreeNode | None, depth: int) -> Pages:
     """Return int32 [depth] ids of the path down to `depth` in `node`; a new array. O(nodes +
     pages)."""
     if node is None or not depth:
@@ -159,7 +159,7 @@ def page_ids(node: Node | None, depth: int) -> Pages:
     return packed_ids(runs[::-1])
 
 
-def packed_path(node: Node) -> list[Packed]:
+def packed_path(node: TreeNode) -> list[Packed]:
     """Return the packed page ids of a node and of all above it, the lowest run first. O(nodes)."""
     runs = []
     while (parent := node.parent) is not None:

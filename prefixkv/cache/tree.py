@@ -12,7 +12,7 @@ from prefixkv.cache.events import EventLog
 from prefixkv.cache.eviction.hints import HintedQueue, Hints
 from prefixkv.cache.eviction.policy import Policy, Use, make_policy
 from prefixkv.cache.eviction.queues import EvictionQueue, LeafHeap, forget
-from prefixkv.cache.node import PAGE_ID_BYTES, Mark, Node, Packed, Root, Want
+from prefixkv.cache.node import PAGE_ID_BYTES, Mark, Packed, Root, TreeNode, Want
 from prefixkv.cache.radix_key import TOKEN_BYTES
 from prefixkv.cache.results import PrefixLock, packed_ids
 from prefixkv.errors import PageStateError, UserErrors
@@ -60,7 +60,7 @@ class RadixTree:
             self.policy.release()
             raise
         self._hints: Hints | None = None  # from the first one on
-        # Every evictable leaf stands in exactly one of three queues. `Node.entry` says where.
+        # Every evictable leaf stands in exactly one of three queues. `TreeNode.entry` says where.
         # Leaves on the path of a waiting request: they go last.
         self._wanted_queue = LeafHeap(self.policy.last_tick)
         # Evictable leaves that the policy did not rank when asked: they go before all others.
@@ -82,10 +82,10 @@ class RadixTree:
         """Pages in the tree, without those of orphans (see `RadixCache.reset`)."""
         return self.evictable_pages + self.protected_pages
 
-    def nodes(self) -> Iterator[Node]:
+    def nodes(self) -> Iterator[TreeNode]:
         """Iterate over all nodes but the roots, each before its children. The tree must not change
         meanwhile."""
-        stack: list[Node] = list(self._roots.values())
+        stack: list[TreeNode] = list(self._roots.values())
         while stack:
             node = stack.pop()
             if node.parent is not None:
@@ -95,7 +95,7 @@ class RadixTree:
 
     # --- walking -------------------------------------------------------------------------------
 
-    def _walk(self, node: Node, data: bytes, at: int = 0) -> tuple[Node, int]:
+    def _walk(self, node: TreeNode, data: bytes, at: int = 0) -> tuple[TreeNode, int]:
         """Follow `data` down from the end of `node`, where `at` bytes of it have matched already.
 
         Returns:
@@ -158,7 +158,7 @@ class RadixTree:
             root = self._roots[namespace] = Root(namespace)
         return root
 
-    def _drop_root_if_idle(self, root: Node) -> None:
+    def _drop_root_if_idle(self, root: TreeNode) -> None:
         """Drop a namespace that has no pages, locks or wants: namespaces come and go with
         tenants."""
         assert isinstance(root, Root)
@@ -166,12 +166,12 @@ class RadixTree:
             del self._roots[root.namespace]
             root.leave_tree()
 
-    def _split(self, node: Node, depth: int) -> Node:
+    def _split(self, node: TreeNode, depth: int) -> TreeNode:
         """Split `node` so that a node ends at `depth`, and return that one; `node` keeps what lies
         below."""
         upper = node.split(depth, self._page_bytes)
         assert upper.parent is not None
-        # `Node.split` left this to us: until here the parent still names the lower half as its
+        # `TreeNode.split` left this to us: until here the parent still names the lower half as its
         # child.
         upper.parent.adopt(bytes(upper.key[: self._page_bytes]), upper)
         if node.wants:
@@ -179,7 +179,7 @@ class RadixTree:
         self.num_nodes += 1
         return upper
 
-    def _merge_if_idle(self, node: Node) -> None:
+    def _merge_if_idle(self, node: TreeNode) -> None:
         """Merge a node with its only child unless a lock ends on it. The node's object dies, the
         child's stays."""
         # Not merged are
@@ -200,7 +200,7 @@ class RadixTree:
         grandparent.adopt(first_page, child)
         self.num_nodes -= 1
 
-    def _subtree(self, top: Node, held: bool = False) -> list[Node]:
+    def _subtree(self, top: TreeNode, held: bool = False) -> list[TreeNode]:
         """Return `top` and all nodes below it, each before its children; with `held`, only those
         that a lock covers."""
         found = [top]
@@ -211,7 +211,7 @@ class RadixTree:
 
     # --- holding -------------------------------------------------------------------------------
 
-    def _hold(self, node: Node) -> None:
+    def _hold(self, node: TreeNode) -> None:
         """Add a holder to `node`.
 
         By the law of lock_ref a held node counts 1 at its parent, however many locks are below. So
@@ -228,7 +228,7 @@ class RadixTree:
         self.evictable_pages -= num_pages
         self.protected_pages += num_pages
 
-    def _release(self, node: Node) -> None:
+    def _release(self, node: TreeNode) -> None:
         """Remove a holder from `node`: the reverse of `_hold`. The caller enqueues or merges the
         node."""
         end = node.end
@@ -268,7 +268,7 @@ class RadixTree:
             self.errors.caught(error)
             return [(use.num_pages, None)]
 
-    def _enqueue(self, leaf: Node) -> None:
+    def _enqueue(self, leaf: TreeNode) -> None:
         """Put an evictable leaf in the eviction queue, or move it after its history has changed."""
         if leaf.mark is None:  # the policy did not say what its use leaves, so it has no rank
             forget(leaf)
@@ -290,12 +290,12 @@ class RadixTree:
             # The first hint wraps the policy's queue. `_hints` is set last: if anything raises
             # before, there were no hints and the next one tries again.
             if self._hints is None:
-                hints = Hints(self.policy.promise_s, self.policy.tells_returns)
-                if self.policy.tells_returns:
+                hints = Hints(self.policy.promise_s, self.policy.reports_returns)
+                if self.policy.reports_returns:
                     self.policy.came_back = hints.came_back
                 self._queue = HintedQueue(self.policy, hints, self._queue)
                 self._hints = hints
-            self._hints.say(tick, continues, self._now_s)
+            self._hints.note(tick, continues, self._now_s)
         except Exception as error:
             self.errors.caught(error)
 
@@ -328,14 +328,14 @@ class RadixTree:
 
     def _attach(
         self,
-        node: Node,
+        node: TreeNode,
         depth: int,
         key: bytes,
         pages: bytes,
         where: Where | None,
         use: Use,
         lock: PrefixLock | None,
-    ) -> Node:
+    ) -> TreeNode:
         """Put new pages at `depth` of `node`, and return the node that ends with them.
 
         Nothing here may fail: the caller has checked everything.
@@ -362,7 +362,7 @@ class RadixTree:
         if node.parent is not None and not node.children and node.lock_ref == lock_ref:
             node.grow(key, pages, mark)
         else:
-            node = Node(key, pages, depth + num_pages, parent)
+            node = TreeNode(key, pages, depth + num_pages, parent)
             node.mark = mark
             parent.adopt(key[:page_bytes], node)
             self.num_nodes += 1
@@ -374,11 +374,11 @@ class RadixTree:
             if parent is node:
                 # It may stand in the queue of wanted leaves, for a last page that is inside now.
                 forget(node)
-            # Wants that hang here and ask for these pages move down.
+            # Wants that are attached here and ask for these pages move down.
             for want in wants.served_by(parent, depth, key[:page_bytes]):
                 whole = len(want.data) - len(want.data) % page_bytes
                 common = self._common_bytes(want.data, depth * page_bytes, whole, key)
-                wants.hang(want, node, depth + common // page_bytes)
+                wants.attach(want, node, depth + common // page_bytes)
         # A node that grew under `lock` is held already. A new node is not, and `_extend` moves its
         # pages from evictable to protected; it stays out of the queue, which it would leave at
         # once.
@@ -398,7 +398,7 @@ class RadixTree:
             self._log_stored(node, pages_above, key, pages)
         return node
 
-    def _log_stored(self, node: Node, pages_above: Packed, key: Packed, pages: Packed) -> None:
+    def _log_stored(self, node: TreeNode, pages_above: Packed, key: Packed, pages: Packed) -> None:
         """Record for listeners that pages were stored after the last page of `pages_above`."""
         assert self._log is not None
         while node.parent is not None:
@@ -408,7 +408,7 @@ class RadixTree:
 
     # --- taking out ----------------------------------------------------------------------------
 
-    def _victim(self) -> Node | None:
+    def _victim(self) -> TreeNode | None:
         """Return the leaf that loses a page next, or None. A wanted leaf goes only when there
         is no other."""
         # 1. Leaves that the policy did not rank.
@@ -435,7 +435,9 @@ class RadixTree:
                 self._strays.add(node)
         return self._strays.first()
 
-    def _evict_in_order(self, num_pages: int, thinned: dict[Node, None]) -> list[Packed]:
+    def _evict_in_order(
+        self, num_pages: int, merge_candidates: dict[TreeNode, None]
+    ) -> list[Packed]:
         """Take exactly `num_pages` evictable pages, coldest leaf first, and return their packed
         ids.
 
@@ -443,7 +445,8 @@ class RadixTree:
         many pages of one leaf as such steps would take in a row.
 
         Args:
-            thinned: gets every node that lost a child but keeps others: the caller merges those.
+            merge_candidates: gets every node that lost a child but keeps others: the caller merges
+                those.
         """
         taken: list[Packed] = []
         ghost_pages = self.policy.ghost_pages
@@ -478,14 +481,14 @@ class RadixTree:
                 for _, mark in reversed(steps or ()):
                     node.mark = self._fold(mark, node.mark)
                 taken.append(node.pages)
-                self._remove_leaf(node, parent, thinned)
+                self._remove_leaf(node, parent, merge_candidates)
             else:
                 taken.append(self._trim(node, count))
         # The eviction is over, also when it found less than was asked for.
         self._expect(0)
         return taken
 
-    def _floor(self, node: Node, low: int) -> int:
+    def _floor(self, node: TreeNode, low: int) -> int:
         """Return the depth down to which a leaf with steps may be cut in one go.
 
         Pages above a step have another history, so it may not be their turn. The policy may allow
@@ -506,18 +509,20 @@ class RadixTree:
             return steps[-1][0]
         return node.parent.end if floor is None else floor
 
-    def _trim(self, node: Node, num_pages: int) -> bytes:
+    def _trim(self, node: TreeNode, num_pages: int) -> bytes:
         """Cut pages off the end of a leaf and return their ids. The leaf gets its new place in the
         queue."""
         end = node.end
         pages = node.trim(num_pages, self._page_bytes, self._fold)
-        # A want hangs at the deepest page of it that the tree has: now that is this leaf's end.
+        # A want is attached at the deepest page of it that the tree has: now this leaf's end.
         if node.wants:
             wants.move(node, node, node.end, end, limit=node.end)
         self._enqueue(node)
         return pages
 
-    def _remove_leaf(self, node: Node, parent: Node, thinned: dict[Node, None]) -> None:
+    def _remove_leaf(
+        self, node: TreeNode, parent: TreeNode, merge_candidates: dict[TreeNode, None]
+    ) -> None:
         """Take a leaf out of the tree. The history of its uses goes to the page above."""
         parent.disown(bytes(node.key[: self._page_bytes]))
         self.num_nodes -= 1
@@ -534,13 +539,13 @@ class RadixTree:
         # 2. An empty root is dropped.
         # 3. A parent that became a leaf is evictable: the rest of this eviction may take it.
         if parent.children:
-            thinned[parent] = None
+            merge_candidates[parent] = None
         elif parent.parent is None:
             self._drop_root_if_idle(parent)
         elif not parent.lock_ref:
             self._enqueue(parent)
 
-    def _leave_queue(self, leaf: Node) -> None:
+    def _leave_queue(self, leaf: TreeNode) -> None:
         """Remove the leaf that `_victim` chose from its queue, which may raise if its ranks do not
         compare."""
         try:
@@ -558,7 +563,7 @@ class RadixTree:
         ghost_pages = self.policy.ghost_pages
         return not (ghost_pages and any(node.end >= ghost_pages for node in self.nodes()))
 
-    def _strip(self, thinned: dict[Node, None]) -> list[Packed]:
+    def _evict_all(self, merge_candidates: dict[TreeNode, None]) -> list[Packed]:
         """Take out everything that no lock covers, and return its page ids, those of each branch
         before what follows. The history of its uses goes to the page above."""
         freed: list[Packed] = []
@@ -579,14 +584,14 @@ class RadixTree:
                             for _, mark in [*(below.steps or ()), (below.end, below.mark)]:
                                 if mark is not None:
                                     node.mark = mark if node.mark is None else fold(node.mark, mark)
-                        # Wants survive: each now hangs at the end of the held node, the deepest
-                        # page that is left.
+                        # Wants survive: each is now attached at the end of the held node, the
+                        # deepest page that is left.
                         if below.wants:
                             wants.move(below, node, 0, below.end, limit=node.end)
                         below.leave_tree()
                         self.num_nodes -= 1
                 if gone:
-                    thinned[node] = None
+                    merge_candidates[node] = None
             self._drop_root_if_idle(root)
         # All that stood in the old ones is gone, or held.
         try:
@@ -600,7 +605,7 @@ class RadixTree:
         self._strays = LeafHeap(_no_rank)
         return freed
 
-    def _release_orphan(self, node: Node) -> Pages:
+    def _release_orphan(self, node: TreeNode) -> Pages:
         """Release an orphaned path, and return the pages that no lock holds any more.
 
         Like `_release`, but a node without holders is freed instead of becoming evictable: no match

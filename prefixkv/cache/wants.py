@@ -1,4 +1,4 @@
-"""Prefixes that requests wait for. Each hangs at the deepest page of it that the tree holds.
+"""Prefixes that requests wait for. Each is attached at the deepest page of it that the tree holds.
 
 A page is wanted while some waiting prefix passes through it, whether that page was there when the
 prefix began to wait or came later. So a want moves down when pages along it are inserted and up
@@ -8,34 +8,34 @@ the wants it serves in one look-up, however many there are.
 
 from __future__ import annotations
 
-from prefixkv.cache.node import Node, Want
+from prefixkv.cache.node import TreeNode, Want
 
 
-def hang(want: Want, node: Node, depth: int) -> None:
-    """Hang a want at `depth`, which lies in `node`."""
+def attach(want: Want, node: TreeNode, depth: int) -> None:
+    """Attach a want at `depth`, which lies in `node`."""
     # The page that the want asks for next. Empty or partial at its end: no insertion asks for such
     # a page, so a complete want stays where it is.
     start = depth * want.page_bytes
     want.node = node
     want.place = place = (depth, want.data[start : start + want.page_bytes])
-    hung = node.wants
-    if hung is None:
+    attached = node.wants
+    if attached is None:
         node.wants = {place: [want]}
-    elif place in hung:
-        hung[place].append(want)
+    elif place in attached:
+        attached[place].append(want)
     else:
-        hung[place] = [want]
+        attached[place] = [want]
 
 
-def unhang(want: Want) -> Node:
-    """Take a want off its node, and return that node."""
+def detach(want: Want) -> TreeNode:
+    """Detach a want from its node, and return that node."""
     node, want.node = want.node, None
     assert node is not None
     assert node.wants is not None
-    there = node.wants[want.place]
+    same_place = node.wants[want.place]
     # Leave no empty list and no empty dictionary behind: `node.wants` is tested for truth.
-    if len(there) > 1:
-        there.remove(want)
+    if len(same_place) > 1:
+        same_place.remove(want)
     elif len(node.wants) > 1:
         del node.wants[want.place]
     else:
@@ -43,16 +43,16 @@ def unhang(want: Want) -> Node:
     return node
 
 
-def deepest(node: Node, limit: int) -> int:
+def deepest(node: TreeNode, limit: int) -> int:
     """Return the depth of the deepest wanted page of `node` that is at most `limit`; 0 if none is.
     O(places)."""
     return max((depth for depth, _ in node.wants or () if depth <= limit), default=0)
 
 
-def served_by(node: Node, depth: int, first_page: bytes) -> list[Want]:
-    """Take off and return the wants at `depth` of `node` that ask for `first_page` next.
+def served_by(node: TreeNode, depth: int, first_page: bytes) -> list[Want]:
+    """Detach and return the wants at `depth` of `node` that ask for `first_page` next.
 
-    They hang nowhere until the caller hangs them again.
+    They are attached nowhere until the caller attaches them again.
     """
     if node.wants is None:
         return []
@@ -62,16 +62,16 @@ def served_by(node: Node, depth: int, first_page: bytes) -> list[Want]:
     return served
 
 
-def move(source: Node, target: Node, from_depth: int, to_depth: int, limit: int) -> None:
+def move(source: TreeNode, target: TreeNode, from_depth: int, to_depth: int, limit: int) -> None:
     """Move the wants of `source` in (from_depth, to_depth] to `target`, none deeper than `limit`.
 
     `source` may be `target`: then they only move up, because pages were cut off its end.
     """
     if source.wants is None:
         return
-    # A list, not a view: hanging on the same node changes the dictionary.
+    # A list, not a view: attaching to the same node changes the dictionary.
     for place in [place for place in source.wants if from_depth < place[0] <= to_depth]:
         for want in source.wants.pop(place):
-            hang(want, target, min(want.depth, limit))
+            attach(want, target, min(want.depth, limit))
     if not source.wants:
         source.wants = None

@@ -20,7 +20,7 @@ from prefixkv.memory.mesh import (
     check_meshes,
     check_opaque,
     check_page_sizes,
-    ranks_told,
+    ranks_promised_to,
     readers_awaited,
     sent_share,
     writers_to,
@@ -89,7 +89,7 @@ def addresses_told(hello: Hello, address: str, reply: HelloReply) -> dict[int, s
         raise HandshakeError(
             "endpoints", theirs.num_ranks, len(reply.endpoints), "are fewer than its ranks"
         )
-    ranks = ranks_told(theirs, hello.topology.mesh(hello.digest), hello.rank)
+    ranks = ranks_promised_to(theirs, hello.topology.mesh(hello.digest), hello.rank)
     return {rank: reply.endpoints[rank] if rank else address for rank in ranks}
 
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from prefixkv.decode.budget import PreallocBudget
 from prefixkv.decode.inflight import InFlight
-from prefixkv.decode.lanes import GONE, Lanes, Waiter
+from prefixkv.decode.lanes import LEFT, Lanes, Waiter
 from prefixkv.decode.request import ACTIVE, CAN_RUN, DecodeRequest, DecodeState
 from prefixkv.decode.room_numbers import RoomNumbers
 from prefixkv.decode.wants import Wants
@@ -19,7 +19,7 @@ _WAITS = frozenset({DecodeState.QUEUED, DecodeState.RETRACTED})
 
 
 def check_decode(
-    books: PageManager,
+    page_manager: PageManager,
     budget: PreallocBudget,
     flights: InFlight,
     rooms: RoomNumbers,
@@ -42,20 +42,21 @@ def check_decode(
     held = [req.pages_held for req in holding if req.pages_held is not None]
     held += [flight.pages for flight in orphans]
     own = sum(pages.num_own for pages in held)
-    allocator, undrained = books.allocator, rooms.undrained()
+    allocator, slots = page_manager.allocator, page_manager.slots
+    undrained = rooms.undrained()
     # A page that no law finds an owner for has leaked; one that two find would be freed twice.
     laws = {
         "every owned page is a request's, or a flight's without an owner": own
         == allocator.owned_pages,
-        "every owned slot is a request's, or a flight's without an owner": books.slots is None
-        or sorted(pages.slot for pages in held) == books.slots.pages_in(PageState.OWNED).tolist(),
-        "every lock is a request's, or a flight's without an owner": books.cache.locks
+        "every owned slot is a request's, or a flight's without an owner": slots is None
+        or sorted(pages.slot for pages in held) == slots.pages_in(PageState.OWNED).tolist(),
+        "every lock is a request's, or a flight's without an owner": page_manager.cache.locks
         == {pages.lock for pages in held if pages.lock is not None},
-        "every row is a request's, or a flight's without an owner": books.table.free_rows
-        == len(books.table.array) - len(held),
+        "every row is a request's, or a flight's without an owner": page_manager.table.free_rows
+        == len(page_manager.table.array) - len(held),
         "only undrained rooms hold pages": set(allocator.owners()) <= undrained,
         "a request's row is as long as its pages": all(
-            books.table.length(pages.row) == pages.num_pages for pages in held
+            page_manager.table.length(pages.row) == pages.num_pages for pages in held
         ),
         "a queued request holds nothing, and is queued or retracted": all(
             req.pages_held is None and req.state in _WAITS for req in waiting
@@ -70,7 +71,7 @@ def check_decode(
         "active counts the admitted requests": budget.active
         == sum(req.state in ACTIVE for req in requests),
         "a running request has the page that the next step writes to": all(
-            req.pages_held.num_pages * books.page_size
+            req.pages_held.num_pages * page_manager.page_size
             >= min(req.prompt_len + len(req.output), req.most_kv_len)
             for req in requests
             if req.state in CAN_RUN and req.pages_held and req not in deferred
@@ -85,7 +86,7 @@ def check_decode(
 
 
 def check_queue(
-    books: PageManager,
+    pages: PageManager,
     lanes: Lanes,
     waiters: Sequence[Waiter],
     aside: Sequence[Waiter],
@@ -97,7 +98,7 @@ def check_queue(
     """
     all_lanes = lanes.all()
     in_line = [waiter for lane in all_lanes for waiter in lane.waiters()]
-    unsaid = {waiter for waiter in waiters if not waiter.want and waiter.req.request.cacheable}
+    not_entered = {waiter for waiter in waiters if not waiter.want and waiter.req.request.cacheable}
     # Each order is kept beside the others by hand; these compare every order with the waiters
     # themselves.
     laws = {
@@ -123,9 +124,9 @@ def check_queue(
         ),
         "busy lanes are open, and somebody stands there": set(lanes.busy)
         == {lane for lane in all_lanes if lane.is_open and len(lane)},
-        "what waits is wanted, or not said yet": not wants.protects
-        or unsaid == {waiter for waiter in wants.unsaid if waiter.want != GONE},
-        "only what waits here is wanted": books.cache.num_wants
+        "what waits is wanted, or not entered yet": not wants.protects
+        or not_entered == {waiter for waiter in wants.not_entered if waiter.want != LEFT},
+        "only what waits here is wanted": pages.cache.num_wants
         == sum(waiter.want > 0 for waiter in waiters),
     }
     check_laws(laws, [waiter.req for waiter in in_line], [waiter.req for waiter in aside])

@@ -25,12 +25,12 @@ class _Ended(NamedTuple):
 class Deferred:
     """Ended requests that wait for the device. Owned by a `DecodeScheduler`.
 
-    `again` queues a request that was retracted, when its pages are released.
+    `queue_again` queues a request that was retracted, when its pages are released.
     """
 
-    def __init__(self, books: PageManager, again: Callable[[DecodeRequest], None]) -> None:
-        self._books = books
-        self._again = again
+    def __init__(self, pages: PageManager, queue_again: Callable[[DecodeRequest], None]) -> None:
+        self._pages = pages
+        self._queue_again = queue_again
         self._waiting: list[tuple[DeviceEvent, _Ended]] = []
 
     def __len__(self) -> int:
@@ -65,7 +65,7 @@ class Deferred:
         ]
         return sum(pages.num_own + releases.end(pages.lock) for pages in stuck if pages is not None)
 
-    def end(
+    def release_after(
         self, after: DeviceEvent | None, req: DecodeRequest, continues: bool | None, now_s: float
     ) -> None:
         """Release an ended request, as its state says, once `after` is done; None: at once."""
@@ -85,7 +85,7 @@ class Deferred:
         # user's code.
         waiting, self._waiting = self._waiting, []
         for event, ended in waiting:
-            if (left := still_pending(event, self._books.errors)) is None:
+            if (left := still_pending(event, self._pages.errors)) is None:
                 self._release(ended, now_s)
             else:
                 self._waiting.append((left, ended))
@@ -97,7 +97,7 @@ class Deferred:
         # that was aborted or may not be cached leaves nothing.
         if req.pages_held is not None:
             if state in (DecodeState.FINISHED, DecodeState.RETRACTED) and req.request.cacheable:
-                self._books.cache_finished(
+                self._pages.cache_finished(
                     req.pages_held,
                     req.key,
                     now_s,
@@ -105,12 +105,12 @@ class Deferred:
                     continues=continues,
                 )
             else:
-                self._books.drop(req.pages_held)
+                self._pages.drop(req.pages_held)
             req.pages_held = None
         # 2. Only now may a retracted request queue again: it must hold nothing, and the next match
         # finds what has just been cached. One aborted meanwhile is over.
         if req.state is DecodeState.RETRACTED:
-            self._again(req)
+            self._queue_again(req)
 
 
 def not_done(after: DeviceEvent | None) -> DeviceEvent | None:

@@ -17,8 +17,8 @@ from prefixkv.errors import OutOfPagesError, RequestError
 from prefixkv.pages.manager import PageManager, RequestPages
 
 
-def raise_output_limits(
-    books: PageManager,
+def grow_for_next_token(
+    page_manager: PageManager,
     budget: PreallocBudget,
     journal: DecodeJournal,
     reqs: Sequence[DecodeRequest],
@@ -32,7 +32,7 @@ def raise_output_limits(
     that run, the oldest first; `deferred` has what the device is still busy with. O(of these
     requests). Raises as `DecodeScheduler.append_many` does, with nothing changed.
     """
-    page_size, started, aborted = books.page_size, DecodeState.RUNNING, DecodeState.ABORTED
+    page_size, started, aborted = page_manager.page_size, DecodeState.RUNNING, DecodeState.ABORTED
     grows: list[RequestPages] = []
     growing: list[str] = []
     new: list[DecodeRequest] = []  # requests that get their first token
@@ -58,14 +58,14 @@ def raise_output_limits(
             growing.append(req.rid)
     # 2. All or none: if one page is missing, none is taken, so that the engine can retract and
     # repeat the call with the same tokens.
-    missing = len(grows) - books.available_pages
+    missing = len(grows) - page_manager.available_pages
     if missing > 0:
-        free, evictable = books.allocator.free_pages, books.cache.evictable_pages
+        free, evictable = page_manager.allocator.free_pages, page_manager.cache.evictable_pages
         retract = _fewest_to_retract(running(), set(growing), missing, deferred)
         raise OutOfPagesError(len(grows), free, evictable, retract)
     # 3. Take. The budget follows at once: pages move from what remains to what is private.
     if grows:
-        books.grow_many(grows, now_s)
+        page_manager.grow_many(grows, now_s)
         budget.grow_many(growing)
     # 4. Now nothing can fail any more: states and limits change.
     for req in new:

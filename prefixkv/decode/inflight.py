@@ -27,7 +27,7 @@ from prefixkv.pages.manager import RequestPages
 from prefixkv.protocol.ids import RoomKey
 from prefixkv.request import Request
 
-Place: TypeAlias = tuple[Hashable, int, bytes]
+StartKey: TypeAlias = tuple[Hashable, int, bytes]
 """A namespace, the page number at which a flight begins, and the packed tokens of that page."""
 
 
@@ -57,7 +57,7 @@ class Flight:
     joined: Flight | None
     number: int
     is_open: bool = True  # until its room has ended
-    place: Place | None = None  # key in `InFlight._by_start`; None: may not be joined
+    start_key: StartKey | None = None  # key in `InFlight._by_start`; None: may not be joined
     waiters: dict[Flight, None] = field(default_factory=dict)  # flights that joined, oldest first
 
     def __repr__(self) -> str:
@@ -77,7 +77,7 @@ class InFlight:
         self._by_owner: dict[DecodeRequest, Flight] = {}
         # By where a flight begins and the page it begins with. The pages before may differ, so each
         # is a list.
-        self._by_start: dict[Place, list[Flight]] = {}
+        self._by_start: dict[StartKey, list[Flight]] = {}
         self._count = 0
 
     def __len__(self) -> int:
@@ -132,12 +132,12 @@ class InFlight:
         0 if they differ before the end of the flight's first page.
         """
         page_bytes = self._page_bytes
-        theirs = flight.key.data
-        # The place compares one page only; the pages before it may differ, and then the KV does.
-        if not data.startswith(memoryview(theirs)[: (start + 1) * page_bytes]):
+        flight_data = flight.key.data
+        # The key compares one page only; the pages before it may differ, and then the KV does.
+        if not data.startswith(memoryview(flight_data)[: (start + 1) * page_bytes]):
             return 0
         high = min(flight.end_pages, len(data) // page_bytes)
-        return common_pages(data, theirs, start + 1, high, page_bytes)
+        return common_pages(data, flight_data, start + 1, high, page_bytes)
 
     # --- the life of a flight ---------------------------------------------------------------------
 
@@ -149,8 +149,18 @@ class InFlight:
         assert pages is not None
         data = key.data
         start, end = pages.num_shared, len(data) // page_bytes
-        of = owner, owner.request, owner.prefill, owner.room_key, key, pages
-        flight = Flight(*of, start, end, joined, self._count)
+        flight = Flight(
+            owner=owner,
+            request=owner.request,
+            prefill=owner.prefill,
+            room_key=owner.room_key,
+            key=key,
+            pages=pages,
+            start_pages=start,
+            end_pages=end,
+            joined=joined,
+            number=self._count,
+        )
         self._flights[flight] = None
         self._by_owner[owner] = flight
         if joined is not None:
@@ -158,8 +168,8 @@ class InFlight:
         # It can be found only if it brings a whole page: a partial one is never shared.
         if shareable and start < end:
             first_page = data[start * page_bytes : (start + 1) * page_bytes]
-            flight.place = place = key.namespace, start, first_page
-            self._by_start.setdefault(place, []).append(flight)
+            flight.start_key = start_key = key.namespace, start, first_page
+            self._by_start.setdefault(start_key, []).append(flight)
         return flight
 
     def disown(self, flight: Flight) -> None:
@@ -220,7 +230,7 @@ class InFlight:
         # join it.
         for flight in flights:
             flight.waiters.clear()
-            flight.place = None
+            flight.start_key = None
         self._by_start.clear()
         return gone
 
@@ -228,7 +238,7 @@ class InFlight:
         """Take out every flight. Return them in the order of their numbers."""
         gone = list(self._flights)
         for flight in gone:
-            flight.joined = flight.place = None
+            flight.joined = flight.start_key = None
             flight.waiters.clear()
         self._flights.clear()
         self._by_owner.clear()
@@ -242,20 +252,22 @@ class InFlight:
             del self._by_owner[flight.owner]
 
     def _take_out(self, flight: Flight) -> None:
-        """Drop a flight, and its place if it can be joined."""
+        """Drop a flight, and its key if it can be joined."""
         self._forget(flight)
-        if flight.place is not None:
-            bucket = self._by_start[flight.place]
+        if flight.start_key is not None:
+            bucket = self._by_start[flight.start_key]
             bucket.remove(flight)
             if not bucket:
-                del self._by_start[flight.place]
+                del self._by_start[flight.start_key]
 
     # --- checks -----------------------------------------------------------------------------------
 
     def check_invariants(self) -> None:
         """Check every law. Raises InternalError with the state."""
         flights, page_bytes = self._flights, self._page_bytes
-        places = {flight: place for place, bucket in self._by_start.items() for flight in bucket}
+        keys = {
+            flight: start_key for start_key, bucket in self._by_start.items() for flight in bucket
+        }
         laws = {
             "numbers count up, so that nothing waits for itself": all(
                 a.number < b.number for a, b in pairwise(flights)
@@ -267,7 +279,7 @@ class InFlight:
                 for bucket in self._by_start.values()
                 for one, other in combinations(bucket, 2)
             ),
-            "what is found is on its way": places.keys() <= flights.keys(),
+            "what is found is on its way": keys.keys() <= flights.keys(),
         }
         check_laws(laws, list(flights))
         for flight in flights:
@@ -291,8 +303,8 @@ class InFlight:
                 "without an owner, another flight waits": bool(owner or flight.waiters),
                 "an owner's pages are the flight's": owner is None
                 or (owner.pages_held is flight.pages and self.of(owner) is flight),
-                "a flight begins where it is found": flight.place == places.get(flight)
-                and flight.place
+                "a flight begins where it is found": flight.start_key == keys.get(flight)
+                and flight.start_key
                 in (None, (key.namespace, flight.start_pages, _page(flight, page_bytes))),
             }
             check_laws(laws, flight, list(flights))

@@ -85,7 +85,7 @@ class DecodeJournal(Journal):
     def ended(self, req: DecodeRequest, now_s: float) -> None:
         """Note that the request has ended, and log it."""
         req.ended_s = now_s
-        self.say_ended(req, now_s)
+        self.notify_ended(req, now_s)
 
 
 def timeline(req: DecodeRequest, page_bytes: int, page_size: int) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from prefixkv.protocol.timers import Timers
 
 _MOST_IDLE: Final = 64  # number of lanes above which idle ones are dropped
 
-UNSAID, GONE = 0, -1  # in place of a want's number: not entered yet; waits no longer
+NOT_ENTERED, LEFT = 0, -1  # in place of a want's number: not entered yet; waits no longer
 
 
 @dataclass(slots=True, eq=False)
@@ -32,9 +32,9 @@ class Waiter:
     `arrival` numbers the queue's waiters. `is_returned`: it was admitted before. `since_s` is when
     it came, None for one that came back since the last pass.
 
-    Admitting it takes pages: `new` at once; `needed` have to be available, the reserve included;
-    `most` it may come to take in the end. The last two include the evictable pages that its match
-    would lock. `seen_at` is the version at which a look admitted nothing.
+    Admitting it takes pages: `new_pages` at once; `needed_pages` have to be available, the reserve
+    included; `most_pages` it may come to take in the end. The last two include the evictable pages
+    that its match would lock. `seen_at` is the version at which a look admitted nothing.
     """
 
     req: DecodeRequest
@@ -44,12 +44,12 @@ class Waiter:
     since_s: float | None = None
     is_aside: bool = False  # it may need more pages than can come back
     match: MatchResult | None = None
-    new: int = 0
-    needed: int = 0
-    most: int = 0
+    new_pages: int = 0
+    needed_pages: int = 0
+    most_pages: int = 0
     rank: Rank = None
     seen_at: int = -1
-    want: int = UNSAID  # number of its want, or UNSAID or GONE
+    want: int = NOT_ENTERED  # number of its want, or NOT_ENTERED or LEFT
 
     @property
     def place(self) -> tuple[Rank, int, Waiter]:

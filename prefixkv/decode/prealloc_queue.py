@@ -78,7 +78,7 @@ class DecodePreallocQueue:
 
     def __init__(
         self,
-        books: PageManager,
+        pages: PageManager,
         budget: PreallocBudget,
         flights: InFlight,
         reserve_tokens: int,
@@ -91,7 +91,7 @@ class DecodePreallocQueue:
         waiting_timeout_s: float = math.inf,
         protect: bool = True,
     ) -> None:
-        self._books = books
+        self._pages = pages
         self._budget = budget
         self._flights = flights
         self._reserve_tokens = reserve_tokens
@@ -107,10 +107,10 @@ class DecodePreallocQueue:
         self._aside: SortedList = SortedList()  # (pages it may need, arrival, waiter)
         self._over_share: dict[Waiter, None] = {}  # aside as well, for their workers' shares
         self._shares_at = -1  # version of shares and lanes at which `_over_share` was tried
-        self._most_pages = books.num_pages  # most that one request may get; set by each pass
+        self._most_pages = pages.num_pages  # most that one request may get; set by each pass
         self._limited: dict[Lane, None] = {}  # their workers have their share; set by each pass
         self._unstamped: list[Waiter] = []  # waiters that came back since the last pass
-        self.wants = Wants(books, protect)
+        self.wants = Wants(pages, protect)
         self._deadlines: Timers[DecodeRequest] = Timers()
         self._admitted: list[DecodeRequest] = []  # to be returned by `take_admitted`
         self._num_arrivals = 0
@@ -137,9 +137,9 @@ class DecodePreallocQueue:
                 waiter.since_s = req.arrived_s
                 if self._policy.overtakes:
                     self._look(waiter)
-                waiter.rank = _checked(self._policy.rank(req, waiter.new))
+                waiter.rank = _checked(self._policy.rank(req, waiter.new_pages))
             # Comparing the rank with those of the lane may raise too.
-            self._stand(waiter)
+            self._enter(waiter)
         except BaseException:
             self._lanes.forget_if_new(lane)
             raise
@@ -147,21 +147,21 @@ class DecodePreallocQueue:
         self._spent_at = -1
         self._waiters[req] = waiter
         lane.num_waiters += 1
-        self.wants.say_soon(waiter)
+        self.wants.enter_soon(waiter)
         # `add` is not given the time where a request comes back, so the next pass stamps it.
         if first:
             self._unstamped.append(waiter)
         elif req.request.deadline_s is None:  # else the scheduler has its deadline
             self._deadlines.wake(req, req.arrived_s + self._waiting_timeout_s)
 
-    def _stand(self, waiter: Waiter) -> None:
+    def _enter(self, waiter: Waiter) -> None:
         """Enter a waiter into its lane, or set it aside if it may need too many pages."""
         if waiter.req.max_pages > self._prospects.most_pages:
             if not waiter.is_returned:
                 # It will stand in its lane later, in the middle of a pass, where nothing may raise.
                 # So its rank is compared now.
                 self._lanes.check_comparable(None, waiter.place)
-            self._step_aside(waiter)
+            self._set_aside(waiter)
             return
         self._lanes.enter(waiter)
         if not waiter.lane.is_open:
@@ -214,7 +214,7 @@ class DecodePreallocQueue:
         former.num_waiters -= 1
         waiter.lane.num_waiters += 1
         self._lanes.forget_if_idle(former)
-        self._stand(waiter)
+        self._enter(waiter)
         self.look_again()
 
     def look_again(self) -> None:
@@ -255,7 +255,7 @@ class DecodePreallocQueue:
     @property
     def may_admit(self) -> bool:
         """True if a pass may admit a request. O(1)."""
-        return bool(self._waiters and self._spent_at != self._version and self._books.can_open)
+        return bool(self._waiters and self._spent_at != self._version and self._pages.can_open)
 
     # --- deadlines --------------------------------------------------------------------------------
 
@@ -301,7 +301,7 @@ class DecodePreallocQueue:
         # 3. Its worker has its share of the pool.
         # 4. Other requests run with the pages.
         if waiter.is_aside and waiter not in self._over_share:
-            pages = f"{req.max_pages} of the pool's {self._books.num_pages} pages"
+            pages = f"{req.max_pages} of the pool's {self._pages.num_pages} pages"
             return f"{waited} for pages: it may need {pages}, and {self._prospects.why()}"
         if not waiter.lane.is_open:
             return f"{waited} for prefill worker {waiter.lane.address}, which does not answer"
@@ -313,7 +313,7 @@ class DecodePreallocQueue:
     def check_invariants(self) -> None:
         """Check the orders against each other. Raises InternalError."""
         aside = [*(waiter for _, _, waiter in self._aside), *self._over_share]
-        check_queue(self._books, self._lanes, list(self._waiters.values()), aside, self.wants)
+        check_queue(self._pages, self._lanes, list(self._waiters.values()), aside, self.wants)
         if len(self._deadlines) > len(self._waiters):
             raise InternalError("deadlines are of waiting requests")
 
@@ -332,12 +332,12 @@ class DecodePreallocQueue:
             self._spent_at = -1  # the next pass brings more of them back
         # Only what still waits after the pass: telling the tree of one that was admitted would be
         # for nothing.
-        if self.wants.unsaid:
-            self.wants.say()
+        if self.wants.not_entered:
+            self.wants.enter()
 
     def _admit_what_fits(self, now_s: float) -> None:
         """Make one pass over those that may fit."""
-        books = self._books
+        pages = self._pages
         if not self._waiters:
             return
         # 1. Something has changed since the last pass: forget what that one had found out, and let
@@ -353,14 +353,14 @@ class DecodePreallocQueue:
             return
         # 3. Requests that nothing may overtake, one after the other. The first that does not fit,
         # and does not step aside, ends the pass: all that comes behind it waits for it.
-        while (first := self._first_of_all(now_s)) is not None and books.can_open:
+        while (first := self._first_of_all(now_s)) is not None and pages.can_open:
             if first.seen_at == self._version or not self._try(first, *self._look(first), now_s):
-                if self._steps_aside(first):
+                if self._try_set_aside(first):
                     continue  # the next one's turn
                 self._spent_at = self._version
                 return
         # 4. Nothing is first of all any more: the policy's order decides.
-        if self._spent_at != self._version and books.can_open:
+        if self._spent_at != self._version and pages.can_open:
             self._admit_in_order(now_s)
             # After an admission the next pass looks again: others may join the flight that has just
             # started.
@@ -371,7 +371,7 @@ class DecodePreallocQueue:
         """Make the pass for a single request: there is nothing to overtake, and no choice."""
         (waiter,) = self._waiters.values()
         version = self._version
-        if self._spent_at == version or not self._books.can_open:
+        if self._spent_at == version or not self._pages.can_open:
             return
         if waiter.lane.is_open and not waiter.is_aside and waiter.seen_at != version:
             if self._try(waiter, *self._look(waiter), now_s):
@@ -379,7 +379,7 @@ class DecodePreallocQueue:
             if self._policy.overtakes and not waiter.is_returned:
                 # Its new estimate has to be in the order for those that may come.
                 self._falls_back(waiter)
-            self._steps_aside(waiter)
+            self._try_set_aside(waiter)
         self._spent_at = version
 
     def take_admitted(self) -> list[DecodeRequest]:
@@ -412,25 +412,25 @@ class DecodePreallocQueue:
             self._lanes.enter(waiter)
         return False
 
-    def _steps_aside(self, waiter: Waiter) -> bool:
+    def _try_set_aside(self, waiter: Waiter) -> bool:
         """Set aside a request that did not fit, if waiting for the running ones cannot help it.
         True if so: then it holds up no other.
         """
         # 1. More pages than can come back without a proof.
         if waiter.req.max_pages > self._most_pages:
             self._lanes.leave(waiter)
-            self._step_aside(waiter)
+            self._set_aside(waiter)
             return True
         # 2. It does not fit for another reason than its worker's share: pages will come back, so it
         # waits where it is.
         lane = waiter.lane
-        if not self._shares.refuses(lane.address, waiter.new):
+        if not self._shares.refuses(lane.address, waiter.new_pages):
             return False
         # 3. The share. If even the end of all its worker's transfers would not help, it waits
         # alone. Otherwise the whole lane does: what comes behind it there, and needs less, would
         # overtake it each time.
         self.stepped_aside["share"] += 1
-        if self._shares.is_hopeless(lane.address, waiter.new):
+        if self._shares.is_hopeless(lane.address, waiter.new_pages):
             self._lanes.leave(waiter)
             waiter.is_aside = True
             self._over_share[waiter] = None
@@ -438,7 +438,7 @@ class DecodePreallocQueue:
             self._limited[lane] = None
         return True
 
-    def _step_aside(self, waiter: Waiter) -> None:
+    def _set_aside(self, waiter: Waiter) -> None:
         """Set a waiter aside for pages. It has left its lane, or never entered it."""
         waiter.is_aside = True
         self._aside.add((waiter.req.max_pages, waiter.arrival, waiter))
@@ -515,10 +515,10 @@ class DecodePreallocQueue:
         places = orders[0] if len(orders) == 1 else islice(heapq.merge(*orders), MAX_WALK)
         for _, _, waiter in places:
             if (
-                waiter.most <= most
-                and waiter.needed <= space
+                waiter.most_pages <= most
+                and waiter.needed_pages <= space
                 and waiter.seen_at != version
-                and not shares.refuses(waiter.lane.address, waiter.new)
+                and not shares.refuses(waiter.lane.address, waiter.new_pages)
             ):
                 return waiter
         return None
@@ -526,12 +526,12 @@ class DecodePreallocQueue:
     @property
     def _version(self) -> int:
         """Number that grows whenever a request may fit that did not before."""
-        books, budget = self._books.version, self._budget.version
-        return books + budget + self._num_started + self._shares.version + self._lanes.version
+        pages, budget = self._pages.version, self._budget.version
+        return pages + budget + self._num_started + self._shares.version + self._lanes.version
 
     def _limits(self) -> tuple[int, int]:
-        """Return the largest `Waiter.needed` and `Waiter.most` that fit, in pages."""
-        available = self._books.available_pages
+        """Return the largest `Waiter.needed_pages` and `Waiter.most_pages` that fit, in pages."""
+        available = self._pages.available_pages
         return available - self._budget.kept_back, available + self._budget.private_pages
 
     def _look(self, waiter: Waiter) -> tuple[Flight | None, int]:
@@ -540,11 +540,11 @@ class DecodePreallocQueue:
         Returns the flight that it would join behind its match in the tree, and the end of both
         together, in pages.
         """
-        req, match, page_size = waiter.req, waiter.match, self._books.page_size
+        req, match, page_size = waiter.req, waiter.match, self._pages.page_size
         key = req.key
         # 1. What is cached. A match of a tree that has not changed since is still right.
         if match is None or not match.is_current:
-            match = waiter.match = self._books.match(key, req.request.cacheable)
+            match = waiter.match = self._pages.match(key, req.request.cacheable)
         # 2. What is on its way already, behind it.
         joined, shared_pages, unprotected = None, 0, 0
         if match is not None:
@@ -558,8 +558,8 @@ class DecodePreallocQueue:
         first_len = min(req.fill_len + req.resumed, req.most_kv_len)
         kept = pages_for(max(first_len, min(req.fill_len + reserve, req.most_kv_len)), page_size)
         less = shared_pages - unprotected
-        waiter.new = pages_for(first_len, page_size) - shared_pages
-        waiter.needed, waiter.most = kept - less, req.max_pages - less
+        waiter.new_pages = pages_for(first_len, page_size) - shared_pages
+        waiter.needed_pages, waiter.most_pages = kept - less, req.max_pages - less
         return joined, shared_pages
 
     def _falls_back(self, waiter: Waiter) -> bool:
@@ -569,7 +569,7 @@ class DecodePreallocQueue:
         # all looks.
         lane.estimated.move_to_end(waiter)
         try:
-            rank = _checked(self._policy.rank(waiter.req, waiter.new))
+            rank = _checked(self._policy.rank(waiter.req, waiter.new_pages))
             falls_back = bool(before < rank)
             if falls_back or rank < before:
                 # Added before the old one is removed: ranks may not compare, and raise here.
@@ -579,13 +579,13 @@ class DecodePreallocQueue:
                 lane.order.remove(waiter.place)
                 waiter.rank = rank
         except Exception as error:  # it keeps the rank that it has
-            self._books.errors.caught(error)
+            self._pages.errors.caught(error)
             return False
         return falls_back
 
     def _try(self, waiter: Waiter, joined: Flight | None, shared_pages: int, now_s: float) -> bool:
         """Admit a request that was just looked at, if it fits. Return True if it was admitted."""
-        books, req, match = self._books, waiter.req, waiter.match
+        pages, req, match = self._pages, waiter.req, waiter.match
         # 1. Measure. It fits if what it needs now leaves what is kept back, and all that it may
         # become could be had by retracting.
         space, most = self._limits()
@@ -593,20 +593,24 @@ class DecodePreallocQueue:
             # All it had may still be cached, so that it needs almost nothing. It would come back at
             # once, and be retracted again for the page that was missing. So it has to leave a page
             # for each of the others: then these go on by a step first.
-            space = min(space, books.available_pages - self._budget.active)
-        new, prefill = waiter.new, waiter.lane.address
-        if waiter.needed > space or waiter.most > most or self._shares.refuses(prefill, new):
+            space = min(space, pages.available_pages - self._budget.active)
+        new, prefill = waiter.new_pages, waiter.lane.address
+        if (
+            waiter.needed_pages > space
+            or waiter.most_pages > most
+            or self._shares.refuses(prefill, new)
+        ):
             waiter.seen_at = self._version
             return False
         # 2. Before an eviction the tree has to know what the others wait for, or it evicts just
         # that.
-        if new > books.allocator.free_pages:  # an eviction is due
+        if new > pages.allocator.free_pages:  # an eviction is due
             self.wants.admitting(waiter)
         # 3. Lock and take. The look has counted what locking costs, and nothing ran since, so this
         # cannot fail: there is nothing to undo below.
         joined_pages = joined.pages if joined is not None else None
-        req.pages_held = books.open(req.key, match, new, now_s, joined_pages, shared_pages)
-        req.prefix_len = shared_pages * books.page_size
+        req.pages_held = pages.open(req.key, match, new, now_s, joined_pages, shared_pages)
+        req.prefix_len = shared_pages * pages.page_size
         # 4. Enter the flight, so that the next look of this pass can join it; then the sums that
         # the next `_limits` reads.
         flight = self._flights.start(req, joined, shareable=match is not None)

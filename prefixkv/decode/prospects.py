@@ -40,13 +40,13 @@ class Prospects:
 
     def __init__(
         self,
-        books: PageManager,
+        pages: PageManager,
         shares: PrefillShares,
         lanes: Lanes,
         flights: InFlight,
         stuck: Callable[[Releases], int],
     ) -> None:
-        self._books, self._shares, self._lanes = books, shares, lanes
+        self._pages, self._shares, self._lanes = pages, shares, lanes
         self._flights, self._stuck = flights, stuck
 
     def unproved(self) -> Unproved:
@@ -55,7 +55,7 @@ class Prospects:
         O(closed lanes, and requests that the device is busy with); where a lane is closed, also
         O(flights).
         """
-        pages, away, releases = self._books.allocator, 0, Releases()
+        pages, away, releases = self._pages.allocator, 0, Releases()
         # A prefill worker that does not answer may keep its flights open, and their pages, without
         # limit. Both counts share `releases`, since a prefix with two locks comes back only with
         # both.
@@ -69,7 +69,7 @@ class Prospects:
     @property
     def most_pages(self) -> int:
         """Number of pages that a single request can come to have at most."""
-        return self._books.num_pages - self.unproved().total
+        return self._pages.num_pages - self.unproved().total
 
     def why(self) -> str:
         """Describe in words which pages are missing, and where they are; "" where none is."""
@@ -81,7 +81,7 @@ class Prospects:
             f"{away} are promised to prefill workers that do not answer" if away else "",
             f"{stuck} wait for a device event that has raised" if stuck else "",
         ]  # fmt: skip
-        said = "; ".join(part for part in parts if part)
-        if said and of and (held or away):
-            said += f"; prefill workers that have pages in their power: {of}"
-        return said
+        missing = "; ".join(part for part in parts if part)
+        if missing and of and (held or away):
+            missing += f"; prefill workers that have pages in their power: {of}"
+        return missing

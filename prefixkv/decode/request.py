@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from prefixkv.addresses import check_prefill
 from prefixkv.cache.radix_key import RadixKey
+from prefixkv.config import Retarget
+from prefixkv.errors import UserErrors
 from prefixkv.pages.manager import PageManager
 from prefixkv.pages.requests import PagedRequest
 from prefixkv.paging import pages_for
@@ -67,14 +71,14 @@ class DecodeRequest(PagedRequest[DecodeState]):
     }
     TIMES = ("admitted_s", "transferred_s", "committed_s", "first_token_s", "ended_s")
 
-    def __init__(self, request: Request, books: PageManager, now_s: float) -> None:
-        super().__init__(request, books, DecodeState.QUEUED, now_s)
+    def __init__(self, request: Request, pages: PageManager, now_s: float) -> None:
+        super().__init__(request, pages, DecodeState.QUEUED, now_s)
         # Tokens with KV. `_key` lags behind `output` until `key` is read; see there.
         self._key = RadixKey(request.key)
         self.prefill = request.prefill
         self.max_new_tokens = request.max_new_tokens
         self.prompt_len = len(request.key)  # tokens
-        self.max_pages = pages_for(self.most_kv_len, books.page_size)
+        self.max_pages = pages_for(self.most_kv_len, pages.page_size)
         self.output: list[int] = []
         self.output_limit = 0
         self.aux = b""
@@ -134,7 +138,7 @@ class DecodeRequest(PagedRequest[DecodeState]):
         The last token of all needs no page, since no step writes its KV.
         """
         assert self.pages_held is not None
-        space = self.pages_held.num_pages * self._books.page_size - self.prompt_len
+        space = self.pages_held.num_pages * self._page_manager.page_size - self.prompt_len
         return self.max_new_tokens if space >= self.max_new_tokens - 1 else space
 
     @property
@@ -185,3 +189,30 @@ class PrefillAsk:
         self.generation = req.generation
         self.known_token: int | None = req.output[-1] if req.output else None
         self.prefill = req.prefill
+
+
+@dataclass(frozen=True, slots=True)
+class Retries:
+    """Retries after failed transfers: `most` per request, at the worker that the user chooses.
+
+    An exception that `retarget` raises is kept in `errors`.
+    """
+
+    most: int
+    retarget: Retarget | None
+    errors: UserErrors
+
+    def next_prefill(self, req: DecodeRequest, error: Exception) -> str | None:
+        """Return the address that the user wants for the next attempt; None: the same as before."""
+        if self.retarget is None:
+            return None
+        # The user's code runs in the middle of a change: what it raises, and what it returns that
+        # is no address, must not stop that. The retry then goes where the last attempt went.
+        try:
+            prefill = self.retarget(req, error)
+            if prefill is not None:
+                check_prefill(req.rid, prefill)
+        except Exception as fault:
+            self.errors.caught(fault)
+            return None
+        return prefill

@@ -18,20 +18,20 @@ from operator import attrgetter
 
 import numpy as np
 
+from prefixkv.addresses import check_prefill
 from prefixkv.cache.radix_key import check_packed, pack
 from prefixkv.config import Admission, Retarget, check_version
 from prefixkv.decode.admission import DEFAULT_ADMISSION
 from prefixkv.decode.audit import check_decode
 from prefixkv.decode.budget import PreallocBudget
 from prefixkv.decode.deferred import Deferred, not_done
-from prefixkv.decode.growth import raise_output_limits
+from prefixkv.decode.growth import grow_for_next_token
 from prefixkv.decode.inflight import Flight, InFlight
 from prefixkv.decode.journal import DecodeJournal
 from prefixkv.decode.lanes import Lanes
 from prefixkv.decode.prealloc_queue import DecodePreallocQueue
 from prefixkv.decode.prospects import Prospects
-from prefixkv.decode.request import CAN_RUN, DecodeRequest, DecodeState, PrefillAsk
-from prefixkv.decode.retries import Retries, check_address
+from prefixkv.decode.request import CAN_RUN, DecodeRequest, DecodeState, PrefillAsk, Retries
 from prefixkv.decode.room_numbers import RoomNumbers
 from prefixkv.decode.shares import PrefillShares
 from prefixkv.decode.transfer_queue import DecodeTransferQueue
@@ -87,7 +87,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     def __init__(
         self,
-        books: PageManager,
+        pages: PageManager,
         *,
         reserve_tokens: int = 128,
         max_retries: int = 0,
@@ -105,22 +105,22 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     ) -> None:
         self.name = name
         self.journal = DecodeJournal()
-        super().__init__(books, self.journal, weights_version)
+        super().__init__(pages, self.journal, weights_version)
         # Pages: what is promised away, what is on its way, what waits for the device. The prospects
         # read all of these, so they are built last.
-        self.budget = PreallocBudget(pages_for(reserve_tokens, books.page_size))
-        self.flights = InFlight(books.page_size)
+        self.budget = PreallocBudget(pages_for(reserve_tokens, pages.page_size))
+        self.flights = InFlight(pages.page_size)
         self.shares = shares or PrefillShares()
         self.lanes = lanes or Lanes()
-        self._deferred = Deferred(books, self._queue_again)
+        self._deferred = Deferred(pages, self._queue_again)
         self.prospects = Prospects(
-            books, self.shares, self.lanes, self.flights, self._deferred.stuck_pages
+            pages, self.shares, self.lanes, self.flights, self._deferred.stuck_pages
         )
-        # The queues, in the order in which a request passes through them: waiting, transfers.
+        # The queues, in the order in which a request passes through them: waiting, arriving.
         # `requests` (of the base class) has every live request, in whichever of the two it is, or
         # running.
         self.waiting = DecodePreallocQueue(
-            books,
+            pages,
             self.budget,
             self.flights,
             reserve_tokens,
@@ -132,8 +132,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             waiting_timeout_s=waiting_timeout_s,
             protect=protect_waiting,
         )
-        self.transfers = DecodeTransferQueue(books, self.flights)
-        self._retries = Retries(max_retries, retarget, books.errors)
+        self.arriving = DecodeTransferQueue(pages, self.flights)
+        self._retries = Retries(max_retries, retarget, pages.errors)
         self._max_waiting = max_waiting
         # Rooms outlive requests: a number stays in use until the control plane has proved that its
         # room is drained, so that two requests never share one.
@@ -162,7 +162,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         # All checks come before the first change: a request that is refused leaves no trace.
         check_time(now_s)
         most_tokens = len(request.key) + request.max_new_tokens - 1  # the last one has no KV
-        most = pages_for(most_tokens, self.books.page_size)
+        most = pages_for(most_tokens, self.pages.page_size)
         # Judged by the most that it may become, not by its prompt: a request that can never finish
         # would be admitted, and then retracted again and again.
         self._check_new(request, most, "may need {} pages (max_new_tokens included)")
@@ -172,7 +172,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._check_prefill_holds(request.rid, most_tokens, request.prefill)
         if len(self.waiting) >= self._max_waiting:
             raise RequestError(f"{len(self.waiting)} requests wait already, that is the limit")
-        req = DecodeRequest(request, self.books, now_s)
+        req = DecodeRequest(request, self.pages, now_s)
         # From here on something changes. The queue comes first since it calls a user's policy,
         # which may raise: nothing else is noted then, and nothing has to be undone.
         self.waiting.add(req)
@@ -208,7 +208,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.waiting.admit(now_s)
         for req in self.waiting.unanswered(now_s):
             late = TransferTimeoutError(f"request {req.rid!r} {self.waiting.why(req, now_s)}")
-            self._unmet(req, late, now_s)
+            self._retry_unanswered(req, late, now_s)
         for req, why in self.waiting.expired(now_s):
             error = AdmissionTimeoutError(f"request {req.rid!r} {why}")
             self._end(req, DecodeState.FAILED, error, now_s)
@@ -218,14 +218,14 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self._ask(req, now_s)
             self._admitted.append(req)
         # 4. Raise last: by now every admitted request has its room, and the next call returns it.
-        self.books.errors.raise_due()
+        self.pages.errors.raise_due()
         admitted, self._admitted = self._admitted, []
         return admitted
 
     def pop_transferred(self, now_s: float) -> list[DecodeRequest]:
         """Commit the requests with complete KV to the tree, and return them, ready to run."""
         check_time(now_s)
-        committed = self.transfers.pop_transferred(now_s)
+        committed = self.arriving.pop_transferred(now_s)
         for req in committed:
             assert req.pages_held is not None
             self.counters["transferred"] += 1
@@ -288,8 +288,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
                 )
         # This takes pages, or raises before it takes any. So the tokens are appended only
         # afterwards.
-        if due and raise_output_limits(
-            self.books, self.budget, self.journal, due, self._running, self._deferred, now_s
+        if due and grow_for_next_token(
+            self.pages, self.budget, self.journal, due, self._running, self._deferred, now_s
         ):
             aborted = DecodeState.ABORTED  # looked up once: that costs more than to compare
             for req, token in zip(reqs, tokens, strict=True):
@@ -322,7 +322,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         req.become(DecodeState.FINISHED)
         self._leave(req, now_s)
         self.counters["finished"] += 1
-        self._deferred.end(after, req, continues, now_s)
+        self._deferred.release_after(after, req, continues, now_s)
 
     def retract(self, rid: str, now_s: float, after: DeviceEvent | None = None) -> None:
         """Take a running request's pages back and queue it again, in front, to resume where it was.
@@ -344,7 +344,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.budget.stop(req.rid)
         self.counters["retracted"] += 1
         req.retractions += 1
-        self._deferred.end(after, req, None, now_s)
+        self._deferred.release_after(after, req, None, now_s)
 
     def abort(
         self,
@@ -377,7 +377,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         req = self.requests.get(rid)
         if req is None:
             raise RequestError(f"request {rid!r} is not here")
-        check_address(rid, prefill)
+        check_prefill(rid, prefill)
         if req.state is DecodeState.PREALLOCATED:
             raise RequestError(f"request {rid!r} is on its way from {req.prefill!r}")
         if prefill == req.prefill:
@@ -432,7 +432,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         """
         # Flights first: they release their locks, so that the flush frees those pages at once.
         self._fall_back(self.flights.flush())
-        return self.books.flush()
+        return self.pages.flush()
 
     def move_weights(
         self, weights_version: str, now_s: float, after: DeviceEvent | None = None
@@ -462,9 +462,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
                 self._cut_short(req, error, now_s, after)
 
     @property
-    def has_news(self) -> bool:
+    def has_results(self) -> bool:
         """True if one of the `pop_*` calls returns something, or may admit. O(1)."""
-        complete = self.transfers.num_complete
+        complete = self.arriving.num_complete
         return bool(self._failed or self._asks or complete or self.waiting.may_admit)
 
     @property
@@ -493,8 +493,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         # once. If its flight is gone, or has lost its owner, the room number is what still waits
         # for that proof.
         if poll is KVPoll.SUCCESS:
-            self.shares.back(key)
-            flight = self.transfers.succeed(key, aux)
+            self.shares.release(key)
+            flight = self.arriving.succeed(key, aux)
             if flight is not None:
                 self.journal.transferred(flight, now_s)
             if flight is None or flight.owner is None:
@@ -502,7 +502,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             return
         # 2. Failure of a room that was aborted here meanwhile: its pages are held already, and the
         # request has ended.
-        flight = self.transfers.get(key)
+        flight = self.arriving.get(key)
         if flight is None:
             return
         # 3. Failure. It is no proof: writes may still be landing. `_cancel` moves the pages to the
@@ -553,14 +553,14 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         # more.
         lane.is_met = False
         for req in self.waiting.at(address):
-            self._unmet(req, error, now_s)
+            self._retry_unanswered(req, error, now_s)
         # Last, since each request that leaves may be the one that makes the lane idle.
         self.lanes.forget_if_idle(lane)
 
     def room_drained(self, key: RoomKey) -> None:
         """Release a room's held pages and its number: no write can land in its pages any more."""
-        self.shares.back(key)
-        self.books.release(key)
+        self.shares.release(key)
+        self.pages.release(key)
         self.rooms.drained(key)
         # A refusal that still waits for this number stays noted, else `refuse` would queue it
         # twice.
@@ -576,7 +576,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         """Count a room's pages as quarantined: it is not drained by its deadline. They stay
         held.
         """
-        self.counters["quarantined_pages"] += self.books.quarantine(key)
+        self.counters["quarantined_pages"] += self.pages.quarantine(key)
 
     def release_deferred(self, now_s: float) -> None:
         """Release the pages of ended requests with which the device is done."""
@@ -597,16 +597,23 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     def check_invariants(self) -> None:
         """Check every part, and the parts against each other. Raises InternalError."""
-        self.books.check_invariants()
+        self.pages.check_invariants()
         self.budget.check_invariants()
         self.waiting.check_invariants()
-        self.transfers.check_invariants()
+        self.arriving.check_invariants()
         # Pages may be in a prefill worker's power only while a room is open, or failed and not
         # drained.
         flying = {flight.room_key for flight in self.flights if flight.is_open}
         self.shares.check_invariants(flying | self.rooms.undrained())
-        parts = self.books, self.budget, self.flights, self.rooms, self.waiting
-        check_decode(*parts, self.requests.values(), self._deferred.requests())
+        check_decode(
+            self.pages,
+            self.budget,
+            self.flights,
+            self.rooms,
+            waiting=self.waiting,
+            requests=self.requests.values(),
+            deferred=self._deferred.requests(),
+        )
 
     # --- admission --------------------------------------------------------------------------------
 
@@ -630,7 +637,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
                 f"worker {address} holds {most}"
             )
 
-    def _unmet(self, req: DecodeRequest, error: Exception, now_s: float) -> None:
+    def _retry_unanswered(self, req: DecodeRequest, error: Exception, now_s: float) -> None:
         """Take out a request of a prefill worker that does not answer, and try again.
 
         That worker was promised nothing, so it is sent nothing.
@@ -664,25 +671,30 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         """Open the room of an admitted request, by which prefill sends what it lacks."""
         flight = self.flights.of(req)
         assert flight is not None
-        pages, page_size = flight.pages, self.books.page_size
+        pages, page_size = flight.pages, self.pages.page_size
         start, end = pages.num_shared, pages_for(req.fill_len, page_size)
         self.journal.admitted(req, end - start, pages.num_joined * page_size, now_s)
         if req.resumed and req.prefix_len == req.fill_len and pages.slot < 0:
             # 1. A resumed request with all its KV in the tree, and no extra state, which is never
             # cached: nothing is to be sent, so no room is opened.
-            self.transfers.arrived(flight)
-            self.shares.back(flight.room_key)
+            self.arriving.arrived(flight)
+            self.shares.release(flight.room_key)
             return
         # 2. A later attempt: prefill has ended, or never had, the request of this generation. The
         # engine has to submit it there again.
         if req.generation > req.request.generation:
             self._asks.append(PrefillAsk(req, self.name))
         # 3. Registered before the command leaves, so that an answer always finds its flight.
-        self.transfers.add(flight)
-        page_ids = self.books.table.packed(pages.row, start, end)
-        (room, generation, _), lens = flight.room_key, (req.fill_len, req.prefix_len)
-        what = *lens, page_ids, self._ticket(), pages.slot
-        promise = Promise(room, generation, *what, weights_version=self.weights_version)
+        self.arriving.add(flight)
+        promise = Promise(
+            *flight.room_key.numbers,
+            fill_len=req.fill_len,
+            prefix_len=req.prefix_len,
+            pages=self.pages.table.packed(pages.row, start, end),
+            ticket=self._ticket(),
+            state_slot=pages.slot,
+            weights_version=self.weights_version,
+        )
         # After some output the tokens to compute are more than the prompt, so their digest is
         # another.
         digest = req.request.digest if req.fill_len == req.prompt_len else prompt_digest(req.key)
@@ -719,12 +731,12 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         # One that ran still holds its pages. One that was retracted, and waits for the device, is
         # released by that entry: a second one would free its pages twice.
         if req.pages_held is not None and req not in self._deferred.requests():
-            self._deferred.end(after, req, None, now_s)
+            self._deferred.release_after(after, req, None, now_s)
 
     def _too_late(self, req: DecodeRequest, now_s: float) -> None:
         """Fail a request without its KV at its own deadline, unless it only waits to be popped."""
         flight = self.flights.of(req)
-        if flight is not None and self.transfers.is_complete(flight):
+        if flight is not None and self.arriving.is_complete(flight):
             return
         by = f"by its deadline_s, {req.request.deadline_s}"
         error: Exception = TransferTimeoutError(f"request {req.rid!r}: its KV was not here {by}")
@@ -741,7 +753,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         is_free = request.room not in self.rooms
         if not is_free and not (to_refuse and not self.rooms.is_live(request.room)):
             raise RequestError(f"room {request.room} is in use")
-        check_address(request.rid, request.prefill)
+        check_prefill(request.rid, request.prefill)
         if request.decode not in ("", self.name):
             named = f"{request.decode!r}, this one is {self.name!r}"
             raise RequestError(f"request {request.rid!r} is for decode worker {named}")
@@ -809,15 +821,15 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         # be called back. The pages change owner, from request to room, and wait for proof.
         # 2. The room has succeeded, or was never opened: nothing can land, so they are free at
         # once.
-        if self.transfers.remove(flight):
+        if self.arriving.remove(flight):
             if error is not None:
                 self._commands.append(AbortRoom(key, reason_of(error)))
                 self.journal.transfer_ended(flight.prefill, "aborted")
-            self.books.hold(flight.pages, key)
+            self.pages.hold(flight.pages, key)
             self.shares.hold(key)
             self.rooms.await_drained(key)
         else:
-            self.books.drop(flight.pages)
+            self.pages.drop(flight.pages)
         if flight.owner is not None:
             flight.owner.pages_held = None
 

@@ -94,7 +94,7 @@ class PrefillShares:
         """Return the addresses of workers that have pages in their power, at most 8."""
         return sorted(self._pages)[:8]
 
-    def back(self, key: RoomKey) -> None:
+    def release(self, key: RoomKey) -> None:
         """Take a room that succeeded or is drained out of its worker's share. Unknown: no-op."""
         room = self._rooms.pop(key, None)
         self._held.discard(key)

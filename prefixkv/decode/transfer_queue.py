@@ -21,8 +21,8 @@ from prefixkv.protocol.ids import RoomKey
 class DecodeTransferQueue:
     """Open rooms, and flights that are complete. Owned by the scheduler's thread."""
 
-    def __init__(self, books: PageManager, flights: InFlight) -> None:
-        self._books = books
+    def __init__(self, pages: PageManager, flights: InFlight) -> None:
+        self._pages = pages
         self._flights = flights
         # A flight is in `_open`, then in neither while the one it joined is on its way, then in
         # `_complete`.
@@ -96,16 +96,16 @@ class DecodeTransferQueue:
             # the tree.
             if req is None or req.request.cacheable:
                 priority = flight.request.priority
-                self._books.cache_unfinished(flight.pages, flight.key, now_s, priority=priority)
+                self._pages.cache_unfinished(flight.pages, flight.key, now_s, priority=priority)
             # 2. Its waiters lock what they joined, before the flight's own lock may end below: in
             # between nothing may evict these pages.
             for waiter in self._flights.commit(flight):
-                self._books.lock_joined(waiter.pages, waiter.key, now_s)
+                self._pages.lock_joined(waiter.pages, waiter.key, now_s)
                 if not waiter.is_open:
                     self._complete.append(waiter)
             # 3. Without an owner nothing runs: the lock and the tail go.
             if req is None:
-                self._books.drop(flight.pages)
+                self._pages.drop(flight.pages)
             else:
                 req.become(DecodeState.TRANSFERRED)
                 committed.append(req)

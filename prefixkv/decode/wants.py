@@ -7,10 +7,10 @@ request that is admitted from free pages in the first pass after it came is neve
 
 from __future__ import annotations
 
-from prefixkv.decode.lanes import GONE, UNSAID, Waiter
+from prefixkv.decode.lanes import LEFT, NOT_ENTERED, Waiter
 from prefixkv.pages.manager import PageManager
 
-MAX_WANTS = 128  # prefixes that one `say` enters at most
+MAX_WANTS = 128  # prefixes that one `enter` enters at most
 
 
 class Wants:
@@ -19,41 +19,41 @@ class Wants:
     `protects`: False where nothing is entered at all.
     """
 
-    def __init__(self, books: PageManager, protects: bool) -> None:
-        self._books = books
-        self.protects = protects and books.caching
-        self.unsaid: list[Waiter] = []  # not entered in the tree yet; some may have left
+    def __init__(self, pages: PageManager, protects: bool) -> None:
+        self._pages = pages
+        self.protects = protects and pages.caching
+        self.not_entered: list[Waiter] = []  # not entered in the tree yet; some may have left
 
-    def say_soon(self, waiter: Waiter) -> None:
-        """Note a waiter, with a prefix that the tree should learn of at the next `say`."""
+    def enter_soon(self, waiter: Waiter) -> None:
+        """Note a waiter, with a prefix that the tree should learn of at the next `enter`."""
         if self.protects and waiter.req.request.cacheable:
-            self.unsaid.append(waiter)
+            self.not_entered.append(waiter)
 
-    def say(self) -> None:
+    def enter(self) -> None:
         """Enter the prefixes of what waits, the first to come first. O(1) or a match for each."""
-        books = self._books
+        pages = self._pages
         # At most `MAX_WANTS` per call, which bounds the cost of a pass; the rest follow with later
         # passes.
-        for waiter in self.unsaid[:MAX_WANTS]:
-            if waiter.want == UNSAID:
+        for waiter in self.not_entered[:MAX_WANTS]:
+            if waiter.want == NOT_ENTERED:
                 match = waiter.match
                 if match is None:
-                    match = waiter.match = books.match(waiter.req.key)
+                    match = waiter.match = pages.match(waiter.req.key)
                     assert match is not None
-                waiter.want = books.want(match)
-        del self.unsaid[:MAX_WANTS]
+                waiter.want = pages.want(match)
+        del self.not_entered[:MAX_WANTS]
 
     def admitting(self, waiter: Waiter) -> None:
         """Enter the other waiters before an eviction that is due for this one."""
-        if self.unsaid:
+        if self.not_entered:
             # Its own match is about to be locked, so it needs no protection.
-            if waiter.want == UNSAID:
-                waiter.want = GONE
-            self.say()
+            if waiter.want == NOT_ENTERED:
+                waiter.want = LEFT
+            self.enter()
 
     def forget(self, waiter: Waiter) -> None:
         """Withdraw the want of a request that waits no longer."""
         if waiter.want > 0:
-            self._books.unwant(waiter.want)
-        # It may still be in `unsaid`, where this mark makes `say` pass over it.
-        waiter.want = GONE
+            self._pages.unwant(waiter.want)
+        # It may still be in `not_entered`, where this mark makes `enter` pass over it.
+        waiter.want = LEFT

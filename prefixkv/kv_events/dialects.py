@@ -21,7 +21,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from prefixkv.cache.events import NO_PARENT, Place
+from prefixkv.cache.events import NO_PARENT, PageRef
 from prefixkv.cache.namespace import Namespace
 from prefixkv.digest import prompt_digest
 from prefixkv.errors import RequestError
@@ -94,10 +94,10 @@ class Dialect(ABC):
         """Return the hash of the block with this page key."""
 
     @abstractmethod
-    def stored(self, run: list[Place]) -> Any:
+    def stored(self, run: list[PageRef]) -> Any:
         """Return the event for a run of blocks that were stored, each the parent of the next."""
 
-    def removed(self, run: list[Place]) -> Any:
+    def removed(self, run: list[PageRef]) -> Any:
         """Return the event for a run of blocks that were removed, the last of them first."""
         # Children before parents, so that a consumer's tree never has a block without a parent.
         hashes = [self.hash(place.key, place.namespace) for place in reversed(run)]
@@ -107,7 +107,7 @@ class Dialect(ABC):
         """Return the event for a cache that is empty."""
         return AllBlocksCleared()
 
-    def _path(self, run: list[Place]) -> tuple[list[int], int | None, list[int]]:
+    def _path(self, run: list[PageRef]) -> tuple[list[int], int | None, list[int]]:
         """Return the hashes of a run, its parent's hash, and its tokens."""
         first = run[0]
         hashes = [self.hash(place.key, first.namespace) for place in run]
@@ -136,7 +136,7 @@ class VLLM(Dialect):
         cut = int.from_bytes(key[-HASH_BYTES:])
         return (cut ^ _mixed(namespace) if namespace is not None else cut) or 1
 
-    def stored(self, run: list[Place]) -> VLLMStored:
+    def stored(self, run: list[PageRef]) -> VLLMStored:
         """See `Dialect.stored`."""
         hashes, parent, tokens = self._path(run)
         named = run[0].namespace
@@ -183,7 +183,7 @@ class SGLang(Dialect):
         cut = int.from_bytes(key[:HASH_BYTES], signed=True)
         return (cut ^ _mixed(namespace, signed=True) if namespace is not None else cut) or 1
 
-    def stored(self, run: list[Place]) -> SGLangStored:
+    def stored(self, run: list[PageRef]) -> SGLangStored:
         """See `Dialect.stored`."""
         hashes, parent, tokens = self._path(run)
         named = run[0].namespace

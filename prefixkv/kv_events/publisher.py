@@ -154,7 +154,7 @@ class KVEventPublisher:
         # After the append: the thread says that it sleeps before it looks at the queue, so at least
         # one of the two sees the other.
         if self._asleep:
-            self._bell.rouse()
+            self._bell.notify()
         return True
 
     @property
@@ -170,7 +170,7 @@ class KVEventPublisher:
         """Publish that the cache is empty, and end the thread. Idempotent."""
         if not self._closing:
             self._closing = True
-            self._bell.rouse()
+            self._bell.notify()
             self._thread.join()
             self._bell.close()
 
@@ -258,7 +258,7 @@ class KVEventPublisher:
         """Handle a defect: what routers know may be wrong, so publish an empty cache until a
         snapshot comes."""
         self._num_failures += 1
-        _log.exception("cache events could not be made; nothing is held, until all is told afresh")
+        _log.exception("cache events could not be made; nothing is held, until a snapshot is sent")
         self._deaf = self._lost = True
         for batch in self._stream.publish([Cleared()], time.time()):
             self._send(batch)

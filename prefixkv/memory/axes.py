@@ -19,7 +19,7 @@ _LATENT_AXES: Final = ("page", "token", "dim")
 _NAMES: Final = (*SLAB_AXES, "kv", "packed")
 
 
-class Told(NamedTuple):
+class AxisNames(NamedTuple):
     """An engine's description of its tensors. None: believe the shape. See
     `KVPool.from_tensors`."""
 
@@ -31,7 +31,7 @@ class Told(NamedTuple):
 
 
 def as_slabs(
-    k: Sequence[torch.Tensor], v: Sequence[torch.Tensor] | None, told: Told
+    k: Sequence[torch.Tensor], v: Sequence[torch.Tensor] | None, description: AxisNames
 ) -> tuple[list[torch.Tensor], str]:
     """Return views [page, token, head, dim] in the order of `KVLayout.slabs`, and the kind of
     attention.
@@ -44,14 +44,14 @@ def as_slabs(
     if not k:
         raise ConfigError("no layers, must be at least 1")
     # 1. Check the names, then that all tensors are alike, then that the first fits the names.
-    axes = _checked_axes(told, k_and_v=v is not None)
+    axes = _checked_axes(description, k_and_v=v is not None)
     tensors = list(k) if v is None else [view for pair in zip(k, v, strict=True) for view in pair]
     for i, tensor in enumerate(tensors):
         _check_alike(i, tensor, tensors[0])
-    _check_shape(tensors[0], axes, told)
+    _check_shape(tensors[0], axes, description)
     # 2. One slab per layer and kind. K and V in one tensor are taken apart along their axis; in the
     #    order layer 0 K, layer 0 V, ..., as they are when they come apart.
-    attention = "fused" if told.opaque else "mla"
+    attention = "fused" if description.opaque else "mla"
     if "kv" in axes:
         at = axes.index("kv")
         tensors = [half for tensor in tensors for half in tensor.unbind(at)]
@@ -59,23 +59,25 @@ def as_slabs(
     if v is not None or len(tensors) > len(k):
         attention = "mha"
     # 3. Each slab under the shape of a pool.
-    as_slab = _opaque_slab if told.opaque else _plain_slab
-    return [as_slab(i, tensor, axes, told) for i, tensor in enumerate(tensors)], attention
+    as_slab = _opaque_slab if description.opaque else _plain_slab
+    return [as_slab(i, tensor, axes, description) for i, tensor in enumerate(tensors)], attention
 
 
-def _checked_axes(told: Told, *, k_and_v: bool) -> tuple[str, ...]:
+def _checked_axes(description: AxisNames, *, k_and_v: bool) -> tuple[str, ...]:
     """Return the names of each tensor's axes, in its order. Raises ConfigError."""
-    if not isinstance(told.opaque, str):
-        raise ConfigError(f"opaque is {told.opaque!r}, must be a str, the name of the format")
-    axes = tuple(told.axes or (SLAB_AXES if k_and_v else _LATENT_AXES))
+    if not isinstance(description.opaque, str):
+        raise ConfigError(
+            f"opaque is {description.opaque!r}, must be a str, the name of the format"
+        )
+    axes = tuple(description.axes or (SLAB_AXES if k_and_v else _LATENT_AXES))
     for axis in axes:
         if axis not in _NAMES or axes.count(axis) > 1:
             raise ConfigError(f"axes are {axes}, must be different ones of {', '.join(_NAMES)}")
     if k_and_v and "kv" in axes:
         raise ConfigError(f'axes are {axes}, but with k and v apart no tensor has an axis "kv"')
     # The bytes of opaque pages tell nothing about page size and axes: they have to be given.
-    if told.opaque:
-        if told.axes is None or told.page_size is None or "page" not in axes:
+    if description.opaque:
+        if description.axes is None or description.page_size is None or "page" not in axes:
             raise ConfigError('opaque pages need page_size and axes, among them "page"')
         return axes
     # Otherwise the axes must be exactly those of K and V, or those of MLA, which has no heads.
@@ -96,7 +98,7 @@ def _check_alike(i: int, tensor: torch.Tensor, first: torch.Tensor) -> None:
             )
 
 
-def _check_shape(tensor: torch.Tensor, axes: tuple[str, ...], told: Told) -> None:
+def _check_shape(tensor: torch.Tensor, axes: tuple[str, ...], description: AxisNames) -> None:
     """Raise ConfigError unless the shape agrees with the description. All tensors have the same
     shape."""
     if tensor.dim() != len(axes):
@@ -105,17 +107,22 @@ def _check_shape(tensor: torch.Tensor, axes: tuple[str, ...], told: Told) -> Non
         )
     sizes = dict(zip(axes, tensor.shape, strict=True))
     # `head_dim` of opaque pages is worked out from a page's size, see `_opaque_slab`.
-    said = [("token", "page_size", told.page_size), ("head", "num_kv_heads", told.num_kv_heads)]
-    if not told.opaque:
-        said.append(("dim", "head_dim", told.head_dim))
-    for axis, name, value in (*said, ("kv", "K and V", 2)):
+    given = [
+        ("token", "page_size", description.page_size),
+        ("head", "num_kv_heads", description.num_kv_heads),
+    ]
+    if not description.opaque:
+        given.append(("dim", "head_dim", description.head_dim))
+    for axis, name, value in (*given, ("kv", "K and V", 2)):
         if axis in sizes and value is not None and sizes[axis] != value:
             raise ConfigError(
                 f'{name} is {value}, but axis {axes.index(axis)} ("{axis}") has {sizes[axis]}'
             )
 
 
-def _plain_slab(i: int, tensor: torch.Tensor, axes: tuple[str, ...], told: Told) -> torch.Tensor:
+def _plain_slab(
+    i: int, tensor: torch.Tensor, axes: tuple[str, ...], description: AxisNames
+) -> torch.Tensor:
     """Return a tensor as a view [page, token, head, dim]."""
     if "head" not in axes:
         tensor, axes = tensor.unsqueeze(0), ("head", *axes)
@@ -129,7 +136,9 @@ def _plain_slab(i: int, tensor: torch.Tensor, axes: tuple[str, ...], told: Told)
     return slab
 
 
-def _opaque_slab(i: int, tensor: torch.Tensor, axes: tuple[str, ...], told: Told) -> torch.Tensor:
+def _opaque_slab(
+    i: int, tensor: torch.Tensor, axes: tuple[str, ...], description: AxisNames
+) -> torch.Tensor:
     """Return a tensor as a view [page, token, head, dim]. Its pages keep their bytes in order.
 
     The shape is that of plain pages of the same size; only the page axis has a meaning.
@@ -147,15 +156,16 @@ def _opaque_slab(i: int, tensor: torch.Tensor, axes: tuple[str, ...], told: Told
             )
         page_elements *= sizes[axis]
     # `page_size` and heads are the engine's word. The rest of the page's size is `head_dim`.
-    said_heads = 1 if told.num_kv_heads is None else told.num_kv_heads
-    page_size, heads = told.page_size or 0, sizes.get("head", said_heads)
+    given_heads = 1 if description.num_kv_heads is None else description.num_kv_heads
+    page_size, heads = description.page_size or 0, sizes.get("head", given_heads)
     check_range("page_size", page_size, 1, MAX_INDEX)
     check_range("num_kv_heads", heads, 1, MAX_INDEX)
     head_dim, rest = divmod(page_elements, page_size * heads)
-    if rest or told.head_dim not in (None, head_dim):
+    if rest or description.head_dim not in (None, head_dim):
         raise ConfigError(
             f"a page of slab {i} has {page_elements} elements, must have "
-            f"{told.head_dim or 'equally many'} for each of {page_size} tokens and {heads} heads"
+            f"{description.head_dim or 'equally many'} for each of {page_size} tokens and "
+            f"{heads} heads"
         )
     shape = (sizes["page"], page_size, heads, head_dim)
     return tensor.as_strided(shape, (strides["page"], heads * head_dim, head_dim, 1))

@@ -15,7 +15,7 @@ from sys import intern
 import torch
 
 from prefixkv.errors import CapacityError, ConfigError
-from prefixkv.memory.axes import Told, as_slabs
+from prefixkv.memory.axes import AxisNames, as_slabs
 from prefixkv.memory.kv_layout import SLABS_PER_LAYER, KVLayout, Slab
 from prefixkv.memory.shared import shared_bytes
 from prefixkv.memory.staging_area import BLOCK_BYTES
@@ -90,11 +90,11 @@ class KVPool:
         page_shape = (page_size, num_kv_heads, head_dim)
         kinds = sizes.slabs_per_layer
         if order == "layer_major":
-            make = Zeros(dtype, device, shared)
+            make = ZerosFactory(dtype, device, shared)
             tensors = make((kinds, num_pages, *page_shape), num_layers)
             slabs = [tensor[kv] for tensor in tensors for kv in range(kinds)]
         elif order == "page_major":
-            make = Zeros(dtype, device, shared)
+            make = ZerosFactory(dtype, device, shared)
             (whole,) = make((num_pages, num_layers, kinds, *page_shape))
             slabs = [whole[:, layer, kv] for layer in range(num_layers) for kv in range(kinds)]
             tensors = [whole]
@@ -156,8 +156,8 @@ class KVPool:
         >>> KVPool.from_tensors([blocks], page_size=32, axes=axes, opaque="amx").layout.attention
         'fused'
         """
-        told = Told(axes, page_size, num_kv_heads, head_dim, opaque)
-        slabs, attention = as_slabs(k, v, told)
+        description = AxisNames(axes, page_size, num_kv_heads, head_dim, opaque)
+        slabs, attention = as_slabs(k, v, description)
         found = storages(slabs) if regions is None else tuple(regions)
         return cls(_describe(slabs, attention, "strided", found, opaque), slabs)
 
@@ -236,7 +236,7 @@ class KVPool:
         for i, words in enumerate(self._words):
             words.index_copy_(0, index, source[:, i])
         # The transport reads the memory outside any stream.
-        _settle(words.device)
+        _synchronize(words.device)
 
     def _shape_words(self) -> tuple[int, ...]:
         return (len(self._words), *self._words[0].shape[1:])
@@ -265,14 +265,14 @@ def zeros(shape: tuple[int, ...], dtype: str, device: str) -> torch.Tensor:
             _prefer_huge_pages(raw)
         # After the hint for huge pages, which counts only for memory that was not touched yet.
         raw.zero_()
-        _settle(raw.device)
+        _synchronize(raw.device)
     except RuntimeError as error:
         raise CapacityError(f"{num_bytes} bytes do not fit on {device}: {error}") from error
     skip = -raw.data_ptr() % BLOCK_BYTES
     return raw[skip : skip + num_bytes].view(element).view(shape)
 
 
-class Zeros:
+class ZerosFactory:
     """A maker of tensors like `zeros`, or of such in memory that a peer may map."""
 
     def __init__(self, dtype: str, device: str, shared: bool) -> None:
@@ -296,7 +296,7 @@ class Zeros:
         return [block[at : at + num_bytes].view(element).view(shape) for at in starts]
 
 
-def _settle(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     """Wait until all that is queued on the current stream is done: NIXL uses the memory in no
     stream."""
     if device.type == "cuda":

@@ -242,13 +242,13 @@ def readers_of(writers: Mesh, writer: int, readers: Mesh) -> tuple[int, ...]:
     )
 
 
-def ranks_told(writers: Mesh, readers: Mesh, reader: int) -> tuple[int, ...]:
+def ranks_promised_to(writers: Mesh, readers: Mesh, reader: int) -> tuple[int, ...]:
     """Return the ranks that `reader` promises its pages to: those that write to it.
 
     Rank 0 also sends its promise to ranks that write to no reader, since their engine waits for the
     room as well.
 
-    >>> ranks_told(Mesh(4, 1, tp_size=2), Mesh(4, 1), reader=0)
+    >>> ranks_promised_to(Mesh(4, 1, tp_size=2), Mesh(4, 1), reader=0)
     (0, 1)
     """
     return tuple(
@@ -259,6 +259,6 @@ def ranks_told(writers: Mesh, readers: Mesh, reader: int) -> tuple[int, ...]:
 
 
 def readers_awaited(writers: Mesh, writer: int, readers: Mesh) -> tuple[int, ...]:
-    """Return the ranks from which `writer` awaits promises; see `ranks_told`."""
+    """Return the ranks from which `writer` awaits promises; see `ranks_promised_to`."""
     # A writer without readers waits for rank 0, or it would never learn of the room's end.
     return readers_of(writers, writer, readers) or (0,)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from prefixkv.errors import ConfigError
-from prefixkv.memory.kv_pool import Zeros
+from prefixkv.memory.kv_pool import ZerosFactory
 from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
 
 
@@ -29,7 +29,7 @@ class StagingBuffer:
         """
         # The sizes are checked before memory is taken; the address is not known yet.
         StagingArea(BLOCK_BYTES, num_bytes, lease_bytes).validate()
-        (self._memory,) = Zeros("uint8", device, shared)((num_bytes,))
+        (self._memory,) = ZerosFactory("uint8", device, shared)((num_bytes,))
         self.area = StagingArea(self._memory.data_ptr(), num_bytes, lease_bytes)
 
     @property

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from prefixkv.errors import ConfigError
-from prefixkv.memory.kv_pool import Zeros, storages
+from prefixkv.memory.kv_pool import ZerosFactory, storages
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_layout import StateEntry, StateLayout, StateTensor
 
@@ -45,7 +45,7 @@ class StatePool:
                 several devices, or that overlap.
         """
         self.tensors = tuple(tensors)
-        held = _held(self.tensors, mesh, rank)
+        held = _tensors_of_rank(self.tensors, mesh, rank)
         if len(views) != len(held):
             raise ConfigError(
                 f"{len(views)} state views, this rank holds {len(held)} state tensors"
@@ -100,8 +100,8 @@ class StatePool:
         if num_slots < 1:
             raise ConfigError(f"num_slots is {num_slots}, must be at least 1")
         views = [
-            Zeros(tensor.dtype, device, shared)((num_slots, *shape))[0]
-            for tensor, shape in _held(tensors, mesh, rank)
+            ZerosFactory(tensor.dtype, device, shared)((num_slots, *shape))[0]
+            for tensor, shape in _tensors_of_rank(tensors, mesh, rank)
         ]
         return cls(tensors, views, mesh, rank, num_slots=num_slots)
 
@@ -115,7 +115,7 @@ class StatePool:
         return self._views[name, layer]
 
 
-def _held(
+def _tensors_of_rank(
     tensors: Sequence[StateTensor], mesh: Mesh | None, rank: int
 ) -> list[tuple[StateTensor, tuple[int, ...]]]:
     """Return the tensors of the rank's stage, each with the shape of a slot."""

@@ -50,13 +50,13 @@ class FreeRuns:
     @classmethod
     def of(cls, free: npt.NDArray[np.bool_]) -> FreeRuns:
         """Build the runs of the pages that are free. O(num_pages)."""
-        made = cls(len(free))
+        runs = cls(len(free))
         # Empty it first: a new one has all pages free.
-        made.take(len(free))
+        runs.take(len(free))
         pages = np.flatnonzero(free)
         if len(pages):
-            made.add(pages)
-        return made
+            runs.add(pages)
+        return runs
 
     def __len__(self) -> int:
         """Return the number of runs. O(1)."""

@@ -149,11 +149,11 @@ class PageManager:
         # All that may fail is looked at before anything moves: a lock counts as a use, and what an
         # eviction has taken does not come back.
         num_locked = 0 if match is None else self.cache.locate(match)[1]
-        theirs: Pages | None = None
+        joined_pages: Pages | None = None
         if joined is not None:
             whole_count("joined_end", joined_end)
-            theirs = self.table.pages(joined.row)[num_locked:joined_end]
-        num_joined = 0 if theirs is None else len(theirs)
+            joined_pages = self.table.pages(joined.row)[num_locked:joined_end]
+        num_joined = 0 if joined_pages is None else len(joined_pages)
         missing = num_new_pages - self.allocator.free_pages
         if missing > 0:
             evictable = self.cache.evictable_pages
@@ -181,8 +181,8 @@ class PageManager:
         runs: list[bytes | bytearray | Pages] = []
         if lock is not None and lock.prefix_len:
             runs += reversed(packed_path(lock.node))
-        if theirs is not None:
-            runs.append(theirs)
+        if joined_pages is not None:
+            runs.append(joined_pages)
         runs.append(new)
         num_pages = self.table.fill(row, runs)
         slot = int(self.slots.alloc(1)[0]) if self.slots is not None else -1

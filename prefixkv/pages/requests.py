@@ -52,14 +52,14 @@ class PagedRequest(Generic[State]):
     """
 
     __slots__ = (
-        "_books", "arrived_s", "ended_s", "error", "generation", "pages_held", "request", "rid",
-        "state",
+        "_page_manager", "arrived_s", "ended_s", "error", "generation", "pages_held", "request",
+        "rid", "state",
     )  # fmt: skip
 
     TRANSITIONS: ClassVar[Mapping[Any, Set[Any]]]
     TIMES: ClassVar[tuple[str, ...]]
 
-    def __init__(self, request: Request, books: PageManager, state: State, now_s: float) -> None:
+    def __init__(self, request: Request, pages: PageManager, state: State, now_s: float) -> None:
         self.request = request
         self.rid = request.rid
         self.generation = request.generation
@@ -70,7 +70,7 @@ class PagedRequest(Generic[State]):
         self.pages_held: RequestPages | None = None
         self.arrived_s = now_s
         self.ended_s: float | None = None
-        self._books = books
+        self._page_manager = pages
 
     def become(self, state: State) -> None:
         """Move to another state. Raises InternalError if `TRANSITIONS` does not allow it."""
@@ -96,7 +96,7 @@ class PagedRequest(Generic[State]):
         the node."""
         if self.pages_held is None:
             return np.empty(0, dtype=np.int32)
-        return self._books.pages(self.pages_held)
+        return self._page_manager.pages(self.pages_held)
 
     @property
     def row(self) -> int:
@@ -162,14 +162,14 @@ def still_pending(event: DeviceEvent, errors: UserErrors) -> DeviceEvent | None:
 class PagedScheduler(Generic[Req, Command]):
     """The live requests of one side, and the commands for its control plane."""
 
-    def __init__(self, books: PageManager, journal: Journal, weights_version: str = "") -> None:
-        self.books = books
+    def __init__(self, pages: PageManager, journal: Journal, weights_version: str = "") -> None:
+        self.pages = pages
         self.weights_version = weights_version  # of the KV that is computed and cached now
         self.requests: dict[str, Req] = {}  # all that live, by rid, oldest first
         self.draining = False  # takes no new requests
         self.counters = journal.counters
         # What `on_ended` raises is reported together with the errors of the policy.
-        journal.errors = books.errors
+        journal.errors = pages.errors
         # Collected during a call: requests that failed, and commands not taken yet, in order.
         self._failed: list[Req] = []
         self._commands: list[Command] = []
@@ -187,7 +187,7 @@ class PagedScheduler(Generic[Req, Command]):
 
     def flush(self) -> int:
         """Empty the cache after a weight update. Returns the pages freed at once."""
-        return self.books.flush()
+        return self.pages.flush()
 
     def holders(self) -> list[tuple[str, RequestPages]]:
         """Return (request id, pages) of all requests that hold pages. Any thread may call it."""
@@ -203,7 +203,7 @@ class PagedScheduler(Generic[Req, Command]):
             num_pages: pages that it may need in all.
             needs: the need in words, with {} for `num_pages`.
         """
-        rid, limit = request.rid, min(self.books.num_pages, self.books.table.array.shape[1])
+        rid, limit = request.rid, min(self.pages.num_pages, self.pages.table.array.shape[1])
         if self.draining:
             raise DrainingError(f"request {rid!r} comes too late: this node is being drained")
         if num_pages > limit:

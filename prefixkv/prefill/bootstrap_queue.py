@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from prefixkv.cache.results import MatchResult
 from prefixkv.pages.manager import PageManager
 from prefixkv.paging import page_floor, pages_for, whole_pages
-from prefixkv.prefill.following import Following
 from prefixkv.prefill.request import PrefillRequest, PrefillState
 from prefixkv.prefill.send_plan import SendPlan
+from prefixkv.prefill.shared_prefixes import SharedPrefixes
 
 UsablePrefix = Callable[[PrefillRequest, int], int]
 """Function of a request and the number of its cached tokens that returns how many the engine
@@ -25,37 +25,40 @@ class PrefillBootstrapQueue:
     """Promised requests that wait for pages here. Owned by the scheduler's thread.
 
     `usable_prefix` is called for each hit; None: every hit is used whole, and requests follow
-    others (`Following`).
+    others (`SharedPrefixes`).
     """
 
     def __init__(
-        self, books: PageManager, following: Following, usable_prefix: UsablePrefix | None = None
+        self,
+        pages: PageManager,
+        shared_prefixes: SharedPrefixes,
+        usable_prefix: UsablePrefix | None = None,
     ) -> None:
-        self._books = books
-        self._following = following
+        self._pages = pages
+        self._shared_prefixes = shared_prefixes
         self._usable_prefix = usable_prefix
         self._ready: dict[PrefillRequest, None] = {}  # in the order of their promises
         self._blocked_at = -1  # version of the pages at which the first that may start did not fit
-        self._news = False  # one came, or a leader moved, since a whole pass
+        self._look_due = False  # one came, or a leader moved, since a whole pass
 
     def add(self, req: PrefillRequest, decode_prefix_len: int) -> None:
         """Enter a request of which decode has `decode_prefix_len` tokens and waits for the rest."""
         req.become(PrefillState.BOOTSTRAPPED)
         req.decode_prefix_len = decode_prefix_len
         self._ready[req] = None
-        self._news = True
+        self._look_due = True
 
     def remove(self, req: PrefillRequest) -> None:
         """Take out a request that has ended."""
         del self._ready[req]
-        self._following.forget(req)
+        self._shared_prefixes.forget(req)
         # It may be the one that did not fit, and held up those behind it.
         self.look_again()
 
     def look_again(self) -> None:
         """Make the next pass look at all: a prefix may be there now, or will not come."""
         self._blocked_at = -1
-        self._news = True
+        self._look_due = True
 
     def __len__(self) -> int:
         return len(self._ready)
@@ -66,16 +69,16 @@ class PrefillBootstrapQueue:
     @property
     def may_open(self) -> bool:
         """True if a pass may hand out a request. O(1)."""
-        may_fit = self._blocked_at != self._books.version and self._books.table.free_rows
-        return bool(self._ready and self._news and may_fit)
+        may_fit = self._blocked_at != self._pages.version and self._pages.table.free_rows
+        return bool(self._ready and self._look_due and may_fit)
 
     @property
     def wake_s(self) -> float:
         """Time at which a wait for another's prefix ends, so that a request may be handed out."""
         # Waking earlier would be for nothing: the first that may start lacks pages or a row.
-        if self._blocked_at == self._books.version or not self._books.table.free_rows:
+        if self._blocked_at == self._pages.version or not self._pages.table.free_rows:
             return math.inf
-        return self._following.wake_s
+        return self._shared_prefixes.wake_s
 
     def pop_bootstrapped(self, now_s: float, limit: int | None = None) -> list[PrefillRequest]:
         """Hand out requests that the engine may compute now, at most `limit`.
@@ -85,50 +88,50 @@ class PrefillBootstrapQueue:
         time.
         """
         popped: list[PrefillRequest] = []
-        following = self._following
-        if following.wake_s <= now_s:
-            self._news = True
+        shared_prefixes = self._shared_prefixes
+        if shared_prefixes.wake_s <= now_s:
+            self._look_due = True
         if not self.may_open:
             return popped
         for req in list(self._ready):
             if limit is not None and len(popped) >= limit:
                 return popped
             # 1. Follows another: it holds no pages, so nothing behind it waits for it.
-            if following.waits(req, now_s):
+            if shared_prefixes.waits(req, now_s):
                 continue
             # 2. Look what is cached, before `follow` is asked: only behind that does another's
             # prefix help.
             match = self._match(req)
             prefix_len = match.prefix_len if match is not None else 0
-            if self._usable_prefix is None and following.follow(
-                req, prefix_len // self._books.page_size, now_s
+            if self._usable_prefix is None and shared_prefixes.follow(
+                req, prefix_len // self._pages.page_size, now_s
             ):
                 continue
             # 3. Does not fit: the pass ends, first come, first served. Nothing is tried again at
             # this version.
-            if not self._books.table.free_rows or not self._open(req, match, now_s):
-                self._blocked_at = self._books.version
+            if not self._pages.table.free_rows or not self._open(req, match, now_s):
+                self._blocked_at = self._pages.version
                 return popped
             del self._ready[req]
             self._blocked_at = -1
             # After `_open`, which sets the prefix: it leads from there. Others in this pass may
             # follow it at once.
-            following.handed_out(req, self._books.caching and req.request.cacheable)
+            shared_prefixes.handed_out(req, self._pages.caching and req.request.cacheable)
             popped.append(req)
-        self._news = False
+        self._look_due = False
         return popped
 
     def _open(self, req: PrefillRequest, match: MatchResult | None, now_s: float) -> bool:
         """Take a request's pages. Return False, and change nothing, if too few are available."""
-        books, page_size = self._books, self._books.page_size
+        pages, page_size = self._pages, self._pages.page_size
         prefix_len = match.prefix_len if match is not None else 0
         unprotected = match.unprotected_pages if match is not None else 0
         num_new = pages_for(req.num_tokens, page_size) - whole_pages(prefix_len, page_size)
         # Measured with the lock counted in, so that `open` below cannot fail: a request is never
         # half open.
-        if num_new > books.available_pages - unprotected:
+        if num_new > pages.available_pages - unprotected:
             return False
-        req.pages_held = books.open(req.key, match, num_new, now_s)
+        req.pages_held = pages.open(req.key, match, num_new, now_s)
         req.prefix_len = prefix_len
         req.plan = SendPlan(req.num_tokens, req.decode_prefix_len, page_size)
         req.become(PrefillState.COMPUTING)
@@ -140,20 +143,20 @@ class PrefillBootstrapQueue:
         Never the last token: the engine has to compute that one to sample the next.
         """
         key = req.key
-        if len(key) % self._books.page_size == 0:
+        if len(key) % self._pages.page_size == 0:
             key = key.prefix(len(key) - 1)
-        match = self._books.match(key, req.request.cacheable)
+        match = self._pages.match(key, req.request.cacheable)
         if match is None or self._usable_prefix is None or not match.prefix_len:
             return match
         # The engine's code: what it raises is reported by the scheduler, and the request is
         # computed whole.
         try:
             usable = max(0, operator.index(self._usable_prefix(req, match.prefix_len)))
-            usable = page_floor(usable, self._books.page_size)
+            usable = page_floor(usable, self._pages.page_size)
         except Exception as error:  # raised by the engine's code
-            self._books.errors.caught(error)
+            self._pages.errors.caught(error)
             usable = 0
         # Else matched again, for a lock that covers the usable part and no more.
         if usable >= match.prefix_len:
             return match
-        return self._books.match(key.prefix(usable))
+        return self._pages.match(key.prefix(usable))

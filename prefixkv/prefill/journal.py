@@ -54,7 +54,7 @@ class PrefillJournal(Journal):
             self.transfer_ended(
                 req.peer, "success" if req.state is PrefillState.SENT else outcome(req)
             )
-        self.say_ended(req, now_s)
+        self.notify_ended(req, now_s)
 
 
 def outcome(req: PrefillRequest) -> str:

@@ -52,8 +52,8 @@ class PrefillRequest(PagedRequest[PrefillState]):
     }
     TIMES = ("promised_s", "started_s", "computed_s", "ended_s")
 
-    def __init__(self, request: Request, books: PageManager, now_s: float, number: int = 0) -> None:
-        super().__init__(request, books, PrefillState.BOOTSTRAPPING, now_s)
+    def __init__(self, request: Request, pages: PageManager, now_s: float, number: int = 0) -> None:
+        super().__init__(request, pages, PrefillState.BOOTSTRAPPING, now_s)
         self.key = request.key
         self.number = number  # counts up, in the order of `add`
         self.decode_prefix_len = 0

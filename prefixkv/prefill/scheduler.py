@@ -7,7 +7,7 @@ seen the end (`pop_sent`, `pop_failed`).
 
 KV that a chunk has computed goes to the tree, where others find it, at the next `pop_bootstrapped`:
 so the chunk is on its way before. Requests that need a prefix which another computes wait for it
-(`following.py`).
+(`shared_prefixes.py`).
 
 Source: SGLang's prefill queues (`disaggregation/prefill.py`), from which the name
 `pop_bootstrapped` comes.
@@ -38,10 +38,10 @@ from prefixkv.pages.requests import (
 )
 from prefixkv.paging import pages_for
 from prefixkv.prefill.bootstrap_queue import PrefillBootstrapQueue, UsablePrefix
-from prefixkv.prefill.following import Following
 from prefixkv.prefill.journal import PrefillJournal
 from prefixkv.prefill.request import PrefillRequest, PrefillState
 from prefixkv.prefill.send_plan import checked_chunk
+from prefixkv.prefill.shared_prefixes import SharedPrefixes
 from prefixkv.protocol.commands import (
     AbortRoom,
     AddRoom,
@@ -62,7 +62,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
 
     def __init__(
         self,
-        books: PageManager,
+        pages: PageManager,
         *,
         max_aux_bytes: int = 64 << 10,
         num_slots: int = 0,
@@ -76,11 +76,13 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         `weights_version`: of the weights that it begins with.
         """
         self.journal = PrefillJournal()
-        super().__init__(books, self.journal, weights_version)
+        super().__init__(pages, self.journal, weights_version)
         self.num_slots = num_slots
-        self.following = Following(books.page_size, self.counters, follow_s, oldest_leads=in_step)
+        self.shared_prefixes = SharedPrefixes(
+            pages.page_size, self.counters, follow_s, oldest_leads=in_step
+        )
         self.bootstrapped = PrefillBootstrapQueue(
-            books, self.following, usable_prefix or (_no_prefix if num_slots else None)
+            pages, self.shared_prefixes, usable_prefix or (_no_prefix if num_slots else None)
         )
         # Requests: `requests` (of the base class) has all that live or hold pages; `_rooms` those
         # with a room that may still be spoken of; `_sent` and `_failed` what the engine has not
@@ -102,7 +104,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         while `draining`. Where the room is not in use, decode gets the reason.
         """
         check_time(now_s)
-        needed = pages_for(len(request.key), self.books.page_size)
+        needed = pages_for(len(request.key), self.pages.page_size)
         # 1. A request that is refused here may wait on decode already: decline it, so that decode
         # does not wait until its deadline. Only for a free room: else this would end another
         # request.
@@ -125,7 +127,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
             raise
         # 3. Enter it everywhere, and only then ask for its room: the answer may come with the next
         # events.
-        req = PrefillRequest(request, self.books, now_s, self._num_added)
+        req = PrefillRequest(request, self.pages, now_s, self._num_added)
         self._num_added += 1
         self._note_deadline(req)
         self.requests[req.rid] = req
@@ -169,7 +171,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         """
         check_time(now_s)
         limit = None if limit is None else whole_count("limit", limit)
-        self.books.errors.raise_due()
+        self.pages.errors.raise_due()
         # 1. Pages come back: those that waited for the device, and those of requests past their
         # deadline.
         self.settle_deferred(now_s)
@@ -237,13 +239,21 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
             req.become(PrefillState.SENDING)
         # 4. Progress, for the tree and for those that follow this request.
         self._computed[req] = None
-        self.following.progress_s = now_s
-        if len(self.following):
+        self.shared_prefixes.progress_s = now_s
+        if len(self.shared_prefixes):
             self.bootstrapped.look_again()
         # 5. A chunk without pages sends nothing, but the last one carries the outcome.
         if len(src_pages) or last:
-            chunk = span.first_page, src_pages, last, aux, ready, state_slot
-            self._commands.append(SendChunk(req.room_key, *chunk))
+            chunk = SendChunk(
+                req.room_key,
+                first_page=span.first_page,
+                src_pages=src_pages,
+                last=last,
+                aux=aux,
+                ready=ready,
+                state_slot=state_slot,
+            )
+            self._commands.append(chunk)
         return len(src_pages)
 
     def pop_sent(self, now_s: float) -> list[PrefillRequest]:
@@ -281,7 +291,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         return True
 
     @property
-    def has_news(self) -> bool:
+    def has_results(self) -> bool:
         """True if one of the `pop_*` calls returns something. O(1)."""
         return bool(self._failed or self._sent or self.bootstrapped.may_open)
 
@@ -337,7 +347,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         """Release the pages of popped requests with which the device is done."""
         waiting, self._deferred = self._deferred, []
         for event, req in waiting:
-            if (left := still_pending(event, self.books.errors)) is None:
+            if (left := still_pending(event, self.pages.errors)) is None:
                 req.popped = True
                 self._maybe_release(req, now_s)
             else:
@@ -346,7 +356,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
     def flush(self) -> int:
         """Empty the cache after a weight update. Return the number of pages freed at once."""
         # First, so that no request waits for KV of the old weights.
-        self.following.flush()
+        self.shared_prefixes.flush()
         self.bootstrapped.look_again()
         return super().flush()
 
@@ -368,16 +378,16 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         self._commands.append(MoveWeights(weights_version, ends_waiting=False))
 
     def check_invariants(self) -> None:
-        """Check books and requests against each other. Raises InternalError."""
-        self.books.check_invariants()
-        self.following.check_invariants()
+        """Check pages and requests against each other. Raises InternalError."""
+        self.pages.check_invariants()
+        self.shared_prefixes.check_invariants()
         held = [pages for _, pages in self.holders()]
         own = sum(pages.num_own + sum(map(len, pages.duplicates)) for pages in held)
         laws = {
-            "every owned page is a request's": own == self.books.allocator.owned_pages,
-            "nothing is held: peers do not write here": not self.books.allocator.owners(),
+            "every owned page is a request's": own == self.pages.allocator.owned_pages,
+            "nothing is held: peers do not write here": not self.pages.allocator.owners(),
             "a row is as long as its pages": all(
-                self.books.table.length(pages.row) == pages.num_pages for pages in held
+                self.pages.table.length(pages.row) == pages.num_pages for pages in held
             ),
             "a room is a request's": all(
                 self.requests.get(req.rid) is req for req in self._rooms.values()
@@ -386,10 +396,10 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
                 self._rooms.get(req.room_key) is req or (req.state.ended and req.source_free)
                 for req in self.requests.values()
             ),
-            "every lock is a request's": self.books.cache.locks
+            "every lock is a request's": self.pages.cache.locks
             == {pages.lock for pages in held if pages.lock is not None},
-            "every row is a request's": self.books.table.free_rows
-            == len(self.books.table.array) - len(held),
+            "every row is a request's": self.pages.table.free_rows
+            == len(self.pages.table.array) - len(held),
         }
         check_laws(laws, f"{own} own", self.requests)
 
@@ -427,8 +437,8 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
 
     def _computes_no_more(self, req: PrefillRequest) -> None:
         """Take a request from the leaders; those that followed it look again."""
-        self.following.end(req)
-        if len(self.following):
+        self.shared_prefixes.end(req)
+        if len(self.shared_prefixes):
             self.bootstrapped.look_again()
 
     def _cache(self, req: PrefillRequest, now_s: float) -> None:
@@ -438,11 +448,11 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
             return
         # The leader moves to what it has computed. The queue looks only after the next lines, so a
         # follower finds those pages in the tree.
-        self.following.advance(req, req.plan.computed)
-        pages_computed = req.plan.computed // self.books.page_size
+        self.shared_prefixes.advance(req, req.plan.computed)
+        pages_computed = req.plan.computed // self.pages.page_size
         if req.request.cacheable and pages_computed > req.pages_held.num_locked:
             # Writes, and steps on their way, may read what turns out to be there already.
-            self.books.cache_unfinished(
+            self.pages.cache_unfinished(
                 req.pages_held, _computed(req), now_s, priority=req.request.priority,
                 being_read=True,
             )  # fmt: skip
@@ -462,9 +472,9 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
             return
         if req.request.cacheable and (key := _computed(req)):
             # What was computed is good prefix, even if the request failed.
-            self.books.cache_finished(req.pages_held, key, now_s, priority=req.request.priority)
+            self.pages.cache_finished(req.pages_held, key, now_s, priority=req.request.priority)
         else:
-            self.books.drop(req.pages_held)
+            self.pages.drop(req.pages_held)
         req.pages_held = None
 
 

@@ -1,5 +1,5 @@
-"""Parts that the room machines share: a table of steps, the function that takes one, and the table
-as a diagram.
+"""Parts that the room machines share: two events, a table of steps, the function that takes one,
+and the table as a diagram.
 
 A table has a row for each state, and a row names every event that may come in it: with the method
 that takes it and the states that may follow, or IGNORED with the reason beside it. An event that a
@@ -11,12 +11,32 @@ it does for a step that ends in a state its row does not list.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Set
 from importlib import import_module
 from typing import Any, Final, NamedTuple, Protocol
 
+import msgspec
+
 from prefixkv.errors import InternalError
 from prefixkv.protocol.ids import KVPoll, RoomKey
+
+
+class Fail(msgspec.Struct, frozen=True):
+    """End the room from this side: aborted or refused here, or the peer's rank `gone` has left.
+
+    `tell` is False where no rank of the peer listens.
+    """
+
+    error: Exception
+    tell: bool = True
+    gone: int | None = None
+
+
+class RoomTick(msgspec.Struct, frozen=True):
+    """Time has passed. Every rank of the peer that takes part had been heard by `heard_s`."""
+
+    heard_s: float = -math.inf
 
 
 class Step(NamedTuple):

@@ -109,8 +109,13 @@ class Topology(msgspec.Struct, frozen=True, array_like=True):
         """Return how the model of `digest` is shared out; a peer's still has to pass
         `check_meshes`.
         """
-        sizes = (self.tensor_parallel, self.pipeline_parallel)
-        return Mesh(digest.num_layers, digest.num_kv_heads, *sizes, self.stage_layers)
+        return Mesh(
+            digest.num_layers,
+            digest.num_kv_heads,
+            tp_size=self.tensor_parallel,
+            pp_size=self.pipeline_parallel,
+            stage_layers=self.stage_layers,
+        )
 
 
 class ProcessLife(msgspec.Struct, frozen=True, array_like=True):

@@ -15,7 +15,6 @@ writes other bytes, or to other pages of ours, is not.
 
 from __future__ import annotations
 
-import math
 from typing import ClassVar
 
 import msgspec
@@ -29,7 +28,7 @@ from prefixkv.errors import (
 )
 from prefixkv.protocol.events import DecodeEvent, RoomDrained, RoomEnded, RoomOverdue
 from prefixkv.protocol.ids import KVPoll
-from prefixkv.protocol.machine import IGNORED, Step, Table, run
+from prefixkv.protocol.machine import IGNORED, Fail, RoomTick, Step, Table, run
 from prefixkv.protocol.messages import Abort, AnyBody, FailureCode, Outcome, OutcomeAck, Promise
 from prefixkv.protocol.timers import Backoff, Wait
 
@@ -77,43 +76,28 @@ class DrainedSaid(msgspec.Struct, frozen=True):
     rank: int
 
 
-class Fail(msgspec.Struct, frozen=True):
-    """End the room from this side: aborted, refused, or its rank `lost` is gone.
-
-    `tell` is False where no rank listens.
-    """
-
-    error: Exception
-    tell: bool = True
-    lost: int | None = None
-
-
 class FencedOff(msgspec.Struct, frozen=True):
     """This rank can write no more, by proof from outside."""
 
     rank: int
 
 
-class Tick(msgspec.Struct, frozen=True):
-    """Time has passed. Every rank that the room was promised to had been heard by `heard_s`."""
-
-    heard_s: float = -math.inf
-
-
 Landed = ChunkLanded | UnitsStaged
-Event = PeerReady | PromiseAcked | Landed | OutcomeSaid | DrainedSaid | Fail | FencedOff | Tick
+ReceiverEvent = (
+    PeerReady | PromiseAcked | Landed | OutcomeSaid | DrainedSaid | Fail | FencedOff | RoomTick
+)
 
 # --- actions --------------------------------------------------------------------------------------
 
 
-class Say(msgspec.Struct, frozen=True):
+class SendToRank(msgspec.Struct, frozen=True):
     """Send `body` to this rank of the room's peer."""
 
     rank: int
     body: AnyBody
 
 
-Action = Say | DecodeEvent
+ReceiverAction = SendToRank | DecodeEvent
 
 
 _LANDED = frozenset({KVPoll.TRANSFERRING, KVPoll.SUCCESS, KVPoll.FAILED})
@@ -140,13 +124,13 @@ class _Landings:
 
     def take(self, event: ChunkLanded) -> None:
         """Count one part. Repeated, contradictory or beyond the bound: no-op."""
-        said = event.num_parts, event.num_units
-        parts, units, landed = self._open.get(event.chunk, (*said, 0))
+        of_chunk = event.num_parts, event.num_units
+        parts, units, landed = self._open.get(event.chunk, (*of_chunk, 0))
         is_known = event.chunk in self._open
         full = len(self._done) >= self._max_chunks or len(self._open) >= _MAX_OPEN_CHUNKS
         # A part that disagrees with those before about its chunk is dropped; the chunk then stays
         # open, and the room fails by its deadline instead of succeeding on invented numbers.
-        if event.chunk in self._done or (parts, units) != said or (full and not is_known):
+        if event.chunk in self._done or (parts, units) != of_chunk or (full and not is_known):
             return
         landed |= 1 << event.part
         if landed != (1 << parts) - 1:
@@ -193,8 +177,8 @@ class ReceiverMachine:
         self._undrained: set[int] = set()  # ranks that may write, or be writing
         self._outcomes: dict[int, Outcome] = {}
         self._landings: dict[int, _Landings] = {}
-        self._drained_said = False
-        self._overdue_said = False
+        self._drained_reported = False
+        self._overdue_reported = False
         self._resend = Backoff(timing.resend_s)
         self._wait = Wait(timing.longest_wait_s)
         self._wait.start(now_s, timing.bootstrap_timeout_s)
@@ -229,27 +213,27 @@ class ReceiverMachine:
 
     @property
     def wake_s(self) -> float:
-        """Latest time at which the next Tick is wanted."""
+        """Latest time at which the next RoomTick is wanted."""
         if self.over:
             return float("inf")
-        deadline_s = float("inf") if self._overdue_said else self._wait.due_s
+        deadline_s = float("inf") if self._overdue_reported else self._wait.due_s
         # While open a promise awaits its answer, afterwards an Abort awaits its Drained.
         waiting_for_answer = self._unacked if not self.poll.ended else self._undrained
         return min(deadline_s, self._resend.due_s) if waiting_for_answer else deadline_s
 
-    def on(self, event: Event, now_s: float) -> list[Action]:
+    def on(self, event: ReceiverEvent, now_s: float) -> list[ReceiverAction]:
         """Take one event, as the table below says; return the actions, in order."""
-        actions: list[Action] = run(self, self.TABLE, event, now_s)
+        actions: list[ReceiverAction] = run(self, self.TABLE, event, now_s)
         # Looked at after every event, since both halves can come last: the failure, or the proof.
         # RoomDrained therefore always follows RoomEnded. After SUCCESS the end itself is the proof.
-        if self.poll is KVPoll.FAILED and self.drained and not self._drained_said:
-            self._drained_said = True
+        if self.poll is KVPoll.FAILED and self.drained and not self._drained_reported:
+            self._drained_reported = True
             actions.append(RoomDrained(self.key))
         return actions
 
     # --- while open -------------------------------------------------------------------------------
 
-    def _promise(self, event: PeerReady, now_s: float) -> list[Action]:
+    def _promise(self, event: PeerReady, now_s: float) -> list[ReceiverAction]:
         """Promise the pages to all ranks."""
         self.poll = KVPoll.WAITING_FOR_INPUT
         self.ranks = frozenset(event.ranks)
@@ -260,19 +244,19 @@ class ReceiverMachine:
         most = self.promise.fill_len - self.promise.prefix_len + 1
         self._landings = {rank: _Landings(most) for rank in event.ranks}
         self._wait.start(now_s, self._timing.waiting_timeout_s)
-        return self._say_promise(now_s)
+        return self._send_promise(now_s)
 
-    def _say_promise(self, now_s: float) -> list[Action]:
+    def _send_promise(self, now_s: float) -> list[ReceiverAction]:
         """Send the promise to each rank that may not have it."""
         self._resend.start(now_s)
-        return [Say(rank, self.promise) for rank in sorted(self._unacked)]
+        return [SendToRank(rank, self.promise) for rank in sorted(self._unacked)]
 
-    def _acked(self, event: PromiseAcked, now_s: float) -> list[Action]:
+    def _acked(self, event: PromiseAcked, now_s: float) -> list[ReceiverAction]:
         """Note that a rank has the promise."""
         self._unacked.discard(event.rank)
         return []
 
-    def _landed(self, event: Landed, now_s: float) -> list[Action]:
+    def _landed(self, event: Landed, now_s: float) -> list[ReceiverAction]:
         """Count what has landed."""
         # Of a rank that no promise went to: invented, or of another use of the number.
         if event.rank not in self.ranks:
@@ -288,7 +272,7 @@ class ReceiverMachine:
         self._wait.start(now_s, self._timing.transfer_timeout_s)
         return self._maybe_success(now_s)
 
-    def _outcome(self, event: OutcomeSaid, now_s: float) -> list[Action]:
+    def _outcome(self, event: OutcomeSaid, now_s: float) -> list[ReceiverAction]:
         """Take a rank's outcome, and acknowledge it in any case: prefill repeats it until then."""
         outcome = event.outcome
         if outcome.rank not in self.ranks:
@@ -308,12 +292,12 @@ class ReceiverMachine:
             )
             return [ack, *self._fail(Fail(error), now_s)]
         self._outcomes[outcome.rank] = outcome
-        if self._all_said:
+        if self._all_reported:
             self._wait.start(now_s, self._timing.transfer_timeout_s)
         return [ack, *self._maybe_success(now_s)]
 
     @property
-    def _all_said(self) -> bool:
+    def _all_reported(self) -> bool:
         """True if every rank reports that it has written all.
 
         Notifications of its writes came before, or are about to come.
@@ -323,11 +307,11 @@ class ReceiverMachine:
     @property
     def awaits_notifications(self) -> bool:
         """True if every rank reports that it has written all, but notifications are missing."""
-        return self._all_said and not self.poll.ended
+        return self._all_reported and not self.poll.ended
 
-    def _maybe_success(self, now_s: float) -> list[Action]:
+    def _maybe_success(self, now_s: float) -> list[ReceiverAction]:
         """Succeed if all ranks have reported success, and all notifications are here."""
-        if not self._all_said:
+        if not self._all_reported:
             return []
         for rank, outcome in self._outcomes.items():
             # 1. Equal: this rank is done.
@@ -347,33 +331,33 @@ class ReceiverMachine:
 
     def _short(self, rank: int) -> TransferError:
         """Return the error of a rank that reports other units than its notifications add up to."""
-        said, landed = self._outcomes[rank], self._landings[rank]
+        outcome, landed = self._outcomes[rank], self._landings[rank]
         return TransferError(
-            f"prefill rank {rank} says that {said.num_units} unit pages are written, the "
+            f"prefill rank {rank} says that {outcome.num_units} unit pages are written, the "
             f"notifications that came are of {landed.num_units}"
         )
 
-    def _ack(self, outcome: Outcome) -> Say:
+    def _ack(self, outcome: Outcome) -> SendToRank:
         """Return the acknowledgement of an outcome."""
-        return Say(outcome.rank, OutcomeAck(*self.key.numbers, outcome.rank, self.ticket))
+        return SendToRank(outcome.rank, OutcomeAck(*self.key.numbers, outcome.rank, self.ticket))
 
-    def _fenced(self, event: FencedOff, now_s: float) -> list[Action]:
+    def _fenced(self, event: FencedOff, now_s: float) -> list[ReceiverAction]:
         """Fail the room, since a rank of it can write no more; that rank is drained."""
         if event.rank not in self.ranks:
             return []
         self._undrained.discard(event.rank)
         error = TransferError(f"prefill rank {event.rank} was fenced")
-        return self._fail(Fail(error, lost=event.rank), now_s)
+        return self._fail(Fail(error, gone=event.rank), now_s)
 
-    def _tick_open(self, event: Tick, now_s: float) -> list[Action]:
+    def _tick_open(self, event: RoomTick, now_s: float) -> list[ReceiverAction]:
         """Repeat the promise, or fail the room, as time asks for."""
         if now_s >= self._wait.due_s:
             # 1. All ranks report success, but notifications are missing: they were lost, or never
             # sent.
-            if self._all_said:
+            if self._all_reported:
                 short = [
-                    rank for rank, said in sorted(self._outcomes.items())
-                    if self._landings[rank].num_units != said.num_units
+                    rank for rank, outcome in sorted(self._outcomes.items())
+                    if self._landings[rank].num_units != outcome.num_units
                 ]  # fmt: skip
                 return self._fail(Fail(self._short(short[0])), now_s)
             # 2. A rank is silent, or the longest wait is over.
@@ -386,50 +370,50 @@ class ReceiverMachine:
             # A rank that has lost the room, since its last frames on it were lost, answers with an
             # outcome. A rank with its outcome here is not asked: it may have dropped the room.
             self._unacked = set(self.ranks - self._outcomes.keys())
-            return self._say_promise(now_s)
+            return self._send_promise(now_s)
         if self._unacked and self._resend.take(now_s):
-            return [Say(rank, self.promise) for rank in sorted(self._unacked)]
+            return [SendToRank(rank, self.promise) for rank in sorted(self._unacked)]
         return []
 
-    def _fail(self, event: Fail, now_s: float) -> list[Action]:
+    def _fail(self, event: Fail, now_s: float) -> list[ReceiverAction]:
         """End the room as failed; the pages stay until they are proved free."""
         self.poll = KVPoll.FAILED
         self.error = event.error
         # The wait is now one for proof. When it is over the room is reported as overdue, and kept.
         self._wait.start(now_s, self._timing.drain_timeout_s)
         self._resend.start(now_s)
-        actions: list[Action] = [RoomEnded(self.key, self.poll, error=event.error)]
+        actions: list[ReceiverAction] = [RoomEnded(self.key, self.poll, error=event.error)]
         if event.tell:
-            actions += self._aborts(event.lost)
+            actions += self._aborts(event.gone)
         return actions
 
     # --- after the end ----------------------------------------------------------------------------
 
-    def _aborts(self, lost: int | None = None) -> list[Action]:
-        """Return an Abort for each rank that is not proved drained, but for one that is lost."""
+    def _aborts(self, gone: int | None = None) -> list[ReceiverAction]:
+        """Return an Abort for each rank that is not proved drained, but for one that is gone."""
         error = self.error
         versions = error.versions if isinstance(error, WeightsVersionError) else None
-        word = Abort(*self.key.numbers, str(error)[:1000], self.promise.ticket, versions)
-        return [Say(rank, word) for rank in sorted(self._undrained) if rank != lost]
+        abort = Abort(*self.key.numbers, str(error)[:1000], self.promise.ticket, versions)
+        return [SendToRank(rank, abort) for rank in sorted(self._undrained) if rank != gone]
 
-    def _outcome_again(self, event: OutcomeSaid, now_s: float) -> list[Action]:
+    def _outcome_again(self, event: OutcomeSaid, now_s: float) -> list[ReceiverAction]:
         """Acknowledge an outcome that comes after the end; it may carry the proof."""
         if event.outcome.drained:
             self._undrained.discard(event.outcome.rank)
         return [self._ack(event.outcome)]
 
-    def _drained_late(self, event: DrainedSaid | FencedOff, now_s: float) -> list[Action]:
+    def _drained_late(self, event: DrainedSaid | FencedOff, now_s: float) -> list[ReceiverAction]:
         """Note the proof of one rank."""
         self._undrained.discard(event.rank)
         return []
 
-    def _tick_draining(self, event: Tick, now_s: float) -> list[Action]:
+    def _tick_draining(self, event: RoomTick, now_s: float) -> list[ReceiverAction]:
         """Report the room as overdue, once, and repeat the Aborts until every rank has answered."""
-        actions: list[Action] = []
+        actions: list[ReceiverAction] = []
         if self.drained:
             return actions
-        if now_s >= self._wait.due_s and not self._overdue_said:
-            self._overdue_said = True
+        if now_s >= self._wait.due_s and not self._overdue_reported:
+            self._overdue_reported = True
             actions.append(RoomOverdue(self.key))
         if self._resend.take(now_s):
             actions += self._aborts()
@@ -450,7 +434,7 @@ class ReceiverMachine:
             DrainedSaid: IGNORED,
             FencedOff: IGNORED,
             Fail: Step(_fail, {KVPoll.FAILED}),
-            Tick: Step(_tick_open, {KVPoll.BOOTSTRAPPING, KVPoll.FAILED}),
+            RoomTick: Step(_tick_open, {KVPoll.BOOTSTRAPPING, KVPoll.FAILED}),
         },
         KVPoll.WAITING_FOR_INPUT: {
             PromiseAcked: Step(_acked, {KVPoll.WAITING_FOR_INPUT}),
@@ -463,7 +447,7 @@ class ReceiverMachine:
             DrainedSaid: IGNORED,
             FencedOff: Step(_fenced, {KVPoll.WAITING_FOR_INPUT, KVPoll.FAILED}),
             Fail: Step(_fail, {KVPoll.FAILED}),
-            Tick: Step(_tick_open, {KVPoll.WAITING_FOR_INPUT, KVPoll.FAILED}),
+            RoomTick: Step(_tick_open, {KVPoll.WAITING_FOR_INPUT, KVPoll.FAILED}),
         },
         KVPoll.TRANSFERRING: {
             PromiseAcked: Step(_acked, {KVPoll.TRANSFERRING}),
@@ -473,7 +457,7 @@ class ReceiverMachine:
             DrainedSaid: IGNORED,  # as above
             FencedOff: Step(_fenced, {KVPoll.TRANSFERRING, KVPoll.FAILED}),
             Fail: Step(_fail, {KVPoll.FAILED}),
-            Tick: Step(_tick_open, {KVPoll.TRANSFERRING, KVPoll.FAILED}),
+            RoomTick: Step(_tick_open, {KVPoll.TRANSFERRING, KVPoll.FAILED}),
         },
         KVPoll.SUCCESS: {
             OutcomeSaid: Step(_outcome_again, {KVPoll.SUCCESS}),  # our answer was lost
@@ -485,13 +469,13 @@ class ReceiverMachine:
             # An abort, a fence and a wake-up that were on their way as the room ended.
             Fail: IGNORED,
             FencedOff: IGNORED,
-            Tick: IGNORED,
+            RoomTick: IGNORED,
         },
         KVPoll.FAILED: {
             OutcomeSaid: Step(_outcome_again, {KVPoll.FAILED}),
             DrainedSaid: Step(_drained_late, {KVPoll.FAILED}),
             FencedOff: Step(_drained_late, {KVPoll.FAILED}),
-            Tick: Step(_tick_draining, {KVPoll.FAILED}),
+            RoomTick: Step(_tick_draining, {KVPoll.FAILED}),
             PeerReady: IGNORED,  # the room failed as its peer came to be known
             # Sent before the peer heard of our abort: neither proves anything.
             PromiseAcked: IGNORED,

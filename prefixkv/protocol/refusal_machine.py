@@ -13,7 +13,7 @@ from prefixkv.config import ControlConfig
 from prefixkv.protocol import receiver_machine as receiver
 from prefixkv.protocol.events import RoomDrained
 from prefixkv.protocol.ids import KVPoll, RoomKey
-from prefixkv.protocol.machine import fault
+from prefixkv.protocol.machine import Fail, RoomTick, fault
 from prefixkv.protocol.messages import Abort
 from prefixkv.protocol.timers import Backoff, Wait
 
@@ -24,7 +24,8 @@ class RefusalMachine:
     It has one state, FAILED, and no table: it ends once (`over`), and takes nothing after that.
 
     Args:
-        is_news: whether it ends with RoomDrained, which comes once prefill has answered or cannot.
+        reports_end: whether it ends with RoomDrained, which comes once prefill has answered or
+            cannot.
         versions: as of Abort.
     """
 
@@ -39,7 +40,7 @@ class RefusalMachine:
         timing: ControlConfig,
         now_s: float,
         *,
-        is_news: bool = True,
+        reports_end: bool = True,
         versions: tuple[str, str] | None = None,
     ) -> None:
         self.key = key
@@ -47,7 +48,7 @@ class RefusalMachine:
         self.poll = KVPoll.FAILED
         self.over = False
         self._reason, self._versions = reason[:1000], versions
-        self.is_news = is_news
+        self.reports_end = reports_end
         self._unanswered: set[int] = set()  # ranks that have the Abort, and have not answered
         self._resend = Backoff(timing.resend_s)
         # By then prefill, which does not hear of decode either, has given up by itself.
@@ -59,7 +60,7 @@ class RefusalMachine:
         """Latest time at which the next Tick is wanted."""
         return float("inf") if self.over else min(self._wait.due_s, self._resend.due_s)
 
-    def on(self, event: receiver.Event, now_s: float) -> list[receiver.Action]:
+    def on(self, event: receiver.ReceiverEvent, now_s: float) -> list[receiver.ReceiverAction]:
         """Take one event; return the actions. Raises InternalError for a second PeerReady."""
         match event:
             case receiver.PeerReady(ranks):
@@ -73,10 +74,10 @@ class RefusalMachine:
                 if rank in self._unanswered:
                     self._unanswered.discard(rank)
                     return [] if self._unanswered else self._end()
-            case receiver.Fail():
+            case Fail():
                 return self._end()
             # Giving up on time is safe only here: no peer ever knew pages of this room.
-            case receiver.Tick():
+            case RoomTick():
                 if not self._wait.goes_on(event.heard_s, now_s):
                     return self._end()
                 if self._unanswered and self._resend.take(now_s):
@@ -92,15 +93,15 @@ class RefusalMachine:
                 assert_never(event)
         return []
 
-    def _aborts(self) -> list[receiver.Action]:
+    def _aborts(self) -> list[receiver.ReceiverAction]:
         """Return an Abort for each rank that has not answered."""
-        word = Abort(*self.key.numbers, self._reason, self.ticket, self._versions)
-        return [receiver.Say(rank, word) for rank in sorted(self._unanswered)]
+        abort = Abort(*self.key.numbers, self._reason, self.ticket, self._versions)
+        return [receiver.SendToRank(rank, abort) for rank in sorted(self._unanswered)]
 
-    def _end(self) -> list[receiver.Action]:
+    def _end(self) -> list[receiver.ReceiverAction]:
         """End the room, once."""
         if self.over:
             return []
         self.over = True
         self._unanswered.clear()
-        return [RoomDrained(self.key)] if self.is_news else []
+        return [RoomDrained(self.key)] if self.reports_end else []

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import msgspec
 import numpy as np
 
@@ -12,6 +10,7 @@ from prefixkv.paging import Pages, unit_pages
 from prefixkv.protocol.commands import SendChunk
 from prefixkv.protocol.events import PrefillEvent
 from prefixkv.protocol.ids import PeerId, RoomKey
+from prefixkv.protocol.machine import Fail, RoomTick
 from prefixkv.protocol.messages import AnyBody
 from prefixkv.request import DeviceEvent
 
@@ -75,15 +74,15 @@ class Promised(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         same = self.peer == other.peer and self.proof == other.proof
         return same and np.array_equal(self.pages, other.pages)
 
-    def alike(self, other: Promised) -> bool:
+    def agrees_with(self, other: Promised) -> bool:
         """Return True if two readers promise the same, each in units of its own pool."""
-        ours = (self.ticket, self.fill_len, self.prefix_len, self.state_slot)
-        theirs = (other.ticket, other.fill_len, other.prefix_len, other.state_slot)
+        mine = (self.ticket, self.fill_len, self.prefix_len, self.state_slot)
+        others = (other.ticket, other.fill_len, other.prefix_len, other.state_slot)
         same = self.weights_version == other.weights_version
-        return same and ours == theirs and self.num_units == other.num_units
+        return same and mine == others and self.num_units == other.num_units
 
 
-class WriteEnded(msgspec.Struct, frozen=True):
+class JobEnded(msgspec.Struct, frozen=True):
     """A job ended: DONE without `error`; else `drained` is False where some may still land."""
 
     job_id: int
@@ -91,7 +90,7 @@ class WriteEnded(msgspec.Struct, frozen=True):
     drained: bool = True
 
 
-class WriteDrained(msgspec.Struct, frozen=True):
+class JobDrained(msgspec.Struct, frozen=True):
     """A job that had ended in an error can land no more: its agent was destroyed."""
 
     job_id: int
@@ -120,17 +119,6 @@ def abort_error(reason: str, versions: tuple[str, str] | None) -> TransferError:
     return WeightsVersionError(*versions, "decode")
 
 
-class Fail(msgspec.Struct, frozen=True):
-    """End the room from this side: aborted by the engine, or the reader `gone` has left.
-
-    `tell` is False where no reader listens.
-    """
-
-    error: Exception
-    tell: bool = True
-    gone: int | None = None
-
-
 class OutcomeAcked(msgspec.Struct, frozen=True):
     """This reader knows the outcome."""
 
@@ -146,19 +134,13 @@ class LifeBegan(msgspec.Struct, frozen=True):
     until_s: float
 
 
-class Tick(msgspec.Struct, frozen=True):
-    """Time has passed. Every reader of the room had been heard by `heard_s`."""
-
-    heard_s: float = -math.inf
-
-
 PeerSaid = Promised | AbortSaid | OutcomeAcked
-Event = PeerSaid | Added | SendChunk | WriteEnded | WriteDrained | Fail | LifeBegan | Tick
+SenderEvent = PeerSaid | Added | SendChunk | JobEnded | JobDrained | Fail | LifeBegan | RoomTick
 
 # --- actions --------------------------------------------------------------------------------------
 
 
-class Say(msgspec.Struct, frozen=True):
+class SendToReader(msgspec.Struct, frozen=True):
     """Send `body` to this reader of the room."""
 
     peer: PeerId
@@ -189,4 +171,4 @@ class CancelWrite(msgspec.Struct, frozen=True):
     job_id: int
 
 
-Action = Say | PostWrite | CancelWrite | PrefillEvent
+SenderAction = SendToReader | PostWrite | CancelWrite | PrefillEvent

@@ -7,7 +7,7 @@ Three ends are kept apart. *Ended* is for the engine: SUCCESS or FAILED, once. *
 our own pages: no write reads them any more. *Drained* is for decode's pages: reported only when
 every write of the room has ended DONE or was refused at post, since a posted write cannot be called
 back. A write that ended in an error proves nothing: such a room is drained when the agent that
-posted it has been destroyed (`WriteDrained`), and decode is asked to let settle what kernels hold.
+posted it has been destroyed (`JobDrained`), and decode is asked to let settle what kernels hold.
 
 While its readers are heard, a room waits for a promise or a chunk without end; a write that is in
 flight has a deadline.
@@ -35,23 +35,21 @@ from prefixkv.paging import Pages, pages_for, unit_pages
 from prefixkv.protocol.commands import SendChunk
 from prefixkv.protocol.events import Bootstrapped, RoomEnded, SourceFree
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
-from prefixkv.protocol.machine import IGNORED, Step, Table, fault, run
+from prefixkv.protocol.machine import IGNORED, Fail, RoomTick, Step, Table, fault, run
 from prefixkv.protocol.messages import Drained, FailureCode, Outcome, PromiseAck
 from prefixkv.protocol.sender_events import (
     AbortSaid,
-    Action,
     Added,
     CancelWrite,
-    Event,
-    Fail,
+    JobDrained,
+    JobEnded,
     LifeBegan,
     OutcomeAcked,
     PostWrite,
     Promised,
-    Say,
-    Tick,
-    WriteDrained,
-    WriteEnded,
+    SenderAction,
+    SenderEvent,
+    SendToReader,
 )
 from prefixkv.protocol.timers import Backoff, Wait
 from prefixkv.request import DeviceEvent
@@ -108,7 +106,7 @@ class SenderMachine:
         self.weights_version = ""  # version of the KV that the engine will hand over
         self._expected: tuple[int, ...] = ()  # decode ranks that take part, once one has spoken
         self._promise: Promised | None = None  # the first: all are alike but for the peer
-        self._kept: list[SendChunk] = []  # chunks handed over before the promise
+        self._early_chunks: list[SendChunk] = []  # chunks handed over before the promise
         # Progress of the writing; units are counted behind the promised prefix.
         self._num_chunks = 0
         self._units_written = 0
@@ -128,23 +126,23 @@ class SenderMachine:
     @property
     def has_begun(self) -> bool:
         """True if decode has promised or the engine has sent a chunk: it may have computed."""
-        return self._promise is not None or bool(self._kept)
+        return self._promise is not None or bool(self._early_chunks)
 
     @property
     def is_left_over(self) -> bool:
         """True if the room ended before any reader spoke of it, and is kept to answer them."""
         return self.poll.ended and self.drained and not self.readers
 
-    def is_meant(self, proof: bytes, secrets: tuple[bytes, bytes]) -> bool:
+    def may_prove(self, proof: bytes, secrets: tuple[bytes, bytes]) -> bool:
         """Return True if a frame with this proof may be about the request that is here.
 
         False only where both sides name a prompt, and the two differ.
         """
         return not (proof and self.digest) or proves(proof, self.digest, *secrets)
 
-    def is_of(self, event: Promised) -> bool:
-        """Return True if this promise may be about the request that is here; see `is_meant`."""
-        return self.is_meant(event.proof, event.secrets)
+    def may_be_about(self, event: Promised) -> bool:
+        """Return True if this promise may be about the request that is here; see `may_prove`."""
+        return self.may_prove(event.proof, event.secrets)
 
     def parked(self) -> list[tuple[Promised, PeerId]]:
         """Return the promises that wait for the engine's request, each with its peer."""
@@ -190,15 +188,15 @@ class SenderMachine:
 
     @property
     def wake_s(self) -> float:
-        """Latest time at which the next Tick is wanted."""
+        """Latest time at which the next RoomTick is wanted."""
         if not self.poll.ended:
             newborn = self._newborn
             return self._wait.due_s if newborn is None else min(self._wait.due_s, newborn.until_s)
         return float("inf") if self._answered else min(self._resend.due_s, self._wait.due_s)
 
-    def on(self, event: Event, now_s: float) -> list[Action]:
+    def on(self, event: SenderEvent, now_s: float) -> list[SenderAction]:
         """Take one event, as the table below says; return the actions, in order."""
-        actions: list[Action] = run(self, self.TABLE, event, now_s)
+        actions: list[SenderAction] = run(self, self.TABLE, event, now_s)
         # After every event, since either half can come last: the end of the room, or that of its
         # last write. SourceFree frees the pages for other requests, so it comes once, and never
         # before RoomEnded.
@@ -209,7 +207,7 @@ class SenderMachine:
 
     # --- before anything is written ---------------------------------------------------------------
 
-    def _added(self, event: Added, now_s: float) -> list[Action]:
+    def _added(self, event: Added, now_s: float) -> list[SenderAction]:
         """Take the engine's request; begin if all readers have promised."""
         if self.added:
             raise fault(self, event, "it was added already")
@@ -218,15 +216,15 @@ class SenderMachine:
         self._wait.start(now_s, self._timing.bootstrap_timeout_s)
         return self._maybe_bootstrapped(now_s)
 
-    def _promised(self, event: Promised, now_s: float) -> list[Action]:
+    def _promised(self, event: Promised, now_s: float) -> list[SenderAction]:
         """Take a reader's promise; begin if it was the last that was missing."""
-        reader = self._enter(event)
+        reader = self._reader_of(event)
         if reader.promise is not None:
             return self._promised_again(event, now_s)
         reader.promise = event
         self._promise = self._promise or event
         # A decode worker that promises knows the request: the doubt about its restart is over.
-        self._newborn = None  # it knows the request
+        self._newborn = None
         self.ticket = event.ticket
         # The engine's request is still to come. A parked promise costs memory, and may be for no
         # request at all, so it has a limit of its own.
@@ -234,15 +232,15 @@ class SenderMachine:
             self._wait.start(now_s, self._timing.parked_timeout_s)
         return self._promised_again(event, now_s) + self._maybe_bootstrapped(now_s)
 
-    def _enter(self, event: Promised | AbortSaid) -> _Reader:
+    def _reader_of(self, event: Promised | AbortSaid) -> _Reader:
         """Return the reader that sends this event, entered if it is new."""
         self._expected = event.readers
         return self.readers.setdefault(event.reader, _Reader(event.peer))
 
-    def _promised_again(self, event: Promised, now_s: float) -> list[Action]:
+    def _promised_again(self, event: Promised, now_s: float) -> list[SenderAction]:
         """Acknowledge a promise."""
         # Within a generation the promise stands: the control object lets only repeats through.
-        return [Say(event.peer, PromiseAck(*self.key.numbers, self._rank, self.ticket))]
+        return [SendToReader(event.peer, PromiseAck(*self.key.numbers, self._rank, self.ticket))]
 
     def is_other_use(self, ticket: int) -> bool:
         """Return True if a frame with this ticket is about another use of the room's number.
@@ -259,10 +257,11 @@ class SenderMachine:
     def same_promise(self, event: Promised) -> bool:
         """Return True if this repeats the reader's promise, or is its first and like the others."""
         reader, first = self.readers.get(event.reader), self._promise
-        ours = reader.promise if reader is not None else None
-        return (ours is None or ours.repeats(event)) and (first is None or first.alike(event))
+        before = reader.promise if reader is not None else None
+        repeats = before is None or before.repeats(event)
+        return repeats and (first is None or first.agrees_with(event))
 
-    def _maybe_bootstrapped(self, now_s: float) -> list[Action]:
+    def _maybe_bootstrapped(self, now_s: float) -> list[SenderAction]:
         """Begin the transfer if the engine's request and all promises are here and agree."""
         promise = self._promise
         if promise is None or self._num_tokens is None:
@@ -276,11 +275,11 @@ class SenderMachine:
         self.poll = KVPoll.WAITING_FOR_INPUT
         self._wait.start(now_s, self._timing.waiting_timeout_s)
         peer = self.readers[min(self.readers)].peer
-        actions: list[Action] = [Bootstrapped(self.key, peer, promise.prefix_len)]
+        actions: list[SenderAction] = [Bootstrapped(self.key, peer, promise.prefix_len)]
         # Behind Bootstrapped, and in the order in which they were handed over: units are sent in
         # order.
-        kept, self._kept = self._kept, []
-        for chunk in kept:
+        early, self._early_chunks = self._early_chunks, []
+        for chunk in early:
             if not self.poll.ended:  # an earlier one may have failed the room
                 actions += self._chunk(chunk, now_s)
         return actions
@@ -305,17 +304,17 @@ class SenderMachine:
             f"{fill_len} tokens, the digests differ"
         )
 
-    def _keep(self, event: SendChunk, now_s: float) -> list[Action]:
+    def _keep(self, event: SendChunk, now_s: float) -> list[SenderAction]:
         """Keep a chunk that comes before the promise."""
         if self.added and not event.clip:
             raise fault(self, event, "without `clip` a chunk must not come before Bootstrapped")
         if self.added:  # else it has crossed the end of an earlier use of the number
-            self._kept.append(event)
+            self._early_chunks.append(event)
         return []
 
     # --- writing ----------------------------------------------------------------------------------
 
-    def _chunk(self, event: SendChunk, now_s: float) -> list[Action]:
+    def _chunk(self, event: SendChunk, now_s: float) -> list[SenderAction]:
         """Post the writes of one chunk, and fail the room for a chunk that is not the next one."""
         promise = self._promise
         assert promise is not None
@@ -323,7 +322,7 @@ class SenderMachine:
             return self._fail(Fail(RequestError("a chunk after the last one")), now_s)
         self.poll = KVPoll.TRANSFERRING
         self._wait.start(now_s, self._timing.transfer_timeout_s)
-        actions: list[Action] = []
+        actions: list[SenderAction] = []
         num_units = promise.num_units
         # 1. Pages to units, and the units to those that are still to be sent.
         if len(event.src_pages):
@@ -364,7 +363,7 @@ class SenderMachine:
 
     def _post(
         self, src: Pages, first_unit: int, ready: DeviceEvent | None, state: bool = False
-    ) -> Iterator[Action]:
+    ) -> Iterator[SenderAction]:
         """Yield a write to each reader that has a share in ours.
 
         It is of these unit pages, or with `state` of the extra state in this slot.
@@ -380,7 +379,7 @@ class SenderMachine:
                 dst = promise.units(first_unit, first_unit + len(src))
             job_id = self._next_job_id()
             # Counted before the action is carried out: from here on the room is neither drained nor
-            # its source free, until WriteEnded.
+            # its source free, until JobEnded.
             self.in_flight.add(job_id)
             reader.num_chunks += 1
             reader.num_units += len(dst)
@@ -398,7 +397,7 @@ class SenderMachine:
             )
         self._num_chunks += 1
 
-    def _write_ended(self, event: WriteEnded, now_s: float) -> list[Action]:
+    def _write_ended(self, event: JobEnded, now_s: float) -> list[SenderAction]:
         """Take the end of a job."""
         # Of a job that has ended already: a second end must not prove anything.
         if event.job_id not in self.in_flight:
@@ -410,49 +409,49 @@ class SenderMachine:
             self.undrained.add(event.job_id)
             self.settle = True
         if self.poll is KVPoll.FAILED:
-            return self._say_drained()
+            return self._send_drained()
         if event.error is not None:
             return self._fail(Fail(event.error), now_s)
         self._wait.start(now_s, self._timing.transfer_timeout_s)
         return self._maybe_success(now_s)
 
-    def _maybe_success(self, now_s: float) -> list[Action]:
+    def _maybe_success(self, now_s: float) -> list[SenderAction]:
         """Succeed if the last chunk was handed over and no write is under way."""
         if not self._last_queued or self.in_flight:
             return []
         self.poll = KVPoll.SUCCESS
-        return [RoomEnded(self.key, self.poll), *self._tell(now_s)]
+        return [RoomEnded(self.key, self.poll), *self._send_outcomes(now_s)]
 
     # --- ends -------------------------------------------------------------------------------------
 
-    def _fail(self, event: Fail, now_s: float) -> list[Action]:
+    def _fail(self, event: Fail, now_s: float) -> list[SenderAction]:
         """End the room as failed, and cancel the writes that are under way."""
         self.poll = KVPoll.FAILED
         self.error = event.error
-        self._kept.clear()
-        actions: list[Action] = [RoomEnded(self.key, self.poll, event.error)]
+        self._early_chunks.clear()
+        actions: list[SenderAction] = [RoomEnded(self.key, self.poll, event.error)]
         # Cancelling only keeps further parts from being posted: the jobs stay in flight until they
         # end, since what is posted can still land.
         actions += [CancelWrite(job_id) for job_id in sorted(self.in_flight)]
         self._fail_late(event, now_s)
-        return actions + self._tell(now_s)
+        return actions + self._send_outcomes(now_s)
 
-    def _abort_said_open(self, event: AbortSaid, now_s: float) -> list[Action]:
+    def _abort_said_open(self, event: AbortSaid, now_s: float) -> list[SenderAction]:
         """Fail the room, since a reader has aborted it."""
         # Decode ended the room itself, so this reader waits for no outcome, only for our Drained.
         # The other readers get the outcome.
         self.ticket = event.ticket
-        self._enter(event)
+        self._reader_of(event)
         actions = self._fail(Fail(event.error, gone=event.reader), now_s)
         return actions + self._abort_said_late(event, now_s)
 
-    def _life_began(self, event: LifeBegan, now_s: float) -> list[Action]:
+    def _life_began(self, event: LifeBegan, now_s: float) -> list[SenderAction]:
         """Note a restart of decode before its promise: the new life may not know the request."""
         if self._promise is None:
             self._newborn = event
         return []
 
-    def _tick_open(self, event: Tick, now_s: float) -> list[Action]:
+    def _tick_open(self, event: RoomTick, now_s: float) -> list[SenderAction]:
         """Fail the room where a deadline has passed."""
         # 1. A new life of decode does not ask for the request: it was lost with the former life.
         if (newborn := self._newborn) is not None and now_s >= newborn.until_s:
@@ -473,7 +472,7 @@ class SenderMachine:
             what = f"decode worker {peer!r} has promised pages, the request never came"
         return self._fail(Fail(TransferTimeoutError(what)), now_s)
 
-    def _tell(self, now_s: float) -> list[Action]:
+    def _send_outcomes(self, now_s: float) -> list[SenderAction]:
         """Send the outcome to all readers that have not answered it, and wait for their answers.
 
         Waits also for promises that are on their way.
@@ -486,11 +485,11 @@ class SenderMachine:
             self._resend.start(now_s)
         return self._outcomes()
 
-    def _outcomes(self) -> list[Action]:
+    def _outcomes(self) -> list[SenderAction]:
         """Return the outcome for each reader that has not answered it."""
         return [self._outcome(reader) for reader in self.readers.values() if not reader.answered]
 
-    def _outcome(self, reader: _Reader) -> Say:
+    def _outcome(self, reader: _Reader) -> SendToReader:
         """Return the outcome for one reader, with what was written to it."""
         ok = self.poll is KVPoll.SUCCESS
         error = "" if ok else str(self.error)[:1000]
@@ -498,18 +497,28 @@ class SenderMachine:
         # Only where nothing needs to settle; else a Drained follows, which can ask for that.
         drained = self.drained and not self.settle
         fold = self._promise.fold if self._promise is not None else 1
-        written = reader.num_chunks, pages_for(self._units_written, fold)
         is_mismatch = isinstance(self.error, PromptMismatchError)
         code = FailureCode.PROMPT_MISMATCH if is_mismatch else FailureCode.OTHER
         versions = None
         if isinstance(self.error, WeightsVersionError):
             versions = self.error.versions
-        said = *self.key.numbers, self._rank, ok, *written, aux, error
-        more = self.ticket, code, reader.num_units, versions
-        body = Outcome(*said, drained, *more)
-        return Say(reader.peer, body)
+        body = Outcome(
+            *self.key.numbers,
+            rank=self._rank,
+            ok=ok,
+            num_chunks=reader.num_chunks,
+            num_pages=pages_for(self._units_written, fold),
+            aux=aux,
+            error=error,
+            drained=drained,
+            ticket=self.ticket,
+            code=code,
+            num_units=reader.num_units,
+            versions=versions,
+        )
+        return SendToReader(reader.peer, body)
 
-    def _promised_late(self, event: Promised, now_s: float) -> list[Action]:
+    def _promised_late(self, event: Promised, now_s: float) -> list[SenderAction]:
         """Answer a promise that comes after the end."""
         known = self.readers.get(event.reader)
         # 1. A reader that we know repeats itself: our outcome was lost.
@@ -520,44 +529,44 @@ class SenderMachine:
             return [self._outcome(known)]
         if self.poll is KVPoll.SUCCESS:
             return []
-        self._enter(event).promise = event
+        self._reader_of(event).promise = event
         self._promise, self.ticket = self._promise or event, event.ticket
-        return self._tell(now_s)
+        return self._send_outcomes(now_s)
 
-    def _acked(self, event: OutcomeAcked, now_s: float) -> list[Action]:
+    def _acked(self, event: OutcomeAcked, now_s: float) -> list[SenderAction]:
         """Note that a reader knows the outcome."""
         if event.reader in self.readers:
             self.readers[event.reader].answered = True
         return []
 
-    def _tick_unanswered(self, event: Tick, now_s: float) -> list[Action]:
+    def _tick_unanswered(self, event: RoomTick, now_s: float) -> list[SenderAction]:
         """Repeat the outcome, until all have answered or the wait is over."""
         if not self._answered and now_s >= self._wait.due_s:
             self._no_listener = True  # decode will ask with an Abort if it still cares
         return self._outcomes() if not self._answered and self._resend.take(now_s) else []
 
-    def _write_drained(self, event: WriteDrained, now_s: float) -> list[Action]:
+    def _write_drained(self, event: JobDrained, now_s: float) -> list[SenderAction]:
         """Take the proof for a job that had ended in an error."""
         if event.job_id not in self.undrained:
             return []
         self.undrained.discard(event.job_id)
-        return self._say_drained()
+        return self._send_drained()
 
-    def _abort_said_late(self, event: AbortSaid, now_s: float) -> list[Action]:
+    def _abort_said_late(self, event: AbortSaid, now_s: float) -> list[SenderAction]:
         """Answer an abort that comes after the end, now or once the room is drained."""
-        reader = self._enter(event)
+        reader = self._reader_of(event)
         reader.abort_said = reader.answered = True
-        return self._say_drained(reader)
+        return self._send_drained(reader)
 
-    def _say_drained(self, only: _Reader | None = None) -> list[Action]:
+    def _send_drained(self, only: _Reader | None = None) -> list[SenderAction]:
         """Return a Drained for each reader that waits for one, if the room is drained."""
         if not self.drained:
             return []
-        word = Drained(*self.key.numbers, self._rank, self.ticket, self.settle)
-        told = self.readers.values() if only is None else (only,)
-        return [Say(reader.peer, word) for reader in told if reader.abort_said]
+        drained = Drained(*self.key.numbers, self._rank, self.ticket, self.settle)
+        readers = self.readers.values() if only is None else (only,)
+        return [SendToReader(reader.peer, drained) for reader in readers if reader.abort_said]
 
-    def _fail_late(self, event: Fail, now_s: float) -> list[Action]:
+    def _fail_late(self, event: Fail, now_s: float) -> list[SenderAction]:
         """Note, after the end, that a reader is gone or none listens."""
         # A reader that is gone waits for no outcome. Without `tell`, none is left that does.
         if event.gone in self.readers:
@@ -568,61 +577,61 @@ class SenderMachine:
     # --- the table: the events of each state, and the states that may follow ----------------------
 
     # A peer may repeat itself, be late, or send anything, so its frames stand in every row. Ours
-    # are Added, which must not come twice, and WriteEnded, which must not come where no write can
+    # are Added, which must not come twice, and JobEnded, which must not come where no write can
     # be under way.
     TABLE: ClassVar[Table] = {
         KVPoll.BOOTSTRAPPING: {
             Added: Step(_added, {KVPoll.BOOTSTRAPPING, KVPoll.WAITING_FOR_INPUT, KVPoll.FAILED}),
             Promised: Step(_promised, set(KVPoll)),  # with kept chunks it may go all the way
             SendChunk: Step(_keep, {KVPoll.BOOTSTRAPPING}),
-            WriteDrained: IGNORED,  # of an earlier use of the number, whose readers were all gone
+            JobDrained: IGNORED,  # of an earlier use of the number, whose readers were all gone
             AbortSaid: Step(_abort_said_open, {KVPoll.FAILED}),
             Fail: Step(_fail, {KVPoll.FAILED}),
             OutcomeAcked: IGNORED,  # no outcome was said
             LifeBegan: Step(_life_began, {KVPoll.BOOTSTRAPPING}),
-            Tick: Step(_tick_open, {KVPoll.BOOTSTRAPPING, KVPoll.FAILED}),
+            RoomTick: Step(_tick_open, {KVPoll.BOOTSTRAPPING, KVPoll.FAILED}),
         },
         KVPoll.WAITING_FOR_INPUT: {
             Promised: Step(_promised_again, {KVPoll.WAITING_FOR_INPUT}),
             SendChunk: Step(_chunk, {KVPoll.TRANSFERRING, KVPoll.SUCCESS, KVPoll.FAILED}),
-            WriteDrained: IGNORED,  # of an earlier use
+            JobDrained: IGNORED,  # of an earlier use
             AbortSaid: Step(_abort_said_open, {KVPoll.FAILED}),
             Fail: Step(_fail, {KVPoll.FAILED}),
             OutcomeAcked: IGNORED,  # no outcome was said
             LifeBegan: IGNORED,  # it has promised
-            Tick: Step(_tick_open, {KVPoll.WAITING_FOR_INPUT, KVPoll.FAILED}),
+            RoomTick: Step(_tick_open, {KVPoll.WAITING_FOR_INPUT, KVPoll.FAILED}),
         },
         KVPoll.TRANSFERRING: {
             Promised: Step(_promised_again, {KVPoll.TRANSFERRING}),
             SendChunk: Step(_chunk, {KVPoll.TRANSFERRING, KVPoll.SUCCESS, KVPoll.FAILED}),
-            WriteEnded: Step(_write_ended, {KVPoll.TRANSFERRING, KVPoll.SUCCESS, KVPoll.FAILED}),
-            WriteDrained: IGNORED,  # of an earlier use: an undrained job of this one fails the room
+            JobEnded: Step(_write_ended, {KVPoll.TRANSFERRING, KVPoll.SUCCESS, KVPoll.FAILED}),
+            JobDrained: IGNORED,  # of an earlier use: an undrained job of this one fails the room
             AbortSaid: Step(_abort_said_open, {KVPoll.FAILED}),
             Fail: Step(_fail, {KVPoll.FAILED}),
             OutcomeAcked: IGNORED,  # no outcome was said
             LifeBegan: IGNORED,
-            Tick: Step(_tick_open, {KVPoll.TRANSFERRING, KVPoll.FAILED}),
+            RoomTick: Step(_tick_open, {KVPoll.TRANSFERRING, KVPoll.FAILED}),
         },
         KVPoll.SUCCESS: {
             Promised: Step(_promised_late, {KVPoll.SUCCESS}),
             SendChunk: IGNORED,  # after the last one, too late to fail the room
-            WriteDrained: IGNORED,  # of an earlier use
+            JobDrained: IGNORED,  # of an earlier use
             AbortSaid: Step(_abort_said_late, {KVPoll.SUCCESS}),
             Fail: Step(_fail_late, {KVPoll.SUCCESS}),
             OutcomeAcked: Step(_acked, {KVPoll.SUCCESS}),
             LifeBegan: IGNORED,
-            Tick: Step(_tick_unanswered, {KVPoll.SUCCESS}),
+            RoomTick: Step(_tick_unanswered, {KVPoll.SUCCESS}),
         },
         KVPoll.FAILED: {
             Added: IGNORED,  # it failed while it was parked
             Promised: Step(_promised_late, {KVPoll.FAILED}),
             SendChunk: IGNORED,  # the engine has not heard of the end yet
-            WriteEnded: Step(_write_ended, {KVPoll.FAILED}),
-            WriteDrained: Step(_write_drained, {KVPoll.FAILED}),
+            JobEnded: Step(_write_ended, {KVPoll.FAILED}),
+            JobDrained: Step(_write_drained, {KVPoll.FAILED}),
             AbortSaid: Step(_abort_said_late, {KVPoll.FAILED}),
             Fail: Step(_fail_late, {KVPoll.FAILED}),
             OutcomeAcked: Step(_acked, {KVPoll.FAILED}),
             LifeBegan: IGNORED,
-            Tick: Step(_tick_unanswered, {KVPoll.FAILED}),
+            RoomTick: Step(_tick_unanswered, {KVPoll.FAILED}),
         },
     }

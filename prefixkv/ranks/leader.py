@@ -88,11 +88,11 @@ class RankLeader:
             case PrefillLost(address, error):
                 self._scheduler.prefill_lost(address, error, now_s)
             case _ if self.rooms is None:
-                self._room_said(event, now_s)
+                self._on_joined_event(event, now_s)
             case _:
-                self._rank_said(self.rooms, 0, event, now_s)
+                self._on_rank_event(self.rooms, 0, event, now_s)
 
-    def on_news(self, raw: bytes, now_s: float) -> None:
+    def on_rank_events(self, raw: bytes, now_s: float) -> None:
         """Take another rank's message; b"" holds no event.
 
         Each rank's messages have to come in order, and none may be left out: else CallerError.
@@ -100,21 +100,21 @@ class RankLeader:
         if not raw:
             return
         if self.rooms is None:
-            raise CallerError("news of a rank, and this worker has but one")
-        for rank, event in self.rooms.taken(raw):
-            self._rank_said(self.rooms, rank, event, now_s)
+            raise CallerError("events of another rank, and this worker has only one")
+        for rank, event in self.rooms.unpack(raw):
+            self._on_rank_event(self.rooms, rank, event, now_s)
 
-    def _rank_said(self, rooms: RankRooms, rank: int, event: DecodeEvent, now_s: float) -> None:
+    def _on_rank_event(self, rooms: RankRooms, rank: int, event: DecodeEvent, now_s: float) -> None:
         """Join a rank's event with those of the others, and pass on what follows."""
         joined, commands = rooms.on(rank, event)
         # Before the scheduler hears: it may open a new room at once, and the log keeps the order in
         # which ranks see both.
         for command in commands:
             self.command(command)
-        for said in joined:
-            self._room_said(said, now_s)
+        for joined_event in joined:
+            self._on_joined_event(joined_event, now_s)
 
-    def _room_said(self, event: DecodeEvent, now_s: float) -> None:
+    def _on_joined_event(self, event: DecodeEvent, now_s: float) -> None:
         """Pass a joined event to the scheduler."""
         match event:
             case RoomEnded():

@@ -180,18 +180,30 @@ class ReplicatedPageManager(PageManager):
     ) -> RequestPages:
         # Each method changes first and publishes then, so an operation that raised is not in the
         # log. A refusal is, though it changes nothing: a replica that has the pages has come apart.
-        row = joined.row if joined is not None else -1
+        joined_row = joined.row if joined is not None else -1
         try:
             pages = super().open(key, match, num_new_pages, now_s, joined, joined_end)
         except OutOfPagesError:
             if match is not None:
-                wanted = num_new_pages, now_s, row, joined_end
-                self._publish(Refused(key.data, key.namespace, *wanted))
+                refused = Refused(
+                    key.data, key.namespace, num_new_pages, now_s, joined_row, joined_end
+                )
+                self._publish(refused)
             raise
         prefix_len = -1 if match is None else pages.num_locked * self.page_size
         self._logged_tokens[pages.row] = len(key)
-        found = prefix_len, _packed(self, pages), now_s, row, pages.num_joined, pages.slot
-        self._publish(Opened(pages.row, key.data, key.namespace, *found))
+        opened = Opened(
+            pages.row,
+            key.data,
+            key.namespace,
+            prefix_len=prefix_len,
+            pages=_packed(self, pages),
+            now_s=now_s,
+            joined_row=joined_row,
+            num_joined=pages.num_joined,
+            slot=pages.slot,
+        )
+        self._publish(opened)
         return pages
 
     def lock_joined(self, pages: RequestPages, key: RadixKey, now_s: float) -> None:
@@ -280,16 +292,16 @@ class ReplicatedPageManager(PageManager):
 class Replica:
     """Another rank's pages, which follow the log.
 
-    `books` must be built with the settings of rank 0's.
+    `page_manager` must be built with the settings of rank 0's.
     """
 
-    def __init__(self, books: PageManager) -> None:
-        self.books = books
+    def __init__(self, page_manager: PageManager) -> None:
+        self.page_manager = page_manager
         self._requests: dict[int, tuple[RadixKey, RequestPages]] = {}
 
     def pages(self, row: int) -> Pages:
         """Return the page ids of the request in this row."""
-        return self.books.pages(self._requests[row][1])
+        return self.page_manager.pages(self._requests[row][1])
 
     def slot(self, row: int) -> int:
         """Return the slot of extra state of the request in this row, -1 if there is none."""
@@ -297,67 +309,67 @@ class Replica:
 
     def apply(self, op: AnyOp) -> None:
         """Do what rank 0 did. Raises InternalError if this rank comes to other pages."""
-        books, requests = self.books, self._requests
+        page_manager, requests = self.page_manager, self._requests
         # Each case decides again from this rank's own state, and compares: a difference shows at
         # the operation that caused it, not when a kernel reads a wrong page.
         match op:
             case Opened():
                 key = _key(op)
-                match = None if op.prefix_len < 0 else books.cache.match_prefix(key)
+                match = None if op.prefix_len < 0 else page_manager.cache.match_prefix(key)
                 if match is not None and match.prefix_len != op.prefix_len:
                     raise InternalError(
                         f"rank 0 matched {op.prefix_len} tokens, this rank {match.prefix_len}: {op}"
                     )
                 # The message has all pages of the row; how many of them are new follows from what
                 # is shared.
-                num_shared = max(0, op.prefix_len) // books.page_size + op.num_joined
+                num_shared = max(0, op.prefix_len) // page_manager.page_size + op.num_joined
                 num_new = len(op.pages) // 4 - num_shared
                 joined = self._joined(op.joined_row)
-                pages = books.open(key, match, num_new, op.now_s, joined, num_shared)
+                pages = page_manager.open(key, match, num_new, op.now_s, joined, num_shared)
                 requests[pages.row] = (key, pages)
                 self._compare(op.row, pages.row, op)
                 self._compare(op.slot, pages.slot, op)
-                self._compare(op.pages, _packed(books, pages), op)
+                self._compare(op.pages, _packed(page_manager, pages), op)
             case Refused():
                 key, joined = _key(op), self._joined(op.joined_row)
-                match = books.cache.match_prefix(key)
+                match = page_manager.cache.match_prefix(key)
                 with suppress(OutOfPagesError):
-                    books.open(key, match, op.num_new_pages, op.now_s, joined, op.joined_end)
+                    page_manager.open(key, match, op.num_new_pages, op.now_s, joined, op.joined_end)
                     # Not suppressed: only OutOfPagesError is, which is the right answer here.
                     raise InternalError(f"this rank had the pages that rank 0 had not: {op}")
             case JoinedLocked():
                 key, pages = requests[op.row]
-                books.lock_joined(pages, key, op.now_s)
-                self._compare(op.pages, _packed(books, pages), op)
+                page_manager.lock_joined(pages, key, op.now_s)
+                self._compare(op.pages, _packed(page_manager, pages), op)
             case Grown():
-                books.grow_many([requests[row][1] for row in op.rows], op.now_s)
+                page_manager.grow_many([requests[row][1] for row in op.rows], op.now_s)
                 new = [int(self.pages(row)[-1]) for row in op.rows]
                 self._compare(op.pages, np.array(new, "<i4").tobytes(), op)
             case Cached():
                 key, pages = requests[op.row]
                 # This rank's own copy of the key: it grows by what the log brings.
                 key.extend(np.frombuffer(op.new_tokens, "<i4"))
-                books.cache_unfinished(
+                page_manager.cache_unfinished(
                     pages, key, op.now_s, priority=op.priority, being_read=op.being_read
                 )
-                self._compare(op.pages, _packed(books, pages), op)
+                self._compare(op.pages, _packed(page_manager, pages), op)
             case Hinted():
-                books.hint(requests[op.row][1], op.continues)
+                page_manager.hint(requests[op.row][1], op.continues)
             case Wanted():
-                number = books.want(books.cache.match_prefix(_key(op)))
+                number = page_manager.want(page_manager.cache.match_prefix(_key(op)))
                 self._compare(op.number, number, op)
             case Unwanted():
-                books.unwant(op.number)
+                page_manager.unwant(op.number)
             case Dropped():
-                books.drop(requests.pop(op.row)[1])
+                page_manager.drop(requests.pop(op.row)[1])
             case Held():
-                books.hold(requests.pop(op.row)[1], op.key)
+                page_manager.hold(requests.pop(op.row)[1], op.key)
             case Released():
-                books.release(op.key)
+                page_manager.release(op.key)
             case Quarantined():
-                books.quarantine(op.key)
+                page_manager.quarantine(op.key)
             case Flushed():
-                books.flush()
+                page_manager.flush()
             case _:
                 assert_never(op)
 
@@ -371,9 +383,9 @@ class Replica:
             raise InternalError(f"this rank came to {ours!r} where rank 0 has {theirs!r}: {op}")
 
 
-def _packed(books: PageManager, pages: RequestPages) -> bytes:
+def _packed(page_manager: PageManager, pages: RequestPages) -> bytes:
     """Return a request's page ids as they travel: int32, little-endian."""
-    return books.pages(pages).astype("<i4").tobytes()
+    return page_manager.pages(pages).astype("<i4").tobytes()
 
 
 def _key(op: Opened | Refused | Wanted) -> RadixKey:

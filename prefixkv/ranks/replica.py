@@ -4,8 +4,8 @@ ranks that follow it.
     rank 0       node = DecodeNode(pool, config, ranks=RankLog(), mesh=mesh)
                  broadcast(node.take_log())
     rank 1 ...   rank = DecodeRank(pool, config, mesh, 1, worker)
-                 rank.apply(receive()); send(rank.take_news())
-    rank 0       for raw in received: node.apply_news(raw)
+                 rank.apply(receive()); send(rank.take_rank_events())
+    rank 0       for raw in received: node.apply_rank_events(raw)
 
 A `DecodeRank` (runtime/decode_rank.py) is a `DecodeReplica` that also receives its part of the KV:
 the log names the rooms that it has to open, and its events go back to rank 0.
@@ -45,25 +45,25 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(_Batch).decode
 
 
-def sizes(books: PageManager) -> dict[str, int]:
+def sizes(page_manager: PageManager) -> dict[str, int]:
     """Return counts of the pages' state, each O(1). Managers that diverge soon differ in one."""
-    cache, pages = books.cache, books.allocator
+    cache, pages = page_manager.cache, page_manager.allocator
     return {
         "free": pages.free_pages, "owned": pages.owned_pages, "cached": pages.cached_pages,
         "held": pages.held_pages, "quarantined": pages.quarantined_pages,
-        "free_runs": pages.num_free_runs, "free_rows": books.table.free_rows,
+        "free_runs": pages.num_free_runs, "free_rows": page_manager.table.free_rows,
         "evictable": cache.evictable_pages, "protected": cache.protected_pages,
-        "nodes": cache.num_nodes, "uses": cache.tick, "epoch": books.epoch,
+        "nodes": cache.num_nodes, "uses": cache.tick, "epoch": page_manager.epoch,
         "wants": cache.num_wants,
-        "slots": books.slots.free_pages if books.slots is not None else 0,
+        "slots": page_manager.slots.free_pages if page_manager.slots is not None else 0,
     }  # fmt: skip
 
 
-def digests(books: PageManager) -> dict[str, bytes]:
+def digests(page_manager: PageManager) -> dict[str, bytes]:
     """Return 16 bytes each of tree (with recency and locks), page table and allocator. O(pool)."""
     tree = hashlib.blake2b(digest_size=16)
     # By first page, which identifies a node: a page is in the tree once.
-    for node in sorted(books.cache.nodes(), key=lambda node: bytes(node.pages[:4])):
+    for node in sorted(page_manager.cache.nodes(), key=lambda node: bytes(node.pages[:4])):
         assert node.parent is not None
         above = bytes(node.parent.pages[-4:])
         # The last page of the parent names it: page ids alone tell where a node hangs.
@@ -71,23 +71,23 @@ def digests(books: PageManager) -> dict[str, bytes]:
         tree.update(repr(state).encode())
     pages = hashlib.blake2b(digest_size=16)
     for held_as in PageState:
-        pages.update(held_as.name.encode() + books.allocator.pages_in(held_as).tobytes())
-    for allocator in (books.allocator, books.slots):
+        pages.update(held_as.name.encode() + page_manager.allocator.pages_in(held_as).tobytes())
+    for allocator in (page_manager.allocator, page_manager.slots):
         if allocator is not None:
             held = [(owner, allocator.held_by(owner).tolist()) for owner in allocator.owners()]
             pages.update(repr((allocator.free_runs(), held)).encode())
-    table = hashlib.blake2b(books.table.array.tobytes(), digest_size=16)
+    table = hashlib.blake2b(page_manager.table.array.tobytes(), digest_size=16)
     return {"tree": tree.digest(), "page table": table.digest(), "allocator": pages.digest()}
 
 
-def _settings(books: PageManager) -> dict[str, int | str | bool]:
+def _settings(pages: PageManager) -> dict[str, int | str | bool]:
     """Return the settings that have to be equal on all ranks."""
-    max_requests, max_pages = books.table.array.shape
+    max_requests, max_pages = pages.table.array.shape
     return {
-        "num_pages": books.num_pages, "page_size": books.page_size, "max_running": max_requests,
-        "max_pages_per_request": max_pages, "cache": books.caching,
-        "policy": _described(books.cache.policy), "evict_reserve_pages": books.evict_reserve_pages,
-        "num_slots": books.slots.num_pages if books.slots is not None else 0,
+        "num_pages": pages.num_pages, "page_size": pages.page_size, "max_running": max_requests,
+        "max_pages_per_request": max_pages, "cache": pages.caching,
+        "policy": _described(pages.cache.policy), "evict_reserve_pages": pages.evict_reserve_pages,
+        "num_slots": pages.slots.num_pages if pages.slots is not None else 0,
     }  # fmt: skip
 
 
@@ -132,16 +132,23 @@ class RankLog:
                 f"{request.key.namespace!r}"
             )
 
-    def take(self, books: PageManager) -> bytes:
+    def take(self, pages: PageManager) -> bytes:
         """Return the message of this pass.
 
         Every rank has to apply every message, in order, also one without operations.
         """
         with_digests = self._digest_every and self.num_batches % self._digest_every == 0
-        settings = {} if self.num_batches else _settings(books)
+        settings = {} if self.num_batches else _settings(pages)
         # Taken with the operations, in one call on one thread: sums of another moment would differ.
-        state = sizes(books), digests(books) if with_digests else {}, settings
-        raw = _encode(_Batch(self.num_batches, self._ops, *state, self.rooms))
+        batch = _Batch(
+            self.num_batches,
+            self._ops,
+            sizes=sizes(pages),
+            digests=digests(pages) if with_digests else {},
+            settings=settings,
+            rooms=self.rooms,
+        )
+        raw = _encode(batch)
         self.num_batches += 1
         # Only after encoding: if that raises, no operation is lost.
         self._ops.clear()
@@ -166,13 +173,12 @@ class DecodeReplica:
     def __init__(
         self, num_pages: int, page_size: int, config: DecodeConfig, num_slots: int = 0
     ) -> None:
-        sizes = num_pages, page_size, config.max_running
-        settings = config.for_books(num_pages, num_slots)
+        settings = config.for_page_manager(num_pages, num_slots)
         if isinstance(config.policy, Policy):  # an object serves one cache: another like it
             settings["policy"] = config.policy.another()
-        self.books = PageManager(*sizes, **settings)
+        self.page_manager = PageManager(num_pages, page_size, config.max_running, **settings)
         self.num_batches = 0
-        self._replica = Replica(self.books)
+        self._replica = Replica(self.page_manager)
         self._broken: InternalError | None = None
 
     @property
@@ -180,7 +186,7 @@ class DecodeReplica:
         """Page ids, int32 [max_running, num_pages], by `DecodeRequest.row`, -1 where unused. Its
         memory never moves.
         """
-        return self.books.table.array
+        return self.page_manager.table.array
 
     def pages(self, row: int) -> Pages:
         """Return the page ids of the request in this row, in order.
@@ -220,9 +226,9 @@ class DecodeReplica:
         try:
             for op in batch.ops:
                 self._replica.apply(op)
-            _compare(batch.sizes, sizes(self.books))
+            _compare(batch.sizes, sizes(self.page_manager))
             if batch.digests:
-                _compare(batch.digests, digests(self.books))
+                _compare(batch.digests, digests(self.page_manager))
         # Half of the message is applied, and nothing undoes that. So every later call raises the
         # same.
         except Exception as error:
@@ -235,11 +241,11 @@ class DecodeReplica:
 
     def audit(self) -> None:
         """Check every law of tree, allocator and page table. Slow. Raises InternalError."""
-        self.books.check_invariants()
+        self.page_manager.check_invariants()
 
     def _check_settings(self, theirs: dict[str, int | str | bool]) -> None:
         """Raise ConfigError for the first setting that differs from rank 0's."""
-        for name, value in _settings(self.books).items():
+        for name, value in _settings(self.page_manager).items():
             if value != theirs.get(name):
                 raise ConfigError(f"{name} is {value} on this rank, {theirs.get(name)} on rank 0")
 

@@ -5,7 +5,7 @@ Every rank receives its part of the KV in a room of its own, from its own writer
 its KV when all have; it fails when the first one does, and then the others have to end theirs; its
 pages, which are the same on every rank, may be used again when no rank can be written any more.
 
-The ranks above 0 get their commands with rank 0's operation log, and answer with `RankNews`: the
+The ranks above 0 get their commands with rank 0's operation log, and answer with `RankEvents`: the
 engine carries both.
 """
 
@@ -31,7 +31,7 @@ from prefixkv.protocol.ids import KVPoll, RoomKey
 
 
 @dataclass(slots=True)
-class _Room:
+class _RankReports:
     """Ranks of one room by what they have reported."""
 
     succeeded: set[int] = field(default_factory=set)
@@ -46,36 +46,36 @@ class RankRooms:
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
-        self._rooms: dict[RoomKey, _Room] = {}
-        self._num_taken = [0] * num_ranks  # messages taken, by rank
+        self._rooms: dict[RoomKey, _RankReports] = {}
+        self._num_unpacked = [0] * num_ranks  # messages unpacked, by rank
 
     def __len__(self) -> int:
         """Return the number of rooms that some rank has reported on, and that are not over."""
         return len(self._rooms)
 
-    def taken(self, raw: bytes) -> Iterator[tuple[int, DecodeEvent]]:
+    def unpack(self, raw: bytes) -> Iterator[tuple[int, DecodeEvent]]:
         """Return the events of a rank's message, as (rank, event) for `on`.
 
         Each rank's messages have to come in order, and none may be left out: else it raises
         CallerError, with nothing changed.
         """
         try:
-            news = _decode(raw)
+            message = _decode(raw)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise CallerError(f"{len(raw)} bytes that are no news of a rank: {error}") from error
-        if not 1 <= news.rank < self.num_ranks:
-            raise CallerError(f"news of rank {news.rank}, which this worker has not")
-        due = self._num_taken[news.rank]
-        if news.number != due:
-            raise CallerError(f"news {news.number} of rank {news.rank}, {due} is next")
+            raise CallerError(f"{len(raw)} bytes that are no message of a rank: {error}") from error
+        if not 1 <= message.rank < self.num_ranks:
+            raise CallerError(f"a message of rank {message.rank}, which this worker has not")
+        due = self._num_unpacked[message.rank]
+        if message.number != due:
+            raise CallerError(f"message {message.number} of rank {message.rank}, {due} is next")
         # Counted when all checks have passed: a message that was refused can be sent again.
-        self._num_taken[news.rank] += 1
-        return ((news.rank, event) for event in news.events)
+        self._num_unpacked[message.rank] += 1
+        return ((message.rank, event) for event in message.events)
 
     def on(self, rank: int, event: DecodeEvent) -> tuple[list[DecodeEvent], list[AbortRoom]]:
         """Take a rank's event; return events for the scheduler, and commands for all ranks."""
-        room = self._rooms.setdefault(event.key, _Room())
-        news: list[DecodeEvent] = []
+        room = self._rooms.setdefault(event.key, _RankReports())
+        events: list[DecodeEvent] = []
         commands: list[AbortRoom] = []
         # 1. Success: the request's only when it is every rank's. Rank 0's `aux` is passed on.
         # 2. A failure after another: the request has failed, and the others have their abort.
@@ -88,18 +88,18 @@ class RankRooms:
                 room.succeeded.add(rank)
                 room.aux = event.aux if rank == 0 else room.aux
                 if len(room.succeeded) == self.num_ranks:
-                    news.append(RoomEnded(key, KVPoll.SUCCESS, aux=room.aux))
+                    events.append(RoomEnded(key, KVPoll.SUCCESS, aux=room.aux))
             case RoomEnded() if room.failed:
                 pass
             case RoomEnded(key, poll, error):
                 room.failed = True
-                told = error if rank == 0 else _of_rank(rank, error)
-                news.append(RoomEnded(key, poll, told))
-                commands.append(AbortRoom(key, f"rank {rank} failed: {told}"))
+                joined = error if rank == 0 else _with_rank(rank, error)
+                events.append(RoomEnded(key, poll, joined))
+                commands.append(AbortRoom(key, f"rank {rank} failed: {joined}"))
             case RoomDrained():
                 room.drained.add(rank)
             case RoomOverdue():
-                news += [event] if not room.overdue else []
+                events += [event] if not room.overdue else []
                 room.overdue = True
             case _:
                 assert_never(event)
@@ -107,13 +107,13 @@ class RankRooms:
         # failed.
         if len(room.succeeded | room.drained) == self.num_ranks:
             if len(room.succeeded) < self.num_ranks:
-                news.append(RoomDrained(event.key))
+                events.append(RoomDrained(event.key))
             # Every rank has sent its last event of the room, so no later one makes an entry again.
             del self._rooms[event.key]
-        return news, commands
+        return events, commands
 
 
-def _of_rank(rank: int, error: Exception | None) -> TransferError:
+def _with_rank(rank: int, error: Exception | None) -> TransferError:
     """Return another rank's error, of the same class where it is a transfer's."""
     text = f"decode rank {rank}: {error}"
     if isinstance(error, PeerLostError):
@@ -123,7 +123,7 @@ def _of_rank(rank: int, error: Exception | None) -> TransferError:
     return type(error)(text) if isinstance(error, TransferError) else TransferError(text)
 
 
-class RankNews(msgspec.Struct, frozen=True, array_like=True):
+class RankEvents(msgspec.Struct, frozen=True, array_like=True):
     """Events of rooms on a rank above 0, in order; `number` counts the rank's messages from 0."""
 
     rank: int
@@ -132,9 +132,9 @@ class RankNews(msgspec.Struct, frozen=True, array_like=True):
 
 
 _encode = msgspec.msgpack.Encoder(enc_hook=encode_error).encode
-_decode = msgspec.msgpack.Decoder(RankNews, dec_hook=decode_error).decode
+_decode = msgspec.msgpack.Decoder(RankEvents, dec_hook=decode_error).decode
 
 
-def pack_news(rank: int, number: int, events: list[DecodeEvent]) -> bytes:
+def pack_rank_events(rank: int, number: int, events: list[DecodeEvent]) -> bytes:
     """Return rank `rank`'s message `number`, counted from 0, as bytes."""
-    return _encode(RankNews(rank, number, events))
+    return _encode(RankEvents(rank, number, events))

@@ -28,7 +28,7 @@ from prefixkv.runtime.closing import Closing
 from prefixkv.runtime.fragments import MAX_MESSAGE_BYTES, FragmentError, Joiner, cut
 
 _REACHED = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
-_NOBODY = "nobody answers there, or it wants keys that we have not"
+_UNREACHABLE = "no answer: a wrong address, or it wants other CURVE keys than ours"
 _GONE = (
     zmq.EVENT_CONNECT_RETRIED
     | zmq.EVENT_DISCONNECTED
@@ -231,8 +231,13 @@ class RouterChannel(_Channel):
             # `Peer-Address` decides whether the sender is on this machine where the bind is not
             # loopback.
             if raw is not None:
-                what = self._credential(message), self._is_local or is_loopback(_came_from(message))
-                frames.append(FrameReceived(route, raw, *what))
+                frame = FrameReceived(
+                    route,
+                    raw,
+                    credential=self._credential(message),
+                    is_local=self._is_local or is_loopback(_came_from(message)),
+                )
+                frames.append(frame)
         return frames
 
     def _note(self, route: bytes, connection: Connection | None) -> None:
@@ -366,7 +371,7 @@ class DealerChannel(_Channel):
         for one in dict.fromkeys([*ready, *full]):
             address = self._addresses[one]
             if one is self._monitors[address]:
-                frames += self._news(one, address)
+                frames += self._monitor_changes(one, address)
                 continue
             sock = self._socks[address]
             num_bytes = 0
@@ -394,7 +399,9 @@ class DealerChannel(_Channel):
                     frames.append(FrameReceived(address, raw, is_local=is_loopback(address)))
         return frames
 
-    def _news(self, monitor: zmq.Socket[bytes], address: str) -> Iterator[Reached | Unreached]:
+    def _monitor_changes(
+        self, monitor: zmq.Socket[bytes], address: str
+    ) -> Iterator[Reached | Unreached]:
         """Yield the last change that the monitor reports for the connection, and pass all to the
         watcher."""
         last: Reached | Unreached | None = None
@@ -413,7 +420,7 @@ class DealerChannel(_Channel):
                     last = Unreached(address, "our key is refused")
                 # A refused key stays the reason, although a disconnection follows it.
                 elif last is None or isinstance(last, Reached):
-                    last = Unreached(address, _NOBODY)
+                    last = Unreached(address, _UNREACHABLE)
         if last is not None:
             yield last
 

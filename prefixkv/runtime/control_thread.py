@@ -72,7 +72,7 @@ from prefixkv.wakeups import Inbox
 _log = logging.getLogger("prefixkv.control")
 
 _FAREWELL_S = 0.5  # seconds in which the last frames of a node that closes may leave
-_STUMBLE_S = 0.01  # pause after a step that failed as a whole, lest it fail in a busy loop
+_RETRY_PAUSE_S = 0.01  # pause after a step that failed as a whole, lest it fail in a busy loop
 _EVENTS: Final = get_args(RoomEvent)
 
 Common = (
@@ -256,7 +256,7 @@ class ControlThread(Generic[Command, To]):
                 self._step(time.monotonic())
             except Exception as error:
                 self._failed(error)
-                time.sleep(_STUMBLE_S)
+                time.sleep(_RETRY_PAUSE_S)
         # 1. The trial: its verdicts are of no use any more.
         if self.trial is not None:
             self.trial.close()
@@ -324,14 +324,14 @@ class ControlThread(Generic[Command, To]):
             # A frame is a peer's word: its exception ends a room. All else is our own defect.
             if isinstance(what, FrameReceived):
                 self._carry_out(self.control.last_effects)
-                self._blame(what, error, now_s)
+                self._fail_frame(what, error, now_s)
             else:
                 self._failed(error)
         # Also those from before an exception: they belong to other rooms, or the control object
         # takes them for done.
         self._carry_out(self.control.last_effects)
 
-    def _blame(self, frame: FrameReceived[To], error: Exception, now_s: float) -> None:
+    def _fail_frame(self, frame: FrameReceived[To], error: Exception, now_s: float) -> None:
         """Log a frame that raised, and end the room that it names."""
         self._log_error(error, "a frame from %r raised", frame.source)
         try:
@@ -390,8 +390,14 @@ class ControlThread(Generic[Command, To]):
                     raise InternalError("a process is to be looked at where nothing does")
                 self._prover.submit(effect.peer, effect.life)
             case AddPeer():
-                more = effect.parts, effect.staging, effect.state
-                self.transport.add_peer(effect.peer, effect.metadata, effect.layout, *more)
+                self.transport.add_peer(
+                    effect.peer,
+                    effect.metadata,
+                    effect.layout,
+                    parts=effect.parts,
+                    staging=effect.staging,
+                    state=effect.state,
+                )
                 if self._copies is not None:
                     self._copies.add_peer(effect)
             case RemovePeer():

@@ -13,10 +13,10 @@ from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_pool import StatePool
 from prefixkv.protocol.ids import PeerId
 from prefixkv.ranks.replica import DecodeReplica
-from prefixkv.ranks.rooms import pack_news
+from prefixkv.ranks.rooms import pack_rank_events
 from prefixkv.runtime.closing import Closing
 from prefixkv.runtime.decode_transfers import DecodeTransfers
-from prefixkv.runtime.place import Place
+from prefixkv.runtime.rank_spec import RankSpec
 from prefixkv.settings import check_kind
 
 
@@ -53,13 +53,13 @@ class DecodeRank(Closing):
             raise ConfigError(f"rank is {rank}: rank 0 is a DecodeNode")
         self.pool, self.state = pool, state
         self.rank = rank
-        place = Place.of(pool, config.model, mesh, rank, state)
-        sizes = pool.layout.num_pages, pool.layout.page_size
+        spec = RankSpec.of(pool, config.model, mesh, rank, state)
+        layout = pool.layout
         # The replica follows rank 0's tree and page table; nothing is decided here.
-        self.replica = DecodeReplica(*sizes, config, place.num_slots)
+        self.replica = DecodeReplica(layout.num_pages, layout.page_size, config, spec.num_slots)
         self.transfers = DecodeTransfers(pool, config, mesh, rank, worker, state)
         self.peer_id = self.transfers.peer_id
-        self._num_news = 0  # counts batches of events, so that rank 0 notices a missing one
+        self._num_messages = 0  # counts batches of events, so that rank 0 notices a missing one
 
     def apply(self, raw: bytes) -> None:
         """Apply what rank 0 did in one pass (`DecodeNode.take_log`). Raises as
@@ -68,9 +68,9 @@ class DecodeRank(Closing):
         for command in self.replica.apply(raw):
             self.transfers.submit(command)
 
-    def take_news(self) -> bytes:
+    def take_rank_events(self) -> bytes:
         """Return what became of this rank's rooms since the last call, packed for
-        `DecodeNode.apply_news`.
+        `DecodeNode.apply_rank_events`.
 
         Each result has to be applied, in order; empty if nothing happened. Raises InternalError for
         an exception in the control thread; the events come next time.
@@ -78,8 +78,8 @@ class DecodeRank(Closing):
         events = self.transfers.take_events()
         if not events:
             return b""
-        self._num_news += 1
-        return pack_news(self.rank, self._num_news - 1, events)
+        self._num_messages += 1
+        return pack_rank_events(self.rank, self._num_messages - 1, events)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until there may be events, at most `timeout_s`; return True if there may be

@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from secrets import token_bytes
 from typing import cast
 
-from prefixkv.addresses import is_loopback
+from prefixkv.addresses import check_prefill, is_loopback
 from prefixkv.config import DecodeConfig
 from prefixkv.control.death_watch import LostPeers
 from prefixkv.control.decode.control import DecodeControl
-from prefixkv.decode.retries import check_address
 from prefixkv.digest import check_digest
 from prefixkv.errors import ConfigError, RequestError
 from prefixkv.memory.kv_pool import KVPool
@@ -36,8 +35,8 @@ from prefixkv.protocol.messages import MAX_PAGES, Promise
 from prefixkv.request import whole_number
 from prefixkv.runtime.channel import DealerChannel
 from prefixkv.runtime.control_thread import ControlThread
-from prefixkv.runtime.place import Place, checked_config
 from prefixkv.runtime.prover import Prover
+from prefixkv.runtime.rank_spec import RankSpec, checked_config
 from prefixkv.runtime.transfers import (
     SECRET_BYTES,
     MakeTransport,
@@ -81,14 +80,14 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         born_s = None if rank else time.monotonic()  # first: no request came before
         config = checked_config(config, DecodeConfig)
         super().__init__(config.model.weights_version)
-        place = Place.of(pool, config.model, mesh, rank, state)
+        spec = RankSpec.of(pool, config.model, mesh, rank, state)
         name = f"{config.name}/{rank}" if rank else config.name
         self.peer_id = me = PeerId(name, secret_number())
         self._page_size = pool.layout.page_size
         self._num_pages = pool.layout.num_pages
         # Open, refused, or failed and not drained: their numbers are in use.
         self._keys: set[RoomKey] = set()
-        memory = Memory(pool, place, me, config.transport, transport)
+        memory = Memory(pool, spec, me, config.transport, transport)
 
         # Called by the control thread's constructor, once the transport has its metadata.
         def control(metadata: bytes) -> DecodeControl:
@@ -99,7 +98,7 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
                     'backend is "shm", and the pool, or the state, is not memory that a peer may '
                     "map: make it with shared=True"
                 )
-            hello = place.hello(offers, secret, worker or me, memory.area, prover.life)
+            hello = spec.hello(offers, secret, worker or me, memory.area, prover.life)
             return DecodeControl(me, hello, config.control, config.model.option_names, born_s)
 
         def check(address: str) -> None:
@@ -174,7 +173,7 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         state_slot = whole_number("state_slot", state_slot, -1, 2**31)
         ticket = None if ticket is None else whole_number("ticket", ticket, 1, 2**63)
         digest = check_digest(digest)
-        check_address(f"room {key.room}", prefill)
+        check_prefill(f"room {key.room}", prefill)
         ids = as_pages(pages)
         if prefix_len % self._page_size:
             raise RequestError(f"prefix_len is {prefix_len}, not whole pages of {self._page_size}")
@@ -219,7 +218,7 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
                 malformed.
         """
         check_reason(reason)
-        check_address(f"room {room}", prefill)
+        check_prefill(f"room {room}", prefill)
         digest = check_digest(digest) if digest else b""
         key = room_key(room, generation)
         ticket = secret_number() if ticket is None else whole_number("ticket", ticket, 1, 2**63)
@@ -234,7 +233,7 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         self.check_open()
         self._keys.add(key)
 
-    def _told(self, event: DecodeEvent) -> None:
+    def _follow_event(self, event: DecodeEvent) -> None:
         """Give a room's number back with the event that ends it: drained, or succeeded."""
         # A failed room keeps its number until it is drained: a peer may still write its pages.
         if isinstance(event, RoomDrained) or (

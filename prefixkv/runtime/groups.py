@@ -24,7 +24,7 @@ from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_pool import StatePool
 from prefixkv.paging import Pages
 from prefixkv.prefill.bootstrap_queue import UsablePrefix
-from prefixkv.prefill.in_step import InStep
+from prefixkv.prefill.rank_group import RankGroup
 from prefixkv.ranks.replica import RankLog
 from prefixkv.runtime.closing import Closing
 from prefixkv.runtime.decode_rank import DecodeRank
@@ -35,7 +35,7 @@ from prefixkv.wakeups import wait_readable
 Config = TypeVar("Config", DecodeConfig, PrefillConfig)
 
 
-def _of_each_rank(config: Config, num_ranks: int) -> list[Config]:
+def _rank_configs(config: Config, num_ranks: int) -> list[Config]:
     """Return the configs of a group's ranks: each has a policy object of its own, since one serves
     one cache."""
     configs = [config]
@@ -124,7 +124,7 @@ class DecodeGroup(DecodeNode):
         check_kind("mesh", mesh, Mesh)
         states = _check_ranks(pools, states, mesh.num_ranks)
         # Before rank 0 makes use of its policy.
-        config, *configs = _of_each_rank(config, len(pools))
+        config, *configs = _rank_configs(config, len(pools))
         self.others: list[DecodeRank] = []
         self._readiness = _Readiness()
         self._log = RankLog(digest_every)
@@ -148,7 +148,7 @@ class DecodeGroup(DecodeNode):
         now_s = super()._pump()
         if self.others:
             for other in self.others:
-                self._leader.on_news(other.take_news(), now_s)
+                self._leader.on_rank_events(other.take_rank_events(), now_s)
             self._tell()
         return now_s
 
@@ -179,7 +179,7 @@ class DecodeGroup(DecodeNode):
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait for events of any rank; see `DecodeNode.wait`."""
         self._check_open()
-        return self.scheduler.has_news or self._wait(self._readiness.wait, timeout_s)
+        return self.scheduler.has_results or self._wait(self._readiness.wait, timeout_s)
 
     def fileno(self) -> int:
         """See `Node.fileno`; readable for any rank."""
@@ -201,8 +201,8 @@ class DecodeGroup(DecodeNode):
             closing.callback(self._readiness.close)
 
 
-class PrefillGroup(InStep[PrefillNode], Closing):
-    """The ranks of a prefill worker in step (prefill/in_step.py)."""
+class PrefillGroup(RankGroup[PrefillNode], Closing):
+    """The ranks of a prefill worker in step (prefill/rank_group.py)."""
 
     def __init__(
         self,
@@ -220,7 +220,7 @@ class PrefillGroup(InStep[PrefillNode], Closing):
         check_kind("config", config, PrefillConfig)
         check_kind("mesh", mesh, Mesh)
         states = _check_ranks(pools, states, mesh.num_ranks)
-        configs = _of_each_rank(config, mesh.num_ranks)
+        configs = _rank_configs(config, mesh.num_ranks)
         super().__init__(nodes := list[PrefillNode]())
         self._readiness = _Readiness()
         try:
@@ -243,7 +243,7 @@ class PrefillGroup(InStep[PrefillNode], Closing):
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait for events of any rank; see `PrefillNode.wait`."""
-        if self._ready or any(node.scheduler.has_news for node in self.nodes):
+        if self._ready or any(node.scheduler.has_results for node in self.nodes):
             return True
         return self.nodes[0]._wait(self._readiness.wait, timeout_s)
 

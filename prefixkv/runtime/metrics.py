@@ -91,7 +91,7 @@ def _transfers(node: Node) -> Samples:
 
 def _pages(node: Node) -> Samples:
     """Yield the pages of the pool, by state."""
-    pages = node.scheduler.books.allocator
+    pages = node.scheduler.pages.allocator
     yield ("free",), pages.free_pages
     yield ("owned",), pages.owned_pages
     yield ("cached",), pages.cached_pages
@@ -104,8 +104,8 @@ def _decode_queues(node: DecodeNode) -> Samples:
     scheduler = node.scheduler
     # Each figure is read once. They may be of different moments, so differences are kept from
     # falling below 0.
-    transfers, flights = scheduler.transfers, scheduler.flights.all()
-    is_open, complete = transfers.num_open, transfers.num_complete
+    arriving, flights = scheduler.arriving, scheduler.flights.all()
+    is_open, complete = arriving.num_open, arriving.num_complete
     yield ("pages",), len(scheduler.waiting)
     yield ("transfer",), is_open
     yield ("flight",), max(0, len(flights) - is_open - complete)
@@ -146,13 +146,13 @@ def _prefill_queues(node: PrefillNode) -> Samples:
 
 def _oldest_lock_age(node: Node) -> Samples:
     """Yield the age of the oldest lock in seconds."""
-    lock = node.scheduler.books.cache.oldest_lock()
+    lock = node.scheduler.pages.cache.oldest_lock()
     yield (), 0.0 if lock is None else max(0.0, time.monotonic() - lock.taken_s)
 
 
 def _oldest_lock_owner(node: Node) -> Samples:
     """Yield the owner of the oldest lock, once that is old."""
-    lock = node.scheduler.books.cache.oldest_lock()
+    lock = node.scheduler.pages.cache.oldest_lock()
     if lock is not None and time.monotonic() - lock.taken_s >= NAME_AFTER_S:
         owners = (name for name, pages in node.scheduler.holders() if pages.lock is lock)
         yield (next(owners, "unknown"),), 1
@@ -230,19 +230,19 @@ BOTH = (
     _gauge("pages", "Pages of the pool by state.", _pages, "state"),
     _gauge(
         "evictable_pages", "Cached pages that no lock covers.",
-        _value(lambda node: node.scheduler.books.cache.evictable_pages),
+        _value(lambda node: node.scheduler.pages.cache.evictable_pages),
     ),
     _gauge(
         "protected_pages", "Cached pages that a lock covers.",
-        _value(lambda node: node.scheduler.books.cache.protected_pages),
+        _value(lambda node: node.scheduler.pages.cache.protected_pages),
     ),
     _counter(
         "evicted_pages", "Cached pages given to requests.",
-        _value(lambda node: node.scheduler.books.evicted_pages),
+        _value(lambda node: node.scheduler.pages.evicted_pages),
     ),
     _gauge(
         "locks", "Prefixes held in the tree.",
-        _value(lambda node: node.scheduler.books.cache.stats().num_locks),
+        _value(lambda node: node.scheduler.pages.cache.stats().num_locks),
     ),
     _gauge("oldest_lock_age_seconds", "Age of the oldest lock, 0: none.", _oldest_lock_age),
     _gauge("oldest_lock_info", _OWNER, _oldest_lock_owner, "rid"),

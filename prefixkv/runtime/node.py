@@ -57,14 +57,14 @@ class Node(Closing, Generic[C, To, E]):
 
     def _observe(self, timeline: Callable[[Any, int, int], dict[str, Any]]) -> None:
         """Let the scheduler's journal write to the request log, and put a clock around eviction."""
-        layout, books = self.pool.layout, self.scheduler.books
+        layout, pages = self.pool.layout, self.scheduler.pages
         log = RequestLog(
             self.peer_id, lambda req: timeline(req, layout.page_bytes, layout.page_size)
         )
         self.scheduler.journal.on_ended = log
         # Scheduler and pages have no clock of their own.
-        books.clock, self.evictions = time.perf_counter, books.evictions
-        self._feed = EventFeed(books.cache, *self.peer_id)
+        pages.clock, self.evictions = time.perf_counter, pages.evictions
+        self._feed = EventFeed(pages.cache, *self.peer_id)
 
     def _publish_events(self, config: DecodeConfig | PrefillConfig) -> None:
         """Publish cache events, if that is asked for. Called last of all in a constructor.
@@ -98,7 +98,7 @@ class Node(Closing, Generic[C, To, E]):
         self._check_open()
         if self.kv_events is not None:
             self._feed.pass_on()
-        return self.scheduler.has_news or self._wait(self.transfers.wait, timeout_s)
+        return self.scheduler.has_results or self._wait(self.transfers.wait, timeout_s)
 
     def _wait(self, wait: Callable[[float | None], bool], timeout_s: float | None) -> bool:
         """Wait by `wait`, but not beyond the time when a request may fail for having waited."""
@@ -127,7 +127,7 @@ class Node(Closing, Generic[C, To, E]):
             # Rooms as well as requests: a room outlives its request until it is drained.
             if self.scheduler.idle and not self.transfers.num_rooms:
                 return True
-            if self.scheduler.has_news or now_s >= end_s:
+            if self.scheduler.has_results or now_s >= end_s:
                 return False
             # Also a look now and then: when a room that has ended is forgotten, no event says so.
             self.transfers.wait(min(end_s - now_s, 0.05))
@@ -170,15 +170,15 @@ class Node(Closing, Generic[C, To, E]):
         self._pump()
         self.scheduler.check_invariants()
 
-    def take_cache_events(self, afresh: bool = False) -> EventBatch:
+    def take_cache_events(self, snapshot: bool = False) -> EventBatch:
         """Return what the prefix cache stored and removed since the last call, for a router
         (`BoundedAffinityRouter.apply`).
 
-        The first batch, and one with `afresh`, gives the whole content. Before the first call
+        The first batch, and one with `snapshot`, gives the whole content. Before the first call
         nothing is recorded.
         """
         self._pump()
-        return self._feed.take(afresh)
+        return self._feed.take(snapshot)
 
     @property
     def closed(self) -> bool:
@@ -196,8 +196,8 @@ class Node(Closing, Generic[C, To, E]):
         All keys are there from the start, but for `dropped: ...` and rare ones of staging.
         """
         self._pump()
-        books = self.scheduler.books
-        pages, slots = books.allocator, books.slots
+        page_manager = self.scheduler.pages
+        pages, slots = page_manager.allocator, page_manager.slots
         return {
             **dict.fromkeys(self._counters, 0),
             **self.scheduler.counters,
@@ -207,12 +207,12 @@ class Node(Closing, Generic[C, To, E]):
             "pages_cached": pages.cached_pages,
             "pages_held": pages.held_pages,
             "pages_quarantined": pages.quarantined_pages,
-            "locks": books.cache.stats().num_locks,
-            "protected_pages": books.cache.protected_pages,
-            "evictable_pages": books.cache.evictable_pages,
-            "evicted_pages": books.evicted_pages,
+            "locks": page_manager.cache.stats().num_locks,
+            "protected_pages": page_manager.cache.protected_pages,
+            "evictable_pages": page_manager.cache.evictable_pages,
+            "evicted_pages": page_manager.evicted_pages,
             "requests": len(self.scheduler.requests),
-            "user_errors": books.errors.num,
+            "user_errors": page_manager.errors.num,
             "slots_free": slots.free_pages if slots is not None else 0,
             "slots_held": slots.held_pages + slots.quarantined_pages if slots is not None else 0,
         }
@@ -265,9 +265,9 @@ class Node(Closing, Generic[C, To, E]):
         # 1. Commands first: the control thread works on them while the rest is done here.
         for command in self._take_commands():
             self._command(command)
-        if self.scheduler.has_news:
+        if self.scheduler.has_results:
             # 2. The engine's poller comes back for what only a `pop_*` takes.
-            self.transfers.rouse()
+            self.transfers.notify()
         if self.kv_events is not None:
             self._feed.pass_on()
 

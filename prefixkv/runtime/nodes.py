@@ -43,8 +43,8 @@ from prefixkv.ranks.replica import RankLog
 from prefixkv.request import DeviceEvent, Request
 from prefixkv.runtime.decode_transfers import DecodeTransfers
 from prefixkv.runtime.node import COUNTERS, Node
-from prefixkv.runtime.place import Place, checked_config
 from prefixkv.runtime.prefill_transfers import PrefillTransfers
+from prefixkv.runtime.rank_spec import RankSpec, checked_config
 from prefixkv.runtime.record import MAX_FILES, Recorder
 from prefixkv.runtime.transfers import MakeTransport, peer_id, secret_number
 from prefixkv.settings import check_kind
@@ -71,7 +71,7 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         ranks: a RankLog where this is rank 0 of several (ranks/replica.py); then call `take_log`
             once per pass.
         mesh: how the model is shared out over the ranks. Each other rank is a `DecodeRank`; its
-            events go to `apply_news`. None: the pool holds all of the model's KV.
+            events go to `apply_rank_events`. None: the pool holds all of the model's KV.
         state: extra state of requests (a recurrent state, say), which prefill sends with the last
             chunk to the request's `state_slot`. Each admitted request has a slot until it ends, so
             no more requests than slots are admitted at once. It is never cached: a request that
@@ -101,27 +101,28 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
     ) -> None:
         super().__init__(pool, state)
         config = checked_config(config, DecodeConfig)
-        place = Place.of(pool, config.model, mesh, state=state)
+        spec = RankSpec.of(pool, config.model, mesh, state=state)
         layout = pool.layout
         # 1. Everything that can be refused without undoing anything.
         if ranks is not None:
             check_kind("ranks", ranks, RankLog)
-        num_ranks = place.mesh.num_ranks
+        num_ranks = spec.mesh.num_ranks
         if num_ranks > 1 and ranks is None:
             raise ConfigError(f"a mesh of {num_ranks} ranks needs a RankLog")
         # 2. The pages, the tree, and the scheduler over them. As rank 0 of several, each of their
         # operations is logged for the others.
-        sizes = layout.num_pages, layout.page_size, config.max_running
-        settings = config.for_books(layout.num_pages, place.num_slots)
-        books: PageManager
+        settings = config.for_page_manager(layout.num_pages, spec.num_slots)
+        pages: PageManager
         if ranks is None:
-            books = PageManager(*sizes, **settings)
+            pages = PageManager(layout.num_pages, layout.page_size, config.max_running, **settings)
         else:
-            books = ReplicatedPageManager(ranks.append, *sizes, **settings)
+            pages = ReplicatedPageManager(
+                ranks.append, layout.num_pages, layout.page_size, config.max_running, **settings
+            )
         self._ranks = ranks
         self.config = config
         self.scheduler = DecodeScheduler(
-            books,
+            pages,
             reserve_tokens=config.reserve_tokens,
             max_retries=config.num_retries,
             retarget=config.retarget,
@@ -139,7 +140,7 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         try:
             self.transfers = DecodeTransfers(pool, config, mesh, state=state, transport=transport)
         except BaseException:
-            books.cache.policy.release()  # the next node may have it
+            pages.cache.policy.release()  # the next node may have it
             raise
         # 4. What observes all this, and may still fail: then the node is closed.
         self._leader = RankLeader(self.scheduler, num_ranks, ranks, self.transfers.submit)
@@ -152,11 +153,16 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         """Let the scheduler's journal write to the recorder too, if one is asked for."""
         if config.record is None:
             return None
-        bounds = config.record_bytes, MAX_FILES
-        sizes = self.pool.layout.page_size, bytes_per_token
         # Threads run already, and the caller gets no node to close.
         try:
-            recorder = Recorder(config.record, *bounds, *sizes, time.monotonic())
+            recorder = Recorder(
+                config.record,
+                max_bytes=config.record_bytes,
+                max_files=MAX_FILES,
+                page_size=self.pool.layout.page_size,
+                bytes_per_token=bytes_per_token,
+                now_s=time.monotonic(),
+            )
         except BaseException:
             self.close()
             raise
@@ -329,7 +335,7 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         """
         if self._ranks is None:
             raise CallerError("this node was built without ranks=RankLog()")
-        return self._ranks.take(self.scheduler.books)
+        return self._ranks.take(self.scheduler.pages)
 
     def fence(self, peer: str, incarnation: int) -> None:
         """Take the caller's word that this prefill process is dead: its rooms end, and their held
@@ -364,13 +370,13 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         it."""
         self._leader.on(event, now_s)
 
-    def apply_news(self, raw: bytes) -> None:
-        """Take the events of a `DecodeRank` (its `take_news`); b"" is nothing.
+    def apply_rank_events(self, raw: bytes) -> None:
+        """Take the events of a `DecodeRank` (its `take_rank_events`); b"" is nothing.
 
         Raises:
             CallerError: a batch of this rank is missing or doubled: each has to come, in order.
         """
-        self._leader.on_news(raw, self._pump())
+        self._leader.on_rank_events(raw, self._pump())
         self._tell()
 
     def _command(self, command: DecodeCommand) -> None:
@@ -421,9 +427,9 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         super().__init__(pool, state)
         config = checked_config(config, PrefillConfig)
         # The same order as in `DecodeNode`: refuse, build, start threads, observe.
-        place = Place.of(pool, config.model, mesh, rank, state)
+        spec = RankSpec.of(pool, config.model, mesh, rank, state)
         layout = pool.layout
-        books = PageManager(
+        pages = PageManager(
             layout.num_pages,
             layout.page_size,
             config.max_running,
@@ -432,19 +438,20 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         )
         self.config = config
         self.scheduler = PrefillScheduler(
-            books,
+            pages,
             max_aux_bytes=config.control.max_aux_bytes,
-            num_slots=place.num_slots,
+            num_slots=spec.num_slots,
             usable_prefix=usable_prefix,
             follow_s=config.follow_s,
-            in_step=place.mesh.num_ranks > 1,
+            in_step=spec.mesh.num_ranks > 1,
             weights_version=config.model.weights_version,
         )
-        where = mesh, rank, endpoints
         try:
-            self.transfers = PrefillTransfers(pool, config, *where, state, transport)
+            self.transfers = PrefillTransfers(
+                pool, config, mesh, rank, endpoints, state=state, transport=transport
+            )
         except BaseException:
-            books.cache.policy.release()  # the next node may have it
+            pages.cache.policy.release()  # the next node may have it
             raise
         self.peer_id = self.transfers.peer_id
         self._observe(prefill_journal.timeline)

@@ -41,8 +41,8 @@ from prefixkv.protocol.messages import MAX_COUNT
 from prefixkv.request import DeviceEvent, whole_number
 from prefixkv.runtime.channel import RouterChannel
 from prefixkv.runtime.control_thread import ControlThread
-from prefixkv.runtime.place import Place, checked_config
 from prefixkv.runtime.prover import Prover
+from prefixkv.runtime.rank_spec import RankSpec, checked_config
 from prefixkv.runtime.transfers import (
     SECRET_BYTES,
     MakeTransport,
@@ -95,24 +95,24 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
     ) -> None:
         config = checked_config(config, PrefillConfig)
         super().__init__(config.model.weights_version)
-        place = Place.of(pool, config.model, mesh, rank, state)
-        if rank == 0 and len(endpoints) != place.mesh.num_ranks - 1:
+        spec = RankSpec.of(pool, config.model, mesh, rank, state)
+        if rank == 0 and len(endpoints) != spec.mesh.num_ranks - 1:
             raise ConfigError(
-                f"{len(endpoints)} endpoints of other ranks, the mesh has {place.mesh.num_ranks} "
+                f"{len(endpoints)} endpoints of other ranks, the mesh has {spec.mesh.num_ranks} "
                 "ranks"
             )
         name = f"{config.name}/{rank}" if rank else config.name
         self.peer_id = me = PeerId(name, secret_number())
         self._page_size = pool.layout.page_size
         self._max_aux_bytes = config.control.max_aux_bytes
-        self._num_pages, self._num_slots = pool.layout.num_pages, place.num_slots
+        self._num_pages, self._num_slots = pool.layout.num_pages, spec.num_slots
         # Rooms with pages that a write may still read. The plan covers the whole prompt: the
         # control object cuts off what decode has. None: refused, or ended and its SourceFree still
         # to come.
         self._rooms: dict[RoomKey, SendPlan | None] = {}
         # By decode worker and room, the key with the generation that was added last.
         self._last: dict[tuple[str, int], RoomKey] = {}
-        memory = Memory(pool, place, me, config.transport, transport)
+        memory = Memory(pool, spec, me, config.transport, transport)
         sizes = config.transport
         tries = transport is None and sizes.backend != "shm"  # shm loads nothing of a peer's
         slots: StagingSlots | None = None
@@ -122,13 +122,16 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
 
         # Called by the control thread's constructor, once the transport has its metadata.
         def control(metadata: bytes) -> PrefillControl:
-            what = place.digest, place.topology, config.control, ("", *endpoints), rank, slots
-            secret = token_bytes(SECRET_BYTES)
             return PrefillControl(
                 me,
-                *what,
+                spec.digest,
+                spec.topology,
+                config.control,
+                endpoints=("", *endpoints),
+                rank=rank,
+                staging=slots,
                 tries=tries,
-                secret=secret,
+                secret=token_bytes(SECRET_BYTES),
                 life=prover.life,
                 backend=sizes.backend,
                 option_names=config.model.option_names,
@@ -270,8 +273,17 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         span = plan.send(end, last)
         src = ids[span.first_page : span.end_page].copy()
         if len(src) or last:
-            what = span.first_page, src, last, aux, ready, state_slot
-            self.submit(SendChunk(key, *what, clip=True))
+            chunk = SendChunk(
+                key,
+                first_page=span.first_page,
+                src_pages=src,
+                last=last,
+                aux=aux,
+                ready=ready,
+                state_slot=state_slot,
+                clip=True,
+            )
+            self.submit(chunk)
 
     def abort(self, room: int, generation: int, reason: str = "aborted", *, decode: str) -> None:
         """End a room; RoomEnded and SourceFree follow. Not added or ended: no-op."""
@@ -293,8 +305,8 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         self._begin(key, None)
         self.submit(DeclineRoom(key, reason))
         # No room of the control object's begins for the engine, so its end is said here.
-        self._kept += [RoomEnded(key, KVPoll.FAILED, AbortedError(reason)), SourceFree(key)]
-        self.rouse()
+        self._undelivered += [RoomEnded(key, KVPoll.FAILED, AbortedError(reason)), SourceFree(key)]
+        self.notify()
 
     def offer(
         self, room: int, generation: int, num_tokens: int, digest: bytes, timeout_s: float
@@ -346,7 +358,7 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         self.check_open()
         self._rooms[key] = plan
 
-    def _told(self, event: PrefillEvent) -> None:
+    def _follow_event(self, event: PrefillEvent) -> None:
         """Follow an event that the engine gets: an offer is opened, a room ends or is free."""
         # An offer has no decode worker in its key; the first event of its room brings the name.
         offered = RoomKey(*event.key.numbers)
@@ -358,9 +370,9 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
             self._rooms[event.key] = None
         elif isinstance(event, SourceFree):
             self._rooms.pop(event.key, None)
-            place = event.key.decode, event.key.room
-            if self._last.get(place) == event.key:
-                del self._last[place]
+            number = event.key.decode, event.key.room
+            if self._last.get(number) == event.key:
+                del self._last[number]
 
     def fence(self, peer: str, incarnation: int) -> None:
         """Take the caller's word that this decode process is dead: its rooms end."""

@@ -86,7 +86,7 @@ class Recorder:
         self._path = Path(path)
         self._max_bytes, self._max_files = max_bytes, max_files
         self.block_tokens = max(page_size, BLOCK_TOKENS - BLOCK_TOKENS % page_size)
-        self._told = {"block_size": self.block_tokens, "bytes_per_token": bytes_per_token}
+        self._line_constants = {"block_size": self.block_tokens, "bytes_per_token": bytes_per_token}
         self._begin_s = now_s
         self.recorded = self.lost = 0
         self._closed = False
@@ -184,7 +184,7 @@ class Recorder:
             "input_length": len(ended.data) // TOKEN_BYTES,
             "output_length": ended.output_len,
             "hash_ids": self._ids(ended),
-            **self._told,
+            **self._line_constants,
         }
         return (json.dumps(entry, separators=(",", ":")) + "\n").encode()
 

@@ -32,7 +32,7 @@ from prefixkv.request import whole_number
 from prefixkv.runtime.closing import Closing
 from prefixkv.runtime.control_thread import ControlFailed, ControlThread
 from prefixkv.runtime.copies import CopyPool, CopySink, StagingCopies
-from prefixkv.runtime.place import Place
+from prefixkv.runtime.rank_spec import RankSpec
 from prefixkv.transport.auto import make_transport
 from prefixkv.transport.base import Sink, Transport
 
@@ -53,8 +53,9 @@ SECRET_BYTES: Final = 32
 
 def room_key(room: int, generation: int, decode: str = "") -> RoomKey:
     """Return the key of a room. Raise RequestError for numbers that no frame carries."""
-    whole = whole_number("room", room, 0, 2**64), whole_number("generation", generation, 0, 2**31)
-    return RoomKey(*whole, decode)
+    room = whole_number("room", room, 0, 2**64)
+    generation = whole_number("generation", generation, 0, 2**31)
+    return RoomKey(room, generation, decode)
 
 
 def peer_id(peer: str, incarnation: int) -> PeerId:
@@ -80,16 +81,16 @@ class Memory:
     def __init__(
         self,
         pool: KVPool,
-        place: Place,
+        spec: RankSpec,
         me: PeerId,
         config: TransportConfig,
         make: MakeTransport | None,
     ) -> None:
         """Make the staging memory. Raises ConfigError or CapacityError."""
         self._layout, self._me, self._config = pool.layout, me, config
-        self._held = pool, place.state  # layouts are addresses only: the memory has to stay
+        self._held = pool, spec.state  # layouts are addresses only: the memory has to stay
         self._make = make or make_transport
-        self._state = place.state_layout
+        self._state = spec.state_layout
         self._buffer: StagingBuffer | None = None
         if config.staging_bytes:
             self._buffer = StagingBuffer(
@@ -101,7 +102,7 @@ class Memory:
 
     @property
     def area(self) -> StagingArea | None:
-        """Place of the staging memory, None without."""
+        """RankSpec of the staging memory, None without."""
         return None if self._buffer is None else self._buffer.area
 
     def transport(self, sink: Sink) -> Transport:
@@ -129,7 +130,7 @@ class Transfers(Closing, Generic[C, To, E]):
     def __init__(self, weights_version: str) -> None:
         self._weights_version = weights_version  # of the rooms that are begun now
         # Events that are taken from the inbox and not given to the engine yet.
-        self._kept: list[E] = []
+        self._undelivered: list[E] = []
         self._closed = False
 
     def submit(self, command: C) -> None:
@@ -161,18 +162,18 @@ class Transfers(Closing, Generic[C, To, E]):
         """
         events, error = self.take_raw()
         # Kept before the error is raised: an event that is lost would leave a room open here.
-        self._kept += events
+        self._undelivered += events
         if error is not None:
             # The inbox is empty by now, and a poller has to come back for what is kept.
-            if self._kept:
-                self.rouse()
+            if self._undelivered:
+                self.notify()
             raise InternalError(f"in the control thread: {error!r}") from error
-        events, self._kept = self._kept, []
+        events, self._undelivered = self._undelivered, []
         for event in events:
-            self._told(event)
+            self._follow_event(event)
         return events
 
-    def _told(self, event: E) -> None:
+    def _follow_event(self, event: E) -> None:
         """Follow an event that the engine is about to get: a room that it opened may be over."""
 
     def take_raw(self) -> tuple[list[E], Exception | None]:
@@ -198,17 +199,17 @@ class Transfers(Closing, Generic[C, To, E]):
     @property
     def pending(self) -> bool:
         """True if `take_events` has something, or its descriptor has to be cleared."""
-        return bool(self._kept) or self.thread.events.pending
+        return bool(self._undelivered) or self.thread.events.pending
 
-    def rouse(self) -> None:
+    def notify(self) -> None:
         """Make the descriptor readable until the next `take_events`."""
-        self.thread.events.rouse()
+        self.thread.events.notify()
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until there may be events, at most `timeout_s`; return True if there may be
         some."""
         self.check_open()
-        return bool(self._kept) or self.thread.events.wait(timeout_s)
+        return bool(self._undelivered) or self.thread.events.wait(timeout_s)
 
     def fileno(self) -> int:
         """Return a descriptor that is readable while there are events, for the engine's own

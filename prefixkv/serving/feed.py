@@ -66,28 +66,28 @@ class EventTap:
         self._followers: set[_Follower] = set()
         self._seq = 0
         # Set by the loop, read by the engine's thread. `_used`: there has been a follower; before
-        # the first one events are not collected at all. `_afresh`: a follower waits for a snapshot.
-        self._afresh = self._used = False
+        # the first one events are not collected. `_needs_snapshot`: a follower waits for one.
+        self._needs_snapshot = self._used = False
 
     def after_step(self) -> None:
         """Send the cache's changes to all followers. O(changes)."""
         if not self._used:
             return
         # Reset before the snapshot is taken: a follower that comes during it asks for another one.
-        afresh, self._afresh = self._afresh, False
-        batch = self._take(afresh)
-        if not batch.events and not afresh:
+        snapshot, self._needs_snapshot = self._needs_snapshot, False
+        batch = self._take(snapshot)
+        if not batch.events and not snapshot:
             return  # empty batches are not sent; those sent are numbered here, without a gap
         batch = msgspec.structs.replace(batch, seq=self._seq)
         self._seq += 1
         raw = batch.encode()
         frame = _LENGTH.pack(len(raw)) + raw
-        self._post(lambda: self._deliver(frame, afresh))
+        self._post(lambda: self._deliver(frame, snapshot))
 
-    def _deliver(self, frame: bytes, afresh: bool) -> None:
+    def _deliver(self, frame: bytes, snapshot: bool) -> None:
         """Queue a frame for every follower that has its snapshot, or gets it by this frame."""
         for follower in self._followers:
-            follower.begun |= afresh
+            follower.begun |= snapshot
             if not follower.begun:
                 continue
             if not follower.cut:
@@ -100,7 +100,7 @@ class EventTap:
             return  # the connection ends; the follower tries again later
         self._followers.add(follower)
         # After it was added: the snapshot that this asks for is then delivered to it.
-        self._used = self._afresh = True
+        self._used = self._needs_snapshot = True
         try:
             while not follower.cut:
                 await wait_set(follower.news, LIFE_SIGN_S)

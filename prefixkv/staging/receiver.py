@@ -44,12 +44,13 @@ class StagingPlan(NamedTuple):
         Raises HandshakeError where a lease takes no unit page.
         """
         assert hello.staging is not None
-        ours, theirs = hello.topology.mesh(hello.digest), reply.topology.mesh(reply.digest)
+        readers = hello.topology.mesh(hello.digest)
+        writers = reply.topology.mesh(reply.digest)
         unit_tokens = min(hello.topology.page_size, reply.topology.page_size)
         unit_head_bytes = unit_tokens * hello.layout.head_bytes * hello.layout.slabs_per_layer
-        shares = sent_shares(theirs, ours, hello.rank).items()
-        parts = {rank: share.inside(ours.shard(hello.rank)) for rank, share in shares}
-        cut = LeaseCut.of(theirs, ours, hello.rank, unit_head_bytes, hello.staging)
+        shares = sent_shares(writers, readers, hello.rank).items()
+        parts = {rank: share.inside(readers.shard(hello.rank)) for rank, share in shares}
+        cut = LeaseCut.of(writers, readers, hello.rank, unit_head_bytes, hello.staging)
         return cls(cut, parts, unit_tokens)
 
 
@@ -81,7 +82,7 @@ class Scatter:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrived:
+class SectionArrived:
     """All bytes of `num_units` units that this writer owes the room are in a lease."""
 
     key: RoomKey
@@ -98,11 +99,11 @@ class BreakRoom:
 
 
 Ending = RoomEnded | RoomDrained | RoomOverdue
-Action = Grant | Scatter | Arrived | BreakRoom | Ending
+StagedRoomAction = Grant | Scatter | SectionArrived | BreakRoom | Ending
 
 
 @dataclass(slots=True, eq=False)
-class _Piece:
+class _RoomPiece:
     """One piece of a room: units, and how far its writers are."""
 
     first_unit: int
@@ -117,14 +118,14 @@ class _Piece:
 
 
 @dataclass(slots=True, eq=False)
-class _Room:
+class _StagedRoom:
     """A room from its promise until its end was passed on: SUCCESS, or RoomDrained."""
 
     key: RoomKey
     ticket: int
     units: Pages
     plan: StagingPlan
-    pieces: dict[int, _Piece] = field(default_factory=dict)
+    pieces: dict[int, _RoomPiece] = field(default_factory=dict)
     next_piece: int = 0  # piece that the table is asked for next
     num_scattered: int = 0  # units
     closed: bool = False  # it has failed
@@ -147,7 +148,7 @@ class StagingReceiver:
 
     A writer has arrived when every part of its write was notified, with as many blocks as its
     section has. Its own outcome is never enough. The room's machine counts the units that have
-    arrived (`Arrived`), so a room that lacks a notification does not succeed.
+    arrived (`SectionArrived`), so a room that lacks a notification does not succeed.
 
     Two ends are held back. A room's machine knows nothing of staging, so its events of the room's
     end go through `pass_on`. SUCCESS waits for the last scatter. After a failure nothing is
@@ -162,9 +163,9 @@ class StagingReceiver:
         area.validate()
         self.counters: Counter[str] = Counter()
         self.leases = LeaseTable(area.num_bytes)
-        self._rooms: dict[RoomKey, _Room] = {}
+        self._rooms: dict[RoomKey, _StagedRoom] = {}
 
-    def open(self, promise: Promise, page_size: int, plan: StagingPlan) -> list[Action]:
+    def open(self, promise: Promise, page_size: int, plan: StagingPlan) -> list[StagedRoomAction]:
         """Enter a room with pages that were promised to the writers of `plan`.
 
         Raises: LeaseError while the number's last use is open, or not drained.
@@ -174,21 +175,21 @@ class StagingReceiver:
             raise LeaseError(f"{key} has a life in staging already")
         num_units = pages_for(promise.fill_len - promise.prefix_len, plan.unit_tokens)
         units = unit_pages(promise.page_ids(), page_size // plan.unit_tokens, 0, num_units)
-        self._rooms[key] = _Room(key, promise.ticket, units, plan)
+        self._rooms[key] = _StagedRoom(key, promise.ticket, units, plan)
         return []
 
-    def pass_on(self, ending: Ending) -> list[Action]:
+    def pass_on(self, ending: Ending) -> list[StagedRoomAction]:
         """Return the machine's event of a room's end, if it may pass now, and what follows."""
         room = self._rooms.get(ending.key)
         if room is None or isinstance(ending, RoomOverdue):
             return [ending]
-        out: list[Action] = []
+        out: list[StagedRoomAction] = []
         self._pass_on(room, ending, out)
         return out
 
     # --- input ------------------------------------------------------------------------------------
 
-    def on_ask(self, rank: int, ask: LeaseAsk) -> list[Action]:
+    def on_ask(self, rank: int, ask: LeaseAsk) -> list[StagedRoomAction]:
         """Take a writer's ask for a piece. Of a closed or unknown room, or another use of it:
         counted, no-op.
 
@@ -196,41 +197,41 @@ class StagingReceiver:
         differs from the one that another writer asked for or does not join its neighbours. Nothing
         was changed; the room has to fail.
         """
-        out: list[Action] = []
+        out: list[StagedRoomAction] = []
         room = self._rooms.get(RoomKey(ask.room, ask.generation))
         # 1. Late: the ticket tells this use of the number from another.
         if room is None or room.closed or room.ticket != ask.ticket:
             self.counters["asks_of_no_room"] += 1
             return out
         _check_ask(room, rank, ask)
-        asked = room.pieces.setdefault(ask.piece, _Piece(ask.first_unit, ask.num_units)).asked
+        asked = room.pieces.setdefault(ask.piece, _RoomPiece(ask.first_unit, ask.num_units)).asked
         # 2. Asked again: the ask or the grant was lost, or the piece waits. Only this writer is
         # answered.
         if rank in asked:
             self.counters["asked_again"] += 1
             again = [ls for ls in self.leases.of_room(room.key) if ls.piece == ask.piece]
-            self._say_grants(again, out, rank)
+            self._send_grants(again, out, rank)
             return out
         # 3. The next pieces in order that all writers have asked for: each may have waited only for
         # this one. The table sees them in the order in which the writers write.
         asked.add(rank)
         cut = room.plan.cut
-        while (piece := room.pieces.get(room.next_piece)) and piece.asked == cut.ranks:
-            number, num_bytes = room.next_piece, cut.lease_bytes(piece.num_units)
+        while (due := room.pieces.get(room.next_piece)) and due.asked == cut.ranks:
+            number, num_bytes = room.next_piece, cut.lease_bytes(due.num_units)
             room.next_piece += 1
-            self._say_grants(self.leases.ask(room.key, number, num_bytes, cut.ranks), out)
+            self._send_grants(self.leases.ask(room.key, number, num_bytes, cut.ranks), out)
         return out
 
-    def on_arrival(self, tag: ChunkTag) -> list[Action]:
+    def on_arrival(self, tag: ChunkTag) -> list[StagedRoomAction]:
         """Take the notification of a part of a staged write. Late, double, of no lease or writer:
         counted, no-op.
         """
-        out: list[Action] = []
+        out: list[StagedRoomAction] = []
         lease = self.leases.get(tag.lease_id)
-        said = tag.room, tag.generation, tag.chunk
         # 1. A lease id is not used again soon, so a tag of a lease that is gone finds none; room
         # and piece are compared as well, since the peer may send anything.
-        if lease is None or (*lease.key.numbers, lease.piece) != said:
+        named = tag.room, tag.generation, tag.chunk
+        if lease is None or (*lease.key.numbers, lease.piece) != named:
             self.counters["arrivals_of_no_lease"] += 1
             return out
         parts = self._rooms[lease.key].pieces[lease.piece].parts
@@ -249,15 +250,15 @@ class StagingReceiver:
                 self._arrived(lease, tag.rank, out)
         return out
 
-    def on_scattered(self, lease_id: int, error: Exception | None) -> list[Action]:
+    def on_scattered(self, lease_id: int, error: Exception | None) -> list[StagedRoomAction]:
         """Take the end of a Scatter. Unknown: no-op."""
-        out: list[Action] = []
+        out: list[StagedRoomAction] = []
         if (lease := self.leases.get(lease_id)) is None:
             return out
         room = self._rooms[lease.key]
         # The lease first, whether the copy failed or not: nothing reads or writes its bytes any
         # more.
-        self._say_grants(self.leases.end(lease), out)
+        self._send_grants(self.leases.end(lease), out)
         if error is None:
             room.num_scattered += room.pieces[lease.piece].num_units
         elif not room.closed:
@@ -268,7 +269,9 @@ class StagingReceiver:
             self._pass_on(room, room.held, out)
         return out
 
-    def _say_grants(self, leases: list[Lease], out: list[Action], only: int | None = None) -> None:
+    def _send_grants(
+        self, leases: list[Lease], out: list[StagedRoomAction], only: int | None = None
+    ) -> None:
         """Send each lease to all ranks that have yet to write it, or to one of them."""
         for lease in leases:
             ticket = self._rooms[lease.key].ticket
@@ -278,7 +281,7 @@ class StagingReceiver:
             ranks = [rank for rank in sorted(lease.missing) if only in (None, rank)]
             out += [Grant(lease.key, rank, grant) for rank in ranks]
 
-    def _arrived(self, lease: Lease, rank: int, out: list[Action]) -> None:
+    def _arrived(self, lease: Lease, rank: int, out: list[StagedRoomAction]) -> None:
         """Note that all of a writer's bytes are in the lease; scatter it if that was the last."""
         room = self._rooms[lease.key]
         piece = room.pieces[lease.piece]
@@ -288,9 +291,9 @@ class StagingReceiver:
             units, (_, parts, unit_tokens) = room.units[piece.first_unit : piece.end], room.plan
             sections = self.sections_of(lease)
             out.append(Scatter(lease.lease_id, units, unit_tokens, sections, parts))
-        self._say_grants(granted, out)
+        self._send_grants(granted, out)
         # Last: the room may end by it, and the actions above would then be of a closed room.
-        out.append(Arrived(lease.key, rank, piece.num_units))
+        out.append(SectionArrived(lease.key, rank, piece.num_units))
 
     def _blocks(self, lease: Lease, rank: int) -> int:
         """Return how many blocks this writer writes of a lease."""
@@ -298,24 +301,26 @@ class StagingReceiver:
         num_units = room.pieces[lease.piece].num_units
         return -(-room.plan.cut.sections(num_units)[rank].num_bytes // BLOCK_BYTES)
 
-    def _num_landed(self, room: _Room) -> int:
+    def _num_landed(self, room: _StagedRoom) -> int:
         """Count the units that are whole in leases, and not scattered yet."""
         leases = self.leases.of_room(room.key)
         landed = [lease.piece for lease in leases if lease.state is LeaseState.LANDED]
         return sum(room.pieces[piece].num_units for piece in landed)
 
-    def _copied(self, room: _Room) -> bool:
+    def _copied(self, room: _StagedRoom) -> bool:
         """Return True if a copy of ours writes the room's pages."""
         return any(lease.state is LeaseState.LANDED for lease in self.leases.of_room(room.key))
 
-    def _pass_on(self, room: _Room, ending: RoomEnded | RoomDrained, out: list[Action]) -> None:
+    def _pass_on(
+        self, room: _StagedRoom, ending: RoomEnded | RoomDrained, out: list[StagedRoomAction]
+    ) -> None:
         """Report the end, or hold it back."""
         # FAILED is reported at once. SUCCESS waits for units that are not scattered, RoomDrained
         # for copies that still write the pages: the machine's proof is of writes into leases, not
         # of our copies.
         failed = isinstance(ending, RoomEnded) and ending.poll is KVPoll.FAILED
         if isinstance(ending, RoomDrained):
-            self._say_grants(self.leases.drained(room.key), out)
+            self._send_grants(self.leases.drained(room.key), out)
             waits = self._copied(room)
         else:
             waits = not failed and not room.complete
@@ -331,11 +336,11 @@ class StagingReceiver:
         if not waits:
             out.append(ending)
             room.closed = True
-            self._say_grants(self.leases.close(room.key), out)
+            self._send_grants(self.leases.close(room.key), out)
             if not failed:
                 del self._rooms[room.key]
 
-    def _break(self, room: _Room, error: Exception, out: list[Action]) -> None:
+    def _break(self, room: _StagedRoom, error: Exception, out: list[StagedRoomAction]) -> None:
         """Fail a room that cannot succeed, once.
 
         Where SUCCESS was held back, nothing of its writers can land, and only our copy failed: the
@@ -396,9 +401,9 @@ class StagingReceiver:
             check_laws(laws, room)
 
 
-def _check_ask(room: _Room, rank: int, ask: LeaseAsk) -> None:
+def _check_ask(room: _StagedRoom, rank: int, ask: LeaseAsk) -> None:
     """Raise ProtocolError for an ask that does not fit the room, see `on_ask`."""
-    cut, known = room.plan.cut, room.pieces.get(ask.piece)
+    cut, same = room.plan.cut, room.pieces.get(ask.piece)
     first, count, end = ask.first_unit, ask.num_units, ask.first_unit + ask.num_units
     asks, piece = f"rank {rank} asks for", f"piece {ask.piece} is units {first} to {end}"
     # In order: the writer, the size, what other writers asked for, the neighbours. After these a
@@ -408,8 +413,8 @@ def _check_ask(room: _Room, rank: int, ask: LeaseAsk) -> None:
     if not 0 < count <= cut.units_per_piece or end > len(room.units):
         what = f"a piece of units {first} to {end} of {len(room.units)}"
         raise ProtocolError(f"{what}, at most {cut.units_per_piece} at once")
-    if known is not None and (known.first_unit, known.num_units) != (first, count):
-        raise ProtocolError(f"{piece}, another writer's {known}")
+    if same is not None and (same.first_unit, same.num_units) != (first, count):
+        raise ProtocolError(f"{piece}, another writer's {same}")
     before, after = room.pieces.get(ask.piece - 1), room.pieces.get(ask.piece + 1)
     starts = first == 0 if ask.piece == 0 else first >= ask.piece
     if not starts or (before and before.end != first) or (after and after.first_unit != end):

@@ -23,6 +23,7 @@ from prefixkv.memory.staging_area import BLOCK_BYTES
 from prefixkv.paging import Pages
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.messages import LeaseAsk, LeaseGrant
+from prefixkv.protocol.sender_events import JobDrained, JobEnded
 from prefixkv.protocol.timers import Backoff, Timers
 from prefixkv.staging.cut import LeaseCut
 
@@ -78,27 +79,10 @@ class CancelStaged:
     write_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class JobEnded:
-    """A job's one end. After an error: `drained` is False where any of its writes ended without
-    proof of drain."""
-
-    job_id: int
-    error: Exception | None = None
-    drained: bool = True
+StagedWriteAction = SendAsk | Gather | PostStaged | CancelStaged | JobEnded | JobDrained
 
 
-@dataclass(frozen=True, slots=True)
-class JobDrained:
-    """A job that had ended undrained can land no more. Comes once."""
-
-    job_id: int
-
-
-Action = SendAsk | Gather | PostStaged | CancelStaged | JobEnded | JobDrained
-
-
-class At(enum.Enum):
+class PieceState(enum.Enum):
     """The state of a piece; the module draws the way through them."""
 
     QUEUED = enum.auto()
@@ -120,11 +104,11 @@ class _Stream:
     resend: Backoff
     next_piece: int = 0
     next_unit: int = 0
-    queued: deque[_Piece] = field(default_factory=deque)
-    open: dict[int, _Piece] = field(default_factory=dict)  # by number: asked, and not done yet
+    queued: deque[_ChunkPiece] = field(default_factory=deque)
+    open: dict[int, _ChunkPiece] = field(default_factory=dict)  # asked, not done; by number
     failed: bool = False  # a job of it failed, so there is a gap in what was written
 
-    def pieces_of(self, job: _Job) -> list[_Piece]:
+    def pieces_of(self, job: _Job) -> list[_ChunkPiece]:
         """Return the open pieces of a job."""
         return [piece for piece in self.open.values() if piece.job is job]
 
@@ -142,7 +126,7 @@ class _Job:
 
 
 @dataclass(slots=True, eq=False)
-class _Piece:
+class _ChunkPiece:
     """The part of a chunk that goes through one lease."""
 
     job: _Job
@@ -150,7 +134,7 @@ class _Piece:
     first_unit: int
     src_units: Pages
     num_bytes: int  # size of our section of the lease
-    at: At = At.QUEUED
+    state: PieceState = PieceState.QUEUED
     lease_id: int = -1
     dst_offset: int = -1
     slot: int = -1
@@ -196,8 +180,8 @@ class StagingSender:
         # Each slot is in `_free_slots`, or held by one entry of `_holding`, which an answer of the
         # transport or of a copy ends.
         self._jobs: dict[int, _Job] = {}  # jobs that have not ended, by id
-        self._granted: dict[_Piece, None] = {}  # wait for a slot, in the order of grants
-        self._holding: dict[int, _Piece] = {}  # pieces with a slot, by gather or write
+        self._granted: dict[_ChunkPiece, None] = {}  # wait for a slot, in the order of grants
+        self._holding: dict[int, _ChunkPiece] = {}  # pieces with a slot, by gather or write
         self._free_slots = list(range(slots))
         self._unready: dict[_Stream, None] = {}  # streams with a next piece not computed yet
         self._poll_s = float("inf")
@@ -211,9 +195,9 @@ class StagingSender:
         cut.check_slots(self._rank, self.slot_bytes)
         self.peers[peer] = cut
 
-    def remove_peer(self, peer: PeerId) -> list[Action]:
+    def remove_peer(self, peer: PeerId) -> list[StagedWriteAction]:
         """Cancel a reader's jobs; they end once their gathers and writes have. Unknown: no-op."""
-        out: list[Action] = []
+        out: list[StagedWriteAction] = []
         if self.peers.pop(peer, None) is not None:
             for job in [job for job in self._jobs.values() if job.stream.peer == peer]:
                 self._fail(job, PeerLostError(f"{peer} is gone"), out)
@@ -230,7 +214,7 @@ class StagingSender:
         src_units: Pages,
         ready: Any,
         now_s: float,
-    ) -> list[Action]:
+    ) -> list[StagedWriteAction]:
         """Write a chunk: unit pages of our pool, from `first_unit` behind the promised prefix on.
 
         The chunks of a room for one reader come in order. A JobEnded follows. Raises InternalError
@@ -243,21 +227,27 @@ class StagingSender:
         # 1. Both sides cut a chunk from its first unit on, so a gap or another use of the room
         # would put KV into wrong pages.
         if (stream.ticket, stream.next_unit) != (ticket, first_unit):
-            said = f"units {first_unit}.. of {key} under ticket {ticket}"
-            following = f"unit {stream.next_unit} under {stream.ticket}"
-            raise InternalError(f"{said}, where {following} is next")
+            raise InternalError(
+                f"units {first_unit}.. of {key} under ticket {ticket}, where unit "
+                f"{stream.next_unit} under {stream.ticket} is next"
+            )
         # 2. Pieces are granted in order, and one before this has ended without being written: no
         # lease would ever come.
         if stream.failed:
             return [JobEnded(job_id, AbortedError(f"an earlier chunk of {key} failed"))]
-        out: list[Action] = []
+        out: list[StagedWriteAction] = []
         # 3. Cut, queue, and ask for as many as the window allows. A chunk without pieces ends at
         # once.
         self._jobs[job_id] = job = _Job(job_id, stream, ready)
         for first, count in cut.pieces(len(src_units)):
-            units, where = src_units[first : first + count], (stream.next_piece, stream.next_unit)
-            num_bytes = cut.sections(count)[self._rank].num_bytes
-            stream.queued.append(_Piece(job, *where, units, num_bytes))
+            piece = _ChunkPiece(
+                job,
+                number=stream.next_piece,
+                first_unit=stream.next_unit,
+                src_units=src_units[first : first + count],
+                num_bytes=cut.sections(count)[self._rank].num_bytes,
+            )
+            stream.queued.append(piece)
             stream.next_piece += 1
             stream.next_unit += count
             job.num_left += 1
@@ -265,12 +255,12 @@ class StagingSender:
         self._ask(stream, now_s, out)
         return out
 
-    def cancel(self, job_id: int) -> list[Action]:
+    def cancel(self, job_id: int) -> list[StagedWriteAction]:
         """Start nothing more of a job. Unknown: no-op.
 
         It ends when its gathers and writes have; without an error if these were all of it.
         """
-        out: list[Action] = []
+        out: list[StagedWriteAction] = []
         if (job := self._jobs.get(job_id)) is not None:
             self._fail(job, AbortedError("the staged write was cancelled"), out)
         return out
@@ -288,17 +278,22 @@ class StagingSender:
     def owns(self, write_id: int) -> bool:
         """Return True if this write is to be reported to `on_write_ended` or `on_write_drained`."""
         piece = self._holding.get(write_id)
-        return piece is not None and piece.at is not At.GATHERING
+        return piece is not None and piece.state is not PieceState.GATHERING
 
     # --- input ------------------------------------------------------------------------------------
 
-    def on_grant(self, peer: PeerId, key: RoomKey, grant: LeaseGrant) -> list[Action]:
+    def on_grant(self, peer: PeerId, key: RoomKey, grant: LeaseGrant) -> list[StagedWriteAction]:
         """Take a grant. For a piece that awaits none, or outside the area: counted, no-op."""
-        out: list[Action] = []
+        out: list[StagedWriteAction] = []
         stream = self._streams.get(key, {}).get(peer)
         piece = None if stream is None else stream.open.get(grant.piece)
         # 1. Repeated, late or invented. A second grant must not move a piece that is being written.
-        if not stream or not piece or stream.ticket != grant.ticket or piece.at is not At.ASKED:
+        if (
+            not stream
+            or not piece
+            or stream.ticket != grant.ticket
+            or piece.state is not PieceState.ASKED
+        ):
             self.counters["grants_not_awaited"] += 1
             return out
         # 2. The offset comes from the peer, and becomes an address of its memory: whole blocks,
@@ -308,22 +303,33 @@ class StagingSender:
             self.counters["grants_outside"] += 1
             return out
         # 3. Granted. It waits for a slot in the order of the grants.
-        piece.at = At.GRANTED
+        piece.state = PieceState.GRANTED
         piece.lease_id = grant.lease_id
         piece.dst_offset = grant.offset + cut.sections(num_units)[self._rank].offset
         self._granted[piece] = None
         self._take_slots(out)
         return out
 
-    def on_gathered(self, gather_id: int, error: Exception | None, now_s: float) -> list[Action]:
+    def on_gathered(
+        self, gather_id: int, error: Exception | None, now_s: float
+    ) -> list[StagedWriteAction]:
         """Take the end of a Gather: write what it copied. Unknown: no-op."""
-        out: list[Action] = []
-        if (piece := self._let_go(gather_id, At.GATHERING)) is None:
+        out: list[StagedWriteAction] = []
+        if (piece := self._let_go(gather_id, PieceState.GATHERING)) is None:
             return out
         if error is None and piece.job.error is None:
-            write_id, stream = self._hold(piece, At.WRITING), piece.job.stream
-            where = (piece.number, piece.lease_id, piece.slot, piece.dst_offset, piece.num_bytes)
-            out.append(PostStaged(write_id, stream.key, stream.peer, *where))
+            write_id, stream = self._hold(piece, PieceState.WRITING), piece.job.stream
+            post = PostStaged(
+                write_id,
+                stream.key,
+                stream.peer,
+                piece=piece.number,
+                lease_id=piece.lease_id,
+                slot=piece.slot,
+                dst_offset=piece.dst_offset,
+                num_bytes=piece.num_bytes,
+            )
+            out.append(post)
             return out
         # The copy failed, or its job did meanwhile. Nothing was posted, so the slot is free without
         # proof.
@@ -335,10 +341,10 @@ class StagingSender:
 
     def on_write_ended(
         self, write_id: int, error: Exception | None, drained: bool, now_s: float
-    ) -> list[Action]:
+    ) -> list[StagedWriteAction]:
         """Take the end of a PostStaged, as WriteDone or WriteFailed report it. Unknown: no-op."""
-        out: list[Action] = []
-        if (piece := self._let_go(write_id, At.WRITING)) is None:
+        out: list[StagedWriteAction] = []
+        if (piece := self._let_go(write_id, PieceState.WRITING)) is None:
             return out
         job = piece.job
         del job.stream.open[piece.number]
@@ -347,7 +353,7 @@ class StagingSender:
         if error is None or drained:
             self._free_slots.append(piece.slot)
         else:
-            piece.at, self._holding[write_id] = At.UNDRAINED, piece
+            piece.state, self._holding[write_id] = PieceState.UNDRAINED, piece
             job.undrained = True
         if error is None:
             job.num_left -= 1
@@ -361,20 +367,20 @@ class StagingSender:
         self._take_slots(out)
         return out
 
-    def on_write_drained(self, write_id: int) -> list[Action]:
+    def on_write_drained(self, write_id: int) -> list[StagedWriteAction]:
         """Take the proof that a write which ended undrained can land no more. Unknown: no-op."""
-        out: list[Action] = []
-        if (piece := self._let_go(write_id, At.UNDRAINED)) is not None:
+        out: list[StagedWriteAction] = []
+        if (piece := self._let_go(write_id, PieceState.UNDRAINED)) is not None:
             self._free_slots.append(piece.slot)
             self._end(piece.job, out)
             self._take_slots(out)
         return out
 
-    def tick(self, now_s: float) -> list[Action]:
+    def tick(self, now_s: float) -> list[StagedWriteAction]:
         """Let time pass: repeat asks that have no answer, look whether KV is ready."""
-        out: list[Action] = []
+        out: list[StagedWriteAction] = []
         for stream in self._timers.due(now_s):
-            asked = [piece for piece in stream.open.values() if piece.at is At.ASKED]
+            asked = [piece for piece in stream.open.values() if piece.state is PieceState.ASKED]
             # Asks without an answer: the ask or its grant was lost, or the lease waits. The reader
             # answers an ask that it has granted again, so repeating is safe.
             if asked and not stream.failed:
@@ -394,7 +400,7 @@ class StagingSender:
         """Time at which `tick` is wanted next, infinity if never."""
         return min(self._timers.next_s, self._poll_s)
 
-    def _ask(self, stream: _Stream, now_s: float, out: list[Action]) -> None:
+    def _ask(self, stream: _Stream, now_s: float, out: list[StagedWriteAction]) -> None:
         """Ask for as many pieces as the window allows."""
         while not stream.failed and stream.queued and len(stream.open) < self._window:
             if not self._ready(stream.queued[0].job, now_s, out):
@@ -403,15 +409,15 @@ class StagingSender:
             # was, or was cleaned by `_fail`.
             piece = stream.queued.popleft()
             # The first ask that is open starts the pause; later ones are repeated together with it.
-            if all(other.at is not At.ASKED for other in stream.open.values()):
+            if all(other.state is not PieceState.ASKED for other in stream.open.values()):
                 stream.resend.start(now_s)
                 self._timers.wake(stream, stream.resend.due_s)
-            piece.at = At.ASKED
+            piece.state = PieceState.ASKED
             stream.open[piece.number] = piece
             self.counters["pieces_asked"] += 1
             out.append(self._send_ask(piece))
 
-    def _ready(self, job: _Job, now_s: float, out: list[Action]) -> bool:
+    def _ready(self, job: _Job, now_s: float, out: list[StagedWriteAction]) -> bool:
         """Return True if the job's KV is computed. Else it is looked at again, or the job fails."""
         try:
             if job.ready is None or job.ready.query():
@@ -424,39 +430,45 @@ class StagingSender:
         self._poll_s = min(self._poll_s, now_s + READY_POLL_S)
         return False
 
-    def _send_ask(self, piece: _Piece) -> SendAsk:
+    def _send_ask(self, piece: _ChunkPiece) -> SendAsk:
         """Return the ask for a piece."""
         stream = piece.job.stream
-        units = (piece.number, piece.first_unit, len(piece.src_units))
-        ask = LeaseAsk(*stream.key.numbers, self._rank, *units, stream.ticket)
+        ask = LeaseAsk(
+            *stream.key.numbers,
+            rank=self._rank,
+            piece=piece.number,
+            first_unit=piece.first_unit,
+            num_units=len(piece.src_units),
+            ticket=stream.ticket,
+        )
         return SendAsk(stream.peer, ask)
 
-    def _hold(self, piece: _Piece, at: At) -> int:
+    def _hold(self, piece: _ChunkPiece, state: PieceState) -> int:
         """Enter a new gather or write of the piece, which holds its slot; return its id."""
         action_id = self._next_id()
-        piece.at, self._holding[action_id] = at, piece
+        piece.state, self._holding[action_id] = state, piece
         return action_id
 
-    def _let_go(self, action_id: int, at: At) -> _Piece | None:
+    def _let_go(self, action_id: int, state: PieceState) -> _ChunkPiece | None:
         """Take out the piece that holds a slot for this gather or write; None if there is none."""
         piece = self._holding.get(action_id)
-        return self._holding.pop(action_id) if piece is not None and piece.at is at else None
+        return self._holding.pop(action_id) if piece is not None and piece.state is state else None
 
-    def _take_slots(self, out: list[Action]) -> None:
+    def _take_slots(self, out: list[StagedWriteAction]) -> None:
         """Gather the pieces next in order, as far as their readers may have one more slot."""
         while self._free_slots and (piece := self._next_to_gather()) is not None:
             del self._granted[piece]
             piece.slot = self._free_slots.pop()
-            gather_id, peer = self._hold(piece, At.GATHERING), piece.job.stream.peer
+            gather_id, peer = self._hold(piece, PieceState.GATHERING), piece.job.stream.peer
             out.append(Gather(gather_id, peer, piece.src_units, piece.slot, piece.num_bytes))
 
-    def _next_to_gather(self) -> _Piece | None:
+    def _next_to_gather(self) -> _ChunkPiece | None:
         """Return the first granted piece of a reader below its limit of slots, or None."""
         limit = self.num_slots if len(self.peers) == 1 else (self.num_slots + 1) // 2
         slots_of = Counter(piece.job.stream.peer for piece in self._holding.values())
         return next((p for p in self._granted if slots_of[p.job.stream.peer] < limit), None)
 
-    def _fail(self, job: _Job, error: Exception, out: list[Action]) -> None:
+    def _fail(self, job: _Job, error: Exception, out: list[StagedWriteAction]) -> None:
         """Start nothing more of the job; end it if nothing is under way. Its first error counts."""
         if job.error is None:
             job.error = error
@@ -467,17 +479,17 @@ class StagingSender:
             # 2. What is being written cannot be called back: no further part is posted, and it ends
             # by itself.
             for write_id, piece in self._holding.items():
-                if piece.job is job and piece.at is At.WRITING:
+                if piece.job is job and piece.state is PieceState.WRITING:
                     out.append(CancelStaged(write_id))
             # 3. What waits for a grant or a slot is dropped. A grant that comes later finds no
             # piece; the reader frees the lease with the room.
             for piece in stream.pieces_of(job):
-                if piece.at in (At.ASKED, At.GRANTED):
+                if piece.state in (PieceState.ASKED, PieceState.GRANTED):
                     self._granted.pop(piece, None)
                     del stream.open[piece.number]
         self._end(job, out)
 
-    def _end(self, job: _Job, out: list[Action]) -> None:
+    def _end(self, job: _Job, out: list[StagedWriteAction]) -> None:
         """Report that the job has ended or is drained, where that has just come true.
 
         An ended job holds slots for undrained writes alone.
@@ -513,25 +525,29 @@ class StagingSender:
         streams = [stream for by_peer in self._streams.values() for stream in by_peer.values()]
         opened = [piece for stream in streams for piece in stream.open.values()]
         queued = [piece for stream in streams for piece in stream.queued]
-        asked = [piece for piece in opened if piece.at is At.ASKED]
+        asked = [piece for piece in opened if piece.state is PieceState.ASKED]
         holding = list(self._holding.values())
-        under_way = [piece for piece in holding if piece.at is not At.UNDRAINED]
+        under_way = [piece for piece in holding if piece.state is not PieceState.UNDRAINED]
         placed = map(id, [*asked, *self._granted, *under_way])
         slots = [*self._free_slots, *(piece.slot for piece in holding)]
         jobs = self._jobs.values()
         over = [j for j in jobs if not j.num_left or (j.error and not j.stream.pieces_of(j))]
         for piece in [*opened, *queued]:
-            at, job = piece.at, piece.job
+            state, job = piece.state, piece.job
             laws = {
                 "a piece is of a job that has not ended": self._jobs.get(job.job_id) is job,
-                "a failed job starts nothing": not job.error or at in (At.GATHERING, At.WRITING),
-                "a granted piece waits for a slot": (piece in self._granted) == (at is At.GRANTED),
+                "a failed job starts nothing": not job.error
+                or state in (PieceState.GATHERING, PieceState.WRITING),
+                "a granted piece waits for a slot": (piece in self._granted)
+                == (state is PieceState.GRANTED),
             }
             check_laws(laws, piece)
         laws = {
             "each slot is free or held, once": sorted(slots) == list(range(self.num_slots)),
             "an open piece is where its state says": sorted(map(id, opened)) == sorted(placed),
-            "what is queued has not been asked for": all(piece.at is At.QUEUED for piece in queued),
+            "what is queued has not been asked for": all(
+                piece.state is PieceState.QUEUED for piece in queued
+            ),
             "windows hold": all(len(stream.open) <= self._window for stream in streams),
             "a job lives while it has pieces to go": not over,
             "asks are repeated": self._timers.next_s < float("inf")

@@ -66,12 +66,12 @@ def test_what_is_met():
 
 def test_an_aged_pool_is_full_and_scattered():
     case = transfer.small("layer_major", "aged")
-    books = PageManager(case.num_pages, case.page_size, 16)
-    transfer._age(books, case, 1)
-    books.check_invariants()
-    assert books.allocator.cached_pages > case.num_pages // 2
+    pages = PageManager(case.num_pages, case.page_size, 16)
+    transfer._age(pages, case, 1)
+    pages.check_invariants()
+    assert pages.allocator.cached_pages > case.num_pages // 2
     with pytest.raises(OutOfPagesError):
-        books.open(claim_prepare.Burst().request(1, 1).key, None, case.num_pages + 1, 0.0)
+        pages.open(claim_prepare.Burst().request(1, 1).key, None, case.num_pages + 1, 0.0)
 
 
 # --- processes ------------------------------------------------------------------------------------

@@ -102,41 +102,43 @@ def moody(rng: random.Random, kind: str) -> Policy:
 @pytest.mark.parametrize("seed", range(12))
 def test_books_stay_right_under_a_policy_that_raises(seed: int, kind: str) -> None:
     rng = random.Random(f"{kind} {seed}")
-    books = PageManager(NUM_PAGES, PAGE_SIZE, 8, policy=moody(rng, kind), evict_reserve_pages=1)
+    manager = PageManager(NUM_PAGES, PAGE_SIZE, 8, policy=moody(rng, kind), evict_reserve_pages=1)
     live: list[tuple[RequestPages, RadixKey]] = []
     for step in range(150):
         match rng.choice(["open", "open", "commit", "finish", "drop", "grow", "wait", "flush"]):
-            case "open" if books.can_open:
+            case "open" if manager.can_open:
                 tokens = [rng.choice([1, 1, 2, 3]) for _ in range(rng.randrange(1, 14))]
                 key = RadixKey(tokens)
-                match = books.match(key)
+                match = manager.match(key)
                 new = pages_for(len(key), PAGE_SIZE) - (match.depth if match is not None else 0)
                 with suppress(OutOfPagesError):
-                    live.append((books.open(key, match, new, float(step)), key))
+                    live.append((manager.open(key, match, new, float(step)), key))
             case "commit" if live:
-                books.cache_unfinished(*rng.choice(live), float(step))
+                manager.cache_unfinished(*rng.choice(live), float(step))
             case "finish" if live:
                 ended = live.pop(rng.randrange(len(live)))
-                books.cache_finished(*ended, float(step), continues=rng.choice([None, True, False]))
+                manager.cache_finished(
+                    *ended, float(step), continues=rng.choice([None, True, False])
+                )
             case "drop" if live:
-                books.drop(live.pop(rng.randrange(len(live)))[0])
+                manager.drop(live.pop(rng.randrange(len(live)))[0])
             case "grow" if live:
                 with suppress(OutOfPagesError):
-                    books.grow_many([rng.choice(live)[0]], float(step))
+                    manager.grow_many([rng.choice(live)[0]], float(step))
             case "wait":
-                match = books.cache.match_prefix([1] * rng.randrange(2, 9))
-                books.cache.unwant(books.cache.want(match))
+                match = manager.cache.match_prefix([1] * rng.randrange(2, 9))
+                manager.cache.unwant(manager.cache.want(match))
             case "flush" if rng.random() < 0.1:
-                books.flush()
-        books.check_invariants()
-        assert books.cache.locks == {pages.lock for pages, _ in live if pages.lock is not None}
-        assert books.table.free_rows == 8 - len(live)
+                manager.flush()
+        manager.check_invariants()
+        assert manager.cache.locks == {pages.lock for pages, _ in live if pages.lock is not None}
+        assert manager.table.free_rows == 8 - len(live)
     for pages, _ in live:
-        books.drop(pages)
-    books.check_invariants()
-    assert books.allocator.owned_pages == 0
-    assert books.cache.protected_pages == books.cache.orphan_pages == 0
-    assert len(books.cache.evict(NUM_PAGES)) == books.allocator.cached_pages, (
+        manager.drop(pages)
+    manager.check_invariants()
+    assert manager.allocator.owned_pages == 0
+    assert manager.cache.protected_pages == manager.cache.orphan_pages == 0
+    assert len(manager.cache.evict(NUM_PAGES)) == manager.allocator.cached_pages, (
         "every page comes back"
     )
 

@@ -12,6 +12,7 @@ from prefixkv.errors import TransferError, TransferTimeoutError
 from prefixkv.protocol.commands import RefuseRoom
 from prefixkv.protocol.events import RoomDrained, RoomEnded
 from prefixkv.protocol.ids import KVPoll, RoomKey
+from prefixkv.protocol.machine import RoomTick
 from prefixkv.protocol.messages import (
     Abort,
     Drained,
@@ -27,7 +28,6 @@ from prefixkv.protocol.receiver_machine import (
     PeerReady,
     ReceiverMachine,
 )
-from prefixkv.protocol.receiver_machine import Tick as ReceiverTick
 from prefixkv.protocol.tags import ChunkTag
 from prefixkv.transport.base import Arrived, WriteDrained
 from tests.control.wire import (
@@ -119,7 +119,7 @@ def test_a_rank_whose_outcome_is_here_is_not_asked_again() -> None:
     machine.on(ChunkLanded(0, 0, 0), 0.0)
     machine.on(OutcomeSaid(Outcome(*KEY.numbers, 0, True, 1, 2, b"", "", True)), 0.0)
     late_s = TIMING.transfer_timeout_s
-    said = machine.on(ReceiverTick(late_s - 1), late_s)
+    said = machine.on(RoomTick(late_s - 1), late_s)
     assert [say.rank for say in said] == [1]
 
 

@@ -20,8 +20,8 @@ from prefixkv.protocol.receiver_machine import (
     FencedOff,
     PeerReady,
     PromiseAcked,
-    Say,
-    Tick,
+    RoomTick,
+    SendToRank,
 )
 from prefixkv.protocol.refusal_machine import RefusalMachine
 from tests.control.wire import (
@@ -108,10 +108,12 @@ def test_a_number_that_is_used_again_before_that_is_not_refused_any_more() -> No
     assert peer.control.num_rooms == 1
 
 
-@pytest.mark.parametrize("event", [ChunkLanded(0, 0, 0), PromiseAcked(0), DrainedSaid(1), Tick()])
+@pytest.mark.parametrize(
+    "event", [ChunkLanded(0, 0, 0), PromiseAcked(0), DrainedSaid(1), RoomTick()]
+)
 def test_what_means_nothing_to_a_refusal_changes_nothing(event: Any) -> None:
     machine = RefusalMachine(KEY, 9, "why", TIMING, 0.0)
-    assert machine.on(PeerReady((0,)), 0.0) == [Say(0, Abort(*KEY.numbers, "why", 9))]
+    assert machine.on(PeerReady((0,)), 0.0) == [SendToRank(0, Abort(*KEY.numbers, "why", 9))]
     assert machine.on(event, 0.1) == []
     assert not machine.over
 
@@ -120,7 +122,7 @@ def test_each_rank_is_told_and_each_must_answer() -> None:
     machine = RefusalMachine(KEY, 9, "why", TIMING, 0.0)
     assert [say.rank for say in machine.on(PeerReady((0, 1)), 0.0)] == [0, 1]
     assert machine.on(DrainedSaid(0), 0.1) == []
-    assert [say.rank for say in machine.on(Tick(), TIMING.resend_s)] == [1]
+    assert [say.rank for say in machine.on(RoomTick(), TIMING.resend_s)] == [1]
     assert machine.on(DrainedSaid(1), 0.1) == [RoomDrained(KEY)]
     assert machine.over
     for event in (Fail(AbortedError(WHY)), FencedOff(0)):

@@ -39,7 +39,7 @@ from prefixkv.protocol.messages import (
     OutcomeAck,
     PromiseAck,
 )
-from prefixkv.protocol.sender_events import CancelWrite, PostWrite, Say
+from prefixkv.protocol.sender_events import CancelWrite, PostWrite, SendToReader
 from prefixkv.protocol.sender_machine import SenderMachine
 from prefixkv.protocol.tags import ChunkTag
 from prefixkv.staging.sender import Gather
@@ -131,7 +131,7 @@ def said(actions: list[Any], kind: type) -> list[tuple[PeerId, Any]]:
     return [
         (action.peer, action.body)
         for action in actions
-        if isinstance(action, Say) and isinstance(action.body, kind)
+        if isinstance(action, SendToReader) and isinstance(action.body, kind)
     ]
 
 
@@ -154,8 +154,8 @@ def test_each_reader_gets_every_chunk_and_the_outcome() -> None:
         (A, 0, [40, 41]), (B, 0, [40, 41])]  # fmt: skip
     third, fourth = of(room.chunk(2, [7, 8]), PostWrite)
     for post in (first, third, fourth):
-        assert room.on(sm.WriteEnded(post.job_id)) == []
-    actions = room.on(sm.WriteEnded(second.job_id))
+        assert room.on(sm.JobEnded(post.job_id)) == []
+    actions = room.on(sm.JobEnded(second.job_id))
     assert of(actions, RoomEnded) == [RoomEnded(SENT, KVPoll.SUCCESS)]
     assert [(to, body.ok, body.num_pages) for to, body in said(actions, Outcome)] == [
         (A, True, 4),
@@ -164,7 +164,7 @@ def test_each_reader_gets_every_chunk_and_the_outcome() -> None:
     room.on(sm.OutcomeAcked(1))
     assert not room.machine.over
     room.now_s += TIMING.resend_s
-    assert [to for to, _ in said(room.on(sm.Tick()), Outcome)] == [A], "the other has answered"
+    assert [to for to, _ in said(room.on(sm.RoomTick()), Outcome)] == [A], "the other has answered"
     room.on(sm.OutcomeAcked(0))
     assert room.machine.over
 
@@ -186,8 +186,8 @@ def test_an_abort_of_one_reader_fails_the_other_and_drains_for_both_with_the_las
     ]
     assert said(actions, Drained) == []
     assert room.abort(1) == []
-    assert room.on(sm.WriteEnded(posts[1].job_id, WHY)) == []
-    actions = room.on(sm.WriteEnded(posts[0].job_id))
+    assert room.on(sm.JobEnded(posts[1].job_id, WHY)) == []
+    actions = room.on(sm.JobEnded(posts[0].job_id))
     assert [to for to, _ in said(actions, Drained)] == [A, B]
     assert of(actions, SourceFree) == [SourceFree(SENT)]
     assert room.machine.over
@@ -196,11 +196,11 @@ def test_an_abort_of_one_reader_fails_the_other_and_drains_for_both_with_the_las
 def test_a_write_to_one_reader_that_proves_nothing_keeps_the_pages_of_both() -> None:
     room = Machine().begun()
     first, second = of(room.chunk(0, [5, 6, 7, 8]), PostWrite)
-    room.on(sm.WriteEnded(first.job_id, WHY, False))
+    room.on(sm.JobEnded(first.job_id, WHY, False))
     for reader in (0, 1):
         room.abort(reader)
-    assert said(room.on(sm.WriteEnded(second.job_id)), Drained) == []
-    drained = said(room.on(sm.WriteDrained(first.job_id)), Drained)
+    assert said(room.on(sm.JobEnded(second.job_id)), Drained) == []
+    drained = said(room.on(sm.JobDrained(first.job_id)), Drained)
     assert [(to, body.settle) for to, body in drained] == [(A, True), (B, True)]
 
 
@@ -233,10 +233,10 @@ def test_a_reader_that_never_promises_is_not_waited_for_for_ever() -> None:
     room.on(sm.Added(16, PROMPT))
     room.on(room.promised(0))
     room.now_s = TIMING.bootstrap_timeout_s
-    (ended,) = of(room.on(sm.Tick()), RoomEnded)
+    (ended,) = of(room.on(sm.RoomTick()), RoomEnded)
     assert isinstance(ended.error, TransferTimeoutError)
     room.now_s += TIMING.parked_timeout_s
-    room.on(sm.Tick())
+    room.on(sm.RoomTick())
     assert room.machine.over
 
 
@@ -272,7 +272,7 @@ def test_larger_pages_of_decode_are_counted_in_its_own() -> None:
     for post in posts:
         assert post.src_pages.tolist() == list(range(11))
         assert post.dst_pages.tolist() == list(range(40, 51))
-        actions = room.on(sm.WriteEnded(post.job_id))
+        actions = room.on(sm.JobEnded(post.job_id))
     assert [body.num_pages for _, body in said(actions, Outcome)] == [3, 3]
 
 

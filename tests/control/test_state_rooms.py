@@ -18,9 +18,9 @@ from prefixkv.protocol.messages import Outcome
 from prefixkv.protocol.sender_events import (
     Added,
     Fail,
+    JobEnded,
     PostWrite,
     Promised,
-    WriteEnded,
 )
 from prefixkv.protocol.sender_machine import SenderMachine
 from tests.control import wire
@@ -71,7 +71,7 @@ def test_a_full_hit_posts_the_state_alone_and_waits_for_it() -> None:
     assert isinstance(post, PostWrite)
     assert (post.state, post.src_pages.tolist(), post.dst_pages.tolist()) == (True, [3], [7])
     assert machine.poll is KVPoll.TRANSFERRING
-    actions = machine.on(WriteEnded(post.job_id), 0.0)
+    actions = machine.on(JobEnded(post.job_id), 0.0)
     assert [type(action) for action in actions if isinstance(action, RoomEnded | SourceFree)] == [
         RoomEnded,
         SourceFree,
@@ -112,9 +112,7 @@ def test_a_room_that_fails_frees_the_source_when_the_write_has_ended() -> None:
     assert not any(
         isinstance(action, SourceFree) for action in machine.on(Fail(RuntimeError("x")), 0.0)
     )
-    assert any(
-        isinstance(action, SourceFree) for action in machine.on(WriteEnded(post.job_id), 0.0)
-    )
+    assert any(isinstance(action, SourceFree) for action in machine.on(JobEnded(post.job_id), 0.0))
 
 
 # --- the control object ---------------------------------------------------------------------------

@@ -39,11 +39,11 @@ class Desk:
         policy: str = DEFAULT_POLICY,
         **settings: Any,
     ) -> None:
-        self.books = PageManager(
+        self.pages = PageManager(
             num_pages, PAGE_SIZE, rows, caching=caching, num_slots=num_slots, policy=policy
         )
         settings = {"reserve_tokens": 0, **settings}
-        self.scheduler = DecodeScheduler(self.books, **settings)
+        self.scheduler = DecodeScheduler(self.pages, **settings)
         self.now_s = 0.0
         self.failed: list[DecodeRequest] = []
         self.num_rooms = 0
@@ -121,7 +121,7 @@ class Desk:
 
     def prefix_of(self, req: DecodeRequest) -> int:
         """Tokens of a request that the tree has now."""
-        return self.books.cache.match_prefix(req.key).prefix_len
+        return self.pages.cache.match_prefix(req.key).prefix_len
 
     def carry_out_aborts(self) -> None:
         """What the control plane does with an abort: the room fails, and is drained some time
@@ -151,13 +151,13 @@ class Desk:
             for req in scheduler.requests.values()
         ]
         return (
-            requests, self.states(), self.books.version, self.books.evicted_pages,
+            requests, self.states(), self.pages.version, self.pages.evicted_pages,
             dict(scheduler.counters), repr(scheduler.rooms), len(scheduler.waiting),
             scheduler.budget.active, scheduler.budget.private_pages,
         )  # fmt: skip
 
     def states(self) -> dict[str, int]:
-        counts = {state.name: len(self.books.allocator.pages_in(state)) for state in PageState}
+        counts = {state.name: len(self.pages.allocator.pages_in(state)) for state in PageState}
         return {name: count for name, count in counts.items() if count}
 
     def at_rest(self) -> None:

@@ -141,7 +141,7 @@ def desk_halfway() -> tuple[Desk, DecodeRequest, DecodeRequest]:
     hog = desk.start("H", 20, max_new=1)
     first, second = desk.add("a", 4, max_new=1), desk.add("b", 8, max_new=1)
     desk.finish(hog)
-    policy.rids, policy.cache = "b", desk.books.cache
+    policy.rids, policy.cache = "b", desk.pages.cache
     desk.commands()
     with pytest.raises(ZeroDivisionError):
         desk.admit()
@@ -191,17 +191,17 @@ def test_who_was_admitted_before_a_policy_raised_may_end_before_the_caller_hears
 def test_a_policy_that_raises_at_every_pass_stops_no_deadline() -> None:
     policy = RaisesOf()
     desk = Desk(24, rows=32, admission=policy)
-    policy.cache = desk.books.cache
+    policy.cache = desk.pages.cache
     desk.finish(desk.start("H", 20, max_new=1))
     desk.start("hog", 60, max_new=1)
     late = desk.add("L", 80, max_new=1, deadline_s=1.0)
     policy.rids = "L"
     for now_s in (0.5, 0.6, 0.7, 2.0):
         desk.now_s = now_s
-        desk.books.version += 1  # so that it is looked at
+        desk.pages.version += 1  # so that it is looked at
         with suppress(ZeroDivisionError):
             desk.admit()
-    assert desk.books.errors.num > 0
+    assert desk.pages.errors.num > 0
     assert [req.rid for req in desk.pop_failed()] == ["L"]
     assert isinstance(late.error, AdmissionTimeoutError)
 
@@ -211,7 +211,7 @@ def test_a_policy_that_raises_at_every_look_keeps_no_request_waiting() -> None:
     them."""
     policy = RaisesOf()
     desk = Desk(24, rows=32, admission=policy)
-    policy.cache = desk.books.cache
+    policy.cache = desk.pages.cache
     hog = desk.start("H", 20, max_new=1)
     for rid in "abcd":
         desk.add(rid, 4, max_new=1)
@@ -306,7 +306,7 @@ def test_an_estimate_that_was_too_high_is_found_out() -> None:
     desk.finish(grows)
     desk.add("z", [*range(24), 80], max_new=1)
     assert desk.admit() == ["z"], "which holds six of those pages now"
-    assert desk.books.available_pages == 2
+    assert desk.pages.available_pages == 2
     assert desk.admit() == ["y"], "two new pages"
 
 
@@ -316,10 +316,10 @@ def test_an_estimate_that_was_too_low_puts_it_behind_those_that_need_less() -> N
     hog = desk.start("H", 60, max_new=1, cacheable=False)
     desk.add("was cached", [*range(32), 7], max_new=1)
     desk.add("b", 8, max_new=1)
-    books = desk.books
-    pages = books.cache.evict(8)
-    books.allocator.uncache(pages)
-    books.allocator.free(pages)
+    page_manager = desk.pages
+    pages = page_manager.cache.evict(8)
+    page_manager.allocator.uncache(pages)
+    page_manager.allocator.free(pages)
     desk.finish(hog)
     assert desk.admit() == ["b", "was cached"], "nine pages now, not one"
 
@@ -340,7 +340,7 @@ def test_at_most_so_many_are_matched_in_vain_and_none_twice_for_nothing(
         looks.clear()
         assert desk.admit() == []
         assert not looks, "neither the tree nor the free pages have changed"
-        desk.books.version += 1
+        desk.pages.version += 1
     assert len(seen) == 100, "the oldest estimates are renewed first"
 
 
@@ -401,7 +401,7 @@ def test_everybody_is_admitted_in_the_end(
         for req in list(desk.scheduler.requests.values()):
             if (
                 req.state is DecodeState.PREALLOCATED
-                and desk.scheduler.transfers.get(req.room_key) is not None
+                and desk.scheduler.arriving.get(req.room_key) is not None
             ):
                 desk.succeed(req.room_key)
         running += [desk.scheduler.requests[rid] for rid in desk.transferred()]

@@ -66,7 +66,7 @@ def test_every_token_is_where_it_belongs(
             desk.retract(last)
             assert last.output_limit == 0
             assert (
-                desk.books.cache.match_prefix(known).prefix_len
+                desk.pages.cache.match_prefix(known).prefix_len
                 == len(known) // PAGE_SIZE * PAGE_SIZE
             )
             assert desk.admit() == [last.rid]
@@ -77,7 +77,7 @@ def test_every_token_is_where_it_belongs(
         elif then == "finish":
             desk.finish(last)
             assert (
-                desk.books.cache.match_prefix(known).prefix_len
+                desk.pages.cache.match_prefix(known).prefix_len
                 == len(known) // PAGE_SIZE * PAGE_SIZE
             )
     for at in range(len(reqs)):
@@ -117,23 +117,23 @@ def test_one_that_grows_by_eviction_leaves_the_blocked_head_alone(
     desk.add("big", 28, max_new=4)
     assert desk.admit() == []
     looks: list[Any] = []
-    match = desk.books.match
-    monkeypatch.setattr(desk.books, "match", lambda *args: looks.append(args) or match(*args))
+    match = desk.pages.match
+    monkeypatch.setattr(desk.pages, "match", lambda *args: looks.append(args) or match(*args))
     for _ in range(4):
         desk.token(running)
         assert desk.admit() == []
-    assert (desk.books.evicted_pages, len(running.pages)) == (1, 5)
+    assert (desk.pages.evicted_pages, len(running.pages)) == (1, 5)
     assert not looks
 
 
 def test_what_is_taken_by_eviction_is_all_that_was_free_and_what_was_evicted() -> None:
-    books = PageManager(8, PAGE_SIZE, 4)
+    pages = PageManager(8, PAGE_SIZE, 4)
     desk = Desk(8)
-    books = desk.books
+    pages = desk.pages
     idle = desk.start("i", 20, max_new=1)
     cached = idle.pages[:5].tolist()
     desk.finish(idle)
-    free = books.allocator.pages_in(0).tolist()
+    free = pages.allocator.pages_in(0).tolist()
     assert len(free) == 3
     req = desk.add("a", 20, max_new=1)
     desk.admit()

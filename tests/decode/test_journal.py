@@ -182,7 +182,7 @@ def test_whoever_has_pages_is_named() -> None:
     leaving = desk.start("leaving", 8)
     desk.finish(leaving, after=Never())
     assert [name for name, _ in desk.scheduler.holders()] == ["queued", "running", "leaving"]
-    oldest = desk.books.cache.oldest_lock()
+    oldest = desk.pages.cache.oldest_lock()
     assert oldest is not None
     owners = [name for name, pages in desk.scheduler.holders() if pages.lock is oldest]
     assert owners

@@ -81,8 +81,8 @@ def test_it_is_matched_anew_only_if_the_tree_has_changed(
     hog = desk.start("H", 41, max_new=1, cacheable=False)
     waits = desk.add("xy", 24, max_new=1)
     matches: list[Any] = []
-    match = desk.books.match
-    monkeypatch.setattr(desk.books, "match", lambda *args: matches.append(args) or match(*args))
+    match = desk.pages.match
+    monkeypatch.setattr(desk.pages, "match", lambda *args: matches.append(args) or match(*args))
     assert desk.admit() == []
     assert not matches, "what `add` found holds"
     desk.start(
@@ -198,17 +198,17 @@ def waiting_behind_a_hog(admission: str, protect: bool = True) -> tuple[Desk, De
 @pytest.mark.parametrize("admission", ["hit_aware", "fifo", "priority"])
 def test_what_a_waiting_request_has_cached_is_evicted_last(admission: str) -> None:
     desk, waits = waiting_behind_a_hog(admission)
-    assert desk.books.cache.num_wants == 1
-    desk.books.cache.evict(2)  # as another's growth would
+    assert desk.pages.cache.num_wants == 1
+    desk.pages.cache.evict(2)  # as another's growth would
     assert desk.prefix_of(waits) == 8
-    desk.books.cache.evict(1)
+    desk.pages.cache.evict(1)
     assert desk.prefix_of(waits) == 4, "softly: nothing else was left"
 
 
 def test_without_protection_the_policy_alone_decides() -> None:
     desk, waits = waiting_behind_a_hog("hit_aware", protect=False)
-    assert desk.books.cache.num_wants == 0
-    desk.books.cache.evict(2)
+    assert desk.pages.cache.num_wants == 0
+    desk.pages.cache.evict(2)
     assert desk.prefix_of(waits) == 0
 
 
@@ -233,15 +233,15 @@ def test_a_request_that_waits_no_longer_protects_nothing(end: str) -> None:
         assert desk.admit() == ["a again"]
     else:
         desk.scheduler.flush()
-        assert desk.books.cache.num_wants == 1, "it waits still"
+        assert desk.pages.cache.num_wants == 1, "it waits still"
         desk.abort(waits)
-    assert desk.books.cache.num_wants == 0
+    assert desk.pages.cache.num_wants == 0
 
 
 def test_a_request_admitted_from_free_pages_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     desk = Desk(16)
     said: list[Any] = []
-    monkeypatch.setattr(desk.books, "want", said.append)
+    monkeypatch.setattr(desk.pages, "want", said.append)
     desk.finish(desk.start("a", 12))
     desk.finish(desk.start("a again", 20))
     assert said == []
@@ -256,7 +256,7 @@ def test_so_many_are_told_in_a_pass_and_no_more(monkeypatch: pytest.MonkeyPatch)
     wants = []
     for _ in range(4):
         desk.admit()
-        wants.append(desk.books.cache.num_wants)
+        wants.append(desk.pages.cache.num_wants)
     assert wants == [2, 4, 5, 5]
 
 
@@ -266,7 +266,7 @@ def test_what_is_not_cached_is_not_wanted(how: str) -> None:
     desk.start("H", 27, max_new=1)
     desk.add("a", 8, max_new=1, cacheable=how != "uncacheable")
     assert desk.admit() == []
-    assert desk.books.cache.num_wants == 0
+    assert desk.pages.cache.num_wants == 0
 
 
 @given(
@@ -290,13 +290,13 @@ def test_what_is_admitted_fits_as_the_match_said(
         if pages_for(len(tokens) + max_new, PAGE_SIZE) > num_pages:
             continue
         req = desk.add(f"r{number}", tokens, max_new)
-        before = desk.books.available_pages
+        before = desk.pages.available_pages
         for rid in desk.admit():
             admitted = desk.scheduler.requests[rid]
             assert len(admitted.pages) == pages_for(len(admitted.request.key), PAGE_SIZE)
             assert len(np.unique(admitted.pages)) == len(admitted.pages)
             desk.succeed(admitted.room_key)
-        assert desk.books.available_pages <= before
+        assert desk.pages.available_pages <= before
         running += [desk.scheduler.requests[rid] for rid in desk.transferred()]
         if then == "abort":
             desk.abort(req)

@@ -20,7 +20,7 @@ def test_a_retracted_request_asks_for_its_partial_page_and_for_nothing_else(
     desk.retract(req)
     assert desk.admit() == ["a"]
     asks = desk.scheduler.pop_needs_prefill()
-    assert desk.books.evicted_pages == 0
+    assert desk.pages.evicted_pages == 0
     if num_tokens % PAGE_SIZE == 0:
         assert asks == []
         assert desk.transferred() == ["a"]

@@ -91,7 +91,7 @@ def test_a_hook_that_raises_or_names_no_address_changes_nothing_and_is_told(said
     req = desk.add("a")
     desk.admit()
     desk.fail(req.room_key, drained=True)
-    assert desk.books.errors.num == 1
+    assert desk.pages.errors.num == 1
     with pytest.raises((ZeroDivisionError, RequestError)):
         desk.admit()
     assert desk.admit() == ["a"]

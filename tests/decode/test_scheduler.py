@@ -134,7 +134,7 @@ def _complete_without_transfer(desk: Desk) -> DecodeRequest:
     req = _resumed(desk)
     desk.admit()
     assert req.state is DecodeState.PREALLOCATED
-    assert desk.scheduler.transfers.num_open == 0
+    assert desk.scheduler.arriving.num_open == 0
     return req
 
 
@@ -281,7 +281,7 @@ def test_retry_asks_prefill_once_more_under_the_next_generation() -> None:
     assert desk.states()["HELD"] == 2, (
         "the pages of the first attempt are still its peer's to write"
     )
-    assert set(desk.books.allocator.held_by(RoomKey(req.room, 0)).tolist()).isdisjoint(
+    assert set(desk.pages.allocator.held_by(RoomKey(req.room, 0)).tolist()).isdisjoint(
         req.pages.tolist()
     )
     desk.succeed(RoomKey(req.room, 0))
@@ -319,7 +319,7 @@ def test_a_request_from_arrival_to_the_cache() -> None:
     assert req.kv_len == req.fill_len == 7
     desk.succeed(req.room_key, b"first")
     assert (desk.transferred(), req.aux, req.state) == (["a"], b"first", DecodeState.TRANSFERRED)
-    assert desk.books.cache.protected_pages == 1, (
+    assert desk.pages.cache.protected_pages == 1, (
         "the prompt's whole page is the tree's, under the request's lock"
     )
     desk.token(req, token=5)
@@ -328,7 +328,7 @@ def test_a_request_from_arrival_to_the_cache() -> None:
     assert (req.kv_len, len(req.pages)) == (8, 3), "the next step writes to a page that is there"
     desk.finish(req)
     assert desk.states() == {"FREE": 14, "CACHED": 2}
-    assert desk.books.cache.match_prefix(req.tokens).prefix_len == 8, (
+    assert desk.pages.cache.match_prefix(req.tokens).prefix_len == 8, (
         "the last token has no KV, and is not cached"
     )
     desk.at_rest()
@@ -444,7 +444,7 @@ def test_what_is_asked_for_again_says_whose_cache_it_may_share() -> None:
     desk = Desk()
     for rid, options in (("a", {}), ("b", {"namespace": ("lora", 3), "cacheable": False})):
         request = Request(rid, range(8), max_new_tokens=2, room=1, prefill="tcp://p", **options)
-        ask = PrefillAsk(DecodeRequest(request, desk.books, now_s=0.0), "decode-0")
+        ask = PrefillAsk(DecodeRequest(request, desk.pages, now_s=0.0), "decode-0")
         expected = (options.get("namespace"), options.get("cacheable", True))
         assert (ask.namespace, ask.cacheable) == expected
 
@@ -456,7 +456,7 @@ def test_back_from_retraction_what_was_evicted_is_asked_for_and_the_known_token_
     for token in (11, 12, 13):
         desk.token(req, token=token)
     desk.retract(req)
-    assert desk.books.cache.match_prefix(req.tokens).prefix_len == 8
+    assert desk.pages.cache.match_prefix(req.tokens).prefix_len == 8
     assert desk.admit() == ["a"]
     [ask] = desk.scheduler.pop_needs_prefill()
     assert (ask.tokens.tolist(), ask.known_token, ask.generation) == (
@@ -568,7 +568,7 @@ def test_the_hint_about_the_conversation_reaches_the_tree(
     desk = Desk()
     hints: list[Any] = []
     monkeypatch.setattr(
-        desk.books.cache, "hint", lambda node, continues: hints.append((node.end, continues))
+        desk.pages.cache, "hint", lambda node, continues: hints.append((node.end, continues))
     )
     desk.finish(desk.start("a", 8), continues=continues)
     assert hints == ([] if continues is None else [(2, continues)])
@@ -599,8 +599,8 @@ def test_warm_ups_never_enter_the_tree_and_with_the_cache_off_nothing_does(
 def test_priority_reaches_the_tree() -> None:
     desk = Desk()
     seen = []
-    insert = desk.books.cache.insert
-    desk.books.cache.insert = lambda *args, **more: (
+    insert = desk.pages.cache.insert
+    desk.pages.cache.insert = lambda *args, **more: (
         seen.append(more["priority"]) or insert(*args, **more)
     )
     desk.finish(desk.start("a", 8, priority=3))
@@ -655,7 +655,7 @@ def test_an_event_that_raises_later_keeps_its_pages_and_stops_nothing_else(how: 
     assert other.state is DecodeState.PREALLOCATED
     for _ in range(4):
         desk.admit()
-    assert (desk.scheduler.num_deferred, desk.books.errors.num) == (1, 1)
+    assert (desk.scheduler.num_deferred, desk.pages.errors.num) == (1, 1)
     assert event.num_asked > 4, "it is asked again"
     event.lost = False
     desk.admit()
@@ -675,7 +675,7 @@ def test_a_log_handler_that_raises_costs_no_page() -> None:
     assert [ended.rid for ended in desk.pop_failed()] == ["b"]
     with pytest.raises(OSError, match="disk full"):
         desk.admit()
-    assert desk.books.errors.num == 2
+    assert desk.pages.errors.num == 2
     desk.at_rest()
 
 
@@ -683,14 +683,14 @@ def test_the_audit_sees_a_lock_and_a_row_that_are_of_no_request() -> None:
     desk = Desk()
     desk.finish(desk.start("a"))
     desk.start("b", 4)  # so that something may be locked
-    lock = desk.books.cache.lock(
-        desk.books.match(RadixKey([ord("a") * 1000 + i for i in range(8)]))
+    lock = desk.pages.cache.lock(
+        desk.pages.match(RadixKey([ord("a") * 1000 + i for i in range(8)]))
     )
     with pytest.raises(InternalError, match="every lock is a request's"):
         desk.scheduler.check_invariants()
-    desk.books.cache.unlock(lock)
+    desk.pages.cache.unlock(lock)
     desk.scheduler.check_invariants()
-    desk.books.table.alloc_row()
+    desk.pages.table.alloc_row()
     with pytest.raises(InternalError, match="every row is a request's"):
         desk.scheduler.check_invariants()
 
@@ -704,11 +704,11 @@ def test_an_event_that_cannot_be_asked_changes_nothing(how: str) -> None:
     desk = Desk()
     desk.start("oldest", list(range(4)))
     req = desk.start("a", list(range(8)))
-    state, owned = req.state, desk.scheduler.books.allocator.owned_pages
+    state, owned = req.state, desk.scheduler.pages.allocator.owned_pages
     who = req if how == "finish" else "a"
     with pytest.raises(OSError, match="device lost"):
         getattr(desk.scheduler, how)(who, 0.0, after=Broken())
-    assert (req.state, desk.scheduler.books.allocator.owned_pages) == (state, owned)
+    assert (req.state, desk.scheduler.pages.allocator.owned_pages) == (state, owned)
     assert desk.scheduler.requests["a"] is req
     desk.scheduler.check_invariants()
     desk.finish(req)

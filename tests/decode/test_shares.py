@@ -54,9 +54,9 @@ def test_what_waits_for_its_share_is_looked_at_as_soon_as_some_of_it_is_back() -
     d.add("x", 4, 4, prefill="b")
     assert sorted(d.admit()) == ["u", "v", "x"]
     assert d.admit() == []
-    version = d.books.version
+    version = d.pages.version
     d.succeed(first.room_key)
-    assert d.books.version == version, "no page has become free"
+    assert d.pages.version == version, "no page has become free"
     assert d.admit() == ["w"]
 
 

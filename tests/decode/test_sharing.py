@@ -100,7 +100,7 @@ def test_samples_of_one_prompt_share_all_its_whole_pages() -> None:
     assert desk.transferred() == ["a", "b", "c"]
     assert [req.aux for req in reqs] == [b"first token of %d" % at for at in range(3)]
     assert desk.states() == {"FREE": 26, "CACHED": 3, "OWNED": 3}
-    assert desk.books.cache.protected_pages == 3
+    assert desk.pages.cache.protected_pages == 3
     end_well(desk, reqs)
 
 
@@ -159,7 +159,7 @@ def test_rooms_may_succeed_in_any_order_and_none_runs_before_all_its_pages_are_t
     for rid in order:
         desk.succeed(reqs[rid].room_key, rid.encode())
         there.add(rid)
-        assert desk.scheduler.has_news == any(
+        assert desk.scheduler.has_results == any(
             {"a": 0, "b": 1, "c": 2}[rid] == len(ran) for rid in there - set(ran)
         )
         ran += desk.transferred()
@@ -167,7 +167,7 @@ def test_rooms_may_succeed_in_any_order_and_none_runs_before_all_its_pages_are_t
         assert ran == expected
     for rid, req in reqs.items():
         assert req.aux == rid.encode()
-        assert desk.books.cache.match_prefix(req.tokens).pages.tolist() == req.pages.tolist()
+        assert desk.pages.cache.match_prefix(req.tokens).pages.tolist() == req.pages.tolist()
     end_well(desk, list(reqs.values()))
 
 
@@ -197,14 +197,14 @@ def test_pages_that_the_tree_has_by_now_are_repointed_for_all_that_joined() -> N
     for _ in range(9):
         desk.token(runs, token=1)
     desk.finish(runs)
-    cached = desk.books.cache.match_prefix(a.tokens).pages.tolist()
+    cached = desk.pages.cache.match_prefix(a.tokens).pages.tolist()
     assert len(cached) == 3
     assert set(cached).isdisjoint(theirs)
     desk.succeed(b.room_key)
     desk.succeed(a.room_key)
     assert desk.transferred() == ["a", "b"]
     assert a.pages[:3].tolist() == b.pages[:3].tolist() == cached
-    assert all(desk.books.allocator.state(page) == 0 for page in theirs)
+    assert all(desk.pages.allocator.state(page) == 0 for page in theirs)
     end_well(desk, [a, b])
 
 
@@ -259,7 +259,7 @@ def test_an_aborted_owner_ends_at_once_and_its_room_goes_on_for_the_others(
     again = desk.add("a", tokens(9), room=key.room)
     ran = desk.transferred()
     assert ran == (["b"] if theirs == "arrived" else []), "what nobody owns is for the tree"
-    assert desk.books.cache.match_prefix(tokens(1, 2)).prefix_len == 16
+    assert desk.pages.cache.match_prefix(tokens(1, 2)).prefix_len == 16
     assert (b.pages_held.num_locked, b.pages_held.num_joined) == (
         (4, 0) if theirs == "arrived" else (3, 0)
     )
@@ -294,7 +294,7 @@ def test_an_arrived_flight_that_nobody_needs_any_more_is_dropped() -> None:
     desk.succeed(a.room_key)
     desk.abort(a)
     desk.commands()
-    assert desk.scheduler.has_news
+    assert desk.scheduler.has_results
     desk.abort(b)
     assert aborted(desk) == [b.room_key]
     assert desk.transferred() == []
@@ -416,7 +416,7 @@ def test_the_pages_of_a_failed_attempt_are_not_written_twice() -> None:
     a, b, c = trio(desk)
     desk.fail(a.room_key)
     desk.admit()
-    held = [desk.books.allocator.held_by(RoomKey(req.room, 0)).tolist() for req in (a, b, c)]
+    held = [desk.pages.allocator.held_by(RoomKey(req.room, 0)).tolist() for req in (a, b, c)]
     writable = [page for pages in held for page in pages]
     writable += [
         page for promise in promises(desk).values() for page in promise.page_ids().tolist()
@@ -440,10 +440,10 @@ def test_one_that_comes_back_waits_for_a_flight_that_brings_all_it_has_lost_with
     desk.admit()
     assert other.prefix_len == 4
     desk.retract(req)
-    evicted = desk.books.cache.evict(1)
-    desk.books.allocator.uncache(evicted)
-    desk.books.allocator.free(evicted)
-    desk.books.version += 1
+    evicted = desk.pages.cache.evict(1)
+    desk.pages.allocator.uncache(evicted)
+    desk.pages.allocator.free(evicted)
+    desk.pages.version += 1
     desk.commands()
     assert desk.admit() == ["r"]
     assert (req.prefix_len, req.fill_len, desk.commands()) == (8, 8, [])
@@ -494,7 +494,7 @@ def test_a_flush_sends_those_that_wait_to_ask_for_kv_of_the_new_weights(
     if owned:
         desk.succeed(a.room_key)
         assert desk.transferred() == ["a"]
-        assert desk.books.cache.num_pages == 0
+        assert desk.pages.cache.num_pages == 0
         desk.finish(a)
     end_well(desk, [b, c, late])
 

@@ -13,8 +13,8 @@ from tests.decode.desk import Desk, OpenRoom
 
 
 def slots(desk: Desk) -> dict[str, int]:
-    assert desk.books.slots is not None
-    counts = {state.name: len(desk.books.slots.pages_in(state)) for state in PageState}
+    assert desk.pages.slots is not None
+    counts = {state.name: len(desk.pages.slots.pages_in(state)) for state in PageState}
     return {name: count for name, count in counts.items() if count}
 
 
@@ -51,7 +51,7 @@ def test_who_finds_no_slot_waits() -> None:
     assert desk.admit() == ["b"]
     assert second.state_slot == 0
     with pytest.raises(CapacityError, match="1 state slots"):
-        desk.books.open(desk.request("c").key, None, 1, 0.0)
+        desk.pages.open(desk.request("c").key, None, 1, 0.0)
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -83,8 +83,8 @@ def test_a_flight_that_goes_on_for_others_keeps_its_slot() -> None:
     desk.admit()
     slot = gone.state_slot
     desk.abort(gone)
-    assert desk.books.slots is not None
-    assert desk.books.slots.state(slot) is PageState.OWNED
+    assert desk.pages.slots is not None
+    assert desk.pages.slots.state(slot) is PageState.OWNED
     desk.succeed(gone.room_key)
     desk.succeed(req.room_key)
     assert desk.transferred() == ["a2"]
@@ -116,20 +116,20 @@ def test_who_was_retracted_asks_for_its_state_again() -> None:
 
 def test_ranks_have_equal_slots_or_find_out() -> None:
     ops: list[object] = []
-    books = ReplicatedPageManager(ops.append, 8, 4, 4, num_slots=3)
+    pages = ReplicatedPageManager(ops.append, 8, 4, 4, num_slots=3)
     replica, other = (Replica(PageManager(8, 4, 4, num_slots=3)) for _ in range(2))
     key = Desk().request("a").key
-    one, two = books.open(key, None, 0, 0.0), books.open(key, None, 0, 0.0)
-    books.hold(one, owner := _room())
-    books.quarantine(owner)
-    books.release(owner)
-    books.drop(two)
+    one, two = pages.open(key, None, 0, 0.0), pages.open(key, None, 0, 0.0)
+    pages.hold(one, owner := _room())
+    pages.quarantine(owner)
+    pages.release(owner)
+    pages.drop(two)
     for op in ops:
         replica.apply(op)  # type: ignore[arg-type]
-    assert replica.books.slots is not None
-    assert replica.books.slots.free_pages == 3
-    assert other.books.slots is not None
-    other.books.slots.alloc(1)
+    assert replica.page_manager.slots is not None
+    assert replica.page_manager.slots.free_pages == 3
+    assert other.page_manager.slots is not None
+    other.page_manager.slots.alloc(1)
     with pytest.raises(InternalError, match="came to 1 where rank 0 has 0"):
         other.apply(ops[0])  # type: ignore[arg-type]
 

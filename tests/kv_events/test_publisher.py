@@ -514,7 +514,7 @@ def test_a_publisher_that_keeps_up_is_never_too_far_behind(make: Make) -> None:
 
 
 def test_a_defect_in_making_events_is_no_lie(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    """Nothing is held, until all was told afresh; the third time it is given up."""
+    """Nothing is held, until a snapshot was sent; the third time it is given up."""
     worker = make(Worker)
     subscriber = make(Subscriber, worker.publisher, PAGE_SIZE)
     stored = worker.publisher.dialect.stored

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from prefixkv.cache.events import NO_PARENT, Cleared, EventFeed, Place
+from prefixkv.cache.events import NO_PARENT, Cleared, EventFeed, PageRef
 from prefixkv.cache.namespace import Namespace
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.errors import RequestError
@@ -255,9 +255,9 @@ def test_equal_tokens_in_two_namespaces_are_two_blocks() -> None:
 def test_no_hash_is_0_which_llm_d_takes_for_no_parent(dialect: str, key: bytes) -> None:
     worded = DIALECTS[dialect](1, "GPU")
     assert worded.hash(key, None) == 1
-    [stored] = [worded.stored([Place(None, key, b"\x02" * 16, 1, bytes(4))])]
+    [stored] = [worded.stored([PageRef(None, key, b"\x02" * 16, 1, bytes(4))])]
     assert stored.parent_block_hash == 1
-    assert worded.stored([Place(None, NO_PARENT, key, 0, bytes(4))]).parent_block_hash is None
+    assert worded.stored([PageRef(None, NO_PARENT, key, 0, bytes(4))]).parent_block_hash is None
 
 
 def test_hashes_are_the_last_bytes_unsigned_or_the_first_signed() -> None:

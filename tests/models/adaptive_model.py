@@ -86,7 +86,7 @@ class AdaptiveModel(GhostModel):
                 bases[at] = max(bases[at], before_it_went)
         if old < use.known.trunk[0] < use.covers:  # it was gone
             use.marks[use.known.trunk[0]] = "unknown"
-        self.come_back(tokens, ghosts)
+        self.remove_found(tokens, ghosts)
         return bases
 
     def first_use(self, use: ModelUse, last: Known | None, known: int, new: int) -> None:
@@ -123,7 +123,7 @@ class AdaptiveModel(GhostModel):
 
     def gone(self, place: Place, page: ModelPage) -> None:
         known = (visits(page), page.last.known)
-        for depth, (_, last) in self.remember(place, page.last.known.path, known):
+        for depth, (_, last) in self.add_ghosts(place, page.last.known.path, known):
             if depth == last.path:
                 now_s = max(self.starts[-1][0], last.now_s)
                 self.losses += self.ends(counted(last), last, now_s)

@@ -110,9 +110,9 @@ class AdmissionDay:
         self.retractions = 0
         self._next_s = 0.0
         self._number = 0
-        self.books = PageManager(PAGES, PAGE_SIZE, 12)
+        self.pages = PageManager(PAGES, PAGE_SIZE, 12)
         self.scheduler = DecodeScheduler(
-            self.books,
+            self.pages,
             reserve_tokens=8,
             max_retries=max_retries,
             admission=admission,
@@ -297,7 +297,7 @@ class AdmissionDay:
 
     def _unproved(self) -> int:
         """Pages that nothing which runs gives back, from the pages' states and the open rooms."""
-        pages = self.books.allocator
+        pages = self.pages.allocator
         held = len(pages.pages_in(PageState.HELD)) + len(pages.pages_in(PageState.QUARANTINED))
         flying = [
             flight.pages
@@ -306,7 +306,7 @@ class AdmissionDay:
         ]
         # Prefixes that these lock come back with them, where nothing else locks them.
         locks = [pages.lock for pages in flying if pages.lock is not None]
-        others = [lock for lock in self.books.cache.locks if lock not in locks]
+        others = [lock for lock in self.pages.cache.locks if lock not in locks]
         locked = {page for lock in locks for page in lock.pages.tolist()}
         locked -= {page for lock in others for page in lock.pages.tolist()}
         return held + sum(pages.num_own for pages in flying) + len(locked)
@@ -343,7 +343,7 @@ class AdmissionDay:
     def _check_held_up(self) -> None:
         """The pass is over. What would fit now waits only for one that could be admitted too."""
         scheduler = self.scheduler
-        if not self.books.can_open:
+        if not self.pages.can_open:
             return
         waiting = [req for req, could in self._possible().items() if could]
         ahead = [
@@ -353,11 +353,11 @@ class AdmissionDay:
         ]
         if ahead or (not self.overtakes and len(waiting) > 1):
             return
-        space = self.books.available_pages - scheduler.budget.kept_back
+        space = self.pages.available_pages - scheduler.budget.kept_back
         for req in waiting:
             # What needs no more than this fits whatever it shares.
             needed = req.max_pages
-            fits = needed <= space and needed <= self.books.available_pages
+            fits = needed <= space and needed <= self.pages.available_pages
             assert not fits or self._is_limited(req, waiting), (
                 f"{req} needs {needed} of {space}, and waits"
             )

@@ -18,13 +18,13 @@ from prefixkv.protocol.receiver_machine import ReceiverMachine
 def audit_decode(scheduler: DecodeScheduler, control: DecodeControl) -> None:
     """Laws 1 to 6 on the decode side."""
     scheduler.check_invariants()
-    books = scheduler.books
-    allocator = books.allocator
+    pages = scheduler.pages
+    allocator = pages.allocator
     total = (
         allocator.free_pages + allocator.owned_pages + allocator.cached_pages
         + allocator.held_pages + allocator.quarantined_pages
     )  # fmt: skip
-    assert total == books.num_pages, "law 1: every page is in one state"
+    assert total == pages.num_pages, "law 1: every page is in one state"
 
     writable: dict[int, object] = {}
     slots: dict[int, object] = {}
@@ -33,20 +33,20 @@ def audit_decode(scheduler: DecodeScheduler, control: DecodeControl) -> None:
         written += machine.is_written
         if machine.drained:
             continue
-        flight = scheduler.transfers.get(machine.key)
+        flight = scheduler.arriving.get(machine.key)
         mine = set(machine.promise.page_ids().tolist())
         _audit_slot(scheduler, machine, slots)
         if flight is not None:
             num_shared = flight.pages.num_shared
-            own = set(books.pages(flight.pages)[num_shared:].tolist())
-            assert machine.promise.prefix_len == num_shared * books.page_size, (
+            own = set(pages.pages(flight.pages)[num_shared:].tolist())
+            assert machine.promise.prefix_len == num_shared * pages.page_size, (
                 "law 6: what is promised is there or comes"
             )
             if flight.owner is not None:
                 assert flight.owner.prefix_len == machine.promise.prefix_len, (
                     "law 6: the promise stands"
                 )
-        elif books.holds(machine.key):
+        elif pages.holds(machine.key):
             own = set(allocator.held_by(machine.key).tolist())
         else:
             # The scheduler may not have read yet that the room succeeded; nothing else excuses a
@@ -73,24 +73,24 @@ def _audit_slot(
     scheduler: DecodeScheduler, machine: ReceiverMachine, writable: dict[int, object]
 ) -> None:
     """Laws 4 and 5 of the slot that an undrained room may be written in."""
-    books, slot, key = scheduler.books, machine.promise.state_slot, machine.key
-    assert (slot >= 0) == (books.slots is not None), "a slot is promised where there is extra state"
-    if books.slots is None:
+    pages, slot, key = scheduler.pages, machine.promise.state_slot, machine.key
+    assert (slot >= 0) == (pages.slots is not None), "a slot is promised where there is extra state"
+    if pages.slots is None:
         return
-    flight = scheduler.transfers.get(key)
+    flight = scheduler.arriving.get(key)
     if flight is not None:
         assert flight.pages.slot == slot, f"law 4: slot {slot} of {key} is not its flight's"
         states = {PageState.OWNED}
-    elif books.holds(key):
-        assert books.slots.held_by(key).tolist() == [slot], (
+    elif pages.holds(key):
+        assert pages.slots.held_by(key).tolist() == [slot], (
             f"law 4: slot {slot} of {key} is not held for it"
         )
         states = {PageState.HELD, PageState.QUARANTINED}
     else:
         assert machine.poll is KVPoll.SUCCESS, f"law 4: slot {slot} of {key} is nobody's"
         states = {PageState.OWNED}
-    assert books.slots.state(slot) in states, (
-        f"law 4: slot {slot} of {key} is {books.slots.state(slot).name}"
+    assert pages.slots.state(slot) in states, (
+        f"law 4: slot {slot} of {key} is {pages.slots.state(slot).name}"
     )
     assert slot not in writable, f"law 5: slot {slot} is writable by {key} and {writable[slot]}"
     writable[slot] = key
@@ -102,21 +102,21 @@ def audit_prefill(scheduler: PrefillScheduler) -> None:
     scheduler.check_invariants()
     for req in scheduler.requests.values():
         if req.pages_held is not None:
-            assert len(req.pages) == pages_for(req.num_tokens, scheduler.books.page_size)
+            assert len(req.pages) == pages_for(req.num_tokens, scheduler.pages.page_size)
 
 
 def assert_at_rest(scheduler: DecodeScheduler | PrefillScheduler) -> None:
     """Laws 2 and 7 at the end: nothing lives, so nothing is locked, owned or held."""
-    books = scheduler.books
-    books.check_invariants()
+    pages = scheduler.pages
+    pages.check_invariants()
     assert not scheduler.requests, f"requests left: {scheduler.requests}"
     if isinstance(scheduler, DecodeScheduler):
         assert not len(scheduler.flights), f"flights left: {list(scheduler.flights)}"
-    assert books.cache.protected_pages == 0
-    assert books.cache.stats().num_locks == 0
-    assert books.allocator.owned_pages == 0
-    assert books.allocator.held_pages == 0
-    assert books.allocator.quarantined_pages == 0
-    assert books.slots is None or books.slots.free_pages == books.slots.num_pages
-    assert books.table.free_rows == len(books.table.array)
-    assert books.cache.num_pages == books.allocator.cached_pages
+    assert pages.cache.protected_pages == 0
+    assert pages.cache.stats().num_locks == 0
+    assert pages.allocator.owned_pages == 0
+    assert pages.allocator.held_pages == 0
+    assert pages.allocator.quarantined_pages == 0
+    assert pages.slots is None or pages.slots.free_pages == pages.slots.num_pages
+    assert pages.table.free_rows == len(pages.table.array)
+    assert pages.cache.num_pages == pages.allocator.cached_pages

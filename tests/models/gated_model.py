@@ -46,11 +46,11 @@ class GatedModel(GhostModel):
                 least = total_visits
             for at in range(old, depth):
                 bases[at] = max(bases[at], before_it_went)
-        self.come_back(tokens, ghosts)
+        self.remove_found(tokens, ghosts)
         return bases
 
     def gone(self, place: Place, page: ModelPage) -> None:
-        self.remember(place, page.last.covers, (visits(page), page.last))
+        self.add_ghosts(place, page.last.covers, (visits(page), page.last))
 
     def choose(self, unwanted: list[Place], now_s: float, order: Sequence[int]) -> Place:
         levels: dict[str, list[Place]] = {"fresh": [], "known": []}

@@ -11,7 +11,7 @@ GHOST_PAGES = 40
 
 
 class GhostModel(RadixModel):
-    tells_returns = True
+    reports_returns = True
 
     def __init__(self, page_size: int, policy: str) -> None:
         super().__init__(page_size, policy)
@@ -40,7 +40,7 @@ class GhostModel(RadixModel):
                 and self.segment(tokens, at) in self.segments.values()]  # fmt: skip
         return [self.ghosts[self.name(tokens, at)] for at in found + last[-1:]]
 
-    def come_back(self, tokens: Prefix, found: list[tuple[int, Any]]) -> None:
+    def remove_found(self, tokens: Prefix, found: list[tuple[int, Any]]) -> None:
         for depth, _ in found:
             self.drop(self.name(tokens, depth))
 
@@ -48,7 +48,7 @@ class GhostModel(RadixModel):
         self.segments.pop(name, None)
         return self.ghosts.pop(name)
 
-    def remember(self, place: Place, path: int, known: Any) -> list[tuple[int, Any]]:
+    def add_ghosts(self, place: Place, path: int, known: Any) -> list[tuple[int, Any]]:
         """A page whose last path had `path` pages was evicted; returns the ghosts that are
         forgotten for it."""
         depth = self.whole(place[1])

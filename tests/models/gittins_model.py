@@ -76,11 +76,11 @@ class GittinsModel(GhostModel):
         use.marks = {use.covers: "unknown"}
         if use.brings:
             use.marks[old] = "unknown"
-            self.come_back(tokens, found)
+            self.remove_found(tokens, found)
         return [0] * use.covers
 
     def gone(self, place: Place, page: ModelPage) -> None:
-        for depth, known in self.remember(place, page.last.known.path, page.last.known):
+        for depth, known in self.add_ghosts(place, page.last.known.path, page.last.known):
             if depth == known.path:
                 self.losses.append((known.kind, self.starts[-1][0] - known.now_s))
 

@@ -75,7 +75,7 @@ class LockMachine(RuleBasedStateMachine):
     ) -> None:  # fmt: skip
         self.patience_s, self.waiting_timeout_s = patience_s, waiting_timeout_s
         self.replica = Replica(PageManager(num_pages, PAGE_SIZE, rows, caching=caching))
-        books = ReplicatedPageManager(
+        pages = ReplicatedPageManager(
             lambda op: self.replica.apply(decode_op(encode_op(op))),
             num_pages,
             PAGE_SIZE,
@@ -83,7 +83,7 @@ class LockMachine(RuleBasedStateMachine):
             caching=caching,
         )
         self.scheduler = DecodeScheduler(
-            books, reserve_tokens=reserve, max_retries=int(policy == "retry"), admission=admission,
+            pages, reserve_tokens=reserve, max_retries=int(policy == "retry"), admission=admission,
             patience_s=patience_s, waiting_timeout_s=waiting_timeout_s,
         )  # fmt: skip
 
@@ -141,7 +141,7 @@ class LockMachine(RuleBasedStateMachine):
         try:
             self.scheduler.add(request, self.now_s)
         except RequestError:
-            assert len(tokens) + max_new > PAGE_SIZE * self.scheduler.books.num_pages - PAGE_SIZE
+            assert len(tokens) + max_new > PAGE_SIZE * self.scheduler.pages.num_pages - PAGE_SIZE
 
     @rule()
     def admit(self) -> None:
@@ -163,7 +163,7 @@ class LockMachine(RuleBasedStateMachine):
 
     def _proved_pages(self) -> int:
         """Those that nobody but running requests keeps from the waiting ones."""
-        pages = self.scheduler.books.allocator
+        pages = self.scheduler.pages.allocator
         return pages.num_pages - pages.held_pages - pages.quarantined_pages
 
     def _nobody_was_overtaken_for_too_long(
@@ -209,11 +209,11 @@ class LockMachine(RuleBasedStateMachine):
         self._append([req for req in reqs if len(req.output) < req.max_new_tokens], token)
 
     def _append(self, reqs: list[DecodeRequest], token: int) -> None:
-        pages_before = self.scheduler.books.allocator.owned_pages
+        pages_before = self.scheduler.pages.allocator.owned_pages
         try:
             self.scheduler.append_many(reqs, [token] * len(reqs), self.now_s)
         except OutOfPagesError as error:
-            assert self.scheduler.books.allocator.owned_pages == pages_before
+            assert self.scheduler.pages.allocator.owned_pages == pages_before
             assert self.running_rids()[0] not in error.retract, "the oldest is never named"
             for rid in error.retract[:1]:
                 self._retract(rid, None)
@@ -265,11 +265,13 @@ class LockMachine(RuleBasedStateMachine):
 
     @rule(num_pages=st.integers(0, 6))
     def evict(self, num_pages: int) -> None:
-        for books in (self.scheduler.books, self.replica.books):  # past the log
-            pages = books.cache.evict(min(num_pages, books.cache.evictable_pages), now_s=self.now_s)
-            books.allocator.uncache(pages)
-            books.allocator.free(pages)
-            books.version += 1
+        for page_manager in (self.scheduler.pages, self.replica.page_manager):  # past the log
+            pages = page_manager.cache.evict(
+                min(num_pages, page_manager.cache.evictable_pages), now_s=self.now_s
+            )
+            page_manager.allocator.uncache(pages)
+            page_manager.allocator.free(pages)
+            page_manager.version += 1
 
     @rule()
     def flush(self) -> None:
@@ -295,7 +297,7 @@ class LockMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort_crosses_success(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(sorted(self.rooms)))
-        flight = self.scheduler.transfers.get(key)
+        flight = self.scheduler.arriving.get(key)
         assert flight is not None
         if flight.owner is not None:
             self.scheduler.abort(flight.owner.rid, self.now_s)
@@ -365,7 +367,7 @@ class LockMachine(RuleBasedStateMachine):
                 case OpenRoom(promise):
                     key = RoomKey(promise.room, promise.generation)
                     self.rooms.add(key)
-                    flight = self.scheduler.transfers.get(key)
+                    flight = self.scheduler.arriving.get(key)
                     assert flight is not None
                     assert flight.owner is not None
                     assert promise.prefix_len == flight.start_pages * PAGE_SIZE
@@ -395,11 +397,11 @@ class LockMachine(RuleBasedStateMachine):
             self.scheduler.check_invariants()
             pages = [page for pages in self.writable.values() for page in pages]
             assert len(set(pages)) == len(pages), "law 5: a page is writable by two rooms"
-            state = self.scheduler.books.allocator.state
+            state = self.scheduler.pages.allocator.state
             assert all(state(page) in _MAY_BE_WRITTEN for page in pages), (
                 "law 4: a page with a possible writer is in use"
             )
-            ours, theirs = self.scheduler.books, self.replica.books
+            ours, theirs = self.scheduler.pages, self.replica.page_manager
             assert np.array_equal(ours.table.array, theirs.table.array), (
                 "the second rank has drifted"
             )
@@ -419,12 +421,13 @@ class LockMachine(RuleBasedStateMachine):
             self.scheduler.room_ended(key, KVPoll.FAILED, TransferError("the end"), b"", self.now_s)
             self.scheduler.room_drained(key)
         assert_at_rest(self.scheduler)
-        self.replica.books.check_invariants()
+        self.replica.page_manager.check_invariants()
         assert (
-            self.scheduler.books.allocator.free_runs() == self.replica.books.allocator.free_runs()
+            self.scheduler.pages.allocator.free_runs()
+            == self.replica.page_manager.allocator.free_runs()
         )
         assert not len(self.scheduler.waiting)
-        assert not len(self.scheduler.transfers)
+        assert not len(self.scheduler.arriving)
         assert self.scheduler.budget.active == 0
         assert not self.scheduler.num_deferred
 

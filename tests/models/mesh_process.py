@@ -98,7 +98,7 @@ class _DecodeServed(_Served):
         self.node.apply(raw)
 
     def news(self) -> bytes:
-        return self.node.take_news()
+        return self.node.take_rank_events()
 
     def mismatches(self, row: int, tokens: Tokens) -> int:
         return self._check.mismatches(self.node.pages(row), self._hashes(tokens))

@@ -84,7 +84,7 @@ WORDS = 256
 
 
 class RadixModel:
-    tells_returns = False
+    reports_returns = False
 
     def __init__(self, page_size: int, policy: str) -> None:
         self.page_size = page_size
@@ -296,7 +296,7 @@ class RadixModel:
         use = self.before(tokens, namespace, depth)
         if use is not None:
             self.said[use.tick] = (continues, self.now_s)
-            if self.tells_returns:
+            if self.reports_returns:
                 self.open = [tick for tick in self.open if tick != use.tick] + [use.tick]
                 for tick in self.open[:2]:
                     said, since_s = self.said[tick]

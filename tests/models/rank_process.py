@@ -47,7 +47,7 @@ def receive() -> tuple[int, bytes]:
     return kind, body.numpy().tobytes()
 
 
-def dump(books: PageManager) -> bytes:
+def dump(pages: PageManager) -> bytes:
     """Tree, page table, allocator and free lists, all of them."""
     nodes = sorted(
         (
@@ -58,13 +58,13 @@ def dump(books: PageManager) -> bytes:
             repr(node.mark),
             repr(node.steps),
         )
-        for node in books.cache.nodes()
+        for node in pages.cache.nodes()
     )
     owners = [
-        (owner, books.allocator.held_by(owner).tolist()) for owner in books.allocator.owners()
+        (owner, pages.allocator.held_by(owner).tolist()) for owner in pages.allocator.owners()
     ]
     return json.dumps(
-        [nodes, books.table.array.tolist(), books.allocator.free_runs(), owners]
+        [nodes, pages.table.array.tolist(), pages.allocator.free_runs(), owners]
     ).encode()
 
 
@@ -92,11 +92,11 @@ class BroadcastSim(SchedulerSim):
 
     def _publish(self) -> None:
         self.num_sent += 1
-        broadcast(BATCH, self.log.take(self.decode.scheduler.books))
+        broadcast(BATCH, self.log.take(self.decode.scheduler.pages))
 
     def _compare_ranks(self) -> None:
         self._publish()
-        broadcast(COMPARE, dump(self.decode.scheduler.books))
+        broadcast(COMPARE, dump(self.decode.scheduler.pages))
 
 
 def lead(runs: int) -> None:
@@ -136,7 +136,7 @@ def follow(rank: int) -> None:
         elif kind == COMPARE:
             assert replica is not None
             replica.audit()
-            ours = dump(replica.books)
+            ours = dump(replica.page_manager)
             assert ours == raw, f"rank {rank}\n{ours!r}\nrank 0\n{raw!r}"
             compared += 1
         elif kind == END:

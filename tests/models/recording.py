@@ -82,13 +82,13 @@ def pair_end(sim: PairSim) -> Facts:
         if isinstance(engine, PrefillEngine)
     }
     for name, engine in (("decode", sim.decode), ("prefill", sim.prefill)):
-        books = engine.scheduler.books
-        facts[f"pages of {name}"] = [books.allocator.state(i).name for i in range(books.num_pages)]
-        facts[f"cached by {name}"] = _cached(books)
-        used = [i for i in range(books.num_pages) if books.allocator.state(i) is not PageState.FREE]
+        pages = engine.scheduler.pages
+        facts[f"pages of {name}"] = [pages.allocator.state(i).name for i in range(pages.num_pages)]
+        facts[f"cached by {name}"] = _cached(pages)
+        used = [i for i in range(pages.num_pages) if pages.allocator.state(i) is not PageState.FREE]
         facts[f"bytes of {name}"] = _digest(engine.ranks[0].memory.read(used))
-        if books.slots is not None:
-            slots = books.slots
+        if pages.slots is not None:
+            slots = pages.slots
             facts[f"slots of {name}"] = [slots.state(i).name for i in range(slots.num_pages)]
     ended = [(rank.me.name, poll) for rank in lives.values() for poll in rank.ended.values()]
     facts["succeeded, failed"] = {
@@ -156,12 +156,12 @@ def _key(key: RoomKey) -> str:
     return f"{key.room}/{key.generation}"
 
 
-def _cached(books: PageManager) -> dict[str, str]:
+def _cached(pages: PageManager) -> dict[str, str]:
     """By page in the tree: a digest of all tokens up to its end. Where nodes are cut is not in
     it."""
     found: dict[str, str] = {}
     paths: dict[int, bytes] = {}
-    for node in books.cache.nodes():
+    for node in pages.cache.nodes():
         path = paths.get(id(node.parent), b"") + bytes(node.key)
         paths[id(node)] = path
         page_bytes = len(node.key) // node.num_pages

@@ -148,15 +148,15 @@ class SchedulerSim(PairSim):
 
     def decode_scheduler(self, log: RankLog) -> DecodeScheduler:
         num_pages, self.log = self.decode_pages, log
-        settings = {**self.config.for_books(num_pages), "num_slots": self.num_slots}
-        books = ReplicatedPageManager(log.append, num_pages, PAGE_SIZE, ROWS, **settings)
+        settings = {**self.config.for_page_manager(num_pages), "num_slots": self.num_slots}
+        pages = ReplicatedPageManager(log.append, num_pages, PAGE_SIZE, ROWS, **settings)
         self.replicas = [
             DecodeReplica(num_pages, PAGE_SIZE, self.config, self.num_slots)
             for _ in range(self.num_ranks - 1)
         ]
         self.unread: list[deque[bytes]] = [deque() for _ in self.replicas]
         return DecodeScheduler(
-            books,
+            pages,
             reserve_tokens=self.random.choice([0, 4]),
             max_retries=int(self.failure_policy == "retry"),
             admission=self.config.admission,
@@ -239,7 +239,7 @@ class SchedulerSim(PairSim):
         if not (
             side.ranks[0].events
             or side.running
-            or side.scheduler.has_news
+            or side.scheduler.has_results
             or side.scheduler.waiting.wake_s <= self.now_s
         ):
             return _IDLE
@@ -252,7 +252,7 @@ class SchedulerSim(PairSim):
 
     def prefill_schedule(self) -> int:
         side = self.prefill
-        if not (side.ranks[0].events or side.computing or side.scheduler.has_news):
+        if not (side.ranks[0].events or side.computing or side.scheduler.has_results):
             return _IDLE
         side.schedule()
         return _PREFILL
@@ -276,7 +276,7 @@ class SchedulerSim(PairSim):
         """The pass is over: one message for all ranks. Some engines take several passes
         together."""
         if self.replicas and (self.calm or self.random.randrange(3)):
-            raw = self.log.take(self.decode.scheduler.books)
+            raw = self.log.take(self.decode.scheduler.pages)
             for unread in self.unread:
                 unread.append(raw)
 
@@ -294,17 +294,17 @@ class SchedulerSim(PairSim):
         """All that was published is read: every rank is what rank 0 is."""
         if not self.replicas:
             return
-        books = self.decode.scheduler.books
-        raw = self.log.take(books)
-        expected = digests(books)
+        pages = self.decode.scheduler.pages
+        raw = self.log.take(pages)
+        expected = digests(pages)
         for replica, unread in zip(self.replicas, self.unread, strict=True):
             for message in [*unread, raw]:
                 replica.apply(message)
             unread.clear()
             replica.audit()
-            assert digests(replica.books) == expected, "ranks: books differ"
-            assert (replica.page_table == books.table.array).all()
-            assert replica.books.allocator.free_runs() == books.allocator.free_runs()
+            assert digests(replica.page_manager) == expected, "ranks: pages differ"
+            assert (replica.page_table == pages.table.array).all()
+            assert replica.page_manager.allocator.free_runs() == pages.allocator.free_runs()
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -398,7 +398,7 @@ class SchedulerSim(PairSim):
 
     def listen(self) -> int:
         """A router reads rank 0's cache events; the other ranks have no listener."""
-        self.decode.scheduler.books.cache.drain_changes()
+        self.decode.scheduler.pages.cache.drain_changes()
         return _DECODE
 
     def scribble(self) -> int:
@@ -560,7 +560,7 @@ class SchedulerSim(PairSim):
         assert not self.decode.scheduler.rooms.any_undrained, self.decode.scheduler.rooms
         assert self.decode.scheduler.budget.active == 0
         assert not len(self.decode.scheduler.waiting)
-        assert not len(self.decode.scheduler.transfers)
+        assert not len(self.decode.scheduler.arriving)
         unended = set(self.decode.added) ^ set(self.decode.outcomes)
         assert not unended, f"law 7: {unended} have not ended, or ended unknown"
 

@@ -246,10 +246,10 @@ class Sim:
 
     def hear(self, rank: DecodeRank) -> None:
         """Rank 0's scheduler takes in what one rank has said, or that rank says it."""
-        if rank.rank > 0 and not rank.news:
-            rank.take_news()
+        if rank.rank > 0 and not rank.for_rank_0:
+            rank.take_rank_events()
         elif rank.rank > 0:
-            self.leader.on_news(rank.news.popleft(), self.now_s)
+            self.leader.on_rank_events(rank.for_rank_0.popleft(), self.now_s)
         elif rank.events:
             self.leader.on(rank.events.popleft(), self.now_s)
 
@@ -378,7 +378,7 @@ class Sim:
             self.wire
             or self.to_fence
             or any(rank.inbox or rank.events or rank.copies.jobs for rank in self.ranks)
-            or any(rank.orders or rank.news for rank in self.readers)
+            or any(rank.orders or rank.for_rank_0 for rank in self.readers)
             or self.fabric.pending()
         )
 

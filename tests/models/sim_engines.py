@@ -2,7 +2,7 @@
 which every KV byte follows from the tokens. On decode, rank 0 has the scheduler, and the others
 follow its operation log; on prefill each rank has one, and they go in step. All laws are audited.
 
-Of the library's glue, `RankLeader`, `RankLog`, `DecodeReplica` and `InStep` are the real ones. The
+Of the library's glue, `RankLeader`, `RankLog`, `DecodeReplica` and `RankGroup` are real. The
 engines, and the queues between scheduler and control object, are simulated.
 """
 
@@ -26,7 +26,7 @@ from prefixkv.errors import HandshakeError, OutOfPagesError, PrefixKVError, Prot
 from prefixkv.memory.state_layout import StateTensor, check_state_pairs
 from prefixkv.pages.allocator import PageState
 from prefixkv.pages.manager import PageManager
-from prefixkv.prefill.in_step import InStep
+from prefixkv.prefill.rank_group import RankGroup
 from prefixkv.prefill.request import PrefillRequest, PrefillState
 from prefixkv.prefill.scheduler import PrefillScheduler
 from prefixkv.protocol import messages
@@ -112,7 +112,7 @@ class PrefillEngine:
     def __init__(self, sim: EngineSim) -> None:
         self.sim = sim
         self.ranks = [sim.new_writer(rank) for rank in range(sim.sides[0].mesh.num_ranks)]
-        self.group = InStep([PrefillDesk(sim, rank) for rank in self.ranks])
+        self.group = RankGroup([PrefillDesk(sim, rank) for rank in self.ranks])
         self.desks = self.group.nodes
         self.scheduler = self.desks[0].scheduler
         self.free_slots = list(range(sim.sides[0].num_slots))
@@ -191,7 +191,7 @@ class PrefillEngine:
     def scribble(self) -> None:
         """Overwrite all free pages, so that a write that still reads one shows."""
         for desk in self.desks:
-            allocator = desk.scheduler.books.allocator
+            allocator = desk.scheduler.pages.allocator
             desk.rank.scribble(allocator.pages_in(PageState.FREE), (), 0xEE)
 
 
@@ -222,7 +222,7 @@ class DecodeEngine:
     def schedule(self) -> None:
         """One thing the engine's scheduler may do."""
         now_s, scheduler = self.sim.now_s, self.scheduler
-        if said := [rank for rank in self.ranks if rank.events or rank.news]:
+        if said := [rank for rank in self.ranks if rank.events or rank.for_rank_0]:
             self.sim.hear(self.sim.pick(said))
             return
         scheduler.pop_preallocated(now_s)
@@ -265,7 +265,7 @@ class DecodeEngine:
         """The pass is over: one message for all other ranks."""
         self.tell()
         if self.log_waits:
-            raw = self.log.take(self.scheduler.books)
+            raw = self.log.take(self.scheduler.pages)
             for rank in self.ranks[1:]:
                 rank.orders.append(raw)
 
@@ -296,8 +296,8 @@ class DecodeEngine:
         """At the end: every rank's books are what rank 0's are."""
         for rank in self._followers():
             rank.replica.audit()
-            alike = digests(rank.replica.books) == digests(self.scheduler.books)
-            assert alike, "ranks: books differ"
+            alike = digests(rank.replica.page_manager) == digests(self.scheduler.pages)
+            assert alike, "ranks: digests differ"
 
     # --- the engine -------------------------------------------------------------------------------
 
@@ -379,10 +379,10 @@ class DecodeEngine:
 
     def scribble(self) -> None:
         """Overwrite all free pages, so that one freed too early shows."""
-        books = self.scheduler.books
-        slots = [] if books.slots is None else books.slots.pages_in(PageState.FREE).tolist()
+        pages = self.scheduler.pages
+        slots = [] if pages.slots is None else pages.slots.pages_in(PageState.FREE).tolist()
         for rank in self.ranks:
-            rank.scribble(books.allocator.pages_in(PageState.FREE), slots, 0xDD)
+            rank.scribble(pages.allocator.pages_in(PageState.FREE), slots, 0xDD)
 
 
 @dataclass
@@ -427,7 +427,7 @@ class EngineSim(Sim):
 
     def decode_scheduler(self, log: RankLog) -> DecodeScheduler:
         return DecodeScheduler(
-            self.decode_books(log), reserve_tokens=self.random.choice([0, 4]),
+            self.decode_page_manager(log), reserve_tokens=self.random.choice([0, 4]),
             max_retries=int(self.failure_policy == "retry"),
             admission=("hit_aware", "fifo", "priority")[self.seed % 3], patience_s=2.0,
             waiting_timeout_s=0.8 * TIMING.bootstrap_timeout_s, name=self.readers[0].me.name,
@@ -438,7 +438,7 @@ class EngineSim(Sim):
         self._ticket += 1
         return scrambled(self._ticket)
 
-    def decode_books(self, log: RankLog) -> PageManager:
+    def decode_page_manager(self, log: RankLog) -> PageManager:
         side = self.sides[1]
         sizes = side.num_pages, side.page_size, ROWS
         settings: Any = {"policy": self.policy, "num_slots": side.num_slots}
@@ -595,19 +595,19 @@ class EngineSim(Sim):
                 assert not told, f"law 7: {key} succeeded and prefill's engine was told it failed"
 
     def may_write(self, key: RoomKey, pages: np.ndarray, what: str) -> None:
-        books = self.decode.scheduler.books
-        flight = self.decode.scheduler.transfers.get(key)
+        page_manager = self.decode.scheduler.pages
+        flight = self.decode.scheduler.arriving.get(key)
         allowed: set[int] = set()
         if flight is not None:
-            allowed = set(books.pages(flight.pages)[flight.pages.num_shared :].tolist())
-        elif books.holds(key):
-            allowed = set(books.allocator.held_by(key).tolist())
+            allowed = set(page_manager.pages(flight.pages)[flight.pages.num_shared :].tolist())
+        elif page_manager.holds(key):
+            allowed = set(page_manager.allocator.held_by(key).tolist())
         assert set(pages.tolist()) <= allowed, f"{what} of {key} lands on pages not its own"
 
     def may_write_state(self, key: RoomKey, slots: np.ndarray) -> None:
-        slots_of = self.decode.scheduler.books.slots
+        slots_of = self.decode.scheduler.pages.slots
         assert slots_of is not None
-        flight = self.decode.scheduler.transfers.get(key)
+        flight = self.decode.scheduler.arriving.get(key)
         allowed = [flight.pages.slot] if flight is not None else slots_of.held_by(key).tolist()
         assert slots.tolist() == allowed, f"state of {key} lands in {slots}, its own is {allowed}"
 
@@ -647,7 +647,7 @@ class EngineSim(Sim):
 
     def idle(self) -> bool:
         engines = self.decode.running or self.prefill.computing or self._to_submit
-        news = any(scheduler.has_news for scheduler in self.schedulers)
+        news = any(scheduler.has_results for scheduler in self.schedulers)
         return super().idle() and not engines and not news
 
     def is_over(self, taken: int) -> bool:

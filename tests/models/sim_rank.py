@@ -22,7 +22,7 @@ from prefixkv.paging import Pages
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import Hello, ModelDigest, Topology
 from prefixkv.ranks.replica import DecodeReplica
-from prefixkv.ranks.rooms import pack_news
+from prefixkv.ranks.rooms import pack_rank_events
 from prefixkv.runtime.copies import StagingCopies
 from prefixkv.staging.receiver import Scatter
 from prefixkv.staging.sender import Gather
@@ -304,18 +304,20 @@ class DecodeRank(SimRank):
         super().__init__(world, side, rank, incarnation)
         self.route = f"{rank}-{incarnation}".encode()
         self.orders: deque[bytes] = deque()  # of rank 0
-        self.news: deque[bytes] = deque()  # for rank 0
-        self._num_news = 0
+        self.for_rank_0: deque[bytes] = deque()  # for rank 0
+        self._num_messages = 0
         offers = split_offers(self.transport.metadata)
         memory = self.memory.layout, offers.nixl, secret_of(self.me)
         what = side.digest, side.topology, *memory, rank, worker, self.area, self.state_layout
         self.control = DecodeControl(self.me, Hello(*what, shm=offers.shm), TIMING)
 
-    def take_news(self) -> None:
-        """As `runtime.DecodeRank.take_news`."""
+    def take_rank_events(self) -> None:
+        """As `runtime.DecodeRank.take_rank_events`."""
         if self.events:
-            self.news.append(pack_news(self.rank, self._num_news, list(self.events)))
-            self._num_news += 1
+            self.for_rank_0.append(
+                pack_rank_events(self.rank, self._num_messages, list(self.events))
+            )
+            self._num_messages += 1
             self.events.clear()
 
     def _leftovers(self) -> dict[str, Any]:
@@ -324,7 +326,7 @@ class DecodeRank(SimRank):
         left: dict[str, Any] = {
             "expected": control.num_expected, "settling": control._rooms.settling,
             "rooms of links": [link.address for link in links if link.rooms or link.waiting],
-            "orders": list(self.orders), "news": list(self.news),
+            "orders": list(self.orders), "for rank 0": list(self.for_rank_0),
         }  # fmt: skip
         if (staging := control.staging) is not None:
             left |= {

@@ -22,21 +22,20 @@ from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea, whole_blocks
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import LeaseAsk, LeaseGrant, Promise
 from prefixkv.protocol.receiver_machine import RoomDrained, RoomEnded
+from prefixkv.protocol.sender_events import JobDrained, JobEnded
 from prefixkv.protocol.tags import ChunkTag
 from prefixkv.staging.cut import LeaseCut
 from prefixkv.staging.receiver import (
-    Arrived,
     BreakRoom,
     Grant,
     Scatter,
+    SectionArrived,
     StagingPlan,
     StagingReceiver,
 )
 from prefixkv.staging.sender import (
     CancelStaged,
     Gather,
-    JobDrained,
-    JobEnded,
     PostStaged,
     SendAsk,
     StagingSender,
@@ -410,7 +409,7 @@ class Reader:
                 assert lease is not None
                 self.scatters[action.lease_id] = (self.uses[lease.key], action)
                 continue
-            if isinstance(action, Arrived):
+            if isinstance(action, SectionArrived):
                 if (landed := self.uses.get(action.key)) is not None:
                     landed.arrived[action.rank] += action.num_units
                     self.maybe_succeeded(landed)

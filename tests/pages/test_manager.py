@@ -36,19 +36,19 @@ def key_of(tokens: list[int], namespace: Any = None) -> RadixKey:
     return RadixKey(tokens, namespace)
 
 
-def states(books: PageManager) -> dict[str, int]:
-    counts = {state.name: len(books.allocator.pages_in(state)) for state in PageState}
+def states(manager: PageManager) -> dict[str, int]:
+    counts = {state.name: len(manager.allocator.pages_in(state)) for state in PageState}
     return {name: count for name, count in counts.items() if count}
 
 
 def opened(
-    books: PageManager, tokens: list[int], num_pages: int | None = None
+    manager: PageManager, tokens: list[int], num_pages: int | None = None
 ) -> tuple[RequestPages, RadixKey]:
     """A request of these tokens, its prefix locked, its KV written."""
     key = key_of(tokens)
-    match = books.match(key)
+    match = manager.match(key)
     num_pages = pages_for(len(tokens), PAGE_SIZE) if num_pages is None else num_pages
-    return books.open(
+    return manager.open(
         key, match, num_pages - (match.prefix_len // PAGE_SIZE if match else 0), 0.0
     ), key
 
@@ -57,40 +57,43 @@ def opened(
 
 
 def test_whole_pages_become_the_trees_and_the_tail_stays() -> None:
-    books = PageManager(8, PAGE_SIZE, 4)
-    pages, key = opened(books, [1, 2, 3, 4, 5], num_pages=4)
-    row = books.pages(pages).tolist()
+    manager = PageManager(8, PAGE_SIZE, 4)
+    pages, key = opened(manager, [1, 2, 3, 4, 5], num_pages=4)
+    row = manager.pages(pages).tolist()
     assert (pages.num_locked, pages.num_own) == (0, 4)
-    books.cache_unfinished(pages, key, 0.0)
-    assert books.pages(pages).tolist() == row, "the tree has taken over the pages as they are"
+    manager.cache_unfinished(pages, key, 0.0)
+    assert manager.pages(pages).tolist() == row, "the tree has taken over the pages as they are"
     assert (pages.num_locked, pages.num_own) == (2, 2)
-    assert books.match(key_of([1, 2, 3, 4, 5, 6])).pages.tolist() == row[:2]
-    assert (books.cache.protected_pages, states(books)) == (2, {"FREE": 4, "OWNED": 2, "CACHED": 2})
-    books.cache_finished(pages, key, 0.0)
-    assert (books.cache.protected_pages, states(books)) == (0, {"FREE": 6, "CACHED": 2})
+    assert manager.match(key_of([1, 2, 3, 4, 5, 6])).pages.tolist() == row[:2]
+    assert (manager.cache.protected_pages, states(manager)) == (
+        2,
+        {"FREE": 4, "OWNED": 2, "CACHED": 2},
+    )
+    manager.cache_finished(pages, key, 0.0)
+    assert (manager.cache.protected_pages, states(manager)) == (0, {"FREE": 6, "CACHED": 2})
 
 
 @pytest.mark.parametrize(("reserve", "free"), [(0, 0), (2, 2), (100, 6)])
 def test_where_pages_are_missing_a_reserve_is_evicted_with_them(reserve: int, free: int) -> None:
-    books = PageManager(12, PAGE_SIZE, 4, evict_reserve_pages=reserve)
+    manager = PageManager(12, PAGE_SIZE, 4, evict_reserve_pages=reserve)
     for start in (10, 30):
-        books.cache_finished(*opened(books, list(range(start, start + 10))), 0.0)
-    assert states(books) == {"FREE": 2, "CACHED": 10}
-    small, _ = opened(books, [1, 2, 3, 4])
-    assert books.evicted_pages == 0, "nothing is evicted while nothing is missing"
-    version = books.version
-    pages, _ = opened(books, list(range(50, 58)))
-    assert (len(books.pages(pages)), books.evicted_pages) == (4, 4 + free)
-    assert states(books) == {"OWNED": 6} | ({"FREE": free} if free else {}) | (
+        manager.cache_finished(*opened(manager, list(range(start, start + 10))), 0.0)
+    assert states(manager) == {"FREE": 2, "CACHED": 10}
+    small, _ = opened(manager, [1, 2, 3, 4])
+    assert manager.evicted_pages == 0, "nothing is evicted while nothing is missing"
+    version = manager.version
+    pages, _ = opened(manager, list(range(50, 58)))
+    assert (len(manager.pages(pages)), manager.evicted_pages) == (4, 4 + free)
+    assert states(manager) == {"OWNED": 6} | ({"FREE": free} if free else {}) | (
         {"CACHED": 6 - free} if free < 6 else {}
     )
-    assert books.version == version, "which makes no room that was not there"
+    assert manager.version == version, "which makes no room that was not there"
     with pytest.raises(OutOfPagesError):
-        opened(books, list(range(70, 84)))
-    assert books.evicted_pages == 4 + free, "nothing is evicted in vain"
-    books.drop(pages)
-    books.drop(small)
-    books.check_invariants()
+        opened(manager, list(range(70, 84)))
+    assert manager.evicted_pages == 4 + free, "nothing is evicted in vain"
+    manager.drop(pages)
+    manager.drop(small)
+    manager.check_invariants()
 
 
 @pytest.mark.parametrize("joins", [0, 2], ids=["all new", "behind what another has cached"])
@@ -109,147 +112,155 @@ def test_the_tree_is_given_no_page_that_is_not_the_request_s_own(
     place: int, page: int | str, message: str, joins: int
 ) -> None:
     """The allocator looks at them, the tree does not look again: so nothing may get past it."""
-    books = PageManager(12, PAGE_SIZE, 4)
-    cached, cached_key = opened(books, [7, 8])
-    books.cache_unfinished(cached, cached_key, 0.0)
-    pages, key = opened(books, [1, 2, 3, 4, 5, 6, 9, 9])
+    manager = PageManager(12, PAGE_SIZE, 4)
+    cached, cached_key = opened(manager, [7, 8])
+    manager.cache_unfinished(cached, cached_key, 0.0)
+    pages, key = opened(manager, [1, 2, 3, 4, 5, 6, 9, 9])
     if joins:
-        other, other_key = opened(books, [1, 2, 3, 4])
-        books.cache_unfinished(other, other_key, 0.0)
-    books.allocator.hold(others := books.allocator.alloc(2), "a room")
-    row = books.table.array[pages.row]
+        other, other_key = opened(manager, [1, 2, 3, 4])
+        manager.cache_unfinished(other, other_key, 0.0)
+    manager.allocator.hold(others := manager.allocator.alloc(2), "a room")
+    row = manager.table.array[pages.row]
     row[place] = {"the first": row[0], "of a room": others[0]}.get(page, page)
-    before = states(books), books.cache.dump(), books.table.array.tolist()
+    before = states(manager), manager.cache.dump(), manager.table.array.tolist()
     with pytest.raises(PageStateError, match=message):
-        books.cache_unfinished(pages, key, 0.0)
-    assert (states(books), books.cache.dump(), books.table.array.tolist()) == before
+        manager.cache_unfinished(pages, key, 0.0)
+    assert (states(manager), manager.cache.dump(), manager.table.array.tolist()) == before
     assert pages.num_locked == 0
 
 
 @pytest.mark.parametrize("being_read", [False, True])
 def test_duplicates_are_repointed_and_freed_when_nothing_reads_them(being_read: bool) -> None:
-    books = PageManager(12, PAGE_SIZE, 4)
+    manager = PageManager(12, PAGE_SIZE, 4)
     (first, first_key), (second, second_key) = (
-        opened(books, [1, 2, 3, 4]),
-        opened(books, [1, 2, 3, 4, 5, 6]),
+        opened(manager, [1, 2, 3, 4]),
+        opened(manager, [1, 2, 3, 4, 5, 6]),
     )
-    own = books.pages(second).tolist()
-    books.cache_unfinished(first, first_key, 0.0)
-    books.cache_unfinished(second, second_key, 0.0, being_read=being_read)
-    assert books.pages(second).tolist() == books.pages(first).tolist() + own[2:]
+    own = manager.pages(second).tolist()
+    manager.cache_unfinished(first, first_key, 0.0)
+    manager.cache_unfinished(second, second_key, 0.0, being_read=being_read)
+    assert manager.pages(second).tolist() == manager.pages(first).tolist() + own[2:]
     assert (second.num_locked, second.num_own) == (3, 0)
-    kept = [books.allocator.state(page) for page in own]
+    kept = [manager.allocator.state(page) for page in own]
     assert kept == [PageState.OWNED if being_read else PageState.FREE] * 2 + [PageState.CACHED]
-    books.drop(second)
-    assert [books.allocator.state(page) for page in own] == [PageState.FREE] * 2 + [
+    manager.drop(second)
+    assert [manager.allocator.state(page) for page in own] == [PageState.FREE] * 2 + [
         PageState.CACHED
     ]
 
 
 def test_a_lock_of_its_own_deeper_prefix_replaces_the_one_before() -> None:
-    books = PageManager(8, PAGE_SIZE, 4)
-    pages, key = opened(books, [1, 2, 3, 4], num_pages=4)
-    books.cache_unfinished(pages, key, 0.0)
+    manager = PageManager(8, PAGE_SIZE, 4)
+    pages, key = opened(manager, [1, 2, 3, 4], num_pages=4)
+    manager.cache_unfinished(pages, key, 0.0)
     key.extend([5, 6, 7])
-    books.cache_unfinished(pages, key, 0.0)
-    assert (books.cache.stats().num_locks, books.cache.protected_pages, pages.num_own) == (1, 3, 1)
+    manager.cache_unfinished(pages, key, 0.0)
+    assert (manager.cache.stats().num_locks, manager.cache.protected_pages, pages.num_own) == (
+        1,
+        3,
+        1,
+    )
 
 
 @pytest.mark.parametrize("tokens", [[1], [1, 2, 3]])
 def test_nothing_new_to_cache_changes_nothing(tokens: list[int]) -> None:
-    books = PageManager(8, PAGE_SIZE, 4)
-    opened_pages, key = opened(books, tokens)
-    books.cache_unfinished(opened_pages, key, 0.0)
-    lock, version, before = opened_pages.lock, books.version, states(books)
-    books.cache_unfinished(opened_pages, key, 0.0)
-    assert (opened_pages.lock, books.version, states(books)) == (lock, version, before)
+    manager = PageManager(8, PAGE_SIZE, 4)
+    opened_pages, key = opened(manager, tokens)
+    manager.cache_unfinished(opened_pages, key, 0.0)
+    lock, version, before = opened_pages.lock, manager.version, states(manager)
+    manager.cache_unfinished(opened_pages, key, 0.0)
+    assert (opened_pages.lock, manager.version, states(manager)) == (lock, version, before)
 
 
 def test_what_was_joined_is_anothers_until_it_has_settled() -> None:
-    books = PageManager(12, PAGE_SIZE, 4)
-    cached, cached_key = opened(books, [1, 2])
-    books.cache_finished(cached, cached_key, 0.0)
-    owner, owner_key = opened(books, [1, 2, 3, 4, 5, 6, 7])
+    manager = PageManager(12, PAGE_SIZE, 4)
+    cached, cached_key = opened(manager, [1, 2])
+    manager.cache_finished(cached, cached_key, 0.0)
+    owner, owner_key = opened(manager, [1, 2, 3, 4, 5, 6, 7])
     key = key_of([1, 2, 3, 4, 5, 6, 8, 8])
-    joiner = books.open(key, books.match(key), 1, 0.0, owner, 3)
-    row = books.pages(owner).tolist()
-    assert books.pages(joiner).tolist()[:3] == row[:3]
+    joiner = manager.open(key, manager.match(key), 1, 0.0, owner, 3)
+    row = manager.pages(owner).tolist()
+    assert manager.pages(joiner).tolist()[:3] == row[:3]
     assert (joiner.num_locked, joiner.num_joined, joiner.num_shared, joiner.num_own) == (1, 2, 3, 1)
     with pytest.raises(InternalError, match="2 pages of another request"):
-        books.cache_unfinished(joiner, key, 0.0)
+        manager.cache_unfinished(joiner, key, 0.0)
     with pytest.raises(InternalError, match="3 pages were joined"):
-        books.lock_joined(joiner, key, 0.0)
-    books = PageManager(12, PAGE_SIZE, 4)
-    owner, owner_key = opened(books, [3, 4, 5, 6])
-    joiner = books.open(key_of([3, 4, 5]), books.match(key_of([3, 4, 5])), 1, 0.0, owner, 1)
-    books.cache_unfinished(owner, owner_key, 0.0)
-    books.lock_joined(joiner, key_of([3, 4, 5]), 0.0)
+        manager.lock_joined(joiner, key, 0.0)
+    manager = PageManager(12, PAGE_SIZE, 4)
+    owner, owner_key = opened(manager, [3, 4, 5, 6])
+    joiner = manager.open(key_of([3, 4, 5]), manager.match(key_of([3, 4, 5])), 1, 0.0, owner, 1)
+    manager.cache_unfinished(owner, owner_key, 0.0)
+    manager.lock_joined(joiner, key_of([3, 4, 5]), 0.0)
     assert (joiner.num_locked, joiner.num_joined, joiner.lock.prefix_len) == (1, 0, PAGE_SIZE)
-    books.drop(owner)
-    assert books.cache.protected_pages == 1
-    books.drop(joiner)
-    assert states(books) == {"FREE": 10, "CACHED": 2}
+    manager.drop(owner)
+    assert manager.cache.protected_pages == 1
+    manager.drop(joiner)
+    assert states(manager) == {"FREE": 10, "CACHED": 2}
 
 
 @pytest.mark.parametrize("end", ["drop", "hold"])
 def test_who_ends_before_it_has_settled_gives_up_its_own_pages_alone(end: str) -> None:
-    books = PageManager(12, PAGE_SIZE, 4)
-    owner, owner_key = opened(books, [1, 2, 3, 4])
+    manager = PageManager(12, PAGE_SIZE, 4)
+    owner, owner_key = opened(manager, [1, 2, 3, 4])
     key = key_of([1, 2, 3, 4, 5, 6])
-    joiner = books.open(key, books.match(key), 1, 0.0, owner, 2)
+    joiner = manager.open(key, manager.match(key), 1, 0.0, owner, 2)
     if end == "drop":
-        books.drop(joiner)
+        manager.drop(joiner)
     else:
-        books.hold(joiner, "room")
-        assert states(books) == {"FREE": 9, "OWNED": 2, "HELD": 1}
-        books.release("room")
-    assert states(books) == {"FREE": 10, "OWNED": 2}
-    books.cache_finished(owner, owner_key, 0.0)
+        manager.hold(joiner, "room")
+        assert states(manager) == {"FREE": 9, "OWNED": 2, "HELD": 1}
+        manager.release("room")
+    assert states(manager) == {"FREE": 10, "OWNED": 2}
+    manager.cache_finished(owner, owner_key, 0.0)
 
 
 def test_who_joins_is_one_visitor_of_all_that_it_found() -> None:
     """Policies count who used a page: the pages cached before, those that were on their way, and
     its own."""
-    books = PageManager(12, PAGE_SIZE, 4, policy="lfu")
-    first, first_key = opened(books, [1, 2])
-    books.cache_finished(first, first_key, 0.0)
-    owner, owner_key = opened(books, [1, 2, 3, 4])
+    manager = PageManager(12, PAGE_SIZE, 4, policy="lfu")
+    first, first_key = opened(manager, [1, 2])
+    manager.cache_finished(first, first_key, 0.0)
+    owner, owner_key = opened(manager, [1, 2, 3, 4])
     key = key_of([1, 2, 3, 4, 5, 6])
-    joiner = books.open(key, books.match(key), 1, 0.0, owner, 2)
-    books.cache_unfinished(owner, owner_key, 0.0)
-    books.lock_joined(joiner, key, 0.0)
-    books.cache_unfinished(joiner, key, 0.0)
+    joiner = manager.open(key, manager.match(key), 1, 0.0, owner, 2)
+    manager.cache_unfinished(owner, owner_key, 0.0)
+    manager.lock_joined(joiner, key, 0.0)
+    manager.cache_unfinished(joiner, key, 0.0)
     for pages in (owner, joiner):
-        books.drop(pages)
-    [node] = books.cache.nodes()
+        manager.drop(pages)
+    [node] = manager.cache.nodes()
     marks = [*(node.steps or ()), (node.end, node.mark)]
     visits = {page: sum(mark[0] for depth, mark in marks if depth >= page) for page in (1, 2, 3)}
     assert visits == {1: 3, 2: 2, 3: 1}
 
 
 def test_with_caching_off_nothing_is_matched_or_kept() -> None:
-    books = PageManager(8, PAGE_SIZE, 4, caching=False)
-    pages, key = opened(books, [1, 2, 3, 4])
+    manager = PageManager(8, PAGE_SIZE, 4, caching=False)
+    pages, key = opened(manager, [1, 2, 3, 4])
     assert pages.lock is None
-    books.cache_unfinished(pages, key, 0.0)
-    books.cache_finished(pages, key, 0.0, continues=True)
-    assert states(books) == {"FREE": 8}
+    manager.cache_unfinished(pages, key, 0.0)
+    manager.cache_finished(pages, key, 0.0, continues=True)
+    assert states(manager) == {"FREE": 8}
 
 
 def test_opening_takes_nothing_when_it_cannot_take_all() -> None:
-    books = PageManager(6, PAGE_SIZE, 2)
-    pages, key = opened(books, [1, 2, 3, 4])
-    books.cache_finished(pages, key, 0.0)
-    running, _ = opened(books, [9] * 4)
+    manager = PageManager(6, PAGE_SIZE, 2)
+    pages, key = opened(manager, [1, 2, 3, 4])
+    manager.cache_finished(pages, key, 0.0)
+    running, _ = opened(manager, [9] * 4)
     with pytest.raises(OutOfPagesError) as caught:
-        books.open(key, books.match(key), 3, 0.0)
+        manager.open(key, manager.match(key), 3, 0.0)
     assert (caught.value.needed, caught.value.free, caught.value.evictable) == (3, 2, 0)
-    assert (books.cache.stats().num_locks, books.table.free_rows, books.evicted_pages) == (1, 1, 0)
-    opened(books, [8])
+    assert (manager.cache.stats().num_locks, manager.table.free_rows, manager.evicted_pages) == (
+        1,
+        1,
+        0,
+    )
+    opened(manager, [8])
     with pytest.raises(CapacityError, match="rows"):
-        opened(books, [7])
-    books.check_invariants()
-    assert books.pages(running).size == 2
+        opened(manager, [7])
+    manager.check_invariants()
+    assert manager.pages(running).size == 2
 
 
 class Failing(LeastRecentlyUsed):
@@ -274,79 +285,83 @@ class Failing(LeastRecentlyUsed):
 @pytest.mark.parametrize("where", ["mark", "rank"])
 def test_a_policy_that_raises_stands_in_no_request_s_way(where: str) -> None:
     policy = Failing()
-    books = PageManager(6, PAGE_SIZE, 2, policy=policy)
+    manager = PageManager(6, PAGE_SIZE, 2, policy=policy)
     for tokens in [1, 2, 3, 4], [5, 6, 7, 8]:
-        books.cache_finished(*opened(books, tokens), 0.0)
+        manager.cache_finished(*opened(manager, tokens), 0.0)
     key = key_of([1, 2, 3, 4])
     policy.fails_in = where
-    pages = books.open(key, books.match(key), 3, 0.0)
-    assert (pages.num_locked, pages.num_own, books.errors.num) == (2, 3, 1)
-    assert (books.cache.stats().num_locks, books.table.free_rows) == (1, 1)
-    books.check_invariants()
+    pages = manager.open(key, manager.match(key), 3, 0.0)
+    assert (pages.num_locked, pages.num_own, manager.errors.num) == (2, 3, 1)
+    assert (manager.cache.stats().num_locks, manager.table.free_rows) == (1, 1)
+    manager.check_invariants()
     with pytest.raises(ZeroDivisionError):
-        books.errors.raise_due()
-    books.errors.raise_due()  # once
-    books.drop(pages)
-    books.check_invariants()
+        manager.errors.raise_due()
+    manager.errors.raise_due()  # once
+    manager.drop(pages)
+    manager.check_invariants()
 
 
 def test_what_is_held_comes_back_by_release_only() -> None:
-    books = PageManager(8, PAGE_SIZE, 4)
-    pages, key = opened(books, [1, 2, 3, 4])
-    books.cache_unfinished(pages, key, 0.0)
+    manager = PageManager(8, PAGE_SIZE, 4)
+    pages, key = opened(manager, [1, 2, 3, 4])
+    manager.cache_unfinished(pages, key, 0.0)
     key.extend([5, 6])
-    books.grow_many([pages], 0.0)
-    books.hold(pages, "room")
-    assert states(books) == {"FREE": 5, "CACHED": 2, "HELD": 1}, (
+    manager.grow_many([pages], 0.0)
+    manager.hold(pages, "room")
+    assert states(manager) == {"FREE": 5, "CACHED": 2, "HELD": 1}, (
         "the tree's pages are nobody's to hold"
     )
-    assert (books.quarantine("room"), books.holds("room")) == (1, True)
-    assert (books.release("other"), books.release("room"), books.release("room")) == (0, 1, 0)
-    assert states(books) == {"FREE": 6, "CACHED": 2}
+    assert (manager.quarantine("room"), manager.holds("room")) == (1, True)
+    assert (manager.release("other"), manager.release("room"), manager.release("room")) == (0, 1, 0)
+    assert states(manager) == {"FREE": 6, "CACHED": 2}
 
 
 def test_who_owns_nothing_holds_nothing() -> None:
-    books = PageManager(8, PAGE_SIZE, 4)
-    pages, key = opened(books, [1, 2])
-    books.cache_unfinished(pages, key, 0.0)
-    books.hold(pages, "room")
-    assert (books.holds("room"), books.quarantine("room"), books.release("room")) == (False, 0, 0)
+    manager = PageManager(8, PAGE_SIZE, 4)
+    pages, key = opened(manager, [1, 2])
+    manager.cache_unfinished(pages, key, 0.0)
+    manager.hold(pages, "room")
+    assert (manager.holds("room"), manager.quarantine("room"), manager.release("room")) == (
+        False,
+        0,
+        0,
+    )
 
 
 def test_after_a_flush_those_that_run_cache_nothing_and_their_pages_come_back() -> None:
-    books = PageManager(12, PAGE_SIZE, 4)
-    idle, idle_key = opened(books, [7, 7])
-    books.cache_finished(idle, idle_key, 0.0)
-    locked, locked_key = opened(books, [1, 2, 3, 4])
-    books.cache_unfinished(locked, locked_key, 0.0)
-    moving, moving_key = opened(books, [5, 6])
-    assert books.flush() == 1
-    books.cache_unfinished(moving, moving_key, 0.0)
+    manager = PageManager(12, PAGE_SIZE, 4)
+    idle, idle_key = opened(manager, [7, 7])
+    manager.cache_finished(idle, idle_key, 0.0)
+    locked, locked_key = opened(manager, [1, 2, 3, 4])
+    manager.cache_unfinished(locked, locked_key, 0.0)
+    moving, moving_key = opened(manager, [5, 6])
+    assert manager.flush() == 1
+    manager.cache_unfinished(moving, moving_key, 0.0)
     assert moving.num_own == 1
     for pages, key in ((moving, moving_key), (locked, locked_key)):
-        books.cache_finished(pages, key, 0.0, continues=True)
-    assert states(books) == {"FREE": 12}
-    after, after_key = opened(books, [1, 2])
-    books.cache_finished(after, after_key, 0.0)
-    assert states(books) == {"FREE": 11, "CACHED": 1}
+        manager.cache_finished(pages, key, 0.0, continues=True)
+    assert states(manager) == {"FREE": 12}
+    after, after_key = opened(manager, [1, 2])
+    manager.cache_finished(after, after_key, 0.0)
+    assert states(manager) == {"FREE": 11, "CACHED": 1}
 
 
 def test_the_version_grows_whenever_there_may_be_more_room_or_more_to_match() -> None:
-    books = PageManager(8, PAGE_SIZE, 4)
-    pages, key = opened(books, [1, 2, 3, 4])
-    other, _ = opened(books, [5])
+    manager = PageManager(8, PAGE_SIZE, 4)
+    pages, key = opened(manager, [1, 2, 3, 4])
+    other, _ = opened(manager, [5])
 
     def grew(act: Any, *args: Any) -> bool:
-        before = books.version
+        before = manager.version
         act(*args)
-        return books.version > before
+        return manager.version > before
 
-    assert grew(books.cache_unfinished, pages, key, 0.0)
-    assert grew(books.hold, other, "room")
-    assert grew(books.release, "room")
-    assert grew(books.drop, pages)
-    assert not grew(books.match, key)
-    assert grew(books.flush)
+    assert grew(manager.cache_unfinished, pages, key, 0.0)
+    assert grew(manager.hold, other, "room")
+    assert grew(manager.release, "room")
+    assert grew(manager.drop, pages)
+    assert not grew(manager.match, key)
+    assert grew(manager.flush)
 
 
 # --- the model ------------------------------------------------------------------------------------
@@ -384,7 +399,7 @@ class Books(RuleBasedStateMachine):
     @initialize(num_pages=st.integers(6, 20), policy=st.sampled_from(["lru", "lfu"]))
     def start(self, num_pages: int, policy: str) -> None:
         self.replica = Replica(PageManager(num_pages, PAGE_SIZE, 4, policy=policy))
-        self.books = ReplicatedPageManager(
+        self.manager = ReplicatedPageManager(
             lambda op: self.replica.apply(decode_op(encode_op(op))),
             num_pages,
             PAGE_SIZE,
@@ -398,7 +413,7 @@ class Books(RuleBasedStateMachine):
         self.now_s = 0.0
 
     def _write(self, live: Live, first_page: int) -> None:
-        row = self.books.pages(live.pages).tolist()
+        row = self.manager.pages(live.pages).tolist()
         for page in range(first_page, len(row)):
             self.content[row[page]] = live.written(page)
 
@@ -413,59 +428,61 @@ class Books(RuleBasedStateMachine):
         reserve=st.integers(0, 2),
     )
     def open(self, tokens: list[int], namespace: Any, cacheable: bool, reserve: int) -> None:
-        books, key = self.books, RadixKey(tokens, namespace)
-        match = books.match(key, cacheable)
+        manager, key = self.manager, RadixKey(tokens, namespace)
+        match = manager.match(key, cacheable)
         prefix_pages, unprotected = (
             (match.prefix_len // PAGE_SIZE, match.unprotected_pages) if match else (0, 0)
         )
         num_new = pages_for(len(tokens), PAGE_SIZE) - prefix_pages + reserve
-        fits = num_new <= books.available_pages - unprotected
-        if fits and books.table.free_rows:
-            pages = books.open(key, match, num_new, self._time())
+        fits = num_new <= manager.available_pages - unprotected
+        if fits and manager.table.free_rows:
+            pages = manager.open(key, match, num_new, self._time())
             assert (pages.num_locked, pages.num_pages) == (prefix_pages, prefix_pages + num_new), (
                 "as the match said"
             )
-            self.live.append(Live(pages, key, books.epoch, cacheable))
+            self.live.append(Live(pages, key, manager.epoch, cacheable))
             self._write(self.live[-1], prefix_pages)
         else:
             before = (
-                states(books),
-                books.cache.protected_pages,
-                books.table.free_rows,
-                books.evicted_pages,
+                states(manager),
+                manager.cache.protected_pages,
+                manager.table.free_rows,
+                manager.evicted_pages,
             )
-            with pytest.raises(CapacityError if not books.table.free_rows else OutOfPagesError):
-                books.open(key, match, num_new, self._time())
+            with pytest.raises(CapacityError if not manager.table.free_rows else OutOfPagesError):
+                manager.open(key, match, num_new, self._time())
             assert (
-                states(books),
-                books.cache.protected_pages,
-                books.table.free_rows,
-                books.evicted_pages,
+                states(manager),
+                manager.cache.protected_pages,
+                manager.table.free_rows,
+                manager.evicted_pages,
             ) == before
 
     @precondition(lambda self: self.live)
     @rule(which=st.integers(0, 3), common=st.integers(1, 4), tokens=TOKENS)
     def join(self, which: int, common: int, tokens: list[int]) -> None:
         """A request that begins like another, whose pages are not in the tree yet."""
-        books, owner = self.books, self.live[which % len(self.live)]
+        manager, owner = self.manager, self.live[which % len(self.live)]
         common = min(common, len(owner.key) // PAGE_SIZE)
         key = RadixKey(
             [*owner.key.tokens()[: common * PAGE_SIZE].tolist(), *tokens], owner.key.namespace
         )
-        match = books.match(key)
+        match = manager.match(key)
         num_locked, num_new = match.prefix_len // PAGE_SIZE, pages_for(len(key), PAGE_SIZE) - common
-        fits = num_new <= books.available_pages - match.unprotected_pages and books.table.free_rows
-        if not fits or num_locked >= common or not owner.cacheable or owner.epoch != books.epoch:
+        fits = (
+            num_new <= manager.available_pages - match.unprotected_pages and manager.table.free_rows
+        )
+        if not fits or num_locked >= common or not owner.cacheable or owner.epoch != manager.epoch:
             return
         if owner.pages.num_joined and common <= owner.pages.num_shared:
             return  # those pages are of the request that the owner joined: join that one
-        pages = books.open(key, match, num_new, self._time(), owner.pages, common)
+        pages = manager.open(key, match, num_new, self._time(), owner.pages, common)
         assert (pages.num_locked, pages.num_joined, pages.num_own) == (
             num_locked,
             common - num_locked,
             num_new,
         )
-        self.live.append(Live(pages, key, books.epoch, True, joined=owner))
+        self.live.append(Live(pages, key, manager.epoch, True, joined=owner))
         self._write(self.live[-1], common)
 
     def _joiners(self, owner: Live) -> list[Live]:
@@ -473,14 +490,14 @@ class Books(RuleBasedStateMachine):
 
     def _settle(self, owner: Live) -> None:
         for live in self._joiners(owner):
-            self.books.lock_joined(live.pages, live.key, self._time())
+            self.manager.lock_joined(live.pages, live.key, self._time())
             live.joined = None
 
     def _drop_joiners(self, owner: Live) -> None:
         for live in self._joiners(owner):
             self._drop_joiners(live)
             self.live.remove(live)
-            self.books.drop(live.pages)
+            self.manager.drop(live.pages)
 
     @precondition(lambda self: self.live)
     @rule(which=st.integers(0, 3), tokens=TOKENS)
@@ -488,11 +505,11 @@ class Books(RuleBasedStateMachine):
         live = self.live[which % len(self.live)]
         for token in tokens:
             if len(live.key) == live.pages.num_pages * PAGE_SIZE:
-                if not self.books.available_pages:
+                if not self.manager.available_pages:
                     with pytest.raises(OutOfPagesError):
-                        self.books.grow_many([live.pages], self._time())
+                        self.manager.grow_many([live.pages], self._time())
                     return
-                self.books.grow_many([live.pages], self._time())
+                self.manager.grow_many([live.pages], self._time())
             live.key.append(token)
             self._write(live, (len(live.key) - 1) // PAGE_SIZE)
 
@@ -501,25 +518,25 @@ class Books(RuleBasedStateMachine):
     def cache_unfinished(self, which: int, being_read: bool) -> None:
         live = self.live[which % len(self.live)]
         if live.cacheable and live.joined is None:
-            books, pages, num_whole = self.books, live.pages, len(live.key) // PAGE_SIZE
+            manager, pages, num_whole = self.manager, live.pages, len(live.key) // PAGE_SIZE
             before, was_locked, free = (
-                books.pages(pages).tolist(),
+                manager.pages(pages).tolist(),
                 pages.num_locked,
-                books.allocator.free_pages,
+                manager.allocator.free_pages,
             )
-            books.cache_unfinished(pages, live.key, self._time(), being_read=being_read)
-            row = books.pages(pages).tolist()
+            manager.cache_unfinished(pages, live.key, self._time(), being_read=being_read)
+            row = manager.pages(pages).tolist()
             replaced = [page for page, now in zip(before, row, strict=True) if page != now]
-            if live.epoch == books.epoch:
+            if live.epoch == manager.epoch:
                 assert pages.num_locked == max(num_whole, was_locked)
-                assert books.match(live.key).pages.tolist() == row[:num_whole]
+                assert manager.match(live.key).pages.tolist() == row[:num_whole]
             else:
                 assert not replaced
                 assert pages.num_locked == was_locked
             if being_read:
                 live.duplicates += replaced
-            assert books.allocator.free_pages == free + (0 if being_read else len(replaced))
-            if live.epoch == books.epoch:
+            assert manager.allocator.free_pages == free + (0 if being_read else len(replaced))
+            if live.epoch == manager.epoch:
                 self._settle(live)
 
     @precondition(lambda self: self.live)
@@ -528,24 +545,24 @@ class Books(RuleBasedStateMachine):
         continues=st.sampled_from([None, True, False]),
     )  # fmt: skip
     def end(self, which: int, how: str, continues: bool | None) -> None:
-        books, live = self.books, self.live[which % len(self.live)]
+        manager, live = self.manager, self.live[which % len(self.live)]
         if live.cacheable and live.joined is None and self._joiners(live):
-            books.cache_unfinished(live.pages, live.key, self._time())
+            manager.cache_unfinished(live.pages, live.key, self._time())
             self._settle(live)
         self._drop_joiners(live)
         self.live.remove(live)
         if how == "finish" and live.cacheable and live.joined is None:
-            books.cache_finished(live.pages, live.key, self._time(), continues=continues)
-            if live.epoch == books.epoch:
-                assert books.match(live.key).prefix_len == len(live.key) // PAGE_SIZE * PAGE_SIZE
+            manager.cache_finished(live.pages, live.key, self._time(), continues=continues)
+            if live.epoch == manager.epoch:
+                assert manager.match(live.key).prefix_len == len(live.key) // PAGE_SIZE * PAGE_SIZE
         elif how == "hold":
-            own = books.pages(live.pages).tolist()[live.pages.num_shared :]
+            own = manager.pages(live.pages).tolist()[live.pages.num_shared :]
             self.num_rooms += 1
             self.rooms.append(RoomKey(self.num_rooms, 0))
-            books.hold(live.pages, self.rooms[-1])
-            assert books.allocator.held_by(self.rooms[-1]).tolist() == sorted(own)
+            manager.hold(live.pages, self.rooms[-1])
+            assert manager.allocator.held_by(self.rooms[-1]).tolist() == sorted(own)
         else:
-            books.drop(live.pages)
+            manager.drop(live.pages)
 
     @precondition(lambda self: self.rooms)
     @rule(which=st.integers(0, 3), how=st.sampled_from(["release", "quarantine"]))
@@ -553,56 +570,56 @@ class Books(RuleBasedStateMachine):
         key = self.rooms[which % len(self.rooms)]
         if how == "release":
             self.rooms.remove(key)
-            self.books.release(key)
-        elif not self.books.allocator.quarantined_pages:
-            self.books.quarantine(key)
+            self.manager.release(key)
+        elif not self.manager.allocator.quarantined_pages:
+            self.manager.quarantine(key)
 
     @rule()
     def flush(self) -> None:
         for live in list(self.live):
             self._drop_joiners(live)
-        self.books.flush()
-        assert self.books.cache.num_pages == 0
+        self.manager.flush()
+        assert self.manager.cache.num_pages == 0
 
     @invariant()
     def laws(self) -> None:
-        books = self.books
-        books.check_invariants()
+        manager = self.manager
+        manager.check_invariants()
         owned: list[int] = []
         for live in self.live:
-            row = books.pages(live.pages).tolist()
+            row = manager.pages(live.pages).tolist()
             num_locked, num_shared = live.pages.num_locked, live.pages.num_shared
             assert (num_shared > num_locked) == (live.joined is not None)
-            assert books.table.length(live.pages.row) == live.pages.num_pages == len(row)
+            assert manager.table.length(live.pages.row) == live.pages.num_pages == len(row)
             for page in range(pages_for(len(live.key), PAGE_SIZE)):
                 assert self.content[row[page]] == live.written(page), (
                     "a page holds other KV than its request's"
                 )
             num_cached = live.num_cached()
             wanted = [PageState.CACHED] * num_cached + [PageState.OWNED] * (len(row) - num_cached)
-            assert [books.allocator.state(page) for page in row] == wanted
+            assert [manager.allocator.state(page) for page in row] == wanted
             owned += row[num_shared:] + live.duplicates
-        assert sorted(owned) == books.allocator.pages_in(PageState.OWNED).tolist(), (
+        assert sorted(owned) == manager.allocator.pages_in(PageState.OWNED).tolist(), (
             "each owned page is one request's"
         )
-        replica = self.replica.books
-        assert np.array_equal(replica.table.array, books.table.array), "the replica has drifted"
-        assert states(replica) == states(books)
+        replica = self.replica.page_manager
+        assert np.array_equal(replica.table.array, manager.table.array), "the replica has drifted"
+        assert states(replica) == states(manager)
 
     def teardown(self) -> None:
-        if not hasattr(self, "books"):
+        if not hasattr(self, "manager"):
             return
         for live in self.live:
-            self.books.drop(live.pages)
+            self.manager.drop(live.pages)
         for key in self.rooms:
-            self.books.release(key)
-        self.books.check_invariants()
-        assert set(states(self.books)) <= {"FREE", "CACHED"}
-        assert self.books.cache.protected_pages == self.books.cache.stats().num_locks == 0
-        assert self.books.cache.num_pages == self.books.allocator.cached_pages
-        assert self.books.table.free_rows == 4
-        self.books.flush()
-        assert states(self.books) == {"FREE": self.books.num_pages}
+            self.manager.release(key)
+        self.manager.check_invariants()
+        assert set(states(self.manager)) <= {"FREE", "CACHED"}
+        assert self.manager.cache.protected_pages == self.manager.cache.stats().num_locks == 0
+        assert self.manager.cache.num_pages == self.manager.allocator.cached_pages
+        assert self.manager.table.free_rows == 4
+        self.manager.flush()
+        assert states(self.manager) == {"FREE": self.manager.num_pages}
 
 
 TestBooks = Books.TestCase

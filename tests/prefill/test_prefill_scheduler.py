@@ -45,9 +45,9 @@ class Desk:
         max_aux_bytes: int = 8,
         follow_s: float = 0.0,
     ) -> None:
-        self.books = PageManager(num_pages, PAGE_SIZE, rows, caching=caching)
+        self.pages = PageManager(num_pages, PAGE_SIZE, rows, caching=caching)
         self.scheduler = PrefillScheduler(
-            self.books, max_aux_bytes=max_aux_bytes, follow_s=follow_s
+            self.pages, max_aux_bytes=max_aux_bytes, follow_s=follow_s
         )
         self.num_rooms = 0
 
@@ -106,7 +106,7 @@ class Desk:
         assert self.pop_sent() == [req]
 
     def states(self) -> dict[str, int]:
-        counts = {state.name: len(self.books.allocator.pages_in(state)) for state in PageState}
+        counts = {state.name: len(self.pages.allocator.pages_in(state)) for state in PageState}
         return {name: count for name, count in counts.items() if count}
 
     def _checked(self, result: Any) -> Any:
@@ -228,7 +228,7 @@ def test_a_chunk_that_cannot_be_is_refused_and_changes_nothing() -> None:
     waiting, req, sending = desk.add("w"), desk.computing("a"), desk.sending("s")
     desk.send(req, 6)
     desk.scheduler.take_commands()
-    before = (req.state, req.plan.computed, desk.states(), desk.books.version)
+    before = (req.state, req.plan.computed, desk.states(), desk.pages.version)
     for text, call in {
         "bootstrapping": lambda: desk.send(waiting, 4),
         "sending": lambda: desk.send(sending, 10),
@@ -241,7 +241,7 @@ def test_a_chunk_that_cannot_be_is_refused_and_changes_nothing() -> None:
     with pytest.raises(AuxTooLargeError) as caught:
         desk.send(req, 10, last=True, aux=b"x" * 9)
     assert (caught.value.size_bytes, caught.value.limit_bytes) == (9, 8)
-    assert (req.state, req.plan.computed, desk.states(), desk.books.version) == before
+    assert (req.state, req.plan.computed, desk.states(), desk.pages.version) == before
     assert desk.scheduler.take_commands() == []
     assert desk.send(req, 10, last=True, aux=b"x" * 8) == 2
 
@@ -281,7 +281,7 @@ def test_decode_gets_each_page_it_lacks_once_from_the_pages_the_engine_computed(
         assert places == list(range(decode_prefix_len // PAGE_SIZE, len(row)))
         for other, other_row, *_ in reqs:
             if not other.state.ended:
-                busy = {desk.books.allocator.state(page) for page in other_row}
+                busy = {desk.pages.allocator.state(page) for page in other_row}
                 assert PageState.FREE not in busy, "a page that a write may read is free"
     for req, *_ in reqs:
         desk.done(req)
@@ -297,8 +297,8 @@ def test_first_promised_first_opened_and_a_blocked_head_is_not_matched_again(
     desk = Desk(4)
     running, big, small = desk.computing("r", 8), desk.add("b", 16), desk.add("s", 4)
     looks: list[Any] = []
-    match = desk.books.match
-    monkeypatch.setattr(desk.books, "match", lambda *args: looks.append(args) or match(*args))
+    match = desk.pages.match
+    monkeypatch.setattr(desk.pages, "match", lambda *args: looks.append(args) or match(*args))
     assert desk.bootstrap(big) == desk.bootstrap(small) == []
     assert not desk.scheduler.bootstrapped.may_open
     assert len(looks) == 1
@@ -341,7 +341,7 @@ def test_pages_stay_until_the_source_is_free_and_the_engine_knows(
     req = desk.sending("a", 10)
     desk.end(req, ok=ok)
     for step in order:
-        assert desk.books.cache.protected_pages == 2, step
+        assert desk.pages.cache.protected_pages == 2, step
         assert desk.states() == {"FREE": 13, "CACHED": 2, "OWNED": 1}
         assert "a" in desk.scheduler.requests
         if step == "free":
@@ -356,7 +356,7 @@ def test_source_free_before_the_end_is_known_waits_for_it() -> None:
     desk = Desk()
     req = desk.sending("a", 10)
     desk.source_free(req)
-    assert desk.books.cache.protected_pages == 2
+    assert desk.pages.cache.protected_pages == 2
     desk.end(req)
     assert desk.pop_sent() == [req]
     assert_at_rest(desk.scheduler)
@@ -374,12 +374,12 @@ def test_duplicates_that_are_being_read_are_not_freed_early() -> None:
     assert chunk.src_pages.tolist() == own, "the writes read its own pages"
     assert desk.next_pass() == []
     assert second.pages.tolist() == first.pages.tolist()[:2] + own[2:], "its row reads the tree's"
-    assert [desk.books.allocator.state(page) for page in own] == [PageState.OWNED] * 3
+    assert [desk.pages.allocator.state(page) for page in own] == [PageState.OWNED] * 3
     desk.end(second)
     desk.pop_sent()
-    assert [desk.books.allocator.state(page) for page in own] == [PageState.OWNED] * 3
+    assert [desk.pages.allocator.state(page) for page in own] == [PageState.OWNED] * 3
     desk.source_free(second)
-    assert [desk.books.allocator.state(page) for page in own] == [PageState.FREE] * 3
+    assert [desk.pages.allocator.state(page) for page in own] == [PageState.FREE] * 3
     desk.done(first)
     assert_at_rest(desk.scheduler)
 
@@ -389,7 +389,7 @@ def test_a_flush_while_writes_read_the_pages_keeps_them() -> None:
     req = desk.sending("a", 10)
     row = req.pages.tolist()
     desk.scheduler.flush()
-    assert [desk.books.allocator.state(page) for page in row] == [PageState.CACHED] * 2 + [
+    assert [desk.pages.allocator.state(page) for page in row] == [PageState.CACHED] * 2 + [
         PageState.OWNED
     ]
     desk.done(req)
@@ -465,7 +465,7 @@ def test_pages_of_a_failed_request_wait_for_the_device() -> None:
     for _ in range(2):
         assert desk.next_pass() == []
         assert desk.states() == {"FREE": 14, "CACHED": 1, "OWNED": 1}
-        assert desk.books.cache.protected_pages == 1
+        assert desk.pages.cache.protected_pages == 1
     event.done = True
     desk.scheduler.pop_bootstrapped(0.0)
     assert desk.states() == {"FREE": 15, "CACHED": 1}
@@ -518,9 +518,9 @@ def test_an_event_that_raises_keeps_its_pages_and_stops_nothing_else() -> None:
     assert desk.bootstrap(other) == ["b"], "the event is asked here"
     with pytest.raises(OSError, match="device lost"):
         desk.scheduler.pop_bootstrapped(0.0)
-    assert (req.pages_held is not None, desk.books.errors.num) == (True, 1)
+    assert (req.pages_held is not None, desk.pages.errors.num) == (True, 1)
     assert desk.scheduler.pop_bootstrapped(0.0) == []
-    assert desk.books.errors.num == 1
+    assert desk.pages.errors.num == 1
     desk.scheduler.check_invariants()
 
 
@@ -534,7 +534,7 @@ def test_a_usable_prefix_that_raises_means_none() -> None:
     desk.scheduler.send_chunk(first, 8, 0.0, last=True)
     again = desk.add("b", [*range(8), 9])
     assert desk.bootstrap(again) == ["b"]
-    assert (again.prefix_len, desk.books.errors.num) == (0, 1)
+    assert (again.prefix_len, desk.pages.errors.num) == (0, 1)
     with pytest.raises(OSError, match="no state"):
         desk.scheduler.pop_bootstrapped(0.0)
 
@@ -543,9 +543,9 @@ def test_the_audit_sees_a_lock_that_is_of_no_request() -> None:
     desk = Desk()
     first = desk.computing("a", list(range(8)))
     desk.scheduler.send_chunk(first, 8, 0.0, last=True)
-    match = desk.books.match(first.key)
+    match = desk.pages.match(first.key)
     assert match is not None
-    desk.books.cache.lock(match)
+    desk.pages.cache.lock(match)
     with pytest.raises(InternalError, match="every lock is a request's"):
         desk.scheduler.check_invariants()
 

@@ -17,7 +17,7 @@ def state_desk(
     usable: Callable[[PrefillRequest, int], int] | None = None, num_slots: int = 2
 ) -> Desk:
     desk = Desk()
-    desk.scheduler = PrefillScheduler(desk.books, num_slots=num_slots, usable_prefix=usable)
+    desk.scheduler = PrefillScheduler(desk.pages, num_slots=num_slots, usable_prefix=usable)
     return desk
 
 
@@ -54,7 +54,7 @@ def test_who_has_handed_over_its_state_fails_for_the_engine_when_no_write_reads_
     req = handed_over(desk)
     desk.end(req, ok=False)
     assert desk.pop_failed() == []
-    assert not desk.scheduler.has_news
+    assert not desk.scheduler.has_results
     desk.source_free(req)
     desk.source_free(req)
     assert desk.pop_failed() == [req]

@@ -26,13 +26,13 @@ from prefixkv.protocol.sender_events import (
     AbortSaid,
     Added,
     CancelWrite,
-    Event,
     Fail,
+    JobEnded,
     PostWrite,
     Promised,
-    Say,
-    Tick,
-    WriteEnded,
+    RoomTick,
+    SenderEvent,
+    SendToReader,
 )
 from prefixkv.protocol.sender_machine import SenderMachine
 from tests.protocol.rooms import KEY, PROVED, TIMING
@@ -127,7 +127,7 @@ class Heard:
         self.machine = machine
         self.actions: list[Any] = []
 
-    def on(self, event: Event) -> list[Any]:
+    def on(self, event: SenderEvent) -> list[Any]:
         actions = self.machine.on(event, 0.0)
         self.actions += actions
         return actions
@@ -160,7 +160,7 @@ def test_any_split_before_and_after_the_promise_posts_what_is_promised_in_order_
             if at == i:
                 actions = heard.on(prompt.promised(reader))
                 is_last = reader == prompt.num_readers - 1
-                assert isinstance(actions[0], Say)
+                assert isinstance(actions[0], SendToReader)
                 assert [type(action) for action in actions[1:2]] == [Bootstrapped] * is_last
         if i < len(chunks):
             actions = heard.on(chunks[i])
@@ -176,7 +176,7 @@ def test_any_split_before_and_after_the_promise_posts_what_is_promised_in_order_
             assert len(post.src_pages) > 0
             at += len(post.src_pages)
     for job_id in sorted(heard.machine.in_flight):
-        heard.on(WriteEnded(job_id))
+        heard.on(JobEnded(job_id))
     assert heard.machine.poll is KVPoll.SUCCESS
     assert isinstance(heard.actions[-1], SourceFree)
 
@@ -244,13 +244,13 @@ def test_without_clip_pages_that_decode_has_fail_the_room_and_a_gap_does_so_alwa
     [
         (Fail(AbortedError("enough")), 0.0, AbortedError),
         (AbortSaid(peer=DECODE[0], reason="no"), 0.0, AbortedError),
-        (Tick(), TIMING.bootstrap_timeout_s, TransferTimeoutError),
+        (RoomTick(), TIMING.bootstrap_timeout_s, TransferTimeoutError),
         (Prompt(17, 8, 4, 4).promised(0), 0.0, PromptMismatchError),
     ],
     ids=["aborted", "aborted by decode", "no promise came", "another length"],
 )
 def test_what_is_kept_is_dropped_when_the_room_fails(
-    event: Event, after_s: float, error: type[Exception]
+    event: SenderEvent, after_s: float, error: type[Exception]
 ) -> None:
     machine = PROMPT.machine()
     machine.on(PROMPT.chunk(0, 5, last=True), 0.0)
@@ -259,7 +259,7 @@ def test_what_is_kept_is_dropped_when_the_room_fails(
     assert isinstance(actions[-1], SourceFree), "nothing reads the pages that were handed over"
     later = machine.on(PROMPT.promised(0), after_s)
     assert not any(isinstance(action, PostWrite | Bootstrapped) for action in later)
-    assert not machine._kept
+    assert not machine._early_chunks
 
 
 def test_a_chunk_after_the_last_one_fails_the_room_when_the_promise_comes() -> None:
@@ -267,7 +267,7 @@ def test_a_chunk_after_the_last_one_fails_the_room_when_the_promise_comes() -> N
     for _ in range(2):
         heard.on(PROMPT.chunk(0, 5, last=True))
     kinds = [type(action) for action in heard.on(PROMPT.promised(0))]
-    assert kinds[1:] == [Bootstrapped, PostWrite, RoomEnded, CancelWrite, Say]
+    assert kinds[1:] == [Bootstrapped, PostWrite, RoomEnded, CancelWrite, SendToReader]
     assert "after the last" in str(heard.machine.error)
 
 

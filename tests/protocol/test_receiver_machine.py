@@ -17,15 +17,15 @@ from prefixkv.protocol.messages import Abort, Outcome, OutcomeAck
 from prefixkv.protocol.receiver_machine import (
     ChunkLanded,
     DrainedSaid,
-    Event,
     Fail,
     FencedOff,
     OutcomeSaid,
     PeerReady,
     PromiseAcked,
+    ReceiverEvent,
     ReceiverMachine,
-    Say,
-    Tick,
+    RoomTick,
+    SendToRank,
     UnitsStaged,
 )
 from tests.protocol.rooms import (
@@ -175,8 +175,8 @@ EVENTS: list[tuple[Any, float]] = [
     (outcome(num_pages=1), 0),
     (outcome(ok=False), 0), (outcome(ok=False, drained=False), 0), (DrainedSaid(0), 0),
     (DrainedSaid(1), 0), (DrainedSaid(9), 0), (ABORT, 0),
-    (Fail(AbortedError("gone"), tell=False), 0), (FencedOff(0), 0), (FencedOff(9), 0), (Tick(), 0),
-    (Tick(), TIMING.resend_s), (Tick(), 100.0),
+    (Fail(AbortedError("gone"), tell=False), 0), (FencedOff(0), 0), (FencedOff(9), 0),
+    (RoomTick(), 0), (RoomTick(), TIMING.resend_s), (RoomTick(), 100.0),
 ]  # fmt: skip
 
 
@@ -189,7 +189,7 @@ def run(script: list[Any]) -> Laws:
 
 def test_the_table_names_every_event_in_every_state_but_our_own_faults() -> None:
     promised = (KVPoll.WAITING_FOR_INPUT, KVPoll.TRANSFERRING, KVPoll.SUCCESS)
-    check_table(ReceiverMachine.TABLE, Event, {state: {PeerReady} for state in promised})
+    check_table(ReceiverMachine.TABLE, ReceiverEvent, {state: {PeerReady} for state in promised})
 
 
 def test_every_event_in_every_state_does_as_the_table_says_and_no_step_is_listed_in_vain() -> None:
@@ -231,7 +231,7 @@ def test_any_two_events_in_any_state_keep_the_laws(script: list[Any]) -> None:
                 st.booleans(),
             ),
             st.builds(lambda rank: (DrainedSaid(rank), 0), st.integers(0, 4)),
-            st.builds(lambda pause_s: (Tick(), pause_s), st.floats(0, 5)),
+            st.builds(lambda pause_s: (RoomTick(), pause_s), st.floats(0, 5)),
         ),
         max_size=30,
     ),
@@ -243,8 +243,8 @@ def test_any_sequence_keeps_the_laws_and_all_proof_ends_it(
     laws.on(PeerReady(tuple(range(num_ranks))))
     for event in events:
         laws.on(*event)
-    laws.on(Tick(), 1000.0)
-    laws.on(Tick(), 1000.0)
+    laws.on(RoomTick(), 1000.0)
+    laws.on(RoomTick(), 1000.0)
     for rank in range(num_ranks):
         laws.on(DrainedSaid(rank))
     assert laws.machine.over
@@ -257,12 +257,12 @@ def test_success_waits_for_every_rank_and_aux_is_the_first_ranks(num_ranks: int)
         range(num_ranks)
     )
     for rank in reversed(range(1, num_ranks)):
-        assert laws.on(outcome(rank)) == [Say(rank, OutcomeAck(*KEY.numbers, rank))]
-        assert laws.on(outcome(rank)) == [Say(rank, OutcomeAck(*KEY.numbers, rank))], (
+        assert laws.on(outcome(rank)) == [SendToRank(rank, OutcomeAck(*KEY.numbers, rank))]
+        assert laws.on(outcome(rank)) == [SendToRank(rank, OutcomeAck(*KEY.numbers, rank))], (
             "said twice, it is answered twice"
         )
     assert laws.on(outcome(0)) == [
-        Say(0, OutcomeAck(*KEY.numbers, 0)),
+        SendToRank(0, OutcomeAck(*KEY.numbers, 0)),
         RoomEnded(KEY, KVPoll.SUCCESS, aux=b"aux 0"),
     ]
 
@@ -271,7 +271,7 @@ def test_one_failing_rank_ends_the_room_and_each_other_rank_has_to_drain() -> No
     laws = run([PeerReady((0, 1, 2)), outcome(0)])
     actions = laws.on(outcome(1, ok=False))
     assert isinstance(laws.ended.error, TransferError)
-    assert [(say.rank, type(say.body)) for say in actions if isinstance(say, Say)] == [
+    assert [(say.rank, type(say.body)) for say in actions if isinstance(say, SendToRank)] == [
         (1, OutcomeAck),
         (2, Abort),
     ]
@@ -308,7 +308,9 @@ def test_a_page_count_that_is_not_the_promised_one_fails(num_pages: int) -> None
 
 def test_success_waits_for_the_notifications_of_all_that_was_written() -> None:
     laws = run([PeerReady((0, 1)), outcome(1)])
-    assert laws.on(outcome(num_units=4, num_chunks=2)) == [Say(0, OutcomeAck(*KEY.numbers, 0))]
+    assert laws.on(outcome(num_units=4, num_chunks=2)) == [
+        SendToRank(0, OutcomeAck(*KEY.numbers, 0))
+    ]
     for stray in (ChunkLanded(1, 0, 0), ChunkLanded(0, 0, 0, 2, 3), ChunkLanded(0, 0, 0, 2, 3)):
         assert laws.on(stray) == []
     assert laws.on(ChunkLanded(0, 0, 1, 2, 3)) == []
@@ -316,13 +318,13 @@ def test_success_waits_for_the_notifications_of_all_that_was_written() -> None:
     assert laws.on(ChunkLanded(0, 1, 0, 1, 1)) == [RoomEnded(KEY, KVPoll.SUCCESS, aux=b"aux 0")]
 
 
-@pytest.mark.parametrize("event", [ChunkLanded(0, 0, 0, 1, 3), UnitsStaged(0, 5), Tick()])
+@pytest.mark.parametrize("event", [ChunkLanded(0, 0, 0, 1, 3), UnitsStaged(0, 5), RoomTick()])
 def test_notifications_that_do_not_add_up_fail_the_room_by_name(event: Any) -> None:
     laws = run([PeerReady((0,)), outcome(num_units=4)])
-    laws.on(event, TIMING.transfer_timeout_s if isinstance(event, Tick) else 0.0)
+    laws.on(event, TIMING.transfer_timeout_s if isinstance(event, RoomTick) else 0.0)
     assert laws.machine.poll is KVPoll.FAILED
     assert laws.drained
-    landed = {ChunkLanded: 3, UnitsStaged: 5, Tick: 0}[type(event)]
+    landed = {ChunkLanded: 3, UnitsStaged: 5, RoomTick: 0}[type(event)]
     assert str(laws.ended.error) == (
         "prefill rank 0 says that 4 unit pages are written, the notifications that came are of "
         f"{landed}"
@@ -333,7 +335,7 @@ def test_a_room_that_lacks_a_notification_ends_though_its_ranks_are_heard() -> N
     machine = ReceiverMachine(promise(), TIMING, 0.0)
     machine.on(PeerReady((0,)), 0.0)
     machine.on(outcome(num_units=4), 1.0)
-    machine.on(Tick(heard_s=1e9), 1.0 + TIMING.transfer_timeout_s)
+    machine.on(RoomTick(heard_s=1e9), 1.0 + TIMING.transfer_timeout_s)
     assert machine.poll is KVPoll.FAILED
 
 
@@ -370,7 +372,7 @@ def test_what_a_rank_that_does_not_exist_says_means_nothing() -> None:
 )
 def test_every_waiting_state_has_its_deadline(script: str, deadline_s: float) -> None:
     laws = run(SCRIPTS[script])
-    check_deadline(laws, Tick(), deadline_s)
+    check_deadline(laws, RoomTick(), deadline_s)
     assert laws.drained == (script == "bootstrapping"), (
         "time drains nothing that a peer was told of"
     )
@@ -378,7 +380,7 @@ def test_every_waiting_state_has_its_deadline(script: str, deadline_s: float) ->
 
 def test_a_timeout_names_the_address_and_the_state() -> None:
     machine = ReceiverMachine(promise(), TIMING, 0.0, "tcp://p:1")
-    machine.on(Tick(), TIMING.bootstrap_timeout_s)
+    machine.on(RoomTick(), TIMING.bootstrap_timeout_s)
     assert str(machine.error) == "prefill at 'tcp://p:1': the deadline passed in BOOTSTRAPPING"
 
 
@@ -388,8 +390,8 @@ def says_at(laws: Laws, seconds: float) -> list[float]:
     for _ in range(10_000):
         if laws.machine.wake_s > end_s:
             break
-        actions = laws.on(Tick(), max(0.0, laws.machine.wake_s - laws.now_s))
-        if any(isinstance(action, Say) for action in actions):
+        actions = laws.on(RoomTick(), max(0.0, laws.machine.wake_s - laws.now_s))
+        if any(isinstance(action, SendToRank) for action in actions):
             times.append(laws.now_s - start_s)
     else:
         raise AssertionError(f"it asks to be woken at {laws.machine.wake_s}, again and again")
@@ -408,7 +410,7 @@ def test_an_abort_is_said_again_for_ever_and_only_to_ranks_that_owe_proof() -> N
     laws = run([PeerReady((0, 1)), ABORT, DrainedSaid(0)])
     assert says_at(laws, 1000.0)[:4] == [0.5, 1.5, 3.5, 7.5]
     assert laws.overdue
-    last = laws.on(Tick(), 10.0)
+    last = laws.on(RoomTick(), 10.0)
     assert [(say.rank, type(say.body)) for say in last] == [(1, Abort)]
     laws.on(DrainedSaid(1))
     assert laws.machine.wake_s == float("inf")

@@ -20,8 +20,8 @@ from prefixkv.protocol.receiver_machine import (
     OutcomeSaid,
     PeerReady,
     PromiseAcked,
-    Say,
-    Tick,
+    RoomTick,
+    SendToRank,
 )
 from prefixkv.protocol.refusal_machine import RefusalMachine
 from tests.protocol.rooms import KEY, TIMING
@@ -33,23 +33,23 @@ MEANS_NOTHING = [
 ]
 EVENTS = [
     *MEANS_NOTHING, DrainedSaid(0), DrainedSaid(1), DrainedSaid(9), FencedOff(0), FencedOff(1),
-    Fail(AbortedError("gone")), Tick(),
+    Fail(AbortedError("gone")), RoomTick(),
 ]  # fmt: skip
 
 
-def refusal(is_news: bool = True) -> RefusalMachine:
-    return RefusalMachine(KEY, 9, "why", TIMING, 0.0, is_news=is_news)
+def refusal(reports_end: bool = True) -> RefusalMachine:
+    return RefusalMachine(KEY, 9, "why", TIMING, 0.0, reports_end=reports_end)
 
 
 @given(st.booleans(), st.lists(st.tuples(st.sampled_from(EVENTS), st.floats(0, 2)), max_size=20))
 def test_any_sequence_ends_it_once_and_time_ends_it_at_last(
-    is_news: bool, events: list[tuple[Any, float]]
+    reports_end: bool, events: list[tuple[Any, float]]
 ) -> None:
-    machine, now_s, unanswered = refusal(is_news), 0.0, {0, 1}
+    machine, now_s, unanswered = refusal(reports_end), 0.0, {0, 1}
     said = machine.on(PeerReady((0, 1)), now_s)
-    assert said == [Say(rank, Abort(*KEY.numbers, "why", 9)) for rank in (0, 1)]
+    assert said == [SendToRank(rank, Abort(*KEY.numbers, "why", 9)) for rank in (0, 1)]
     ends = 0
-    for event, after_s in [*events, (Tick(), 1000.0)]:
+    for event, after_s in [*events, (RoomTick(), 1000.0)]:
         now_s += after_s
         was_over = machine.over
         actions = machine.on(event, now_s)
@@ -58,10 +58,10 @@ def test_any_sequence_ends_it_once_and_time_ends_it_at_last(
             assert actions == []
         if isinstance(event, DrainedSaid | FencedOff):
             unanswered.discard(event.rank)
-        words = [action for action in actions if isinstance(action, Say)]
+        words = [action for action in actions if isinstance(action, SendToRank)]
         assert {word.rank for word in words} in (set(), unanswered), "an answered rank is told"
         assert [a for a in actions if isinstance(a, RoomDrained)] == [RoomDrained(KEY)] * (
-            is_news and machine.over and not was_over
+            reports_end and machine.over and not was_over
         )
         assert machine.over or (unanswered and machine.wake_s <= TIMING.bootstrap_timeout_s)
     assert ends == 1

@@ -30,16 +30,16 @@ from prefixkv.protocol.sender_events import (
     AbortSaid,
     Added,
     CancelWrite,
-    Event,
     Fail,
+    JobDrained,
+    JobEnded,
     LifeBegan,
     OutcomeAcked,
     PostWrite,
     Promised,
-    Say,
-    Tick,
-    WriteDrained,
-    WriteEnded,
+    RoomTick,
+    SenderEvent,
+    SendToReader,
 )
 from prefixkv.protocol.sender_machine import SenderMachine
 from tests.protocol.rooms import (
@@ -85,7 +85,7 @@ def is_fault(machine: SenderMachine, event: Any) -> bool:
             return machine.added and machine.poll is not KVPoll.FAILED
         case SendChunk():
             return machine.added and machine.poll is KVPoll.BOOTSTRAPPING and not event.clip
-        case WriteEnded():
+        case JobEnded():
             return machine.poll not in (KVPoll.TRANSFERRING, KVPoll.FAILED)
     return False
 
@@ -109,12 +109,12 @@ class Laws:
         if is_fault(self.machine, event):
             return check_step(self.machine, event, self.now_s, fault=True)
         before = self.machine.poll
-        if isinstance(event, WriteEnded) and event.job_id in self.in_flight:
+        if isinstance(event, JobEnded) and event.job_id in self.in_flight:
             self.in_flight.remove(event.job_id)
             if event.error is not None and not event.drained:
                 self.unproven.add(event.job_id)
                 self.settle = True
-        if isinstance(event, WriteDrained):
+        if isinstance(event, JobDrained):
             self.unproven.discard(event.job_id)
         self.asked |= isinstance(event, AbortSaid)
         actions = self.machine.on(event, self.now_s)
@@ -148,7 +148,7 @@ class Laws:
             assert self.ended is not None
             assert not self.in_flight, "a write still reads our pages"
             self.source_free = True
-        elif isinstance(action, Say):
+        elif isinstance(action, SendToReader):
             self._hear(action.body)
 
     def _hear(self, body: Any) -> None:
@@ -192,15 +192,15 @@ SCRIPTS: dict[str, list[Any]] = {
     "parked": [promised()],
     "waiting": [Added(18, PROMPT), promised()],
     "posted": POSTED,
-    "posted and done": [*POSTED, WriteEnded(1)],
+    "posted and done": [*POSTED, JobEnded(1)],
     "all posted": [*POSTED, chunk(3, 2, last=True)],
-    "all but one done": [*POSTED, chunk(3, 2, last=True), WriteEnded(2)],
-    "success": [*POSTED, chunk(3, 2, last=True), WriteEnded(2), WriteEnded(1)],
+    "all but one done": [*POSTED, chunk(3, 2, last=True), JobEnded(2)],
+    "success": [*POSTED, chunk(3, 2, last=True), JobEnded(2), JobEnded(1)],
     "success, acknowledged": [
         *POSTED,
         chunk(3, 2, last=True),
-        WriteEnded(2),
-        WriteEnded(1),
+        JobEnded(2),
+        JobEnded(1),
         OutcomeAcked(),
     ],
     "failed, write in flight": [*POSTED, Fail(AbortedError("enough"))],
@@ -209,17 +209,17 @@ SCRIPTS: dict[str, list[Any]] = {
         Fail(AbortedError("enough")),
         OutcomeAcked(),
     ],
-    "failed by a write that proves nothing": [*POSTED, WriteEnded(1, BROKEN, drained=False)],
+    "failed by a write that proves nothing": [*POSTED, JobEnded(1, BROKEN, drained=False)],
     "failed by a write that proves nothing, its agent destroyed": [
         *POSTED,
-        WriteEnded(1, BROKEN, drained=False),
-        WriteDrained(1),
+        JobEnded(1, BROKEN, drained=False),
+        JobDrained(1),
     ],
-    "failed by a write refused at post": [*POSTED, WriteEnded(1, BROKEN)],
+    "failed by a write refused at post": [*POSTED, JobEnded(1, BROKEN)],
     "aborted by decode, write in flight": [*POSTED, ABORT_SAID],
     "aborted before the promise": [ABORT_SAID],
     "peer lost, write in flight": [*POSTED, Fail(BROKEN, tell=False)],
-    "parked too long": [promised(), Tick()],
+    "parked too long": [promised(), RoomTick()],
     "chunk kept": [Added(18, PROMPT), chunk(0, 2, clip=True)],
     "all chunks kept": [
         Added(18, PROMPT),
@@ -228,20 +228,20 @@ SCRIPTS: dict[str, list[Any]] = {
     ],
     "a later chunk kept": [Added(18, PROMPT), chunk(3, 2, last=True, clip=True)],
     "posted from what was kept": [Added(18, PROMPT), chunk(0, 3, clip=True), promised()],
-    "all posted but not the last": [Added(18, PROMPT), promised(), chunk(1, 4), WriteEnded(1)],
+    "all posted but not the last": [Added(18, PROMPT), promised(), chunk(1, 4), JobEnded(1)],
 }
 EVENTS: list[tuple[Any, float]] = [
     (Added(18, PROMPT), 0), (Added(17, PROMPT), 0), (promised(), 0), (chunk(1, 2), 0),
     (chunk(1, 4, last=True), 0),
     (chunk(3, 2, last=True), 0), (chunk(3, 1, last=True), 0), (chunk(5, 0, last=True), 0),
-    (chunk(2, 1), 0), (chunk(1, 9), 0), (WriteEnded(1), 0), (WriteEnded(2), 0), (WriteEnded(99), 0),
-    (WriteEnded(1, BROKEN), 0), (WriteEnded(1, BROKEN, drained=False), 0),
-    (WriteEnded(2, BROKEN, drained=False), 0), (WriteDrained(1), 0), (WriteDrained(2), 0),
+    (chunk(2, 1), 0), (chunk(1, 9), 0), (JobEnded(1), 0), (JobEnded(2), 0), (JobEnded(99), 0),
+    (JobEnded(1, BROKEN), 0), (JobEnded(1, BROKEN, drained=False), 0),
+    (JobEnded(2, BROKEN, drained=False), 0), (JobDrained(1), 0), (JobDrained(2), 0),
     (LifeBegan(DECODE, 3.0), 0),
     (ABORT_SAID, 0), (Fail(AbortedError("enough")), 0),
-    (Fail(BROKEN, tell=False), 0), (OutcomeAcked(), 0), (Tick(), 0), (Tick(), TIMING.resend_s),
-    (Tick(), 100.0), (chunk(0, 2, clip=True), 0), (chunk(0, 5, last=True, clip=True), 0),
-    (chunk(2, 3, last=True, clip=True), 0),
+    (Fail(BROKEN, tell=False), 0), (OutcomeAcked(), 0), (RoomTick(), 0),
+    (RoomTick(), TIMING.resend_s), (RoomTick(), 100.0), (chunk(0, 2, clip=True), 0),
+    (chunk(0, 5, last=True, clip=True), 0), (chunk(2, 3, last=True, clip=True), 0),
 ]  # fmt: skip
 
 
@@ -256,19 +256,21 @@ def finish(laws: Laws) -> None:
     """All writes end, decode aborts, time passes, agents with writes that proved nothing are
     destroyed: all is over."""
     for job_id in sorted(laws.in_flight):
-        laws.on(WriteEnded(job_id))
-    laws.on(Tick(), 1000.0)
+        laws.on(JobEnded(job_id))
+    laws.on(RoomTick(), 1000.0)
     if (
         not laws.machine.readers
     ):  # no decode worker has ever named the room: the endpoint answers for it
-        laws.on(Tick(), 1000.0)  # nor has one since it failed
+        laws.on(RoomTick(), 1000.0)  # nor has one since it failed
         assert laws.machine.over
         return
     said = laws.on(ABORT_SAID) + laws.on(ABORT_SAID)
-    drained = [say for say in said if isinstance(say, Say) and isinstance(say.body, Drained)]
+    drained = [
+        say for say in said if isinstance(say, SendToReader) and isinstance(say.body, Drained)
+    ]
     assert len(drained) == (0 if laws.unproven else 2), "each abort is answered, once it can be"
     for job_id in sorted(laws.unproven):
-        drained += [say for say in laws.on(WriteDrained(job_id)) if isinstance(say, Say)]
+        drained += [say for say in laws.on(JobDrained(job_id)) if isinstance(say, SendToReader)]
     assert drained, "an abort that had to wait is answered when the last agent is destroyed"
     assert laws.machine.over
     assert laws.source_free
@@ -276,12 +278,12 @@ def finish(laws: Laws) -> None:
 
 def test_the_table_names_every_event_in_every_state_but_our_own_faults() -> None:
     faults = {
-        KVPoll.BOOTSTRAPPING: {WriteEnded},
-        KVPoll.WAITING_FOR_INPUT: {Added, WriteEnded},
+        KVPoll.BOOTSTRAPPING: {JobEnded},
+        KVPoll.WAITING_FOR_INPUT: {Added, JobEnded},
         KVPoll.TRANSFERRING: {Added},
-        KVPoll.SUCCESS: {Added, WriteEnded},
+        KVPoll.SUCCESS: {Added, JobEnded},
     }
-    check_table(SenderMachine.TABLE, Event, faults)
+    check_table(SenderMachine.TABLE, SenderEvent, faults)
 
 
 def test_every_event_in_every_state_does_as_the_table_says_and_no_step_is_listed_in_vain() -> None:
@@ -312,9 +314,9 @@ def test_every_event_in_every_state_does_as_the_table_says_and_no_step_is_listed
         ("added", Added(18, PROMPT)),
         ("waiting", Added(18, PROMPT)),
         ("success", Added(18, PROMPT)),
-        ("nothing known", WriteEnded(1)),
-        ("waiting", WriteEnded(1)),
-        ("success", WriteEnded(1)),
+        ("nothing known", JobEnded(1)),
+        ("waiting", JobEnded(1)),
+        ("success", JobEnded(1)),
         ("added", chunk(1, 2)),
         ("chunk kept", chunk(2, 2)),
     ],
@@ -342,7 +344,7 @@ def test_any_two_events_in_any_state_keep_the_laws(script: list[Any]) -> None:
         st.one_of(
             st.sampled_from(EVENTS),
             st.builds(
-                lambda job_id, how: (WriteEnded(job_id, *how), 0),
+                lambda job_id, how: (JobEnded(job_id, *how), 0),
                 st.integers(1, 5),
                 st.sampled_from([(None, True), (BROKEN, True), (BROKEN, False)]),
             ),
@@ -350,9 +352,9 @@ def test_any_two_events_in_any_state_keep_the_laws(script: list[Any]) -> None:
                 lambda first, num, last, clip: (chunk(first, num, last, clip), 0),
                 st.integers(0, 5), st.integers(0, 4), st.booleans(), st.booleans(),
             ),
-            st.builds(lambda job_id: (WriteDrained(job_id), 0), st.integers(1, 5)),
+            st.builds(lambda job_id: (JobDrained(job_id), 0), st.integers(1, 5)),
             st.just((LifeBegan(DECODE, 3.0), 0)),
-            st.builds(lambda pause_s: (Tick(), pause_s), st.floats(0, 5)),
+            st.builds(lambda pause_s: (RoomTick(), pause_s), st.floats(0, 5)),
         ),
         max_size=30,
     ),
@@ -373,26 +375,28 @@ def test_no_acknowledgement_before_the_last_write_has_ended(
     laws = run([Added(18, PROMPT), promised(), chunk(1, 1), chunk(2, 1), chunk(3, 1)])
     unproven = data.draw(st.sampled_from([0, *order]))
     for job_id in order[:done]:
-        laws.on(WriteEnded(job_id, *((BROKEN, False) if job_id == unproven else ())))
+        laws.on(JobEnded(job_id, *((BROKEN, False) if job_id == unproven else ())))
     said = laws.on(ABORT_SAID)
     for job_id in order[done:]:
-        assert not any(isinstance(say.body, Drained) for say in said if isinstance(say, Say))
-        laws.on(Tick(), 50.0)
-        said = laws.on(WriteEnded(job_id, *((BROKEN, False) if job_id == unproven else ())))
-    assert [Say(DECODE, Drained(*KEY.numbers, 2))] * (not unproven) == [
-        say for say in said if isinstance(say, Say)
+        assert not any(
+            isinstance(say.body, Drained) for say in said if isinstance(say, SendToReader)
+        )
+        laws.on(RoomTick(), 50.0)
+        said = laws.on(JobEnded(job_id, *((BROKEN, False) if job_id == unproven else ())))
+    assert [SendToReader(DECODE, Drained(*KEY.numbers, 2))] * (not unproven) == [
+        say for say in said if isinstance(say, SendToReader)
     ]
     if unproven:
-        assert laws.on(WriteDrained(unproven)) == [
-            Say(DECODE, Drained(*KEY.numbers, 2, settle=True))
+        assert laws.on(JobDrained(unproven)) == [
+            SendToReader(DECODE, Drained(*KEY.numbers, 2, settle=True))
         ]
-        assert laws.on(WriteDrained(unproven)) == []
+        assert laws.on(JobDrained(unproven)) == []
 
 
 @pytest.mark.parametrize("added_first", [True, False])
 def test_the_path_of_one_room(added_first: bool) -> None:
     laws = Laws()
-    ack = Say(DECODE, PromiseAck(*KEY.numbers, 2))
+    ack = SendToReader(DECODE, PromiseAck(*KEY.numbers, 2))
     known = Bootstrapped(KEY, DECODE, 4)
     if added_first:
         assert laws.on(Added(18, PROMPT)) == []
@@ -404,12 +408,12 @@ def test_the_path_of_one_room(added_first: bool) -> None:
     [post] = laws.on(chunk(1, 3))
     assert (post.job_id, post.chunk, post.dst_pages.tolist()) == (1, 0, [3, 9, 5])
     assert laws.on(chunk(4, 0)) == [], "nothing to send"
-    assert laws.on(WriteEnded(1)) == []
+    assert laws.on(JobEnded(1)) == []
     [post] = laws.on(chunk(4, 1, last=True))
     assert (post.job_id, post.chunk, post.dst_pages.tolist()) == (2, 1, [6])
     said = Outcome(*KEY.numbers, 2, True, 2, 4, b"first", "", True, num_units=4)
-    outcome = Say(DECODE, said)
-    assert laws.on(WriteEnded(2)) == [RoomEnded(KEY, KVPoll.SUCCESS), outcome, SourceFree(KEY)]
+    outcome = SendToReader(DECODE, said)
+    assert laws.on(JobEnded(2)) == [RoomEnded(KEY, KVPoll.SUCCESS), outcome, SourceFree(KEY)]
     assert laws.on(promised()) == [outcome]
     assert not laws.machine.over
     laws.on(OutcomeAcked())
@@ -426,14 +430,14 @@ def test_a_promise_of_a_rank_that_is_no_reader_means_nothing_after_success() -> 
 def test_the_answer_of_a_rank_that_is_no_reader_answers_for_none() -> None:
     laws = run([*SCRIPTS["success"], OutcomeAcked(5)])
     assert not laws.machine.over
-    [said] = laws.on(Tick(), TIMING.resend_s)
+    [said] = laws.on(RoomTick(), TIMING.resend_s)
     assert isinstance(said.body, Outcome)
 
 
 def test_a_full_hit_sends_no_page_and_still_says_its_outcome() -> None:
     laws = run([Added(16, PROMPT), FULL_HIT])
     actions = laws.machine.on(chunk(4, 0, last=True), 0.0)
-    outcome = Say(DECODE, Outcome(*KEY.numbers, 2, True, 0, 0, b"first", "", True))
+    outcome = SendToReader(DECODE, Outcome(*KEY.numbers, 2, True, 0, 0, b"first", "", True))
     assert actions == [RoomEnded(KEY, KVPoll.SUCCESS), outcome, SourceFree(KEY)]
 
 
@@ -466,10 +470,10 @@ def test_a_failing_room_cancels_all_that_is_in_flight_and_frees_its_source_with_
     None
 ):
     laws = run([Added(18, PROMPT), promised(), chunk(1, 1), chunk(2, 1), chunk(3, 1)])
-    actions = laws.on(WriteEnded(2, BROKEN))
+    actions = laws.on(JobEnded(2, BROKEN))
     assert [action.job_id for action in actions if isinstance(action, CancelWrite)] == [1, 3]
-    assert laws.on(WriteEnded(3, BROKEN)) == []
-    assert laws.on(WriteEnded(1)) == [SourceFree(KEY)]
+    assert laws.on(JobEnded(3, BROKEN)) == []
+    assert laws.on(JobEnded(1)) == [SourceFree(KEY)]
 
 
 @pytest.mark.parametrize(
@@ -484,7 +488,7 @@ def test_a_failing_room_cancels_all_that_is_in_flight_and_frees_its_source_with_
 )
 def test_every_waiting_state_has_its_deadline(script: str, deadline_s: float) -> None:
     laws = run(SCRIPTS[script])
-    check_deadline(laws, Tick(), deadline_s)
+    check_deadline(laws, RoomTick(), deadline_s)
 
 
 @pytest.mark.parametrize(
@@ -496,7 +500,7 @@ def test_every_waiting_state_has_its_deadline(script: str, deadline_s: float) ->
 )
 def test_a_timeout_names_the_decode_worker(script: str, said: str) -> None:
     laws = run(SCRIPTS[script])
-    laws.on(Tick(), laws.machine.wake_s - laws.now_s)
+    laws.on(RoomTick(), laws.machine.wake_s - laws.now_s)
     assert str(laws.machine.error) == said
 
 
@@ -504,7 +508,7 @@ def test_a_timeout_names_the_decode_worker_that_the_request_names() -> None:
     key = RoomKey(7, 0, "d3")
     machine = SenderMachine(key, 2, PAGE_SIZE, count(1).__next__, TIMING, 0.0)
     machine.on(Added(18, PROMPT), 0.0)
-    machine.on(Tick(), TIMING.bootstrap_timeout_s)
+    machine.on(RoomTick(), TIMING.bootstrap_timeout_s)
     assert str(machine.error) == "decode worker 'd3' has promised no pages"
 
 
@@ -515,7 +519,7 @@ def test_the_outcome_is_said_again_until_acknowledged_or_for_long_enough(script:
     for _ in range(20):  # a machine that says it once asks to be woken in the past, for ever
         if (wake_s := laws.machine.wake_s) == float("inf"):
             break
-        if laws.on(Tick(), wake_s - laws.now_s):
+        if laws.on(RoomTick(), wake_s - laws.now_s):
             times.append(laws.now_s)
     assert times == [0.5, 1.5, 3.5, 7.5]
     assert laws.now_s == TIMING.ack_timeout_s
@@ -524,8 +528,8 @@ def test_the_outcome_is_said_again_until_acknowledged_or_for_long_enough(script:
 
 def test_an_outcome_said_again_is_up_to_date_about_drained() -> None:
     laws = run(SCRIPTS["failed, write in flight"])
-    [said] = laws.on(Tick(), TIMING.resend_s)
+    [said] = laws.on(RoomTick(), TIMING.resend_s)
     assert not said.body.drained
-    laws.on(WriteEnded(1))
-    [said] = laws.on(Tick(), 2 * TIMING.resend_s)
+    laws.on(JobEnded(1))
+    [said] = laws.on(RoomTick(), 2 * TIMING.resend_s)
     assert said.body.drained

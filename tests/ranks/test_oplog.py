@@ -24,21 +24,21 @@ class LoggedSim(PairSim):
         self.leaders: list[ReplicatedPageManager] = []
         super().__post_init__()
 
-    def decode_books(self, log: RankLog) -> ReplicatedPageManager:
+    def decode_page_manager(self, log: RankLog) -> ReplicatedPageManager:
         ops: list[bytes] = []
         settings: dict[str, Any] = {"policy": self.policy, "num_slots": self.num_slots}
-        books = ReplicatedPageManager(
+        pages = ReplicatedPageManager(
             lambda op: ops.append(encode_op(op)), self.decode_pages, 4, ROWS, **settings
         )
         self.logs.append(ops)
-        self.leaders.append(books)
-        return books
+        self.leaders.append(pages)
+        return pages
 
 
-def _tree(books: PageManager) -> list[tuple[object, ...]]:
+def _tree(pages: PageManager) -> list[tuple[object, ...]]:
     return sorted(
         (node.start, node.end, bytes(node.key), bytes(node.pages), node.lock_ref)
-        for node in books.cache.nodes()
+        for node in pages.cache.nodes()
     )
 
 
@@ -68,8 +68,8 @@ def test_replica_equals_rank_0_after_a_storm(seed: int) -> None:
         )
         for raw in log:
             replica.apply(decode_op(raw))
-        replica.books.check_invariants()
-        _assert_equal(leader, replica.books)
+        replica.page_manager.check_invariants()
+        _assert_equal(leader, replica.page_manager)
 
 
 def test_a_replica_that_drifts_raises() -> None:
@@ -81,7 +81,7 @@ def test_a_replica_that_drifts_raises() -> None:
     replica = Replica(PageManager(8, 4, 2))
     for op in log:
         replica.apply(op)
-    replica.books.flush()  # what rank 0 did not do
+    replica.page_manager.flush()  # what rank 0 did not do
     pages = leader.open(key, leader.match(key), 0, 1.0)
     assert isinstance(log[-1], Opened)
     with pytest.raises(InternalError, match="rank 0 matched 8 tokens, this rank 0"):
@@ -108,13 +108,15 @@ def test_what_waits_goes_last_on_every_rank() -> None:
     new = RadixKey(range(200, 224))
     pages = leader.open(new, leader.match(new), 6, 1.0)
     follow()
-    _assert_equal(leader, replica.books)
-    assert replica.books.cache.match_prefix(old).prefix_len == 8
+    _assert_equal(leader, replica.page_manager)
+    assert replica.page_manager.cache.match_prefix(old).prefix_len == 8
     leader.drop(pages)
     leader.unwant(number)
     follow()
-    assert replica.books.cache.num_wants == 0
-    replica.books.want(match_of := replica.books.cache.match_prefix(old))  # as rank 0 did not
+    assert replica.page_manager.cache.num_wants == 0
+    replica.page_manager.want(
+        match_of := replica.page_manager.cache.match_prefix(old)
+    )  # as rank 0 did not
     assert match_of.prefix_len == 8
     leader.want(match)
     with pytest.raises(InternalError, match="this rank came to 3 where rank 0 has 2"):
@@ -122,4 +124,4 @@ def test_what_waits_goes_last_on_every_rank() -> None:
 
 
 def test_scheduler_logs_nothing_without_a_log() -> None:
-    assert type(DecodeScheduler(PageManager(4, 4, 1)).books) is PageManager
+    assert type(DecodeScheduler(PageManager(4, 4, 1)).pages) is PageManager

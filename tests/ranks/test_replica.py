@@ -66,23 +66,23 @@ class Ranks:
     def __init__(self, digest_every: int = 1, num_pages: int = 16, **settings: object) -> None:
         self.log = RankLog(digest_every)
         space = num_pages, PAGE_SIZE, 4
-        self.books = ReplicatedPageManager(self.log.append, *space, policy=CONFIG.policy)
+        self.pages = ReplicatedPageManager(self.log.append, *space, policy=CONFIG.policy)
         self.replica = DecodeReplica(num_pages, PAGE_SIZE, CONFIG)
 
     def open(
         self, tokens: range, num_new: int, now_s: float = 1.0
     ) -> tuple[RequestPages, RadixKey]:
         key = RadixKey(tokens)
-        return self.books.open(key, self.books.match(key), num_new, now_s), key
+        return self.pages.open(key, self.pages.match(key), num_new, now_s), key
 
     def finish(self, pages: RequestPages, key: RadixKey, now_s: float = 2.0) -> None:
-        self.books.cache_finished(pages, key, now_s)
+        self.pages.cache_finished(pages, key, now_s)
 
     def pass_ends(self) -> None:
-        self.replica.apply(self.log.take(self.books))
+        self.replica.apply(self.log.take(self.pages))
 
     def equal(self) -> bool:
-        ours, theirs = self.books, self.replica.books
+        ours, theirs = self.pages, self.replica.page_manager
         return sizes(ours) == sizes(theirs) and digests(ours) == digests(theirs)
 
 
@@ -94,7 +94,7 @@ def busy() -> Ranks:
     ranks.finish(*ranks.open(range(100, 112), 3))
     ranks.open(range(12), 1)
     failed, _ = ranks.open(range(200, 208), 2)
-    ranks.books.hold(failed, RoomKey(7, 0))
+    ranks.pages.hold(failed, RoomKey(7, 0))
     ranks.pass_ends()
     assert ranks.equal()
     return ranks
@@ -103,30 +103,33 @@ def busy() -> Ranks:
 def test_a_replica_has_the_rows_that_its_kernels_read() -> None:
     ranks = busy()
     assert ranks.replica.page_table.shape == (4, 16)
-    assert np.array_equal(ranks.replica.page_table, ranks.books.table.array)
-    assert ranks.replica.pages(0).tolist() == ranks.books.table.pages(0).tolist() != []
+    assert np.array_equal(ranks.replica.page_table, ranks.pages.table.array)
+    assert ranks.replica.pages(0).tolist() == ranks.pages.table.pages(0).tolist() != []
 
 
 def _corruptions() -> Iterator[tuple[str, Callable[[DecodeReplica], object]]]:
     yield (
         "a use that rank 0 has not seen",
-        lambda r: r.books.cache.unlock(
-            r.books.cache.lock(r.books.cache.match_prefix(range(100, 112)))
+        lambda r: r.page_manager.cache.unlock(
+            r.page_manager.cache.lock(r.page_manager.cache.match_prefix(range(100, 112)))
         ),
     )
-    yield "an evicted page", lambda r: r.books.allocator.uncache(r.books.cache.evict(1))
-    yield "a lost tree", lambda r: r.books.flush()
-    yield "a page taken", lambda r: r.books.allocator.alloc(1)
-    yield "a room released", lambda r: r.books.release(RoomKey(7, 0))
-    yield "a room quarantined", lambda r: r.books.quarantine(RoomKey(7, 0))
+    yield (
+        "an evicted page",
+        lambda r: r.page_manager.allocator.uncache(r.page_manager.cache.evict(1)),
+    )
+    yield "a lost tree", lambda r: r.page_manager.flush()
+    yield "a page taken", lambda r: r.page_manager.allocator.alloc(1)
+    yield "a room released", lambda r: r.page_manager.release(RoomKey(7, 0))
+    yield "a room quarantined", lambda r: r.page_manager.quarantine(RoomKey(7, 0))
     yield "a row repointed", lambda r: r.page_table.__setitem__((0, 0), 15)
-    yield "a row taken", lambda r: r.books.table.alloc_row()
+    yield "a row taken", lambda r: r.page_manager.table.alloc_row()
     yield "another time of use", _older
 
 
 def _older(replica: DecodeReplica) -> None:
     """What was used last was used at another time: no count tells, and no page yet."""
-    node = max(replica.books.cache.nodes(), key=lambda node: node.mark.tick)
+    node = max(replica.page_manager.cache.nodes(), key=lambda node: node.mark.tick)
     node.mark = node.mark._replace(now_s=0.5)
 
 
@@ -140,13 +143,13 @@ def test_a_rank_that_differs_says_so_at_the_next_message(
 ) -> None:
     ranks = busy()
     corrupt(ranks.replica)
-    raw = ranks.log.take(ranks.books)
+    raw = ranks.log.take(ranks.pages)
     with pytest.raises(InternalError, match="differs from rank 0 in message 1"):
         ranks.replica.apply(raw)
     with pytest.raises(
         InternalError, match="differs from rank 0 in message 1"
     ):  # and is of no use any more
-        ranks.replica.apply(ranks.log.take(ranks.books))
+        ranks.replica.apply(ranks.log.take(ranks.pages))
 
 
 def test_without_digests_the_pages_of_the_next_operation_tell() -> None:
@@ -156,11 +159,11 @@ def test_without_digests_the_pages_of_the_next_operation_tell() -> None:
     for start in (0, 100, 200):
         ranks.finish(*ranks.open(range(start, start + 20), 5))
     ranks.pass_ends()
-    marks = {node.key[:4]: node for node in ranks.replica.books.cache.nodes()}
+    marks = {node.key[:4]: node for node in ranks.replica.page_manager.cache.nodes()}
     first, second = list(marks.values())[:2]
     first.mark, second.mark = second.mark, first.mark
     for node in (first, second):
-        ranks.replica.books.cache._queue.add(node)
+        ranks.replica.page_manager.cache._queue.add(node)
     ranks.pass_ends()
     ranks.open(range(300, 320), 5)
     with pytest.raises(InternalError, match=r"in message 2.*this rank came to"):
@@ -169,9 +172,9 @@ def test_without_digests_the_pages_of_the_next_operation_tell() -> None:
 
 def test_messages_are_read_once_each_and_in_order() -> None:
     ranks = Ranks()
-    first = ranks.log.take(ranks.books)
+    first = ranks.log.take(ranks.pages)
     ranks.open(range(8), 2)
-    second = ranks.log.take(ranks.books)
+    second = ranks.log.take(ranks.pages)
     for wrong, message in (
         (second, "message 1 of rank 0 came where 0"),
         (b"", "no message"),
@@ -207,18 +210,18 @@ def test_a_rank_of_other_settings_is_refused(
 ) -> None:
     ranks = Ranks()
     with pytest.raises(ConfigError, match=name):
-        replica().apply(ranks.log.take(ranks.books))
+        replica().apply(ranks.log.take(ranks.pages))
 
 
 def test_a_policy_object_stands_for_one_of_each_rank() -> None:
     log = RankLog(1)
     config = DecodeConfig(max_running=4, policy=Adaptive(half_life_s=60.0))
     sizes_of = 16, PAGE_SIZE, 4
-    books = ReplicatedPageManager(log.append, *sizes_of, **config.for_books(16))
-    message = log.take(books)
+    pages = ReplicatedPageManager(log.append, *sizes_of, **config.for_page_manager(16))
+    message = log.take(pages)
     replicas = [DecodeReplica(16, PAGE_SIZE, config) for _ in range(2)]
     for replica in replicas:
-        assert replica.books.cache.policy.half_life_s == 60.0  # type: ignore[attr-defined]
+        assert replica.page_manager.cache.policy.half_life_s == 60.0  # type: ignore[attr-defined]
         replica.apply(message)
     other = DecodeConfig(max_running=4, policy=Adaptive(half_life_s=61.0))
     with pytest.raises(ConfigError, match=r"'half_life_s': 61\.0.*'half_life_s': 60\.0"):
@@ -242,11 +245,13 @@ def test_namespaces_travel_or_are_refused() -> None:
         request = Request("r", [1, 2, 3, 4], room=1, namespace=namespace)
         log.check(request)
         ranks = Ranks()
-        pages = ranks.books.open(request.key, ranks.books.match(request.key), 1, 0.0)
+        pages = ranks.pages.open(request.key, ranks.pages.match(request.key), 1, 0.0)
         ranks.finish(pages, request.key)
         ranks.pass_ends()
         assert (
-            ranks.replica.books.cache.match_prefix([1, 2, 3, 4], namespace=namespace).prefix_len
+            ranks.replica.page_manager.cache.match_prefix(
+                [1, 2, 3, 4], namespace=namespace
+            ).prefix_len
             == 4
         )
     for refused in (frozenset({1}), ("tenant", 1.5), object()):
@@ -259,7 +264,7 @@ def test_a_message_is_the_operations_since_the_last() -> None:
     ranks.pass_ends()
     ranks.open(range(8), 2)
     ranks.pass_ends()
-    idle = ranks.log.take(ranks.books)
+    idle = ranks.log.take(ranks.pages)
     ranks.replica.apply(idle)
     assert len(idle) < 150
     assert ranks.equal()

@@ -33,7 +33,7 @@ from prefixkv.protocol.events import (
 )
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import Promise
-from prefixkv.ranks.rooms import RankRooms, pack_news
+from prefixkv.ranks.rooms import RankRooms, pack_rank_events
 from tests.control.wire import Alike, members
 
 KEY, OTHER = RoomKey(7, 1), RoomKey(8, 0)
@@ -224,7 +224,7 @@ def test_nothing_else_travels_in_place_of_an_error() -> None:
 def test_news_come_back_in_order_with_their_rank(rank: int, said: list[Any]) -> None:
     rooms = RankRooms(4)
     for number in range(2):
-        taken = list(rooms.taken(pack_news(rank, number, said)))
+        taken = list(rooms.unpack(pack_rank_events(rank, number, said)))
         assert taken == [(rank, same(event)) for event in said]
     assert len(rooms) == 0, "taken, and not yet told"
 
@@ -236,24 +236,24 @@ def refuses(raw: bytes, match: str | None = None) -> None:
     """`taken` raises CallerError, and takes what it would have taken before."""
     rooms = RankRooms(3)
     rooms.on(1, success(1))
-    list(rooms.taken(pack_news(1, 0, [DRAINED])))
+    list(rooms.unpack(pack_rank_events(1, 0, [DRAINED])))
     with pytest.raises(CallerError, match=match):
-        rooms.taken(raw)
+        rooms.unpack(raw)
     assert len(rooms) == 1
-    assert list(rooms.taken(pack_news(1, 1, [OVERDUE]))) == [(1, OVERDUE)]
-    assert list(rooms.taken(pack_news(2, 0, [DRAINED]))) == [(2, DRAINED)]
+    assert list(rooms.unpack(pack_rank_events(1, 1, [OVERDUE]))) == [(1, OVERDUE)]
+    assert list(rooms.unpack(pack_rank_events(2, 0, [DRAINED]))) == [(2, DRAINED)]
 
 
 @pytest.mark.parametrize(
     ("raw", "match"),
     [
-        (pack_news(0, 0, [DRAINED]), "news of rank 0"),
-        (pack_news(3, 0, [DRAINED]), "news of rank 3"),
-        (pack_news(-1, 0, [DRAINED]), "news of rank -1"),
-        (pack_news(1, 0, [DRAINED]), "news 0 of rank 1, 1 is next"),
-        (pack_news(1, 2, [DRAINED]), "news 2 of rank 1, 1 is next"),
-        (pack_news(2, 1, [DRAINED]), "news 1 of rank 2, 0 is next"),
-        (pack_news(1, 1, [DRAINED]).replace(b"drained", b"burnt12"), "burnt"),
+        (pack_rank_events(0, 0, [DRAINED]), "a message of rank 0"),
+        (pack_rank_events(3, 0, [DRAINED]), "a message of rank 3"),
+        (pack_rank_events(-1, 0, [DRAINED]), "a message of rank -1"),
+        (pack_rank_events(1, 0, [DRAINED]), "message 0 of rank 1, 1 is next"),
+        (pack_rank_events(1, 2, [DRAINED]), "message 2 of rank 1, 1 is next"),
+        (pack_rank_events(2, 1, [DRAINED]), "message 1 of rank 2, 0 is next"),
+        (pack_rank_events(1, 1, [DRAINED]).replace(b"drained", b"burnt12"), "burnt"),
     ],
     ids=["its own", "beyond", "negative", "repeated", "a gap", "of another", "unknown"],
 )
@@ -278,7 +278,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("raw", HOSTILE.values(), ids=HOSTILE)
 def test_bytes_that_are_no_news_are_the_callers_mistake(raw: bytes) -> None:
-    refuses(raw, "no news of a rank")
+    refuses(raw, "no message of a rank")
 
 
 @given(st.binary(max_size=80))
@@ -286,7 +286,7 @@ def test_random_bytes_are_the_callers_mistake(raw: bytes) -> None:
     refuses(raw)
 
 
-GOOD = pack_news(1, 1, [success(1), failure(1), DRAINED, OVERDUE])
+GOOD = pack_rank_events(1, 1, [success(1), failure(1), DRAINED, OVERDUE])
 
 
 @given(st.lists(st.tuples(st.integers(0, len(GOOD) - 1), st.integers(0, 255)), max_size=3))
@@ -296,9 +296,9 @@ def test_damaged_news_are_taken_whole_or_refused_whole(damage: list[tuple[int, i
     for place, byte in damage:
         raw[place] = byte
     rooms = RankRooms(3)
-    list(rooms.taken(pack_news(1, 0, [])))
+    list(rooms.unpack(pack_rank_events(1, 0, [])))
     try:
-        taken = list(rooms.taken(bytes(raw)))
+        taken = list(rooms.unpack(bytes(raw)))
     except CallerError:
         refuses(bytes(raw))
     else:
@@ -318,8 +318,8 @@ def test_news_that_are_cut_are_refused() -> None:
     ["CallerError", "InternalError", "PrefixKVError", "Mapping", "__name__", "", "os.system"],
 )
 def test_an_error_of_another_name_comes_back_as_a_plain_one(name: str) -> None:
-    raw = pack_news(1, 0, [failure(1)]).replace(
+    raw = pack_rank_events(1, 0, [failure(1)]).replace(
         msgspec.msgpack.encode("TransferError"), msgspec.msgpack.encode(name)
     )
-    ((_, event),) = RankRooms(2).taken(raw)
+    ((_, event),) = RankRooms(2).unpack(raw)
     assert event == same(failure(1))

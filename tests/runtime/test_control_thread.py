@@ -181,7 +181,7 @@ def test_a_step_that_keeps_failing_is_no_busy_loop(
     until(lambda: len(naps) == 5)
     with pytest.raises(InternalError):
         pair.decode.pop_failed()
-    assert naps == [control_thread._STUMBLE_S] * 5
+    assert naps == [control_thread._RETRY_PAUSE_S] * 5
     assert pair.decode.stats()["control_errors"] == 5
     pair.submit("r", tokens_of(1, 10))
     pair.run("r")

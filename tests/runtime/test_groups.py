@@ -47,7 +47,7 @@ def test_wait_ends_when_a_request_has_waited_too_long_and_not_before_there_is_so
         assert decode.pop_preallocated() == []
 
         def wait() -> bool:
-            while not decode.pop_preallocated() and not decode.scheduler.has_news:
+            while not decode.pop_preallocated() and not decode.scheduler.has_results:
                 decode.wait()
             return True
 
@@ -109,9 +109,9 @@ def test_an_object_of_a_policy_serves_a_group(policy: Any) -> None:
             pair.submit(f"r{turn}", tokens_of(1, 30), room=turn)
             until(lambda turn=turn: bool(pair.step() or f"r{turn}" in pair.arrived))  # type: ignore[misc]
             pair.decode.finish(pair.arrived[f"r{turn}"])
-        of_prefill = [node.scheduler.books.cache.policy for node in pair.prefill.nodes]
-        others = [rank.replica.books.cache.policy for rank in pair.decode.others]
-        of_decode = [pair.decode.scheduler.books.cache.policy, *others]
+        of_prefill = [node.scheduler.pages.cache.policy for node in pair.prefill.nodes]
+        others = [rank.replica.page_manager.cache.policy for rank in pair.decode.others]
+        of_decode = [pair.decode.scheduler.pages.cache.policy, *others]
         for used in (of_prefill, of_decode):
             assert len({id(one) for one in used}) == len(used) == 2
             if not isinstance(policy, str):

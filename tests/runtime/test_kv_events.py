@@ -27,7 +27,7 @@ def agrees(node: Any, namespace: Namespace | None = None) -> int:
     """What a router that comes now knows is what the node's tree has; how many pages that is."""
     node.stats()
     until(lambda: node.kv_events.idle)
-    cache = node.scheduler.books.cache
+    cache = node.scheduler.pages.cache
     with closing(Subscriber(node.kv_events, PAGE_SIZE)) as subscriber:
         subscriber.follow_until(node.kv_events._stream.next_seq)
         assert len(subscriber.follower.blocks) == cache.num_pages
@@ -61,7 +61,7 @@ def test_a_node_tells_without_being_asked_for_anything_else(make_pair: MakePair)
     with closing(Subscriber(publisher, PAGE_SIZE)) as subscriber:
         pair.submit("a", tokens_of(1, 40), max_new_tokens=2)
         pair.run("a")
-        cache = pair.decode.scheduler.books.cache
+        cache = pair.decode.scheduler.pages.cache
         assert cache.num_pages >= 10
         while len(subscriber.follower.blocks) < cache.num_pages:
             subscriber.follow()

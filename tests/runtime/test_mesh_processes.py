@@ -78,7 +78,7 @@ class Workers:
     def step(self) -> None:
         self.node.pop_preallocated()
         self.other.call("apply", self.node.take_log())
-        self.node.apply_news(self.other.call("news"))
+        self.node.apply_rank_events(self.other.call("news"))
         for rank in self.prefill:
             for what, rid in rank.call("poll") or ():
                 self._prefill_said(what, rid)

@@ -50,7 +50,7 @@ def test_another_rank_reads_the_same_pages() -> None:
         pair.settle()
         follow()
         assert rows_compared > 20
-        assert digests(replica.books) == digests(decode.scheduler.books)
+        assert digests(replica.page_manager) == digests(decode.scheduler.pages)
         replica.audit()
         with pytest.raises(RequestError, match="namespace"):
             decode.add(Request("x", [1], room=1, prefill=prefill.endpoint, namespace=1.5))

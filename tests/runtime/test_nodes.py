@@ -171,7 +171,7 @@ def test_a_retracted_request_whose_pages_are_gone_is_sent_again(make_pair: MakeP
     pair.until(lambda: "victim" in pair.d.running)
     pair.decode.retract("victim")
     pair.d.running.pop("victim")
-    while pair.decode.scheduler.books.cache.evictable_pages:  # somebody else needs the room
+    while pair.decode.scheduler.pages.cache.evictable_pages:  # somebody else needs the room
         pair.decode.flush()
     assert victim.output == [first_token(tokens_of(2, 20))]
     pair.until(lambda: "victim" in pair.d.running)

@@ -310,7 +310,7 @@ def test_a_router_follows_a_node(pair: NodePair) -> None:
     submit(pair, "b", tokens_of(2, 40))
     pair.run("b")
     assert not router.apply(told())
-    assert router.apply(pair.decode.take_cache_events(afresh=True))
+    assert router.apply(pair.decode.take_cache_events(snapshot=True))
     assert router.route(page_keys(tokens_of(2, 40).tobytes(), PAGE_SIZE), 0.0).matched_pages == 10
     pair.decode.flush()
     assert router.apply(told())

@@ -102,12 +102,12 @@ def test_a_descriptor_beyond_those_of_select_is_waited_for() -> None:
 
 
 def test_rouse_wakes_a_reader_that_has_nothing_to_take(inbox: Inbox[int]) -> None:
-    inbox.rouse()
+    inbox.notify()
     assert readable(inbox)
     assert inbox.pending
     assert inbox.drain() == []
     assert not readable(inbox)
-    inbox.rouse()
+    inbox.notify()
     assert not inbox.wait(0.01)  # clears it: nothing is there
     assert not readable(inbox)
 
@@ -119,7 +119,7 @@ def test_close_gives_the_descriptor_back_and_later_puts_touch_no_other() -> None
     reused = os.dup2(other, inbox.fd)
     try:
         inbox.put(1)
-        inbox.rouse()
+        inbox.notify()
         inbox.close()
         with pytest.raises(BlockingIOError):
             os.eventfd_read(reused)
@@ -177,7 +177,7 @@ def test_a_writer_around_the_reader_s_read(
 def test_a_writer_around_the_read_of_a_reader_that_waits(
     inbox: Inbox[int], monkeypatch: pytest.MonkeyPatch, after_read: bool
 ) -> None:
-    inbox.rouse()
+    inbox.notify()
     let_a_writer_in(inbox, monkeypatch, after_read, 1)
     assert returned(lambda: inbox.wait(None))
     nothing_is_stuck(inbox, inbox.drain(), [2])
@@ -189,7 +189,7 @@ def test_a_wait_goes_on_when_the_bell_rang_for_nothing(
     """What it rang for another call has drained, say: it rings just before the reader sleeps, then
     an item comes."""
     clear = threads.clear
-    writers = iter([inbox.rouse, lambda: inbox.put(1)])
+    writers = iter([inbox.notify, lambda: inbox.put(1)])
 
     def interrupted(fd: int) -> int:
         value = clear(fd)

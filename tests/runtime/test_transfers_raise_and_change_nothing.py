@@ -41,7 +41,9 @@ class Pair:
 
     def held(self) -> Any:
         prefill = self.prefill
-        return picture(sorted(self.decode._keys), prefill._rooms, prefill._last, prefill._kept)
+        return picture(
+            sorted(self.decode._keys), prefill._rooms, prefill._last, prefill._undelivered
+        )
 
     def finish(self) -> None:
         self.prefill.send_chunk(ROOM, 30, PAGES, decode=DECODE, last=True, aux=b"x")

@@ -26,7 +26,7 @@ def answer() -> Source:
 
 
 def feed() -> Source:
-    tap = EventTap(lambda afresh: EventBatch("w", 0, 0.0, ()), lambda call: call())
+    tap = EventTap(lambda snapshot: EventBatch("w", 0, 0.0, ()), lambda call: call())
     return tap.frames(), lambda: tap._deliver(b"frame", True)
 
 

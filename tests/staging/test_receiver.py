@@ -18,11 +18,11 @@ from prefixkv.protocol.tags import ChunkTag
 from prefixkv.staging.cut import LeaseCut, Section
 from prefixkv.staging.leases import LeaseState
 from prefixkv.staging.receiver import (
-    Action,
-    Arrived,
     BreakRoom,
     Grant,
     Scatter,
+    SectionArrived,
+    StagedRoomAction,
     StagingPlan,
     StagingReceiver,
 )
@@ -46,7 +46,7 @@ def open_room(
     num_units: int,
     cut: LeaseCut = CUT,
     ticket: int = TICKET,
-) -> list[Action]:
+) -> list[StagedRoomAction]:
     """A room whose unit pages are our pages 100.., each of one token."""
     pages = np.arange(100, 100 + num_units, dtype=np.int32)
     promise = Promise(*key.numbers, num_units, 0, pages.tobytes(), ticket)
@@ -67,13 +67,13 @@ def ask(
     piece: int,
     first: int,
     count: int = 4,
-) -> list[Action]:
+) -> list[StagedRoomAction]:
     out = staging.on_ask(rank, LeaseAsk(*key.numbers, rank, piece, first, count, TICKET))
     staging.check_invariants()
     return out
 
 
-def grants(actions: list[Action]) -> list[tuple[int, int, int, int]]:
+def grants(actions: list[StagedRoomAction]) -> list[tuple[int, int, int, int]]:
     """(room, rank, piece, offset) of each; nothing else may be among them."""
     assert all(isinstance(action, Grant) for action in actions)
     said = [action for action in actions if isinstance(action, Grant)]
@@ -84,7 +84,7 @@ def grants(actions: list[Action]) -> list[tuple[int, int, int, int]]:
     ]
 
 
-def lease_of(actions: list[Action]) -> int:
+def lease_of(actions: list[StagedRoomAction]) -> int:
     (lease_id,) = {action.grant.lease_id for action in actions if isinstance(action, Grant)}
     return lease_id
 
@@ -98,15 +98,15 @@ def arrive(
     part: int = 0,
     parts: int = 1,
     blocks: int = 1,
-) -> list[Action]:
-    """What follows but for `Arrived`, which comes last and once."""
+) -> list[StagedRoomAction]:
+    """What follows but for `SectionArrived`, which comes last and once."""
     tag = ChunkTag(1, *key.numbers, rank, piece, part, parts, lease, blocks)
     out = staging.on_arrival(tag)
     staging.check_invariants()
-    if out and isinstance(out[-1], Arrived):
+    if out and isinstance(out[-1], SectionArrived):
         assert (out[-1].key, out[-1].rank) == (key, rank)
         out.pop()
-    assert not any(isinstance(action, Arrived) for action in out)
+    assert not any(isinstance(action, SectionArrived) for action in out)
     return out
 
 
@@ -124,7 +124,7 @@ def asked_by_all(
     return lease_of(ask(staging, key, 2, piece, first, count))
 
 
-def told(staging: StagingReceiver, ending: RoomEnded | RoomDrained) -> list[Action]:
+def told(staging: StagingReceiver, ending: RoomEnded | RoomDrained) -> list[StagedRoomAction]:
     """What follows from an end that is passed on at once."""
     out = staging.pass_on(ending)
     staging.check_invariants()
@@ -333,18 +333,18 @@ def test_a_writer_has_arrived_when_each_part_is_notified_with_all_its_blocks() -
     staging = rooms_of(8, A)
     lease = asked_by_all(staging, A, 0, 0)
 
-    def tag(part: int, blocks: int, rank: int = 0) -> list[Action]:
+    def tag(part: int, blocks: int, rank: int = 0) -> list[StagedRoomAction]:
         return staging.on_arrival(ChunkTag(1, *A.numbers, rank, 0, part, 2, lease, blocks))
 
     assert tag(0, 1) == []
     assert tag(1, 0) == tag(1, 2) == []  # a transport that posted less, or more, than the section
     assert staging.counters == {"arrivals_that_disagree": 2}
-    assert tag(1, 1) == [Arrived(A, 0, 4)]
+    assert tag(1, 1) == [SectionArrived(A, 0, 4)]
     assert tag(1, 1) == []
     assert tag(0, 1, rank=2) == []
     scatter, arrived = tag(1, 1, rank=2)
     assert isinstance(scatter, Scatter)
-    assert arrived == Arrived(A, 2, 4)
+    assert arrived == SectionArrived(A, 2, 4)
 
 
 def test_what_a_writer_says_stands_for_no_notification() -> None:
@@ -460,7 +460,7 @@ def landed(staging: StagingReceiver, piece: int = 0, first: int = 0) -> int:
     for rank in (0, 1):
         tag = ChunkTag(5, *KEY.numbers, rank, piece, lease_id=lease, num_pages=1)
         actions = staging.on_arrival(tag)
-    assert [type(action) for action in actions] == [Scatter, Arrived]
+    assert [type(action) for action in actions] == [Scatter, SectionArrived]
     return lease
 
 

@@ -13,16 +13,15 @@ from prefixkv.memory.mesh import Mesh, sent_share, writers_to
 from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea, whole_blocks
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.messages import LeaseGrant
+from prefixkv.protocol.sender_events import JobDrained, JobEnded
 from prefixkv.staging.cut import LeaseCut
 from prefixkv.staging.sender import (
     READY_POLL_S,
-    Action,
     CancelStaged,
     Gather,
-    JobDrained,
-    JobEnded,
     PostStaged,
     SendAsk,
+    StagedWriteAction,
     StagingSender,
 )
 
@@ -63,7 +62,7 @@ class Desk:
         self.next_unit: dict[tuple[RoomKey, PeerId], int] = {}
         self.leases = count(50)
 
-    def checked(self, out: list[Action]) -> list[Action]:
+    def checked(self, out: list[StagedWriteAction]) -> list[StagedWriteAction]:
         self.sender.check_invariants()
         return out
 
@@ -75,7 +74,7 @@ class Desk:
         peer: PeerId = P,
         ready: Event | None = None,
         now_s: float = 0.0,
-    ) -> list[Action]:
+    ) -> list[StagedWriteAction]:
         first = self.next_unit.get((key, peer), 0)
         self.next_unit[key, peer] = first + units
         src = np.arange(100 * job, 100 * job + units, dtype=np.int32)
@@ -83,34 +82,34 @@ class Desk:
 
     def grant(
         self, piece: int, key: RoomKey = A, peer: PeerId = P, offset: int = 0
-    ) -> list[Action]:
+    ) -> list[StagedWriteAction]:
         grant = LeaseGrant(*key.numbers, piece, next(self.leases), offset, TICKET)
         return self.checked(self.sender.on_grant(peer, key, grant))
 
-    def gathered(self, gather: Gather, error: Exception | None = None) -> list[Action]:
+    def gathered(self, gather: Gather, error: Exception | None = None) -> list[StagedWriteAction]:
         return self.checked(self.sender.on_gathered(gather.gather_id, error, 0.0))
 
     def ended(
         self, post: PostStaged, error: Exception | None = None, drained: bool = True
-    ) -> list[Action]:
+    ) -> list[StagedWriteAction]:
         return self.checked(self.sender.on_write_ended(post.write_id, error, drained, 0.0))
 
     def posted(self, piece: int, key: RoomKey = A, peer: PeerId = P) -> PostStaged:
         gather = only(Gather, self.grant(piece, key, peer))
         return only(PostStaged, self.gathered(gather))
 
-    def tick(self, now_s: float) -> list[Action]:
+    def tick(self, now_s: float) -> list[StagedWriteAction]:
         return self.checked(self.sender.tick(now_s))
 
 
-def only(kind: type[T], actions: list[Action]) -> T:
+def only(kind: type[T], actions: list[StagedWriteAction]) -> T:
     """The one action, which has to be of this kind."""
     (action,) = actions
     assert isinstance(action, kind)
     return action
 
 
-def asks(actions: list[Action]) -> list[tuple[int, int, int]]:
+def asks(actions: list[StagedWriteAction]) -> list[tuple[int, int, int]]:
     """(piece, first unit, units) of each ask; nothing else may be among them."""
     asks = [action.ask for action in actions if isinstance(action, SendAsk)]
     assert len(asks) == len(actions)

@@ -38,7 +38,7 @@ from prefixkv.cache.eviction.hazards import Hazards
 from prefixkv.cache.eviction.least_worth import LeastWorth
 from prefixkv.cache.eviction.policy import Use, register_policy
 from prefixkv.cache.eviction.queues import EvictionQueue
-from prefixkv.cache.node import Mark, Node
+from prefixkv.cache.node import Mark, TreeNode
 from prefixkv.settings import Count, CountOrZero, check_order
 
 COUNTS = (0, 0, 1, 2, 3, 3, 4)
@@ -122,7 +122,7 @@ time.
 """
 
 
-def class_of(leaf: Node) -> int:
+def class_of(leaf: TreeNode) -> int:
     """Return the class of a leaf's last page."""
     _, visits, _, of_use, _, trunk = leaf.mark
     # Within a trunk the class is the trunk's; below it counts by how often it was visited.
@@ -279,10 +279,10 @@ class Adaptive(GhostPolicy):
                 return depth
         return None
 
-    def evicted(self, node: Node, num_pages: int) -> None:
+    def evicted(self, node: TreeNode, num_pages: int) -> None:
         """Leave ghosts of the pages. Path ends that are forgotten for them count as losses."""
         hazards = self.hazards
-        for ghost in self.remember(node, num_pages):
+        for ghost in self.add_ghosts(node, num_pages):
             last: Seen = ghost[0]
             hazards.lost(last[3].number, last[2])
 

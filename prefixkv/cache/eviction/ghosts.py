@@ -20,14 +20,14 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from prefixkv.cache.eviction.policy import Policy, Use
-from prefixkv.cache.node import Fold, Mark, Node
+from prefixkv.cache.node import Fold, Mark, TreeNode
 from prefixkv.cache.radix_key import TOKEN_BYTES
 from prefixkv.settings import Count, Number, SecondsOrZero, check_fields
 
-Worth: TypeAlias = Any
+UseCount: TypeAlias = Any
 """A policy's count of a page's uses: it compares with `<` and adds up."""
 
-PATH = 4
+PATH_PAGES_FIELD = 4
 """Index in a mark of the number of pages that its use covered."""
 
 NAME_BYTES = 16 * TOKEN_BYTES
@@ -86,8 +86,8 @@ class Ghosts:
         self.num_pages = 0
         self._last = None
 
-    def remember(
-        self, node: Node, num_pages: int, path_pages: int, limit_pages: int, fold: Fold
+    def add_ghosts(
+        self, node: TreeNode, num_pages: int, path_pages: int, limit_pages: int, fold: Fold
     ) -> list[Ghost]:
         """Leave ghosts of the last `num_pages` of a leaf, which are about to go, and forget the
         oldest ghosts beyond `limit_pages`.
@@ -171,8 +171,8 @@ class Ghosts:
         if not self._ghosts:
             return []
         # Identity of the bytes is enough, and costs nothing: a request keeps its packed tokens.
-        if (known := self._last) is not None and known[0] is data and known[1] == old_pages:
-            return known[2]
+        if (same := self._last) is not None and same[0] is data and same[1] == old_pages:
+            return same[2]
         get, size, page_bytes = self._ghosts.get, self._name_bytes, self._page_bytes
         end = len(data) // page_bytes
         block, stride = self.block_pages, self.stride_pages
@@ -203,7 +203,7 @@ class Ghosts:
         """Note that the next look-up of this path finds nothing, without a search."""
         self._last = data, old_pages, []
 
-    def come_back(self, found: list[Ghost]) -> None:
+    def remove_found(self, found: list[Ghost]) -> None:
         """Remove these ghosts, just found: their pages are in the tree again."""
         if found:
             ghosts, num_pages = self._ghosts, self.num_pages
@@ -252,7 +252,7 @@ class Ghosts:
         end = depth * self._page_bytes
         return hash((depth, data[end - num_bytes if end > num_bytes else 0 : end]))
 
-    def _name_in_tree(self, node: Node, depth: int, num_bytes: int) -> int:
+    def _name_in_tree(self, node: TreeNode, depth: int, num_bytes: int) -> int:
         """Return `_name` for the path that `node` ends, read from the tree. O(nodes that hold the
         bytes)."""
         key = node.key
@@ -275,8 +275,8 @@ class Ghosts:
 class GhostPolicy(Policy):
     """The base of policies that remember evicted pages.
 
-    Their marks are tuples that begin with the tick of the use, and hold at `PATH` the number of
-    pages that the use covered.
+    Their marks are tuples that begin with the tick of the use, and hold at `PATH_PAGES_FIELD` the
+    number of pages that the use covered.
 
     Args:
         ghosts: pages that the ghosts may stand for, as a multiple of the pool (or of the tree, at
@@ -287,7 +287,7 @@ class GhostPolicy(Policy):
         ConfigError: a setting below its bound.
     """
 
-    tells_returns = True
+    reports_returns = True
 
     ghosts: Number = 5.0
     block_tokens: Count = 512
@@ -308,7 +308,7 @@ class GhostPolicy(Policy):
         # Marks first: they are worked out from the ghosts, which go once their pages are back.
         found = self.remembered.find(use.data, use.old_pages)
         marks = self.marks_of_new(use, found)
-        self.remembered.come_back(found)
+        self.remembered.remove_found(found)
         return marks
 
     @abstractmethod
@@ -325,17 +325,17 @@ class GhostPolicy(Policy):
         """
         self._capacity_pages = max(self._capacity_pages, use.tree_pages)
         # Known are the pages in the tree, or those up to the deepest ghost.
-        known, last = use.old_pages, use.before
+        known_pages, last = use.old_pages, use.before
         if found:
-            last, known = found[-1][:2]
-        new_pages = len(use.data) // self._page_bytes - known
+            last, known_pages = found[-1][:2]
+        new_pages = len(use.data) // self._page_bytes - known_pages
         if last is None:
             return None, new_pages
-        end: int = last[PATH]
+        end: int = last[PATH_PAGES_FIELD]
         if found:
             end -= end % self.ghost_pages
         # The known pages end elsewhere: this path parts from that one, which may still continue.
-        if end != known:
+        if end != known_pages:
             return None, new_pages
         if self.came_back is not None:
             self.came_back(last[0])
@@ -344,14 +344,14 @@ class GhostPolicy(Policy):
     def last_tick(self, history: Mark) -> int:
         return history[0]  # type: ignore[no-any-return]
 
-    def evicted(self, node: Node, num_pages: int) -> None:
-        self.remember(node, num_pages)
+    def evicted(self, node: TreeNode, num_pages: int) -> None:
+        self.add_ghosts(node, num_pages)
 
-    def remember(self, node: Node, num_pages: int) -> list[Ghost]:
+    def add_ghosts(self, node: TreeNode, num_pages: int) -> list[Ghost]:
         """Leave ghosts of evicted pages, and return the path ends that are forgotten for them."""
         limit_pages = int(self.ghosts * self._capacity_pages)
-        path_pages = node.mark[PATH]
-        return self.remembered.remember(node, num_pages, path_pages, limit_pages, self.fold)
+        path_pages = node.mark[PATH_PAGES_FIELD]
+        return self.remembered.add_ghosts(node, num_pages, path_pages, limit_pages, self.fold)
 
     def reset(self) -> None:
         self.remembered.clear()
@@ -366,21 +366,21 @@ class GhostPolicy(Policy):
 
 def staircase(
     use: Use,
-    totals: list[tuple[int, Worth]],
-    one: Worth,
-    nothing: Worth,
-    less: Callable[[Worth, Worth], Worth],
-) -> list[tuple[int, Worth]]:
-    """Return (depth, worth added by a mark there), rising, so that each page gets its total.
+    totals: list[tuple[int, UseCount]],
+    one: UseCount,
+    nothing: UseCount,
+    less: Callable[[UseCount, UseCount], UseCount],
+) -> list[tuple[int, UseCount]]:
+    """Return (depth, count added by a mark there), rising, so that each page gets its total.
 
-    New pages down to a ghost have the ghost's worth besides this visit, those below the last ghost
+    New pages down to a ghost have the ghost's count besides this visit, those below the last ghost
     have this visit. The old pages have at most this visit: what was added for the new ones is
     subtracted where the old ones end.
 
     Args:
-        totals: (depth, worth) of the ghosts found, this visit included, rising in depth.
-        one, nothing: the worth of this visit, and none.
-        less: the first worth without the second.
+        totals: (depth, count) of the ghosts found, this visit included, rising in depth.
+        one, nothing: the count of this visit, and none.
+        less: the first count without the second.
     """
     if not totals or totals[-1][0] < use.num_pages:
         totals.append((use.num_pages, one))
@@ -388,7 +388,7 @@ def staircase(
     steps = []
     below = nothing  # what marks further down add to a page already
     for depth, total in [*reversed(totals), (use.old_pages, one if use.visit else nothing)]:
-        # A ghost with a lower total than what lies below it is left out: worths do not fall
+        # A ghost with a lower total than what lies below it is left out: counts do not fall
         # upwards.
         if depth == use.old_pages or total > below:
             steps.append((depth, less(total, below)))

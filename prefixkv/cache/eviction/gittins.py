@@ -24,9 +24,9 @@ from msgspec import Meta
 
 from prefixkv.cache.eviction.ghosts import Ghost, GhostPolicy
 from prefixkv.cache.eviction.policy import Use, register_policy
-from prefixkv.cache.eviction.queues import EvictionQueue, LeafOrders, Place, Rank
+from prefixkv.cache.eviction.queues import EvictionQueue, LeafOrders, LeafPlace, Rank
 from prefixkv.cache.eviction.return_tables import ReturnTables, bin_of
-from prefixkv.cache.node import Node
+from prefixkv.cache.node import TreeNode
 from prefixkv.settings import Count, CountOrZero, Number, check_order
 
 TURNS = (1, 2, 3, 5)
@@ -138,11 +138,11 @@ class Gittins(GhostPolicy):
     # --- evictions --------------------------------------------------------------------------------
 
     def make_queue(self) -> EvictionQueue:
-        return _LeastWorth(self)
+        return _GittinsQueue(self)
 
-    def evicted(self, node: Node, num_pages: int) -> None:
+    def evicted(self, node: TreeNode, num_pages: int) -> None:
         """Leave ghosts of the pages. Path ends that are forgotten for them count as losses."""
-        for ghost in self.remember(node, num_pages):
+        for ghost in self.add_ghosts(node, num_pages):
             last: LastUse = ghost[0]
             self.tables.lost(last.kind, self.tables.now_s - last.now_s)
 
@@ -151,18 +151,18 @@ class Gittins(GhostPolicy):
         self.tables.reset()
 
 
-class _LeastWorth(LeafOrders):
+class _GittinsQueue(LeafOrders):
     """A queue of two orders per class: 2k from the oldest, 2k + 1 from the newest."""
 
     def __init__(self, policy: Gittins) -> None:
         super().__init__(2 * NUM_KINDS)
         self._tables = policy.tables
 
-    def place(self, history: LastUse) -> Place:
+    def place(self, history: LastUse) -> LeafPlace:
         tick, _, kind, _, _ = history
         return 2 * kind, tick, (2 * kind + 1, -tick)
 
-    def choose(self, now_s: float) -> Node | None:
+    def choose(self, now_s: float) -> TreeNode | None:
         # Of each class the oldest or the newest leaf is worth least, so the heads are enough.
         least, chosen = None, None
         for order, heap in enumerate(self._heaps):
@@ -173,7 +173,7 @@ class _LeastWorth(LeafOrders):
                     least, chosen = rank, leaf
         return chosen
 
-    def rank_at(self, leaf: Node, now_s: float) -> Rank:
+    def rank_at(self, leaf: TreeNode, now_s: float) -> Rank:
         """Return (worth, True if newer ones go first, +-tick): lowest first, at this time only."""
         tick, used_s, kind, _, _ = leaf.mark
         tables = self._tables

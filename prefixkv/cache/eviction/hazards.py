@@ -264,12 +264,12 @@ class Hazards:
             self._due += self._period
             self._part = 0
 
-    def _tidy(self) -> None:
+    def _prune_slots(self) -> None:
         """Part: count what was noted, and keep the number of slots small."""
         self._count()
         self._thin_out()
 
-    def _see(self) -> None:
+    def _freeze_counts(self) -> None:
         """Part: fix the counts that all later parts are worked out from."""
         self._seen = self._entered(), self._by_class(self._returns)
 
@@ -326,8 +326,8 @@ class Hazards:
 
 
 _PARTS: Final = (
-    Hazards._tidy,
-    Hazards._see,
+    Hazards._prune_slots,
+    Hazards._freeze_counts,
     Hazards._estimate,
     *[Hazards._rank_slice] * _NUM_SLICES,
     Hazards._rank,

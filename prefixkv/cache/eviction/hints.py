@@ -19,7 +19,7 @@ from typing import Final
 
 from prefixkv.cache.eviction.policy import Policy
 from prefixkv.cache.eviction.queues import EvictionQueue, Rank
-from prefixkv.cache.node import Node
+from prefixkv.cache.node import TreeNode
 
 MOST_HINTS: Final = 1 << 16
 """Limit for remembered hints; beyond it the oldest are forgotten."""
@@ -41,19 +41,19 @@ class Hints:
             said to continue; always True if the policy tells no returns.
     """
 
-    def __init__(self, promise_s: float, tells_returns: bool = False) -> None:
+    def __init__(self, promise_s: float, reports_returns: bool = False) -> None:
         self._promise_s = promise_s
-        self._tells_returns = tells_returns
+        self._reports_returns = reports_returns
         self.clear()
 
-    def say(self, tick: int, continues: bool, now_s: float) -> None:
+    def note(self, tick: int, continues: bool, now_s: float) -> None:
         """Note a hint about the use with this tick. O(1)."""
-        for said in (self._said, self._open) if self._tells_returns else (self._said,):
+        for hints in (self._in_force, self._open) if self._reports_returns else (self._in_force,):
             # Dictionaries keep the order of insertion: a repeated hint becomes the newest.
-            said.pop(tick, None)
-            said[tick] = (continues, now_s)
-            if len(said) > MOST_HINTS:
-                del said[next(iter(said))]
+            hints.pop(tick, None)
+            hints[tick] = (continues, now_s)
+            if len(hints) > MOST_HINTS:
+                del hints[next(iter(hints))]
         # Two of the oldest per call: more than come in, so those that are decided never pile up.
         for old, (continued, since_s) in list(islice(self._open.items(), 2)):
             if self.broken(since_s, now_s):
@@ -62,8 +62,8 @@ class Hints:
 
     def came_back(self, tick: int) -> None:
         """Note that another use continues the one with this tick."""
-        if (said := self._open.pop(tick, None)) is not None:
-            self._count(said[0], True)
+        if (hint := self._open.pop(tick, None)) is not None:
+            self._count(hint[0], True)
 
     def _count(self, continues: bool, came_back: bool) -> None:
         """Count the outcome of a hint, and decide again if hints are believed."""
@@ -76,9 +76,9 @@ class Hints:
 
     def group(self, tick: int, now_s: float) -> tuple[int, float]:
         """Return the group of a leaf with last tick `tick`, and the time of the hint."""
-        if (said := self._said.get(tick)) is None:
+        if (hint := self._in_force.get(tick)) is None:
             return _UNKNOWN, 0.0
-        continues, since_s = said
+        continues, since_s = hint
         return (_GOES_ON if continues and not self.broken(since_s, now_s) else _OVER), since_s
 
     def broken(self, since_s: float, now_s: float) -> bool:
@@ -87,8 +87,8 @@ class Hints:
 
     def clear(self) -> None:
         """Forget all hints and outcomes."""
-        self._said: dict[int, tuple[bool, float]] = {}
-        # Hints without an outcome so far. One leaves `_said` by the limit alone: it is still in
+        self._in_force: dict[int, tuple[bool, float]] = {}
+        # Hints without an outcome so far. One leaves `_in_force` by the limit alone: it is still in
         # force for its leaf when its outcome is known.
         self._open: dict[int, tuple[bool, float]] = {}
         # By kind of hint (finished, continues): sessions that did not come back, and that did.
@@ -107,10 +107,10 @@ class HintedQueue:
         self._last_tick = policy.last_tick
         self._hints = hints
         self._queues = (policy.make_queue(), queue, policy.make_queue())  # by group
-        self._promised: list[tuple[float, int, Node]] = []  # (when, tick, leaf): a heap, lazily
+        self._promised: list[tuple[float, int, TreeNode]] = []  # (when, tick, leaf): a heap, lazily
         self._now_s = 0.0
 
-    def add(self, leaf: Node) -> None:
+    def add(self, leaf: TreeNode) -> None:
         """Add or move a leaf, into the queue of its group."""
         tick = self._last_tick(leaf.mark)
         group, since_s = self._hints.group(tick, self._now_s)
@@ -119,11 +119,11 @@ class HintedQueue:
         # The inner queue takes the leaf out of another one that it was in.
         self._queues[group].add(leaf)
 
-    def first(self, now_s: float) -> Node | None:
+    def first(self, now_s: float) -> TreeNode | None:
         """Return the first leaf of the first group that has one; by the policy's rank while hints
         are not believed."""
         self._break_promises(now_s)
-        found: tuple[Rank, Node] | None = None
+        found: tuple[Rank, TreeNode] | None = None
         for queue in self._queues:
             if (leaf := queue.first(now_s)) is not None:
                 if self._hints.believed:
@@ -133,14 +133,14 @@ class HintedQueue:
                     found = rank, leaf
         return found[1] if found is not None else None
 
-    def rank_at(self, leaf: Node, now_s: float) -> Rank:
+    def rank_at(self, leaf: TreeNode, now_s: float) -> Rank:
         return leaf.entry[2].rank_at(leaf, now_s)
 
-    def take(self, leaf: Node) -> None:
+    def take(self, leaf: TreeNode) -> None:
         leaf.entry[2].take(leaf)
 
-    def bury(self) -> None:
-        """Refuse: `Node.entry` always names one of the three inner queues."""
+    def count_dead(self) -> None:
+        """Refuse: `TreeNode.entry` always names one of the three inner queues."""
         raise NotImplementedError("entries stand in one of the three queues")
 
     def expect(self, num_leaves: int, now_s: float) -> None:

@@ -18,9 +18,9 @@ from typing import Any, TypeAlias
 
 from prefixkv.cache.eviction.hazards import EDGES_S, Hazards
 from prefixkv.cache.eviction.queues import LeafOrders, Rank, forget
-from prefixkv.cache.node import Node
+from prefixkv.cache.node import TreeNode
 
-Entry: TypeAlias = tuple[int, Node, "LeastWorth", int]
+Entry: TypeAlias = tuple[int, TreeNode, "LeastWorth", int]
 """(tick, leaf, queue, class)."""
 
 MARGIN_S = 1e-6
@@ -120,7 +120,7 @@ def _stands(entry: Entry) -> bool:
     if node.lock_ref or node.children:
         # Its entry dies here. The tree adds it again when it is an evictable leaf again.
         node.entry = None
-        entry[2].lost_one()
+        entry[2].count_dead_unswept()
         return False
     return True
 
@@ -133,7 +133,7 @@ class LeastWorth(LeafOrders):
         class_of: returns the class of a leaf.
     """
 
-    def __init__(self, hazards: Hazards, class_of: Callable[[Node], int]) -> None:
+    def __init__(self, hazards: Hazards, class_of: Callable[[TreeNode], int]) -> None:
         super().__init__(0)
         num_kinds = len(hazards.worth)
         self._hazards = hazards
@@ -152,7 +152,7 @@ class LeastWorth(LeafOrders):
         self._holds_s = [inf] * num_kinds
         self._all_hold_s = inf
 
-    def add(self, leaf: Node) -> None:
+    def add(self, leaf: TreeNode) -> None:
         """Add or move a leaf. O(1) as a rule."""
         mark = leaf.mark
         kind, tick, old = self._class_of(leaf), mark[0], leaf.entry
@@ -170,7 +170,7 @@ class LeastWorth(LeafOrders):
         if self._batch_s is not None:
             heappush(self._late, (self.rank_at(leaf, self._batch_s), leaf, entry))
 
-    def choose(self, now_s: float) -> Node | None:
+    def choose(self, now_s: float) -> TreeNode | None:
         """Return the leaf that is worth least at `now_s`. O(classes), and O(1) per class to look at
         again."""
         # 1. New tables: no offer holds any more. `Hazards` makes new lists, so identity is enough.
@@ -183,7 +183,7 @@ class LeastWorth(LeafOrders):
         if now_s >= all_hold_s:
             for kind, holds_s in enumerate(self._holds_s):
                 if now_s >= holds_s:
-                    self._look(kind, now_s)
+                    self._update_offer(kind, now_s)
             all_hold_s = min(self._holds_s)
         # 3. Take the least offer. If its leaf has gone since, the class offers at least as much
         #    now: look again at this class alone, and choose again.
@@ -199,13 +199,13 @@ class LeastWorth(LeafOrders):
             node = entry[1]
             if node.entry is entry and not node.lock_ref and not node.children:
                 break
-            self._look(kind, now_s)
+            self._update_offer(kind, now_s)
             if self._holds_s[kind] < all_hold_s:
                 all_hold_s = self._holds_s[kind]
         self._all_hold_s = all_hold_s
         return node
 
-    def _look(self, kind: int, now_s: float) -> None:
+    def _update_offer(self, kind: int, now_s: float) -> None:
         """Work out what a class offers."""
         line = self._lines[kind]
         oldest = line.first()
@@ -240,7 +240,7 @@ class LeastWorth(LeafOrders):
         # Without a clock the oldest goes, and ages count from the first time that is given.
         self._holds_s[kind] = holds_s - MARGIN_S if now_s > 0 else WITH_A_CLOCK
 
-    def rank_at(self, leaf: Node, now_s: float) -> Rank:
+    def rank_at(self, leaf: TreeNode, now_s: float) -> Rank:
         """Return (worth, True if newer ones go first, +-tick): lowest first, at this time only."""
         tick, _, used_s, *_ = leaf.mark
         kind, hazards = self._class_of(leaf), self._hazards
@@ -250,9 +250,9 @@ class LeastWorth(LeafOrders):
         rises = now_s > 0 and place < hazards.peak[kind]
         return (hazards.worth[kind][place], rises, -tick if rises else tick)
 
-    def lost_one(self) -> None:
-        """Count a dead entry while a line is being read. Unlike `bury` it never sweeps, which would
-        replace the line."""
+    def count_dead_unswept(self) -> None:
+        """Count a dead entry while a line is being read. Unlike `count_dead` it never sweeps, which
+        would replace the line."""
         self._num_entries -= 1
         self._num_dead += 1
 

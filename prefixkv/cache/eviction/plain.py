@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from math import inf
 
 from prefixkv.cache.eviction.policy import Policy, Use, register_policy
-from prefixkv.cache.eviction.queues import EvictionQueue, LeafHeap, LeafOrders, Place, Rank
-from prefixkv.cache.node import Mark, Node
+from prefixkv.cache.eviction.queues import EvictionQueue, LeafHeap, LeafOrders, LeafPlace, Rank
+from prefixkv.cache.node import Mark, TreeNode
 from prefixkv.settings import at_least
 
 
@@ -166,17 +166,17 @@ class _ExpiringQueue(LeafOrders):
         super().__init__(2)
         self._ttl_s = ttl_s
 
-    def place(self, history: Mark) -> Place:
+    def place(self, history: Mark) -> LeafPlace:
         return 1, history[:2], (0, history[1])
 
-    def choose(self, now_s: float) -> Node | None:
+    def choose(self, now_s: float) -> TreeNode | None:
         # If the least recently used leaf has not expired, none has.
         oldest = self.head(0)
         if oldest is not None and now_s - oldest.mark[2] > self._ttl_s:
             return oldest
         return self.head(1)
 
-    def rank_at(self, leaf: Node, now_s: float) -> Rank:
+    def rank_at(self, leaf: TreeNode, now_s: float) -> Rank:
         history = leaf.mark
         expired = now_s - history[2] > self._ttl_s
         return (0, 0, history[1]) if expired else (1, *history[:2])

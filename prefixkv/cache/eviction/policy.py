@@ -18,7 +18,7 @@ from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, Self, cast
 
 from prefixkv.cache.eviction.queues import EvictionQueue, LeafHeap, Rank
-from prefixkv.cache.node import Mark, Node
+from prefixkv.cache.node import Mark, TreeNode
 from prefixkv.errors import ConfigError
 from prefixkv.registry import Registry
 
@@ -78,12 +78,12 @@ class Policy(ABC):
     promise_s: float = 600.0
     """Seconds for which a hint that a session will continue counts (`hints.py`)."""
 
-    tells_returns = False
+    reports_returns = False
     """True if the policy calls `came_back` with the tick of a use that another continues, also when
     its pages were evicted. Then hints count only while they come true (`hints.py`)."""
 
     came_back: Callable[[int], None] | None = None
-    """Set by the cache at the first hint, if the policy `tells_returns`."""
+    """Set by the cache at the first hint, if the policy `reports_returns`."""
 
     token_scale = 1
     """Tokens that one token of the cache stands for: several in a replay of block traces."""
@@ -178,7 +178,7 @@ class Policy(ABC):
         """
         return steps[-1][0]
 
-    def evicted(self, node: Node, num_pages: int) -> None:  # noqa: B027
+    def evicted(self, node: TreeNode, num_pages: int) -> None:  # noqa: B027
         """Note that the last `num_pages` of a node, down to its `floor` at most, are about to go.
 
         The history of the last page is `node.mark`.

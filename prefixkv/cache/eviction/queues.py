@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from heapq import heapify, heappop, heappush
 from typing import Any, Protocol, TypeAlias
 
-from prefixkv.cache.node import Mark, Node
+from prefixkv.cache.node import Mark, TreeNode
 
 Rank: TypeAlias = Any
 """Any type with `<`; of all evictable leaves the one with the lowest rank goes first."""
@@ -20,25 +20,25 @@ Rank: TypeAlias = Any
 class EvictionQueue(Protocol):
     """The evictable leaves in the order in which they go.
 
-    `Node.entry` is a leaf's valid place in one queue: (key, node, queue, ...). An item in a heap is
-    dead unless it is this very object, or refers to it.
+    `TreeNode.entry` is a leaf's valid place in one queue: (key, node, queue, ...). An item in a
+    heap is dead unless it is this very object, or refers to it.
     """
 
-    def add(self, leaf: Node) -> None:
+    def add(self, leaf: TreeNode) -> None:
         """Add a node that became an evictable leaf, or move a leaf after its history has
         changed."""
 
-    def first(self, now_s: float) -> Node | None:
+    def first(self, now_s: float) -> TreeNode | None:
         """Return the leaf that goes first, and leave it in the queue; None if there is none."""
 
-    def rank_at(self, leaf: Node, now_s: float) -> Rank:
+    def rank_at(self, leaf: TreeNode, now_s: float) -> Rank:
         """Return the rank of a leaf in the queue: the lowest goes first. Used only if the policy
-        `tells_returns`."""
+        `reports_returns`."""
 
-    def take(self, leaf: Node) -> None:
+    def take(self, leaf: TreeNode) -> None:
         """Remove the leaf that `first` has just returned."""
 
-    def bury(self) -> None:
+    def count_dead(self) -> None:
         """Count that one entry of this queue has died."""
 
     def expect(self, num_leaves: int, now_s: float) -> None:
@@ -48,12 +48,12 @@ class EvictionQueue(Protocol):
         """Return the queue's own laws that do not hold; for tests."""
 
 
-def forget(node: Node) -> None:
+def forget(node: TreeNode) -> None:
     """Remove a node from the queue that it is in, if any. O(1): the entry is left there, dead."""
     if node.entry is not None:
         queue: EvictionQueue = node.entry[2]
         node.entry = None
-        queue.bury()
+        queue.count_dead()
 
 
 class LeafHeap:
@@ -70,11 +70,12 @@ class LeafHeap:
 
     def __init__(self, rank: Callable[[Mark], Rank]) -> None:
         self._rank = rank
-        self._heap: list[tuple[Rank, Node, LeafHeap]] = []
-        self._run: list[tuple[Rank, Node, LeafHeap]] = []  # falling, so that the first is the last
+        self._heap: list[tuple[Rank, TreeNode, LeafHeap]] = []
+        # Falling, so that the first is the last.
+        self._run: list[tuple[Rank, TreeNode, LeafHeap]] = []
         self._num_dead = 0
 
-    def add(self, leaf: Node) -> None:
+    def add(self, leaf: TreeNode) -> None:
         """Add or move a leaf. O(1) if its rank has only risen."""
         rank = self._rank(leaf.mark)
         entry = leaf.entry
@@ -86,7 +87,7 @@ class LeafHeap:
         leaf.entry = entry = (rank, leaf, self)
         heappush(self._heap, entry)
 
-    def first(self, now_s: float = 0.0) -> Node | None:
+    def first(self, now_s: float = 0.0) -> TreeNode | None:
         """Return the leaf with the lowest rank. Amortised O(log leaves)."""
         heap, run = self._heap, self._run
         while heap or run:
@@ -114,10 +115,10 @@ class LeafHeap:
                 heappop(heap)
         return None
 
-    def rank_at(self, leaf: Node, now_s: float) -> Rank:
+    def rank_at(self, leaf: TreeNode, now_s: float) -> Rank:
         return self._rank(leaf.mark)
 
-    def take(self, leaf: Node) -> None:
+    def take(self, leaf: TreeNode) -> None:
         """Remove the leaf that `first` has just returned; it is at one of the two heads."""
         run = self._run
         if run and run[-1] is leaf.entry:
@@ -126,7 +127,7 @@ class LeafHeap:
             heappop(self._heap)
         leaf.entry = None
 
-    def bury(self) -> None:
+    def count_dead(self) -> None:
         """Count a dead entry, and sweep when the dead are more than half. Amortised O(1)."""
         self._num_dead += 1
         if self._num_dead > 1024 and 2 * self._num_dead > len(self._heap) + len(self._run):
@@ -146,7 +147,7 @@ class LeafHeap:
             self._heap = []
 
 
-Place: TypeAlias = tuple[int, Rank, tuple[int, Rank] | None]
+LeafPlace: TypeAlias = tuple[int, Rank, tuple[int, Rank] | None]
 """(order, key, maybe (another order, key)): where a leaf stands; in each order the least key comes
 first.
 
@@ -169,22 +170,22 @@ class LeafOrders:
         self._num_entries = 0  # living
         self._num_dead = 0
         self._batch_s: float | None = None  # the time of the batch under way, if it is large
-        self._run: list[tuple[Rank, Node, Any]] = []  # its leaves, falling in rank
-        self._late: list[tuple[Rank, Node, Any]] = []  # those that became leaves in it: a heap
+        self._run: list[tuple[Rank, TreeNode, Any]] = []  # its leaves, falling in rank
+        self._late: list[tuple[Rank, TreeNode, Any]] = []  # those that became leaves in it: a heap
 
-    def place(self, history: Mark) -> Place:
+    def place(self, history: Mark) -> LeafPlace:
         """Return the place of a leaf with this history."""
         raise NotImplementedError
 
-    def choose(self, now_s: float) -> Node | None:
+    def choose(self, now_s: float) -> TreeNode | None:
         """Return the leaf that goes first, by the heads of the orders."""
         raise NotImplementedError
 
-    def rank_at(self, leaf: Node, now_s: float) -> Rank:
+    def rank_at(self, leaf: TreeNode, now_s: float) -> Rank:
         """Combine all orders into one rank at time `now_s`; the lowest goes first."""
         raise NotImplementedError
 
-    def add(self, leaf: Node) -> None:
+    def add(self, leaf: TreeNode) -> None:
         """Add or move a leaf. O(log leaves)."""
         order, key, second = self.place(leaf.mark)
         entry = leaf.entry
@@ -201,7 +202,7 @@ class LeafOrders:
         if self._batch_s is not None:
             heappush(self._late, (self.rank_at(leaf, self._batch_s), leaf, entry))
 
-    def first(self, now_s: float) -> Node | None:
+    def first(self, now_s: float) -> TreeNode | None:
         """Return the leaf that goes first: within a large batch from the sorted run, else by
         `choose`."""
         if self._batch_s is None:
@@ -218,12 +219,12 @@ class LeafOrders:
                 heappop(late)
         return None
 
-    def head(self, order: int) -> Node | None:
+    def head(self, order: int) -> TreeNode | None:
         """Return the leaf that is first in one order; None if the order is empty."""
         heap = self._heaps[order]
         while heap:
             entry = _entry(heap[0])
-            node: Node = entry[1]
+            node: TreeNode = entry[1]
             if node.entry is entry:
                 if not node.lock_ref and not node.children:
                     return node
@@ -234,13 +235,13 @@ class LeafOrders:
                 heappop(heap)
         return None
 
-    def take(self, leaf: Node) -> None:
+    def take(self, leaf: TreeNode) -> None:
         """Remove the leaf that `first` has just returned."""
         # The entry may stand in several heaps: it only dies here.
         leaf.entry = None
-        self.bury()
+        self.count_dead()
 
-    def bury(self) -> None:
+    def count_dead(self) -> None:
         """Count a dead entry, and sweep when the dead outnumber the living, but not within a
         batch."""
         self._num_entries -= 1

@@ -72,6 +72,7 @@ from prefixkv.protocol.events import (
     RoomEnded,
 )
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
+from prefixkv.protocol.machine import Fail, RoomTick
 from prefixkv.protocol.messages import (
     Drained,
     Frame,
@@ -290,7 +291,7 @@ class DecodeControl:
         if known is not None:
             # Only a refusal of our own (`_give_up`) makes way: no pages hang on it, and the
             # scheduler does not wait for its end.
-            if not isinstance(known.machine, RefusalMachine) or known.machine.is_news:
+            if not isinstance(known.machine, RefusalMachine) or known.machine.reports_end:
                 raise RequestError(f"room {key.room} generation {key.generation} is open already")
             self._rooms.drop(known)  # the number is in use again
         self._links.open(address, now_s)
@@ -326,13 +327,20 @@ class DecodeControl:
     ) -> None:
         """End a room from this side, and let prefill know."""
         # A room that was promised says so to its ranks itself.
-        self._rooms.on(room, receiver.Fail(error), now_s)
+        self._rooms.on(room, Fail(error), now_s)
         if not room.peers:
             # Prefill has not heard of this one, but may have the request and wait for a promise.
             # Its answer is of no interest to the scheduler, which has heard the end by now.
             versions = error.versions if isinstance(error, WeightsVersionError) else None
-            what = machine.key, machine.ticket, str(error)
-            refusal = RefusalMachine(*what, self._timing, now_s, is_news=False, versions=versions)
+            refusal = RefusalMachine(
+                machine.key,
+                machine.ticket,
+                str(error),
+                self._timing,
+                now_s,
+                reports_end=False,
+                versions=versions,
+            )
             self._enter(refusal, room.link.address, now_s, room.digest)
 
     def _fence(self, peer: PeerId, how: str, now_s: float) -> None:
@@ -398,7 +406,7 @@ class DecodeControl:
                 if (link := self._links.get(key)) and (why := self._links.gone(link, now_s)):
                     self._refuse_link(link, why, now_s)
             elif (room := self._rooms.get(key)) is not None:
-                self._rooms.on(room, receiver.Tick(room.heard_s), now_s)
+                self._rooms.on(room, RoomTick(room.heard_s), now_s)
 
         self._timers.visit(now_s, look)
         self._links.deaths.tick(now_s)
@@ -437,7 +445,7 @@ class DecodeControl:
             room = self._rooms.get(frame.body.key)
             if room is not None and room.ranks_of(frame.sender, what.frame.source):
                 error = ProtocolError(f"a {type(frame.body).__name__} raised {what.error!r}")
-                self._rooms.on(room, receiver.Fail(error), now_s)
+                self._rooms.on(room, Fail(error), now_s)
 
     def _take(self, link: Link, frame: Frame, now_s: float) -> None:
         """Take a decoded frame: handshakes from any process, all else only from the link's peer."""
@@ -510,14 +518,14 @@ class DecodeControl:
         try:
             self._rooms.staged(self.staging.on_ask(ask.rank, ask), now_s)
         except ProtocolError as error:  # and the frame is counted as dropped
-            self._rooms.on(room, receiver.Fail(error), now_s)
+            self._rooms.on(room, Fail(error), now_s)
             raise
 
     def _to_room(
         self,
         link: Link,
         body: Outcome | PromiseAck,
-        event: receiver.Event,
+        event: receiver.ReceiverEvent,
         now_s: float,
     ) -> None:
         """Give an event to the room that a frame is about, if it lives."""
@@ -714,7 +722,7 @@ class DecodeControl:
         for leader in dict.fromkeys((link, *self._links.leaders(link))):
             # A copy, since a failed room leaves `waiting`.
             for key in list(leader.waiting):
-                self._rooms.on(self._rooms[key], receiver.Fail(error), now_s)
+                self._rooms.on(self._rooms[key], Fail(error), now_s)
             self._lose_worker(leader.address, error)
         if any(link.peer in self._rooms[key].peers.values() for key in link.rooms):
             self._links.suspend(link, now_s)  # it has pages of ours: only its word can drain them

@@ -20,11 +20,18 @@ from prefixkv.protocol import messages
 from prefixkv.protocol import receiver_machine as receiver
 from prefixkv.protocol.events import RoomDrained, RoomEnded, RoomOverdue
 from prefixkv.protocol.ids import PeerId, RoomKey
-from prefixkv.protocol.receiver_machine import ReceiverMachine, Say
+from prefixkv.protocol.machine import Fail
+from prefixkv.protocol.receiver_machine import ReceiverMachine, SendToRank
 from prefixkv.protocol.refusal_machine import RefusalMachine
 from prefixkv.protocol.timers import Timers
-from prefixkv.staging.receiver import Action as StagingAction
-from prefixkv.staging.receiver import Arrived, BreakRoom, Grant, Scatter, StagingReceiver
+from prefixkv.staging.receiver import (
+    BreakRoom,
+    Grant,
+    Scatter,
+    SectionArrived,
+    StagedRoomAction,
+    StagingReceiver,
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -149,7 +156,7 @@ class ReceiverRooms:
         link.waiting[key] = None
         self._timers.wake(key, room.machine.wake_s)
 
-    def on(self, room: Room, event: receiver.Event, now_s: float) -> None:
+    def on(self, room: Room, event: receiver.ReceiverEvent, now_s: float) -> None:
         """Give an event to the room's machine and carry out its actions; drop the room once it is
         over."""
         machine = room.machine
@@ -158,7 +165,7 @@ class ReceiverRooms:
         # the room, since its pages may be written all the same.
         try:
             for action in machine.on(event, now_s):
-                if isinstance(action, Say):
+                if isinstance(action, SendToRank):
                     self._say(room, action.rank, action.body, now_s)
                     continue
                 if isinstance(action, RoomEnded):
@@ -189,7 +196,7 @@ class ReceiverRooms:
         there."""
         for room in self.all():
             for rank in room.ranks_of(peer, address):
-                self.on(room, receiver.Fail(error, lost=rank), now_s)
+                self.on(room, Fail(error, gone=rank), now_s)
 
     def settle(self, token: PeerId | Left | RankDrained, now_s: float) -> None:
         """Drain what a writer holds, once the transport has read what kernels may still hold of it.
@@ -226,7 +233,7 @@ class ReceiverRooms:
                 for rank in room.ranks_of(*what):
                     self.on(room, receiver.FencedOff(rank), now_s)
 
-    def staged(self, actions: list[StagingAction], now_s: float) -> None:
+    def staged(self, actions: list[StagedRoomAction], now_s: float) -> None:
         """Carry out what staging wants: grants for writers, arrivals and failures for rooms."""
         for action in actions:
             match action:
@@ -235,12 +242,12 @@ class ReceiverRooms:
                     room = self._rooms.get(action.key)
                     if room is not None:
                         self._say(room, action.rank, action.grant, now_s)
-                case Arrived():
+                case SectionArrived():
                     if (room := self._rooms.get(action.key)) is not None:
                         landed = receiver.UnitsStaged(action.rank, action.num_units)
                         self.on(room, landed, now_s)
                 case BreakRoom():
-                    self.on(self._rooms[action.key], receiver.Fail(action.error), now_s)
+                    self.on(self._rooms[action.key], Fail(action.error), now_s)
                 case Scatter() | RoomEnded() | RoomDrained() | RoomOverdue():
                     self._out.add(action)
                 case _:

@@ -72,6 +72,7 @@ from prefixkv.protocol.commands import (
 )
 from prefixkv.protocol.events import RoomEnded, SourceFree
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
+from prefixkv.protocol.machine import Fail
 from prefixkv.protocol.messages import (
     Abort,
     Drained,
@@ -328,7 +329,7 @@ class PrefillControl:
             self._actions.add(RoomEnded(key, KVPoll.FAILED, ended))
             self._actions.add(SourceFree(key))
         elif early is not None:
-            self._rooms.on(room, sender.Fail(early), now_s)
+            self._rooms.on(room, Fail(early), now_s)
 
     def _offer(self, command: OfferRoom, now_s: float) -> None:
         """Take a room that the engine has drawn for a computed prompt.
@@ -355,7 +356,7 @@ class PrefillControl:
                 self._open_offer(room.key, offer, now_s)
             else:
                 error = AbortedError(f"room {command.key.room} is another decode worker's")
-                self._rooms.on(room, sender.Fail(error), now_s)
+                self._rooms.on(room, Fail(error), now_s)
         # 4. Aborts last: a worker that aborts cannot take the offer from one that has proved it.
         if (early := self._aborts.take_all(numbers)) is not None:
             self._close_offer(command.key, early, now_s)
@@ -394,7 +395,7 @@ class PrefillControl:
             room = room or self._rooms.new(key, now_s)
             if not room.added:
                 room.digest = command.digest
-                self._rooms.on(room, sender.Fail(AbortedError(command.reason)), now_s)
+                self._rooms.on(room, Fail(AbortedError(command.reason)), now_s)
 
     def _chunk(self, command: SendChunk, now_s: float) -> None:
         """Pass pages that the engine hands over to their room. Ended or unknown: no-op."""
@@ -405,7 +406,7 @@ class PrefillControl:
         """End a room that the engine wants no more. Unknown: no-op."""
         room = self._rooms.get(command.key)
         if room is not None:
-            self._rooms.on(room, sender.Fail(AbortedError(command.reason)), now_s)
+            self._rooms.on(room, Fail(AbortedError(command.reason)), now_s)
 
     def _move_weights(self, command: MoveWeights, now_s: float) -> None:
         """Move to another weights version: KV computed or promised under the old one is not sent.
@@ -427,7 +428,7 @@ class PrefillControl:
             # 2. Parked: the request is to come, and is to end likewise.
             for promise, peer in room.parked():
                 self._remember(room.key, promise, moved, self._peers.find(peer), now_s)
-            self._rooms.on(room, sender.Fail(moved), now_s)
+            self._rooms.on(room, Fail(moved), now_s)
         for numbers in self._offers.all():  # 3. offers: the KV of each is computed
             self._close_offer(RoomKey(*numbers), moved, now_s)
 
@@ -507,7 +508,7 @@ class PrefillControl:
             room = self._rooms.get(peer.key(frame.body))
             if room is not None and peer.id in room.claimants:
                 error = ProtocolError(f"a {type(frame.body).__name__} raised {what.error!r}")
-                self._rooms.on(room, sender.Fail(error), now_s)
+                self._rooms.on(room, Fail(error), now_s)
 
     def _take(self, received: FrameReceived[bytes], frame: Frame, now_s: float) -> None:
         """Take a decoded frame: introductions from any process, all else only from known peers."""
@@ -655,7 +656,7 @@ class PrefillControl:
         # its ranks are gone.
         peer.gone = True
         for key in list(peer.rooms):
-            self._rooms.on(self._rooms[key], sender.Fail(error, gone=peer.hello.rank), now_s)
+            self._rooms.on(self._rooms[key], Fail(error, gone=peer.hello.rank), now_s)
         self._peers.forget(peer)
 
     def _take_promise(self, peer: Peer, promise: Promise, now_s: float) -> None:
@@ -682,7 +683,7 @@ class PrefillControl:
             if room is not None and room.drained and room.is_other_use(promise.ticket):
                 self._rooms.drop(room)
                 room = None
-            if room is not None and room.is_left_over and not room.is_of(event):
+            if room is not None and room.is_left_over and not room.may_be_about(event):
                 self._rooms.drop(room)
                 room = None
             # 4. Of our weights? A room that the engine has added compares them itself.
@@ -716,7 +717,7 @@ class PrefillControl:
         # Before the room takes it, since its answers go to the peers that have claimed the room.
         room.claim(peer, len(event.pages))
         self._rooms.on(room, event, now_s)
-        if isinstance(room.error, PromptMismatchError) and not room.is_of(event):
+        if isinstance(room.error, PromptMismatchError) and not room.may_be_about(event):
             self._remember(key, event, room.error, peer, now_s)  # its request may still come
         if offer is not None:  # behind the promise: so the room is parked for no time
             self._open_offer(key, offer, now_s)
@@ -772,7 +773,7 @@ class PrefillControl:
         if room is not None and room.added and not room.readers:
             # It may be about a former use of the number, and have crossed the next request: the
             # proof tells.
-            theirs = theirs and room.is_meant(abort.proof, peer.secrets(self._ours.secret))
+            theirs = theirs and room.may_prove(abort.proof, peer.secrets(self._ours.secret))
             if not theirs:
                 room = None
         closed = False

@@ -16,7 +16,8 @@ from prefixkv.control.prefill.peers import Peer, Peers
 from prefixkv.protocol import sender_events as sender
 from prefixkv.protocol.events import RoomEnded, SourceFree
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
-from prefixkv.protocol.sender_events import PostWrite, Say
+from prefixkv.protocol.machine import RoomTick
+from prefixkv.protocol.sender_events import PostWrite, SendToReader
 from prefixkv.protocol.sender_machine import SenderMachine
 from prefixkv.protocol.timers import Timers
 
@@ -153,13 +154,13 @@ class SenderRooms:
         self._rooms[key] = room
         return room
 
-    def on(self, room: SenderRoom, event: sender.Event, now_s: float) -> None:
+    def on(self, room: SenderRoom, event: sender.SenderEvent, now_s: float) -> None:
         """Give an event to the room's room and carry out its actions; drop the room once it is
         over."""
         key = room.key
         open_before = not room.poll.ended
         for action in room.on(event, now_s):
-            if isinstance(action, Say):
+            if isinstance(action, SendToReader):
                 self._peers.send(room.claimants[action.peer], action.body, now_s)
             elif isinstance(action, RoomEnded | SourceFree) and not room.added:
                 continue  # the engine has never heard of it
@@ -190,7 +191,7 @@ class SenderRooms:
         """Let the room look at its deadlines and repeats."""
         key = room.key
         heard_s = self._peers.heard_s(key.decode, room.expected, room.met_before)
-        self.on(room, sender.Tick(heard_s), now_s)
+        self.on(room, RoomTick(heard_s), now_s)
 
     def drop(self, room: SenderRoom) -> None:
         """Forget a room. Its claims go with it, and the peers remember the use as past."""
@@ -214,7 +215,7 @@ class SenderRooms:
         if error is None or drained:
             self.jobs.pop(job_id, None)
         if room is not None:
-            self.on(room, sender.WriteEnded(job_id, error, drained), now_s)
+            self.on(room, sender.JobEnded(job_id, error, drained), now_s)
 
     def write_drained(self, job_id: int, now_s: float) -> None:
         """Tell the room that nothing can land any more of a write that had ended undrained."""
@@ -223,7 +224,7 @@ class SenderRooms:
         self.may_need_settle = True
         room = self._rooms.get(self.jobs.pop(job_id, _NO_ROOM))
         if room is not None:
-            self.on(room, sender.WriteDrained(job_id), now_s)
+            self.on(room, sender.JobDrained(job_id), now_s)
 
     # --- audits -----------------------------------------------------------------------------------
 

@@ -27,16 +27,14 @@ from prefixkv.control.prefill.rooms import SenderRooms
 from prefixkv.memory.staging_area import BLOCK_BYTES
 from prefixkv.protocol.events import Bootstrapped, RoomEnded, SourceFree
 from prefixkv.protocol.ids import PeerId
-from prefixkv.protocol.sender_events import CancelWrite, PostWrite
+from prefixkv.protocol.sender_events import CancelWrite, JobDrained, JobEnded, PostWrite
 from prefixkv.protocol.tags import ChunkTag
-from prefixkv.staging.sender import Action as StagingAction
 from prefixkv.staging.sender import (
     CancelStaged,
     Gather,
-    JobDrained,
-    JobEnded,
     PostStaged,
     SendAsk,
+    StagedWriteAction,
     StagingSender,
 )
 from prefixkv.transport.base import Route, WriteJob
@@ -166,7 +164,7 @@ class Writes:
         route: Route = "state" if action.state else "pages"
         self._out.add(WriteJob(action.job_id, action.peer, *pages, tag, action.ready, route))
 
-    def stage(self, actions: list[StagingAction], now_s: float) -> None:
+    def stage(self, actions: list[StagedWriteAction], now_s: float) -> None:
         """Turn what staging wants into effects; ends of jobs go back to their rooms."""
         for action in actions:
             match action:

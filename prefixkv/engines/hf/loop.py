@@ -89,7 +89,7 @@ class EngineLoop(Generic[E]):
         self._stopping = True
         with self._lock:
             if not self._ended:
-                self._inbox.rouse()
+                self._inbox.notify()
 
     def join(self, timeout_s: float | None = None) -> bool:
         """Wait for the end of the thread. Returns False if it has not ended in time."""

@@ -29,12 +29,12 @@ from prefixkv.spi import (
     DEFAULT_POLICY,
     LockError,
     MatchResult,
-    Node,
     Pages,
     Policy,
     PrefixLock,
     RadixCache,
     RadixKey,
+    TreeNode,
     packed_ids,
     pages_for,
 )
@@ -95,7 +95,7 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         if mirror and not on_cpu and not self.disable:
             self.mirror = RowMirror(self.req_to_token_pool, self.page_size)
         # Locks of `inc_lock_ref`, which gives its caller none; `dec_lock_ref` pops one by place.
-        self._held: dict[Node, list[PrefixLock]] = {}
+        self._held: dict[TreeNode, list[PrefixLock]] = {}
         self._nothing = sgl.MatchResult(0, self.root_node, self.root_node, self.root_node)
         self.kv_events = sgl.KVCacheEventRecorder(
             enabled=params.enable_kv_cache_events and not self.disable,
@@ -107,7 +107,7 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         self._told: Words | None = None
         if self.kv_events.enabled:
             self._told = Words(self.kv_events, self.page_size, self.is_eagle)
-            self._told.tell(self.tree.drain_changes(afresh=True))
+            self._told.tell(self.tree.drain_changes(snapshot=True))
         if params.enable_metrics:
             self.init_metrics_collector()
 
@@ -363,7 +363,7 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         table, size = self.req_to_token_pool.req_to_token, self.page_size
         return self._slots.pages_of_row(table, row, start * size, end * size)
 
-    def _place(self, handle: Handle) -> Node | None:
+    def _place(self, handle: Handle) -> TreeNode | None:
         """Return the node at which a handle ends now, after splits; None: the root."""
         return None if handle.result is None else self.tree.locate(handle.result)[0]
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from prefixkv.spi import Node
+from prefixkv.spi import TreeNode
 
 
-def weight_order(ends: Sequence[Node | None]) -> list[int]:
+def weight_order(ends: Sequence[TreeNode | None]) -> list[int]:
     """Return the indices of requests, in that order. O(requests * nodes on their paths).
 
     Equal weights keep the order of `ends`, so that it is the same on every rank.
@@ -19,9 +19,9 @@ def weight_order(ends: Sequence[Node | None]) -> list[int]:
     """
     # 1. Weigh the nodes: each request counts for every node on its path to the root. Children are
     #    kept in dicts, not sets, so that their order does not depend on hashes.
-    at: dict[Node | None, list[int]] = {None: []}
-    weight: Counter[Node] = Counter()
-    below: dict[Node | None, dict[Node, None]] = {None: {}}
+    at: dict[TreeNode | None, list[int]] = {None: []}
+    weight: Counter[TreeNode] = Counter()
+    below: dict[TreeNode | None, dict[TreeNode, None]] = {None: {}}
     for place, end in enumerate(ends):
         at.setdefault(end, []).append(place)
         node = end
@@ -33,7 +33,7 @@ def weight_order(ends: Sequence[Node | None]) -> list[int]:
     # 2. Walk the tree with a stack, since a path may be deeper than Python's recursion limit. A
     #    node comes up twice: first its children are pushed, then its own requests are placed.
     order: list[int] = []
-    stack: list[tuple[Node | None, bool]] = [(None, False)]
+    stack: list[tuple[TreeNode | None, bool]] = [(None, False)]
     while stack:
         node, done = stack.pop()
         if done:

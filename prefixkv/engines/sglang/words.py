@@ -23,7 +23,7 @@ from prefixkv.engines.sglang.internals import (
     kv_event_namespace_seed,
     namespaced_block_hash,
 )
-from prefixkv.spi import NO_PARENT, Change, Cleared, Inserted, PagePaths, Place, TakenOut
+from prefixkv.spi import NO_PARENT, Change, Cleared, Inserted, PagePaths, PageRef, TakenOut
 
 _HASH_BYTES = 8
 
@@ -82,7 +82,7 @@ class Words:
                 case _:
                     assert_never(change)
 
-    def _stored(self, run: list[Place]) -> None:
+    def _stored(self, run: list[PageRef]) -> None:
         """Record pages that follow each other in one path; each is the parent of the next."""
         extra_key, salt = _parts(run[0].namespace)
         names = self._recorder.lora_names
@@ -108,7 +108,7 @@ class Words:
             )
             parent = block
 
-    def _removed(self, run: list[Place]) -> None:
+    def _removed(self, run: list[PageRef]) -> None:
         """Record the removal of pages of one namespace."""
         seed = self._seed(run[0].namespace)
         blocks = [self._block(place.key, seed) for place in run]

@@ -32,7 +32,7 @@ from prefixkv.cache.eviction.hazards import (
     rise_and_fall,
 )
 from prefixkv.cache.eviction.least_worth import LeastWorth
-from prefixkv.cache.node import Node
+from prefixkv.cache.node import TreeNode
 from prefixkv.cache.radix_cache import RadixCache
 
 SMALL = {"short_tokens": 1, "long_tokens": 3, "block_tokens": 1, "stride_blocks": 4}
@@ -153,7 +153,7 @@ def test_a_line_knows_its_oldest_and_its_newest_in_whatever_order_leaves_come():
         ticks[start : start + 20] = part
     living = {}
     for tick in ticks:
-        leaf = living[tick] = Node(b"", b"", 0, None)
+        leaf = living[tick] = TreeNode(b"", b"", 0, None)
         leaf.mark = (tick, 1, 0.0)
         queue.add(leaf)
         if rng.random() < 0.6:
@@ -171,7 +171,7 @@ def test_of_a_fresh_leaf_and_one_past_the_peak_the_one_worth_less_goes(fresh, go
     hazards = Hazards([[0]], trust=1.0, period=1, half_life_s=1e9)
     hazards.worth, hazards.peak = [[fresh, 3.0, *[2.0] * (NUM_BINS - 2)]], [1]
     queue = LeastWorth(hazards, lambda mark: 0)
-    leaves = {"oldest": Node(b"", b"", 0, None), "newest": Node(b"", b"", 0, None)}
+    leaves = {"oldest": TreeNode(b"", b"", 0, None), "newest": TreeNode(b"", b"", 0, None)}
     leaves["oldest"].mark, leaves["newest"].mark = (1, 1, 0.0), (2, 1, 99.5)
     for leaf in leaves.values():
         queue.add(leaf)

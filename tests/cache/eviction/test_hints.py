@@ -180,9 +180,9 @@ def test_hints_go_on_after_everything_was_evicted(policy):
 
 def test_the_oldest_hints_are_forgotten(monkeypatch):
     monkeypatch.setattr(hints, "MOST_HINTS", 2)
-    said = Hints(promise_s=10.0, tells_returns=True)
+    noted = Hints(promise_s=10.0, reports_returns=True)
     for tick in (1, 2, 1, 3):
-        said.say(tick, True, float(tick))
-    assert [said.group(tick, 5.0)[0] for tick in (1, 2, 3)] == [2, 1, 2]
-    assert [said.group(tick, 12.0)[0] for tick in (1, 3)] == [0, 2]
-    assert list(said._open) == [1, 3]
+        noted.note(tick, True, float(tick))
+    assert [noted.group(tick, 5.0)[0] for tick in (1, 2, 3)] == [2, 1, 2]
+    assert [noted.group(tick, 12.0)[0] for tick in (1, 3)] == [0, 2]
+    assert list(noted._open) == [1, 3]

@@ -39,17 +39,17 @@ class Worker:
         self._chats = chats
         self._now_s = 0.0
         self._num_requests = 0
-        self.books = PageManager(NUM_PAGES, PAGE_SIZE, 8, NUM_PAGES)
-        self.scheduler = DecodeScheduler(self.books, reserve_tokens=PAGE_SIZE)
+        self.pages = PageManager(NUM_PAGES, PAGE_SIZE, 8, NUM_PAGES)
+        self.scheduler = DecodeScheduler(self.pages, reserve_tokens=PAGE_SIZE)
         life = random.SystemRandom().getrandbits(60)
-        self.feed = EventFeed(self.books.cache, name, life)
+        self.feed = EventFeed(self.pages.cache, name, life)
         self.publisher = KVEventPublisher(config, PeerId(name, life), "model", PAGE_SIZE)
         self.feed.listen(self.publisher)
 
     def run(self, num_operations: int, seed: int, per_second: float, flushes: float) -> int:
         """At most so many a second, of which so many are flushes. Returns how many pages were
         evicted meanwhile."""
-        chance, evicted = random.Random(seed), self.books.evicted_pages
+        chance, evicted = random.Random(seed), self.pages.evicted_pages
         begun_s = time.monotonic()
         for number in range(num_operations):
             if chance.random() < flushes:
@@ -60,7 +60,7 @@ class Worker:
             ahead_s = begun_s + number / per_second - time.monotonic()
             if ahead_s > 0:
                 time.sleep(ahead_s)
-        return self.books.evicted_pages - evicted
+        return self.pages.evicted_pages - evicted
 
     def _serve(self, chance: random.Random) -> None:
         """A turn of a chat, from its arrival to its end; or an abort."""
@@ -88,7 +88,7 @@ class Worker:
             self.scheduler.finish(req, self._now_s)
 
     def match(self, prompts: list[dict[str, Any]]) -> list[int]:
-        cache = self.books.cache
+        cache = self.pages.cache
         return [
             cache.match_prefix(one["tokens"], namespace_of(one["lora"], one["salt"])).prefix_len
             for one in prompts
@@ -114,7 +114,7 @@ def main() -> None:
             case "match":
                 worker.scheduler.check_invariants()
                 found = worker.match(order["prompts"])
-                answer = {"found": found, "pages": worker.books.cache.num_pages}
+                answer = {"found": found, "pages": worker.pages.cache.num_pages}
             case "stats":
                 answer = publisher.stats()
             case "close":

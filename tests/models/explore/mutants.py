@@ -78,7 +78,8 @@ MUTANTS = (
     ),
     _M(
         "a promise is said once", _R._tick_open,
-        "return [Say(rank, self.promise) for rank in sorted(self._unacked)]", "return []", "lose",
+        "return [SendToRank(rank, self.promise) for rank in sorted(self._unacked)]", "return []",
+        "lose",
     ),
     _M(
         "an abort is said once", _R._tick_draining,
@@ -110,7 +111,7 @@ MUTANTS = (
     ),
     _M(
         "one rank's outcome is enough", _R._maybe_success,
-        "not self._all_said", "not self._outcomes", "two writers",
+        "not self._all_reported", "not self._outcomes", "two writers",
     ),
     _M(
         "source pages are free while they are read", _S.on,

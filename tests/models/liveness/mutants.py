@@ -15,9 +15,9 @@ from prefixkv.decode.prealloc_queue import DecodePreallocQueue
 from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.decode.transfer_queue import DecodeTransferQueue
 from prefixkv.prefill.bootstrap_queue import PrefillBootstrapQueue
-from prefixkv.prefill.following import Following
 from prefixkv.prefill.request import PrefillState
 from prefixkv.prefill.scheduler import PrefillScheduler
+from prefixkv.prefill.shared_prefixes import SharedPrefixes
 from prefixkv.protocol.commands import SendChunk
 from prefixkv.protocol.events import RoomEnded, SourceFree
 from prefixkv.protocol.ids import KVPoll, RoomKey
@@ -55,7 +55,7 @@ def _computes_in_order_of_arrival(patch: Patch) -> None:
         first = next(iter(self.waits_for_promise()), None)
         ready = next(iter(self), None)
         if first is not None and ready is not None and first.number < ready.number:
-            self._news = False  # a promise that comes is heard of
+            self._look_due = False  # a promise that comes is heard of
             return []
         return pop(self, now_s, limit)
 
@@ -78,10 +78,10 @@ def _waiters_lock_their_prefixes(patch: Patch) -> None:
         locks = self.__dict__.setdefault("locks", {})
         if attempt(self, waiter, *more):
             if waiter in locks:
-                self._books.cache.unlock(locks.pop(waiter))
+                self._pages.cache.unlock(locks.pop(waiter))
             return True
         if waiter not in locks and waiter.match is not None:
-            locks[waiter] = self._books.cache.lock(waiter.match)
+            locks[waiter] = self._pages.cache.lock(waiter.match)
         return False
 
     patch(DecodePreallocQueue, "_try", locked)
@@ -121,7 +121,7 @@ def _joiners_sleep(patch: Patch) -> None:
 
 def _followers_sleep(patch: Patch) -> None:
     """A prompt that waits for a prefix on prefill is not told that it is there."""
-    patch(Following, "waits", lambda self, req, now_s: req in self._waits)
+    patch(SharedPrefixes, "waits", lambda self, req, now_s: req in self._waits)
 
 
 def _pages_wake_no_request(patch: Patch) -> None:

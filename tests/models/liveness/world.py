@@ -103,7 +103,7 @@ class Prefill(PrefillEngine):
         super().__init__(sim)
         self.group: Any = self.desks[0]  # one rank: nothing goes in step
         self.desk = self.desks[0]
-        self.scheduler.following._stall_s = NEVER_S
+        self.scheduler.shared_prefixes._stall_s = NEVER_S
         self.offers: dict[RoomKey, PrefillRequest] = {}
         self.kept: dict[RoomKey, list[SendChunk]] = {}  # until decode opens the room
         self.offered: set[RoomKey] = set()
@@ -198,7 +198,7 @@ class Prefill(PrefillEngine):
 
     @property
     def busy(self) -> bool:
-        news = self.desk.rank.events or self.scheduler.has_news
+        news = self.desk.rank.events or self.scheduler.has_results
         return bool(news or self.computing or self.owes)
 
 
@@ -237,7 +237,7 @@ class Decode(DecodeEngine):
 
     @property
     def busy(self) -> bool:
-        return bool(self.ranks[0].events or self.running or self.scheduler.has_news)
+        return bool(self.ranks[0].events or self.running or self.scheduler.has_results)
 
 
 class World(PairSim):
@@ -272,7 +272,7 @@ class World(PairSim):
         case = self.case
         drawn = any(ask.kind == "drawn" for ask in case.asks)
         return DecodeScheduler(
-            self.decode_books(log), reserve_tokens=case.reserve, admission=case.admission,
+            self.decode_page_manager(log), reserve_tokens=case.reserve, admission=case.admission,
             patience_s=case.patience_s, name=self.readers[0].me.name, ticket=self.next_ticket,
             max_retries=2 if drawn else 0,
         )  # fmt: skip
@@ -467,7 +467,7 @@ class World(PairSim):
     @property
     def alive(self) -> list[Any]:
         """What has not ended, or still holds pages."""
-        held = [s.books.allocator for s in self.schedulers]
+        held = [s.pages.allocator for s in self.schedulers]
         pages = sum(one.owned_pages + one.held_pages + one.quarantined_pages for one in held)
         return [*self.to_come, *(req for s in self.schedulers for req in s.requests.values()),
                 *["pages"] * bool(pages)]  # fmt: skip
@@ -493,7 +493,7 @@ class World(PairSim):
     def picture(self) -> str:
         lines = [f"to come: {self.to_come}"]
         for name, scheduler in zip(("decode", "prefill"), self.schedulers, strict=True):
-            pages, evictable = scheduler.books.allocator, scheduler.books.cache.evictable_pages
+            pages, evictable = scheduler.pages.allocator, scheduler.pages.cache.evictable_pages
             lines.append(
                 f"{name}: {pages.free_pages} free, {evictable} evictable, {pages.owned_pages} "
                 f"owned, {pages.held_pages} held; {list(scheduler.requests.values())}"

@@ -102,7 +102,7 @@ class Thread(ControlThread[Any, Any]):
     def _failed(self, error: Exception) -> None:
         raise error
 
-    def _blame(self, frame: Any, error: Exception, now_s: float) -> None:
+    def _fail_frame(self, frame: Any, error: Exception, now_s: float) -> None:
         raise error
 
     def close(self) -> None:

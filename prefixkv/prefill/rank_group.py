@@ -41,7 +41,7 @@ class PrefillCalls(Protocol):
 NodeT = TypeVar("NodeT", bound=PrefillCalls)
 
 
-class InStep(Generic[NodeT]):
+class RankGroup(Generic[NodeT]):
     """The ranks of a prefill worker behind one object, kept in step. Used from one thread."""
 
     def __init__(self, nodes: Sequence[NodeT]) -> None:

@@ -30,7 +30,7 @@ def checked_config(config: Config | None, kind: type[Config]) -> Config:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankSpec:
     """Rank `rank` of `mesh`, with its pool, and its state pool if the model has extra state."""
 
     layout: KVLayout
@@ -47,8 +47,8 @@ class Place:
         mesh: Mesh | None,
         rank: int = 0,
         state: StatePool | None = None,
-    ) -> Place:
-        """Return the place of a rank; without a mesh, that of the only rank.
+    ) -> RankSpec:
+        """Return the spec of a rank; without a mesh, that of the only rank.
 
         Raises:
             ConfigError: a pool does not hold the rank's share, or the two pools are on different

@@ -24,7 +24,7 @@ from prefixkv.cache.radix_key import TOKEN_BYTES, common_pages
 from prefixkv.errors import check_laws
 from prefixkv.prefill.request import PrefillRequest, PrefillState
 
-Place: TypeAlias = tuple[Hashable, int, bytes]
+NextPage: TypeAlias = tuple[Hashable, int, bytes]
 """A namespace, the number of pages that are there, and the packed tokens of the next page."""
 
 
@@ -33,7 +33,7 @@ class _Lead:
     """A request that the engine has; `number` counts those that were handed out."""
 
     number: int
-    place: Place | None = None
+    next_page: NextPage | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +49,7 @@ class _Wait:
     is_over: bool = False
 
 
-class Following:
+class SharedPrefixes:
     """Leaders and followers of one rank. Owned by the scheduler's thread.
 
     With a `stall_s` of 0 no request follows another.
@@ -71,10 +71,10 @@ class Following:
         self._page_bytes = page_size * TOKEN_BYTES
         self._stall_s = stall_s
         self._oldest_leads = oldest_leads
-        # `_by_place` has the leaders that can be found: those with a place. A follower is in
-        # `_waits` only.
+        # `_by_next_page` has the leaders that can be found: those with a next page. A follower is
+        # in `_waits` only.
         self._leads: dict[PrefillRequest, _Lead] = {}
-        self._by_place: dict[Place, list[PrefillRequest]] = {}
+        self._by_next_page: dict[NextPage, list[PrefillRequest]] = {}
         self._waits: dict[PrefillRequest, _Wait] = {}  # oldest first
         self._handed_out = 0
         self.progress_s = -math.inf  # time at which anything was computed last
@@ -102,9 +102,9 @@ class Following:
         if wait is None:
             return False
         lead = self._leads.get(wait.leader)
-        place = lead.place if lead is not None else None
+        next_page = lead.next_page if lead is not None else None
         # The leader has ended, was flushed, or has passed the common part.
-        if place is None or place[1] >= wait.end_pages:
+        if next_page is None or next_page[1] >= wait.end_pages:
             return False
         if now_s - max(wait.since_s, self.progress_s) >= self._stall_s:
             self._end_wait(wait)
@@ -113,12 +113,12 @@ class Following:
     def follow(self, req: PrefillRequest, num_pages: int, now_s: float) -> bool:
         """Let the request wait if another continues from the `num_pages` that the tree has of it.
 
-        Returns True if it waits. O(leaders at the place), and a memcmp each.
+        Returns True if it waits. O(leaders at that page), and a memcmp each.
         """
         # Taken out first: the former wait is over, and a new one begins with what is cached now.
         before = self._waits.pop(req, None)
         passed_over = before.passed_over if before is not None else set()
-        if not (self._by_place and self._stall_s and req.request.cacheable):
+        if not (self._by_next_page and self._stall_s and req.request.cacheable):
             return False
         data, page_bytes = req.key.data, self._page_bytes
         # Never the page of the last token: that one the engine has to compute, to sample the next.
@@ -126,14 +126,14 @@ class Following:
         if num_pages >= last:
             return False
         page = data[num_pages * page_bytes : (num_pages + 1) * page_bytes]
-        for leader in self._by_place.get((req.key.namespace, num_pages, page), ()):
+        for leader in self._by_next_page.get((req.key.namespace, num_pages, page), ()):
             if leader in passed_over or (self._oldest_leads and leader.number > req.number):
                 continue
-            theirs = leader.key.data
-            if not data.startswith(memoryview(theirs)[: (num_pages + 1) * page_bytes]):
+            leader_data = leader.key.data
+            if not data.startswith(memoryview(leader_data)[: (num_pages + 1) * page_bytes]):
                 continue
             end = min(last, leader.num_tokens // self._page_size)
-            end = common_pages(data, theirs, num_pages + 1, end, page_bytes)
+            end = common_pages(data, leader_data, num_pages + 1, end, page_bytes)
             num_tokens = (end - num_pages) * self._page_size
             wait = _Wait(leader, end, num_tokens, self._handed_out, now_s, passed_over)
             self._waits[req] = wait
@@ -166,7 +166,7 @@ class Following:
         # Also one that caches nothing is counted: its progress shows that an older leader is passed
         # over.
         if caches:
-            self._stand(req, lead, req.prefix_len)
+            self._set_next_page(req, lead, req.prefix_len)
 
     def advance(self, req: PrefillRequest, computed: int) -> None:
         """Note that the first `computed` tokens of a request are there. O(waits)."""
@@ -179,51 +179,51 @@ class Following:
         for wait in self._waits.values():
             if lead.number > wait.handed_out and progress >= wait.num_tokens:
                 self._end_wait(wait)
-        if lead.place is not None:
-            self._stand(req, lead, max(computed, req.prefix_len))
+        if lead.next_page is not None:
+            self._set_next_page(req, lead, max(computed, req.prefix_len))
 
     def end(self, req: PrefillRequest) -> None:
         """Drop a request that computes nothing any more. Repeated, or never handed out: no-op."""
         lead = self._leads.pop(req, None)
         if lead is not None:
-            self._leave(req, lead)
+            self._clear_next_page(req, lead)
 
     def flush(self) -> None:
-        """Take the places of all leaders: what they compute goes to no tree any more."""
+        """Let no leader be found any more: what they compute goes to no tree any more."""
         for req, lead in self._leads.items():
-            self._leave(req, lead)
+            self._clear_next_page(req, lead)
 
-    def _stand(self, req: PrefillRequest, lead: _Lead, num_tokens: int) -> None:
-        """Move a leader to its place after `num_tokens`; none if no whole page is left."""
-        self._leave(req, lead)
+    def _set_next_page(self, req: PrefillRequest, lead: _Lead, num_tokens: int) -> None:
+        """Let a leader be found by its page after `num_tokens`, if a whole one is left."""
+        self._clear_next_page(req, lead)
         num_pages = num_tokens // self._page_size
         if (num_pages + 1) * self._page_size <= req.num_tokens:
             start = num_pages * self._page_bytes
             page = req.key.data[start : start + self._page_bytes]
-            lead.place = place = req.key.namespace, num_pages, page
-            self._by_place.setdefault(place, []).append(req)
+            lead.next_page = next_page = req.key.namespace, num_pages, page
+            self._by_next_page.setdefault(next_page, []).append(req)
 
-    def _leave(self, req: PrefillRequest, lead: _Lead) -> None:
-        """Take a leader from its place, if it has one."""
-        if lead.place is None:
+    def _clear_next_page(self, req: PrefillRequest, lead: _Lead) -> None:
+        """Let a leader not be found any more, if it was."""
+        if lead.next_page is None:
             return
-        here = self._by_place[lead.place]
-        here.remove(req)
-        if not here:
-            del self._by_place[lead.place]
-        lead.place = None
+        leaders = self._by_next_page[lead.next_page]
+        leaders.remove(req)
+        if not leaders:
+            del self._by_next_page[lead.next_page]
+        lead.next_page = None
 
     # --- checks -----------------------------------------------------------------------------------
 
     def check_invariants(self) -> None:
         """Check every law. Raises InternalError with the state."""
-        here = {req: place for place, reqs in self._by_place.items() for req in reqs}
+        found = {req: page for page, reqs in self._by_next_page.items() for req in reqs}
         laws = {
             "what is found leads, from there": all(
-                req in self._leads and self._leads[req].place == place
-                for req, place in here.items()
+                req in self._leads and self._leads[req].next_page == page
+                for req, page in found.items()
             )
-            and len(here) == sum(lead.place is not None for lead in self._leads.values()),
+            and len(found) == sum(lead.next_page is not None for lead in self._leads.values()),
             "only what is with the engine leads": all(
                 req.pages_held is not None for req in self._leads
             ),

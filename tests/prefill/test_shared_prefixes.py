@@ -11,7 +11,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from prefixkv.errors import CallerError
-from prefixkv.prefill.in_step import InStep
+from prefixkv.prefill.rank_group import RankGroup
 from prefixkv.prefill.request import PrefillRequest, PrefillState
 from prefixkv.prefill.scheduler import PrefillScheduler, SendChunk
 from prefixkv.protocol.ids import KVPoll
@@ -108,7 +108,7 @@ def test_one_that_waits_holds_nothing_and_what_came_later_passes_it() -> None:
     desk.scheduler.room_bootstrapped(other.room_key, 0, "", 0.0)
     assert desk.next_pass() == ["r0", "x"]
     assert desk.states() == {"OWNED": 8}
-    assert not desk.scheduler.has_news, "nothing to look at before a chunk is computed"
+    assert not desk.scheduler.has_results, "nothing to look at before a chunk is computed"
 
 
 @given(
@@ -173,7 +173,7 @@ def test_a_chunk_is_on_its_way_before_its_pages_go_to_the_tree() -> None:
     assert desk.states() == {"FREE": 61, "OWNED": 3}
     assert desk.next_pass() == []
     assert desk.states() == {"FREE": 61, "CACHED": 2, "OWNED": 1}
-    assert desk.books.cache.protected_pages == 2, "its writes may read them"
+    assert desk.pages.cache.protected_pages == 2, "its writes may read them"
 
 
 def test_one_that_has_ended_before_the_next_pass_is_cached_once() -> None:
@@ -195,7 +195,7 @@ def test_when_the_first_fails_one_goes_on_where_it_was_and_the_others_wait_for_t
     assert desk.next_pass() == ["r0"]
     desk.send(first, 10)
     desk.end(first, ok=False)
-    assert desk.scheduler.has_news
+    assert desk.scheduler.has_results
     assert desk.next_pass() == ["r1"]
     assert second.prefix_len == 8, "what the first had computed is used"
     desk.send(second, 12)
@@ -234,7 +234,7 @@ def test_a_leader_that_is_passed_over_is_waited_for_as_long_as_computing_it_woul
     desk.send(other, len(SYSTEM) - 1)
     assert desk.next_pass() == []
     desk.send(other, len(SYSTEM))
-    assert desk.scheduler.has_news
+    assert desk.scheduler.has_results
     assert desk.next_pass() == ["r1"], "the next waits for this one now"
     assert desk.scheduler.counters["overtaken"] == 2
 
@@ -273,7 +273,7 @@ def test_one_that_does_not_fit_keeps_time_from_waking_those_behind_it() -> None:
     desk.scheduler.room_bootstrapped(late.room_key, 0, "", 0.0)
     assert desk.next_pass() == []
     assert desk.scheduler.wake_s == float("inf")
-    assert not desk.scheduler.has_news
+    assert not desk.scheduler.has_results
 
 
 # --- who waits for whom ---------------------------------------------------------------------------
@@ -312,7 +312,7 @@ def test_one_that_is_aborted_while_it_waits_is_gone() -> None:
     assert desk.scheduler.wake_s == float("inf")
     assert [req.rid for req in desk.pop_failed()] == ["r1"]
     desk.send(first, len(SYSTEM))
-    assert not desk.scheduler.has_news
+    assert not desk.scheduler.has_results
 
 
 def test_namespaces_do_not_wait_for_each_other() -> None:
@@ -376,7 +376,7 @@ def test_one_whose_wait_was_over_and_that_did_not_fit_does_not_wait_for_that_aga
 
 def test_an_engine_with_extra_state_waits_for_nothing() -> None:
     desk = desk_of()
-    desk.scheduler = PrefillScheduler(desk.books, num_slots=2)
+    desk.scheduler = PrefillScheduler(desk.pages, num_slots=2)
     burst(desk, 2)
     assert desk.next_pass() == ["r0", "r1"]
 
@@ -386,7 +386,7 @@ def test_what_is_computed_across_a_flush_is_not_waited_for() -> None:
     first, *_ = burst(desk, 3)
     assert desk.next_pass() == ["r0"]
     desk.scheduler.flush()
-    assert desk.scheduler.has_news
+    assert desk.scheduler.has_results
     assert desk.next_pass() == ["r1"]
     desk.send(first, 20)
     assert desk.next_pass() == [], "the third waits for the second, that the flush left alone"
@@ -405,7 +405,7 @@ def test_only_the_common_part_but_for_the_last_token_is_waited_for() -> None:
 def test_on_ranks_in_step_only_what_was_added_earlier_is_waited_for() -> None:
     """Else two could wait for each other, each on another rank."""
     desk = desk_of()
-    desk.scheduler = PrefillScheduler(desk.books, in_step=True)
+    desk.scheduler = PrefillScheduler(desk.pages, in_step=True)
     first, second = desk.add("a", [*SYSTEM, 1]), desk.add("b", [*SYSTEM, 2])
     assert desk.bootstrap(second) == ["b"]
     assert desk.bootstrap(first) == ["a"]
@@ -423,14 +423,14 @@ def test_no_more_than_the_limit_come_and_the_rest_is_news() -> None:
         desk.next_pass(limit=-1)
     assert desk.next_pass(limit=0) == []
     assert desk.next_pass(limit=2) == ["a", "b"]
-    assert desk.scheduler.has_news
+    assert desk.scheduler.has_results
     assert [req.state for req in reqs][2] is PrefillState.BOOTSTRAPPED, "it holds nothing yet"
     assert desk.next_pass(limit=2) == ["c"]
-    assert not desk.scheduler.has_news
+    assert not desk.scheduler.has_results
 
 
 class Rank:
-    """A scheduler as `InStep` calls it; its promises come by hand."""
+    """A scheduler as `RankGroup` calls it; its promises come by hand."""
 
     def __init__(self, desk: Desk) -> None:
         self.desk, self.scheduler = desk, desk.scheduler
@@ -458,7 +458,7 @@ class Rank:
 
 
 def test_ranks_that_hand_out_in_another_order_keep_to_the_limit() -> None:
-    group = InStep([Rank(desk_of()), Rank(desk_of())])
+    group = RankGroup([Rank(desk_of()), Rank(desk_of())])
     for at, rid in enumerate("abc"):
         group.add(Request(rid, [at] * 5, room=at, decode="decode-0"))
     for rank, rids in zip(group.nodes, ("abc", "bca"), strict=True):
@@ -469,7 +469,7 @@ def test_ranks_that_hand_out_in_another_order_keep_to_the_limit() -> None:
 
 
 def test_what_fails_while_it_is_kept_for_later_is_not_handed_out() -> None:
-    group = InStep([Rank(desk_of()), Rank(desk_of())])
+    group = RankGroup([Rank(desk_of()), Rank(desk_of())])
     for at, rid in enumerate("ab"):
         group.add(Request(rid, [at] * 5, room=at, decode="decode-0"))
     for rank, rids in zip(group.nodes, ("ab", "ba"), strict=True):
@@ -503,7 +503,7 @@ def test_every_request_ends_whatever_happens_and_nothing_is_left(
 ) -> None:
     """Also in a pool that holds one request at a time, with an engine that passes some over."""
     desk = Desk(pages, rows=rows)
-    desk.scheduler = scheduler = PrefillScheduler(desk.books, in_step=in_step)
+    desk.scheduler = scheduler = PrefillScheduler(desk.pages, in_step=in_step)
     run = Run(desk)
     for what, number in steps:
         run.step(what, number, prompts)
