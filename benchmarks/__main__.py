@@ -14,7 +14,7 @@ from importlib import import_module
 PROGRAM = "python -m benchmarks"
 BENCHMARKS = {
     "radix": "the radix cache's calls and memory, beside SGLang's tree",
-    "sched": "what decode's scheduler costs the engine's thread, call by call",
+    "sched": "scheduler calls on the engine's thread; --against COMMIT compares two trees",
     "transfer": "goodput from node to node, beside raw NIXL",
     "transfer_parts": "where that time goes, beside raw posts of the same descriptors",
     "claims": "the transport's claims: goodput, prepared lists, staging, full hits, idling",

@@ -1,0 +1,275 @@
+"""One side of `sched --against`: measures the parts that it is told, with the code of one tree.
+
+It is run as a file, with PYTHONPATH set to that tree, so that `benchmarks` and `prefixkv` are the
+tree's own; of another commit, say. Names that commits have moved are therefore taken from the
+benchmarks that use them, and not imported from their modules. It answers each order with the
+seconds of single calls, by name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+Seconds = dict[str, list[float]]
+
+MATCHES = 100
+EVICTED_PAGES = 16  # with one call
+
+
+class Order(NamedTuple):
+    """What to measure. `rate`: requests a second of the demo; None lets the side find one."""
+
+    part: str
+    calls: int
+    seed: int = 0
+    policy: str | None = None
+    quick: bool = False
+    rate: float | None = None
+
+
+def own(module: str) -> Any:
+    """Import a module of the tree's own benchmarks."""
+    return importlib.import_module(f"benchmarks.{module}")
+
+
+# --- calls of one thread --------------------------------------------------------------------------
+
+
+def life(order: Order) -> Seconds:
+    """Measure a request's calls on decode: arrival, admission, commit, end."""
+    return warm_and_cold(order, lambda bench: bench.life(), "")
+
+
+def full_pool(order: Order) -> Seconds:
+    """Measure the same where each admission evicts what it takes."""
+    return warm_and_cold(order, lambda bench: bench.life(full=True), ", pool full")
+
+
+def append_many(order: Order) -> Seconds:
+    """Measure steps of a batch, by whether each request needs a page then, and evicts it."""
+    sched, yardsticks = own("sched"), own("yardsticks")
+    names = ("inside a page", "all cross", "all cross, evicting")
+    inside, cross, evicting = times = [sched.Samples() for _ in names]
+    for full, steps in ((False, 320), (True, 160)):
+        worker, _ = filled(order)
+        if full:
+            worker.leave_free(sched.BATCH)
+        prompts = [worker.tokens(4) for _ in range(sched.BATCH)]
+        reqs = worker.run([worker.request(prompt, 2 * steps) for prompt in prompts])
+        with yardsticks.no_collector():
+            for _ in range(steps):
+                free, now_s = worker.books.allocator.free_pages, worker.now_s
+                crosses = len(reqs[0].tokens) % sched.PAGE_SIZE == 0
+                kind = inside if not crosses else cross if free >= sched.BATCH else evicting
+                kind.take(worker.scheduler.append_many, reqs, [7] * sched.BATCH, now_s)
+    return {f"append_many, {name}": seconds_of(one) for name, one in zip(names, times, strict=True)}
+
+
+def match(order: Order) -> Seconds:
+    """Measure the walk of a prompt whose past is cached."""
+    sched, yardsticks = own("sched"), own("yardsticks")
+    found: Seconds = {}
+    worker, pasts = filled(order)
+    ends = worker.tokens(sched.PROMPT_TOKENS - sched.CACHED_TOKENS)
+    prompts = [sched.RadixKey(sched.np.concatenate([past, ends])) for past in pasts]
+    for name, cold in (("match", False), ("match, cold", True)):
+        times = sched.Samples()
+        with yardsticks.no_collector(), caches(cold):
+            for number in range(MATCHES):
+                hit = times.take(worker.books.match, prompts[number % len(prompts)])
+                assert hit.prefix_len == sched.CACHED_TOKENS
+        found[name] = seconds_of(times)
+    return found
+
+
+def evict(order: Order) -> Seconds:
+    """Measure evictions of a few pages each, from a tree of conversations."""
+    sched, yardsticks = own("sched"), own("yardsticks")
+    found: Seconds = {}
+    for name, cold in (("evict", False), ("evict, cold", True)):
+        worker, _ = filled(order)
+        times = sched.Samples()
+        with yardsticks.no_collector(), caches(cold):
+            for _ in range(order.calls):
+                pages = times.take(worker.books.cache.evict, EVICTED_PAGES)
+                assert len(pages) == EVICTED_PAGES
+                worker.books.allocator.uncache(pages)
+                worker.books.allocator.free(pages)
+        found[name] = seconds_of(times)
+    return found
+
+
+def prefill(order: Order) -> Seconds:
+    """Measure `send_chunk`, and the `pop_bootstrapped` that takes a prompt's pages."""
+    sched, module, yardsticks = own("sched"), own("sched_prefill"), own("yardsticks")
+    random = sched.np.random.default_rng(order.seed)
+    prompt = random.integers(0, sched.VOCABULARY, sched.PROMPT_TOKENS, sched.np.int32)
+    requests = min(order.calls, 60)  # beyond that the pool is full
+    found: Seconds = {}
+    for more, cold in (("", False), (", cold", True)):
+        with yardsticks.no_collector(), caches(cold):
+            chunks = module.chunks(prompt, sched.CACHED_TOKENS, sched.PAGE_SIZE, requests)
+            popped = pops(module, prompt, sched.CACHED_TOKENS, sched.PAGE_SIZE, requests)
+        found[f"pop_bootstrapped{more}"] = seconds_of(popped)
+        for which in ("inner", "last"):
+            found[f"send_chunk, {which}{more}"] = seconds_of(chunks[which])
+    return found
+
+
+def pops(module: Any, prompt: Any, decode_tokens: int, page_size: int, requests: int) -> Any:
+    """Return the times of `pop_bootstrapped` for this many requests, decode played by hand."""
+    books = module.PageManager(module.NUM_PAGES, page_size, module.MOST_ROWS)
+    scheduler = module.PrefillScheduler(books, max_aux_bytes=64)
+    times = module.Samples()
+    for room in range(1, requests + 1):
+        tokens = (prompt + room) % (1 << 30)
+        req = scheduler.add(module.Request(f"r{room}", tokens, room=room, decode="d"), 0.0)
+        scheduler.room_bootstrapped(req.room_key, decode_tokens, "", 0.0)
+        assert times.take(scheduler.pop_bootstrapped, 0.0) == [req]
+        scheduler.send_chunk(req, len(tokens), 0.0, last=True, aux=b"token")
+        scheduler.take_commands()
+        scheduler.room_ended(req.room_key, module.KVPoll.SUCCESS, None, 0.0)
+        scheduler.source_free(req.room_key, 0.0)
+        assert scheduler.pop_sent(0.0) == [req]
+    return times
+
+
+def filled(order: Order) -> tuple[Any, list[Any]]:
+    """Return a worker with conversations in its cache, and these."""
+    sched = own("sched")
+    worker = sched.Worker(order.seed, bench_of(order, lambda row: None)._config)
+    return worker, worker.fill_cache()
+
+
+def warm_and_cold(order: Order, measure: Callable[[Any], Any], more: str) -> Seconds:
+    """Measure cases of the tree's own benchmark, with warm caches and with cold ones."""
+    names = {"admit": "admission"}
+    found: Seconds = {}
+    for cold in (False, True):
+        with caches(cold):
+            rows = rows_of(order, measure, rounds=order.calls)
+        for row in rows:
+            if row["name"] in ("add", "admit", "commit", "finish"):
+                name = names.get(row["name"], row["name"])
+                found[f"{name}{more}{', cold' * cold}"] = row["seconds"]
+    return found
+
+
+def rows_of(order: Order, measure: Callable[[Any], Any], rounds: int) -> list[dict[str, Any]]:
+    """Return the rows of the tree's own benchmark, each with the seconds of its single calls."""
+    samples = own("samples").Samples
+    figures = samples.figures
+    samples.figures = lambda self: {**figures(self), "seconds": seconds_of(self)}
+    try:
+        rows: list[dict[str, Any]] = []
+        bench = bench_of(order, rows.append)
+        bench._rounds = lambda many: rounds
+        measure(bench)
+        return rows
+    finally:
+        samples.figures = figures
+
+
+def bench_of(order: Order, tell: Callable[[Any], None]) -> Any:
+    sched = own("sched")
+    return sched.Bench(order.seed, False, order.policy or sched.DEFAULT_POLICY, tell)
+
+
+def seconds_of(times: Any) -> list[float]:
+    return [ns * 1e-9 for ns in times._wall]
+
+
+@contextmanager
+def caches(cold: bool) -> Iterator[None]:
+    """Copy much before each call that is measured, if `cold`."""
+    if cold:
+        with own("samples").Samples.all_cold():
+            yield
+    else:
+        yield
+
+
+# --- pairs of processes ---------------------------------------------------------------------------
+
+
+def full_hit(order: Order) -> Seconds:
+    """Measure a prompt that both sides have, over NIXL, from decode's `add` to its commit."""
+    module = own("claim_idle")
+    case = module.Hits(requests=5 if order.quick else 50, repeats=1, idle_s=0.01, patience_s=0.0)
+    row = module.run_pair(module.decode_side, module.prefill_side, case)
+    return {"full hit over NIXL": [row["ttft_full_hit_ms"]["p50"] * 1e-3]}
+
+
+def goodput(order: Order) -> Seconds:
+    """Measure transfers of a small and of a large request over NIXL, pages as in a fresh pool."""
+    module = own("transfer")
+    small = module.replace(
+        module.Transfer("page_major", "fresh"), tokens=256, num_layers=8, num_kv_heads=2,
+        head_dim=64, repeats=40, patience_s=0.0,
+    )  # fmt: skip
+    large = module.Transfer("page_major", "fresh", patience_s=0.0)
+    if order.quick:
+        large = module.small("page_major", "fresh")
+    return {
+        f"goodput, {which}": module.run_pair(sends, module.prefill_side, case)
+        for which, case in (("small", small), ("large", large))
+    }
+
+
+def sends(pipe: Connection, _watch: Any, case: Any) -> list[float]:
+    """On decode: return the seconds that a MiB of each transfer took."""
+    with own("transfer").decode_of(pipe, case) as (decode, _pool):
+        took_s = [decode.take("stack", room) for room in range(case.warm_up + case.repeats)]
+        pipe.send(None)
+    return [one / (case.num_bytes / 2**20) for one in took_s[case.warm_up :]]
+
+
+def demo(order: Order) -> Seconds:
+    """Measure first tokens of the stand-in engine with decode's cache on, at a rate that it can
+    sustain without."""
+    module = own("demo_parts")
+    options = getattr(module, "StandInOptions", None) or module.DemoOptions
+    chosen = options(seed=order.seed + 1)
+    plan, rate = module.PassPlan, order.rate
+    with module.workers.Workers(chosen, chosen.workload()) as both:
+        both.wait_ready()
+        if rate is None:
+            base = both.run(plan(False, verify=False, rate=None, salt=1), module._unheard)
+            rate = module.LOAD_FRACTION * (base.requests - base.failed) / base.duration_s
+        timed = both.run(plan(True, verify=False, rate=rate, salt=2), module._unheard)
+    return {"demo's first token, cache on": list(timed.ttft_s), "rate": [rate]}
+
+
+CALLS = {one.__name__: one for one in (life, full_pool, match, evict, append_many, prefill)}
+PAIRS = {one.__name__: one for one in (full_hit, goodput, demo)}
+
+
+def main() -> None:
+    pipe, tree = Connection(int(sys.argv[1])), Path(sys.argv[2]).resolve()
+    imported = Path(importlib.import_module("prefixkv").__file__ or "").resolve()
+    if tree not in imported.parents:
+        sys.exit(f"prefixkv comes from {imported}, not from {tree}")
+    cores = sorted(os.sched_getaffinity(0))
+    while True:
+        try:
+            order = Order(*pipe.recv())
+        except EOFError:
+            return
+        # Calls of one thread are measured on one core, the same for all sides. Pairs choose theirs.
+        os.sched_setaffinity(0, cores if order.part in PAIRS else cores[-1:])
+        try:
+            pipe.send((True, {**CALLS, **PAIRS}[order.part](order)))
+        except Exception:
+            pipe.send((False, traceback.format_exc()))
+
+
+if __name__ == "__main__":
+    main()
