@@ -142,7 +142,7 @@ class Field(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether a file, a variable or an option can set it."""
+        """True if a file, a variable or an option can set it."""
         return any(kind.base is not NoneType for kind in self.kinds)
 
     @property

@@ -1,4 +1,4 @@
-"""Traces: a JSON value a line. Who reads one is told the file and the line of what is wrong."""
+"""Traces: files with one JSON value per line. Errors name the file and the line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def read_lines(
     parse: Callable[[Any], T],
     place: str = "{path}, line {number}",
 ) -> list[T]:
-    """What `parse` makes of each line's value; of `limit` lines only, blank ones left out.
+    """Return what `parse` makes of each line's value: of `limit` lines at most, without blank ones.
 
     Raises: TraceError, with the place of a line that is no JSON, or that `parse` refuses by a
     ValueError, TypeError or TokenError.

@@ -28,7 +28,7 @@ from prefixkv.runtime.closing import Closing
 from prefixkv.runtime.fragments import MAX_MESSAGE_BYTES, FragmentError, Joiner, cut
 
 _REACHED = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
-_NOBODY = "nobody answers there, or it wants keys that we have not"
+_NOBODY = "no answer; wrong address, or the peer requires CURVE keys"
 _GONE = (
     zmq.EVENT_CONNECT_RETRIED
     | zmq.EVENT_DISCONNECTED

@@ -259,14 +259,16 @@ def test_a_dealer_tells_who_is_reached_and_who_is_not(ends: Ends) -> None:
     address = lasting_address()
     dealer = ends.dealer(address)
     assert news(dealer) == Unreached(
-        address, "nobody answers there, or it wants keys that we have not"
+        address, "no answer; wrong address, or the peer requires CURVE keys"
     )
     router = ends.router(bind=address)
     while not isinstance(told := news(dealer), Reached):
-        assert told == Unreached(address, "nobody answers there, or it wants keys that we have not")
+        assert told == Unreached(
+            address, "no answer; wrong address, or the peer requires CURVE keys"
+        )
     router.close()
     assert news(dealer) == Unreached(
-        address, "nobody answers there, or it wants keys that we have not"
+        address, "no answer; wrong address, or the peer requires CURVE keys"
     )
     dealer.disconnect(address)
     assert news(dealer, 0.1) is None

@@ -122,8 +122,9 @@ def replay(
         Path | None, typer.Option(help="Draw miss-ratio curves to this file; needs matplotlib.")
     ] = None,
 ) -> None:
-    """How often the cache would have hit, by policy and capacity, and how often any cache could
-    have; which policy to take, and what half or twice the memory would bring."""
+    """Replay recorded traces through the cache: hit rate by policy and capacity, the optimum that
+    no policy exceeds, and a recommendation."""
+    # Everything that can be refused is refused here, before minutes of replay.
     policies = _policies(policy or [ALL])
     given = _capacities(capacity) if capacity else []
     for setting, value, low, high in (
