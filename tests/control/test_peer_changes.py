@@ -218,7 +218,7 @@ def test_prefill_says_what_it_refuses_and_why() -> None:
     assert "kv_scales differs" in refused.why
 
 
-def test_prefill_says_who_is_silent_heard_again_and_forgotten() -> None:
+def test_prefill_says_which_peers_are_silent_heard_again_and_forgotten() -> None:
     peer = DecodePeer().known()
     peer.control.news.take()
     for _ in range(8):

@@ -257,7 +257,7 @@ def news(dealer: DealerChannel, patience_s: float = PATIENCE_S) -> Any:
     return None
 
 
-def test_a_dealer_tells_who_is_reached_and_who_is_not(ends: Ends) -> None:
+def test_a_dealer_tells_which_address_is_reached_and_which_is_not(ends: Ends) -> None:
     address = lasting_address()
     dealer = ends.dealer(address)
     assert news(dealer) == Unreached(
@@ -279,7 +279,7 @@ def test_a_dealer_tells_who_is_reached_and_who_is_not(ends: Ends) -> None:
 # --- dropped and counted --------------------------------------------------------------------------
 
 
-def test_a_frame_to_nobody_is_counted(ends: Ends) -> None:
+def test_a_frame_without_a_receiver_is_counted(ends: Ends) -> None:
     router = ends.router()
     router.send(b"no such route", b"x")
     dealer = ends.dealer(router.endpoint)
@@ -515,7 +515,7 @@ def test_a_key_on_the_list_gets_in_and_is_seen(ends: Ends) -> None:
 @pytest.mark.parametrize(
     "who", ["unknown key", "no key", "stolen public key", "wrong server key", "null with zap"]
 )
-def test_nobody_else_gets_in(ends: Ends, who: str) -> None:
+def test_no_other_key_gets_in(ends: Ends, who: str) -> None:
     guarded = Guarded(ends)
     router = guarded.router
     if who == "unknown key":

@@ -235,7 +235,7 @@ def test_arrays_of_page_ids_stay_the_callers(pair: Pair) -> None:
     pair.check_arrived()
 
 
-def test_a_promise_names_only_so_many_pages(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pages_of_a_promise_are_bounded(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_transfers, "MAX_PAGES", 7)
     with pytest.raises(RequestError, match="8 pages, a promise names at most 7"):
         pair.open()
