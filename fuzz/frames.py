@@ -41,7 +41,7 @@ from prefixkv.request import Request
 from prefixkv.runtime.nodes import DecodeNode
 from tests.models.node_pair import make_pool, tokens_of
 from tests.models.node_process import NodeProcess, node_processes
-from tests.models.patience import PATIENCE_S
+from tests.models.patience import PATIENCE_S, until
 
 _LIMIT_BYTES = 64 << 20
 _POOL = {"num_pages": 1024}
@@ -496,12 +496,12 @@ def attack(num_frames: int, seconds: float, seed: int) -> int:
 
         former = as_decode("honest", honest)
         former.put([former.hello()])
-        deadline_s = time.monotonic() + PATIENCE_S
-        while not former.refused[""]:
-            assert time.monotonic() < deadline_s, "the life before is not taken"
+
+        def introduce() -> None:
             former.put([former.hello()])
-            time.sleep(0.05)
             former.read()
+
+        until(lambda: former.refused[""], step=introduce, pause_s=0.05)
         former.introduces = False
         decode = start("decode", decode_config, _POOL)
         decode.call("set", untrusted="hostile")

@@ -252,6 +252,16 @@ def test_the_changelog_and_the_guide_fit_a_page() -> None:
         assert len(read(name).split()) <= 800, name
 
 
+def test_the_map_of_the_tests_names_each_model_and_nothing_that_is_gone() -> None:
+    text = (ROOT / "tests" / "README.md").read_text()
+    models = ROOT / "tests" / "models"
+    names = {path.stem for path in models.glob("*.py")}
+    names |= {f"{path.parent.name}/" for path in models.glob("*/*.py")}
+    assert not [name for name in names if f"`{name}`" not in text]
+    for file in re.findall(r"`(?:tests/)?([\w/]+(?:\.py|/))`", text.partition("## To run")[0]):
+        assert (ROOT / "tests" / file).exists() or (models / file).exists(), file
+
+
 # --- names ----------------------------------------------------------------------------------------
 
 

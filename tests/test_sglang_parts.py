@@ -60,7 +60,7 @@ def test_a_key_that_grows_is_the_key_of_what_it_covers(
         ids.append(5)  # nothing of the key still holds the array's memory
 
 
-def test_only_what_was_added_is_packed_and_other_tokens_are_packed_anew(
+def test_only_added_tokens_are_packed_and_other_tokens_are_packed_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     packed: list[tuple[int, int]] = []

@@ -2,7 +2,7 @@
 
 A lane is open while its worker answers. In a closed one requests wait without pages, and hold up
 none of another lane; so a worker that has never answered, or answers no more, costs others
-nothing. How many tokens a worker's pool holds is known once it has answered.
+nothing. The size of a worker's pool in tokens is known once it has answered.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The page table: which pages a request reads, as the array that an attention kernel indexes. One
-row per request, -1 where unused.
+"""The page table: the pages that each request reads, as the array that an attention kernel indexes.
+One row per request, -1 where unused.
 
 A table only names pages; the allocator knows what holds them.
 """

@@ -81,9 +81,7 @@ def test_a_write_to_a_free_page_is_found_once(
 
 
 @pytest.mark.parametrize("how", ["free", "release", "uncache"])
-def test_what_a_page_held_is_gone_as_soon_as_nobody_holds_it(
-    watched: WatchedAllocator, how: str
-) -> None:
+def test_a_page_s_entry_is_gone_with_its_last_holder(watched: WatchedAllocator, how: str) -> None:
     pages = watched.alloc(2)
     watched._pool.write_pages(pages, watched._pool.read_pages(pages).fill_(9))
     assert not watched.holds_canary(int(pages[0]))

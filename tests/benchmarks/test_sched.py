@@ -37,7 +37,7 @@ def test_yardsticks_are_two_loops(monkeypatch):
 
 
 @pytest.mark.parametrize("admission", ["hit_aware", "fifo", "priority"])
-def test_a_blocked_pass_admits_nobody(admission, monkeypatch):
+def test_a_blocked_pass_admits_nothing(admission, monkeypatch):
     monkeypatch.setattr(sched.Bench, "_rounds", lambda self, many: 2)
     rows = []
     sched.Bench(0, True, "lru", rows.append).blocked_pass(admission)

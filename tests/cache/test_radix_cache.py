@@ -507,7 +507,7 @@ def test_a_broken_law_is_reported_with_the_state():
 # --- wants and events -----------------------------------------------------------------------------
 
 
-def test_what_somebody_waits_for_goes_last():
+def test_pages_that_a_request_waits_for_go_last():
     cache = filled("abc", "xyz", "mno")
     number = cache.want(cache.match_prefix(tokens("ab!")))
     assert sorted(cache.evict(7).tolist()) == [2, 3, 4, 5, 6, 7, 8]

@@ -389,7 +389,7 @@ DECODE_FEED: Feed = {
     CopyDone: (st.tuples(NTH, st.booleans()), DecodeWorld.copied),
     ConnectFailed: (st.just(()), lambda _: ConnectFailed(ADDRESS, RESET)),
     Reached: (st.just(()), lambda _: Reached(ADDRESS)),
-    Unreached: (st.just(()), lambda _: Unreached(ADDRESS, "nobody answers")),
+    Unreached: (st.just(()), lambda _: Unreached(ADDRESS, "no answer")),
     Tick: (st.tuples(PAUSES), lambda world, pause_s: world.peer.pause(pause_s)),
     AgentDestroyed: (st.just(()), lambda _: AgentDestroyed()),
 }
@@ -672,7 +672,7 @@ PREFILL_FEED: Feed = {
     CopyDone: (st.tuples(NTH, st.booleans()), PrefillWorld.copied),
     ConnectFailed: (st.just(()), lambda _: ConnectFailed(ADDRESS, RESET)),
     Reached: (st.just(()), lambda _: Reached(ADDRESS)),
-    Unreached: (st.just(()), lambda _: Unreached(ADDRESS, "nobody answers")),
+    Unreached: (st.just(()), lambda _: Unreached(ADDRESS, "no answer")),
     Tick: (st.tuples(PAUSES), lambda world, pause_s: world.peer.pause(pause_s)),
     AgentDestroyed: (st.just(()), lambda _: AgentDestroyed()),
 }

@@ -38,7 +38,7 @@ from tests.control.wire import (
 
 LIFE = ProcessLife("boot", 1, 2, 4242, 17, "holder")
 OTHER_LIFE = msgspec.structs.replace(LIFE, pid=4243)
-GONE = Unreached(ADDRESS, "nobody answers there")
+GONE = Unreached(ADDRESS, "no answer")
 ON = replace(TIMING, fence_settle_s=0.0)
 
 
@@ -170,7 +170,7 @@ def test_one_at_another_address_cannot_have_a_prefill_fenced_by_lying() -> None:
     peer.on(FrameReceived(elsewhere, peer.raw(lie, PREFILL)))
     assert peer.control.peers(peer.now_s)[elsewhere][0] == PREFILL
     for address in (ADDRESS, elsewhere):
-        peer.on(Unreached(address, "nobody answers there"))
+        peer.on(Unreached(address, "no answer"))
     assert looks(peer, 30.0) == 0
 
 

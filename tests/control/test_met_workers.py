@@ -42,7 +42,7 @@ def test_one_that_is_silent_is_away_until_it_is_heard() -> None:
     assert said(peer.greet()) == [PrefillReady(ADDRESS)]
 
 
-def test_where_nothing_listens_it_is_lost_and_asked_about_anew_it_may_be_there() -> None:
+def test_where_nothing_listens_it_is_lost_and_may_be_there_when_asked_again() -> None:
     peer = PrefillPeer()
     peer.on(MeetPrefill(ADDRESS))
     peer.on(Unreached(ADDRESS, "connection refused"))

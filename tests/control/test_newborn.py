@@ -43,7 +43,7 @@ def added_then(passed_s: float) -> DecodePeer:
     return peer
 
 
-def until(peer: DecodePeer, seconds: float) -> list[RoomEnded]:
+def ends_within(peer: DecodePeer, seconds: float) -> list[RoomEnded]:
     """What ends while decode is heard all the time."""
     ends = []
     for _ in range(round(seconds / 0.25)):
@@ -55,8 +55,8 @@ def until(peer: DecodePeer, seconds: float) -> list[RoomEnded]:
 def test_a_request_from_before_the_life_ends_soon_and_names_it() -> None:
     peer = added_then(3.0)
     greet(peer, 1.0)
-    assert until(peer, GRACE_S - 0.25) == []
-    (ended,) = until(peer, 0.5)
+    assert ends_within(peer, GRACE_S - 0.25) == []
+    (ended,) = ends_within(peer, 0.5)
     assert isinstance(ended.error, PeerLostError)
     assert ended.error.peer == DECODE
     assert "was started after the request had come" in str(ended.error)
@@ -73,7 +73,7 @@ def test_whether_the_former_life_was_known_or_not(known_before: bool) -> None:
     peer.pause(2.0)
     peer.me = newer(DECODE)
     greet(peer, 1.0)
-    (ended,) = until(peer, GRACE_S + 0.25)
+    (ended,) = ends_within(peer, GRACE_S + 0.25)
     assert isinstance(ended.error, PeerLostError)
     assert ended.error.peer == newer(DECODE)
 
@@ -82,16 +82,16 @@ def test_whether_the_former_life_was_known_or_not(known_before: bool) -> None:
 def test_a_life_that_was_there_before_the_request_is_waited_for(age_s: float | None) -> None:
     peer = added_then(3.0)
     greet(peer, age_s)
-    assert until(peer, 2 * TIMING.bootstrap_timeout_s) == []
+    assert ends_within(peer, 2 * TIMING.bootstrap_timeout_s) == []
 
 
 def test_a_life_that_asks_in_time_is_served() -> None:
     """A router may name a worker that is about to start."""
     peer = added_then(3.0)
     greet(peer, 1.0)
-    until(peer, GRACE_S - 0.25)
+    ends_within(peer, GRACE_S - 0.25)
     assert len(of(peer.say(promise()), Bootstrapped)) == 1
-    assert until(peer, 2 * GRACE_S) == []
+    assert ends_within(peer, 2 * GRACE_S) == []
 
 
 def test_decode_says_how_old_it_is_when_it_says_it() -> None:

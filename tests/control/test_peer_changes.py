@@ -78,7 +78,7 @@ def test_decode_says_what_it_refuses_and_why() -> None:
     peer.on(ConnectFailed(ADDRESS, ConfigError("no such address")))
     assert peer.control.news.take() == [PeerChange("refused", ADDRESS, "no such address")]
     peer.open()
-    peer.on(Unreached(ADDRESS, "nobody answers"))
+    peer.on(Unreached(ADDRESS, "no answer"))
     peer.pass_time(TIMING.connect_timeout_s + 0.5)
     assert news(peer) == [("lost", ADDRESS)]
 
@@ -143,7 +143,7 @@ def test_an_address_that_answers_no_more_names_what_answered_there() -> None:
     peer = PrefillPeer().opened()
     peer.say(HelloWanted())
     peer.open(promise(8))
-    peer.on(Unreached(ADDRESS, "nobody answers"))
+    peer.on(Unreached(ADDRESS, "no answer"))
     [ended] = of(peer.pass_time(TIMING.connect_timeout_s + 0.5), RoomEnded)
     assert (ended.key.room, ended.error.peer) == (8, PREFILL)
     assert ADDRESS in str(ended.error)
@@ -180,7 +180,7 @@ def test_an_error_names_the_life_that_was_lost(how: str) -> None:
 def test_an_error_of_an_address_where_nothing_was_ever_met_names_none() -> None:
     peer = PrefillPeer()
     peer.open()
-    peer.on(Unreached(ADDRESS, "nobody answers"))
+    peer.on(Unreached(ADDRESS, "no answer"))
     [ended] = of(peer.pass_time(TIMING.connect_timeout_s + 0.5), RoomEnded)
     assert isinstance(ended.error, PeerLostError)
     assert ended.error.peer is None
@@ -218,7 +218,7 @@ def test_prefill_says_what_it_refuses_and_why() -> None:
     assert "kv_scales differs" in refused.why
 
 
-def test_prefill_says_who_is_silent_heard_again_and_forgotten() -> None:
+def test_prefill_says_which_peers_are_silent_heard_again_and_forgotten() -> None:
     peer = DecodePeer().known()
     peer.control.news.take()
     for _ in range(8):

@@ -251,7 +251,7 @@ def test_a_grant_goes_to_all_writers_and_a_lease_is_scattered_by_their_sections(
     assert [section.rank for section in scatter.sections] == [0, 1]
 
 
-def test_writers_that_are_started_anew_without_staging_write_directly() -> None:
+def test_restarted_writers_without_staging_write_directly() -> None:
     pair = staged()
     for rank in (0, 1):
         pair.peers[rank] = PeerId(f"p/{rank}", 6)

@@ -93,7 +93,7 @@ def test_one_of_your_own_is_registered_by_a_decorator(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_who_was_admitted_before_comes_first_of_all(policy: str) -> None:
+def test_a_request_admitted_before_comes_first_of_all(policy: str) -> None:
     desk = Desk(16, admission=policy)
     old = desk.start("o", 4, max_new=20, outputs=1)
     back = desk.start("r", 9, max_new=20, outputs=3)
@@ -150,7 +150,7 @@ def desk_halfway() -> tuple[Desk, DecodeRequest, DecodeRequest]:
     return desk, first, second
 
 
-def test_who_was_admitted_before_a_policy_raised_is_on_its_way() -> None:
+def test_a_request_admitted_before_a_policy_raised_is_in_flight() -> None:
     desk, first, second = desk_halfway()
     assert first.state is DecodeState.PREALLOCATED
     assert [
@@ -167,7 +167,7 @@ def test_who_was_admitted_before_a_policy_raised_is_on_its_way() -> None:
 
 
 @pytest.mark.parametrize("end", ["abort", "fail", "succeed"])
-def test_who_was_admitted_before_a_policy_raised_may_end_before_the_caller_hears_of_it(
+def test_a_request_admitted_before_a_policy_raised_may_end_before_the_caller_sees_it(
     end: str,
 ) -> None:
     desk, first, second = desk_halfway()
@@ -324,7 +324,7 @@ def test_an_estimate_that_was_too_low_puts_it_behind_those_that_need_less() -> N
     assert desk.admit() == ["b", "was cached"], "nine pages now, not one"
 
 
-def test_at_most_so_many_are_matched_in_vain_and_none_twice_for_nothing(
+def test_matches_in_vain_are_bounded_and_none_is_repeated_for_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     desk, _ = blocked_desk(64, 2)
@@ -361,7 +361,7 @@ def test_those_that_may_grow_too_large_do_not_hide_one_that_fits(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_who_may_come_to_need_more_than_there_will_be_is_not_admitted(policy: str) -> None:
+def test_a_request_that_may_outgrow_the_pool_is_not_admitted(policy: str) -> None:
     desk = Desk(64, rows=8, admission=policy)
     in_transfer = desk.add("T", 200, max_new=1)
     assert desk.admit() == ["T"]
@@ -414,7 +414,7 @@ def test_everybody_is_admitted_in_the_end(
 # --- deadlines ------------------------------------------------------------------------------------
 
 
-def test_who_waits_too_long_fails_and_prefill_is_told() -> None:
+def test_a_request_that_waits_too_long_fails_and_prefill_is_told() -> None:
     desk, hog = blocked_desk(16, 2, waiting_timeout_s=20.0)
     late = desk.add("L", 40, max_new=1)
     own = desk.add("o", 40, max_new=1, deadline_s=5.0)

@@ -45,7 +45,7 @@ def test_counters_are_the_sums(steps: list[tuple[Any, ...]], reserve: int) -> No
         budget.check_invariants()
 
 
-def test_who_has_ended_is_forgotten_also_behind_one_that_goes_on_and_on() -> None:
+def test_an_ended_request_is_forgotten_even_behind_one_that_runs_on() -> None:
     budget = PreallocBudget(0)
     budget.start("long", 1000, 0)
     for number in range(5000):

@@ -91,7 +91,7 @@ CAN_RUN = (DecodeState.TRANSFERRED, DecodeState.RUNNING)
 
 
 @pytest.mark.parametrize("how", ["finish", "retract", "abort"])
-def test_who_has_ended_gets_no_token_though_its_pages_have_room(how: str) -> None:
+def test_an_ended_request_gets_no_token_though_its_pages_have_room(how: str) -> None:
     desk = Desk()
     desk.start("old", 4)
     req, event = desk.start("a", 9, max_new=9, outputs=1), Event()

@@ -103,7 +103,7 @@ def test_the_whole_prefix_has_to_be_equal_not_the_page_where_it_begins_alone() -
     assert air.find("aaxxyy", 2) == (None, 2), "nobody begins there"
 
 
-def test_a_partial_last_page_is_nobodys_to_join() -> None:
+def test_a_partial_last_page_cannot_be_joined() -> None:
     air = Air()
     a = air.start("aab")
     assert a.end_pages == 1
@@ -150,7 +150,7 @@ def test_all_that_wait_go_with_a_flight_however_far_away() -> None:
     air.flights.check_invariants()
 
 
-def test_those_above_go_when_they_have_no_owner_and_nobody_else_needs_them() -> None:
+def test_pages_above_go_when_they_have_no_owner_and_no_other_user() -> None:
     air, (a, b, c, d) = _chain()
     air.flights.disown(a)
     air.flights.disown(b)
@@ -165,7 +165,7 @@ def test_those_above_go_when_they_have_no_owner_and_nobody_else_needs_them() -> 
     air.flights.check_invariants()
 
 
-def test_after_a_flush_nobody_waits_and_nobody_is_found() -> None:
+def test_after_a_flush_no_flight_waits_and_none_is_found() -> None:
     air, (a, b, c, d) = _chain()
     alone, adopted = air.start("zz"), air.start("yy")
     last = air.start("yyzz")

@@ -84,7 +84,7 @@ def test_a_request_from_arrival_to_its_end() -> None:
     ]
 
 
-def test_who_joins_a_flight_waits_for_it_and_its_tokens_are_shared() -> None:
+def test_a_request_that_joins_a_flight_waits_for_it_and_its_tokens_are_shared() -> None:
     desk = Watched()
     first, second = desk.add("a1", 12), desk.add("a2", 12)
     assert desk.at(1.0).admit() == ["a1", "a2"]

@@ -103,7 +103,7 @@ def test_a_large_one_runs_among_a_stream_of_small_ones(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_who_was_taken_back_comes_again_only_once_the_others_can_go_on(policy: str) -> None:
+def test_a_request_taken_back_returns_only_once_the_others_can_go_on(policy: str) -> None:
     """All it had is cached still, so it could return at once, take the page that was freed, and be
     taken back again."""
     desk = Desk(9, rows=4, admission=policy, reserve_tokens=0)

@@ -73,7 +73,7 @@ def test_whatever_makes_room_lets_the_head_be_looked_at_again(
 
 
 @pytest.mark.parametrize("flushed", [False, True])
-def test_it_is_matched_anew_only_if_the_tree_has_changed(
+def test_it_is_matched_again_only_if_the_tree_has_changed(
     flushed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     desk = Desk(16)
@@ -138,7 +138,7 @@ def test_a_prompt_that_is_cached_whole_promises_no_page_and_still_opens_its_room
     assert req.aux == b"first"
 
 
-def test_one_that_comes_to_run_first_finds_its_pages_also_when_nobody_can_be_retracted() -> None:
+def test_the_first_to_run_finds_its_pages_even_without_a_victim() -> None:
     desk = Desk(4)
     first = desk.add("a", 4, max_new=8)
     for rid in "bcd":
@@ -247,7 +247,7 @@ def test_a_request_admitted_from_free_pages_says_nothing(monkeypatch: pytest.Mon
     assert said == []
 
 
-def test_so_many_are_told_in_a_pass_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_named_to_the_cache_in_a_pass_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prefixkv.decode.wants.MAX_WANTS", 2)
     desk = Desk(8)
     desk.start("H", 27, max_new=1)

@@ -449,7 +449,8 @@ def test_what_is_asked_for_again_says_whose_cache_it_may_share() -> None:
         assert (ask.namespace, ask.cacheable) == expected
 
 
-def test_back_from_retraction_what_was_evicted_is_asked_for_and_the_known_token_stands() -> None:
+def test_back_from_retraction_a_lost_tail_page_is_asked_for_and_the_known_token_stands() -> None:
+    """Nothing is evicted: whole pages went to the tree, the partial last one was given up."""
     desk = Desk()
     desk.start("old", 4, outputs=1)
     req = desk.start("a", 8, max_new=6, outputs=0)

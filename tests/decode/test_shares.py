@@ -120,7 +120,7 @@ def test_an_address_that_no_request_names_is_no_other_worker() -> None:
     assert not shares.refuses("a", 1), "the names that were told longest ago are forgotten"
 
 
-def test_who_answers_is_asked_once_a_pass_however_many_wait() -> None:
+def test_ready_workers_are_queried_once_per_pass() -> None:
     asked: list[int] = []
 
     def ready() -> list[str]:

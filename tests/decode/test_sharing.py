@@ -104,7 +104,7 @@ def test_samples_of_one_prompt_share_all_its_whole_pages() -> None:
     end_well(desk, reqs)
 
 
-def test_who_lacks_nothing_but_the_aux_still_has_a_room() -> None:
+def test_a_request_that_lacks_only_the_aux_still_has_a_room() -> None:
     desk = in_order()
     a, b = burst(desk, tokens(), tokens())
     sent = promises(desk)
@@ -288,7 +288,7 @@ def test_when_the_last_that_waits_has_gone_a_room_without_an_owner_is_aborted(th
     desk.at_rest()
 
 
-def test_an_arrived_flight_that_nobody_needs_any_more_is_dropped() -> None:
+def test_an_arrived_flight_that_is_no_longer_needed_is_dropped() -> None:
     desk = in_order()
     a, b = burst(desk, tokens(1), tokens(2))
     desk.succeed(a.room_key)

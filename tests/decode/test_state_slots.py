@@ -35,7 +35,7 @@ def test_a_slot_from_admission_to_the_end() -> None:
     desk.at_rest()
 
 
-def test_who_finds_no_slot_waits() -> None:
+def test_a_request_without_a_free_slot_waits() -> None:
     desk = Desk(num_slots=1)
     first, second = desk.add("a"), desk.add("b")
     assert desk.admit() == ["a"]
@@ -91,7 +91,7 @@ def test_a_flight_that_goes_on_for_others_keeps_its_slot() -> None:
     assert slots(desk) == {"FREE": 2, "OWNED": 1}
 
 
-def test_who_was_retracted_asks_for_its_state_again() -> None:
+def test_a_retracted_request_asks_for_its_state_again() -> None:
     """Without extra state it comes back by itself, since all its KV is cached."""
     for num_slots in (0, 3):
         desk = Desk(num_slots=num_slots)

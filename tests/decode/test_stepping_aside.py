@@ -261,7 +261,9 @@ def test_those_that_wait_for_a_silent_worker_are_many_and_old_and_hold_up_none(
     assert desk.admit() == ["honest"]
 
 
-def test_what_nobody_answers_fails_at_once_when_that_is_known_and_prefill_is_told_nothing() -> None:
+def test_requests_to_an_address_without_an_answer_fail_at_once_and_prefill_is_told_nothing() -> (
+    None
+):
     desk = gated()
     req = desk.add("a", 8, 4, prefill="nowhere")
     desk.commands()
@@ -421,7 +423,7 @@ def test_one_that_waits_for_its_worker_s_share_is_not_overtaken_there_for_ever(
 # --- pages on their way back ----------------------------------------------------------------------
 
 
-def test_who_is_retracted_late_is_the_only_one() -> None:
+def test_only_one_is_retracted_late() -> None:
     """The next token takes a page of each of five; what the device is still busy with counts."""
     desk = Desk(20, rows=8)
     reqs = [desk.start(rid, 15, 8, outputs=1) for rid in "abcde"]

@@ -70,13 +70,12 @@ class Servers:
                  "ticket": next(self.tickets)}  # fmt: skip
         return self.receives.open(**{**named, **more})
 
-    def until(self, done: Callable[[], object]) -> None:
-        def pumped() -> object:
-            self.sends.pump()
-            self.receives.pump()
-            return done()
+    def step(self) -> None:
+        self.sends.pump()
+        self.receives.pump()
 
-        until(pumped)
+    def until(self, done: Callable[[], object]) -> None:
+        until(done, step=self.step)
 
     def holds(self, pages: list[int], source: list[int]) -> bool:
         """Whether these pages of decode have what those of prefill have."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -22,8 +21,7 @@ from prefixkv.protocol.ids import PeerId
 from prefixkv.transfer import DecodeTransfers, KVPoll, PrefillTransfers
 from tests.engines_sglang.conftest import PAGE, Memory, Servers, digest
 from tests.models.patience import until
-
-ROOT = Path(__file__).parents[2]
+from tests.models.processes import Command
 
 
 @pytest.fixture
@@ -49,21 +47,17 @@ def prefill_child() -> None:
 
 
 @pytest.fixture
-def child() -> Iterator[subprocess.Popen[str]]:
+def child() -> Iterator[Command]:
     program = "from tests.engines_sglang.test_fences import prefill_child; prefill_child()"
-    with subprocess.Popen(
-        [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    ) as process:
+    with Command(sys.executable, "-c", program) as process:
         yield process
-        process.kill()
 
 
 def test_pages_that_a_dead_process_held_come_back_when_the_operator_says_so(
-    child: subprocess.Popen[str], folder: Path
+    child: Command, folder: Path
 ) -> None:
     """It is killed, and nothing may prove that: as on another machine."""
-    assert child.stdout is not None
-    endpoint, name, incarnation = child.stdout.readline().split()
+    endpoint, name, incarnation = child.line().split()
     timing = ControlConfig(
         heartbeat_s=0.1, suspect_after_s=0.5, prove_death=False, fence_settle_s=0.05
     )
@@ -84,7 +78,6 @@ def test_pages_that_a_dead_process_held_come_back_when_the_operator_says_so(
     until(lambda: told() == [] and target.buffers[0][5].any())
     assert receives.answers(endpoint)
     child.kill()
-    child.wait()
     until(told)
     (lost,) = told()
     assert lost["peer"] == name

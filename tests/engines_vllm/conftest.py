@@ -43,11 +43,7 @@ class Servers:
         self.decode.step()
 
     def until(self, done: Callable[[], object]) -> None:
-        def stepped() -> object:
-            self.step()
-            return done()
-
-        until(stepped)
+        until(done, step=self.step)
 
     def until_ended(self, *rids: str) -> None:
         self.until(lambda: all(rid in self.decode.outputs for rid in rids))

@@ -156,7 +156,7 @@ def test_the_second_turn_finds_the_first_in_vllms_own_cache() -> None:
     assert matched[0]["result"] == [190 - 150 // BLOCK * BLOCK, True]
 
 
-def test_a_failed_load_begins_anew_with_other_blocks() -> None:
+def test_a_failed_load_starts_over_with_other_blocks() -> None:
     (rid,) = rids("decode-0", 6)
     calls = [c for c in RECORDED["decode-0"] if c["call"] == "allocated" and c["rid"] == rid]
     assert len(calls) == 2

@@ -597,7 +597,7 @@ def test_it_is_opened_once(servers: Servers) -> None:
     servers.settle()
 
 
-def test_who_does_not_know_the_nonce_loads_nothing(servers: Servers) -> None:
+def test_a_stranger_without_the_nonce_loads_nothing(servers: Servers) -> None:
     send = offered(servers, "1", PROMPT)
     guess = opened(servers, "1", send, nonce="0" * 32)
     assert guess.recomputed
@@ -639,7 +639,7 @@ def test_an_offer_is_let_go_of_for_a_promised_request(make_servers: MakeServers)
 
 
 @pytest.mark.parametrize("grace_s", [0.0, 60.0])
-def test_an_offer_is_kept_for_a_while_from_requests_that_nobody_waits_for(
+def test_an_offer_is_kept_for_a_while_from_requests_that_no_decode_waits_for(
     make_servers: MakeServers, grace_s: float
 ) -> None:
     servers = make_servers(prefill={"num_blocks": 12, "offer_grace_s": grace_s})

@@ -7,7 +7,6 @@ import itertools
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
-from multiprocessing.connection import wait
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +14,8 @@ import pytest
 import zmq
 
 from tests.kv_events.follower import Subscriber
-from tests.models.children import Child, answer, children
 from tests.models.patience import PATIENCE_S
+from tests.models.processes import Child, children, obey
 from tests.models.strangers import EMPTY_PART, Memory, flood, many_descriptors, part, stranger
 
 MIB = 1 << 20
@@ -57,9 +56,7 @@ class _Served:
 def _serve(pipe: Any) -> None:
     served = _Served()
     pipe.send({name: getattr(served.worker.publisher, name) for name in NAMES})
-    while not served.closed:
-        wait([pipe])
-        answer(pipe, served)
+    obey(pipe, served)
 
 
 class Publishing(Child):

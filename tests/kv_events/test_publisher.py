@@ -490,7 +490,7 @@ def test_the_last_events_cannot_be_missed_unseen(make: Make) -> None:
 # --- the scheduler's side -------------------------------------------------------------------------
 
 
-def test_a_publisher_that_is_too_far_behind_begins_afresh(make: Make) -> None:
+def test_a_publisher_too_far_behind_restarts_with_a_snapshot(make: Make) -> None:
     worker = make(Worker, max_backlog_pages=4)
     subscriber = make(Subscriber, worker.publisher, PAGE_SIZE)
     for number in range(1, 4):  # and again

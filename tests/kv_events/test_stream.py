@@ -90,7 +90,7 @@ def test_a_follower_knows_the_tree(seed: int, dialect: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_who_missed_something_is_given_what_there_is(seed: int) -> None:
+def test_a_follower_with_a_gap_is_given_a_snapshot(seed: int) -> None:
     """From any number: those batches, or a snapshot where they are not kept."""
     world = World(seed, keep=5)
     world.cache.drain_changes()
@@ -114,7 +114,7 @@ def test_who_missed_something_is_given_what_there_is(seed: int) -> None:
             world.agrees(follower)
 
 
-def test_a_snapshot_is_made_once_for_all_who_ask() -> None:
+def test_a_snapshot_is_made_once_for_all_that_ask() -> None:
     world = World(1)
     for _ in range(10):
         world.step()
@@ -311,7 +311,7 @@ class Deaf:
         return not self.losing
 
 
-def test_a_listener_that_lost_something_hears_all_afresh_once_it_is_idle() -> None:
+def test_a_listener_with_a_loss_gets_a_snapshot_once_it_is_idle() -> None:
     cache, listener = RadixCache(page_size=1), Deaf()
     feed = EventFeed(cache, "w", 1)
     cache.insert([1, 2], [0, 1])
@@ -333,7 +333,7 @@ def test_a_listener_that_lost_something_hears_all_afresh_once_it_is_idle() -> No
     assert len(listener.lists) == 1
 
 
-def test_one_feed_tells_both_a_listener_and_who_takes_batches(
+def test_one_feed_serves_a_listener_and_a_taker_of_batches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cache, listener = RadixCache(page_size=1), Deaf()

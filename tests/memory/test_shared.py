@@ -44,7 +44,7 @@ def test_a_block_can_neither_shrink_nor_grow() -> None:
         fcntl.fcntl(block.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
 
 
-def test_who_maps_the_descriptor_sees_the_same_bytes() -> None:
+def test_a_mapping_of_the_descriptor_has_the_same_bytes() -> None:
     memory = shared_bytes(100)
     block = block_of(memory.data_ptr(), 100)
     assert block is not None

@@ -169,7 +169,7 @@ class AdmissionDay:
                 scheduler.prefill_ready(worker, SMALL_POOL if worker == SMALL else 10**6, now_s)
             elif worker == DEAD and now_s >= since_s + 1.0:
                 del self.asked[worker]
-                scheduler.prefill_lost(worker, PeerLostError("nobody answers"), now_s)
+                scheduler.prefill_lost(worker, PeerLostError("no answer"), now_s)
         if self.stopped_s is None:
             if self.chance.random() < 0.01:
                 self.stopped_s = now_s

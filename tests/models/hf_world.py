@@ -3,7 +3,7 @@ NIXL, and the model by itself to compare with."""
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -21,7 +21,7 @@ from prefixkv.engines.hf import (
     Sampling,
 )
 from prefixkv.engines.hf.models import copy_of
-from tests.models.patience import NEVER_S, PATIENCE_S
+from tests.models.patience import NEVER_S, until
 
 _CONTROL = ControlConfig(
     waiting_timeout_s=NEVER_S, transfer_timeout_s=NEVER_S, bootstrap_timeout_s=NEVER_S,
@@ -107,19 +107,19 @@ class World:
         if not (self.decode.step() or going):
             self.decode.wait(0.005)
 
+    def until(self, done: Callable[[], object]) -> None:
+        until(done, step=self.step, state=self.state, pause_s=0.0)
+
+    def state(self) -> object:
+        return self.decode.stats(), self.prefill.stats()
+
     def run(self) -> None:
         """Until all answers have ended."""
-        end_s = time.monotonic() + PATIENCE_S
-        while not all(answer.done for answer in self.answers):
-            self.step()
-            assert time.monotonic() < end_s, self.decode.stats()
+        self.until(lambda: all(answer.done for answer in self.answers))
 
     def at_rest(self) -> None:
         """All that lived has ended: nothing is held, and both books are whole."""
-        end_s = time.monotonic() + PATIENCE_S
-        while not (self.decode.drain() and self.prefill.drain()):
-            self.step()
-            assert time.monotonic() < end_s, (self.decode.stats(), self.prefill.stats())
+        self.until(lambda: self.decode.drain() and self.prefill.drain())
         for engine in (self.decode, self.prefill):
             engine.audit()
             stats = engine.stats()

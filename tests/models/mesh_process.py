@@ -4,21 +4,22 @@ a `DecodeRank`, obeying calls over a pipe. What a worker's ranks tell each other
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.memory.mesh import Mesh
 from prefixkv.protocol.ids import PeerId
-from tests.models.children import Child, answer, children
 from tests.models.devices import DEVICE
 from tests.models.node_pair import Tokens
 from tests.models.node_process import EVENTS
 from tests.models.patience import PATIENCE_S, SkippableClock
+from tests.models.processes import Child, children, obey
 
 
-class _Served:
+class _Calls:
+    """In the child: a rank, and what the test may call on it."""
+
     node: Any
 
     def __init__(self) -> None:
@@ -29,7 +30,7 @@ class _Served:
         self._clock.skip(seconds, [self.node])
 
 
-class _PrefillServed(_Served):
+class PrefillCalls(_Calls):
     """One prefill rank."""
 
     def __init__(
@@ -76,7 +77,7 @@ class _PrefillServed(_Served):
         return self.node.num_rooms
 
 
-class _DecodeServed(_Served):
+class DecodeCalls(_Calls):
     """A decode rank above 0."""
 
     def __init__(
@@ -109,10 +110,9 @@ class _DecodeServed(_Served):
 
 
 def _serve(pipe: Any, kind: str, *args: Any) -> None:
-    served: Any = {"prefill": _PrefillServed, "decode": _DecodeServed}[kind](*args)
-    pipe.send(served.hello)
-    while True:
-        answer(pipe, served)
+    calls: Any = {"prefill": PrefillCalls, "decode": DecodeCalls}[kind](*args)
+    pipe.send(calls.hello)
+    obey(pipe, calls)
 
 
 class RankProcess(Child):
@@ -132,8 +132,6 @@ class RankProcess(Child):
             return None
 
 
-@contextmanager
-def rank_processes() -> Iterator[Any]:
+def rank_processes() -> AbstractContextManager[Any]:
     """Yields a starter of processes, `start(kind, *args)`."""
-    with children(RankProcess) as start:
-        yield start
+    return children(RankProcess)

@@ -7,7 +7,6 @@ of the *model*; so each rank's bytes are right only if they came from the right 
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import Any, Self
 
@@ -23,7 +22,7 @@ from prefixkv.testing.hashing import PrefixHasher
 from prefixkv.testing.pattern import make_patterns, make_pools
 from tests.models.devices import DEVICE
 from tests.models.node_pair import Tokens
-from tests.models.patience import PATIENCE_S
+from tests.models.patience import until
 
 SALT = 7
 _hasher = PrefixHasher()
@@ -148,15 +147,10 @@ class MeshPair:
 
     def until(self, reached: Any) -> None:
         """Step until `reached()` is true."""
-        give_up_s = time.monotonic() + PATIENCE_S
-        while not reached():
-            assert time.monotonic() < give_up_s, (
-                self.failed,
-                self.prefill_failed,
-                self.decode.stats(),
-            )
-            self.step()
-            time.sleep(0.0005)
+        until(reached, step=self.step, state=self.state, pause_s=0.0005)
+
+    def state(self) -> object:
+        return self.failed, self.prefill_failed, self.decode.stats()
 
     def finish(self, rid: str) -> None:
         """The request answers one token and ends."""

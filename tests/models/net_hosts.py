@@ -24,9 +24,9 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from tests.models import node_process
-from tests.models.children import Child, answer, children
 from tests.models.node_process import NodeProcess
 from tests.models.patience import until
+from tests.models.processes import Child, answer, children, obey
 
 WIRE = "wire"  # the device, on both hosts
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
@@ -101,8 +101,14 @@ class HostedNode(NodeProcess):
     """A node on a host. KV goes over the wire, by TCP: shared memory would cross namespaces."""
 
     def __init__(self, host: Host, side: str, config: Any, pool: dict[str, Any]) -> None:
-        Child.__init__(self, _serve_on, host.pid, side, pool, config)
-        self.peer_id, self.endpoint = self.hello
+        super().__init__(host.pid, side, config, pool)
+
+    @staticmethod
+    def serve(pipe: Any, host: int, *args: Any) -> None:
+        _enter(host)
+        _see_own_devices()
+        os.environ |= {"UCX_TLS": "tcp", "UCX_NET_DEVICES": WIRE}
+        node_process.serve(pipe, *args)
 
 
 def hosts() -> AbstractContextManager[Any]:
@@ -142,8 +148,7 @@ class _Holder:
 def _hold(pipe: Any) -> None:
     if not _said(pipe, partial(_unshare, _CLONE_NEWNET, "network")):
         return
-    while True:
-        answer(pipe, _Holder())
+    obey(pipe, _Holder())
 
 
 def _said(pipe: Any, first: Any) -> bool:
@@ -162,13 +167,6 @@ def _see_own_devices() -> None:
     _unshare(_CLONE_NEWNS, "mount")
     _checked(_libc.mount(b"none", b"/", None, _MS_PRIVATE, None), "make mounts private")
     _checked(_libc.mount(b"sysfs", b"/sys", b"sysfs", 0, None), "mount /sys")
-
-
-def _serve_on(pipe: Any, host: int, *args: Any) -> None:
-    _enter(host)
-    _see_own_devices()
-    os.environ |= {"UCX_TLS": "tcp", "UCX_NET_DEVICES": WIRE}
-    node_process.serve(pipe, *args)
 
 
 class _Relaying:

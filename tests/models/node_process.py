@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from multiprocessing.connection import wait
 from typing import Any
 
-from tests.models.children import Child, answer, children, state
 from tests.models.patience import PATIENCE_S, SkippableClock
+from tests.models.processes import Child, answer, children
 
 
 class SignalSelf:
@@ -42,10 +42,10 @@ class Never:
 EVENTS = {"stop": SignalSelf(signal.SIGSTOP), "kill": SignalSelf(signal.SIGKILL), "never": Never()}
 
 
-class _Served:
-    """What a call on the pipe may call, in the child."""
+class NodeCalls:
+    """In the child: a node, its driver, and what the test may call on them."""
 
-    def __init__(self, side: str, pool: dict[str, Any], config: Any) -> None:
+    def __init__(self, side: str, config: Any, pool: dict[str, Any]) -> None:
         from prefixkv.runtime.nodes import DecodeNode, PrefillNode
         from tests.models.node_pair import DecodeDriver, PrefillDriver, make_pool
         from tests.models.wires import wired
@@ -142,8 +142,9 @@ class _Served:
         node_at_rest(self.node)
 
 
-def serve(pipe: Any, side: str, pool: dict[str, Any], config: Any) -> None:
-    served = _Served(side, pool, config)
+def serve(pipe: Any, side: str, config: Any, pool: dict[str, Any] | None = None) -> None:
+    """In the child: the scheduler loop of the node's engine, which answers calls between turns."""
+    served = NodeCalls(side, config, pool or {})
     pipe.send((served.node.peer_id, getattr(served.node, "endpoint", "")))
     while not served.closed:
         served.driver.step()
@@ -156,25 +157,24 @@ def serve(pipe: Any, side: str, pool: dict[str, Any], config: Any) -> None:
 
 
 class NodeProcess(Child):
-    """The test's end. `call` any method of `_Served`; signals by `kill`, `stop` and `resume`."""
+    """The test's end: `NodeProcess(side, config, pool)`, then `call` of any method of `NodeCalls`.
 
-    def __init__(self, side: str, config: Any, pool: dict[str, Any] | None = None) -> None:
-        super().__init__(serve, side, pool or {}, config)
+    A subclass with another `serve` takes what that takes.
+    """
+
+    serve: Callable[..., None] = staticmethod(serve)
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(self.serve, *args)
         self.peer_id, self.endpoint = self.hello
 
     def close(self) -> None:
         """Close its node cleanly, and see it end."""
         self.call("close")
         self.process.join(PATIENCE_S)
-        assert self.process.exitcode == 0
-
-    @property
-    def stopped(self) -> bool:
-        return state(self.pid) == "T"
+        assert self.process.exitcode == 0, self.stderr()
 
 
-@contextmanager
-def node_processes() -> Iterator[Any]:
+def node_processes() -> AbstractContextManager[Any]:
     """Yields a starter of processes, `start(side, config, pool)`."""
-    with children(NodeProcess) as start:
-        yield start
+    return children(NodeProcess)

@@ -22,12 +22,28 @@ NEVER_S = 1000.0  # well beyond anybody's patience
 T = TypeVar("T")
 
 
-def until(done: Callable[[], object], patience_s: float = PATIENCE_S) -> None:
-    """Ask again and again until it is so."""
+def until(
+    done: Callable[[], object],
+    patience_s: float = PATIENCE_S,
+    *,
+    step: Callable[[], object] = int,
+    state: Callable[[], object] = str,
+    pause_s: float = 0.002,
+) -> None:
+    """Wait until `done()` is true. AssertionError after `patience_s`.
+
+    Args:
+        step: called before each look: whatever has to go on meanwhile, such as a turn of an engine.
+        state: what the error shows, asked when patience has ended.
+        pause_s: between a look and the next step.
+    """
     deadline_s = time.monotonic() + patience_s
-    while not done():
-        assert time.monotonic() < deadline_s, "it never came to be"
-        time.sleep(0.002)
+    while True:
+        step()
+        if done():
+            return
+        assert time.monotonic() < deadline_s, f"it never came to be {state()}"
+        time.sleep(pause_s)
 
 
 def returned(call: Callable[[], T]) -> T:

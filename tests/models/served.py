@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
 import sys
-import threading
 import urllib.request
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 from urllib.error import HTTPError
 
 import openai
@@ -20,63 +16,17 @@ from prefixkv.engines.hf.models import copy_of
 from prefixkv.engines.hf.small import CHAT_TEMPLATE, small_model, small_tokenizer
 from prefixkv.serving.text import Texts
 from tests.models.patience import PATIENCE_S, until
+from tests.models.processes import ROOT as ROOT
+from tests.models.processes import Command
 
-ROOT = Path(__file__).parents[2]
 
-
-class Served:
-    """A process of the command line, its output as it comes. Leaving the context kills it."""
+class Served(Command):
+    """A process of prefixkv's command line."""
 
     python = sys.executable
 
     def __init__(self, *arguments: str, **environ: str) -> None:
-        clean = {name: text for name, text in os.environ.items() if not name.startswith("PREFIXKV")}
-        self.process = subprocess.Popen(
-            [self.python, "-m", "prefixkv.cli.main", *arguments],
-            cwd=ROOT, env={**clean, "PYTHONPATH": str(ROOT), **environ}, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
-        self._readers: list[threading.Thread] = []
-        self.out: list[str] = []
-        self.err: list[str] = []
-        for stream, lines in ((self.process.stdout, self.out), (self.process.stderr, self.err)):
-            reader = threading.Thread(target=self._read, args=(stream, lines))
-            reader.start()
-            self._readers.append(reader)
-
-    @staticmethod
-    def _read(stream: Any, lines: list[str]) -> None:
-        with stream:
-            for line in stream:
-                lines.append(line)
-
-    def line(self, beginning: str = "") -> str:
-        """The first line of its output that begins so; waits for it."""
-
-        def found() -> str | None:
-            alive = self.process.poll() is None
-            line = next((one for one in self.out if one.startswith(beginning)), None)
-            assert line or alive, f"it ended: {self.out} {self.err}"
-            return line
-
-        until(found)
-        return found() or ""
-
-    def signal(self, number: int = signal.SIGTERM) -> None:
-        self.process.send_signal(number)
-
-    def ended(self) -> int:
-        """Its exit status; waits for it."""
-        return self.process.wait(PATIENCE_S)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.wait()
-        for reader in self._readers:
-            reader.join(PATIENCE_S)
+        super().__init__(self.python, "-m", "prefixkv.cli.main", *arguments, **environ)
 
 
 class Serve(Served):

@@ -6,7 +6,6 @@ import contextlib
 import os
 import socket
 import stat
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,18 +14,20 @@ import numpy as np
 
 from prefixkv.protocol.ids import PeerId
 from prefixkv.transport.base import Arrived
-from tests.models import children as processes
-from tests.models.patience import PATIENCE_S
+from tests.models import processes
+from tests.models.patience import PATIENCE_S, until
 from tests.models.transport_pools import Shape, make_pool, shared_zeros
 
 # 1 MiB a page: large enough to be caught in the middle of a write
 BIG = Shape(num_layers=4, page_size=16, num_kv_heads=8, head_dim=1024)
 
 
-class _Served:
+class TransportCalls:
+    """In the child: what the test may call."""
+
     def __init__(self, pipe: Any, pool: Any, arrived: list[bytes]) -> None:
         self._pipe, self._pool, self._arrived = pipe, pool, arrived
-        self.closing = False
+        self.closed = False
 
     def pages(self) -> list[bytes]:
         pages: list[bytes] = self._pool.pages()
@@ -39,7 +40,7 @@ class _Served:
         return cut_connections(self._pipe.fileno())
 
     def close(self) -> None:
-        self.closing = True
+        self.closed = True
 
 
 def _transport(pool: Any, me: PeerId, arrived: list[bytes], shm: bool) -> Any:
@@ -63,9 +64,7 @@ def serve(pipe: Any, me: PeerId, num_pages: int, shape: Shape, shm: bool) -> Non
     transport = _transport(pool, me, arrived, shm)
     transport.expect(1)
     pipe.send((transport.metadata, pool.layout))
-    served = _Served(pipe, pool, arrived)
-    while not served.closing:
-        processes.answer(pipe, served)
+    processes.obey(pipe, TransportCalls(pipe, pool, arrived))
     transport.close()
 
 
@@ -87,7 +86,7 @@ def cut_connections(spared: int) -> int:
 
 
 class Child(processes.Child):
-    """What the test has of the process. `stop`, `resume` and `kill` send it signals."""
+    """The test's end."""
 
     def __init__(
         self, me: PeerId, num_pages: int = 4, shape: Shape = BIG, shm: bool = False
@@ -110,8 +109,7 @@ class Child(processes.Child):
     def stop(self) -> None:
         super().stop()
         for thread in os.listdir(f"/proc/{self.pid}/task"):  # each stops by itself, a moment later
-            while processes.state(self.pid, thread) != "T":
-                time.sleep(0.001)
+            until(lambda thread=thread: processes.state(self.pid, thread) == "T")
 
     def end(self) -> None:
         """Ask it to close, and see that it does; a process that cannot is killed."""

@@ -199,7 +199,7 @@ def test_what_was_joined_is_anothers_until_it_has_settled() -> None:
 
 
 @pytest.mark.parametrize("end", ["drop", "hold"])
-def test_who_ends_before_it_has_settled_gives_up_its_own_pages_alone(end: str) -> None:
+def test_a_request_that_ends_before_it_has_settled_gives_up_its_own_pages_alone(end: str) -> None:
     manager = PageManager(12, PAGE_SIZE, 4)
     owner, owner_key = opened(manager, [1, 2, 3, 4])
     key = key_of([1, 2, 3, 4, 5, 6])
@@ -214,7 +214,7 @@ def test_who_ends_before_it_has_settled_gives_up_its_own_pages_alone(end: str) -
     manager.cache_finished(owner, owner_key, 0.0)
 
 
-def test_who_joins_is_one_visitor_of_all_that_it_found() -> None:
+def test_a_request_that_joins_is_one_visitor_of_all_that_it_found() -> None:
     """Policies count who used a page: the pages cached before, those that were on their way, and
     its own."""
     manager = PageManager(12, PAGE_SIZE, 4, policy="lfu")

@@ -49,7 +49,7 @@ def test_without_extra_state_no_slot_is_taken() -> None:
         desk.send(req, 10, last=True, state_slot=0)
 
 
-def test_who_has_handed_over_its_state_fails_for_the_engine_when_no_write_reads_it() -> None:
+def test_a_request_with_its_state_handed_over_fails_once_no_write_reads_it() -> None:
     desk = state_desk()
     req = handed_over(desk)
     desk.end(req, ok=False)
@@ -71,7 +71,7 @@ def test_word_of_the_free_source_may_come_first() -> None:
     assert desk.scheduler.idle
 
 
-def test_who_has_not_handed_it_over_fails_at_once() -> None:
+def test_a_request_that_has_kept_its_state_fails_at_once() -> None:
     desk = state_desk()
     req = desk.computing("a")
     desk.end(req, ok=False)

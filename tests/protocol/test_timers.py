@@ -119,7 +119,7 @@ def test_backoff_doubles_up_to_eight_times_its_first_pause(first_s: float) -> No
     assert backoff.due_s == now_s + first_s
 
 
-def test_a_visit_that_breaks_off_forgets_nobody() -> None:
+def test_a_visit_that_breaks_off_forgets_no_peer() -> None:
     """The key that raised is visited again a second later, those behind it at once."""
     timers: Timers[str] = Timers()
     for number, key in enumerate("abcd"):
@@ -142,7 +142,7 @@ def test_a_visit_that_breaks_off_forgets_nobody() -> None:
 
 
 @given(st.integers(1, 30), st.integers(1, 30), st.lists(st.integers(0, 8), max_size=30))
-def test_a_wait_ends_a_patience_after_the_last_word_or_its_beginning_and_no_later_than_its_longest(
+def test_a_wait_ends_a_patience_after_it_began_or_last_heard_and_at_its_longest(
     patience_s: int, longest_s: int, pauses: list[int]
 ) -> None:
     """Words come after these pauses; what waits looks when the wait is due, not more often."""

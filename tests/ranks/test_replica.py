@@ -3,12 +3,11 @@ says so at once."""
 
 from __future__ import annotations
 
-import os
 import pathlib
 import random
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -26,8 +25,8 @@ from prefixkv.protocol.ids import RoomKey
 from prefixkv.ranks.oplog import ReplicatedPageManager
 from prefixkv.ranks.replica import DecodeReplica, RankLog, digests, sizes
 from prefixkv.request import Request
+from tests.models.processes import Command
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 PAGE_SIZE = 4
 CONFIG = DecodeConfig(max_running=4, policy="gated")
 
@@ -36,26 +35,20 @@ CONFIG = DecodeConfig(max_running=4, policy="gated")
 def test_ranks_in_processes_of_their_own_end_equal(world: int, tmp_path: pathlib.Path) -> None:
     """gloo carries the log; digests of all books are compared at every message, whole dumps at the
     end of each run."""
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    environ = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.models.rank_process"]
-    ranks = []
-    for rank in range(world):
-        own = [*command, str(rank), str(world), str(tmp_path / "rendezvous"), "3"]
-        pipe = subprocess.PIPE
-        ranks.append(
-            subprocess.Popen(own, cwd=ROOT, env=environment, text=True, stdout=pipe, stderr=pipe)
-        )
-    try:
-        told = [rank.communicate(timeout=600) for rank in ranks]
-    finally:
+    arguments = [str(world), str(tmp_path / "rendezvous"), "3"]
+    with ExitStack() as stack:
+        ranks = [
+            stack.enter_context(Command(*command, str(rank), *arguments, **environ))
+            for rank in range(world)
+        ]
         for rank in ranks:
-            rank.kill()
-            rank.wait()
-    assert [rank.returncode for rank in ranks] == [0] * world, "\n".join(error for _, error in told)
-    sent = int(told[0][0].split()[3])
+            assert rank.ended(600) == 0, rank.shown()
+    sent = int(ranks[0].out[0].split()[3])
     assert sent > 100
     for rank in range(1, world):
-        words = told[rank][0].split()
+        words = ranks[rank].out[0].split()
         assert (int(words[1]), int(words[3])) == (rank, sent)
         assert int(words[-3]) >= 3
 

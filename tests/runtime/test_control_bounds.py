@@ -217,7 +217,7 @@ def test_answers_that_are_not_read(served: Served) -> None:
 
 
 @pytest.mark.slow
-def test_promises_of_the_most_pages_keep_nobody_waiting(served: Served) -> None:
+def test_promises_of_the_most_pages_keep_no_other_waiting(served: Served) -> None:
     """A decode worker that says it has two million pages, over shared memory, and promises them."""
     num_pages = messages.MAX_PAGES
     with ExitStack() as stack:

@@ -4,7 +4,6 @@ closes."""
 from __future__ import annotations
 
 import threading
-import time
 from queue import SimpleQueue
 
 import pytest
@@ -14,6 +13,7 @@ from prefixkv.control.effects import CopyDone
 from prefixkv.errors import ClosedError, ConfigError
 from prefixkv.runtime.copies import CopyPool
 from tests.models.gpu import GPU
+from tests.models.patience import until
 
 WAIT_S = 60.0
 
@@ -77,8 +77,7 @@ def test_close_waits_for_what_runs_and_reports_what_never_ran() -> None:
     assert started.wait(WAIT_S)
     closer = threading.Thread(target=pool.close)
     closer.start()
-    while not pool._closed:  # no later state can be waited for: `close` waits for us
-        time.sleep(0.001)
+    until(lambda: pool._closed)  # no later state can be waited for: `close` waits for us
     go_on.set()
     closer.join(WAIT_S)
     assert not closer.is_alive()

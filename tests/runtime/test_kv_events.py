@@ -70,7 +70,7 @@ def test_a_node_tells_without_being_asked_for_anything_else(make_pair: MakePair)
             subscriber.follow()
 
 
-def test_one_feed_serves_routers_and_who_takes_batches(make_pair: MakePair) -> None:
+def test_one_feed_serves_routers_and_takers_of_batches(make_pair: MakePair) -> None:
     pair = make_pair(decode={"kv_events": EVENTS})
     pair.decode.take_cache_events()
     pair.submit("a", tokens_of(1, 40), max_new_tokens=2)

@@ -110,11 +110,7 @@ class Workers:
             del self._ready[rid]
 
     def until(self, done: Callable[[], object]) -> None:
-        def stepped() -> object:
-            self.step()
-            return done()
-
-        until(stepped)
+        until(done, step=self.step)
 
     def finish(self, rid: str) -> None:
         req = self.arrived.pop(rid)

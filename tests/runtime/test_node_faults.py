@@ -59,7 +59,7 @@ def is_unreached(node: DecodeNode, address: str) -> bool:
     return link is not None and link.gone_s < math.inf
 
 
-def test_that_nobody_answers_at_an_address_is_known_soon_and_it_is_named() -> None:
+def test_an_address_without_an_answer_is_known_soon_and_named() -> None:
     config = replace(QUICK, connect_timeout_s=0.2)
     address = lasting_address()
     with lone_decode(config) as node:

@@ -90,7 +90,7 @@ def test_if_the_first_fails_another_brings_what_all_lack(burst: NodePair) -> Non
     assert burst.decode.stats()["flight_fallbacks"] == len(RIDS) - 1
 
 
-def test_when_nobody_is_left_nothing_is(burst: NodePair) -> None:
+def test_when_all_are_aborted_nothing_is_left(burst: NodePair) -> None:
     for rid in RIDS:
         assert burst.decode.abort(rid)
     burst.run(*RIDS)

@@ -64,7 +64,7 @@ def test_each_life_that_is_met_is_a_line(caplog: pytest.LogCaptureFixture) -> No
     assert len(caplog.messages) == 2
 
 
-def test_there_are_so_many_lines_in_a_while_and_the_rest_are_counted(
+def test_lines_are_limited_in_rate_and_the_rest_are_counted(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     log = PeerLog("d0")

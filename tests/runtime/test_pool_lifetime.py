@@ -19,7 +19,9 @@ TENSORS = [StateTensor("conv", 0, 2, (8,))]
 
 @pytest.mark.parametrize("kind", [DecodeTransfers, PrefillTransfers])
 @pytest.mark.parametrize("backend", ["nixl", "shm"])
-def test_a_pool_that_nobody_else_keeps_stays_until_it_has_closed(kind: Any, backend: Any) -> None:
+def test_a_pool_without_another_reference_stays_until_it_has_closed(
+    kind: Any, backend: Any
+) -> None:
     pool = KVPool.create(16, 4, 2, 2, 16, shared=backend == "shm")
     state = StatePool.create(TENSORS, 2, shared=backend == "shm")
     left = weakref.ref(pool), weakref.ref(state)

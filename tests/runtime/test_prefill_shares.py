@@ -23,13 +23,12 @@ def test_a_worker_that_stalls_has_its_share_of_the_pool_and_another_serves(
             req = pair.d.submit(rid, tokens_of(seed, 36), node.endpoint, tell=False)
             other.add(rid, tokens_of(seed, 36), req.room)
 
-        def step_until(*rids: str) -> None:
-            def ended() -> bool:
-                pair.step()
-                other.step()
-                return all(rid in pair.d.ended for rid in rids)
+        def step() -> None:
+            pair.step()
+            other.step()
 
-            until(ended)
+        def step_until(*rids: str) -> None:
+            until(lambda: all(rid in pair.d.ended for rid in rids), step=step)
 
         pair.submit("first", tokens_of(1, 36))
         submit("second", 2)

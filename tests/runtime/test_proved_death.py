@@ -22,7 +22,6 @@ from prefixkv.runtime import prover
 from prefixkv.runtime.death import HeldLife
 from prefixkv.runtime.nodes import PrefillNode
 from tests.models import node_process
-from tests.models.children import Child, children
 from tests.models.node_pair import (
     DecodeDriver,
     PrefillDriver,
@@ -35,6 +34,7 @@ from tests.models.node_pair import (
 from tests.models.node_process import NodeProcess, node_processes
 from tests.models.node_stages import Gate
 from tests.models.patience import NEVER_S, SkippableClock, lasting_address, until
+from tests.models.processes import children
 from tests.models.wires import wired
 from tests.runtime.conftest import QUICK, node_threads
 from tests.runtime.test_processes import NUM_TOKENS, POOL, WithPrefillChild
@@ -210,9 +210,9 @@ def _serve_liar(pipe: Any, life: ProcessLife, *args: Any) -> None:
 
 
 class LyingNode(NodeProcess):
-    def __init__(self, life: ProcessLife, side: str, config: Any, pool: dict[str, Any]) -> None:
-        Child.__init__(self, _serve_liar, life, side, pool, config)
-        self.peer_id, self.endpoint = self.hello
+    """`LyingNode(life, side, config, pool)`"""
+
+    serve = staticmethod(_serve_liar)
 
 
 def life_of_the_dead() -> ProcessLife:
@@ -225,7 +225,7 @@ sys.stdout.buffer.write(msgspec.json.encode(HeldLife().life))
     return msgspec.json.decode(said, type=ProcessLife)
 
 
-def test_one_that_says_it_is_a_process_that_is_dead_is_fenced_and_nobody_else(
+def test_a_node_that_poses_as_a_dead_process_is_fenced_alone(
     start: Start, stack: ExitStack, clock: SkippableClock
 ) -> None:
     """It has nothing of it but the loss of its own rooms; it hears that it is held for dead."""

@@ -92,13 +92,12 @@ class Pair:
     def send_chunk(self, end: int, pages: PageIds, **more: Any) -> None:
         self.prefill.send_chunk(7, end, pages, decode=DECODE, **more)
 
-    def until(self, done: Callable[[], bool]) -> None:
-        def step() -> bool:
-            self.said += self.prefill.take_events()
-            self.said += self.decode.take_events()
-            return done()
+    def step(self) -> None:
+        self.said += self.prefill.take_events()
+        self.said += self.decode.take_events()
 
-        until(step)
+    def until(self, done: Callable[[], bool]) -> None:
+        until(done, step=self.step)
 
     def heard(self, kind: type, room: int = 7) -> list[Any]:
         return [event for event in self.said if isinstance(event, kind) and event.key.room == room]
@@ -236,7 +235,7 @@ def test_arrays_of_page_ids_stay_the_callers(pair: Pair) -> None:
     pair.check_arrived()
 
 
-def test_a_promise_names_only_so_many_pages(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pages_of_a_promise_are_bounded(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_transfers, "MAX_PAGES", 7)
     with pytest.raises(RequestError, match="8 pages, a promise names at most 7"):
         pair.open()

@@ -110,7 +110,7 @@ def test_a_follower_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatc
     asyncio.run(main())
 
 
-def test_a_follower_is_behind_by_so_many_bytes_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_follower_is_behind_by_a_bounded_number_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed, "_MAX_WAITING_BYTES", 200)
 
     async def main() -> None:
@@ -128,7 +128,7 @@ def test_a_follower_is_behind_by_so_many_bytes_at_most(monkeypatch: pytest.Monke
     asyncio.run(main())
 
 
-def test_so_many_may_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_followers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed, "_MAX_FOLLOWERS", 1)
 
     async def main() -> None:

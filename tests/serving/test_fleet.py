@@ -323,7 +323,7 @@ def test_a_worker_is_removed_by_its_life() -> None:
     run(scene, [well], 1)
 
 
-def test_a_router_that_misses_a_batch_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_router_that_misses_a_batch_starts_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleets, "_AGAIN_S", 0.01)
 
     async def scene(stage: Stage) -> None:

@@ -256,7 +256,7 @@ def test_work_for_a_client_that_has_left_ends() -> None:
     serve(use)
 
 
-def test_one_client_has_so_many_requests_at_once_and_others_theirs() -> None:
+def test_each_client_has_its_own_limit_of_open_requests() -> None:
     async def use(site: Site, client: httpx.AsyncClient) -> None:
         async with client.stream("GET", "/stream") as stream:
             lines = stream.aiter_lines()

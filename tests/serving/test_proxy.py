@@ -393,7 +393,7 @@ def test_a_decode_server_that_is_gone_is_replaced() -> None:
     run(scene, None, [well, well])
 
 
-def test_a_connection_that_breaks_before_an_answer_is_made_anew_once() -> None:
+def test_a_connection_that_breaks_before_an_answer_is_reopened_once() -> None:
     """As one does that was kept for too long. The room of the broken one ends on prefill with its
     connection; decode ends its own when it sees that the client is gone."""
     breaks = 1

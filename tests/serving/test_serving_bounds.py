@@ -20,8 +20,8 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from tests.models.children import Child, children
 from tests.models.patience import PATIENCE_S
+from tests.models.processes import Child, children
 from tests.models.strangers import Memory
 
 MIB = 1 << 20

@@ -214,7 +214,7 @@ def test_a_landed_lease_outlives_its_room_until_its_copy_has_ended() -> None:
     assert table.of_room(A) == []
 
 
-def test_closing_the_room_that_bars_the_way_serves_the_others() -> None:
+def test_closing_the_room_in_front_serves_the_others() -> None:
     table = table_of(10)
     ask(table, C, 0, 6)
     ask(table, A, 0, 10)

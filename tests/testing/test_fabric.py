@@ -238,7 +238,7 @@ def test_a_lost_peer_fails_what_waits_and_comes_back_with_a_later_write() -> Non
     assert writer.ends(3) == [WriteDone(3, 256)]
 
 
-def test_notifications_wait_until_somebody_expects_them() -> None:
+def test_notifications_wait_until_they_are_expected() -> None:
     fabric = FakeFabric(1)
     writer, target = make_pair(fabric)
     target.transport.expect(0)

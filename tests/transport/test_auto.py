@@ -104,7 +104,7 @@ def test_shm_alone_is_refused_where_it_cannot_be_mapped(driver: AutoDriver) -> N
     assert failed.drained
 
 
-def test_a_job_that_waits_for_the_way_can_be_cancelled(driver: AutoDriver) -> None:
+def test_a_job_that_waits_for_its_transport_can_be_cancelled(driver: AutoDriver) -> None:
     writer, target = driver.node("prefill"), driver.node("decode")
     before = target.pool.pages()
     shm = writer.transport._shm
@@ -137,7 +137,7 @@ def unmet(driver: AutoDriver) -> tuple[Node, Node, list[Any], Any]:
     return writer, target, held, met
 
 
-def test_a_job_that_waits_for_the_way_ends_with_its_peer(
+def test_a_job_that_waits_for_its_transport_ends_with_its_peer(
     driver: AutoDriver, unmet: tuple[Node, Node, list[Any], Any]
 ) -> None:
     writer, target, held, met = unmet
@@ -151,7 +151,7 @@ def test_a_job_that_waits_for_the_way_ends_with_its_peer(
     assert target.pool.pages() == before
 
 
-def test_a_job_that_waits_for_the_way_fails_where_the_memory_is_another(
+def test_a_job_that_waits_for_its_transport_fails_where_the_memory_has_changed(
     driver: AutoDriver, unmet: tuple[Node, Node, list[Any], Any]
 ) -> None:
     writer, target, held, met = unmet
@@ -168,7 +168,7 @@ def test_a_job_that_waits_for_the_way_fails_where_the_memory_is_another(
     assert writer.ends(2) == [WriteDone(2, writer.pool.layout.page_bytes // 2)]
 
 
-def test_a_job_that_waits_for_the_way_goes_on_with_new_metadata(
+def test_a_job_that_waits_for_its_transport_goes_on_with_new_metadata(
     driver: AutoDriver, unmet: tuple[Node, Node, list[Any], Any]
 ) -> None:
     writer, target, held, met = unmet
@@ -184,7 +184,7 @@ def test_a_job_that_waits_for_the_way_goes_on_with_new_metadata(
     assert target.pool.page(1) == writer.pool.page(1)
 
 
-def test_a_job_that_waits_for_the_way_ends_with_the_transport(
+def test_a_job_that_waits_for_its_transport_ends_when_that_closes(
     unmet: tuple[Node, Node, list[Any], Any],
 ) -> None:
     writer, target, _, _ = unmet
@@ -244,7 +244,7 @@ def test_where_shm_does_not_end_nixl_is_closed_and_a_job_ends_once(
     assert [type(end.error) for end in writer.ends(1)] == [ClosedError]
 
 
-def test_a_peer_stays_with_its_way(driver: AutoDriver, copies: list[int]) -> None:
+def test_a_peer_keeps_its_transport(driver: AutoDriver, copies: list[int]) -> None:
     writer, target = driver.node("prefill"), driver.node("decode")
     target.transport.expect(1)
     writer.transport.add_peer(target.me, changed(target, door="nobody"), target.pool.layout)

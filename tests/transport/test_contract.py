@@ -254,7 +254,7 @@ def test_a_peer_of_another_model_is_unreachable(driver: Driver) -> None:
     assert isinstance(writer.ends(2)[0], WriteDone)
 
 
-def test_metadata_of_another_peer_harms_nobody(driver: Driver) -> None:
+def test_metadata_of_another_peer_does_no_harm(driver: Driver) -> None:
     writer, target = driver.pair()
     liar = driver.node("liar")
     writer.transport.write(writer.job(1, target, [0], [0]))

@@ -123,7 +123,7 @@ class ReceiverRooms:
         out: EffectList[DecodeEffect],
         option_names: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        self.num_expected = 0  # rooms whose pages a peer may be writing now
+        self.num_expected = 0  # rooms with pages that a peer may be writing now
         self.settling: set[Hashable] = set()  # tokens of the `Settle`s that are not answered yet
         self._rooms: dict[RoomKey, Room] = {}
         self._timing = timing

@@ -48,7 +48,7 @@ class RowMirror:
 
     Args:
         pool: SGLang's `ReqToTokenPool`, not on a CPU.
-        page_size: tokens a page.
+        page_size: tokens per page.
     """
 
     def __init__(self, pool: Any, page_size: int) -> None:

@@ -52,7 +52,7 @@ def test_without_a_clock_the_oldest_of_a_level_goes():
     assert sorted(cache.evict(4).tolist()) == [20, 21, 22, 23]
 
 
-def test_what_nobody_used_for_too_long_goes_first_the_most_overdue_before_others():
+def test_pages_unused_for_too_long_go_first_the_most_overdue_before_others():
     cache = gated()
     for at, when in enumerate((0.0, 50.0, 200.0)):
         cache.insert([at + 1] * 4, range(10 * at, 10 * at + 4), now_s=when)

@@ -44,7 +44,7 @@ def taught(rounds=40, pause_s=30.0):
     return cache, now_s + 2000.0
 
 
-def test_who_is_likely_to_come_back_outlives_who_is_not():
+def test_conversations_likely_to_return_outlive_others():
     cache, now_s = taught()
     cache.insert([1, 999], [20, 21], now_s=now_s)
     cache.insert([2, 999, 5, 6, 7, 8], range(30, 36), now_s=now_s)
@@ -75,7 +75,7 @@ def test_returns_are_seen_though_the_pages_are_gone_until_ghosts_are_forgotten()
         assert cache.policy.remembered.num_pages == 0
 
 
-def test_only_who_goes_on_at_the_end_of_another_has_come_back():
+def test_only_a_continuation_of_another_counts_as_a_return():
     cache = gittins()
     cache.insert([1, 2, 3, 4], range(4), now_s=1.0)
     cache.insert([1, 2, 8, 9], [0, 1, 12, 13], now_s=2.0)  # shares a beginning

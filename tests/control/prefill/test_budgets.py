@@ -326,7 +326,7 @@ def test_a_life_whose_trial_was_overtaken_does_not_take_its_verdict_for_another(
 # --- names ----------------------------------------------------------------------------------------
 
 
-def test_a_thousand_names_under_one_key_keep_nobody_out() -> None:
+def test_a_thousand_names_under_one_key_keep_no_other_out() -> None:
     curve = CurveConfig("p" * 40, "s" * 40, allowed_clients={"key a": "a", "key b": "b"})
     peer = Readers(tp=1, timing=dataclasses.replace(TIMING, curve=curve))  # of two workers
     for number in range(1024):

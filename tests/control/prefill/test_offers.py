@@ -111,7 +111,7 @@ def test_a_number_that_is_in_use_is_not_offered() -> None:
     assert peer.on(OFFER) == []
 
 
-def test_nobody_opens_it_in_time() -> None:
+def test_the_room_is_not_opened_in_time() -> None:
     peer = both_known()
     peer.on(OFFER)
     assert set(kinds(peer.after(TIMEOUT_S - 0.1))) == {"Heartbeat"}

@@ -24,7 +24,7 @@ import zmq
 
 from tests.engines.dynamo.services import Indexer, NotStartedError, Process, Selector
 from tests.engines.dynamo.worker import PAGE_SIZE
-from tests.models.patience import PATIENCE_S
+from tests.models.patience import PATIENCE_S, until
 
 ROOT = Path(__file__).parents[3]
 PYTHON = os.environ.get("PREFIXKV_ENGINE_PYTHON", "")
@@ -180,10 +180,7 @@ class Fleet:
 
     def check(self) -> None:
         """They agree on all prompts, once all that was published has been heard."""
-        end_s = time.monotonic() + PATIENCE_S
-        while (wrong := self.disagreements()) and time.monotonic() < end_s:
-            time.sleep(0.3)
-        assert not wrong, "\n".join(wrong[:10])
+        until(lambda: not self.disagreements(), state=self.disagreements, pause_s=0.3)
 
     def close(self) -> None:
         self.tap.closing = True

@@ -202,7 +202,7 @@ def test_a_second_sigterm_ends_at_once_and_a_killed_front_takes_its_workers_alon
             until(lambda pids=pids: not any(lives(pid) for pid in pids))
 
 
-def test_a_worker_that_dies_is_started_anew_and_its_stream_ends_with_an_error(
+def test_a_worker_that_dies_is_restarted_and_its_stream_ends_with_an_error(
     expected: Expected,
 ) -> None:
     with Serve("--api-key", "secret") as serve:

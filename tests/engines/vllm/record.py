@@ -9,7 +9,6 @@ import http.client
 import json
 import sys
 import tempfile
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from benchmarks.vllm_servers import (
     transfer_config,
 )
 from tests.engines.vllm.test_vllm import prompt_of
+from tests.models.patience import until
 
 
 def main(python: str, out: Path) -> None:
@@ -92,11 +92,9 @@ def scene(prefill: Server, decode: Server, where: str, threads: ThreadPoolExecut
     client.request(
         "POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"}
     )
-    while not decode.metrics()["vllm:kv_cache_usage_perc"]:
-        time.sleep(0.05)
+    until(lambda: decode.metrics()["vllm:kv_cache_usage_perc"], pause_s=0.05)
     client.close()
-    while decode.metrics()["vllm:kv_cache_usage_perc"]:
-        time.sleep(0.05)
+    until(lambda: not decode.metrics()["vllm:kv_cache_usage_perc"], pause_s=0.05)
 
 
 if __name__ == "__main__":

@@ -314,9 +314,7 @@ class Rooms:
     def settled(self) -> None:
         """Nothing is held on any server, soon after now."""
         begun_s = time.monotonic()
-        while held := self.held():
-            assert time.monotonic() - begun_s < ENDED_S, held
-            time.sleep(0.05)
+        until(lambda: not self.held(), ENDED_S, state=self.held, pause_s=0.05)
         self.slowest_s = max(self.slowest_s, time.monotonic() - begun_s)
 
     def blocks_sent(self) -> float:
@@ -324,9 +322,7 @@ class Rooms:
 
     def has_sent(self, blocks: float) -> None:
         """Prefill has sent so many in all; it says so with a step, which may be a later one."""
-        end_s = time.monotonic() + SAID_S
-        while self.blocks_sent() < blocks and time.monotonic() < end_s:
-            time.sleep(0.02)
+        until(lambda: self.blocks_sent() >= blocks, SAID_S, state=self.blocks_sent, pause_s=0.02)
         assert self.blocks_sent() == blocks
 
     def gauge(self, side: str, name: str) -> float:

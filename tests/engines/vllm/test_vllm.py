@@ -18,8 +18,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,19 +38,14 @@ from benchmarks.vllm_servers import (
     token_ids,
     transfer_config,
 )
+from tests.models import patience
+from tests.models.patience import PATIENCE_S
 
 PYTHON = os.environ.get("PREFIXKV_ENGINE_PYTHON", "")
-PATIENCE_S = 100.0
+until = partial(patience.until, pause_s=0.1)  # a look reads a server's metrics
 BLOCK = 32  # tokens
 OUT = 8
 BLOCK_BYTES = TINY.kv_bytes(BLOCK)
-
-
-def until(done: Callable[[], object], pause_s: float = 0.1) -> None:
-    end_s = time.monotonic() + PATIENCE_S
-    while not done():
-        assert time.monotonic() < end_s, "it never came to be"
-        time.sleep(pause_s)
 
 
 class Pair:

@@ -263,7 +263,7 @@ def test_an_offer_is_let_go_of_for_a_promised_request(small: Small) -> None:
     small.settled()
 
 
-def test_who_does_not_know_the_nonce_does_not_open_the_room(small: Small) -> None:
+def test_a_stranger_without_the_nonce_does_not_open_the_room(small: Small) -> None:
     prompt = prompt_of(62, 100)
     offered = small.prefill.complete(prompt, 1, {"do_remote_decode": True})["kv_transfer_params"]
     guessed = small.decode.complete(prompt, OUT, offered | {"nonce": "0" * 32})

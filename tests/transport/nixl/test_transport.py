@@ -240,7 +240,7 @@ def tcp_driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[NixlDriver]:
         driver.close()
 
 
-def test_a_cut_connection_is_made_anew_at_the_next_write(tcp_driver: NixlDriver) -> None:
+def test_a_cut_connection_is_reopened_at_the_next_write(tcp_driver: NixlDriver) -> None:
     """The peer lives on, with the very metadata; without removing it first NIXL would go on
     failing."""
     writer = tcp_driver.node("prefill", "page_major", TransportConfig(), num_pages=4, shape=BIG)
@@ -258,7 +258,7 @@ def test_a_cut_connection_is_made_anew_at_the_next_write(tcp_driver: NixlDriver)
         assert len(writer.ends(failed)) == 1
 
 
-def test_a_peer_that_stands_still_holds_its_window_and_nobody_else(
+def test_a_peer_that_stands_still_holds_up_its_own_window_alone(
     tcp_driver: NixlDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer = tcp_driver.node(

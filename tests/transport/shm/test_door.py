@@ -182,7 +182,7 @@ def test_the_thread_wakes_for_the_stranger_that_came_first(driver: ShmDriver) ->
             assert door.wake_s() == first_s
 
 
-def test_only_so_many_strangers_are_waited_for_and_the_oldest_makes_room(
+def test_waits_for_strangers_are_bounded_and_the_oldest_makes_room(
     driver: ShmDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shm_door, "_MAX_STRANGERS", 3)
@@ -224,7 +224,7 @@ def test_a_stranger_makes_room_for_a_writer_where_there_are_too_many_links(
             assert second.recv(10) == b""
 
 
-def test_only_so_many_writers_are_let_in(
+def test_the_number_of_writers_is_bounded(
     driver: ShmDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shm_door, "_MAX_LINKS", 2)

@@ -214,7 +214,7 @@ def test_a_copy_that_fails_fails_its_job_drained_and_nothing_else(
     assert not writer.of(PeerUnreachable)
 
 
-def test_a_peer_that_is_found_lost_by_a_tag_is_connected_anew(
+def test_a_peer_found_lost_by_a_tag_is_connected_again(
     driver: ShmDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer, target = driver.pair()

@@ -357,7 +357,9 @@ def test_the_truth_from_the_same_door_is_taken(driver: ShmDriver, liar: Liar) ->
     link.close()
 
 
-def test_what_the_owner_punches_out_or_cuts_off_ends_nobody(driver: ShmDriver, liar: Liar) -> None:
+def test_what_the_owner_punches_out_or_cuts_off_ends_no_process(
+    driver: ShmDriver, liar: Liar
+) -> None:
     writer = driver.node("prefill")
     writer.transport.add_peer(liar.me, pack_offer(liar.offer), liar.layout)
     link = liar.answer_truly()

@@ -113,13 +113,12 @@ class Pair:
     def until_polls(self, poller: Any, status: int) -> None:
         until_all_poll([poller], status, self.prefill, self.decode)
 
-    def until(self, done: Callable[[], object]) -> None:
-        def pumped() -> object:
-            self.prefill.pump()
-            self.decode.pump()
-            return done()
+    def step(self) -> None:
+        self.prefill.pump()
+        self.decode.pump()
 
-        until(pumped)
+    def until(self, done: Callable[[], object]) -> None:
+        until(done, step=self.step)
 
     def holds(self, pages: list[int], source: list[int]) -> bool:
         pairs = zip(self.source.buffers, self.target.buffers, strict=True)
@@ -223,12 +222,11 @@ def receiver(manager: Any, address: str, req: Any, transfer_queue: Any = None) -
 
 
 def until_all_poll(pollers: list[Any], status: int, *managers: Any) -> None:
-    def polled() -> bool:
+    def step() -> None:
         for manager in managers:
             manager.pump()
-        return {poller.poll() for poller in pollers} == {status}
 
-    until(polled)
+    until(lambda: {poller.poll() for poller in pollers} == {status}, step=step)
 
 
 def request(room: int, num_tokens: int = 90, **more: Any) -> Any:

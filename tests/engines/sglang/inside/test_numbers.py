@@ -203,7 +203,7 @@ def test_decode_hears_of_what_prefill_refuses(
     pair.until(lambda: is_empty(pair))
 
 
-def test_numbers_that_no_room_has_are_declined_to_nobody(pair: Pair) -> None:
+def test_numbers_without_a_room_are_declined_to_no_worker(pair: Pair) -> None:
     for side in (pair.prefill, pair.decode):
         side.decline(refused(2**70, "no"))
     assert is_empty(pair)
