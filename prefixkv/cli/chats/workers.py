@@ -19,7 +19,7 @@ from prefixkv.serving.config import KINDS
 from prefixkv.serving.fleet import Fleet
 from prefixkv.serving.http import ApiError
 from prefixkv.serving.launch import Child
-from prefixkv.serving.wire import Ask, How, WorkerInfo
+from prefixkv.serving.wire import Ask, SamplingParams, WorkerInfo
 from prefixkv.spi import PREFIX, as_environ
 
 PREFILL: Final = "prefill"  # the name of the prefill worker
@@ -145,7 +145,7 @@ class ModelWorkers:
         Raises: ModelWorkerError if it does not end as it should.
         """
         answer = Answer(list(prompt), max_new_tokens)
-        how = How(ignore_end=ignore_end)
+        how = SamplingParams(ignore_end=ignore_end)
         ask = Ask(rid, answer.prompt, "", "", max_new_tokens, sampling=how, salt=salt)
         last_s = time.perf_counter()
         try:
