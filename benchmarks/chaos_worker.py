@@ -40,7 +40,7 @@ from prefixkv.memory.kv_pool import KVPool
 from prefixkv.paging import pages_for
 from prefixkv.request import Request
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
-from prefixkv.testing.hashing import PrefixHasher, Words, extend, sample
+from prefixkv.testing.hashing import Hashes, PrefixHasher, extend, sample
 from prefixkv.testing.pattern import KVPattern
 from prefixkv.transport.nixl.loop import NixlLoop
 from prefixkv.transport.shm.loop import ShmLoop
@@ -187,7 +187,7 @@ class _Engine:
         if known and self.node.abort(rid) and self.spec.side == "decode":
             self.finding(f"{rid} was aborted twice")
 
-    def verify(self, pages: Tokens, hashes: Words, what: str) -> None:
+    def verify(self, pages: Tokens, hashes: Hashes, what: str) -> None:
         self.pages_verified += pages_for(len(hashes), self.allocator_page_size)
         wrong = self.pattern.mismatches(pages, hashes)
         if wrong:
@@ -292,7 +292,7 @@ class PrefillEngine(_Engine):
 
     def __init__(self, spec: Spec, node: PrefillNode, pipe: Connection) -> None:
         super().__init__(spec, node, pipe)
-        self.hashes: dict[str, Words] = {}
+        self.hashes: dict[str, Hashes] = {}
         self.computing: dict[str, Any] = {}
         self.computed: dict[str, int] = {}
 
@@ -363,7 +363,7 @@ class PrefillEngine(_Engine):
 class _Running:
     """A request that runs: `hash` is the prefix hash of all tokens whose KV is written."""
 
-    def __init__(self, req: Any, hashes: Words) -> None:
+    def __init__(self, req: Any, hashes: Hashes) -> None:
         self.req = req
         self.hash = hashes[-1]
 

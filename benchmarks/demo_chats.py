@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.demo_trace import NAMES, beside, pairs_of
-from prefixkv.cli.chats.command import CHATS, SETTINGS, SIZES, small_words
+from prefixkv.cli.chats.command import CHATS, SETTINGS, SIZES, small_vocabulary
 from prefixkv.cli.chats.play import play
 from prefixkv.cli.chats.workers import ModelWorkers
 from prefixkv.cli.chats.workload import chat
@@ -64,7 +64,7 @@ def demo_chats(
 async def _pairs(folder: Path, pairs: int, seed: int, *, begins: bool) -> list[dict[str, float]]:
     """Median TTFT in ms of the passes of each pair. `begins`: whether the cache is on in the first
     pass of all."""
-    workload, spell = chat(seed, **CHATS), small_words()
+    workload, spell = chat(seed, **CHATS), small_vocabulary()
     decode = {name: {**SETTINGS, "cache": on} for on, name in NAMES.items()}
     found: list[dict[str, float]] = []
     async with ModelWorkers(folder, SETTINGS, decode) as workers:

@@ -43,7 +43,7 @@ from prefixkv.cli.figures import machine
 from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.engines.hf import DecodeEngine, Generate, PagedModel, PrefillEngine, make_model
 from prefixkv.engines.hf.attention import FlatPool
-from prefixkv.engines.hf.models import copy_of
+from prefixkv.engines.hf.models import unpaged_copy
 from prefixkv.engines.hf.requests import pack_first
 from prefixkv.errors import ConfigError
 from prefixkv.runtime.nodes import PrefillNode
@@ -336,7 +336,7 @@ def engine(
     if unknown := [part for part in wanted if part not in PARTS]:
         raise ConfigError(f"--parts has {unknown[0]!r}, there are {', '.join(PARTS)}")
     model = make_model("llama", seed=0, trial=False, **SIZES)
-    reference = copy_of(model)
+    reference = unpaged_copy(model)
     found: dict[str, Any] = {}
     began_s = time.perf_counter()
     for part in wanted:

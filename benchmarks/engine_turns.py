@@ -29,13 +29,13 @@ from typing import Any
 import numpy as np
 
 from benchmarks.stand_in.workload import arrival_times
-from prefixkv.cli.chats.play import Played, Words, play
+from prefixkv.cli.chats.play import Played, Vocabulary, play
 from prefixkv.cli.chats.workers import PREFILL, ModelWorkers
 from prefixkv.cli.chats.workload import Run, Workload, chat
 
 LOAD = 0.7
 SEED = 1
-WORDS = Words(100, 30_000, system=1, user=2, assistant=3, stop=4)
+WORDS = Vocabulary(100, 30_000, system=1, user=2, assistant=3, stop=4)
 ON, OFF = "decode-on", "decode-off"
 GBIT = 1.0
 ADDRESSES = ("10.78.0.1", "10.78.0.2")

@@ -36,7 +36,7 @@ from benchmarks.vllm_sets import (
 from prefixkv.cache.eviction.policy import make_policy
 from prefixkv.engines.vllm import compat
 from prefixkv.engines.vllm.block_queue import GovernedQueue
-from prefixkv.engines.vllm.options import Options
+from prefixkv.engines.vllm.options import ConnectorOptions
 from prefixkv.engines.vllm.scheduler import SchedulerSide
 from prefixkv.engines.vllm.shadow import Shadow
 
@@ -66,7 +66,7 @@ def replay(kind: str, requests: int, block: int, seed: int, name: str) -> dict[s
         hash_block_size=block,
     )
     now = SimpleNamespace(s=0.0)
-    side = SchedulerSide(Options("d"), block, is_producer=False, is_consumer=True)
+    side = SchedulerSide(ConnectorOptions("d"), block, is_producer=False, is_consumer=True)
     shadow = None
     if name:
         policy = make_policy(name)

@@ -48,7 +48,7 @@ class Route:
     worker: str
     matched_pages: int
     work: float
-    _home: _Worker | None = field(repr=False)  # None once the request has ended
+    _home: _RoutedWorker | None = field(repr=False)  # None once the request has ended
 
 
 class WorkerIndex:
@@ -181,7 +181,7 @@ class WorkerIndex:
 
 
 @dataclass(slots=True, eq=False)
-class _Worker:
+class _RoutedWorker:
     """One worker's load and index."""
 
     index: WorkerIndex
@@ -244,7 +244,7 @@ class BoundedAffinityRouter:
     def __post_init__(self) -> None:
         check_fields(self)
         self.counters = Counter(dict.fromkeys(_COUNTERS, 0))
-        self._workers: dict[str, _Worker] = {}
+        self._workers: dict[str, _RoutedWorker] = {}
         # A moving average over requests: the first one sets it, each later one moves it by 1%.
         self._average_work = 0.0
 
@@ -254,7 +254,7 @@ class BoundedAffinityRouter:
         """Let requests go to a worker from now on. Raises CallerError if it was added before."""
         if name in self._workers:
             raise CallerError(f"worker {name!r} is known already")
-        self._workers[name] = _Worker(WorkerIndex(self.max_pages))
+        self._workers[name] = _RoutedWorker(WorkerIndex(self.max_pages))
 
     def remove_worker(self, name: str) -> None:
         """Forget a worker that is lost or leaves, with what it held and did. O(1). Raises

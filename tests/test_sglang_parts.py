@@ -21,9 +21,8 @@ from prefixkv.cache.radix_key import TOKEN_BYTES, RadixKey
 from prefixkv.engines.sglang.clock import RankClock, TimeMark
 from prefixkv.engines.sglang.joins import Joins
 from prefixkv.engines.sglang.keys import FEW, Packer, RequestKey, namespace_of
-from prefixkv.engines.sglang.order import weight_order
 from prefixkv.engines.sglang.slots import SlotTable
-from prefixkv.engines.sglang.waiting import Depths, NewPagesFirst, WaitingPrefixes
+from prefixkv.engines.sglang.waiting import Depths, NewPagesFirst, WaitingPrefixes, weight_order
 from prefixkv.errors import TokenError
 
 # --- keys -----------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from prefixkv.decode.request import DecodeRequest
 from prefixkv.errors import OutOfPagesError
 from prefixkv.paging import pages_for
 from prefixkv.request import Request
-from prefixkv.testing.hashing import PrefixHasher, Words, extend, sample
+from prefixkv.testing.hashing import Hashes, PrefixHasher, extend, sample
 from prefixkv.testing.pair import StandInPrefill
 from prefixkv.testing.pattern import KVPattern
 
@@ -262,7 +262,7 @@ class DecodeEngine:
         if fresh:
             self._emit([state for state, _ in fresh], [token for _, token in fresh], first=True)
 
-    def _first_token(self, req: DecodeRequest, hashes: Words) -> int:
+    def _first_token(self, req: DecodeRequest, hashes: Hashes) -> int:
         """What prefill sampled; it must be what decode would have."""
         expected = int(sample(hashes[-1:])[0])
         if req.aux != sample(hashes[-1:]).tobytes():

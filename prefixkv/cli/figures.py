@@ -58,16 +58,16 @@ def less(runs: dict[str, Any], figure: Callable[[dict[str, Any]], float]) -> flo
 _OPPOSITE: Final = {"lower": "higher", "fewer": "more", "less": "more", "higher": "lower"}
 
 
-def times(ratio: float, what: str, digits: int = 2) -> str:
-    """Put a ratio in words; below one, by the opposite of the first word.
+def times(ratio: float, comparison: str, digits: int = 2) -> str:
+    """A ratio in words; below one, by the opposite of the first word.
 
     >>> times(2.0, "lower TTFT"), times(0.5, "lower TTFT"), times(0.5, "the rate")
     ('2.00 times lower TTFT', '2.00 times higher TTFT', '0.50 times the rate')
     """
-    first, _, rest = what.partition(" ")
+    first, _, rest = comparison.partition(" ")
     if 0 < ratio < 1 and first in _OPPOSITE:
-        ratio, what = 1 / ratio, f"{_OPPOSITE[first]} {rest}".rstrip()
-    return f"{ratio:.{digits}f} times {what}"
+        ratio, comparison = 1 / ratio, f"{_OPPOSITE[first]} {rest}".rstrip()
+    return f"{ratio:.{digits}f} times {comparison}"
 
 
 def quantiles(values: list[float], *percents: int) -> dict[str, float | None]:

@@ -33,9 +33,9 @@ def add_commands(app: typer.Typer) -> None:
     servers = {
         role: Annotated[
             list[str] | None,
-            typer.Option(f"--{role}", metavar=f"URL={what}", help=f"A {role} server; repeat it."),
+            typer.Option(f"--{role}", metavar=f"URL={kind}", help=f"A {role} server; repeat it."),
         ]
-        for role, what in (("prefill", "ADDRESS"), ("decode", "NAME"))
+        for role, kind in (("prefill", "ADDRESS"), ("decode", "NAME"))
     }
     settings = settings_of(ProxyConfig)
     app.command("proxy")(_command(_proxy, settings, _proxy.__doc__ or "", **servers))

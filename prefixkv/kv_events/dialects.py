@@ -134,7 +134,7 @@ class VLLM(Dialect):
     def hash(self, key: bytes, namespace: Hashable) -> int:
         """See `Dialect.hash`."""
         cut = int.from_bytes(key[-HASH_BYTES:])
-        return (cut ^ _mixed(namespace) if namespace is not None else cut) or 1
+        return (cut ^ _namespace_mask(namespace) if namespace is not None else cut) or 1
 
     def stored(self, run: list[PageRef]) -> VLLMStored:
         """See `Dialect.stored`."""
@@ -181,7 +181,9 @@ class SGLang(Dialect):
     def hash(self, key: bytes, namespace: Hashable) -> int:
         """See `Dialect.hash`."""
         cut = int.from_bytes(key[:HASH_BYTES], signed=True)
-        return (cut ^ _mixed(namespace, signed=True) if namespace is not None else cut) or 1
+        return (
+            cut ^ _namespace_mask(namespace, signed=True) if namespace is not None else cut
+        ) or 1
 
     def stored(self, run: list[PageRef]) -> SGLangStored:
         """See `Dialect.stored`."""
@@ -196,7 +198,7 @@ DIALECTS: Final[dict[str, type[Dialect]]] = {kind.name: kind for kind in (VLLM, 
 
 
 @lru_cache(4096)
-def _mixed(namespace: Hashable, signed: bool = False) -> int:
+def _namespace_mask(namespace: Hashable, signed: bool = False) -> int:
     """Return the number that the hashes of a namespace are XORed with."""
     # Cached, as it is needed for every block. Derived from the digest that peers compare, so all
     # workers mix a namespace alike.

@@ -105,8 +105,8 @@ class KVEventPublisher:
         self._handed_lists = self._handed_pages = 0  # written by the scheduler's thread alone
         self._done_lists = self._done_pages = 0  # by this object's
         self._max_backlog_pages = config.max_backlog_pages
-        self._lost = False
-        self._deaf = False
+        self._refuses_until_clear = False
+        self._skips_until_clear = False
         self._num_failures = 0
         self._closing = False
         self._waiting: dict[tuple[_Socket, bytes], int] = {}  # clients: the batch to send next
@@ -141,12 +141,12 @@ class KVEventPublisher:
         # 2. After a loss all else is refused: it would build on what routers do not have.
         # 3. Too far behind: lose this list, rather than hold changes without bound.
         if type(changes[0]) is Cleared:
-            self._lost = False
-        elif self._lost:
+            self._refuses_until_clear = False
+        elif self._refuses_until_clear:
             return False
         if self._handed_pages - self._done_pages > self._max_backlog_pages:
             self.counters["overruns"] += 1
-            self._lost = True
+            self._refuses_until_clear = True
             return False
         self._handed_pages += stored_pages(changes)
         self._handed_lists += 1
@@ -241,14 +241,14 @@ class KVEventPublisher:
         Cleared."""
         for changes in lists:
             if type(changes[0]) is Cleared:
-                self._deaf = False
-            if not self._deaf:
+                self._skips_until_clear = False
+            if not self._skips_until_clear:
                 try:
                     for batch in self._stream.publish(changes, time.time()):
                         self._send(batch)
                 except Exception:
                     self._failed()
-            if self._deaf:
+            if self._skips_until_clear:
                 self.counters["events_lost"] += len(changes)
             # Pages before lists, and both after sending: `idle` is true only when all has left.
             self._done_pages += stored_pages(changes)
@@ -261,7 +261,7 @@ class KVEventPublisher:
         _log.exception(
             "cache events could not be made; an empty cache is published until the next snapshot"
         )
-        self._deaf = self._lost = True
+        self._skips_until_clear = self._refuses_until_clear = True
         for batch in self._stream.publish([Cleared()], time.time()):
             self._send(batch)
 
@@ -296,7 +296,7 @@ class KVEventPublisher:
             if not parts:
                 continue
             client, *frames = [part.bytes for part in parts]
-            self._note(sock, client, connection)
+            self._track_reader(sock, client, connection)
             if sock is self._replay and len(frames) == 2 and len(frames[1]) == SEQ_BYTES:
                 # A client has one place: a new request replaces the one before, so it cannot pile
                 # them up.
@@ -374,7 +374,7 @@ class KVEventPublisher:
             reader.connection.given += num_bytes
         return True
 
-    def _note(self, sock: _Socket, client: bytes, connection: Connection | None) -> None:
+    def _track_reader(self, sock: _Socket, client: bytes, connection: Connection | None) -> None:
         """Remember the connection by which a client has asked, and forget those that are over."""
         known = self._readers.get((sock, client))
         if connection is not None and (known is None or known.connection is not connection):
@@ -473,10 +473,10 @@ def _sent_bytes(frames: Iterable[bytes]) -> int:
 
 def default_topic(worker: str, model: str) -> str:
     """Return the topic if the config names none. Raises ConfigError for a name with an "@"."""
-    for what, name in (("the worker's name", worker), ("the model's name", model)):
+    for whose, name in (("the worker's name", worker), ("the model's name", model)):
         if "@" in name:
             raise ConfigError(
-                f'kv_events: {what} is {name!r}; routers part a topic at "@": give a topic'
+                f'kv_events: {whose} is {name!r}; routers part a topic at "@": give a topic'
             )
     return f"kv@{worker}@{model}"
 

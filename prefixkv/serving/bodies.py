@@ -28,7 +28,7 @@ class Body:
         self._patience: asyncio.Timeout | None = None  # while it comes
         self.made_room = False
 
-    def comes(self, patience: asyncio.Timeout) -> None:
+    def begin_arriving(self, patience: asyncio.Timeout) -> None:
         """Begin to count the body as arriving. `patience` is the time-out of its reader, which ends
         early if others need the room."""
         self._patience = patience
@@ -50,14 +50,14 @@ class Body:
         self._bodies.num_bytes += num_bytes
         self._num_bytes += num_bytes
 
-    def is_here(self) -> None:
+    def stop_arriving(self) -> None:
         """Stop counting the body as arriving: it is complete, or its reader has given up."""
         self._bodies.coming.pop(self, None)
         self._patience = None
 
     def end(self) -> None:
         """Give back all its room. Idempotent."""
-        self.is_here()
+        self.stop_arriving()
         self._bodies.num_bytes -= self._num_bytes
         self._num_bytes = 0
 
@@ -80,7 +80,7 @@ class Bodies:
         self.coming: dict[Body, None] = {}  # still arriving, oldest first
 
 
-class Counted:
+class PerClientLimit:
     """An application that answers at most `most` requests of one client at once (0: any number),
     and bounds the sum of all bodies; further requests are refused."""
 
@@ -113,6 +113,6 @@ class Counted:
 
 
 def body_of(scope: Scope) -> Body:
-    """Return the body of a request that has passed `Counted`."""
+    """Return the body of a request that has passed `PerClientLimit`."""
     found: Body = scope[_KEY]
     return found

@@ -73,13 +73,13 @@ class FormerLives:
             Route("/fence", self._fence, methods=["POST"]),
         ]
 
-    def take(self, life: Life) -> None:
+    def suspect(self, life: Life) -> None:
         """Begin to prove that a life which seems to be over has ended; it is fenced once that is
         proved."""
         former = self._former[_key(life)] = _Former(life)
         former.proving = asyncio.create_task(self._prove(former))
 
-    def is_back(self, life: Life) -> bool:
+    def answered(self, life: Life) -> bool:
         """Cancel the proof: the life has answered after all. Returns False if it was fenced before,
         so that it must not serve."""
         former = self._former.pop(_key(life), None)
@@ -128,7 +128,7 @@ class FormerLives:
     async def _show(self, _: Request) -> Response:
         """Answer GET /lost: the lives that are not proved dead, and what is held for each."""
         lost = await self._fleet.lost()
-        return json_response([_told(one, lost) for one in self._former.values()])
+        return json_response([_as_json(one, lost) for one in self._former.values()])
 
     async def _fence(self, request: Request) -> Response:
         """Answer POST /fence: an operator declares a lost life dead."""
@@ -157,7 +157,7 @@ def _key(life: Life) -> tuple[str, str]:
     return life.info.name, life.info.life
 
 
-def _told(former: _Former, lost: dict[str, list[Any]]) -> dict[str, Any]:
+def _as_json(former: _Former, lost: dict[str, list[Any]]) -> dict[str, Any]:
     """Return a former life as `/lost` shows it."""
     info = former.life.info
     held = {
@@ -236,7 +236,7 @@ class Actor:
 
     async def _live(self, life: Life) -> bool:
         """Follow one life to its end. Returns True if it was drained."""
-        if not self._former.is_back(life):
+        if not self._former.answered(life):
             ray.kill(self._handle, no_restart=False)  # a fenced life must not serve
             return False
         self._fleet.add(life.info)
@@ -255,7 +255,7 @@ class Actor:
             # reused.
             self._fleet.remove(life.info.name, life.info.life)
             if not self._ending:
-                self._former.take(life)
+                self._former.suspect(life)
 
     async def end(self, grace_s: float) -> None:
         """Drain the worker, and kill it after `grace_s`. Ray does not restart it."""

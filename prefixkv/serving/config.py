@@ -239,11 +239,11 @@ class ServerAt:
         return self.url
 
 
-def check_bind(host: str, api_key: str, what: str = "host") -> None:
+def check_bind(host: str, api_key: str, setting: str = "host") -> None:
     """Raise ConfigError for an address that other machines reach, without a key."""
     if not api_key and not is_loopback(host):
         raise ConfigError(
-            f"{what}: {host!r} may be reached by other machines: it needs api_key, or 127.0.0.1"
+            f"{setting}: {host!r} may be reached by other machines: it needs api_key, or 127.0.0.1"
         )
 
 

@@ -33,7 +33,7 @@ class _Follower:
     def __init__(self) -> None:
         self.frames: deque[bytes] = deque()
         self.num_bytes = 0  # of all frames but the last
-        self.news = asyncio.Event()
+        self.has_frames = asyncio.Event()
         # `begun`: it has had its snapshot, so later changes make sense to it. `cut`: it fell
         # behind, and its stream ends.
         self.begun = self.cut = False
@@ -47,7 +47,7 @@ class _Follower:
         self.cut |= len(self.frames) > _MAX_WAITING_FRAMES or self.num_bytes > _MAX_WAITING_BYTES
         if self.cut:
             self.frames.clear()
-        self.news.set()
+        self.has_frames.set()
 
 
 class EventTap:
@@ -66,28 +66,29 @@ class EventTap:
         self._followers: set[_Follower] = set()
         self._seq = 0
         # Set by the loop, read by the engine's thread. `_used`: there has been a follower; before
-        # the first one events are not collected. `_needs_snapshot`: a follower waits for one.
-        self._needs_snapshot = self._used = False
+        # the first one events are not collected at all. `_wants_snapshot`: a follower waits for a
+        # snapshot.
+        self._wants_snapshot = self._used = False
 
     def after_step(self) -> None:
         """Send the cache's changes to all followers. O(changes)."""
         if not self._used:
             return
         # Reset before the snapshot is taken: a follower that comes during it asks for another one.
-        snapshot, self._needs_snapshot = self._needs_snapshot, False
-        batch = self._take(snapshot)
-        if not batch.events and not snapshot:
+        is_snapshot, self._wants_snapshot = self._wants_snapshot, False
+        batch = self._take(is_snapshot)
+        if not batch.events and not is_snapshot:
             return  # empty batches are not sent; those sent are numbered here, without a gap
         batch = msgspec.structs.replace(batch, seq=self._seq)
         self._seq += 1
         raw = batch.encode()
         frame = _LENGTH.pack(len(raw)) + raw
-        self._post(lambda: self._deliver(frame, snapshot))
+        self._post(lambda: self._deliver(frame, is_snapshot))
 
-    def _deliver(self, frame: bytes, snapshot: bool) -> None:
+    def _deliver(self, frame: bytes, is_snapshot: bool) -> None:
         """Queue a frame for every follower that has its snapshot, or gets it by this frame."""
         for follower in self._followers:
-            follower.begun |= snapshot
+            follower.begun |= is_snapshot
             if not follower.begun:
                 continue
             if not follower.cut:
@@ -100,12 +101,12 @@ class EventTap:
             return  # the connection ends; the follower tries again later
         self._followers.add(follower)
         # After it was added: the snapshot that this asks for is then delivered to it.
-        self._used = self._needs_snapshot = True
+        self._used = self._wants_snapshot = True
         try:
             while not follower.cut:
-                await wait_set(follower.news, LIFE_SIGN_S)
+                await wait_set(follower.has_frames, LIFE_SIGN_S)
                 # Cleared before the queue is read, so that no frame is left without a wakeup.
-                follower.news.clear()
+                follower.has_frames.clear()
                 frames = list(follower.frames)
                 follower.frames.clear()
                 follower.num_bytes = 0

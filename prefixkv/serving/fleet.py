@@ -21,7 +21,15 @@ import msgspec
 from prefixkv.serving.failures import ApiError, failed, is_inner
 from prefixkv.serving.feed import batches_of
 from prefixkv.serving.streams import read_some
-from prefixkv.serving.wire import SILENCE_S, Ask, Fence, Lost, Said, WorkerInfo, namespace_of
+from prefixkv.serving.wire import (
+    SILENCE_S,
+    Ask,
+    Fence,
+    LostPeer,
+    TokenEvent,
+    WorkerInfo,
+    namespace_of,
+)
 from prefixkv.spi import (
     BoundedAffinityRouter,
     ConfigError,
@@ -40,7 +48,7 @@ _REFUSAL_BYTES: Final = 64 << 10
 _TICK_S: Final = 0.5
 _QUIET_TICKS: Final = 10  # until a worker counts as silent: it has missed two signs of life
 
-_said = msgspec.json.Decoder(Said)
+_output_decoder = msgspec.json.Decoder(TokenEvent)
 
 
 class WorkerLostError(Exception):
@@ -67,7 +75,7 @@ class _Member:
         self.waiting: set[asyncio.Timeout] = set()
         self._quiet_ticks = 0
 
-    async def heard(self, pieces: AsyncIterable[bytes]) -> AsyncGenerator[bytes, None]:
+    async def mark_alive(self, pieces: AsyncIterable[bytes]) -> AsyncGenerator[bytes, None]:
         """Yield the pieces of the worker's event stream; each is a sign of life."""
         async for piece in pieces:
             self._quiet_ticks = 0
@@ -92,7 +100,7 @@ class _Member:
                     patience.reschedule(asyncio.get_running_loop().time())
 
 
-class _Place:
+class _WorkerPair:
     """The two workers of one attempt at a request, counted in their routers until `end`."""
 
     def __init__(self, fleet: Fleet, decode: Route, prefill: Route) -> None:
@@ -101,7 +109,7 @@ class _Place:
         self.prefill = fleet.workers[prefill.worker]
         self._members = [fleet.members[info.name] for info in (self.decode, self.prefill)]
 
-    async def first(self, stream: AsyncGenerator[Said, None]) -> Said:
+    async def first(self, stream: AsyncGenerator[TokenEvent, None]) -> TokenEvent:
         """Return the first output. Raises WorkerLostError if either worker falls silent before."""
         try:
             # No time limit of its own: the prompt may take long. Only silence ends the wait.
@@ -180,7 +188,7 @@ class Fleet:
         member.tasks = (
             asyncio.create_task(self._follow(member)),
             asyncio.create_task(member.watch()),
-            asyncio.create_task(self._tell_of_fenced(info)),
+            asyncio.create_task(self._report_fences(info)),
         )
 
     def remove(self, name: str, life: str = "") -> bool:
@@ -203,7 +211,9 @@ class Fleet:
             with contextlib.suppress(httpx.HTTPError, ProtocolError):
                 async with self._client.stream("GET", f"{info.url}/events") as answer:
                     if answer.status_code == 200:
-                        async for batch in batches_of(member.heard(answer.aiter_raw()), info.name):
+                        async for batch in batches_of(
+                            member.mark_alive(answer.aiter_raw()), info.name
+                        ):
                             if not router.apply(batch):
                                 break  # an event is missing: reconnect, for a new snapshot
             await asyncio.sleep(_AGAIN_S)
@@ -218,34 +228,34 @@ class Fleet:
             self._fenced.append(Fence(name, life))
             self._any_fenced.notify_all()
 
-    async def _tell_of_fenced(self, info: WorkerInfo) -> None:
+    async def _report_fences(self, info: WorkerInfo) -> None:
         """Report each fenced life to a worker, in order, until it confirms."""
-        num_told = 0
+        num_confirmed = 0
         while True:
             async with self._any_fenced:
-                while num_told == len(self._fenced):
+                while num_confirmed == len(self._fenced):
                     await self._any_fenced.wait()
-            body = msgspec.json.encode(self._fenced[num_told])
-            told = False
+            body = msgspec.json.encode(self._fenced[num_confirmed])
+            confirmed = False
             with contextlib.suppress(httpx.HTTPError):
                 answer = await self._client.post(f"{info.url}/fence", content=body)
-                told = answer.status_code == 202
-            if told:
+                confirmed = answer.status_code == 202
+            if confirmed:
                 # Counted only after it was confirmed, so a report that fails is repeated.
-                num_told += 1
+                num_confirmed += 1
             else:
                 await asyncio.sleep(_AGAIN_S)
 
-    async def lost(self) -> dict[str, list[Lost]]:
+    async def lost(self) -> dict[str, list[LostPeer]]:
         """Return, by worker, the lost peers that it holds pages or rooms for. Workers that do not
         answer are left out."""
-        found: dict[str, list[Lost]] = {}
+        found: dict[str, list[LostPeer]] = {}
 
         async def ask(info: WorkerInfo) -> None:
             with contextlib.suppress(httpx.HTTPError, msgspec.DecodeError):
                 answer = await self._client.get(f"{info.url}/lost")
                 if answer.status_code == 200:
-                    found[info.name] = msgspec.json.decode(answer.content, type=list[Lost])
+                    found[info.name] = msgspec.json.decode(answer.content, type=list[LostPeer])
 
         await asyncio.gather(*(ask(info) for info in list(self.workers.values())))
         return found
@@ -279,7 +289,7 @@ class Fleet:
 
     # --- requests ---------------------------------------------------------------------------------
 
-    async def generate(self, ask: Ask) -> AsyncGenerator[Said, None]:
+    async def generate(self, ask: Ask) -> AsyncGenerator[TokenEvent, None]:
         """Yield the outputs of a request, to the ends of all its samples. Chooses `prefill` and
         `prefill_url` of the `Ask`. Closing the generator aborts the request.
 
@@ -290,31 +300,31 @@ class Fleet:
         """
         lost: set[str] = set()
         for attempt in range(_ATTEMPTS):
-            place = self._place(ask, lost)
+            pair = self._choose_pair(ask, lost)
             begun = False
             try:
-                async with contextlib.aclosing(self._stream(ask, place, attempt)) as stream:
-                    said = await place.first(stream)
-                    if said.finish == "error":
-                        raise WorkerLostError(f"{place.decode.name} failed", said.error)
+                async with contextlib.aclosing(self._stream(ask, pair, attempt)) as stream:
+                    output = await pair.first(stream)
+                    if output.finish == "error":
+                        raise WorkerLostError(f"{pair.decode.name} failed", output.error)
                     # From here on a repeat would send tokens twice: a failure now goes to the
                     # client.
                     begun = True
-                    yield said
-                    async for said in stream:
-                        yield said
+                    yield output
+                    async for output in stream:
+                        yield output
                 return
             except WorkerLostError as error:
                 if begun or attempt == _ATTEMPTS - 1:
                     detail = f"{error}: {error.detail}"
                     raise failed(503, str(error), detail, "worker_lost") from None
                 # Either of the two may be at fault: avoid both while there are others.
-                lost |= {place.decode.name, place.prefill.name}
+                lost |= {pair.decode.name, pair.prefill.name}
                 self.retried += 1
             finally:
-                place.end()
+                pair.end()
 
-    def _place(self, ask: Ask, lost: Collection[str]) -> _Place:
+    def _choose_pair(self, ask: Ask, lost: Collection[str]) -> _WorkerPair:
         """Choose a worker of each role. Raises ApiError 503 if a role has none that answers."""
         routes: list[Route] = []
         now_s = time.monotonic()
@@ -337,38 +347,40 @@ class Fleet:
             others = [name for name in among if name not in lost]
             namespace = namespace_of(ask.salt)
             routes.append(router.route(keys, now_s, namespace=namespace, among=others or among))
-        return _Place(self, *routes)
+        return _WorkerPair(self, *routes)
 
-    async def _stream(self, ask: Ask, place: _Place, attempt: int) -> AsyncGenerator[Said, None]:
+    async def _stream(
+        self, ask: Ask, pair: _WorkerPair, attempt: int
+    ) -> AsyncGenerator[TokenEvent, None]:
         """Yield the outputs of one attempt. Raises WorkerLostError, or ApiError if the worker
         refuses the request."""
         body = msgspec.json.encode(
             msgspec.structs.replace(
                 # A rid per attempt: an earlier one may still be ending on the same worker.
-                ask, rid=f"{ask.rid}-{attempt}", prefill=place.prefill.endpoint,
-                prefill_url=place.prefill.url,
+                ask, rid=f"{ask.rid}-{attempt}", prefill=pair.prefill.endpoint,
+                prefill_url=pair.prefill.url,
             )
         )  # fmt: skip
-        url, left = f"{place.decode.url}/generate", ask.num_samples
+        url, left = f"{pair.decode.url}/generate", ask.num_samples
         try:
             async with self._client.stream("POST", url, content=body) as answer:
                 if answer.status_code != 200:
-                    told = await read_some(answer.aiter_raw(), _REFUSAL_BYTES)
-                    raise _error_of(place.decode.name, answer.status_code, told)
+                    refusal = await read_some(answer.aiter_raw(), _REFUSAL_BYTES)
+                    raise _refusal_error(pair.decode.name, answer.status_code, refusal)
                 rest = b""
                 async for piece in answer.aiter_raw():
                     *lines, rest = (rest + piece).split(b"\n")
                     for line in lines:
                         if line:
-                            said = _said.decode(line)
-                            left -= said.finish is not None
-                            yield said
+                            output = _output_decoder.decode(line)
+                            left -= output.finish is not None
+                            yield output
         except httpx.HTTPError as error:
-            why = f"{place.decode.name} was lost"
+            why = f"{pair.decode.name} was lost"
             raise WorkerLostError(why, f"{type(error).__name__} {error}") from None
         # A stream that closes in order, but with samples that have not ended, is a lost worker too.
         if left:
-            raise WorkerLostError(f"{place.decode.name} ended before its answer did")
+            raise WorkerLostError(f"{pair.decode.name} ended before its answer did")
 
     def stats(self) -> dict[str, int]:
         """Return the number of repeats and silent workers, and the counters of each role's
@@ -387,12 +399,12 @@ class Fleet:
         await self._client.aclose()
 
 
-def _error_of(worker: str, status: int, body: bytes) -> Exception:
+def _refusal_error(worker: str, status: int, body: bytes) -> Exception:
     """Return the error for a worker's refusal: ApiError if the request itself is wrong, in the
     worker's words if they are fit for a client; else WorkerLostError."""
     try:
-        told = msgspec.json.decode(body)["error"]
-        message, code = str(told["message"]), told["code"]
+        error = msgspec.json.decode(body)["error"]
+        message, code = str(error["message"]), error["code"]
     except (msgspec.DecodeError, KeyError, TypeError):
         message, code = body[:500].decode("utf-8", "replace"), None
     if status == 400 and not is_inner(message):

@@ -30,13 +30,13 @@ from prefixkv.serving.http import (
     json_response,
     make_app,
     read_body,
-    unless_gone,
+    run_until_disconnect,
 )
 from prefixkv.serving.openai import (
     DONE,
     Answers,
-    ChatAsked,
-    CompletionAsked,
+    ChatRequest,
+    CompletionRequest,
     Usage,
     event,
     model,
@@ -49,7 +49,7 @@ from prefixkv.serving.openai import (
 from prefixkv.serving.page import page_route
 from prefixkv.serving.status import bind, status_app
 from prefixkv.serving.text import TextError, Texts, TooManyTokensError
-from prefixkv.serving.wire import Ask, Said, key_of
+from prefixkv.serving.wire import Ask, TokenEvent, salt_digest
 
 _SHORT: Final = 4096  # characters of a text that is tokenized in the event loop
 _MESSAGE: Final = 64  # template time of one message, in characters of tokenizer time
@@ -85,7 +85,7 @@ class Front:
         self._encoding = asyncio.Lock()
         # Request ids: unique over fronts by the prefix, within this one by the number.
         self._prefix, self._num = secrets.token_hex(8), 0
-        self.metrics = _Metrics(fleet)
+        self.metrics = _FrontMetrics(fleet)
         everything = [
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
             Route("/v1/completions", self._complete, methods=["POST"]),
@@ -141,7 +141,7 @@ class Front:
 
     async def _chat(self, request: Request) -> Response:
         """Answer POST /v1/chat/completions."""
-        asked = parse(await read_body(request, self._limits), ChatAsked)
+        asked = parse(await read_body(request, self._limits), ChatRequest)
         self._check(asked.model)
         if not asked.messages:
             raise refused("messages", "is empty")
@@ -158,7 +158,7 @@ class Front:
     async def _complete(self, request: Request) -> Response:
         """Answer POST /v1/completions."""
         body = await read_body(request, self._limits)
-        asked = parse(body, CompletionAsked, self.fleet.context or None)
+        asked = parse(body, CompletionRequest, self.fleet.context or None)
         # A prompt of many tokens takes as much again as JSON: drop that before it waits for its
         # answer.
         del body
@@ -207,7 +207,11 @@ class Front:
             raise ApiError(503, why, "server_error", "not_ready")
 
     async def _answer(
-        self, request: Request, asked: ChatAsked | CompletionAsked, tokens: list[int], param: str
+        self,
+        request: Request,
+        asked: ChatRequest | CompletionRequest,
+        tokens: list[int],
+        param: str,
     ) -> Response:
         """Bound the answer's length by the context, and have the fleet answer. Raises ApiError."""
         if not tokens:
@@ -221,14 +225,14 @@ class Front:
         self._num += 1
         rid = f"{self._prefix}-{self._num}"
         # The salt is the client's secret: workers and their caches see only a digest of it.
-        salt = key_of(asked.cache_salt) if asked.cache_salt else ""
-        ask = Ask(rid, tokens, "", "", most, asked.num_samples, asked.how(), salt)
-        answers = Answers(rid, self.name, int(time.time()), isinstance(asked, ChatAsked))
-        run = _Run(self, ask, answers, asked.streams_usage)
-        return await unless_gone(request, run.stream() if asked.streams else run.whole())
+        salt = salt_digest(asked.cache_salt) if asked.cache_salt else ""
+        ask = Ask(rid, tokens, "", "", most, asked.num_samples, asked.sampling(), salt)
+        answers = Answers(rid, self.name, int(time.time()), isinstance(asked, ChatRequest))
+        run = _FrontRequest(self, ask, answers, asked.streams_usage)
+        return await run_until_disconnect(request, run.stream() if asked.streams else run.whole())
 
 
-class _Run:
+class _FrontRequest:
     """One request that is being answered: its outputs, its usage and its metrics."""
 
     def __init__(self, front: Front, ask: Ask, answers: Answers, tells_usage: bool) -> None:
@@ -237,17 +241,17 @@ class _Run:
         self._num = ask.num_samples
         self._usage = Usage(len(ask.tokens))
         self._begun_s = time.monotonic()
-        self._said = self._measured(front.fleet.generate(ask))
+        self._outputs = self._measured(front.fleet.generate(ask))
 
     async def whole(self) -> Response:
         """Return the answer in one body."""
         texts: list[list[str]] = [[] for _ in range(self._num)]
         finishes: list[str | None] = [None] * self._num
-        async with contextlib.aclosing(self._said):
-            async for said in self._said:
-                _raise_error(said)
-                texts[said.sample].append(said.text)
-                finishes[said.sample] = said.finish
+        async with contextlib.aclosing(self._outputs):
+            async for output in self._outputs:
+                _raise_error(output)
+                texts[output.sample].append(output.text)
+                finishes[output.sample] = output.finish
         joined = ["".join(text) for text in texts]
         return json_response(self._answers.whole(joined, finishes, self._usage))
 
@@ -256,24 +260,26 @@ class _Run:
         still an answer of its own, with its own status."""
         try:
             # The status line is sent with the first piece, so wait until the first output is known.
-            first = await anext(self._said)
+            first = await anext(self._outputs)
             _raise_error(first)
         # Closing the generator aborts the request on its worker.
         except BaseException:
-            await self._said.aclose()
+            await self._outputs.aclose()
             raise
-        return Stream(self._events(first), self._limits, "text/event-stream", end=self._said.aclose)
+        return Stream(
+            self._events(first), self._limits, "text/event-stream", end=self._outputs.aclose
+        )
 
-    async def _events(self, first: Said) -> AsyncGenerator[bytes, None]:
+    async def _events(self, first: TokenEvent) -> AsyncGenerator[bytes, None]:
         """Yield the answer's events. A failure midway ends them by an error event, without
         `DONE`."""
         begun: set[int] = set()
-        async with contextlib.aclosing(self._said):
+        async with contextlib.aclosing(self._outputs):
             try:
                 yield self._event(first, begun)
-                async for said in self._said:
-                    _raise_error(said)
-                    if piece := self._event(said, begun):
+                async for output in self._outputs:
+                    _raise_error(output)
+                    if piece := self._event(output, begun):
                         yield piece
             # The status 200 has been sent, so the error travels as an event.
             except ApiError as error:
@@ -283,33 +289,35 @@ class _Run:
             yield self._answers.usage(self._usage)
         yield DONE
 
-    def _event(self, said: Said, begun: set[int]) -> bytes:
+    def _event(self, output: TokenEvent, begun: set[int]) -> bytes:
         """Return the events of one output: the sample's opening, if it is the first, and its
         text."""
-        opening = b"" if said.sample in begun else self._answers.begin(said.sample)
-        begun.add(said.sample)
-        if not said.text and said.finish is None:
+        opening = b"" if output.sample in begun else self._answers.begin(output.sample)
+        begun.add(output.sample)
+        if not output.text and output.finish is None:
             return opening
-        return opening + self._answers.piece(said.sample, said.text, said.finish)
+        return opening + self._answers.piece(output.sample, output.text, output.finish)
 
-    async def _measured(self, stream: AsyncGenerator[Said, None]) -> AsyncGenerator[Said, None]:
+    async def _measured(
+        self, stream: AsyncGenerator[TokenEvent, None]
+    ) -> AsyncGenerator[TokenEvent, None]:
         """Yield the outputs, and count tokens, hits and the outcome."""
         usage, metrics, outcome = self._usage, self._metrics, "aborted"
         try:
             async with contextlib.aclosing(stream):
-                async for said in stream:
-                    if said.token is not None:
+                async for output in stream:
+                    if output.token is not None:
                         if not usage.completion_tokens:
                             metrics.ttft.observe(time.monotonic() - self._begun_s)
                         usage.completion_tokens += 1
                     # All samples share one prompt, so its hits count once.
-                    if said.sample == 0:
-                        usage.decode_hit_tokens = said.hit_tokens
-                        usage.prefill_hit_tokens = said.prefill_hit_tokens
-                        usage.shared_tokens = said.shared_tokens
-                    if said.finish == "error":
+                    if output.sample == 0:
+                        usage.decode_hit_tokens = output.hit_tokens
+                        usage.prefill_hit_tokens = output.prefill_hit_tokens
+                        usage.shared_tokens = output.shared_tokens
+                    if output.finish == "error":
                         outcome = "failed"
-                    yield said
+                    yield output
             # Reached only at the end of the stream: a client that leaves raises at `yield`, and the
             # outcome stays "aborted".
             outcome = "finished" if outcome == "aborted" else outcome
@@ -321,13 +329,13 @@ class _Run:
             metrics.count(usage)
 
 
-def _raise_error(said: Said) -> None:
+def _raise_error(output: TokenEvent) -> None:
     """Raise ApiError 503 if the output says that the answer was ended."""
-    if said.finish in ("error", "abort"):
-        raise failed(503, "the answer was ended", said.error or "without a word", "worker_lost")
+    if output.finish in ("error", "abort"):
+        raise failed(503, "the answer was ended", output.error or "without a word", "worker_lost")
 
 
-class _Metrics:
+class _FrontMetrics:
     """Counters of the front, and the collector of its routers."""
 
     def __init__(self, fleet: Fleet) -> None:

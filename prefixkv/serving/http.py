@@ -2,9 +2,8 @@
 form.
 
 A handler takes a Starlette `Request` and returns a `Response`. `read_body` reads what was sent,
-`Stream` sends an answer piece by piece, `unless_gone` computes an answer in one body; the last two
-cancel the work for a client that leaves.
-"""
+`Stream` sends an answer piece by piece, `run_until_disconnect` computes an answer in one body; the
+last two cancel the work for a client that leaves."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from prefixkv.serving.bodies import Counted, body_of
+from prefixkv.serving.bodies import PerClientLimit, body_of
 from prefixkv.serving.config import Limits, is_loopback
 from prefixkv.serving.failures import ApiError as ApiError
 from prefixkv.spi import ConfigError
@@ -60,8 +59,11 @@ async def _on_api_error(_: Request, error: Exception) -> Response:
 async def _on_http_error(request: Request, error: Exception) -> Response:
     """Answer an error of Starlette's routing in OpenAI's form, with its headers."""
     assert isinstance(error, HTTPException)
-    what = f"{request.method} {request.url.path}"
-    messages = {404: f"{what}: there is no such path", 405: f"{what}: the path has other methods"}
+    request_line = f"{request.method} {request.url.path}"
+    messages = {
+        404: f"{request_line}: there is no such path",
+        405: f"{request_line}: the path has other methods",
+    }
     message = messages.get(error.status_code, error.detail)
     response = ApiError(error.status_code, message).response()
     response.headers.update(error.headers or {})
@@ -99,11 +101,15 @@ def make_app(
     )  # fmt: skip
     app.router.redirect_slashes = False
     # The key is checked outside the counts: a client without it takes no room from others.
-    counted = Counted(app, max_requests_per_client, max_bodies_bytes)
-    return _Keyed(counted, api_key, frozenset(open_paths)) if api_key else _Local(counted)
+    counted = PerClientLimit(app, max_requests_per_client, max_bodies_bytes)
+    return (
+        ApiKeyRequired(counted, api_key, frozenset(open_paths))
+        if api_key
+        else LoopbackOnly(counted)
+    )
 
 
-class _Local:
+class LoopbackOnly:
     """An application without a key, bound to a loopback address.
 
     A browser on this machine may run pages of other sites. Two headers tell such a page apart:
@@ -148,7 +154,7 @@ def _name_of(host: str) -> str:
     return "" if ":" in port else name.lower()
 
 
-class _Keyed:
+class ApiKeyRequired:
     """An application that requires an API key, except on its open paths."""
 
     def __init__(self, app: ASGIApp, api_key: str, open_paths: frozenset[str]) -> None:
@@ -157,9 +163,9 @@ class _Keyed:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in self._open_paths:
-            said = next((v for k, v in scope["headers"] if k == b"authorization"), b"")
+            header = next((v for k, v in scope["headers"] if k == b"authorization"), b"")
             # Takes the same time wherever the two differ, so a key cannot be guessed byte by byte.
-            if not hmac.compare_digest(said, self._expected):
+            if not hmac.compare_digest(header, self._expected):
                 error = ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
                 await error.response()(scope, receive, send)
                 return
@@ -178,7 +184,7 @@ async def read_body(request: Request, limits: Limits) -> bytes:
     held = body_of(request.scope)
     try:
         async with asyncio.timeout(limits.body_timeout_s) as patience:
-            held.comes(patience)
+            held.begin_arriving(patience)
             async for piece in request.stream():
                 size += len(piece)
                 # 1. Within the limit: take room for the piece, then keep it.
@@ -203,9 +209,9 @@ async def read_body(request: Request, limits: Limits) -> bytes:
                 why = "the body came too slowly, and others needed its room"
             raise ApiError(408, why, code="request_timeout") from None
     finally:
-        # Its room stays taken until the request is answered (`Counted`), since what is made of it
-        # lives as long; only the time-out for reading ends here.
-        held.is_here()
+        # Its room stays taken until the request is answered (`PerClientLimit`), since what is made
+        # of it lives as long; only the time-out for reading ends here.
+        held.stop_arriving()
     if size > limits.max_body_bytes:
         why = f"the body is larger than {limits.max_body_bytes} bytes"
         raise ApiError(413, why, code="request_too_large")
@@ -265,7 +271,7 @@ class Stream(Response):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
+async def run_until_disconnect(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
     """Return the result of `work`. If the client leaves first, `work` is cancelled."""
     # Status 499 is never seen: the client has left.
     task = asyncio.create_task(work)

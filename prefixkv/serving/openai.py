@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 import msgspec
 
 from prefixkv.serving.http import ApiError, decode_body
-from prefixkv.serving.wire import How
+from prefixkv.serving.wire import SamplingParams
 
 MAX_SAMPLES: Final = 128
 _MAX_STOPS: Final = 16
@@ -32,7 +32,7 @@ _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "tool_choice": ("none", "auto"), "tools": ([],), "top_logprobs": (0,),
 }  # fmt: skip
 
-T = TypeVar("T", bound="_Asked")
+T = TypeVar("T", bound="_RequestBase")
 
 Text = Annotated[str, msgspec.Meta(max_length=1024)]
 """A name, a key or a string to stop at: kept as it is for as long as its request lives."""
@@ -48,7 +48,7 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_obfuscation: bool = False
 
 
-class _Asked(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _RequestBase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Parameters that both kinds of request have."""
 
     model: Text
@@ -87,11 +87,11 @@ class _Asked(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """Most tokens of an answer; None: as many as there is room for."""
         return self.max_tokens
 
-    def how(self) -> How:
+    def sampling(self) -> SamplingParams:
         """Return how the answer's tokens are sampled."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         # OpenAI's defaults, not the engine's: without a temperature its tokens are drawn.
-        return How(
+        return SamplingParams(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_k=0 if self.top_k in (None, -1) else self.top_k,
             top_p=1.0 if self.top_p is None else self.top_p,
@@ -154,14 +154,14 @@ class Message(msgspec.Struct, frozen=True):
         return {"role": role, "content": content}
 
 
-class ChatAsked(_Asked, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ChatRequest(_RequestBase, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A body of /v1/chat/completions."""
 
     messages: list[Message]
     max_completion_tokens: int | None = None
 
     def check(self) -> None:
-        """See `_Asked.check`; also bound the number of messages and parts."""
+        """See `_RequestBase.check`; also bound the number of messages and parts."""
         super().check()
         num = len(self.messages)
         if num <= MAX_MESSAGES:  # too many already: the parts need no counting
@@ -172,11 +172,11 @@ class ChatAsked(_Asked, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def most_tokens(self) -> int | None:
-        """See `_Asked.most_tokens`; the newer of the two parameters counts."""
+        """See `_RequestBase.most_tokens`; the newer of the two parameters counts."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
-class CompletionAsked(_Asked, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CompletionRequest(_RequestBase, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A body of /v1/completions. Its prompt is one text or one list of tokens; several are
     refused."""
 
@@ -184,7 +184,7 @@ class CompletionAsked(_Asked, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def most_tokens(self) -> int | None:
-        """See `_Asked.most_tokens`; never None."""
+        """See `_RequestBase.most_tokens`; never None."""
         return _DEFAULT_TOKENS if self.max_tokens is None else self.max_tokens
 
 
@@ -255,7 +255,7 @@ def _raw(kind: type[Any]) -> Any:
     return msgspec.defstruct("_Body", fields, forbid_unknown_fields=True)
 
 
-_RAW: Final[dict[type[Any], Any]] = {kind: _raw(kind) for kind in (ChatAsked, CompletionAsked)}
+_RAW: Final[dict[type[Any], Any]] = {kind: _raw(kind) for kind in (ChatRequest, CompletionRequest)}
 
 
 def _tokens_in(raw: bytes) -> int:
@@ -348,12 +348,12 @@ class Answers:
         """Return the body of an answer that is not streamed."""
         choices = []
         for i, (text, finish) in enumerate(zip(texts, finishes, strict=True)):
-            said: dict[str, Any] = (
+            content: dict[str, Any] = (
                 {"message": {"role": "assistant", "content": text, "refusal": None}}
                 if self.chat
                 else {"text": text}
             )
-            choices.append({"index": i, **said, "logprobs": None, "finish_reason": finish})
+            choices.append({"index": i, **content, "logprobs": None, "finish_reason": finish})
         kind = "chat.completion" if self.chat else "text_completion"
         return {**self._head, "object": kind, "choices": choices, "usage": usage.body()}
 
@@ -373,8 +373,10 @@ class Answers:
         return self._event([], usage=usage.body())
 
     def _choice(self, sample: int, delta: dict[str, str], finish: str | None) -> dict[str, Any]:
-        said: dict[str, Any] = {"delta": delta} if self.chat else {"text": delta.get("content", "")}
-        return {"index": sample, **said, "logprobs": None, "finish_reason": finish}
+        content: dict[str, Any] = (
+            {"delta": delta} if self.chat else {"text": delta.get("content", "")}
+        )
+        return {"index": sample, **content, "logprobs": None, "finish_reason": finish}
 
     def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         kind = "chat.completion.chunk" if self.chat else "text_completion"

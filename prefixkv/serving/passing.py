@@ -43,7 +43,7 @@ class _Large(msgspec.Struct, frozen=True):
 
 
 @dataclass(slots=True, eq=False)
-class Answer:
+class ServerAnswer:
     """A server's answer: its head and first piece have arrived, the rest is still to be read."""
 
     # `stack` holds the connection; `close` gives it back, also where `rest` was not read.
@@ -119,21 +119,21 @@ def data_of(prompt: Any) -> bytes:
     return bytes(prompt)[:-1] if isinstance(prompt, msgspec.Raw) else str(prompt).encode()
 
 
-def refusal_of(answer: Answer, asked: bytes) -> Response:
+def refusal_of(answer: ServerAnswer, asked: bytes) -> Response:
     """Return the client's answer for a server's error. The server's own words are passed on if they
     are about the request, and hold no address, path or trace that the client did not send."""
-    status, said = answer.status, answer.first
-    detail = f"{answer.response.url} said {status}: {said[:1000]!r}"
+    status, body = answer.status, answer.first
+    detail = f"{answer.response.url} said {status}: {body[:1000]!r}"
     # A wrong key or a broken server is trouble between proxy and server: the client hears a number,
     # and the log has the rest.
     if status in (401, 403) or status >= 500:
         why = "the servers that were asked have failed"
         return failed(502 if status < 500 else status, why, detail, "worker_lost").response()
     # Only a JSON object is checked word by word; all else gets a general text.
-    is_json = not answer.packing and len(said) <= _REFUSAL_BYTES
+    is_json = not answer.packing and len(body) <= _REFUSAL_BYTES
     with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
-        words = msgspec.json.decode(said) if is_json else None
+        words = msgspec.json.decode(body) if is_json else None
         plain = msgspec.json.encode(words).decode()  # without escapes that hide anything
         if isinstance(words, dict) and not is_inner(plain, asked.decode("utf-8", "replace")):
-            return Response(said, status, media_type=answer.media_type)
+            return Response(body, status, media_type=answer.media_type)
     return failed(status, "the request is refused", detail, "refused").response()

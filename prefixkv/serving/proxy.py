@@ -3,8 +3,8 @@ prefixkv's connector (vLLM: `docs/vllm.md`).
 
 Each request gets a room. Decode is asked first, and prefill as soon as decode has the request;
 decode's answer goes to the client as it arrives. If prefill fails before decode has said anything,
-another prefill server is tried; at last decode computes the prompt itself. `_Run` states when each
-side's request ends.
+another prefill server is tried; at last decode computes the prompt itself. `_ProxiedRequest` states
+when each side's request ends.
 
 The text of a prompt chooses its servers: a `BoundedAffinityRouter` matches it in pages of
 `_PAGE_BYTES`, so a conversation stays where its KV is. The router sees no cache events; it knows
@@ -39,13 +39,13 @@ from prefixkv.serving.http import (
     Stream,
     make_app,
     read_body,
-    unless_gone,
+    run_until_disconnect,
 )
 from prefixkv.serving.openai import event, refused
 from prefixkv.serving.passing import (
     ANSWER_BYTES,
     BATCH,
-    Answer,
+    ServerAnswer,
     data_of,
     parameters_of,
     prompts_of,
@@ -55,7 +55,7 @@ from prefixkv.serving.process import log_to_stderr
 from prefixkv.serving.status import bind, status_app
 from prefixkv.serving.streams import TooMuchError, read_all
 from prefixkv.spi import TOKEN_BYTES, BoundedAffinityRouter, ConfigError, page_keys
-from prefixkv.spi import Route as Place
+from prefixkv.spi import Route as ServerRoute
 
 logger = logging.getLogger("prefixkv.proxy")
 
@@ -93,7 +93,7 @@ class _AloneError(Exception):
 class _RefusedError(Exception):
     """Decode refuses one of a request's prompts: `answer` goes to the client."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: ServerAnswer) -> None:
         super().__init__(answer)
         self.answer = answer
 
@@ -128,7 +128,7 @@ class _Side:
             router.add_worker(server.name)
         return cls(role, {server.name: server for server in servers}, router)
 
-    def place(self, keys: Sequence[bytes], lost: Collection[str]) -> Place | None:
+    def choose(self, keys: Sequence[bytes], lost: Collection[str]) -> ServerRoute | None:
         """Return the server for a request, or None if all are lost. An avoided server is taken only
         if every other one is lost or avoided too."""
         now_s = time.monotonic()
@@ -169,7 +169,7 @@ class Proxy:
             "prefill": _Side.of("prefill", prefill),
             "decode": _Side.of("decode", decode),
         }
-        self.metrics = _Metrics(self)
+        self.metrics = _ProxyMetrics(self)
         # Probes of load balancers carry no key, so /health and /ping are open. The last route
         # answers every other path by an error in OpenAI's form.
         app = make_app(
@@ -203,9 +203,9 @@ class Proxy:
             trust_env=False,
         )
         # Runs that decode has not answered yet: prefill's name ("" without one), time.time().
-        self.waiting: dict[_Run, tuple[str, float]] = {}
+        self.waiting: dict[_ProxiedRequest, tuple[str, float]] = {}
         # By server: no log line until then (time.monotonic()), and how many were left out.
-        self._said: dict[str, tuple[float, int]] = {}
+        self._log_limits: dict[str, tuple[float, int]] = {}
 
     def health(self) -> tuple[bool, dict[str, Any]]:
         """Return whether the proxy accepts requests, and the state of each server."""
@@ -248,7 +248,7 @@ class Proxy:
                     rest = response.aiter_raw()
                     content = await read_all(rest, ANSWER_BYTES)
                     # The answer takes the connection over; where reading fails the stack closes it.
-                    answer = Answer(response, content, rest, stack.pop_all())
+                    answer = ServerAnswer(response, content, rest, stack.pop_all())
             except (httpx.HTTPError, TooMuchError):
                 side.avoid(name)
                 continue
@@ -266,13 +266,13 @@ class Proxy:
         """Log what went wrong with a server, at most one line per `_SAY_EACH_S` and server: clients
         that retry at once would otherwise fill the log. The next line counts those left out."""
         now_s = time.monotonic()
-        until_s, unsaid = self._said.get(server, (0.0, 0))
+        until_s, unsaid = self._log_limits.get(server, (0.0, 0))
         if now_s < until_s:
-            self._said[server] = until_s, unsaid + 1
+            self._log_limits[server] = until_s, unsaid + 1
             return
         again = f" ({unsaid} more like this meanwhile)" if unsaid else ""
         logger.warning("%s%s", why, again)
-        self._said[server] = now_s + _SAY_EACH_S, 0
+        self._log_limits[server] = now_s + _SAY_EACH_S, 0
 
     async def _chat(self, request: Request) -> Response:
         return await self._serve(request, "messages")
@@ -280,12 +280,12 @@ class Proxy:
     async def _complete(self, request: Request) -> Response:
         return await self._serve(request, "prompt")
 
-    async def _serve(self, request: Request, what: str) -> Response:
-        """Check the few parameters that steer the proxy itself, then answer. `what` names the
-        prompt's parameter. Raises ApiError 400, or 503 while the proxy ends."""
+    async def _serve(self, request: Request, prompt_field: str) -> Response:
+        """Check the few parameters that steer the proxy itself, then answer. `prompt_field` names
+        the prompt's parameter. Raises ApiError 400, or 503 while the proxy ends."""
         body = parameters_of(await read_body(request, self._limits))
-        if what not in body:
-            raise refused(what, "is missing")
+        if prompt_field not in body:
+            raise refused(prompt_field, "is missing")
         # A client that set them would choose the room and the peers that the engines use.
         if _PARAMS in body:
             raise refused(_PARAMS, "is the proxy's to set")
@@ -295,16 +295,22 @@ class Proxy:
         # Checked after the body has been read: draining may have begun meanwhile.
         if self.draining:
             raise ApiError(503, "the proxy is ending", "server_error", "not_ready")
-        return await unless_gone(request, self._answer(request.url.path, body, what))
+        return await run_until_disconnect(
+            request, self._answer(request.url.path, body, prompt_field)
+        )
 
-    async def _answer(self, path: str, body: dict[str, Any], what: str) -> Response:
+    async def _answer(self, path: str, body: dict[str, Any], prompt_field: str) -> Response:
         """Have decode answer a request, and count how it ended. Raises ApiError."""
         begun_s = time.monotonic()
         outcome = "aborted"
         try:
-            prompts = prompts_of(body[what]) if what == "prompt" else [body[what]]
+            prompts = (
+                prompts_of(body[prompt_field]) if prompt_field == "prompt" else [body[prompt_field]]
+            )
             if len(prompts) > BATCH:
-                raise refused(what, f"has {len(prompts)} prompts, {BATCH} at most are taken")
+                raise refused(
+                    prompt_field, f"has {len(prompts)} prompts, {BATCH} at most are taken"
+                )
             # How the prompt's KV comes to decode:
             # 1. decode computes it itself, whatever its cache holds (`alone`);
             # 2. several prompts, or several answers (`n` > 1): a room carries one prompt, so each
@@ -318,14 +324,18 @@ class Proxy:
                 one = _for_prefill(body, path)
                 async with asyncio.TaskGroup() as group:  # where one fails the others end
                     bringing = [
-                        group.create_task(self._bring(path, {**one, what: prompt}, what))
+                        group.create_task(
+                            self._bring(path, {**one, prompt_field: prompt}, prompt_field)
+                        )
                         for prompt in prompts
                     ]
                 # One unknown count makes the sum unknown.
                 found = [task.result() for task in bringing]
                 cached = sum(found) if None not in found else None  # type: ignore[arg-type]
             transfers = not many and not alone
-            run = _Run(self, path, body, data_of(body[what]), transfers=transfers)
+            run = _ProxiedRequest(
+                self, path, body, data_of(body[prompt_field]), transfers=transfers
+            )
             answer = await run.answer()
             self.metrics.ttft.observe(time.monotonic() - begun_s)
             status = answer.status
@@ -364,10 +374,10 @@ class Proxy:
         finally:
             self.metrics.requests.labels(outcome).inc()
 
-    async def _bring(self, path: str, body: dict[str, Any], what: str) -> int | None:
+    async def _bring(self, path: str, body: dict[str, Any], prompt_field: str) -> int | None:
         """Have prefill's KV of one prompt sent to decode's cache. Returns how many of its tokens
         were there before, or None if decode does not say. Raises _RefusedError, ApiError."""
-        run = _Run(self, path, body, data_of(body[what]), transfers=True)
+        run = _ProxiedRequest(self, path, body, data_of(body[prompt_field]), transfers=True)
         answer = await run.answer()
         # The whole answer is in `first` (not streamed), so both connections can end before it is
         # read.
@@ -376,7 +386,9 @@ class Proxy:
             raise _RefusedError(answer)
         return usage.cached_tokens(answer.first)
 
-    async def _pieces(self, answer: Answer, cached: int | None) -> AsyncGenerator[bytes, None]:
+    async def _pieces(
+        self, answer: ServerAnswer, cached: int | None
+    ) -> AsyncGenerator[bytes, None]:
         """Yield a streamed answer, with `cached` in its usage if that is known. If decode is lost
         midway, the stream ends with an error event: its status has been sent already."""
 
@@ -405,7 +417,7 @@ class Proxy:
 
     async def ask(
         self, url: str, body: dict[str, Any], whole: bool, sent: asyncio.Event | None = None
-    ) -> Answer:
+    ) -> ServerAnswer:
         """POST `body` to one server. Returns when its first piece is here, or all of it for `whole`
         and for errors. `sent` is set once the request has left. Raises httpx.HTTPError, or
         TooMuchError for more than `ANSWER_BYTES`."""
@@ -427,10 +439,10 @@ class Proxy:
             else:
                 first = await anext(rest, b"")
             # From here on the answer owns the connection; every failure before closes it.
-            return Answer(response, first, rest, stack.pop_all())
+            return ServerAnswer(response, first, rest, stack.pop_all())
 
 
-class _Run:
+class _ProxiedRequest:
     """One request on its servers: its attempts, and what must end with it.
 
     A room ends on both sides, whatever happens to HTTP. Prefill computes nothing before decode has
@@ -451,12 +463,12 @@ class _Run:
         self._whole = not body.get("stream")
         # What this attempt holds; `end` releases it: the routers' count of each server's load,
         # prefill's request, and the task that ends that request after the grace.
-        self._places: list[tuple[_Side, Place]] = []
-        self._sending: asyncio.Task[Answer] | None = None
+        self._routes: list[tuple[_Side, ServerRoute]] = []
+        self._sending: asyncio.Task[ServerAnswer] | None = None
         self._letting_go: asyncio.Task[None] | None = None
         self._broke: set[str] = set()  # decode servers whose connection broke once
 
-    async def answer(self) -> Answer:
+    async def answer(self) -> ServerAnswer:
         """Return decode's answer, also if it is an error of the client's. Raises ApiError 502,
         503."""
         lost: set[str] = set()
@@ -465,16 +477,16 @@ class _Run:
         attempts = [True] * _ATTEMPTS * self._transfers + [False]
         for number, transfers in enumerate(attempts):
             last = number == len(attempts) - 1
-            decode = self._place("decode", lost)
+            decode = self._choose_server("decode", lost)
             if decode is None:
                 # Their errors were logged as they came, at a bounded rate.
                 detail = f"{', '.join(lost)} failed, and no decode server is left"
                 raise failed(503, "no decode server is reached", detail, "not_ready")
-            prefill = self._place("prefill", lost) if transfers else None
+            prefill = self._choose_server("prefill", lost) if transfers else None
             # No prefill server is left: skip to the last attempt. Decode was placed above, so the
             # router's count of it goes back first, or its load would stay too high.
             if transfers and prefill is None:
-                self._leave()
+                self._release_routes()
                 continue
             if self._transfers and prefill is None:
                 self._proxy.metrics.recomputed.inc()
@@ -500,17 +512,17 @@ class _Run:
                 raise
         raise AssertionError
 
-    def _place(self, role: Role, lost: Collection[str]) -> ServerAt | None:
-        """Choose a server of one role and count the request there until `_leave`. None if all are
-        lost."""
+    def _choose_server(self, role: Role, lost: Collection[str]) -> ServerAt | None:
+        """Choose a server of one role and count the request there until `_release_routes`. None if
+        all are lost."""
         side = self._proxy.sides[role]
-        place = side.place(self._keys, lost)
-        if place is None:
+        route = side.choose(self._keys, lost)
+        if route is None:
             return None
-        self._places.append((side, place))
-        return side.servers[place.worker]
+        self._routes.append((side, route))
+        return side.servers[route.worker]
 
-    async def _attempt(self, decode: ServerAt, prefill: ServerAt | None) -> Answer:
+    async def _attempt(self, decode: ServerAt, prefill: ServerAt | None) -> ServerAnswer:
         """Ask decode, and prefill once decode has the request. Raises LostError, _AloneError."""
         proxy, body = self._proxy, dict(self._body)
         if prefill is not None:
@@ -526,7 +538,7 @@ class _Run:
         url = decode.url + self._path
         loading = asyncio.create_task(proxy.ask(url, body, self._whole, sent))
         proxy.waiting[self] = "" if prefill is None else prefill.name, time.time()
-        answer: Answer | None = None
+        answer: ServerAnswer | None = None
         try:
             if prefill is not None:
                 # Decode first: while it is not reached nothing is begun on prefill.
@@ -543,7 +555,7 @@ class _Run:
                     await self._check_sent(self._sending, loading, prefill)
             answer = await loading
             # Only now: while decode has said nothing it may still wait for prefill's KV.
-            self._let_go()
+            self._schedule_prefill_end()
         except TooMuchError as error:
             raise LostError(f"{decode.name} said too much: {error}", decode.name) from None
         except httpx.HTTPError as error:
@@ -569,14 +581,17 @@ class _Run:
             raise LostError(why, *names)
         return answer
 
-    def _let_go(self) -> None:
+    def _schedule_prefill_end(self) -> None:
         """Schedule the end of prefill's request: decode has answered, or has begun to."""
         if self._sending is not None:
             grace_s = 0.0 if self._whole else _GRACE_S
             self._letting_go = asyncio.create_task(_end_after(self._sending, grace_s))
 
     async def _check_sent(
-        self, sending: asyncio.Task[Answer], loading: asyncio.Task[Answer], prefill: ServerAt
+        self,
+        sending: asyncio.Task[ServerAnswer],
+        loading: asyncio.Task[ServerAnswer],
+        prefill: ServerAt,
     ) -> None:
         """Raise if prefill, which has answered before decode, did not compute the prompt. Raises
         LostError where another prefill server may, _AloneError where decode is to be asked
@@ -599,18 +614,18 @@ class _Run:
             if not loading.done():
                 raise _AloneError
 
-    def _leave(self) -> None:
+    def _release_routes(self) -> None:
         """Release the routers' count of this attempt's servers."""
         now_s = time.monotonic()
-        for side, place in self._places:
-            side.router.ended(place, now_s)
-        self._places.clear()
+        for side, route in self._routes:
+            side.router.ended(route, now_s)
+        self._routes.clear()
 
-    async def end(self, answer: Answer | None) -> None:
+    async def end(self, answer: ServerAnswer | None) -> None:
         """End everything this request holds on both servers. Idempotent."""
         # Take every resource out of `self` before the first await: a second call, or a cancellation
         # in between, then finds nothing to end twice.
-        self._leave()
+        self._release_routes()
         sending, self._sending = self._sending, None
         letting_go, self._letting_go = self._letting_go, None
         if answer is not None:
@@ -623,7 +638,7 @@ class _Run:
             await _end(sending)
 
 
-async def _end_after(task: asyncio.Task[Answer], grace_s: float) -> None:
+async def _end_after(task: asyncio.Task[ServerAnswer], grace_s: float) -> None:
     """End a request after giving it `grace_s` seconds to end by itself."""
     await asyncio.wait((task,), timeout=grace_s)
     await _end(task)
@@ -637,7 +652,7 @@ async def _first(wanted: asyncio.Task[Any], other: asyncio.Task[Any]) -> None:
         other.cancel()
 
 
-async def _end(task: asyncio.Task[Answer]) -> None:
+async def _end(task: asyncio.Task[ServerAnswer]) -> None:
     """Cancel a request that is no longer needed: closing its connection ends it on the server."""
     task.cancel()
     await asyncio.wait((task,))
@@ -689,7 +704,7 @@ async def _unknown(request: Request) -> Response:
 _ANY_METHOD: Final = ("GET", "POST", "PUT", "PATCH", "DELETE")
 
 
-class _Metrics:
+class _ProxyMetrics:
     """Counters of the proxy, and the collector of its routers and waiting rooms."""
 
     def __init__(self, proxy: Proxy) -> None:

@@ -41,8 +41,8 @@ def status_app(
         registry.register(collector)
 
     async def show_health(_: Request) -> Response:
-        ok, told = health()
-        return json_response(told, 200 if ok else 503)
+        ok, state = health()
+        return json_response(state, 200 if ok else 503)
 
     def show_metrics(_: Request) -> Response:  # not async, so Starlette runs it in a thread
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)

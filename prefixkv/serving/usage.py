@@ -20,25 +20,25 @@ _DATA: Final = b"data: "
 def cached_tokens(answer: bytes) -> int | None:
     """Return how many tokens of the prompt were cached on decode, or None if the answer does not
     say."""
-    said = _decoded(answer)
-    return None if said is None else _cached(said)
+    parsed = _decoded(answer)
+    return None if parsed is None else _cached(parsed)
 
 
 def of_answer(answer: bytes, cached: int | None) -> bytes:
     """Return an answer with the cached tokens in its usage: `cached` if given, else what the
     connector reports. Parameters that the connector adds for the proxy alone are removed. An answer
     without usage is returned as it is."""
-    said = _decoded(answer)
-    if said is None or not isinstance(said.get("usage"), dict):
+    parsed = _decoded(answer)
+    if parsed is None or not isinstance(parsed.get("usage"), dict):
         return answer
-    known = _cached(said) if cached is None else cached
-    params = said.get("kv_transfer_params")
+    known = _cached(parsed) if cached is None else cached
+    params = parsed.get("kv_transfer_params")
     # The room and addresses in them are not a client's; an error report is.
     if isinstance(params, dict) and "error" not in (params.get("prefixkv") or {}):
-        said["kv_transfer_params"] = None
+        parsed["kv_transfer_params"] = None
     if known is not None:
-        _set(said["usage"], known)
-    return msgspec.json.encode(said)
+        _set(parsed["usage"], known)
+    return msgspec.json.encode(parsed)
 
 
 async def whole_events(pieces: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
@@ -68,11 +68,13 @@ def _of_line(line: bytes, cached: int) -> bytes:
     # Cheap test first: all lines but one or two of a stream are passed on without decoding.
     if not line.startswith(_DATA) or b"prompt_tokens_details" not in line:
         return line
-    said = _decoded(line[len(_DATA) :])
-    if said is None or not isinstance((said.get("usage") or {}).get("prompt_tokens_details"), dict):
+    parsed = _decoded(line[len(_DATA) :])
+    if parsed is None or not isinstance(
+        (parsed.get("usage") or {}).get("prompt_tokens_details"), dict
+    ):
         return line
-    _set(said["usage"], cached)
-    return _DATA + msgspec.json.encode(said)
+    _set(parsed["usage"], cached)
+    return _DATA + msgspec.json.encode(parsed)
 
 
 def _set(usage: dict[str, Any], cached: int) -> None:
@@ -81,12 +83,12 @@ def _set(usage: dict[str, Any], cached: int) -> None:
     usage["prompt_tokens_details"] = {**details, "cached_tokens": cached}
 
 
-def _cached(said: dict[str, Any]) -> int | None:
+def _cached(parsed: dict[str, Any]) -> int | None:
     """Return the cached tokens that the answer reports. The connector comes first: it reports them
     whatever options the server was started with."""
     for found in (
-        ((said.get("kv_transfer_params") or {}).get("prefixkv") or {}).get("cached_tokens"),
-        ((said.get("usage") or {}).get("prompt_tokens_details") or {}).get("cached_tokens"),
+        ((parsed.get("kv_transfer_params") or {}).get("prefixkv") or {}).get("cached_tokens"),
+        ((parsed.get("usage") or {}).get("prompt_tokens_details") or {}).get("cached_tokens"),
     ):
         if isinstance(found, int):
             return found
@@ -96,7 +98,7 @@ def _cached(said: dict[str, Any]) -> int | None:
 def _decoded(answer: bytes) -> dict[str, Any] | None:
     """Return the answer as a JSON object, or None if it is none."""
     try:
-        said = msgspec.json.decode(answer)
+        parsed = msgspec.json.decode(answer)
     except msgspec.DecodeError:
         return None
-    return said if isinstance(said, dict) else None
+    return parsed if isinstance(parsed, dict) else None

@@ -5,9 +5,9 @@
 | any worker | GET /info | | a `WorkerInfo` |
 | any worker | GET /events | | frames: cache events, see `feed` |
 | any worker | POST /audit | | 204 if every invariant of its node holds; slow |
-| any worker | GET /lost | | a `Lost` for each lost peer that it holds something for |
+| any worker | GET /lost | | a `LostPeer` for each lost peer that it holds something for |
 | any worker | POST /fence | a `Fence` | 202 |
-| decode | POST /generate | an `Ask` | lines: `Said`s; an empty line is a sign of life |
+| decode | POST /generate | an `Ask` | lines: `TokenEvent`s; an empty line is a sign of life |
 | prefill | POST /jobs | a `Job` | 202 |
 | prefill | POST /abort | an `Abort` | 202 |
 
@@ -61,7 +61,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
 
 
 # Requests: the engine's own classes as frozen structs, so that a front needs no engine.
-class How(msgspec.Struct, frozen=True):
+class SamplingParams(msgspec.Struct, frozen=True):
     """Sampling parameters: a `Sampling` of the engine."""
 
     temperature: float = 0.0
@@ -83,13 +83,13 @@ class Ask(msgspec.Struct, frozen=True):
     prefill_url: Name
     max_new_tokens: int = 16
     num_samples: int = 1
-    sampling: How = How()
+    sampling: SamplingParams = SamplingParams()
     salt: Name = ""
     priority: int = 0
     deadline_s: float | None = None
 
 
-class Said(msgspec.Struct, frozen=True, omit_defaults=True):
+class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     """One output of a request: an `Output` of the engine."""
 
     sample: int = 0
@@ -116,7 +116,7 @@ class Job(msgspec.Struct, frozen=True):
     salt: Name
     cacheable: bool
     is_known: bool
-    sampling: How
+    sampling: SamplingParams
     seed: int
     sample: int
     position: int
@@ -129,7 +129,7 @@ class Abort(msgspec.Struct, frozen=True):
 
 
 # Lives that are over.
-class Lost(msgspec.Struct, frozen=True):
+class LostPeer(msgspec.Struct, frozen=True):
     """A peer that is suspect or dead (`lost_peers` of a node). `held` counts the pages of a decode
     worker that it may still write, or the rooms of a prefill worker that it is in."""
 
@@ -147,11 +147,11 @@ class Fence(msgspec.Struct, frozen=True):
     life: str
 
 
-def key_of(salt: str) -> str:
+def salt_digest(salt: str) -> str:
     """Return 32 characters that stand for a client's salt within the service. They are kept as long
     as KV of that salt is; the salt itself may be long, and is the client's secret.
 
-    >>> len(key_of("tenant 1")), key_of("tenant 1") == key_of("tenant 2")
+    >>> len(salt_digest("tenant 1")), salt_digest("tenant 1") == salt_digest("tenant 2")
     (32, False)
     """
     return blake2b(salt.encode(), digest_size=16).hexdigest()

@@ -48,10 +48,10 @@ from prefixkv.serving.wire import (
     Abort,
     Ask,
     Fence,
-    How,
     Job,
-    Lost,
-    Said,
+    LostPeer,
+    SamplingParams,
+    TokenEvent,
     WorkerInfo,
     namespace_of,
 )
@@ -114,7 +114,7 @@ class Worker:
         self._events = EventTap(engine.node.take_cache_events, self._asyncio.call_soon_threadsafe)
         routes = [
             Route("/info", self._info),
-            Route("/events", self._follow),
+            Route("/events", self._stream_events),
             Route("/audit", self._audit, methods=["POST"]),
             Route("/lost", self._lost),
             Route("/fence", self._fence, methods=["POST"]),
@@ -213,7 +213,7 @@ class Worker:
         await self._call(lambda engine: engine.audit())
         return Response(status_code=204)
 
-    async def _follow(self, _: Request) -> Response:
+    async def _stream_events(self, _: Request) -> Response:
         """Answer GET /events by a stream of the cache's events."""
         limits = self.settings.listen.limits
         return Stream(self._events.frames(), limits, "application/octet-stream")
@@ -221,11 +221,11 @@ class Worker:
     async def _lost(self, _: Request) -> Response:
         """Answer GET /lost: the lost peers for which this worker holds pages or rooms."""
         lost = await self._call(lambda engine: engine.node.lost_peers())
-        told = [
-            Lost(peer.name, f"{peer.incarnation:x}", why, held)
+        listed = [
+            LostPeer(peer.name, f"{peer.incarnation:x}", why, held)
             for peer, (why, held) in lost.items()
         ]
-        return json_response(told)
+        return json_response(listed)
 
     async def _fence(self, request: Request) -> Response:
         """Answer POST /fence: a process is dead, so what is held for it may be used again."""
@@ -309,26 +309,26 @@ class PrefillWorker(Worker):
         return Response(status_code=202)
 
 
-class _Open:
+class _OpenRequest:
     """One request that is being answered, from /generate to its last line. Owned by the event
     loop."""
 
     def __init__(self, ask: Ask) -> None:
         self.ask = ask
-        self.said: deque[Said] = deque()
-        self.news = asyncio.Event()
+        self.outputs: deque[TokenEvent] = deque()
+        self.has_output = asyncio.Event()
         self.left = ask.num_samples  # samples that have not ended
         self.jobs: list[str] = []  # rids of jobs sent to prefill and not aborted
         self.error = ""  # why this worker aborted it, if it did
 
-    def hear(self, said: Said) -> None:
+    def queue_output(self, output: TokenEvent) -> None:
         """Queue one output for the client. An abort that this worker caused becomes an error with
         its cause."""
-        if said.finish == "abort" and self.error:
-            said = msgspec.structs.replace(said, finish="error", error=self.error)
-        self.left -= said.finish is not None
-        self.said.append(said)
-        self.news.set()
+        if output.finish == "abort" and self.error:
+            output = msgspec.structs.replace(output, finish="error", error=self.error)
+        self.left -= output.finish is not None
+        self.outputs.append(output)
+        self.has_output.set()
 
 
 class DecodeWorker(Worker):
@@ -339,8 +339,8 @@ class DecodeWorker(Worker):
 
     def __init__(self, config: DecodeWorkerConfig) -> None:
         super().__init__(config)
-        # By rid; an entry goes when its stream ends, by `_give_up`.
-        self._open: dict[str, _Open] = {}
+        # By rid; an entry goes when its stream ends, by `_end_request`.
+        self._open: dict[str, _OpenRequest] = {}
         self._outputs: list[Any] = []  # of the current step; used by the engine's thread alone
         # The loop keeps only weak references to tasks: without this set one may be collected
         # midway.
@@ -372,7 +372,7 @@ class DecodeWorker(Worker):
     # --- a request --------------------------------------------------------------------------------
 
     async def _generate(self, request: Request) -> Response:
-        """Answer POST /generate by a stream of `Said` lines."""
+        """Answer POST /generate by a stream of `TokenEvent` lines."""
         ask = await self._read(request, Ask)
         if ask.rid in self._open:
             raise ApiError(400, f"request {ask.rid!r} is here already", code="RequestError")
@@ -381,31 +381,31 @@ class DecodeWorker(Worker):
         except PrefixKVError as error:
             raise ApiError(400, str(error), code=_name(error)) from None
         # Registered before it is submitted: outputs may come before `_call` returns.
-        one = self._open[ask.rid] = _Open(ask)
+        one = self._open[ask.rid] = _OpenRequest(ask)
         try:
-            await self._call(lambda engine: engine.submit(wanted, self._heard))
+            await self._call(lambda engine: engine.submit(wanted, self._collect_output))
         except BaseException:
-            await self._give_up(one)
+            await self._end_request(one)
             raise
         limits = self.settings.listen.limits
         return Stream(
-            self._lines(one), limits, "application/x-ndjson", end=lambda: self._give_up(one)
+            self._lines(one), limits, "application/x-ndjson", end=lambda: self._end_request(one)
         )
 
-    async def _lines(self, one: _Open) -> AsyncGenerator[bytes, None]:
+    async def _lines(self, one: _OpenRequest) -> AsyncGenerator[bytes, None]:
         """Yield the outputs of a request as they come, and an empty line as a sign of life after
         `LIFE_SIGN_S` without one."""
         while True:
-            await wait_set(one.news, LIFE_SIGN_S)
+            await wait_set(one.has_output, LIFE_SIGN_S)
             # Cleared before the queue is read: an output that comes in between sets it again.
-            one.news.clear()
-            lines = [msgspec.json.encode(said) for said in one.said]
-            one.said.clear()
+            one.has_output.clear()
+            lines = [msgspec.json.encode(output) for output in one.outputs]
+            one.outputs.clear()
             yield b"\n".join([*lines, b""]) if lines else b"\n"
             if not one.left:
                 return
 
-    async def _give_up(self, one: _Open) -> None:
+    async def _end_request(self, one: _OpenRequest) -> None:
         """End a request after its stream. What has not finished is aborted here and at prefill."""
         # Removed first: `_send_job` takes a missing entry as the sign to abort the job it has just
         # sent.
@@ -417,7 +417,7 @@ class DecodeWorker(Worker):
 
     # --- from the engine --------------------------------------------------------------------------
 
-    def _heard(self, output: Any) -> None:
+    def _collect_output(self, output: Any) -> None:
         """Keep an output of the current step. Called on the engine's thread."""
         self._outputs.append(output)
 
@@ -428,9 +428,9 @@ class DecodeWorker(Worker):
         outputs, self._outputs = self._outputs, []
         if jobs or outputs:
             # One wakeup of the loop per step, however many outputs the step has.
-            self._asyncio.call_soon_threadsafe(self._carry, jobs, outputs)
+            self._asyncio.call_soon_threadsafe(self._dispatch_step, jobs, outputs)
 
-    def _carry(self, jobs: list[Any], outputs: list[Any]) -> None:
+    def _dispatch_step(self, jobs: list[Any], outputs: list[Any]) -> None:
         """Send jobs to prefill, and hand outputs to the requests that wait for them."""
         # A request that was given up meanwhile is not in `_open`: its jobs and outputs are dropped.
         for job in jobs:
@@ -441,7 +441,7 @@ class DecodeWorker(Worker):
         for output in outputs:
             one = self._open.get(output.rid)
             if one is not None:
-                one.hear(_said(output))
+                one.queue_output(_event_of(output))
                 if output.finish in ("abort", "error"):
                     self._abort_jobs(one)
 
@@ -449,11 +449,11 @@ class DecodeWorker(Worker):
         """Give every open request an error for each sample that has not ended."""
         for one in self._open.values():
             for sample in range(one.left):
-                one.hear(Said(sample, finish="error", error="the worker has ended"))
+                one.queue_output(TokenEvent(sample, finish="error", error="the worker has ended"))
 
     # --- to prefill -------------------------------------------------------------------------------
 
-    async def _send_job(self, one: _Open, job: Any) -> None:
+    async def _send_job(self, one: _OpenRequest, job: Any) -> None:
         """Send one job to its prefill worker, and abort the request if it is not accepted."""
         url = one.ask.prefill_url
         try:
@@ -468,12 +468,12 @@ class DecodeWorker(Worker):
             one.error = f"the prefill worker at {url} does not take it: {why}"
             with contextlib.suppress(ClosedError):
                 self.loop.post(lambda engine: engine.abort(one.ask.rid))
-        # The request was given up while the job was on its way, so the abort that `_give_up` sent
-        # may have overtaken it: send another one behind it.
+        # The request was given up while the job was on its way, so the abort that `_end_request`
+        # sent may have overtaken it: send another one behind it.
         elif self._open.get(one.ask.rid) is not one:  # it was given up meanwhile
             await self._send_abort(url, [job.rid])
 
-    def _abort_jobs(self, one: _Open) -> None:
+    def _abort_jobs(self, one: _OpenRequest) -> None:
         """Tell prefill to end the jobs of a request, each at most once."""
         rids, one.jobs = one.jobs, []
         if rids:
@@ -492,7 +492,7 @@ class DecodeWorker(Worker):
         task.add_done_callback(self._tasks.discard)
 
 
-# --- what is said, in the words of the engine -----------------------------------------------------
+# --- messages to and from the engine's own types --------------------------------------------------
 
 
 def make_worker(config: WorkerConfig) -> PrefillWorker | DecodeWorker:
@@ -543,10 +543,10 @@ def _generate_of(ask: Ask) -> Any:
     )  # fmt: skip
 
 
-def _said(output: Any) -> Said:
+def _event_of(output: Any) -> TokenEvent:
     """Return an engine's output as it goes over the wire."""
     error = "" if output.error is None else f"{_name(output.error)}: {output.error}"
-    return Said(
+    return TokenEvent(
         output.sample, output.position, output.token, output.text, output.finish, error,
         output.hit_tokens, output.prefill_hit_tokens, output.shared_tokens,
     )  # fmt: skip
@@ -558,7 +558,7 @@ def _job_of(job: Any) -> Job:
     return Job(
         job.rid, job.tokens.tolist(), job.prefill, job.decode, job.room, job.generation,
         "" if job.namespace is None else job.namespace.salt, job.cacheable, job.is_known,
-        How(**asdict(choice.sampling)), choice.seed, choice.sample, choice.position,
+        SamplingParams(**asdict(choice.sampling)), choice.seed, choice.sample, choice.position,
     )  # fmt: skip
 
 

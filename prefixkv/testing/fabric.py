@@ -76,18 +76,18 @@ class _Write:
 
     number: int
     writer: FakeTransport
-    peer: _Peer
+    peer: _FakePeer
     job: ActiveJob
     part: Part
     tag: ChunkTag
     blocks: list[tuple[int, int, int, int]]
-    doom: Exception | None = None  # the error that its check will report
-    doomed_lands: bool = True  # whether blocks may still land after that error
+    pending_error: Exception | None = None  # the error that its check will report
+    lands_after_error: bool = True  # whether blocks may still land after that error
     ended: bool = False  # reported to the writer; may still have blocks to land
 
 
 @dataclass(eq=False, slots=True)
-class _Peer:
+class _FakePeer:
     """A peer of one transport. `routes` is None while it is not connected."""
 
     peer: PeerId
@@ -201,8 +201,8 @@ class FakeFabric:
         self._lost.append(peer)
         # A write that is doomed already keeps its error and its fate.
         for write in self._writes:
-            if write.peer.peer == peer and not write.ended and write.doom is None:
-                write.doom = _gone(peer)
+            if write.peer.peer == peer and not write.ended and write.pending_error is None:
+                write.pending_error = _gone(peer)
 
     def restore(self, peer: PeerId) -> None:
         """Undo `lose`."""
@@ -216,7 +216,7 @@ class FakeFabric:
         # The memory is gone with the process, so the blocks of writes into it are dropped.
         for write in self._writes:
             if write.peer.peer == peer and not write.ended:
-                write.doom, write.doomed_lands = _gone(peer), False
+                write.pending_error, write.lands_after_error = _gone(peer), False
                 write.blocks.clear()
         self._writes = [w for w in self._writes if w.blocks or not w.ended]
 
@@ -252,7 +252,7 @@ class FakeFabric:
         # 3. A sound one completes once all of its blocks have landed.
         if write.blocks:
             yield Action("land", *names), partial(self._land, write)
-        if write.doom is not None and not write.ended:
+        if write.pending_error is not None and not write.ended:
             yield Action("fail", *names), partial(self._fail, write)
         elif not write.blocks and not write.ended:
             yield Action("complete", *names), partial(self._complete, write)
@@ -310,13 +310,13 @@ class FakeFabric:
     def _fail(self, write: _Write) -> None:
         """End a doomed part. Its blocks stay if they may still land."""
         write.ended = True
-        if not write.doomed_lands:
+        if not write.lands_after_error:
             write.blocks.clear()
         # One with blocks left stays among the writes until they have landed, or its writer is
         # fenced.
         if not write.blocks:
             self._writes.remove(write)
-        write.writer.part_ended(write, write.doom)
+        write.writer.part_ended(write, write.pending_error)
 
     def _notify(self, notification: tuple[PeerId, PeerId, ChunkTag]) -> None:
         """Deliver a notification."""
@@ -332,7 +332,7 @@ class FakeFabric:
         return target is not None and not target.closed and peer not in self._lost
 
     def post(
-        self, writer: FakeTransport, peer: _Peer, job: ActiveJob, number: int
+        self, writer: FakeTransport, peer: _FakePeer, job: ActiveJob, number: int
     ) -> Exception | None:
         """Post a part. Returns the error if it is refused."""
         part = job.parts[number]
@@ -348,7 +348,7 @@ class FakeFabric:
         # RDMA gives no order within a write, so blocks land in a random one.
         self.random.shuffle(write.blocks)
         if fault is not None:
-            write.doom, write.doomed_lands = fault.error, fault.lands
+            write.pending_error, write.lands_after_error = fault.error, fault.lands
         self._writes.append(write)
         return None
 
@@ -405,7 +405,7 @@ class FakeTransport:
         self._sink = sink
         self._config = config
         self._memory = memory
-        self._peers: dict[PeerId, _Peer] = {}
+        self._peers: dict[PeerId, _FakePeer] = {}
         self._events: list[TransportEvent] = []
         self._jobs = JobTable(self._report, config.post_bytes, config.post_descriptors)
         # Jobs that failed without proof of drain; `renew` proves them by replacing the agent.
@@ -432,7 +432,7 @@ class FakeTransport:
                 return
             lost = PeerLostError(f"the memory of {peer.name} is another now")
             self._jobs.drop(known.outbox, lost)
-        self._peers[peer] = _Peer(peer, metadata, memory)
+        self._peers[peer] = _FakePeer(peer, metadata, memory)
         self._connect(self._peers[peer])
 
     def remove_peer(self, peer: PeerId) -> None:
@@ -506,7 +506,7 @@ class FakeTransport:
             elif peer.in_flight < self._config.window:
                 yield from self._post_choices(peer)
 
-    def _post_choices(self, peer: _Peer) -> Iterator[Choice]:
+    def _post_choices(self, peer: _FakePeer) -> Iterator[Choice]:
         """Yield the next part of each job that may post now."""
         for job in list(peer.outbox.round()):
             error: Exception | None = None
@@ -521,7 +521,7 @@ class FakeTransport:
             action = Action("post", self.me, peer.peer, job.job.job_id, tag)
             yield action, partial(self._post, peer, job, error)
 
-    def _post(self, peer: _Peer, job: ActiveJob, error: Exception | None) -> None:
+    def _post(self, peer: _FakePeer, job: ActiveJob, error: Exception | None) -> None:
         """Post a job's next part, or stop the job with the error of its `ready`."""
         if error is not None:
             self._jobs.stop(job, error)
@@ -554,7 +554,7 @@ class FakeTransport:
         self._events.append(event)
 
     def _ended(
-        self, peer: _Peer, job: ActiveJob, part: Part, error: Exception | None, may_land: bool
+        self, peer: _FakePeer, job: ActiveJob, part: Part, error: Exception | None, may_land: bool
     ) -> None:
         """Count a part as ended, and disconnect from a peer that is gone."""
         peer.in_flight -= 1
@@ -563,7 +563,7 @@ class FakeTransport:
             self._lose(peer, error)
         self._forget_if_unused(peer)
 
-    def _connect(self, peer: _Peer) -> None:
+    def _connect(self, peer: _FakePeer) -> None:
         """Check a peer's description against its real memory, as a handshake would, and start its
         parked jobs. A mismatch makes it unreachable."""
         peer.routes = None
@@ -588,7 +588,7 @@ class FakeTransport:
         peer.routes = routes
         self._jobs.start_parked(peer.outbox, routes)
 
-    def _lose(self, peer: _Peer, error: Exception) -> None:
+    def _lose(self, peer: _FakePeer, error: Exception) -> None:
         """Disconnect from a peer: its queued jobs fail, and its owner hears that it is
         unreachable."""
         peer.routes = None
@@ -596,7 +596,7 @@ class FakeTransport:
         if not peer.removed:
             self._events.append(PeerUnreachable(peer.peer, error))
 
-    def _forget_if_unused(self, peer: _Peer) -> None:
+    def _forget_if_unused(self, peer: _FakePeer) -> None:
         """Delete a removed peer once none of its parts is in flight."""
         if peer.removed and not peer.in_flight and self._peers.get(peer.peer) is peer:
             del self._peers[peer.peer]

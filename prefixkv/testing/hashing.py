@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-Words = npt.NDArray[np.uint64]
+Hashes = npt.NDArray[np.uint64]
 
 VOCABULARY: Final = 128_000  # token ids that `sample` returns are below it
 
@@ -20,7 +20,7 @@ _INVERSE: Final = pow(_FACTOR, -1, 2**64)
 _START: Final = 0x243F6A8885A308D3
 
 
-def splitmix64(values: Words) -> Words:
+def splitmix64(values: Hashes) -> Hashes:
     """Mix uint64 values by a bijection: each output bit depends on all input bits. Returns a new
     array of the same shape."""
     z = values + np.uint64(0x9E3779B97F4A7C15)
@@ -37,7 +37,7 @@ class PrefixHasher:
         self._powers = np.ones(1, dtype=np.uint64)  # _FACTOR ** i
         self._inverses = np.ones(1, dtype=np.uint64)
 
-    def prefixes(self, tokens: npt.NDArray[np.int32]) -> Words:
+    def prefixes(self, tokens: npt.NDArray[np.int32]) -> Hashes:
         """Return one hash per token: uint64, same length. O(n).
 
         >>> hasher = PrefixHasher()
@@ -57,17 +57,17 @@ class PrefixHasher:
         return self._powers[1 : n + 1] * np.cumsum(terms, dtype=np.uint64)
 
 
-def extend(hashes: Words, tokens: npt.NDArray[np.int32]) -> Words:
+def extend(hashes: Hashes, tokens: npt.NDArray[np.int32]) -> Hashes:
     """Return the hashes of prefixes that are each one token of `tokens` longer."""
     return hashes * np.uint64(_FACTOR) + tokens.astype(np.uint64) + np.uint64(1)
 
 
-def sample(hashes: Words) -> npt.NDArray[np.int32]:
+def sample(hashes: Hashes) -> npt.NDArray[np.int32]:
     """Return the token that follows each prefix; int32 in [0, VOCABULARY)."""
     return (splitmix64(~hashes) % np.uint64(VOCABULARY)).astype(np.int32)
 
 
-def _powers(base: int, count: int) -> Words:
+def _powers(base: int, count: int) -> Hashes:
     """Return `base` to the powers 0 to `count` - 1, modulo 2**64."""
     factors = np.full(count, base, dtype=np.uint64)
     factors[0] = 1

@@ -17,7 +17,7 @@ import numpy as np
 
 from prefixkv import DecodeConfig, DecodeRequest, Mesh, PrefillConfig, PrefillRequest, Request
 from prefixkv.spi import DecodeGroup, InternalError, PrefillGroup
-from prefixkv.testing.hashing import PrefixHasher, Words, sample
+from prefixkv.testing.hashing import Hashes, PrefixHasher, sample
 from prefixkv.testing.pattern import KVPattern, make_patterns, make_pools
 
 _IDLE_S: Final = 0.01
@@ -45,7 +45,7 @@ class StandInPrefill:
         self._chunk_tokens = chunk_tokens
         self._seconds_per_token = seconds_per_token
         self._hasher = PrefixHasher()
-        self.open: dict[str, Words] = {}  # by rid: hashes of a prompt that is not sent yet
+        self.open: dict[str, Hashes] = {}  # by rid: hashes of a prompt that is not sent yet
         self._computed: dict[str, int] = {}  # by rid: tokens computed or cached
         self._ready: deque[PrefillRequest] = deque()
         self.prompt_tokens = 0  # counts first attempts at cacheable prompts only
@@ -159,7 +159,7 @@ class NodePair:
                 self.decode.wait(_IDLE_S)
         return found
 
-    def wrong_pages(self, req: DecodeRequest) -> int:
+    def count_wrong_pages(self, req: DecodeRequest) -> int:
         """Count, over all ranks, a request's pages with a wrong byte in its tokens' KV."""
         # The token sampled last has no KV yet.
         output = np.array(req.output[:-1], dtype=np.int32)

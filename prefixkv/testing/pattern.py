@@ -19,7 +19,7 @@ from msgspec.structs import astuple, replace
 
 from prefixkv import KVPool, Mesh
 from prefixkv.spi import CallerError, KVLayout, Slab, pages_for
-from prefixkv.testing.hashing import Words, splitmix64
+from prefixkv.testing.hashing import Hashes, splitmix64
 
 Pages = npt.NDArray[np.int32]
 WordArray = npt.NDArray[Any]  # of unsigned words, 1 to 8 bytes
@@ -93,7 +93,7 @@ class KVPattern:
             for start, end, first, step in _even_runs(layout)
         ]
 
-    def fill(self, pages: Pages, start: int, hashes: Words) -> None:
+    def fill(self, pages: Pages, start: int, hashes: Hashes) -> None:
         """Write the KV of tokens `start` to `len(hashes)`. Raises CallerError if `pages` has too
         few."""
         values = self._values(pages, hashes)
@@ -105,14 +105,14 @@ class KVPattern:
             for view, places in self._groups:
                 np.bitwise_xor(own, places, out=view[:, page : page + run, slot : slot + count])
 
-    def fill_tokens(self, pages: Pages, slots: npt.NDArray[np.int64], hashes: Words) -> None:
+    def fill_tokens(self, pages: Pages, slots: npt.NDArray[np.int64], hashes: Hashes) -> None:
         """Write one token of each of several requests: the one with `hashes[i]` to slot `slots[i]`
         of page `pages[i]`."""
         values = splitmix64(hashes ^ self._salt).astype(self._dtype).reshape(1, -1, 1, 1)
         for view, places in self._groups:
             view[:, pages, slots] = values ^ places[:, 0]
 
-    def mismatches(self, pages: Pages, hashes: Words) -> int:
+    def mismatches(self, pages: Pages, hashes: Hashes) -> int:
         """Count the pages that have a wrong byte in any of tokens 0 to `len(hashes)`."""
         values = self._values(pages, hashes)
         wrong = 0
@@ -134,7 +134,7 @@ class KVPattern:
                 wrong += int(bad.sum())
         return wrong
 
-    def _values(self, pages: Pages, hashes: Words) -> WordArray:
+    def _values(self, pages: Pages, hashes: Hashes) -> WordArray:
         """Return the word of each token's prefix. Raises CallerError if `pages` has too few."""
         needed = pages_for(len(hashes), self.page_size)
         if len(pages) < needed:
@@ -155,12 +155,12 @@ class MirroredPattern(KVPattern):
         )  # fmt: skip
         super().__init__(self.mirror.layout, salt, self.mirror, place)
 
-    def fill(self, pages: Pages, start: int, hashes: Words) -> None:
+    def fill(self, pages: Pages, start: int, hashes: Hashes) -> None:
         """See `KVPattern.fill`."""
         touched = self.fill_mirror(pages, start, hashes)
         self._pool.write_pages(touched, self.mirror.read_pages(touched))
 
-    def fill_mirror(self, pages: Pages, start: int, hashes: Words) -> Pages:
+    def fill_mirror(self, pages: Pages, start: int, hashes: Hashes) -> Pages:
         """Fill the mirror alone; its other slots are as in the pool. Returns the pages touched."""
         touched = pages[start // self.page_size : pages_for(len(hashes), self.page_size)]
         # Whole pages are copied back: fetch first, or other tokens of these pages would be
@@ -169,14 +169,14 @@ class MirroredPattern(KVPattern):
         super().fill(pages, start, hashes)
         return touched
 
-    def fill_tokens(self, pages: Pages, slots: npt.NDArray[np.int64], hashes: Words) -> None:
+    def fill_tokens(self, pages: Pages, slots: npt.NDArray[np.int64], hashes: Hashes) -> None:
         """See `KVPattern.fill_tokens`."""
         touched = np.unique(pages)
         self._fetch(touched)
         super().fill_tokens(pages, slots, hashes)
         self._pool.write_pages(touched, self.mirror.read_pages(touched))
 
-    def mismatches(self, pages: Pages, hashes: Words) -> int:
+    def mismatches(self, pages: Pages, hashes: Hashes) -> int:
         """See `KVPattern.mismatches`."""
         # Only the pages that hold these tokens: a pool of a GPU is slow to read.
         self._fetch(pages[: pages_for(len(hashes), self.page_size)])

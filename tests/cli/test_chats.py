@@ -12,12 +12,12 @@ import pytest
 from rich.console import Console
 
 from prefixkv.cli.chats.command import compare
-from prefixkv.cli.chats.play import Played, Words, play
+from prefixkv.cli.chats.play import Played, Vocabulary, play
 from prefixkv.cli.chats.report import ChatsReport
-from prefixkv.cli.chats.workers import Answer, ModelWorkerError
+from prefixkv.cli.chats.workers import ChatAnswer, ModelWorkerError
 from prefixkv.cli.chats.workload import Run, Turn, Workload, chat
 
-WORDS = Words(10, 20, system=1, user=2, assistant=3, stop=4)
+WORDS = Vocabulary(10, 20, system=1, user=2, assistant=3, stop=4)
 
 
 class Workers:
@@ -38,7 +38,7 @@ class Workers:
                 await asyncio.sleep(1000)
         finally:
             self.open -= 1
-        return Answer(list(prompt), num, [len(prompt)] * num)
+        return ChatAnswer(list(prompt), num, [len(prompt)] * num)
 
 
 def test_a_prompt_is_all_that_was_said():
@@ -82,7 +82,7 @@ def test_one_that_fails_ends_the_others_and_says_why():
 
 
 def answer(prompt, tokens, hit, prefill_hit, ttft_s, shared=0):
-    return Answer(list(range(prompt)), 4, tokens, hit, prefill_hit, shared, ttft_s, [0.01])
+    return ChatAnswer(list(range(prompt)), 4, tokens, hit, prefill_hit, shared, ttft_s, [0.01])
 
 
 def both():

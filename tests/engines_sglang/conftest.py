@@ -14,7 +14,7 @@ import pytest
 from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.engines.sglang.memory import pool_of
 from prefixkv.engines.sglang.receives import Receive, Receives
-from prefixkv.engines.sglang.sends import Send, Sends
+from prefixkv.engines.sglang.sends import RoomSend, RoomSends
 from prefixkv.transfer import DecodeTransfers, PrefillTransfers
 from tests.models.patience import until
 
@@ -47,14 +47,14 @@ class Servers:
     def __init__(self) -> None:
         self.tickets = itertools.count(1)
         self.source, self.target = Memory(filled=True), Memory(filled=False)
-        self.sends = Sends(PrefillTransfers(self.source.pool, PrefillConfig("prefill-0")), PAGE)
+        self.sends = RoomSends(PrefillTransfers(self.source.pool, PrefillConfig("prefill-0")), PAGE)
         self.receives = Receives(DecodeTransfers(self.target.pool, DecodeConfig("decode-0")), PAGE)
 
     @property
     def prefill(self) -> str:
         return self.sends.transfers.endpoint
 
-    def begin(self, room: int, num_pages: int, prompt: str = "prompt") -> Send:
+    def begin(self, room: int, num_pages: int, prompt: str = "prompt") -> RoomSend:
         return self.sends.begin(room, digest(prompt), num_pages)
 
     def announce(self, room: int, decode: str = "decode-0", prompt: str = "prompt") -> None:

@@ -15,7 +15,7 @@ from prefixkv.config import ControlConfig, DecodeConfig, PrefillConfig
 from prefixkv.engines.sglang import fences
 from prefixkv.engines.sglang.fences import FENCES, FenceFolder
 from prefixkv.engines.sglang.receives import Receives
-from prefixkv.engines.sglang.sends import Sends
+from prefixkv.engines.sglang.sends import RoomSends
 from prefixkv.errors import ConfigError
 from prefixkv.protocol.ids import PeerId
 from prefixkv.transfer import DecodeTransfers, KVPoll, PrefillTransfers
@@ -26,7 +26,7 @@ from tests.models.processes import Command
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(fences, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(fences, "POLL_EVERY_S", 0.0)
     made = tmp_path / "fences of one"
     made.mkdir(mode=0o700)
     return made
@@ -35,7 +35,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def prefill_child() -> None:
     """Sends the first of three pages of room 1, and goes on living."""
     transfers = PrefillTransfers(Memory(filled=True).pool, PrefillConfig("prefill-0"))
-    sends = Sends(transfers, PAGE)
+    sends = RoomSends(transfers, PAGE)
     send = sends.begin(1, digest("prompt"), 3)
     sends.announce(1, "decode-0", digest("prompt"))
     print(transfers.endpoint, *transfers.peer_id, flush=True)
@@ -70,7 +70,7 @@ def test_pages_that_a_dead_process_held_come_back_when_the_operator_says_so(
 
     def told() -> list[dict[str, object]]:
         receives.pump()
-        place.look(receives.transfers)
+        place.poll(receives.transfers)
         found: list[dict[str, object]] = json.loads((folder / "decode-0.lost").read_text())
         return found
 
@@ -99,7 +99,7 @@ def test_prefill_reads_it_too(servers: Servers, folder: Path) -> None:
     servers.until(lambda: send.poll is KVPoll.WAITING_FOR_INPUT)
     decode = servers.receives.transfers.peer_id
     (folder / FENCES).write_text(f"{decode.name} {decode.incarnation:X}")
-    FenceFolder(str(folder), "prefill-0").look(servers.sends.transfers)
+    FenceFolder(str(folder), "prefill-0").poll(servers.sends.transfers)
     servers.until(lambda: send.poll is KVPoll.FAILED)
     assert "was fenced" in send.error
 
@@ -121,35 +121,35 @@ def test_lines_are_taken_once_and_what_is_none_is_passed_over(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     place, asked, file = FenceFolder(str(folder), "tp/1"), Asked(), folder / FENCES
-    place.look(asked)
+    place.poll(asked)
     assert json.loads((folder / "tp_1.lost").read_text()) == [
         {"peer": "p one/1", "life": "3f", "why": "suspect", "held": 7}
     ]
     file.write_text("\n# all of rack 3\np one/1   3f\nprefill-1\nprefill-2 soon\n\xff\n")
-    place.look(asked)
+    place.poll(asked)
     assert asked.fenced == [PeerId("p one/1", 0x3F)]
     assert [line for line in caplog.messages if "is no name and life" in line] == [
         f"{file}: {bad!r} is no name and life" for bad in ("prefill-1", "prefill-2 soon", "\xff")
     ]
     with file.open("a") as more:
         more.write("p one/1 40\n")
-    place.look(asked)
+    place.poll(asked)
     file.unlink()
-    place.look(asked)
+    place.poll(asked)
     file.write_text("p one/1 41\np one/1 3f\n")
-    place.look(asked)
+    place.poll(asked)
     assert [peer.incarnation for peer in asked.fenced] == [0x3F, 0x40, 0x41]
 
 
 def test_it_is_looked_at_once_a_second(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     place, asked = FenceFolder(str(tmp_path), "decode-0"), Asked()
-    place.look(asked)
+    place.poll(asked)
     (tmp_path / FENCES).write_text("p 1\n")
-    place.look(asked)
+    place.poll(asked)
     assert asked.fenced == []
-    place._next_s -= fences.LOOK_EVERY_S
-    place.look(asked)
+    place._next_s -= fences.POLL_EVERY_S
+    place.poll(asked)
     assert asked.fenced == [PeerId("p", 1)]
 
 
@@ -188,7 +188,7 @@ def test_a_word_that_another_user_could_have_written_is_not_taken(
     else:
         file.write_text("p 1\n")
         (file if what == "file" else folder).chmod(0o622 if what == "file" else 0o720)
-    place.look(asked)
+    place.poll(asked)
     assert asked.fenced == []
     assert "is not read" in caplog.text
     assert (folder / "decode-0.lost").is_file()
@@ -197,9 +197,9 @@ def test_a_word_that_another_user_could_have_written_is_not_taken(
 def test_a_folder_that_is_gone_ends_nothing(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     place, asked = FenceFolder(str(folder), "decode-0"), Asked()
     folder.rmdir()
-    place.look(asked)
+    place.poll(asked)
     assert "fence_folder: " in caplog.text
     folder.mkdir(mode=0o700)
     (folder / FENCES).write_text("p 1\n")
-    place.look(asked)
+    place.poll(asked)
     assert asked.fenced == [PeerId("p", 1)]

@@ -8,7 +8,7 @@ import pytest
 
 from prefixkv.engines.sglang import sends as sends_module
 from prefixkv.engines.sglang.receives import Receive
-from prefixkv.engines.sglang.sends import Send
+from prefixkv.engines.sglang.sends import RoomSend
 from prefixkv.transfer import KVPoll
 from tests.engines_sglang.conftest import PAGE, Servers, digest
 from tests.models.patience import lasting_address, until
@@ -185,20 +185,20 @@ def test_what_is_kept_of_rooms_without_a_request_is_bounded(
         servers.sends.abort(servers.begin(room, 1), "enough")
     assert servers.begin(1, 1).decode == ""  # forgotten
     first = servers.begin(20, 1)
-    monkeypatch.setattr(sends_module, "MAX_SECONDS", 2)
+    monkeypatch.setattr(sends_module, "MAX_DUPLICATES", 2)
     servers.announce(20)
     for number in range(5):
         servers.sends.decline(20, digest(str(number)), "no")
         servers.announce(20, prompt=str(number))
-    assert len(first.seconds) == len(first.later) == 2
+    assert len(first.duplicates) == len(first.later_announcements) == 2
     assert servers.begin(2, 1).decode == "decode-0"
-    assert [*servers.sends._gone] == [12, 13, 14]
+    assert [*servers.sends._declined] == [12, 13, 14]
 
 
 # --- one number, several requests -----------------------------------------------------------------
 
 
-def finish(servers: Servers, send: Send, receive: Receive, source: list[int]) -> None:
+def finish(servers: Servers, send: RoomSend, receive: Receive, source: list[int]) -> None:
     """A request to its end, of which prefill's engine has not asked yet."""
     servers.until(lambda: send.poll is KVPoll.WAITING_FOR_INPUT)
     servers.sends.send(send, source, last=True, aux=b"row")
@@ -249,11 +249,11 @@ def test_what_ended_on_prefill_is_refused_after_a_grace(servers: Servers) -> Non
     servers.announce(1)
     now_s += sends_module.GRACE_S / 2
     servers.sends.pump()
-    assert [*servers.sends._doubtful] == [1]
+    assert [*servers.sends._unclaimed] == [1]
     now_s += sends_module.GRACE_S / 2
     servers.until(lambda: receive.outcome and not receive.held)
     assert "enough" in receive.error
-    assert not servers.sends._doubtful
+    assert not servers.sends._unclaimed
 
 
 def test_a_second_request_of_a_number_fails_alone_on_both_sides(servers: Servers) -> None:
@@ -316,7 +316,7 @@ def test_a_number_that_decode_gave_up_ends_or_serves_its_next_request(
         assert served(servers, send, receive)
 
 
-def served(servers: Servers, send: Send, receive: Receive) -> bool:
+def served(servers: Servers, send: RoomSend, receive: Receive) -> bool:
     servers.until(lambda: send.poll in (KVPoll.WAITING_FOR_INPUT, KVPoll.FAILED))
     if send.poll is KVPoll.FAILED:
         servers.until(lambda: receive.outcome and not receive.held)
@@ -366,7 +366,7 @@ def test_what_is_withdrawn_of_a_number_fails_no_other_request(servers: Servers) 
     servers.sends.withdraw(2, "decode-0", b"", "no room")
     servers.sends.decline(2, digest("prompt"), "no room here")
     assert not servers.sends._withdrawn
-    assert not servers.sends._gone
+    assert not servers.sends._declined
     servers.sends.withdraw(3, "decode-0", b"", "no room")
     now_s = servers.sends._clock() + sends_module.WITHDRAWN_S
     servers.sends._clock = lambda: now_s
@@ -409,7 +409,7 @@ def test_of_two_requests_alike_the_second_ends_on_prefill_too(servers: Servers, 
     if comes == "behind":
         assert servers.begin(1, 3).error == "decode: twice"
     assert not servers.sends._withdrawn
-    assert bool(servers.sends._gone) == (comes == "behind")
+    assert bool(servers.sends._declined) == (comes == "behind")
     send, receive = servers.begin(1, 3), servers.open(1, 3, [5, 6, 7])
     servers.announce(1)
     assert served(servers, send, receive)

@@ -15,7 +15,7 @@ import torch
 
 from prefixkv.config import ControlConfig, ModelConfig, TransportConfig
 from prefixkv.engines.vllm.layout import pool_of
-from prefixkv.engines.vllm.options import OPTION_NAMES, Options
+from prefixkv.engines.vllm.options import OPTION_NAMES, ConnectorOptions
 from prefixkv.engines.vllm.scheduler import SchedulerSide
 from prefixkv.engines.vllm.worker import WorkerSide
 
@@ -128,12 +128,12 @@ class Request:
         self.loaded_from: int | None = None  # tokens that were cached when it was loaded
 
 
-def options(name: str, **more: Any) -> Options:
+def options(name: str, **more: Any) -> ConnectorOptions:
     said: dict[str, Any] = {
         "control": ControlConfig(heartbeat_s=0.1, resend_s=0.05, fence_settle_s=0.05),
         "transport": TransportConfig(trial_peers=False),
     }
-    return Options(name, **({"bind": "tcp://127.0.0.1:*"} | said | more))
+    return ConnectorOptions(name, **({"bind": "tcp://127.0.0.1:*"} | said | more))
 
 
 class Engine:
@@ -211,13 +211,13 @@ class Engine:
                 start, count = scheduled[request.request_id]
                 self._forward(request, start, start + count)
         self.worker.after_forward(orders)
-        results, news = self.worker.take_results(), self.worker.take_news()
+        results, news = self.worker.take_results(), self.worker.take_report()
         self._update(results, news)
         self.scheduler.check_invariants()
 
     def _admit(self, request: Request, scheduled: dict[str, tuple[int, int]]) -> None:
         cached = self._cached(request)
-        matched, _ = self.scheduler.matched(request, len(cached) * BLOCK)
+        matched, _ = self.scheduler.count_loadable(request, len(cached) * BLOCK)
         if request.skip_reading_prefix_cache:  # vLLM's word, whatever the connector's is
             matched = 0
         if matched is None:
@@ -289,7 +289,7 @@ class Engine:
             if request.computed == request.num_prompt_tokens:
                 self.running.remove(request)
                 self._end(request, "done")
-        self.scheduler.heard(news, results.received)
+        self.scheduler.take_reports(news, results.received)
         for rid, answer in self.scheduler.take_ended().items():
             self.abort(rid)
             self.outputs[rid].answer = answer

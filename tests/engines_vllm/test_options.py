@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from prefixkv.engines.vllm.options import Options
+from prefixkv.engines.vllm.options import ConnectorOptions
 from prefixkv.engines.vllm.stats import GAUGES, METRICS
 from prefixkv.errors import ConfigError
 
 
 def test_what_is_said_is_what_is_meant() -> None:
-    made = Options.of(
+    made = ConnectorOptions.of(
         {
             "name": "decode-3",
             "join_flights": False,
@@ -34,7 +34,9 @@ def test_what_is_said_is_what_is_meant() -> None:
     assert made.control.curve is not None
     assert made.control.curve.public_key == "p" * 40
     assert made.transport.interface == "eth0"
-    assert Options.of({"name": "p", "bind": "tcp://10.0.0.1:7"}, 1).bind == "tcp://10.0.0.1:7"
+    assert (
+        ConnectorOptions.of({"name": "p", "bind": "tcp://10.0.0.1:7"}, 1).bind == "tcp://10.0.0.1:7"
+    )
 
 
 @pytest.mark.parametrize(
@@ -60,12 +62,12 @@ def test_what_is_said_is_what_is_meant() -> None:
 )
 def test_mistakes_are_named(said: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        Options.of(said, 1)
+        ConnectorOptions.of(said, 1)
 
 
 def test_the_document_has_every_option_and_every_metric() -> None:
     text = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text(encoding="utf-8")
-    for one in fields(Options):
+    for one in fields(ConnectorOptions):
         assert f"| `{one.name}` |" in text
     for name in METRICS | GAUGES:
         assert f"`{name}`" in text

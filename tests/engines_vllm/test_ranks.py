@@ -12,7 +12,7 @@ import torch
 
 from prefixkv.config import ModelConfig
 from prefixkv.engines.vllm.layout import pool_of
-from prefixkv.engines.vllm.orders import News, Orders
+from prefixkv.engines.vllm.orders import StepOrders, WorkerReport
 from prefixkv.engines.vllm.scheduler import SchedulerSide
 from prefixkv.engines.vllm.worker import Results, WorkerSide
 from tests.engines_vllm.standin import (
@@ -103,7 +103,7 @@ class Server:
             worker.after_forward(orders)
         self.hear(orders)
 
-    def hear(self, orders: Orders) -> None:
+    def hear(self, orders: StepOrders) -> None:
         received, news = [], None
         for worker in self.workers:
             results: Results = worker.take_results()
@@ -112,10 +112,10 @@ class Server:
                 self._left[rid] = self._left.get(rid, self.num_ranks) - 1
                 if not self._left[rid]:
                     received.append(rid)
-            said: News | None = worker.take_news()
+            said: WorkerReport | None = worker.take_report()
             news = said if news is None else news if said is None else news.aggregate(said)
         self.received += received
-        self.scheduler.heard(news, received)
+        self.scheduler.take_reports(news, received)
         self.scheduler.check_invariants()
 
     def close(self) -> None:
@@ -138,7 +138,7 @@ def admit(prefill: Server, decode: Server, sending: Request, source: list[int]) 
     def allowed() -> bool:
         decode.step()
         prefill.step()
-        return prefill.scheduler.matched(sending, 0) == (0, False)
+        return prefill.scheduler.count_loadable(sending, 0) == (0, False)
 
     until(allowed)
     prefill.scheduler.allocated(sending, source, 0)
@@ -158,9 +158,9 @@ def test_every_rank_gets_its_share() -> None:
         sending, loading = Request("1", PROMPT, send), Request("1", PROMPT, load)
         prefill.scheduler.on_new_request(sending)
         decode.scheduler.on_new_request(loading)
-        assert decode.scheduler.matched(loading, 0) == (18, True)
+        assert decode.scheduler.count_loadable(loading, 0) == (18, True)
         decode.scheduler.allocated(loading, target, 18)
-        assert prefill.scheduler.matched(sending, 0) == (None, False)
+        assert prefill.scheduler.count_loadable(sending, 0) == (None, False)
         admit(prefill, decode, sending, source)
         prefill.step(computed("1", 18, source))
         prefill.scheduler.finished(sending, source)
@@ -261,10 +261,10 @@ def test_blocks_are_held_until_the_last_rank_has_its_proof() -> None:
     side.on_new_request(request)
     blocks = pool.new_blocks(5) or []
     side.allocated(request, [block.block_id for block in blocks], 18)
-    side.heard(News(failed={"1": "lost"}, settled=["1"]), ["1"])
+    side.take_reports(WorkerReport(failed={"1": "lost"}, settled=["1"]), ["1"])
     pool.free_blocks(blocks)  # vLLM's own reference
     assert side.gauges()["held_blocks"] == 5
     assert len(pool.free) == NUM_BLOCKS - 5
-    side.heard(News(settled=["1"]), ())
+    side.take_reports(WorkerReport(settled=["1"]), ())
     assert len(pool.free) == NUM_BLOCKS
     side.check_invariants()

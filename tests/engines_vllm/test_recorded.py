@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from prefixkv.engines.vllm.orders import News
+from prefixkv.engines.vllm.orders import WorkerReport
 from prefixkv.engines.vllm.scheduler import SchedulerSide
 from tests.engines_vllm.standin import Block, options
 
@@ -78,7 +78,7 @@ class Replay:
                 self.requests[call["request_id"]] = request_of(call)
                 side.on_new_request(self.requests[call["request_id"]])
             case "matched":
-                result = side.matched(self.requests[rid], call["computed"])
+                result = side.count_loadable(self.requests[rid], call["computed"])
                 assert list(result) == call["result"]
             case "allocated":
                 side.allocated(self.requests[rid], call["pages"], call["external"])
@@ -86,7 +86,9 @@ class Replay:
                 result = said(asdict(side.orders(self.step(call))))
                 assert result == untold(call["result"])
             case "heard":
-                side.heard(None if call["news"] is None else News(**call["news"]), call["received"])
+                side.take_reports(
+                    None if call["news"] is None else WorkerReport(**call["news"]), call["received"]
+                )
             case "finished":
                 assert side.finished(self.requests[rid], call["pages"]) == call["result"]
                 assert side.busy == call["busy"]
@@ -114,7 +116,7 @@ class Replay:
 def test_each_call_of_vllm_is_answered_as_it_was(name: str) -> None:
     roles = {"is_producer": name == "prefill-0", "is_consumer": name == "decode-0"}
     replay = Replay(SchedulerSide(options(name), BLOCK, **roles))
-    replay.side.hang_bell(
+    replay.side.set_wakeup_address(
         next(c["result"]["bell"] for c in RECORDED[name] if c["call"] == "orders")
     )
     for call in RECORDED[name]:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from prefixkv.engines.vllm.orders import News
+from prefixkv.engines.vllm.orders import WorkerReport
 from prefixkv.engines.vllm.scheduler import SchedulerSide
 from tests.engines_vllm.standin import BLOCK, BlockPool, Request, options
 
@@ -35,9 +35,9 @@ def test_hashes_may_be_of_parts_of_blocks() -> None:
         made.on_new_request(request)
     made.allocated(first, range(8), 30)
     assert len(made.flights) == 7
-    assert made.matched(second, 0) == (None, False)
+    assert made.count_loadable(second, 0) == (None, False)
     second.block_hashes[3] = 0  # the second block differs
-    assert made.matched(second, BLOCK) == (26, True)
+    assert made.count_loadable(second, BLOCK) == (26, True)
 
 
 @pytest.mark.parametrize("missing", [1, 2, 6])
@@ -57,7 +57,9 @@ def test_the_last_blocks_may_have_no_hash(missing: int, hash_size: int) -> None:
     for block in range(6):
         missed = len(tokens) - block * BLOCK
         joins = block < whole
-        assert made.matched(second, block * BLOCK) == ((None, False) if joins else (missed, True))
+        assert made.count_loadable(second, block * BLOCK) == (
+            (None, False) if joins else (missed, True)
+        )
 
 
 def test_the_block_that_is_partly_filled_flies_for_its_request_alone() -> None:
@@ -66,9 +68,9 @@ def test_the_block_that_is_partly_filled_flies_for_its_request_alone() -> None:
     for request in (first, second):
         made.on_new_request(request)
     made.allocated(first, range(8), 30)
-    assert made.matched(second, 28) == (2, True)
+    assert made.count_loadable(second, 28) == (2, True)
     made.allocated(second, range(8, 16), 2)
-    made.heard(News(settled=["1"]), ["1"])
+    made.take_reports(WorkerReport(settled=["1"]), ["1"])
     assert len(made.flights) == 0
     made.check_invariants()
 
@@ -78,7 +80,7 @@ def test_matching_changes_nothing() -> None:
     request = load("1", 1)
     made.on_new_request(request)
     for _ in range(3):
-        assert made.matched(request, 8) == (22, True)
+        assert made.count_loadable(request, 8) == (22, True)
     assert not made.orders(_nothing())
     made.finished(request, [])
     (refusal,) = made.orders(_nothing()).refusals

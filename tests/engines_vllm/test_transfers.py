@@ -11,7 +11,7 @@ import pytest
 
 from prefixkv.config import ControlConfig
 from prefixkv.engines.vllm import scheduler
-from prefixkv.engines.vllm.orders import News
+from prefixkv.engines.vllm.orders import WorkerReport
 from prefixkv.errors import ConfigError, RequestError
 from tests.engines_vllm.conftest import MakeServers, Servers
 from tests.engines_vllm.standin import BLOCK, Engine, Request
@@ -216,15 +216,15 @@ def test_blocks_of_a_failed_load_are_held_until_no_write_can_land(
     nobody."""
     worker, kept = servers.decode.worker, []
 
-    def without_proof() -> News | None:
+    def without_proof() -> WorkerReport | None:
         news = real()
         if news is not None:
             kept.extend(news.settled)
             news.settled = []
         return news
 
-    real = worker.take_news
-    monkeypatch.setattr(worker, "take_news", without_proof)
+    real = worker.take_report
+    monkeypatch.setattr(worker, "take_report", without_proof)
     load, send = servers.requests("1", PROMPT)
     servers.decode.add(load)
     servers.prefill.add(send)
@@ -238,10 +238,10 @@ def test_blocks_of_a_failed_load_are_held_until_no_write_can_land(
     servers.until(lambda: kept == ["1"])
     assert servers.decode.num_used == len(promised) == 8
     assert servers.decode.scheduler.busy
-    servers.decode.scheduler.heard(News(overdue=["1"]), ())
+    servers.decode.scheduler.take_reports(WorkerReport(overdue=["1"]), ())
     assert not servers.decode.scheduler.busy  # the engine may rest; the blocks stay
     assert servers.decode.num_used == 8
-    servers.decode.scheduler.heard(News(settled=["1"]), ())
+    servers.decode.scheduler.take_reports(WorkerReport(settled=["1"]), ())
     servers.settle()
 
 

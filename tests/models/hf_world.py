@@ -20,7 +20,7 @@ from prefixkv.engines.hf import (
     PrefillEngine,
     Sampling,
 )
-from prefixkv.engines.hf.models import copy_of
+from prefixkv.engines.hf.models import unpaged_copy
 from tests.models.patience import NEVER_S, until
 
 _CONTROL = ControlConfig(
@@ -136,7 +136,7 @@ class Reference:
     """The model by itself, as transformers runs it."""
 
     def __init__(self, model: PagedModel) -> None:
-        self.model = copy_of(model)
+        self.model = unpaged_copy(model)
 
     @torch.inference_mode()
     def greedy(self, tokens: Any, num: int) -> list[int]:

@@ -12,7 +12,7 @@ from urllib.error import HTTPError
 import openai
 import torch
 
-from prefixkv.engines.hf.models import copy_of
+from prefixkv.engines.hf.models import unpaged_copy
 from prefixkv.engines.hf.small import CHAT_TEMPLATE, small_model, small_tokenizer
 from prefixkv.serving.text import Texts
 from tests.models.patience import PATIENCE_S, until
@@ -106,7 +106,7 @@ class Expected:
     """What the small model says by itself."""
 
     def __init__(self, seed: int = 0) -> None:
-        self._model = copy_of(small_model(seed, trial=False))
+        self._model = unpaged_copy(small_model(seed, trial=False))
         self.texts = Texts(small_tokenizer(), CHAT_TEMPLATE)
 
     def tokens(self, prompt: list[int], num: int) -> list[int]:

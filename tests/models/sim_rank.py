@@ -27,7 +27,7 @@ from prefixkv.runtime.copies import StagingCopies
 from prefixkv.staging.receiver import Scatter
 from prefixkv.staging.sender import Gather
 from prefixkv.testing.fabric import FakeFabric
-from prefixkv.testing.hashing import Words
+from prefixkv.testing.hashing import Hashes
 from prefixkv.transport.base import WriteJob
 from prefixkv.transport.offers import split_offers
 from tests.models.sim_memory import Buffer, Memory
@@ -143,13 +143,13 @@ class SimRank:
         memory = self.memory, self.state
         self.transport = world.fabric.transport(*what, memory=memory)
 
-    def fill(self, pages: Pages, start: int, hashes: Words, slot: int = -1) -> None:
+    def fill(self, pages: Pages, start: int, hashes: Hashes, slot: int = -1) -> None:
         """Compute the KV of tokens `start` to `len(hashes)`, and the state behind the last."""
         self.memory.pattern.fill(pages, start, hashes)
         if slot >= 0 and self.state is not None:
             self.state.fill(slot, int(hashes[-1]))
 
-    def check_bytes(self, of: object, pages: Pages, hashes: Words, slot: int = -1) -> None:
+    def check_bytes(self, of: object, pages: Pages, hashes: Hashes, slot: int = -1) -> None:
         wrong = self.memory.pattern.mismatches(pages, hashes)
         assert wrong == 0, f"law 8: {wrong} pages of {of} are wrong on {self.me}"
         if slot >= 0 and self.state is not None:

@@ -21,7 +21,7 @@ from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.protocol.messages import Promise
 from prefixkv.ranks.leader import RankLeader
 from prefixkv.ranks.replica import RankLog
-from prefixkv.testing.hashing import Words
+from prefixkv.testing.hashing import Hashes
 from tests.models.sim import Sim, scrambled, shape_of, storm_of
 from tests.models.sim_rank import DecodeRank, PrefillRank
 
@@ -65,7 +65,7 @@ class Use:
     ticket: int
     prefix_len: int
     pages: np.ndarray
-    hashes: Words = field(repr=False)
+    hashes: Hashes = field(repr=False)
     sendings: list[Sending]
     chunks: list[int]  # ends, still to be handed over
     poll: KVPoll | None = None  # as decode's scheduler was told

@@ -21,15 +21,15 @@ from prefixkv.serving.config import Limits
 from prefixkv.serving.feed import EventTap
 from prefixkv.serving.fleet import Fleet
 from prefixkv.serving.http import ApiError, HttpServer, Stream, json_response, make_app
-from prefixkv.serving.wire import Ask, Fence, Lost, Said, WorkerInfo
+from prefixkv.serving.wire import Ask, Fence, LostPeer, TokenEvent, WorkerInfo
 from tests.models.patience import NEVER_S, PATIENCE_S
 
 LIMITS = Limits(1 << 20, NEVER_S, NEVER_S, NEVER_S, NEVER_S)
 PROMPT = list(range(40))
-TOKEN = Said(token=7)
-END = Said(token=8, position=1, finish="length")
-Say = Callable[[], AsyncGenerator[Said, None]]
-LOST = [Lost("peer", "1f", "silent", 3)]
+TOKEN = TokenEvent(token=7)
+END = TokenEvent(token=8, position=1, finish="length")
+Say = Callable[[], AsyncGenerator[TokenEvent, None]]
+LOST = [LostPeer("peer", "1f", "silent", 3)]
 
 
 class Worker:
@@ -73,7 +73,7 @@ class Worker:
         self.under_way += 1
         return Stream(self._lines(self.say()), LIMITS, "x", end=self._over)
 
-    async def _lines(self, answer: AsyncGenerator[Said, None]) -> AsyncGenerator[bytes, None]:
+    async def _lines(self, answer: AsyncGenerator[TokenEvent, None]) -> AsyncGenerator[bytes, None]:
         async for said in answer:
             line = msgspec.json.encode(said) + b"\n"
             yield line[:5]  # lines come in pieces of any size
@@ -95,25 +95,25 @@ class Worker:
         return json_response(LOST, self.lost_status)
 
 
-async def well() -> AsyncGenerator[Said, None]:
+async def well() -> AsyncGenerator[TokenEvent, None]:
     yield TOKEN
     yield END
 
 
-async def fails() -> AsyncGenerator[Said, None]:
-    yield Said(finish="error", error="no memory")
+async def fails() -> AsyncGenerator[TokenEvent, None]:
+    yield TokenEvent(finish="error", error="no memory")
 
 
-async def says_nothing() -> AsyncGenerator[Said, None]:
+async def says_nothing() -> AsyncGenerator[TokenEvent, None]:
     return
     yield
 
 
-async def breaks() -> AsyncGenerator[Said, None]:
+async def breaks() -> AsyncGenerator[TokenEvent, None]:
     yield TOKEN
 
 
-async def never() -> AsyncGenerator[Said, None]:
+async def never() -> AsyncGenerator[TokenEvent, None]:
     yield TOKEN
     await asyncio.Event().wait()
 
@@ -126,10 +126,10 @@ class Stage:
         self.decode = [Worker("decode", f"d{i}", say) for i, say in enumerate(decode)]
         self.fleet = Fleet()
 
-    def answer(self, rid: str = "r", **more: Any) -> AsyncGenerator[Said, None]:
+    def answer(self, rid: str = "r", **more: Any) -> AsyncGenerator[TokenEvent, None]:
         return self.fleet.generate(Ask(rid, PROMPT, "", "", 2, **more))
 
-    async def said(self, **more: Any) -> list[Said]:
+    async def said(self, **more: Any) -> list[TokenEvent]:
         return [one async for one in self.answer(**more)]
 
     def places_taken(self) -> dict[str, float]:

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from prefixkv.engines.hf import Sampling
 from prefixkv.engines.hf.small import CHAT_TEMPLATE, small_tokenizer
 from prefixkv.serving.http import ApiError
-from prefixkv.serving.openai import _NEUTRAL, ChatAsked, CompletionAsked, parse
+from prefixkv.serving.openai import _NEUTRAL, ChatRequest, CompletionRequest, parse
 from prefixkv.serving.text import Texts
 
-KINDS = (ChatAsked, CompletionAsked)
+KINDS = (ChatRequest, CompletionRequest)
 KNOWN = sorted({field.name for kind in KINDS for field in msgspec.structs.fields(kind)})
 TEXTS = Texts(small_tokenizer(), CHAT_TEMPLATE)
 
@@ -62,7 +62,7 @@ def check(body: bytes, kind: type[Any]) -> bool:
     """Whether it is taken."""
     try:
         asked = parse(body, kind)
-        if isinstance(asked, ChatAsked):
+        if isinstance(asked, ChatRequest):
             said = [message.plain() for message in asked.messages]
             assert not said or TEXTS.chat(said)
     except ApiError as error:
@@ -71,7 +71,7 @@ def check(body: bytes, kind: type[Any]) -> bool:
         assert set(told["error"]) == {"message", "type", "param", "code"}
         assert error.response().status_code == 400
         return False
-    Sampling(**msgspec.structs.asdict(asked.how()))  # the engine takes it
+    Sampling(**msgspec.structs.asdict(asked.sampling()))  # the engine takes it
     assert asked.most_tokens is None or asked.most_tokens >= 1
     assert 1 <= asked.num_samples <= 128
     assert isinstance(asked.streams, bool)
@@ -94,12 +94,12 @@ def test_any_object(kind: type[Any], body: dict[str, Any]) -> None:
 def test_what_is_nested_deeply(opening: bytes, closing: bytes) -> None:
     for depth in (2_000, 1_000_000):
         nested = opening * depth + b"1" + closing * depth
-        assert not check(b'{"model":"small","messages":' + nested + b"}", ChatAsked)
+        assert not check(b'{"model":"small","messages":' + nested + b"}", ChatRequest)
 
 
 @given(body=plausible)
 def test_what_is_nearly_right(body: dict[str, Any]) -> None:
-    for kind, other in ((ChatAsked, "prompt"), (CompletionAsked, "messages")):
+    for kind, other in ((ChatRequest, "prompt"), (CompletionRequest, "messages")):
         check(json.dumps({k: v for k, v in body.items() if k != other}).encode(), kind)
 
 
@@ -107,4 +107,4 @@ def test_what_is_nearly_right(body: dict[str, Any]) -> None:
 def test_what_was_right_with_a_byte_changed(body: dict[str, Any], cut: int, byte: int) -> None:
     raw = bytearray(json.dumps(body).encode())
     raw[cut % len(raw)] = byte
-    check(bytes(raw), ChatAsked)
+    check(bytes(raw), ChatRequest)

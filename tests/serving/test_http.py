@@ -27,7 +27,7 @@ from prefixkv.serving.http import (
     json_response,
     make_app,
     read_body,
-    unless_gone,
+    run_until_disconnect,
 )
 from prefixkv.serving.status import bind
 from tests.models.patience import NEVER_S, PATIENCE_S
@@ -82,7 +82,7 @@ class Site:
                 self.ended.put_nowait("cut")
                 raise
 
-        return await unless_gone(request, work())
+        return await run_until_disconnect(request, work())
 
 
 def serve(

@@ -10,21 +10,21 @@ import pytest
 from prefixkv.serving.http import ApiError
 from prefixkv.serving.openai import (
     Answers,
-    ChatAsked,
-    CompletionAsked,
+    ChatRequest,
+    CompletionRequest,
     Usage,
     parse,
 )
-from prefixkv.serving.wire import How
+from prefixkv.serving.wire import SamplingParams
 
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
-def chat(**more: Any) -> ChatAsked:
-    return parse(json.dumps({"model": "m", "messages": HELLO, **more}).encode(), ChatAsked)
+def chat(**more: Any) -> ChatRequest:
+    return parse(json.dumps({"model": "m", "messages": HELLO, **more}).encode(), ChatRequest)
 
 
-def refusal(body: bytes, kind: Any = ChatAsked) -> dict[str, Any]:
+def refusal(body: bytes, kind: Any = ChatRequest) -> dict[str, Any]:
     with pytest.raises(ApiError) as raised:
         parse(body, kind)
     assert raised.value.status == 400
@@ -41,9 +41,9 @@ def refused(**more: Any) -> tuple[str, str]:
 
 def test_what_is_left_out_is_as_with_openai() -> None:
     asked = chat()
-    assert asked.how() == How(temperature=1.0)
+    assert asked.sampling() == SamplingParams(temperature=1.0)
     assert (asked.num_samples, asked.streams, asked.most_tokens) == (1, False, None)
-    plain = parse(b'{"model": "m", "prompt": [1, 2]}', CompletionAsked)
+    plain = parse(b'{"model": "m", "prompt": [1, 2]}', CompletionRequest)
     assert (plain.prompt, plain.most_tokens) == ([1, 2], 16)
 
 
@@ -52,10 +52,10 @@ def test_what_is_said_becomes_how_tokens_are_chosen() -> None:
         temperature=0.5, top_k=7, top_p=0.9, seed=-1, stop="end", ignore_eos=True, n=3,
         max_tokens=5, max_completion_tokens=6, stream=True, stream_options={"include_usage": True},
     )  # fmt: skip
-    assert asked.how() == How(0.5, 7, 0.9, 2**64 - 1, (), True, ("end",))
+    assert asked.sampling() == SamplingParams(0.5, 7, 0.9, 2**64 - 1, (), True, ("end",))
     assert (asked.num_samples, asked.most_tokens, asked.streams_usage) == (3, 6, True)
-    assert chat(top_k=-1, stop=["a", "b"]).how().stop == ("a", "b")
-    assert chat(top_k=-1).how().top_k == 0
+    assert chat(top_k=-1, stop=["a", "b"]).sampling().stop == ("a", "b")
+    assert chat(top_k=-1).sampling().top_k == 0
 
 
 def test_what_asks_for_nothing_is_taken_and_what_is_not_served_is_refused_by_name() -> None:

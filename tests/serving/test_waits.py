@@ -13,16 +13,16 @@ from prefixkv.serving.config import Limits
 from prefixkv.serving.feed import EventTap
 from prefixkv.serving.http import Stream
 from prefixkv.serving.waits import wait_set
-from prefixkv.serving.wire import Ask, Said
-from prefixkv.serving.worker import DecodeWorker, _Open
+from prefixkv.serving.wire import Ask, TokenEvent
+from prefixkv.serving.worker import DecodeWorker, _OpenRequest
 
 Source = tuple[AsyncGenerator[bytes, None], Callable[[], None]]
 """What is streamed, and what has more of it come."""
 
 
 def answer() -> Source:
-    one = _Open(Ask("r", [1], "", "", 2000))
-    return DecodeWorker._lines(None, one), lambda: one.hear(Said(token=1))  # type: ignore[arg-type]
+    one = _OpenRequest(Ask("r", [1], "", "", 2000))
+    return DecodeWorker._lines(None, one), lambda: one.queue_output(TokenEvent(token=1))  # type: ignore[arg-type]
 
 
 def feed() -> Source:

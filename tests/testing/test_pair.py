@@ -25,12 +25,12 @@ def test_the_bytes_are_right_and_a_later_turn_finds_them(prefill_mesh):
     with NodePair(prefill_mesh=prefill_mesh) as pair:
         pair.submit("a", TOKENS, room=1, max_new_tokens=4)
         (req,) = pair.arrived(PATIENCE_S)
-        assert (req.rid, req.prefix_len, pair.wrong_pages(req)) == ("a", 0, 0)
+        assert (req.rid, req.prefix_len, pair.count_wrong_pages(req)) == ("a", 0, 0)
         assert req.aux == sample(PrefixHasher().prefixes(TOKENS)[-1:]).tobytes()
         answer(pair, req, 1)
         pair.submit("b", np.append(TOKENS, TOKENS), room=2, max_new_tokens=4)
         (req,) = pair.arrived(PATIENCE_S)
-        assert (req.prefix_len, pair.wrong_pages(req)) == (96, 0)
+        assert (req.prefix_len, pair.count_wrong_pages(req)) == (96, 0)
         assert (pair.prefill.prompt_tokens, pair.prefill.hit_tokens) == (300, 96)
         answer(pair, req, 2)
 
@@ -40,7 +40,7 @@ def test_wrong_bytes_are_counted():
         req = pair.submit("a", TOKENS, room=1)
         assert pair.arrived(PATIENCE_S) == [req]
         pair.decode.pool.write_pages(req.pages[:1], pair.decode.pool.read_pages(req.pages[1:2]))
-        assert pair.wrong_pages(req) == 1
+        assert pair.count_wrong_pages(req) == 1
         answer(pair, req, 1)
 
 

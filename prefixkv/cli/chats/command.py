@@ -19,7 +19,7 @@ from prefixkv.cli.outputs import check_writable, write_text
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from prefixkv.cli.chats.play import Words
+    from prefixkv.cli.chats.play import Vocabulary
     from prefixkv.cli.chats.report import ChatsReport
     from prefixkv.cli.chats.workers import ModelWorkers
     from prefixkv.engines.hf.reference import Reference
@@ -102,7 +102,7 @@ def run_chats(
             f"a Llama of {parameters / 1e6:.1f} million random parameters, seed {seed}, "
             f"{kv_bytes // 1024} KiB of KV per token: starting its workers"
         )
-        report = asyncio.run(_played(path, caches, workload, say))
+        report = asyncio.run(_play_passes(path, caches, workload, say))
     # A number comes with its recipe: what is needed to measure it again.
     report.recipe = {
         "command": "prefixkv demo",
@@ -121,7 +121,7 @@ def run_chats(
     return report
 
 
-async def _played(
+async def _play_passes(
     folder: Path, caches: Sequence[bool], workload: Workload, say: Say
 ) -> ChatsReport:
     """Run the passes on worker processes that share one prefill worker."""
@@ -130,7 +130,7 @@ async def _played(
     from prefixkv.cli.chats.workers import PREFILL, ModelWorkers
 
     report = ChatsReport({})
-    spell = small_words()
+    spell = small_vocabulary()
     decode = {_name(on): {**SETTINGS, "cache": on} for on in caches}
     async with ModelWorkers(folder, SETTINGS, decode) as workers:
         for name in decode:  # so that no pass includes the first connection of two nodes
@@ -143,8 +143,8 @@ async def _played(
             before, _ = await workers.settled(PREFILL)
             report.played[on] = await play(workers, _name(on), workload, spell, CACHE_NAMES[on])
             # Each pass must leave no page in use, on either side.
-            report.left += await _left(workers, PREFILL, title)
-            report.left += await _left(workers, _name(on), title)
+            report.left += await _pages_left(workers, PREFILL, title)
+            report.left += await _pages_left(workers, _name(on), title)
             after = await workers.figures(PREFILL)
             report.bytes_sent[on] = int(_sent(after) - _sent(before))
         # A retry would hide in the latencies: the report counts it as a defect.
@@ -153,14 +153,14 @@ async def _played(
     return report
 
 
-def small_words() -> Words:
+def small_vocabulary() -> Vocabulary:
     """Return the vocabulary of `small_tokenizer`."""
-    from prefixkv.cli.chats.play import Words
+    from prefixkv.cli.chats.play import Vocabulary
     from prefixkv.engines.hf.small import WORDS, small_tokenizer
 
     ids = small_tokenizer().get_vocab()
     marks = (ids[f"<|{name}|>"] for name in ("system", "user", "assistant", "end"))
-    return Words(WORDS.start, WORDS.stop, *marks)
+    return Vocabulary(WORDS.start, WORDS.stop, *marks)
 
 
 def _name(on: bool) -> str:
@@ -168,7 +168,7 @@ def _name(on: bool) -> str:
     return "decode-0" if on else "decode-1"
 
 
-async def _left(workers: ModelWorkers, name: str, title: str) -> list[str]:
+async def _pages_left(workers: ModelWorkers, name: str, title: str) -> list[str]:
     """Return a line for each page state in which a worker still holds pages."""
     _, pages = await workers.settled(name)
     return [f"chats, {title}: {num} pages left {state} on {name}" for state, num in pages.items()]

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from prefixkv.cli.chats.workers import Answer, ModelWorkers
+from prefixkv.cli.chats.workers import ChatAnswer, ModelWorkers
 from prefixkv.cli.chats.workload import Run, Seconds, Turn, Workload
 
-Spell = Callable[[Turn, bool], list[int]]
+Speller = Callable[[Turn, bool], list[int]]
 """Function that returns the tokens of a turn's text; its second argument is True for the first
 turn."""
 
@@ -21,15 +21,15 @@ turn."""
 class Played:
     """One pass over a workload: the answers of each conversation, turn by turn."""
 
-    answers: tuple[tuple[Answer, ...], ...]
+    answers: tuple[tuple[ChatAnswer, ...], ...]
     duration_s: float  # from the first turn's arrival to the last answer's end
 
-    def all(self) -> list[Answer]:
+    def all(self) -> list[ChatAnswer]:
         """Return the answers of all conversations."""
         return [answer for conversation in self.answers for answer in conversation]
 
 
-class Words:
+class Vocabulary:
     """Chat texts in a vocabulary with words at [first, end) and marks.
 
     Args:
@@ -47,13 +47,19 @@ class Words:
         """Return the tokens of a turn that follow the answer before it, up to where the model
         continues. The first run of the first turn is the system's."""
         system, user, assistant, stop = self._marks
-        said: list[int] = []
+        tokens: list[int] = []
         runs = list(turn.text)
         if is_first:
-            said += [system, *self._words(runs.pop(0)), stop]
+            tokens += [system, *self._words(runs.pop(0)), stop]
         # The answer before may have ended at its length, without a stop mark: the user's mark
         # follows either way.
-        return [*said, user, *(word for run in runs for word in self._words(run)), stop, assistant]
+        return [
+            *tokens,
+            user,
+            *(word for run in runs for word in self._words(run)),
+            stop,
+            assistant,
+        ]
 
     def _words(self, run: Run) -> list[int]:
         """Return a run of the workload as word ids."""
@@ -64,11 +70,11 @@ async def play(
     workers: ModelWorkers,
     decode: str,
     workload: Workload,
-    spell: Spell,
+    speller: Speller,
     salt: str,
     due: Sequence[Seconds] | None = None,
     ignore_end: bool = False,
-    heard: Callable[[], object] = lambda: None,
+    on_answer: Callable[[], object] = lambda: None,
 ) -> Played:
     """Play all conversations at once against one decode worker.
 
@@ -78,25 +84,25 @@ async def play(
     Args:
         due: as in `arrival_times`; None: as soon as the turn before is answered.
         salt: of all requests; passes with different salts share nothing.
-        heard: called at the end of each answer.
+        on_answer: called at the end of each answer.
     Raises: ModelWorkerError; the other conversations are ended.
     """
     begun_s = time.perf_counter()
 
-    async def converse(number: int, turns: Sequence[Turn]) -> tuple[Answer, ...]:
-        said: list[int] = []
-        answers: list[Answer] = []
+    async def converse(number: int, turns: Sequence[Turn]) -> tuple[ChatAnswer, ...]:
+        conversation: list[int] = []
+        answers: list[ChatAnswer] = []
         for at, turn in enumerate(turns):
-            said += spell(turn, at == 0)
+            conversation += speller(turn, at == 0)
             # Due times count from the start of the pass; a negative rest means it is late, and
             # sends at once.
             if due is not None:
                 await asyncio.sleep(begun_s + float(due[number][at]) - time.perf_counter())
             rid = f"{salt}.{number}.{at}"
-            answer = await workers.ask(decode, rid, said, turn.output_len, salt, ignore_end)
+            answer = await workers.ask(decode, rid, conversation, turn.output_len, salt, ignore_end)
             answers.append(answer)
-            said += answer.tokens
-            heard()
+            conversation += answer.tokens
+            on_answer()
         return tuple(answers)
 
     try:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from prefixkv.cli.chats.play import Played
-from prefixkv.cli.chats.workers import Answer
+from prefixkv.cli.chats.workers import ChatAnswer
 from prefixkv.cli.figures import CACHE_NAMES, less, milliseconds, percent, quantiles, ratio
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class ChatsReport:
         played = self.played[cache]
         answers = played.all()
 
-        def total(of: Callable[[Answer], int]) -> int:
+        def total(of: Callable[[ChatAnswer], int]) -> int:
             return sum(map(of, answers))
 
         prompt_tokens = total(lambda answer: len(answer.prompt))
@@ -83,7 +83,7 @@ class ChatsReport:
             "requests_per_s": ratio(len(answers), played.duration_s),
         }
 
-    def last_conversation(self) -> Sequence[Answer]:
+    def last_conversation(self) -> Sequence[ChatAnswer]:
         """Return the turns of the last conversation, of the pass with the cache on if it was
         run."""
         # The last one: by then the shared system prompt is cached, so its ranges show all kinds of
@@ -118,10 +118,10 @@ class ChatsReport:
             table.add_column(name.replace("_", " "), justify="right")
         table.add_column("the answer", no_wrap=True)
         for number, answer in enumerate(self.last_conversation(), 1):
-            told = _of_turn(answer)
+            ranges = _of_turn(answer)
             text = text_of(answer.tokens).strip()[:_SHOWN_CHARACTERS]
             # An answer is cut between two words, so that the table stays narrow.
-            row = (_range(*told[name]) for name in _OF_TURN[1:])
+            row = (_range(*ranges[name]) for name in _OF_TURN[1:])
             table.add_row(str(number), *row, f"{text.rpartition(' ')[0] or text} ...")
         return table
 
@@ -131,7 +131,7 @@ _OF_TURN: Final = (
 )  # fmt: skip
 
 
-def _of_turn(answer: Answer) -> dict[str, tuple[int, int]]:
+def _of_turn(answer: ChatAnswer) -> dict[str, tuple[int, int]]:
     """Return half-open ranges of a prompt's tokens, by where their KV came from: on decode, then on
     prefill."""
     end, hit = len(answer.prompt), answer.hit_tokens

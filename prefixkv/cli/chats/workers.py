@@ -19,7 +19,7 @@ from prefixkv.serving.config import KINDS
 from prefixkv.serving.fleet import Fleet
 from prefixkv.serving.http import ApiError
 from prefixkv.serving.launch import Child
-from prefixkv.serving.wire import Ask, How, WorkerInfo
+from prefixkv.serving.wire import Ask, SamplingParams, WorkerInfo
 from prefixkv.spi import PREFIX, as_environ
 
 PREFILL: Final = "prefill"  # the name of the prefill worker
@@ -35,7 +35,7 @@ class ModelWorkerError(PrefixKVError):
 
 
 @dataclass(slots=True)
-class Answer:
+class ChatAnswer:
     """Outcome of one request. Of its prompt, the KV of the first `hit_tokens` was cached on decode,
     and that of the next `shared_tokens` was arriving there for another request. The KV of the first
     `prefill_hit_tokens` was cached on prefill, which computed the rest."""
@@ -135,7 +135,7 @@ class ModelWorkers:
     async def ask(
         self, decode: str, rid: str, prompt: Sequence[int], max_new_tokens: int, salt: str = "",
         ignore_end: bool = False,
-    ) -> Answer:  # fmt: skip
+    ) -> ChatAnswer:  # fmt: skip
         """Send one request to a decode worker; its tokens are chosen greedily.
 
         Args:
@@ -144,16 +144,16 @@ class ModelWorkers:
             ignore_end: True: the model's end tokens do not end the answer.
         Raises: ModelWorkerError if it does not end as it should.
         """
-        answer = Answer(list(prompt), max_new_tokens)
-        how = How(ignore_end=ignore_end)
+        answer = ChatAnswer(list(prompt), max_new_tokens)
+        how = SamplingParams(ignore_end=ignore_end)
         ask = Ask(rid, answer.prompt, "", "", max_new_tokens, sampling=how, salt=salt)
         last_s = time.perf_counter()
         try:
             async with aclosing(self._fleets[decode].generate(ask)) as stream:
-                async for said in stream:
+                async for output in stream:
                     now_s = time.perf_counter()
-                    if said.finish in ("abort", "error") or said.token is None:
-                        raise ModelWorkerError(f"request {rid}: {said.error or said.finish}")
+                    if output.finish in ("abort", "error") or output.token is None:
+                        raise ModelWorkerError(f"request {rid}: {output.error or output.finish}")
                     # Token times are the client's: from sending to the first token, then between
                     # two tokens.
                     if answer.tokens:
@@ -161,10 +161,10 @@ class ModelWorkers:
                     else:
                         answer.ttft_s = now_s - last_s
                     last_s = now_s
-                    answer.tokens.append(said.token)
-                    answer.hit_tokens = said.hit_tokens
-                    answer.prefill_hit_tokens = said.prefill_hit_tokens
-                    answer.shared_tokens = said.shared_tokens
+                    answer.tokens.append(output.token)
+                    answer.hit_tokens = output.hit_tokens
+                    answer.prefill_hit_tokens = output.prefill_hit_tokens
+                    answer.shared_tokens = output.shared_tokens
         except ApiError as error:
             raise ModelWorkerError(f"request {rid}: {error}") from None
         return answer
@@ -180,7 +180,7 @@ class ModelWorkers:
         """Return a worker's metrics now, by name and labels."""
         text = await asyncio.to_thread(_get, f"{self._infos[name].status_url}/metrics", self._key)
         lines = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
-        return {what: float(number) for what, _, number in lines}
+        return {metric: float(number) for metric, _, number in lines}
 
     async def settled(self, name: str) -> tuple[dict[str, float], dict[str, int]]:
         """Return a worker's metrics once no request uses pages there, or as they are after

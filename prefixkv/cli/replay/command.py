@@ -44,20 +44,20 @@ class _Runs:
     hints_wrong: float
 
     def run(
-        self, trace: Trace, policy: str, capacity: int, said: Any, step: Callable[[int], None]
+        self, trace: Trace, policy: str, capacity: int, hints: Any, step: Callable[[int], None]
     ) -> ReplayResult:
         """Replay a trace with one policy, or the optimum, at one capacity."""
         # The optimum knows the future: neither a queue nor hints could add to it.
         if policy == OPTIMUM:
             return replay_optimum(trace, capacity, self.warm)
         result = replay_policy(
-            trace, policy_of(policy), capacity, self.warm, self.queue, step, said
+            trace, policy_of(policy), capacity, self.warm, self.queue, step, hints
         )
         # Named as on the command line, with its settings: two settings of one policy are two
         # curves.
         return replace(result, policy=policy)
 
-    def said(self, trace: Trace) -> list[bool | None] | None:
+    def hints_of(self, trace: Trace) -> list[bool | None] | None:
         """Return the hints of the trace's clients; None without `--hints`."""
         return None if self.hints is None else client_hints(trace, self.hints, self.hints_wrong)
 
@@ -163,8 +163,8 @@ def replay(
                 highlight=False,
             )
             progress.console.print(LAYOUT.format(*heads), style="bold")
-            said = runs.said(trace)
-            mine: list[ReplayResult] = []
+            trace_hints = runs.hints_of(trace)
+            trace_results: list[ReplayResult] = []
 
             # Results are printed as they come. Loop variables are bound as defaults, since a
             # closure would see their last values.
@@ -172,17 +172,17 @@ def replay(
                 name: str,
                 size: int,
                 trace: Trace = trace,
-                said: Any = said,
-                mine: list[ReplayResult] = mine,
+                hints: Any = trace_hints,
+                trace_results: list[ReplayResult] = trace_results,
                 bytes_each: int = bytes_each,
             ) -> None:
                 """Replay with one policy at one capacity, and print the result."""
                 task = progress.add_task(f"{trace.name} {name} {size}", total=len(trace.requests))
                 result = runs.run(
-                    trace, name, size, said, lambda at: progress.update(task, completed=at)
+                    trace, name, size, hints, lambda at: progress.update(task, completed=at)
                 )
                 progress.remove_task(task)
-                mine.append(result)
+                trace_results.append(result)
                 progress.console.print(_row(result, bytes_each), highlight=False)
 
             sizes = given or capacities_for(blocks)
@@ -192,15 +192,15 @@ def replay(
             for size in sorted({*sizes, *([asked] if pool else [])}):
                 for name in policies:
                     measure(name, size)
-            chosen = best(mine, asked)
+            chosen = best(trace_results, asked)
             if chosen is not None:
                 # Half or twice of the pool may be among the capacities that were replayed already.
-                there = {(one.policy, one.capacity_blocks) for one in mine}
+                there = {(one.policy, one.capacity_blocks) for one in trace_results}
                 for size in (max(1, asked // 2), 2 * asked):
                     if (chosen.policy, size) not in there:
                         measure(chosen.policy, size)
-                sentences.append(sentence(mine, asked, bytes_each, trace.block_tokens))
-            results += mine
+                sentences.append(sentence(trace_results, asked, bytes_each, trace.block_tokens))
+            results += trace_results
     for text in sentences:
         console.print(f"\n{text}", highlight=False)
     # Files last: results are on the screen even if writing fails.

@@ -91,12 +91,12 @@ def sentence(
     if optimum := at.get((OPTIMUM, pool)):
         text += f", where no policy could find more than {optimum.block_hit_ratio:.1%}"
     text += f"; that saves {_saved(chosen.hit_tokens, bytes_per_token)}"
-    for what, blocks in (("half", max(1, pool // 2)), ("twice", 2 * pool)):
+    for scale, blocks in (("half", max(1, pool // 2)), ("twice", 2 * pool)):
         # The best policy alone: its replays at half and twice of the pool must be in `results`.
         other = at[chosen.policy, blocks]
         more = other.hit_tokens - chosen.hit_tokens
-        told = f"{_saved(abs(more), bytes_per_token)} {'more' if more >= 0 else 'less'}"
-        text += f"; {what} the memory: {other.block_hit_ratio:.1%}, {told}"
+        saved = f"{_saved(abs(more), bytes_per_token)} {'more' if more >= 0 else 'less'}"
+        text += f"; {scale} the memory: {other.block_hit_ratio:.1%}, {saved}"
     return text + "."
 
 

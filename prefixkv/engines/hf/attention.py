@@ -75,7 +75,7 @@ class FlatPool:
         first = pages.astype(np.int64) * self.page_rows
         return torch.from_numpy(np.stack([first + self.k_row, first + self.v_row]))
 
-    def room(self, num_rows: int) -> torch.Tensor:
+    def scratch(self, num_rows: int) -> torch.Tensor:
         """Return memory for copies of rows of pages: [num_rows, page_size * heads * dim].
 
         Each call returns the same memory, until a call asks for more.
@@ -87,7 +87,7 @@ class FlatPool:
 
     def gather(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
         """Copy rows of pages: [rows, page_size * heads * dim], valid until the next call."""
-        return torch.index_select(self.pages[layer], 0, rows, out=self.room(len(rows)))
+        return torch.index_select(self.pages[layer], 0, rows, out=self.scratch(len(rows)))
 
     def kv(self, copies: torch.Tensor, num: int) -> torch.Tensor:
         """Return copied rows as K and V, a view [2, num, heads, tokens, dim].
@@ -186,10 +186,10 @@ class Plan:
         # The memory of the longest sequence first: a later, larger request would replace it, and
         # views of the shorter ones would keep the old memory.
         flat = self.flat
-        flat.room(2 * max(map(len, rows)))
+        flat.scratch(2 * max(map(len, rows)))
         for row, end in zip(rows, self.ends, strict=True):
             page_rows = flat.rows(row).flatten().to(device)
-            copies = flat.room(len(page_rows))
+            copies = flat.scratch(len(page_rows))
             k, v = flat.kv(copies, 1)[..., :end, :]
             self._steps.append(_Step(page_rows, copies, k, v))
 
@@ -306,7 +306,7 @@ def _paged_attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     prefixkv_plan: Plan | None = None,
-    **said: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Write the new KV and attend, in the signature of transformers' attention functions.
 
@@ -321,9 +321,9 @@ def _paged_attention(
     if attention_mask is not None:
         raise ConfigError(f"{name} has an attention mask of its own")
     for what in ("softcap", "s_aux", "position_bias", "alibi"):
-        if said.get(what) is not None:
+        if options.get(what) is not None:
             raise ConfigError(f"{name} needs {what} in attention, which the engine does not have")
-    window = said.get("sliding_window")
+    window = options.get("sliding_window")
     if window is not None and max(prefixkv_plan.ends) > window:
         raise ConfigError(f"{name} attends to {window} tokens, the engine to all")
     layout = prefixkv_plan.flat.layout

@@ -170,7 +170,7 @@ class DecodeEngine:
         node = self.node
         node.pop_preallocated()
         for ask in node.pop_needs_prefill():
-            self._ask_again(ask)
+            self._queue_retry_job(ask)
         arrived = node.pop_transferred()
         for req in arrived:
             self._begin(req)
@@ -243,7 +243,7 @@ class DecodeEngine:
         appended, self._sampled = self._sampled, []
         for req, token in appended:
             if not req.state.ended:
-                self._tell(req, token, outputs)
+                self._report_token(req, token, outputs)
         return True
 
     def _retract(self, rid: str) -> None:
@@ -253,7 +253,9 @@ class DecodeEngine:
         self._running = [req for req in self._running if req.rid != rid]
         self._sampled = [pair for pair in self._sampled if pair[0].rid != rid]
 
-    def _tell(self, req: DecodeRequest, token: int, outputs: list[tuple[OnOutput, Output]]) -> None:
+    def _report_token(
+        self, req: DecodeRequest, token: int, outputs: list[tuple[OnOutput, Output]]
+    ) -> None:
         """Report a token to its client, and finish the answer if this token ends it."""
         # In this order: a stop token, which is not shown; a stop string; the length.
         answer = self._answers[req.rid]
@@ -270,7 +272,7 @@ class DecodeEngine:
         if finish is not None and answer.text is not None:
             text += answer.text.end()
         self._counters["tokens"] += 1
-        self._put(outputs, answer, len(req.output) - 1, token, finish, text=text)
+        self._collect_output(outputs, answer, len(req.output) - 1, token, finish, text=text)
         if finish is not None:
             self.node.finish(req, self.model.event())
             self._running.remove(req)
@@ -286,7 +288,7 @@ class DecodeEngine:
             namespace=ask.namespace, cacheable=ask.cacheable, choice=answer.choice,
         )  # fmt: skip
 
-    def _ask_again(self, ask: PrefillAsk) -> None:
+    def _queue_retry_job(self, ask: PrefillAsk) -> None:
         """Queue the job of another attempt, with the tokens of the answer so far."""
         answer = self._answers[ask.rid]
         self._jobs.append(
@@ -309,10 +311,12 @@ class DecodeEngine:
             return
         finish: Finish = "abort" if answer.aborted else "error"
         text = "" if answer.text is None else answer.text.end()
-        self._put(outputs, answer, len(req.output), None, finish, answer.error or req.error, text)
+        self._collect_output(
+            outputs, answer, len(req.output), None, finish, answer.error or req.error, text
+        )
         self._forget(req.rid, answer)
 
-    def _put(
+    def _collect_output(
         self, outputs: list[tuple[OnOutput, Output]], answer: _Answer, position: int,
         token: int | None, finish: Finish | None, error: Exception | None = None, text: str = "",
     ) -> None:  # fmt: skip

@@ -50,7 +50,7 @@ def with_model(config: _Config, identity: ModelConfig, name: str) -> _Config:
 
 def config_digest(config: Any) -> str:
     """Return a digest of a transformers config, independent of where it was loaded from."""
-    text = json.dumps(_of_the_model(config.to_dict()), sort_keys=True, default=str)
+    text = json.dumps(_without_origin(config.to_dict()), sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).hexdigest()
 
 
@@ -95,11 +95,11 @@ def _num_threads() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _of_the_model(value: Any) -> Any:
+def _without_origin(value: Any) -> Any:
     """Return a config's value without the keys that describe its origin, at any depth."""
     if isinstance(value, dict):
-        kept = {str(key): _of_the_model(one) for key, one in value.items()}
+        kept = {str(key): _without_origin(one) for key, one in value.items()}
         return {key: one for key, one in kept.items() if key not in _NOT_THE_MODELS}
     if isinstance(value, list | tuple):
-        return [_of_the_model(one) for one in value]
+        return [_without_origin(one) for one in value]
     return value

@@ -16,7 +16,7 @@ logger = logging.getLogger("prefixkv.engine")
 _IDLE_MS: Final = 50  # the longest that an idle engine does not look, at deadlines say
 
 
-class Engine(Protocol):
+class SteppedEngine(Protocol):
     """The methods that `PrefillEngine` and `DecodeEngine` have in common."""
 
     def step(self) -> bool: ...
@@ -27,7 +27,7 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
-E = TypeVar("E", bound=Engine)
+E = TypeVar("E", bound=SteppedEngine)
 
 
 class EngineLoop(Generic[E]):

@@ -80,7 +80,7 @@ class PagedModel:
         # 2. The trial needs the sizes above, and leaves the model with the paged attention or in
         # an error; the last line sets that attention where there was no trial.
         if trial:
-            _try(self)
+            _run_trial(self)
         self.model.set_attn_implementation(NAME)
 
     @property
@@ -225,7 +225,7 @@ def load_model(
     return PagedModel(model.to(device), context, identity, trial, path.resolve().name)
 
 
-def copy_of(model: PagedModel) -> Any:
+def unpaged_copy(model: PagedModel) -> Any:
     """Return a copy of a model with its own weights, with transformers' own attention."""
     copy = deepcopy(model.model)
     copy.set_attn_implementation("sdpa" if copy._supports_sdpa else "eager")
@@ -282,7 +282,7 @@ def check_served(model: Any, context: int | None) -> int:
     return context
 
 
-def _try(paged: PagedModel) -> None:
+def _run_trial(paged: PagedModel) -> None:
     """Compare the model's logits on pages with those of the plain model.
 
     On pages, two sequences are computed in chunks, packed, on pages out of order. Raises
@@ -307,7 +307,7 @@ def _try(paged: PagedModel) -> None:
     try:
         paged.forward(flat, np.concatenate([tokens[0][:5], tokens[1][:5]]), rows, [0, 0], [5, 5])
         new = np.concatenate([tokens[0][5:], tokens[1][5:]])
-        said = paged.forward(flat, new, rows, [5, 5], lens)
+        logits = paged.forward(flat, new, rows, [5, 5], lens)
     except (TypeError, AttributeError) as error:
         raise ConfigError(f"{kind} is not served: {error}") from error
     # 3. Page 0 is in use, so each layer must have written to it: a layer that bypasses our
@@ -316,7 +316,7 @@ def _try(paged: PagedModel) -> None:
         if not bool(pool.k(layer)[0].any()):
             raise ConfigError(f"{kind} is not served: layer {layer} wrote no KV")
     expected = torch.stack(own).float()
-    most = float((said.float() - expected).abs().max())
+    most = float((logits.float() - expected).abs().max())
     if not most <= _TOLERANCE[paged.dtype] * float(expected.abs().max()):
         raise ConfigError(f"{kind} is not served: on pages its logits differ by {most:.3g}")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from prefixkv.engines.hf.models import PagedModel, copy_of
+from prefixkv.engines.hf.models import PagedModel, unpaged_copy
 
 
 class Reference:
@@ -18,7 +18,7 @@ class Reference:
     """
 
     def __init__(self, model: PagedModel) -> None:
-        self.model = copy_of(model)
+        self.model = unpaged_copy(model)
 
     def save(self, folder: Path) -> None:
         """Write config and weights into a folder, as `load_model` reads them."""
@@ -35,11 +35,11 @@ class Reference:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            said = self.model.generate(
+            generated = self.model.generate(
                 prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_new_tokens,
                 do_sample=False, pad_token_id=0,
             )  # fmt: skip
         finally:
             torch.set_num_threads(threads)
-        answer: list[int] = said[0, len(tokens) :].tolist()
+        answer: list[int] = generated[0, len(tokens) :].tolist()
         return answer

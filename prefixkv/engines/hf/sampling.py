@@ -108,7 +108,7 @@ def choose(logits: torch.Tensor, choices: Sequence[Choice]) -> list[int]:
         return tokens
     # 2. Drawn rows invert the cumulative sum: a number below the total picks the token under it.
     some = drawn if len(drawn) < len(choices) else slice(None)
-    shares = _shares(logits[some], [choices[row].sampling for row in drawn])
+    shares = _probabilities(logits[some], [choices[row].sampling for row in drawn])
     sums = shares.cumsum(-1)
     numbers = [draw(choices[i].seed, choices[i].sample, choices[i].position) for i in drawn]
     at = torch.tensor(numbers, dtype=torch.float64).to(sums.device)[:, None] * sums[:, -1:]
@@ -121,7 +121,7 @@ def choose(logits: torch.Tensor, choices: Sequence[Choice]) -> list[int]:
     return tokens
 
 
-def _shares(logits: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
+def _probabilities(logits: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
     """Return each token's probability up to a factor per row, float64 [rows, vocabulary].
 
     Tokens that top_k or top_p cut off have 0. Float64, for the sums over a large vocabulary.

@@ -3,7 +3,7 @@ transfers, `--disaggregation-transfer-backend prefixkv`.
 
 SGLang finds `plugin.load` by the entry point group `sglang.srt.plugins`. All imports from SGLang
 are in `internals.py` and `internals_transfer.py`. These modules import nothing of it: for the tree
-`keys.py`, `slots.py`, `order.py`, `clock.py`, `waiting.py` and `joins.py`; for the transfers
+`keys.py`, `slots.py`, `clock.py`, `waiting.py` and `joins.py`; for the transfers
 `memory.py`, `sends.py`, `receives.py`, `fences.py` and `transfer_options.py`.
 """
 
@@ -13,3 +13,7 @@ promise for the methods that are hooked here, and their names changed three time
 
 NAME = "prefixkv"
 """Name of both backends on SGLang's command line."""
+
+ROOMS = range(1, 2**63)
+"""Valid room numbers. To SGLang 0 is a room whose metadata has not arrived, and it keeps the
+numbers in signed 64 bits."""

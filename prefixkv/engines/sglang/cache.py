@@ -20,11 +20,11 @@ import torch
 
 from prefixkv.engines.sglang import internals as sgl
 from prefixkv.engines.sglang.clock import CLOCK, RankClock
+from prefixkv.engines.sglang.events import EventTranslator
 from prefixkv.engines.sglang.keys import Packer, RequestKey, namespace_of
 from prefixkv.engines.sglang.mirror import RowMirror
-from prefixkv.engines.sglang.order import weight_order
 from prefixkv.engines.sglang.slots import SlotTable
-from prefixkv.engines.sglang.words import Words
+from prefixkv.engines.sglang.waiting import weight_order
 from prefixkv.spi import (
     DEFAULT_POLICY,
     LockError,
@@ -104,10 +104,10 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
             lora_names=params.kv_event_lora_names,
         )
         # Without listeners the tree keeps no changes. The first drain switches that on.
-        self._told: Words | None = None
+        self._translator: EventTranslator | None = None
         if self.kv_events.enabled:
-            self._told = Words(self.kv_events, self.page_size, self.is_eagle)
-            self._told.tell(self.tree.drain_changes(snapshot=True))
+            self._translator = EventTranslator(self.kv_events, self.page_size, self.is_eagle)
+            self._translator.record(self.tree.drain_changes(snapshot=True))
         if params.enable_metrics:
             self.init_metrics_collector()
 
@@ -302,9 +302,9 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
 
     def take_events(self) -> list[Any]:
         """Return the changes since the last call, as SGLang's events."""
-        if self._told is None:
+        if self._translator is None:
             return []
-        self._told.tell(self.tree.drain_changes())
+        self._translator.record(self.tree.drain_changes())
         return self.kv_events.take()  # type: ignore[no-any-return]
 
     def supports_prefix_sharing(self) -> bool:

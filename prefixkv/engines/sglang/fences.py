@@ -21,12 +21,12 @@ from prefixkv.spi import ConfigError, PeerId
 _log = logging.getLogger("prefixkv.sglang")
 
 FENCES: Final = "fences"
-LOOK_EVERY_S: Final = 1.0
+POLL_EVERY_S: Final = 1.0
 MAX_BYTES: Final = 1 << 20
 """Limit of bytes of `fences` that are read; later lines are ignored."""
 
 
-class Transfers(Protocol):
+class FencedTransfers(Protocol):
     """The methods of `DecodeTransfers` and `PrefillTransfers` that are used here."""
 
     def fence(self, peer: str, incarnation: int) -> None: ...
@@ -48,13 +48,13 @@ class FenceFolder:
         self._folder = Path(folder)
         if why := _open_to_others(self._folder, folder=True):
             raise ConfigError(f"fence_folder {folder!r} {why}")
-        self._tells = self._folder / f"{rank.replace('/', '_')}.lost"
-        self._told: str | None = None  # the last text of `RANK.lost`
+        self._lost_path = self._folder / f"{rank.replace('/', '_')}.lost"
+        self._written: str | None = None  # the last text of `RANK.lost`
         self._read: tuple[int, ...] = ()  # the version of `fences` that was read last
         self._fenced: set[PeerId] = set()
         self._next_s = float("-inf")
 
-    def look(self, transfers: Transfers) -> None:
+    def poll(self, transfers: FencedTransfers) -> None:
         """Fence the peers that the operator has named, and write the list of lost ones.
 
         Cheap: looks once per second at most.
@@ -62,18 +62,18 @@ class FenceFolder:
         now_s = time.monotonic()
         if now_s < self._next_s:
             return
-        self._next_s = now_s + LOOK_EVERY_S
+        self._next_s = now_s + POLL_EVERY_S
         try:
-            for peer in self._named():
+            for peer in self._read_fences():
                 if peer not in self._fenced:
                     self._fenced.add(peer)
                     _log.warning("%s is fenced, as %s says", peer, self._folder / FENCES)
                     transfers.fence(*peer)
-            self._tell(transfers.lost_peers())
+            self._write_lost(transfers.lost_peers())
         except OSError as error:  # the folder has changed under us; transfers must not suffer
             _log.warning("fence_folder: %s", error)
 
-    def _named(self) -> list[PeerId]:
+    def _read_fences(self) -> list[PeerId]:
         """Return the peers that `fences` names, if the file has changed since the last call."""
         path = self._folder / FENCES
         try:
@@ -106,22 +106,22 @@ class FenceFolder:
                 _log.warning("%s: %r is no name and life", path, line[:200])
         return [peer for peer in peers if peer.name]
 
-    def _tell(self, lost: dict[PeerId, tuple[str, int]]) -> None:
+    def _write_lost(self, lost: dict[PeerId, tuple[str, int]]) -> None:
         """Write `RANK.lost` if it has changed."""
-        told = json.dumps(
+        text = json.dumps(
             [
                 {"peer": peer.name, "life": f"{peer.incarnation:x}", "why": why, "held": held}
                 for peer, (why, held) in sorted(lost.items())
             ]
         )
-        if told == self._told:
+        if text == self._written:
             return
-        # Renamed into place, so that a reader never sees half a file. `_told` last: where the write
-        # fails it is tried again.
-        whole = self._tells.with_suffix(".lost.new")
-        whole.write_text(told + "\n")
-        whole.replace(self._tells)
-        self._told = told
+        # Renamed into place, so that a reader never sees half a file. `_written` last: where the
+        # write fails it is tried again.
+        whole = self._lost_path.with_suffix(".lost.new")
+        whole.write_text(text + "\n")
+        whole.replace(self._lost_path)
+        self._written = text
 
 
 def _open_to_others(path: Path, *, folder: bool) -> str:

@@ -5,7 +5,7 @@ Attributes of SGLang's objects that the plug-in uses. Request: `origin_input_ids
 `finished()`, `prefix_len`, `finished_reason`, `to_finish`, `return_logprob`; its `kv` record:
 `req_pool_idx`, `cache_protected_len`, `cache_inserted_len`, `kv_allocated_len`. Decode's queue:
 `queue`, with items that have `req`, `waiting_for_input` and `is_rebootstrap`,
-`transfer_queue.queue`, `scheduler.waiting_queue`, and the arithmetic that `blocked.py` and
+`transfer_queue.queue`, `scheduler.waiting_queue`, and the arithmetic that `head_check.py` and
 `plugin._around_capacity` call. Allocator: `free_segment`, `free_page_ids`, `size`, `page_size`,
 `device`. Pool of rows: `req_to_token`, `req_generation`, `write`. Scheduler: its two queues, and
 `grammar_manager.grammar_queue`.

@@ -22,16 +22,16 @@ from prefixkv.spi import common_pages
 MAX_LIKE: int = 8
 """Limit of requests with the same next page and different continuations that are compared."""
 
-Place = tuple[Hashable, int, bytes]
+NextPage = tuple[Hashable, int, bytes]
 """Namespace, number of pages in the tree, and the tokens of the page after them."""
 
 
 @dataclass(slots=True)
-class _Brings:
+class _MissingPages:
     """The missing pages of one request: from `place` to page `end` of the packed prompt `data`."""
 
     request: Any  # kept alive, so that its id stays its own
-    place: Place
+    next_page: NextPage
     data: bytes
     end: int  # whole pages
 
@@ -47,8 +47,8 @@ class Joins:
     def __init__(self, depths: Depths, page_bytes: int) -> None:
         self._depths = depths
         self._page_bytes = page_bytes
-        self._brings: dict[int, _Brings] = {}  # by id(request)
-        self._count = 0  # a version number of `_brings`
+        self._bringing: dict[int, _MissingPages] = {}  # by id(request)
+        self._count = 0  # a version number of `_bringing`
         # The inputs of the last look, and its result: most steps change none of them.
         self._looked: tuple[int, int] = (-1, -1)
         self._ready: list[Any] = []
@@ -59,9 +59,9 @@ class Joins:
     def begin(self, requests: Iterable[Any]) -> None:
         """Record that these requests were admitted, so their missing pages are on their way."""
         for request in requests:
-            found = self._lacks(request)
+            found = self._missing_pages(request)
             if found is not None:
-                self._brings[id(request)] = found
+                self._bringing[id(request)] = found
                 self._count += 1
 
     def held(self, ready: Sequence[Any], coming: Iterable[Any]) -> set[int]:
@@ -73,10 +73,10 @@ class Joins:
         """
         # 1. A request that is no longer coming brings nothing: its pages are in the tree, or it
         #    failed. Its followers are then free to go.
-        if self._brings:
+        if self._bringing:
             alive = {id(request) for request in coming}
-            for ident in [ident for ident in self._brings if ident not in alive]:
-                del self._brings[ident]
+            for ident in [ident for ident in self._bringing if ident not in alive]:
+                del self._bringing[ident]
                 self._count += 1
         # 2. Look again only if the tree, the bringing requests or the queue have changed.
         now = self._depths.version, self._count
@@ -84,29 +84,29 @@ class Joins:
         if now == self._looked and same:
             return self._held
         self._looked, self._ready = now, list(ready)
-        self._held = self._look() if self._brings or len(ready) > 1 else set()
+        self._held = self._find_held() if self._bringing or len(ready) > 1 else set()
         self.num_joined += len(self._held - self._joined)
         self._joined = set(self._held)
         return self._held
 
-    def _look(self) -> set[int]:
+    def _find_held(self) -> set[int]:
         """Compare each ready request with those that bring the same next page."""
-        leaders: defaultdict[Place, list[_Brings]] = defaultdict(list)
-        for one in self._brings.values():
-            leaders[one.place].append(one)
+        leaders: defaultdict[NextPage, list[_MissingPages]] = defaultdict(list)
+        for one in self._bringing.values():
+            leaders[one.next_page].append(one)
         held = set()
         for request in self._ready:
-            mine = self._lacks(request)
-            if mine is None:
+            lacking = self._missing_pages(request)
+            if lacking is None:
                 continue
-            like = leaders[mine.place]
-            if any(self._spares(one, mine) for one in like):
+            like = leaders[lacking.next_page]
+            if any(self._brings_half_of(one, lacking) for one in like):
                 held.add(id(request))
             elif len(like) < MAX_LIKE:
-                like.append(mine)  # may be admitted in a moment, before the others are looked at
+                like.append(lacking)  # may be admitted in a moment, before the others are looked at
         return held
 
-    def _lacks(self, request: Any) -> _Brings | None:
+    def _missing_pages(self, request: Any) -> _MissingPages | None:
         """Return the pages that have to be sent for a request; None where that is no whole page."""
         key, depth = self._depths.of(request)
         data, size = key.data, self._page_bytes
@@ -114,13 +114,13 @@ class Joins:
         if depth >= end:
             return None
         place = key.namespace, depth, data[depth * size : (depth + 1) * size]
-        return _Brings(request, place, data, end)
+        return _MissingPages(request, place, data, end)
 
-    def _spares(self, one: _Brings, mine: _Brings) -> bool:
+    def _brings_half_of(self, one: _MissingPages, lacking: _MissingPages) -> bool:
         """Return whether `one` brings at least half of the pages that `mine` lacks."""
-        depth, size = mine.place[1], self._page_bytes
-        if not mine.data.startswith(memoryview(one.data)[: (depth + 1) * size]):
+        depth, size = lacking.next_page[1], self._page_bytes
+        if not lacking.data.startswith(memoryview(one.data)[: (depth + 1) * size]):
             return False
-        end = min(one.end, mine.end)
-        common = common_pages(mine.data, one.data, depth + 1, end, size)
-        return 2 * (common - depth) >= mine.end - depth
+        end = min(one.end, lacking.end)
+        common = common_pages(lacking.data, one.data, depth + 1, end, size)
+        return 2 * (common - depth) >= lacking.end - depth

@@ -46,8 +46,8 @@ def pool_of(
     # size, since a pool has one shape per layer.
     shapes = {(length // size, size) for length, size in zip(lengths, page_bytes, strict=True)}
     if len(shapes) != 1:
-        told = ", ".join(f"{pages} pages of {size} bytes" for pages, size in sorted(shapes))
-        raise ConfigError(f"the KV buffers have {told or 'no pages'}: all have to be alike")
+        listed = ", ".join(f"{pages} pages of {size} bytes" for pages, size in sorted(shapes))
+        raise ConfigError(f"the KV buffers have {listed or 'no pages'}: all have to be alike")
     ((num_pages, size),) = shapes
     buffers = [
         _bytes_at(address, num_pages * size, device).view(num_pages, size) for address in addresses

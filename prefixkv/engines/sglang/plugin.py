@@ -25,7 +25,7 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
-from prefixkv.engines.sglang import NAME, TESTED
+from prefixkv.engines.sglang import NAME, ROOMS, TESTED
 from prefixkv.spi import DEFAULT_POLICY, TOKEN_BYTES, ConfigError, policy_names
 
 _log = logging.getLogger("prefixkv.sglang")
@@ -191,24 +191,24 @@ def _around_pop(original: Any, queue: Any, *args: Any, **named: Any) -> Any:
     """Order decode's queue before SGLang admits from it, and keep hints and joins up to date."""
     from prefixkv.engines.sglang.clock import CLOCK
 
-    cache = _ours(queue.tree_cache)
+    cache = _enabled_cache(queue.tree_cache)
     if cache is None:
         return original(queue, *args, **named)
-    desk = _desk(queue, cache)
+    state = _queue_state(queue, cache)
     # 1. Order. With priorities SGLang sorts the queue itself.
     if _admission() == "hit_aware" and not queue.scheduler.enable_priority_scheduling:
-        desk.order.order(queue.queue, _request, CLOCK.now_s)
+        state.order.order(queue.queue, _request, CLOCK.now_s)
     # 2. Hints, before and after. Before: SGLang evicts while it admits, and must spare the prefixes
     # that wait. After: an admitted request holds a lock, and no longer waits.
     hints = _number("PREFIXKV_HINTS", 1)
     if hints:
-        _follow(queue, cache, [item.req for item in queue.queue])
+        _update_hints(queue, cache, [item.req for item in queue.queue])
     popped = original(queue, *args, **named)
     if hints:
-        _follow(queue, cache, [item.req for item in queue.queue])
+        _update_hints(queue, cache, [item.req for item in queue.queue])
     # 3. Admitted requests bring pages for others. A rebootstrap fetches its own output as well.
     if _number("PREFIXKV_JOIN", 1):
-        desk.joins.begin(item.req for item in popped[0] if not item.is_rebootstrap)
+        state.joins.begin(item.req for item in popped[0] if not item.is_rebootstrap)
     return popped
 
 
@@ -218,25 +218,25 @@ def _after_handshakes(_result: Any, queue: Any, *some: Any, **named: Any) -> Non
     SGLang has just marked the requests that could be admitted. Those that join another request are
     not ready yet; and none is while the first of them does not fit.
     """
-    cache = _ours(queue.tree_cache)
+    cache = _enabled_cache(queue.tree_cache)
     if cache is None:
         return
-    desk = _desk(queue, cache)
+    state = _queue_state(queue, cache)
     ready = [item for item in queue.queue if item.waiting_for_input and not item.req.finished()]
     # Joins come first: the request that is tried first is the first that joins none.
     if _number("PREFIXKV_JOIN", 1):
         coming = [item.req for item in queue.transfer_queue.queue] + queue.scheduler.waiting_queue
         joining = [item.req for item in ready if not item.is_rebootstrap]
-        held = desk.joins.held(joining, coming)
-        cache.counters["joined_requests"] = desk.joins.num_joined
+        held = state.joins.held(joining, coming)
+        cache.counters["joined_requests"] = state.joins.num_joined
         _not_ready([item for item in ready if id(item.req) in held])
         ready = [item for item in ready if item.waiting_for_input]
     # SGLang can also call this for some requests only; then the first of `ready` need not be next.
     all_are_tried = all(one is None for one in (*some, *named.values()))
     if _number("PREFIXKV_PEEK", 1) and all_are_tried and ready and not ready[0].is_rebootstrap:
-        from prefixkv.engines.sglang.blocked import head_is_blocked
+        from prefixkv.engines.sglang.head_check import head_is_blocked
 
-        if head_is_blocked(queue, ready, desk.depths):
+        if head_is_blocked(queue, ready, state.depths):
             cache.counters["blocked_steps"] += 1
             _not_ready(ready)
 
@@ -247,34 +247,34 @@ def _not_ready(items: list[Any]) -> None:
         item.waiting_for_input = False
 
 
-def _desk(queue: Any, cache: Any) -> Any:
+def _queue_state(queue: Any, cache: Any) -> Any:
     """Return our state for decode's queue, which is kept on the queue and made at first use."""
-    desk = queue.__dict__.get("prefixkv_desk")
-    if desk is None:
+    state = queue.__dict__.get("prefixkv_queue_state")
+    if state is None:
         from prefixkv.engines.sglang.joins import Joins
         from prefixkv.engines.sglang.waiting import Depths, NewPagesFirst
 
         depths = Depths(cache.tree, cache.key_of_waiting)
-        desk = queue.prefixkv_desk = SimpleNamespace(
+        state = queue.prefixkv_queue_state = SimpleNamespace(
             depths=depths,
             order=NewPagesFirst(depths, _number("PREFIXKV_PATIENCE_S", 5.0)),
             joins=Joins(depths, cache.tree.page_size * TOKEN_BYTES),
         )
-    return desk
+    return state
 
 
 def _after_priority(
     _result: Any, policy: Any, waiting_queue: list[Any], *_args: Any, **_named: Any
 ) -> None:
     """Give the tree hints about the waiting queue, at each of SGLang's passes over it."""
-    cache = _ours(policy.tree_cache)
+    cache = _enabled_cache(policy.tree_cache)
     if cache is not None:
-        _follow(policy, cache, waiting_queue)
+        _update_hints(policy, cache, waiting_queue)
 
 
 def _after_decode(_slots: Any, batch: Any, *_args: Any, **_named: Any) -> None:
     """Mirror the slot of the next token, which each request of a batch was given."""
-    cache = _ours(batch.tree_cache)
+    cache = _enabled_cache(batch.tree_cache)
     if cache is not None and cache.mirror is not None:
         cache.mirror.step(batch.reqs)
 
@@ -283,17 +283,17 @@ def _after_spec_decode(
     _result: Any, tree_cache: Any, *_args: Any, reqs: list[Any], **_named: Any
 ) -> None:
     """Mirror the new slots under speculation: several per request, as many as a step may need."""
-    cache = _ours(tree_cache)
+    cache = _enabled_cache(tree_cache)
     if cache is not None and cache.mirror is not None:
         cache.mirror.grown(reqs)
 
 
 def _around_manager(original: Any, queue: Any, *args: Any, **named: Any) -> Any:
-    """Set the layout of pages while SGLang makes a manager; see `shares.saying`."""
+    """Set the layout of pages while SGLang makes a manager; see `shares.use_share`."""
     from prefixkv.engines.sglang import shares
 
     total_heads = int(queue.scheduler.model_config.get_total_num_kv_heads())
-    with shares.saying(shares.share_of(queue.token_to_kv_pool, total_heads)):
+    with shares.use_share(shares.share_of(queue.token_to_kv_pool, total_heads)):
         return original(queue, *args, **named)
 
 
@@ -353,13 +353,13 @@ def _after_request(_result: Any, scheduler: Any, asked: Any, *_args: Any, **_nam
     manager: Any = getattr(queue, "kv_manager", None)
     if not hasattr(manager, "decline"):
         return
-    # `heard_of` was set by `prefixkv_begin` or `decline` within the hooked call, if this request
-    # got so far. If neither ran, no other part of the plug-in knows of it.
-    heard_of, manager.heard_of = manager.heard_of, ""
+    # `last_handled_rid` was set by `prefixkv_begin` or `decline` within the hooked call, if this
+    # request got so far. If neither ran, no other part of the plug-in knows of it.
+    last_handled_rid, manager.last_handled_rid = manager.last_handled_rid, ""
     compiles = any(req.rid == asked.rid for req in scheduler.grammar_manager.grammar_queue)
-    if heard_of != asked.rid and not compiles:
+    if last_handled_rid != asked.rid and not compiles:
         _decline(queue, asked)
-        manager.heard_of = ""
+        manager.last_handled_rid = ""
 
 
 def _decline(queue: Any, req: Any) -> None:
@@ -440,8 +440,6 @@ def _check_rooms(asked: Any) -> None:
     A request without any room is left to SGLang, which refuses it itself.
     """
     # 1. The shape: one number, or a list with one per prompt. 2. Each number: in range, and once.
-    from prefixkv.engines.sglang.rooms import ROOMS
-
     rooms = asked.bootstrap_room
     if not isinstance(rooms, list):
         rooms = [rooms]
@@ -465,7 +463,7 @@ def _in_host_memory(_original: Any, _kinds: Any, expected_len: int) -> list[str]
     return ["DRAM"] * expected_len
 
 
-def _follow(owner: Any, cache: Any, requests: list[Any]) -> None:
+def _update_hints(owner: Any, cache: Any, requests: list[Any]) -> None:
     """Set the hints of the queue `owner` to these requests."""
     from prefixkv.engines.sglang.waiting import WaitingPrefixes
 
@@ -475,7 +473,7 @@ def _follow(owner: Any, cache: Any, requests: list[Any]) -> None:
     waiting.follow(requests)
 
 
-def _ours(cache: Any) -> Any:
+def _enabled_cache(cache: Any) -> Any:
     """Return the cache if it is an enabled one of ours, else None."""
     from prefixkv.engines.sglang.cache import PrefixKVCache
 

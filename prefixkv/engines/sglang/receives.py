@@ -112,7 +112,7 @@ class Receives:
             # 1. Success is also proof: everything was written, so nothing more will be. It does not
             #    replace an abort of ours. 2. A failure leaves the pages held. 3. Drained is proof.
             # 4. Overdue changes nothing: without proof the pages stay held.
-            what = receive.room, receive.num_pages
+            room_and_pages = receive.room, receive.num_pages
             match event:
                 case RoomEnded(poll=KVPoll.SUCCESS):
                     if receive.outcome is None:
@@ -120,14 +120,16 @@ class Receives:
                     self._settle(receive)
                 case RoomEnded():
                     receive.fail(f"{type(event.error).__name__}: {event.error}")
-                    _log.info("room %d failed; its %d pages are held until it is drained", *what)
+                    _log.info(
+                        "room %d failed; its %d pages are held until it is drained", *room_and_pages
+                    )
                 case RoomDrained():
-                    _log.info("room %d is drained, its %d pages are free", *what)
+                    _log.info("room %d is drained, its %d pages are free", *room_and_pages)
                     self._settle(receive)
                 case RoomOverdue():
                     _log.warning(
                         "room %d failed and is not drained in time: its %d pages stay held until "
-                        "prefill, or its death, proves that nothing writes them", *what,
+                        "prefill, or its death, proves that nothing writes them", *room_and_pages,
                     )  # fmt: skip
 
     def _settle(self, receive: Receive) -> None:

@@ -24,11 +24,11 @@ from prefixkv.transfer import Bootstrapped, KVPoll, PrefillTransfers, RoomEnded,
 
 _log = logging.getLogger("prefixkv.sglang")
 
-_What = TypeVar("_What")
+_Entry = TypeVar("_Entry")
 
 MAX_ANNOUNCED: Final = 65_536
 """Limit of entries of each kind about rooms that have no request here; the oldest are forgotten."""
-MAX_SECONDS: Final = 64
+MAX_DUPLICATES: Final = 64
 """Limit, per room, of later requests with its number that are remembered, and of announcements."""
 GRACE_S: Final = 2.0
 """Seconds for which an announcement waits for its request where a request of that number has ended:
@@ -36,7 +36,7 @@ the number may be in use again, with decode's announcement the first to arrive."
 WITHDRAWN_S: Final = 60.0
 """Seconds for which a withdrawal waits for its request, to fail it on arrival."""
 
-First = Literal[b"alone", b"silent", b"announced"]
+NumberState = Literal[b"alone", b"silent", b"announced"]
 ALONE: Final = b"alone"
 SILENT: Final = b"silent"
 ANNOUNCED: Final = b"announced"
@@ -44,19 +44,19 @@ ANNOUNCED: Final = b"announced"
 that has not announced itself yet (SILENT), or one that has (ANNOUNCED)."""
 
 
-class _Gone(NamedTuple):
+class DeclinedHalf(NamedTuple):
     """A request that has ended here before its decode worker announced itself. The digest is empty
     where the prompt is not known."""
 
     digest: bytes
     reason: str
 
-    def is_half_of(self, announced: _Announced) -> bool:
+    def is_half_of(self, announced: Announcement) -> bool:
         """Return whether both are about one prompt, as far as their digests are known."""
         return b"" in (self.digest, announced.digest) or self.digest == announced.digest
 
 
-class _Announced(NamedTuple):
+class Announcement(NamedTuple):
     """An announcement by a decode worker that it has a request of this prompt.
 
     With a `reason` it is a withdrawal: decode has ended the request, and had promised nothing.
@@ -69,7 +69,7 @@ class _Announced(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Send:
+class RoomSend:
     """A request's room on prefill.
 
     `progress` is its state while it runs. `poll` is the state that SGLang may see: a room is over
@@ -87,10 +87,10 @@ class Send:
     error: str = ""
     free: bool = True
     """True where nothing reads its pages: not added yet, or SourceFree has come."""
-    seconds: list[_Gone] = field(default_factory=list)
+    duplicates: list[DeclinedHalf] = field(default_factory=list)
     """Further requests with its number that came before it was over, and failed."""
-    later: list[_Announced] = field(default_factory=list)
-    """Announcements after its own one: the other halves of `seconds`, or of the next use."""
+    later_announcements: list[Announcement] = field(default_factory=list)
+    """Announcements after its own one: the other halves of `duplicates`, or of the next use."""
 
     @property
     def poll(self) -> KVPoll:
@@ -105,7 +105,7 @@ class Send:
             self.outcome, self.error = KVPoll.FAILED, reason
 
 
-class Sends:
+class RoomSends:
     """All rooms of a prefill rank. Owner: SGLang's scheduler thread.
 
     Args:
@@ -125,24 +125,25 @@ class Sends:
         self._clock = clock
         # The two halves of a request arrive in either order, over different ways, and either may
         # have ended. Of each number there may be: a live room; decode's half without ours
-        # (`_announced`); our ended half without decode's (`_gone`); both, with ours ended
-        # (`_doubtful`); decode's ended half without ours (`_withdrawn`). All but rooms are bounded.
-        self._rooms: dict[int, Send] = {}
-        self._announced: OrderedDict[int, _Announced] = OrderedDict()
-        self._gone: OrderedDict[int, _Gone] = OrderedDict()
+        # (`_announced`); our ended half without decode's (`_declined`); both, with ours ended
+        # (`_unclaimed`); decode's ended half without ours (`_withdrawn`). All but rooms are
+        # bounded.
+        self._rooms: dict[int, RoomSend] = {}
+        self._announced: OrderedDict[int, Announcement] = OrderedDict()
+        self._declined: OrderedDict[int, DeclinedHalf] = OrderedDict()
         # With the time at which decode is refused: a new request may still claim it until then.
-        self._doubtful: OrderedDict[int, tuple[float, _Announced, str]] = OrderedDict()
-        self._withdrawn: OrderedDict[int, _Announced] = OrderedDict()
+        self._unclaimed: OrderedDict[int, tuple[float, Announcement, str]] = OrderedDict()
+        self._withdrawn: OrderedDict[int, Announcement] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._rooms)
 
-    def begin(self, room: int, digest: bytes, num_pages: int) -> Send:
+    def begin(self, room: int, digest: bytes, num_pages: int) -> RoomSend:
         """Begin the room of a request that has arrived here.
 
         It fails at once if a room of that number is not over, or if decode has ended its half.
         """
-        send = Send(room, digest, num_pages)
+        send = RoomSend(room, digest, num_pages)
         # 1. The number is in use. This request fails alone; its other half is refused as well.
         if room in self._rooms:
             reason = f"room {room} is another request's"
@@ -154,15 +155,15 @@ class Sends:
         if withdrawn is not None:
             send.fail(withdrawn.reason)
             # Kept, in case the withdrawal was meant for another request of that number.
-            _remember(self._gone, room, _Gone(digest, withdrawn.reason))
+            _remember(self._declined, room, DeclinedHalf(digest, withdrawn.reason))
             return send
         # 3. A new use of the number: a former one that ended here no longer counts. An announcement
-        # that waits belongs to it, also one that came after the end of a former use (`_doubtful`).
+        # that waits belongs to it, also one that came after the end of a former use (`_unclaimed`).
         self._rooms[room] = send
-        self._gone.pop(room, None)
+        self._declined.pop(room, None)
         announced = self._announced.pop(room, None)
-        if announced is None and room in self._doubtful:
-            announced = self._doubtful.pop(room)[1]
+        if announced is None and room in self._unclaimed:
+            announced = self._unclaimed.pop(room)[1]
         if announced is not None:
             self._pair(send, announced)
         return send
@@ -177,14 +178,14 @@ class Sends:
         # refuse it. 4. Decode has ended its half too: both are gone. 5. Decode will announce it.
         send = self._rooms.get(room)
         if send is not None:
-            send.seconds.append(_Gone(digest, reason))
-            del send.seconds[:-MAX_SECONDS]
+            send.duplicates.append(DeclinedHalf(digest, reason))
+            del send.duplicates[:-MAX_DUPLICATES]
         elif (announced := self._announced.pop(room, None)) is not None:
             self._refuse(room, announced.decode, reason)
-        elif room in self._doubtful:
-            self._refuse(room, self._doubtful.pop(room)[1].decode, reason)
+        elif room in self._unclaimed:
+            self._refuse(room, self._unclaimed.pop(room)[1].decode, reason)
         elif self._take_withdrawn(room, digest) is None:
-            _remember(self._gone, room, _Gone(digest, reason))
+            _remember(self._declined, room, DeclinedHalf(digest, reason))
 
     def announce(self, room: int, decode: str, digest: bytes) -> None:
         """Take in that the decode worker `decode` has the room's other end, for a prompt's digest.
@@ -195,75 +196,74 @@ class Sends:
         # 3. The same worker again: it has finished with this use of the number. 4. Our half has
         # ended. The announcement may belong to the next use, so it waits for a short time. 5. Our
         # half has not arrived yet.
-        announced, send = _Announced(decode, digest), self._rooms.get(room)
+        announced, send = Announcement(decode, digest), self._rooms.get(room)
         if send is not None and not send.decode:
             self._pair(send, announced)
         elif send is not None and send.decode != decode:
             self._refuse(room, decode, f"room {room} is for another decode worker")
         elif send is not None:
-            send.later.append(announced)
-            del send.later[:-MAX_SECONDS]
-        elif (gone := self._gone.get(room)) is not None and gone.is_half_of(announced):
+            send.later_announcements.append(announced)
+            del send.later_announcements[:-MAX_DUPLICATES]
+        elif (gone := self._declined.get(room)) is not None and gone.is_half_of(announced):
             due_s = self._clock() + GRACE_S
-            _remember(self._doubtful, room, (due_s, announced, self._gone.pop(room).reason))
+            _remember(self._unclaimed, room, (due_s, announced, self._declined.pop(room).reason))
         else:
             _remember(self._announced, room, announced)
 
     def withdraw(
-        self, room: int, decode: str, digest: bytes, reason: str, first: First = ALONE
+        self, room: int, decode: str, digest: bytes, reason: str, number_state: NumberState = ALONE
     ) -> None:
         """Take in that a decode worker has ended its request of this number without a promise.
 
-        The other half fails, now or when it arrives. An empty digest stands for any prompt. `first`
-        is the state of the number on decode: if SILENT, the room here may belong to the other
-        request, so it is not failed.
-        """
-        withdrawn = _Announced(decode, digest, f"decode: {reason}", self._clock())
-        send, gone = self._rooms.get(room), self._gone.get(room)
-        if first == ALONE:
+        The other half fails, now or when it arrives. An empty digest stands for any prompt.
+        `number_state` is the state of the number on decode: if SILENT, the room here may belong to
+        the other request, so it is not failed."""
+        withdrawn = Announcement(decode, digest, f"decode: {reason}", self._clock())
+        send, gone = self._rooms.get(room), self._declined.get(room)
+        if number_state == ALONE:
             self._announced.pop(room, None)  # left over from a former use
         # 1. The room waits for an announcement, which will not come. 2. The room is paired with
         # this worker, or may be the other request's (SILENT): this is about another use of the
         # number. 3. Our half has ended too. 4. Our half has yet to come.
-        if send is not None and not send.decode and first != SILENT:
+        if send is not None and not send.decode and number_state != SILENT:
             send.fail(withdrawn.reason)
             self._over(send)
         elif send is not None and send.decode in ("", decode):
-            send.later.append(withdrawn)
-            del send.later[:-MAX_SECONDS]
+            send.later_announcements.append(withdrawn)
+            del send.later_announcements[:-MAX_DUPLICATES]
         elif send is None and gone is not None and gone.is_half_of(withdrawn):
-            del self._gone[room]
+            del self._declined[room]
         elif send is None:
             _remember(self._withdrawn, room, withdrawn)
 
-    def _take_withdrawn(self, room: int, digest: bytes) -> _Announced | None:
+    def _take_withdrawn(self, room: int, digest: bytes) -> Announcement | None:
         """Take out the withdrawal that fits this prompt, unless it is too old."""
         found = self._withdrawn.get(room)
         if found is not None and self._clock() - found.since_s >= WITHDRAWN_S:
             del self._withdrawn[room]
-        elif found is not None and _Gone(digest, "").is_half_of(found):
+        elif found is not None and DeclinedHalf(digest, "").is_half_of(found):
             return self._withdrawn.pop(room)
         return None
 
-    def _pair(self, send: Send, announced: _Announced) -> None:
+    def _pair(self, send: RoomSend, announced: Announcement) -> None:
         """Connect a room with the decode worker that announced it, if both mean the same prompt.
 
         If not, one number was given to two requests. Then neither is served, nor are their other
         halves.
         """
-        if _Gone(send.digest, "").is_half_of(announced):
+        if DeclinedHalf(send.digest, "").is_half_of(announced):
             self._add(send, announced.decode)
             return
         reason = f"PromptMismatchError: room {send.room} has another prompt on the other server"
         send.fail(reason)
         self._over(send)
         # Both halves that are here end now. Their other halves are on the way: the withdrawal fails
-        # the one that comes here, and `_gone` refuses the one that decode will announce.
+        # the one that comes here, and `_declined` refuses the one that decode will announce.
         self._refuse(send.room, announced.decode, reason)
         self.withdraw(send.room, announced.decode, announced.digest, reason)
-        _remember(self._gone, send.room, _Gone(send.digest, reason))
+        _remember(self._declined, send.room, DeclinedHalf(send.digest, reason))
 
-    def _add(self, send: Send, decode: str) -> None:
+    def _add(self, send: RoomSend, decode: str) -> None:
         """Add the room for this decode worker; from now on writes may read its pages."""
         send.decode = decode
         num_tokens = send.num_pages * self._page_size
@@ -274,24 +274,24 @@ class Sends:
             send.fail(str(error))
             self._over(send)
 
-    def _over(self, send: Send) -> None:
+    def _over(self, send: RoomSend) -> None:
         """Forget a room, so that its number may be used again, and answer what came meanwhile."""
         room = send.room
         del self._rooms[room]
         # An announcement is refused if its other half failed here. One without a half waits for it,
         # as if it came now. Then the requests without an announcement wait for theirs.
-        for announced in send.later:
-            other = next((one for one in send.seconds if one.is_half_of(announced)), None)
+        for announced in send.later_announcements:
+            other = next((one for one in send.duplicates if one.is_half_of(announced)), None)
             if other is not None:
-                send.seconds.remove(other)
+                send.duplicates.remove(other)
                 if not announced.reason:
                     self._refuse(room, announced.decode, other.reason)
             elif announced.reason:
                 _remember(self._withdrawn, room, announced)
             else:
                 _remember(self._announced, room, announced)
-        for other in send.seconds:
-            _remember(self._gone, room, other)
+        for other in send.duplicates:
+            _remember(self._declined, room, other)
 
     def _refuse(self, room: int, decode: str, reason: str) -> None:
         """Refuse a room to decode. A failure is only logged."""
@@ -302,7 +302,7 @@ class Sends:
 
     def send(
         self,
-        send: Send,
+        send: RoomSend,
         pages: Sequence[int],
         *,
         last: bool = False,
@@ -332,7 +332,7 @@ class Sends:
         except PrefixKVError as error:  # decode would wait for pages that never come
             self.abort(send, str(error))
 
-    def abort(self, send: Send, reason: str) -> None:
+    def abort(self, send: RoomSend, reason: str) -> None:
         """End a room; it polls FAILED once no write reads its pages. No-op where it is over."""
         send.fail(reason)
         # 1. Added: writes may read the pages, so it is over with SourceFree. 2. Not added: nothing
@@ -341,13 +341,13 @@ class Sends:
             self.transfers.abort(send.room, 0, reason, decode=send.decode)
         elif self._rooms.get(send.room) is send:
             self._over(send)
-            _remember(self._gone, send.room, _Gone(send.digest, reason))
+            _remember(self._declined, send.room, DeclinedHalf(send.digest, reason))
 
     def pump(self) -> None:
         """Take in the events of all rooms. Cheap where there are none."""
         # Refuse announcements that no new request has claimed in time; ordered by that time.
-        while self._doubtful and next(iter(self._doubtful.values()))[0] <= self._clock():
-            room, (_, announced, reason) = self._doubtful.popitem(last=False)
+        while self._unclaimed and next(iter(self._unclaimed.values()))[0] <= self._clock():
+            room, (_, announced, reason) = self._unclaimed.popitem(last=False)
             self._refuse(room, announced.decode, reason)
         try:
             events = self.transfers.take_events()
@@ -372,9 +372,9 @@ class Sends:
                     self._over(send)
 
 
-def _remember(rooms: OrderedDict[int, _What], room: int, what: _What) -> None:
+def _remember(rooms: OrderedDict[int, _Entry], room: int, entry: _Entry) -> None:
     """Store an entry as the newest, and forget the oldest above the limit: clients name rooms."""
-    rooms[room] = what
+    rooms[room] = entry
     rooms.move_to_end(room)
     while len(rooms) > MAX_ANNOUNCED:
         rooms.popitem(last=False)

@@ -67,19 +67,19 @@ def share_of(pool: Any, total_heads: int) -> Share:
     return UNKNOWN
 
 
-_SAID: ContextVar[Share] = ContextVar("share of the manager that SGLang makes")
+_CURRENT_SHARE: ContextVar[Share] = ContextVar("share of the manager that SGLang makes")
 
 
-def said() -> Share:
-    """Return the share that was set by `saying`; `UNKNOWN` outside of it."""
-    return _SAID.get(UNKNOWN)
+def current_share() -> Share:
+    """Return the share that was set by `use_share`; `UNKNOWN` outside of it."""
+    return _CURRENT_SHARE.get(UNKNOWN)
 
 
 @contextmanager
-def saying(share: Share) -> Iterator[None]:
+def use_share(share: Share) -> Iterator[None]:
     """Set the share while SGLang makes a manager: its constructor has no argument for it."""
-    token = _SAID.set(share)
+    token = _CURRENT_SHARE.set(share)
     try:
         yield
     finally:
-        _SAID.reset(token)
+        _CURRENT_SHARE.reset(token)

@@ -27,14 +27,13 @@ import zmq
 
 from prefixkv import DecodeConfig, ModelConfig, PrefillConfig, PrefixKVError
 from prefixkv.engines.rank_group import decode_transfers, prefill_transfers
-from prefixkv.engines.sglang import NAME
+from prefixkv.engines.sglang import NAME, ROOMS
 from prefixkv.engines.sglang import internals_transfer as sgl
 from prefixkv.engines.sglang.fences import FenceFolder
 from prefixkv.engines.sglang.memory import Rows, pool_of
 from prefixkv.engines.sglang.receives import Receive, Receives
-from prefixkv.engines.sglang.rooms import ROOMS
-from prefixkv.engines.sglang.sends import ALONE, ANNOUNCED, SILENT, First, Send, Sends
-from prefixkv.engines.sglang.shares import OPAQUE, UNKNOWN, said
+from prefixkv.engines.sglang.sends import ALONE, ANNOUNCED, SILENT, NumberState, RoomSend, RoomSends
+from prefixkv.engines.sglang.shares import OPAQUE, UNKNOWN, current_share
 from prefixkv.engines.sglang.transfer_options import OPTION_NAMES, VARIABLE, TransferOptions
 from prefixkv.spi import ConfigError, pages_for
 from prefixkv.transfer import KVPoll
@@ -44,7 +43,7 @@ _log = logging.getLogger("prefixkv.sglang")
 TAG: Final = b"PREFIXKV"
 """First frame of the message by which a decode rank announces itself. Then the room, the name, and
 the digest of the prompt (empty where it is unknown). If the request has ended before any promise,
-two frames follow: the reason, and the state of the number on decode (`sends.First`)."""
+two frames follow: the reason, and the state of the number on decode (`sends.NumberState`)."""
 FIELD: Final = "prefixkv"
 """Field of a row of the bootstrap server that holds the rank's endpoint."""
 ASK_AGAIN_S: Final = 10.0
@@ -127,14 +126,14 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
         # nothing open.
         for reason in refusals(args, server_args):
             raise ConfigError(f"--disaggregation-transfer-backend {NAME}: {reason}")
-        self.sends: Sends | None = None
+        self.sends: RoomSends | None = None
         self.receives: Receives | None = None
         self.rows = Rows(args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens)
         self.page_size = args.page_size
         device = sgl.get_device().device
         device = device if device == "cpu" else f"{device}:{args.gpu_id}"
         share = self.share = (
-            UNKNOWN if args.num_draft_entries else said()
+            UNKNOWN if args.num_draft_entries else current_share()
         )  # a draft may have other heads
         # All that the bytes of a page and of a row depend on; part of the model in each handshake.
         self._tag = (
@@ -152,7 +151,7 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
         # drops without `clear` does not keep its number.
         self._owners: WeakValueDictionary[int, Any] = WeakValueDictionary()
         # Id of the last request that was given a room or declined; see `plugin._after_request`.
-        self.heard_of = ""
+        self.last_handled_rid = ""
         self._uses = itertools.count(1)  # counts requests, equally on all ranks; see `ticket`
         self._private_rooms = itertools.count(-1, -1)  # numbers outside of `ROOMS`
         # Time of the last question, by SGLang's key of a prefill rank or a bootstrap server's
@@ -171,7 +170,7 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
 
     # --- both sides -------------------------------------------------------------------------------
 
-    def _named(self) -> str:
+    def _gather_name(self) -> str:
         """Return the worker's name, which rank 0 makes: ranks may be on several hosts."""
         server = self._options.name or f"{self.local_ip}:{sgl.get_serving().port}"
         replica = f"dp{self.system_dp_rank or self.attn_dp_rank}"
@@ -212,11 +211,11 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
             self.sends.pump()
         side = self.sends if self.receives is None else self.receives
         if self._fences is not None and side is not None:
-            self._fences.look(side.transfers)
+            self._fences.poll(side.transfers)
 
     prefixkv_pump = pump
 
-    def own(self, room: int, who: Any) -> tuple[int, str]:
+    def claim_room(self, room: int, who: Any) -> tuple[int, str]:
         """Return the number under which SGLang's tables know a sender or receiver, and an error.
 
         The number is its room, or a private one with an error if another live object has the room.
@@ -229,11 +228,11 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
             return next(self._private_rooms), f"room {room} is another request's"
         return room, ""
 
-    def owner(self, room: int) -> Any:
+    def room_owner(self, room: int) -> Any:
         """Return the live sender or receiver that has this number, or None."""
         return self._owners.get(room)
 
-    def disown(self, who: Any) -> None:
+    def release_room(self, who: Any) -> None:
         """Give back the room number of a sender or receiver that is cleared."""
         room: int = who.bootstrap_room
         if self._owners.get(room) is who:
@@ -252,13 +251,13 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
 
         All ranks call it together, since it gathers among them.
         """
-        self.name = self._named()
+        self.name = self._gather_name()
         bind = self._options.address(self.local_ip)
         config = PrefillConfig(self.name, bind, **self._common())
         rank = self._mesh, self.attn_tp_rank
         reach = self._reach
         transfers = prefill_transfers(self._pool, config, *rank, sgl.gather, reach=reach)
-        self.sends = Sends(transfers, self.page_size)
+        self.sends = RoomSends(transfers, self.page_size)
         own = reach(transfers.endpoint)
         _log.info("prefixkv's transfers: %s listens at %s", self.rank_name, own)
         # Every rank registers rank 0's endpoint; rank 0 passes on those of the others.
@@ -273,7 +272,7 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
         """Register this rank as SGLang does, with the endpoint as one more field."""
         super()._register_topology_row(url, {**payload, FIELD: self.endpoint})
 
-    def _read_announcements(self, sends: Sends) -> None:
+    def _read_announcements(self, sends: RoomSends) -> None:
         """Take in all messages that wait at this rank's socket.
 
         Anything that reaches the socket can write there: a message of another form is logged and
@@ -289,9 +288,9 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
                 if len(frames) == 4:
                     sends.announce(room, name, digest)
                 else:
-                    first: First = ANNOUNCED if frames[5] == ANNOUNCED else ALONE
-                    first = SILENT if frames[5] == SILENT else first
-                    sends.withdraw(room, name, digest, frames[4].decode(), first)
+                    number_state: NumberState = ANNOUNCED if frames[5] == ANNOUNCED else ALONE
+                    number_state = SILENT if frames[5] == SILENT else number_state
+                    sends.withdraw(room, name, digest, frames[4].decode(), number_state)
             except zmq.Again:
                 return
             except ValueError as error:
@@ -304,7 +303,7 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
 
         Otherwise the other one would wait for its timeout.
         """
-        self.heard_of = req.rid
+        self.last_handled_rid = req.rid
         # 1. Prefill. The prompt may be missing or cut, so its digest is left open.
         if req.bootstrap_room not in ROOMS:
             return  # the other one refuses it too
@@ -348,7 +347,7 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
 
     def _open_decode(self) -> None:
         """Start decode's transfers. All ranks call this together, since it gathers."""
-        self.name = self._named()
+        self.name = self._gather_name()
         config = DecodeConfig(self.name, **self._common())
         rank = self._mesh, self.attn_tp_rank
         transfers = decode_transfers(self._pool, config, *rank, sgl.gather)
@@ -402,8 +401,8 @@ class PrefixKVSender(sgl.CommonKVSender):  # type: ignore[misc]
         *more: Any,
         **named: Any,
     ) -> None:
-        self._send: Send | None = None
-        own, self._refusal = mgr.own(bootstrap_room, self)
+        self._send: RoomSend | None = None
+        own, self._refusal = mgr.claim_room(bootstrap_room, self)
         super().__init__(mgr, bootstrap_addr, own, *more, **named)
         if self._refusal:
             mgr.record_failure(own, self._refusal)
@@ -412,14 +411,14 @@ class PrefixKVSender(sgl.CommonKVSender):  # type: ignore[misc]
             self.conclude_state = sgl.KVPoll.Failed  # another rank has reported it already
 
     @property
-    def sends(self) -> Sends:
+    def sends(self) -> RoomSends:
         """All rooms of this prefill rank."""
         assert self.kv_mgr.sends is not None
         return self.kv_mgr.sends
 
     def prefixkv_begin(self, req: Any) -> None:
         """Begin the room for a request. A hook calls this before any other method."""
-        self.kv_mgr.heard_of = req.rid
+        self.kv_mgr.last_handled_rid = req.rid
         # First take in events: the room that had this number before may be over by now.
         self.kv_mgr.pump()
         digest, num_tokens = prompt_of(req)
@@ -481,7 +480,7 @@ class PrefixKVSender(sgl.CommonKVSender):  # type: ignore[misc]
 
     def clear(self) -> None:
         super().clear()
-        self.kv_mgr.disown(self)
+        self.kv_mgr.release_room(self)
 
 
 class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
@@ -504,7 +503,7 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
         self._req: Any = None
         self._has_prompt = False
         self._ticket = 0
-        own, self._refusal = mgr.own(bootstrap_room, self)
+        own, self._refusal = mgr.claim_room(bootstrap_room, self)
         super().__init__(mgr, bootstrap_addr, own, *more, **named)
         if self._refusal:
             self._fail(self._refusal)
@@ -521,7 +520,7 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
         `has_prompt` is False where SGLang may have put a stub in the place of the prompt.
         """
         self._req, self._has_prompt = req, has_prompt
-        self.kv_mgr.heard_of = req.rid
+        self.kv_mgr.last_handled_rid = req.rid
         # First take in events: the room that had this number before may be over by now.
         self.kv_mgr.pump()
         self._ticket = self.kv_mgr.ticket() if has_prompt else 0
@@ -535,7 +534,7 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
         """
         # Only if both name the same prefill server: there the number could be mistaken. The rows
         # of the first receiver are borrowed, since this one never connects.
-        first = self.kv_mgr.owner(req.bootstrap_room)
+        first = self.kv_mgr.room_owner(req.bootstrap_room)
         if first is None or first.bootstrap_addr != self.bootstrap_addr:
             return
         self.bootstrap_infos = first.bootstrap_infos
@@ -584,7 +583,7 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
             self.bootstrap_infos = None  # that server would not understand an announcement
         return self.conclude_state is None
 
-    def _announce(self, refusal: str = "", first: First = ALONE) -> str:
+    def _announce(self, refusal: str = "", number_state: NumberState = ALONE) -> str:
         """Announce this decode worker's room to prefill, or withdraw it; return the endpoint.
 
         With a `refusal` nothing will be promised for the room, for that reason. Each prefill rank
@@ -597,7 +596,7 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
         shared_by = max(1, manager.attn_tp_size // self.prefill_info.attn_tp_size)
         digest = prompt_of(self._req)[0] if self._has_prompt else b""
         message = [TAG, str(self._req.bootstrap_room).encode(), manager.name.encode(), digest]
-        message += [refusal.encode(), first] if refusal else []
+        message += [refusal.encode(), number_state] if refusal else []
         if manager.attn_tp_rank % shared_by == 0:
             for info in self.bootstrap_infos:
                 socket, lock = self._connect_to_bootstrap_server(info)
@@ -666,7 +665,7 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
         if self._receive is None and self.bootstrap_infos and self.conclude_state is not None:
             self.ensure_abort_notified()
         super().clear()
-        self.kv_mgr.disown(self)
+        self.kv_mgr.release_room(self)
 
     def _send_abort_notification(self, *, force_arm: bool = False) -> None:
         """End the room, or withdraw it where nothing was promised. SGLang calls this once."""

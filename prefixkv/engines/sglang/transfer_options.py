@@ -64,10 +64,10 @@ class TransferOptions:
         'eth0'
         """
         try:
-            said = json.loads(text or "{}")
+            given = json.loads(text or "{}")
         except ValueError as error:
             raise ConfigError(f"{VARIABLE} is no JSON: {error}") from None
-        return convert(cls, said, VARIABLE)
+        return convert(cls, given, VARIABLE)
 
     def address(self, local_ip: str) -> str:
         """Address at which a rank binds, on a machine with `local_ip`.

@@ -1,4 +1,5 @@
-"""Hints from SGLang's queues to the tree, and the order in which decode's queue is tried.
+"""Hints from SGLang's queues to the tree, and the orders in which requests of a queue
+are tried.
 
 SGLang has no call for prefixes that are waited for, and tries its decode queue in the order of
 arrival. Hooks around its own methods do both (`plugin.py`), and use `joins.py` in the same way.
@@ -6,10 +7,11 @@ arrival. Hooks around its own methods do both (`plugin.py`), and use `joins.py` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from prefixkv.spi import RadixCache, RadixKey
+from prefixkv.spi import Node, RadixCache, RadixKey
 
 PATIENCE_S = 5.0
 """Age in seconds from which no other request overtakes one (as `DecodeConfig.patience_s`)."""
@@ -23,17 +25,17 @@ class WaitingPrefixes:
         self._key_of = key_of
         # By id(request): the request, kept alive so that its id stays its own, and its want's
         # number in the tree. Each want is given back when its request leaves the queue.
-        self._told: dict[int, tuple[Any, int]] = {}
+        self._wants: dict[int, tuple[Any, int]] = {}
 
     def follow(self, requests: Iterable[Any]) -> None:
         """Replace the waiting requests. O(requests), and O(prompt) per one that came or left."""
         now = {id(request): request for request in requests}
-        for ident in [ident for ident in self._told if ident not in now]:
-            self._tree.unwant(self._told.pop(ident)[1])
+        for ident in [ident for ident in self._wants if ident not in now]:
+            self._tree.unwant(self._wants.pop(ident)[1])
         for ident, request in now.items():
-            if ident not in self._told:
+            if ident not in self._wants:
                 key = RadixKey(self._key_of(request))  # as it is now: the request's own grows
-                self._told[ident] = (request, self._tree.want(self._tree.match_prefix(key)))
+                self._wants[ident] = (request, self._tree.want(self._tree.match_prefix(key)))
 
 
 class Depths:
@@ -100,3 +102,43 @@ class NewPagesFirst:
             key, depth = self._depths.of(request_of(item))
             ranks[ident] = (1, len(key) // self._depths.page_size - depth)
         queue.sort(key=lambda item: ranks[id(item)])
+
+
+def weight_order(ends: Sequence[Node | None]) -> list[int]:
+    """Return the indices of requests in the order in which they share prefixes best.
+
+    Depth first through the tree, at each node the branch with most requests first. O(requests *
+    nodes on their paths).
+
+    Equal weights keep the order of `ends`, so that it is the same on every rank.
+
+    Args:
+        ends: per request the node at which its prefix ends; None: the root of the tree.
+    """
+    # 1. Weigh the nodes: each request counts for every node on its path to the root. Children are
+    #    kept in dicts, not sets, so that their order does not depend on hashes.
+    at: dict[Node | None, list[int]] = {None: []}
+    weight: Counter[Node] = Counter()
+    below: dict[Node | None, dict[Node, None]] = {None: {}}
+    for place, end in enumerate(ends):
+        at.setdefault(end, []).append(place)
+        node = end
+        while node is not None:
+            weight[node] += 1
+            below.setdefault(node, {})
+            below.setdefault(node.parent, {})[node] = None
+            node = node.parent
+    # 2. Walk the tree with a stack, since a path may be deeper than Python's recursion limit. A
+    #    node comes up twice: first its children are pushed, then its own requests are placed.
+    order: list[int] = []
+    stack: list[tuple[Node | None, bool]] = [(None, False)]
+    while stack:
+        node, done = stack.pop()
+        if done:
+            order += at.get(node, ())
+            continue
+        stack.append((node, True))
+        # The heaviest is pushed last, so comes first; `sorted` keeps equals in order.
+        children = sorted(below[node], key=lambda child: -weight[child])
+        stack += [(child, False) for child in reversed(children)]
+    return order

@@ -39,11 +39,11 @@ class SendAsk:
 
 
 @dataclass(frozen=True, slots=True)
-class OfferAsk:
+class DrawAsk:
     """On prefill: draw a room, and send the KV to the decode server that opens it."""
 
 
-Ask = LoadAsk | SendAsk | OfferAsk
+Ask = LoadAsk | SendAsk | DrawAsk
 
 
 def ask_of(params: Any, is_producer: bool, is_consumer: bool) -> Ask | None:
@@ -68,13 +68,13 @@ def ask_of(params: Any, is_producer: bool, is_consumer: bool) -> Ask | None:
     # 2. Contradictions, and roles that this server does not have.
     if loads and sends:
         raise RequestError("kv_transfer_params has do_remote_prefill and do_remote_decode")
-    what, key = ("do_remote_prefill", "prefill") if loads else ("do_remote_decode", "decode")
+    flag, key = ("do_remote_prefill", "prefill") if loads else ("do_remote_decode", "decode")
     if not (is_consumer if loads else is_producer):
         role = "kv_consumer" if loads else "kv_producer"
-        raise RequestError(f"kv_transfer_params has {what}; this server is no {role}")
+        raise RequestError(f"kv_transfer_params has {flag}; this server is no {role}")
     # 3. Prefill draws the room. Only if both are missing: half of a router's answer is an error.
     if sends and params.get("room") is None and params.get("decode") is None:
-        return OfferAsk()  # routers of NixlConnector's kind add fields that are null
+        return DrawAsk()  # routers of NixlConnector's kind add fields that are null
     # 4. A router has drawn the room: it must name the other server too.
     if params.get("room") is None:
         raise RequestError("kv_transfer_params has no room")

@@ -46,13 +46,13 @@ def installed_version() -> str:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A feature (`what`) that needs some names of vLLM.
+    """A feature (`feature`) that needs some names of vLLM.
 
-    `lost` describes what is missing without it; "": the server does not start.
+    `consequence` describes what is missing without it; "": the server does not start.
     """
 
-    what: str
-    lost: str = ""
+    feature: str
+    consequence: str = ""
 
 
 class Row(NamedTuple):
@@ -241,7 +241,7 @@ def available(part: Part) -> bool:
     if missing:
         _log.warning(
             "vLLM %s has no %s. So %s. The rest works without it",
-            installed_version(), _listed(missing), part.lost,
+            installed_version(), _listed(missing), part.consequence,
         )  # fmt: skip
     return not missing
 
@@ -249,12 +249,14 @@ def available(part: Part) -> bool:
 def _listed(missing: list[tuple[Row, list[str]]]) -> str:
     """Return a text of the missing names with their use; a class that several rows need, once."""
     # Reversed twice: the first row of a class wins, and the order of the table stays.
-    said = {
-        (row.module, *names): f"{', '.join(names)} in {row.module}, which {row.part.what} needs to "
-        f"{row.why}"
+    texts = {
+        (
+            row.module,
+            *names,
+        ): f"{', '.join(names)} in {row.module}, which {row.part.feature} needs to {row.why}"
         for row, names in reversed(missing)
     }
-    return "; and no ".join(reversed(said.values()))
+    return "; and no ".join(reversed(texts.values()))
 
 
 @cache
@@ -381,8 +383,8 @@ def may_rest(engine: Any) -> bool:
     False while a batch is under way, while workers have to be informed of finished requests, or
     while a request waits for one of vLLM's own threads.
     """
-    # Each line is something that only a further step moves on, and for which no bell rings. Data
-    # parallel engines step together, so none of them may rest alone.
+    # Each line is something that only a further step moves on, and for which no wakeup is sent.
+    # Data parallel engines step together, so none of them may rest alone.
     scheduler = engine.scheduler
     compiling = require(RESTING).RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
     return (

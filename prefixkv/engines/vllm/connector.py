@@ -12,13 +12,12 @@ import torch
 
 from prefixkv import ModelConfig
 from prefixkv.engines.vllm import compat, hooks
-from prefixkv.engines.vllm.bell import Tower
 from prefixkv.engines.vllm.layout import is_plain, pool_of
-from prefixkv.engines.vllm.options import OPTION_NAMES, Options
-from prefixkv.engines.vllm.orders import News, Orders
-from prefixkv.engines.vllm.rest import Rest
+from prefixkv.engines.vllm.options import OPTION_NAMES, ConnectorOptions
+from prefixkv.engines.vllm.orders import StepOrders, WorkerReport
 from prefixkv.engines.vllm.scheduler import SchedulerSide
 from prefixkv.engines.vllm.shadow import Shadow
+from prefixkv.engines.vllm.wakeup import EngineWait, WakeupListener
 from prefixkv.engines.vllm.worker import WorkerSide
 from prefixkv.spi import ConfigError
 
@@ -27,8 +26,8 @@ if TYPE_CHECKING:
 
 _base = compat.require(compat.CLASSES)
 # Registered, not inherited: `orders` then needs no vLLM, and both sides are tested without it.
-_base.KVConnectorMetadata.register(Orders)
-_base.KVConnectorWorkerMetadata.register(News)
+_base.KVConnectorMetadata.register(StepOrders)
+_base.KVConnectorWorkerMetadata.register(WorkerReport)
 
 
 class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: ignore[name-defined]
@@ -48,7 +47,7 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
         compat.check_engine(vllm_config, kv_cache_config)
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
-        self._options = Options.of(transfer.kv_connector_extra_config, transfer.kv_port)
+        self._options = ConnectorOptions.of(transfer.kv_connector_extra_config, transfer.kv_port)
         # A wildcard `bind` names no host that a decode server could connect to.
         if self._options.is_on_every_address:
             at = compat.reached_at(self._options.bind)
@@ -62,8 +61,8 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._kv_caches: dict[str, torch.Tensor] = {}
-        self._tower: Tower | None = None
-        self.rest = Rest()
+        self._wakeups: WakeupListener | None = None
+        self.rest = EngineWait()
         if role is _base.KVConnectorRole.SCHEDULER:
             compat.require(compat.SCHEDULER)
             (group,) = kv_cache_config.kv_cache_groups
@@ -75,10 +74,10 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
                 max_len=vllm_config.model_config.max_model_len,
                 **self._roles,
             )
-            # Without the resting hook nothing would listen to the bells, so none are hung up.
+            # Without the resting hook nothing would listen, so no worker gets an address.
             if hooks.install():
-                self._tower = Tower(self.rest.ring)
-                self._scheduler.hang_bell(self._tower.address)
+                self._wakeups = WakeupListener(self.rest.ring)
+                self._scheduler.set_wakeup_address(self._wakeups.address)
         else:
             compat.require(compat.WORKER)
             # Checked now, not at first use: a vLLM that lacks it fails at start, by name.
@@ -124,7 +123,7 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        return self.scheduler.matched(request, num_computed_tokens)
+        return self.scheduler.count_loadable(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         # Only here is it known that some tokens are loaded, which vLLM counts as cached.
@@ -138,7 +137,7 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
         return self.scheduler.orders(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        self.scheduler.heard(
+        self.scheduler.take_reports(
             connector_output.kv_connector_worker_meta, connector_output.finished_recving or ()
         )
 
@@ -247,7 +246,7 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
         )
 
     def build_connector_worker_meta(self) -> Any:
-        return self.worker.take_news()
+        return self.worker.take_report()
 
     # --- in both, and in the API server -----------------------------------------------------------
 
@@ -285,7 +284,7 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
 
     def shutdown(self) -> None:
         """Stop the threads of this process's side. Idempotent."""
-        if self._tower is not None:
-            self._tower.close()
+        if self._wakeups is not None:
+            self._wakeups.close()
         if self._worker is not None:
             self._worker.close()

@@ -24,20 +24,20 @@ def install() -> bool:
     if compat.available(compat.ENDING):
         scheduler = compat.require(compat.ENDING).Scheduler
         if not hasattr(scheduler.update_from_output, "prefixkv"):
-            scheduler.update_from_output = _ending(scheduler.update_from_output)
+            scheduler.update_from_output = _wrap_update_from_output(scheduler.update_from_output)
     if compat.available(compat.WEIGHTS):
         core = compat.require(compat.WEIGHTS).EngineCore
         if not hasattr(core.set_weight_version, "prefixkv"):
-            core.set_weight_version = _moving(core.set_weight_version)
+            core.set_weight_version = _wrap_set_weight_version(core.set_weight_version)
     if not compat.available(compat.RESTING):
         return False
     engine = compat.require(compat.RESTING).EngineCoreProc
     if not hasattr(engine._process_engine_step, "prefixkv"):
-        engine._process_engine_step = _resting(engine._process_engine_step)
+        engine._process_engine_step = _wrap_process_engine_step(engine._process_engine_step)
     return True
 
 
-def _ending(original: Any) -> Any:
+def _wrap_update_from_output(original: Any) -> Any:
     """Return `update_from_output`, which then ends the requests that decode does not want."""
 
     @functools.wraps(original)
@@ -46,8 +46,9 @@ def _ending(original: Any) -> Any:
         outputs = original(self, *args, **kwargs)
         side = _side(self)
         if side is not None:
-            # Only now is it known that this scheduler passes here: from the first call on `Sends`
-            # keeps such requests waiting until they are ended, instead of computing them.
+            # Only now is it known that this scheduler passes here: from the first call on
+            # `ScheduledSends` keeps such requests waiting until they are ended, instead of
+            # computing them.
             side.sends.can_end = True
             for rid, params in side.take_ended().items():
                 compat.end_request(self, rid, params, outputs)
@@ -57,7 +58,7 @@ def _ending(original: Any) -> Any:
     return update_from_output
 
 
-def _moving(original: Any) -> Any:
+def _wrap_set_weight_version(original: Any) -> Any:
     """Return `set_weight_version`, which first moves the connector to the version."""
 
     @functools.wraps(original)
@@ -71,7 +72,7 @@ def _moving(original: Any) -> Any:
     return set_weight_version
 
 
-def _resting(original: Any) -> Any:
+def _wrap_process_engine_step(original: Any) -> Any:
     """Return `_process_engine_step`, which then waits while nothing can run."""
 
     @functools.wraps(original)

@@ -43,10 +43,10 @@ def check_config(parallel: Any, kv_cache: Any) -> None:
 
     The error names the setting, or the kind of cache.
     """
-    for name, what in _PARALLEL.items():
+    for name, feature in _PARALLEL.items():
         size = getattr(parallel, name, 1)
         if size > 1:
-            raise ConfigError(f"{name} is {size}, must be 1: prefixkv's connector has no {what}")
+            raise ConfigError(f"{name} is {size}, must be 1: prefixkv's connector has no {feature}")
     # One group only: a transfer sends the pages of one block table, and another group would have
     # its own. Of that group every token's KV must stay in its block until the request ends.
     groups = kv_cache.kv_cache_groups
@@ -128,8 +128,8 @@ def pool_of(
             return KVPool.from_tensors(latent, page_size=spec.block_size)
         k_and_v = [view.view(*view.shape[:3], 2, spec.head_size) for view in whole]
         axes = "page", "head", "token", "kv", "dim"
-        said = {"num_kv_heads": heads, "head_dim": spec.head_size}
-        return KVPool.from_tensors(k_and_v, page_size=spec.block_size, axes=axes, **said)
+        shape = {"num_kv_heads": heads, "head_dim": spec.head_size}
+        return KVPool.from_tensors(k_and_v, page_size=spec.block_size, axes=axes, **shape)
     # 2. Opaque: bytes, under a tag that the other server must have too.
     return KVPool.from_tensors(
         [_blocks(name, kv_caches[name], num_blocks) for name in names],
@@ -145,7 +145,7 @@ def _tokens(cache: torch.Tensor, num_blocks: int) -> torch.Tensor | None:
 
     None where the tokens of a block's kernel blocks are not consecutive in memory.
     """
-    cache = _named(cache)
+    cache = _as_known_dtype(cache)
     parts, (_, heads, tokens, content) = cache.shape[0] // num_blocks, cache.shape
     step, *inner = cache.stride()
     if parts > 1 and step != tokens * inner[1]:
@@ -161,7 +161,7 @@ def _blocks(name: str, cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
     parts, rest = divmod(cache.shape[0], num_blocks)
     if rest:
         raise ConfigError(f"{name} has {cache.shape[0]} kernel blocks for {num_blocks} blocks")
-    cache = _named(cache)
+    cache = _as_known_dtype(cache)
     shape, strides = (parts, *cache.shape[1:]), cache.stride()
     dims = sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size != 1)
     # In order of stride each axis must continue where the smaller ones end. A gap would mean bytes
@@ -178,7 +178,7 @@ def _blocks(name: str, cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
     return cache.as_strided((num_blocks, prod(shape)), (parts * strides[0], 1))
 
 
-def _named(cache: torch.Tensor) -> torch.Tensor:
+def _as_known_dtype(cache: torch.Tensor) -> torch.Tensor:
     """Return the tensor, as bytes where a layout has no name for its element type."""
     known = str(cache.dtype).removeprefix("torch.") in ITEMSIZE
     return cache if known else cache.view(torch.uint8)

@@ -46,7 +46,7 @@ OPTION_NAMES: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class ConnectorOptions:
     """Settings of the connector; each is a key of `kv_connector_extra_config`.
 
     `name` is this server's unique name, the same after a restart: prefill requests name the decode
@@ -98,15 +98,15 @@ class Options:
         return not self.advertise and host in ANY_HOST and port not in ("", "*", "0")
 
     @classmethod
-    def of(cls, extra: Mapping[str, Any], kv_port: int) -> Options:
+    def of(cls, extra: Mapping[str, Any], kv_port: int) -> ConnectorOptions:
         """Build the options from `extra`. Raises ConfigError, which names the setting, for one that
         is unknown or out of range, and where there is no name."""
-        said = dict(extra)
-        if not said.get("name"):
+        given = dict(extra)
+        if not given.get("name"):
             raise ConfigError(
                 'kv_connector_extra_config has no "name": give each server one of its own, which '
                 "it keeps when it is restarted"
             )
-        if not said.get("bind"):
-            said["bind"] = f"tcp://127.0.0.1:{kv_port}"
-        return convert(cls, said, "kv_connector_extra_config")
+        if not given.get("bind"):
+            given["bind"] = f"tcp://127.0.0.1:{kv_port}"
+        return convert(cls, given, "kv_connector_extra_config")

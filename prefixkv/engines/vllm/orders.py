@@ -71,7 +71,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class OfferOrder:
     """On prefill: the prompt is complete with this step, in `pages`.
 
     The decode server that proves the digest gets it. After `timeout_s` the room can no longer be
@@ -87,13 +87,13 @@ class Offer:
 
 
 @dataclass(slots=True)
-class Orders:
+class StepOrders:
     """Orders of one step, from the scheduler to every worker.
 
     `abort_loads`, `abort_sends` and `withdrawals` map request ids to the reason. `bell` is the
     address at which a worker wakes the scheduler; "" for none. Where `weights_version` is not None
     the weights have moved to it: the orders in `before` are carried out first, then the move, then
-    the others. Orders that have nothing but a bell count as empty.
+    the others. Orders that have only `bell` set count as empty.
     """
 
     opens: list[Open] = field(default_factory=list)
@@ -103,11 +103,11 @@ class Orders:
     chunks: list[Chunk] = field(default_factory=list)
     abort_loads: dict[str, str] = field(default_factory=dict)
     abort_sends: dict[str, str] = field(default_factory=dict)
-    offers: list[Offer] = field(default_factory=list)
+    offers: list[OfferOrder] = field(default_factory=list)
     withdrawals: dict[str, str] = field(default_factory=dict)
     bell: str = ""
     weights_version: str | None = None
-    before: Orders | None = None
+    before: StepOrders | None = None
 
     def __bool__(self) -> bool:
         return self.weights_version is not None or bool(
@@ -124,7 +124,7 @@ class Orders:
 
 
 @dataclass(slots=True)
-class News:
+class WorkerReport:
     """Reports of one step, from the workers to the scheduler; each worker reports each thing once.
 
     `failed`: loads that did not arrive, with the reason. `refused`: those failed loads for which
@@ -132,8 +132,8 @@ class News:
     loads into which no peer writes any more. `overdue`: loads that are not settled in time.
     `promised`: sends for which decode has promised its pages. `unsent`: sends that failed, with the
     reason. `freed`: sends from which no write reads any more. All are request ids. `bells`: the
-    number of workers that ring from now on. `address`: the address at which prefill listens.
-    """
+    number of workers that send wakeups from now on. `address`: the address at which prefill
+    listens."""
 
     failed: dict[str, str] = field(default_factory=dict)
     settled: list[str] = field(default_factory=list)

@@ -19,18 +19,17 @@ from itertools import takewhile
 from typing import Any, Final
 
 from prefixkv.engines.vllm.asks import (
+    DrawAsk,
     LoadAsk,
-    OfferAsk,
     ask_of,
     computes_all,
     digest_of,
     namespace_of,
 )
-from prefixkv.engines.vllm.flights import Flights
-from prefixkv.engines.vllm.holds import BlockPool, Holds
-from prefixkv.engines.vllm.options import Options
-from prefixkv.engines.vllm.orders import News, Open, Orders, Refuse
-from prefixkv.engines.vllm.sends import Sends
+from prefixkv.engines.vllm.blocks import BlockPool, Flights, Holds
+from prefixkv.engines.vllm.options import ConnectorOptions
+from prefixkv.engines.vllm.orders import Open, Refuse, StepOrders, WorkerReport
+from prefixkv.engines.vllm.sends import ScheduledSends
 from prefixkv.engines.vllm.shadow import Shadow
 from prefixkv.engines.vllm.stats import GAUGES, Counters
 from prefixkv.spi import (
@@ -56,7 +55,7 @@ LONGEST_REST_S: Final = 60.0
 
 
 @dataclass(slots=True)
-class _Load:
+class _PendingLoad:
     """One load on decode, from its admission until all ranks have settled it."""
 
     room: int
@@ -84,7 +83,7 @@ class SchedulerSide:
 
     def __init__(
         self,
-        options: Options,
+        options: ConnectorOptions,
         block_size: int,
         *,
         is_producer: bool,
@@ -102,11 +101,11 @@ class SchedulerSide:
         self._most_loading: int | None = None  # blocks of all loads together
         self._holds: Holds | None = None
         self._shadow: Shadow | None = None
-        self._orders = Orders()
+        self._orders = StepOrders()
         # A load is in `_wanted` until vLLM admits its request, then in `_loads` until every rank
         # has settled it, which may be after the request has ended.
         self._wanted: dict[str, tuple[LoadAsk, bytes]] = {}
-        self._loads: dict[str, _Load] = {}
+        self._loads: dict[str, _PendingLoad] = {}
         # Parts of the answers of live requests; `finished` takes them out.
         self._errors: dict[str, str] = {}
         self._loaded_of: dict[str, tuple[int, int, int]] = {}  # room, tokens loaded, and cached
@@ -117,11 +116,11 @@ class SchedulerSide:
         self._recent: dict[int | tuple[str, int], None] = {}  # rooms, the oldest first
         # Consecutive steps in which nothing was ordered, computed or reported.
         self._quiet_steps = 0
-        self._bell, self._bells = "", 0
-        self._told_gauges = dict.fromkeys(GAUGES, 0.0)
+        self._wakeup_address, self._num_wakeup_senders = "", 0
+        self._reported_gauges = dict.fromkeys(GAUGES, 0.0)
         self.flights = Flights()
         self.counters = Counters()
-        self.sends = Sends(
+        self.sends = ScheduledSends(
             block_size,
             num_ranks,
             self.counters,
@@ -162,7 +161,7 @@ class SchedulerSide:
             ask = ask_of(request.kv_transfer_params, *self._roles)
             if ask is None:
                 return
-            if isinstance(ask, OfferAsk):
+            if isinstance(ask, DrawAsk):
                 self.sends.draw(request, ask)
                 return
             room = ask.room if isinstance(ask, LoadAsk) else (ask.decode, ask.room)
@@ -175,7 +174,7 @@ class SchedulerSide:
             else:
                 self.sends.begin(request, ask, self._orders)
         except CallerError as error:
-            self._say(rid, str(error))
+            self._record_error(rid, str(error))
 
     def _seen(self, room: int | tuple[str, int]) -> None:
         self._recent[room] = None
@@ -215,12 +214,12 @@ class SchedulerSide:
         self._rooms[ask.room] = digest
         self._wanted[rid] = ask, digest
 
-    def _say(self, rid: str, error: str, level: int = logging.WARNING) -> None:
+    def _record_error(self, rid: str, error: str, level: int = logging.WARNING) -> None:
         _log.log(level, "request %s: %s", rid, error)
         self.counters.add("requests_in_error")
         self._errors[rid] = error
 
-    def matched(self, request: Any, num_computed: int) -> tuple[int | None, bool]:
+    def count_loadable(self, request: Any, num_computed: int) -> tuple[int | None, bool]:
         """Answer vLLM's question how many tokens after the first `num_computed` can be loaded.
 
         Returns (tokens, asynchronous). (None, False): vLLM has to ask again later; (0, False): vLLM
@@ -239,7 +238,7 @@ class SchedulerSide:
         need = pages_for(len(request.all_token_ids), self._block_size) - num_free
         # vLLM's queue is in order, so a promised send or a load behind this request waits for it,
         # and another server waits for that one: offers then get no grace.
-        is_waited_for = bool(self._wanted) or self.sends.owes
+        is_waited_for = bool(self._wanted) or self.sends.has_promised_uncomputed
         grace_s = 0.0 if is_waited_for else self._options.offer_grace_s
         self.sends.make_room(need, grace_s, self._orders)
         # 3. Not a load, or one that has been opened already.
@@ -308,12 +307,14 @@ class SchedulerSide:
         num_tokens = request.num_prompt_tokens
         prefix_len = num_tokens - num_external
         first, end = prefix_len // self._block_size, pages_for(num_tokens, self._block_size)
-        mine = tuple(pages[first:end])
-        self._loads[rid] = _Load(ask.room, end, mine, self._num_ranks, self._now_s())
+        load_pages = tuple(pages[first:end])
+        self._loads[rid] = _PendingLoad(ask.room, end, load_pages, self._num_ranks, self._now_s())
         self._loaded_of[rid] = ask.room, num_external, prefix_len
         self.flights.begin(rid, self._hashes(request, prefix_len, num_tokens))
         self._orders.opens.append(
-            Open(rid, ask.room, ask.prefill, num_tokens, prefix_len, mine, digest, self._draw())
+            Open(
+                rid, ask.room, ask.prefill, num_tokens, prefix_len, load_pages, digest, self._draw()
+            )
         )
 
     def _refuse(self, ask: LoadAsk, reason: str) -> None:
@@ -348,14 +349,14 @@ class SchedulerSide:
             self._orders.abort_loads[rid] = "decode's request ended"
             self.flights.land(rid)
         # 3. The answer: an error first, then a load's figures, then an offer's room.
-        said = self.sends.finished(rid, self._orders)
+        params = self.sends.finished(rid, self._orders)
         error, loaded = self._errors.pop(rid, None), self._loaded_of.pop(rid, None)
         if error is not None:
-            return {**(said or {}), "prefixkv": {"error": error}}
+            return {**(params or {}), "prefixkv": {"error": error}}
         if loaded is not None:
             names = "room", "loaded_tokens", "cached_tokens"
             return {"prefixkv": dict(zip(names, loaded, strict=True))}
-        return said
+        return params
 
     def take_ended(self) -> dict[str, dict[str, Any]]:
         """Return the requests that vLLM is to end now, since decode does not want them.
@@ -375,7 +376,7 @@ class SchedulerSide:
 
     # --- steps ------------------------------------------------------------------------------------
 
-    def orders(self, step: Any) -> Orders:
+    def orders(self, step: Any) -> StepOrders:
         """Return the workers' orders for one step of the engine, a vLLM `SchedulerOutput`."""
         scheduled = step.num_scheduled_tokens
         for new in step.scheduled_new_reqs:
@@ -384,11 +385,11 @@ class SchedulerSide:
         for rid, computed in zip(again.req_ids, again.num_computed_tokens, strict=True):
             self._compute(rid, computed, step)
         # Everything ordered since the last step goes out together; the next step starts empty.
-        orders, self._orders = self._orders, Orders()
+        orders, self._orders = self._orders, StepOrders()
         self._quiet_steps = 0 if orders or scheduled else self._quiet_steps + 1
         # Until every worker has answered; a worker takes only the first address.
-        if self._bells < self._num_ranks:
-            orders.bell = self._bell
+        if self._num_wakeup_senders < self._num_ranks:
+            orders.bell = self._wakeup_address
         return orders
 
     def _compute(self, rid: str, computed: int, step: Any) -> None:
@@ -400,7 +401,7 @@ class SchedulerSide:
         count = step.num_scheduled_tokens[rid]
         self.sends.compute(rid, computed, count, table, self.holds, self._orders)
 
-    def heard(self, news: News | None, received: Iterable[str]) -> None:
+    def take_reports(self, report: WorkerReport | None, received: Iterable[str]) -> None:
         """Take in the workers' reports, and the loads that vLLM considers over.
 
         Called before vLLM frees the blocks of failed loads, so they can still be held.
@@ -408,30 +409,30 @@ class SchedulerSide:
         # The order matters: `_received` reads a load's error, and takes a hold only if some rank is
         # unsettled; `_settle` frees only a load that is over. Any other order would hold blocks
         # that are settled, or free them before the hold exists.
-        news = news or News()
+        report = report or WorkerReport()
         received = list(received)
-        if news.has_outcomes or received:
+        if report.has_outcomes or received:
             self._quiet_steps = 0
-        self._bells += news.bells
-        self.sends.address = self.sends.address or news.address
-        for rid, error in news.failed.items():
+        self._num_wakeup_senders += report.bells
+        self.sends.address = self.sends.address or report.address
+        for rid, error in report.failed.items():
             if rid in self._loads:
-                self._loads[rid].error, self._loads[rid].refused = error, rid in news.refused
-        for rid in news.settled:
+                self._loads[rid].error, self._loads[rid].refused = error, rid in report.refused
+        for rid in report.settled:
             if rid in self._loads:
                 self._loads[rid].unsettled -= 1
-        for rid in news.overdue:
+        for rid in report.overdue:
             if rid in self._loads:
                 self._loads[rid].overdue = True
         for rid in received:
             self._received(rid)
-        for rid in {*news.settled, *received}:
+        for rid in {*report.settled, *received}:
             self._settle(rid)
-        for rid in news.promised:
+        for rid in report.promised:
             self.sends.promised(rid)
-        for rid, error in news.unsent.items():
+        for rid, error in report.unsent.items():
             self.sends.unsent(rid, error)
-        for rid in news.freed:
+        for rid in report.freed:
             self.sends.freed(rid, self.holds)
 
     def _received(self, rid: str) -> None:
@@ -446,7 +447,7 @@ class SchedulerSide:
             return
         self.counters.add("loads_failed")
         if not load.left:
-            self._say(rid, load.error, logging.DEBUG if load.refused else logging.WARNING)
+            self._record_error(rid, load.error, logging.DEBUG if load.refused else logging.WARNING)
         # vLLM frees the request's blocks next, and a peer may still write into them.
         if load.unsettled > 0:
             self.holds.take(rid, load.pages)
@@ -467,14 +468,14 @@ class SchedulerSide:
     def busy(self) -> bool:
         """True while proofs are expected, so that the engine has to continue stepping.
 
-        Overdue proofs do not count, nor do offers where no bell wakes the engine: these may not
+        Overdue proofs do not count, nor do offers where no worker wakes the engine: these may not
         come for a long time, and are taken in with the next request.
         """
         sends = self.sends.sends.values()
         moves = self._orders.weights_version is not None  # the workers learn it in a step
         return (
             moves
-            or any(self.has_bells or not send.is_offer for send in sends)
+            or any(self.has_wakeups or not send.is_offer for send in sends)
             or any(load.over and not load.overdue for load in self._loads.values())
         )
 
@@ -500,26 +501,26 @@ class SchedulerSide:
         self.flush()
         # Rooms that were ordered before belong to the former version, later ones to the new. The
         # flush's aborts go into `before` with the rooms that they end.
-        self._orders = Orders(weights_version=weights_version, before=self._orders)
+        self._orders = StepOrders(weights_version=weights_version, before=self._orders)
 
     # --- a server that only waits -----------------------------------------------------------------
 
-    def hang_bell(self, address: str) -> None:
+    def set_wakeup_address(self, address: str) -> None:
         """Set the address at which workers can wake this engine."""
-        self._bell = address
+        self._wakeup_address = address
 
     @property
-    def has_bells(self) -> bool:
+    def has_wakeups(self) -> bool:
         """True where every worker wakes the engine when it has something to report."""
-        return bool(self._bell) and self._bells >= self._num_ranks
+        return bool(self._wakeup_address) and self._num_wakeup_senders >= self._num_ranks
 
     def rest_s(self) -> float:
         """Return how many seconds the engine may rest if nothing wakes it; 0: it has to step.
 
-        A new request and a bell wake it. An order and the report on it may be two steps apart where
-        the engine works ahead, so the last `QUIET_STEPS` steps must all have been quiet.
-        """
-        if not self.has_bells or self._orders or self._quiet_steps < QUIET_STEPS:
+        A new request and a wakeup end the rest. An order and the report on it may be two steps
+        apart where the engine works ahead, so the last `QUIET_STEPS` steps must all have been
+        quiet."""
+        if not self.has_wakeups or self._orders or self._quiet_steps < QUIET_STEPS:
             return 0.0
         # The end of an offer's grace is the one event that no worker rings for: wake up for it.
         next_s = self.sends.next_grace_s
@@ -538,9 +539,9 @@ class SchedulerSide:
     def take_gauges(self) -> dict[str, float]:
         """Return all gauges if one has changed since the last call, else none."""
         gauges = self.gauges()
-        if gauges == self._told_gauges:
+        if gauges == self._reported_gauges:
             return {}
-        self._told_gauges = gauges
+        self._reported_gauges = gauges
         return gauges
 
     def gauges(self) -> dict[str, float]:

@@ -5,7 +5,7 @@ other's progress may need. So there are two kinds of sends.
 *Promised*: a router has drawn the room. The prompt starts only after decode has promised its pages,
 and has no block before. Each block is held from the step that computes it until every worker
 reports that no write reads it. *Offer*: the room is drawn here. The prompt is computed at once; its
-blocks are held from its last step until it is sent, or withdrawn: see `Sends.make_room`.
+blocks are held from its last step until it is sent, or withdrawn: see `ScheduledSends.make_room`.
 
     promised:  waiting --all ranks promised--> allowed --computed--> sent --freed--> forgotten
     offer:     drawn --computed, held--> offered --opened and sent, or withdrawn--> forgotten
@@ -19,9 +19,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from prefixkv.engines.vllm.asks import OfferAsk, SendAsk, computes_all, digest_of
-from prefixkv.engines.vllm.holds import Holds
-from prefixkv.engines.vllm.orders import Add, Chunk, Decline, Offer, Orders
+from prefixkv.engines.vllm.asks import DrawAsk, SendAsk, computes_all, digest_of
+from prefixkv.engines.vllm.blocks import Holds
+from prefixkv.engines.vllm.orders import Add, Chunk, Decline, OfferOrder, StepOrders
 from prefixkv.engines.vllm.stats import Counters
 from prefixkv.spi import CallerError, RequestError, pages_for
 
@@ -36,7 +36,7 @@ Room = tuple[str, int]
 
 
 @dataclass(slots=True)
-class _Send:
+class _ScheduledSend:
     """A promised send or an offer, from its beginning until every rank has freed its pages."""
 
     room: Room
@@ -62,7 +62,7 @@ class _Send:
 
 
 @dataclass(slots=True)
-class _Drawn:
+class _DrawnOffer:
     """An offer before its prompt is computed: its room is not open yet, and it holds nothing."""
 
     num_tokens: int
@@ -72,7 +72,7 @@ class _Drawn:
 
 
 @dataclass(slots=True)
-class Sends:
+class ScheduledSends:
     """The sends of one engine. Used by its `SchedulerSide` alone.
 
     Args:
@@ -96,18 +96,18 @@ class Sends:
     can_end: bool = False  # vLLM ends the requests that `ending` names
     # By request id. An entry outlives its request: only `freed` by all ranks removes it. Offers
     # are in the order in which they were computed, which `make_room` uses.
-    sends: dict[str, _Send] = field(default_factory=dict)
+    sends: dict[str, _ScheduledSend] = field(default_factory=dict)
     # The prompt's digest of each room in `sends`; a room is one send's.
     rooms: dict[Room, bytes] = field(default_factory=dict)
     # Requests that are not to be computed, and why; until their requests end.
     ending: dict[str, str] = field(default_factory=dict)
     # These two end with their requests: they hold no blocks.
-    _drawn: dict[str, _Drawn] = field(default_factory=dict)
+    _drawn: dict[str, _DrawnOffer] = field(default_factory=dict)
     _choices: dict[str, str] = field(default_factory=dict)  # other choices: the send's request
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def begin(self, request: Any, ask: SendAsk, orders: Orders) -> None:
+    def begin(self, request: Any, ask: SendAsk, orders: StepOrders) -> None:
         """Begin a promised send.
 
         Raises CallerError for a prompt that is not sent. Decode is then declined, unless the room
@@ -140,7 +140,9 @@ class Sends:
         if known is not None:
             raise RequestError(f"room {ask.room} of {ask.decode} is in use by another request")
         self.rooms[room] = digest
-        self.sends[rid] = _Send(room, num_tokens, self.num_ranks, self.num_ranks, self.now_s())
+        self.sends[rid] = _ScheduledSend(
+            room, num_tokens, self.num_ranks, self.num_ranks, self.now_s()
+        )
         orders.adds.append(Add(rid, ask.room, ask.decode, num_tokens, digest))
 
     def _check_size(self, num_tokens: int) -> None:
@@ -152,7 +154,7 @@ class Sends:
                 f"computes at most {self.most_blocks} for another one"
             )
 
-    def draw(self, request: Any, ask: OfferAsk) -> None:
+    def draw(self, request: Any, ask: DrawAsk) -> None:
         """Draw a room for a prompt, which any decode server may open that has the room's nonce.
 
         Choices of one request share one room. vLLM makes a request of each choice, with the id
@@ -180,7 +182,7 @@ class Sends:
                 "prefill": self.address,
             }
         digest = digest_of(request, params["nonce"])
-        self._drawn[rid] = _Drawn(request.num_prompt_tokens, digest, params, parent)
+        self._drawn[rid] = _DrawnOffer(request.num_prompt_tokens, digest, params, parent)
 
     def _new_room(self) -> int:
         """Return a random room number that no offer here has; never 0."""
@@ -200,7 +202,7 @@ class Sends:
 
     # --- the order law ----------------------------------------------------------------------------
 
-    def may_start(self, rid: str, num_free: int, orders: Orders) -> bool | None:
+    def may_start(self, rid: str, num_free: int, orders: StepOrders) -> bool | None:
         """Return whether vLLM may give this request blocks; None: it is no promised send.
 
         A prompt is started beside others only where all of them fit to their ends. A prompt that
@@ -233,11 +235,11 @@ class Sends:
         return not others or need <= num_free
 
     @property
-    def owes(self) -> bool:
+    def has_promised_uncomputed(self) -> bool:
         """True where decode has promised its pages for a prompt that is not computed."""
         return any(one.unpromised <= 0 and not one.computed for one in self.sends.values())
 
-    def make_room(self, num_blocks: int, grace_s: float, orders: Orders) -> None:
+    def make_room(self, num_blocks: int, grace_s: float, orders: StepOrders) -> None:
         """Withdraw offers older than `grace_s`, oldest first, until `num_blocks` will come back.
 
         The blocks are released when the workers report it, not here: a decode server may have
@@ -277,7 +279,7 @@ class Sends:
 
     def compute(
         self, rid: str, start: int, count: int, table: Callable[[], list[int]], holds: Holds,
-        orders: Orders,
+        orders: StepOrders,
     ) -> None:  # fmt: skip
         """Order what follows from a step that computes `count` tokens from token `start` on.
 
@@ -290,8 +292,8 @@ class Sends:
             self._chunk(rid, send, start + count, table, holds, orders)
 
     def _chunk(
-        self, rid: str, send: _Send, end: int, table: Callable[[], list[int]], holds: Holds,
-        orders: Orders,
+        self, rid: str, send: _ScheduledSend, end: int, table: Callable[[], list[int]],
+        holds: Holds, orders: StepOrders,
     ) -> None:  # fmt: skip
         """Hold the blocks that this step completes, and order them to be sent.
 
@@ -313,7 +315,7 @@ class Sends:
         orders.chunks.append(Chunk(rid, first, pages, end, send.computed))
 
     def _offer(
-        self, rid: str, drawn: _Drawn, table: list[int], holds: Holds, orders: Orders
+        self, rid: str, drawn: _DrawnOffer, table: list[int], holds: Holds, orders: StepOrders
     ) -> None:
         """Hold the blocks of a prompt that is complete with this step, and open its room.
 
@@ -327,16 +329,16 @@ class Sends:
             return
         self.rooms[room] = drawn.digest
         holds.take(rid, pages)
-        self.sends[rid] = _Send(
+        self.sends[rid] = _ScheduledSend(
             room, drawn.num_tokens, 0, self.num_ranks, self.now_s(), started=True,
             end=drawn.num_tokens, num_pages=len(pages), params=drawn.params, parent=drawn.parent,
         )  # fmt: skip
         orders.offers.append(
-            Offer(rid, room[1], drawn.num_tokens, drawn.digest, pages, self.offer_timeout_s)
+            OfferOrder(rid, room[1], drawn.num_tokens, drawn.digest, pages, self.offer_timeout_s)
         )
         self.counters.add("offers")
 
-    def finished(self, rid: str, orders: Orders) -> dict[str, Any] | None:
+    def finished(self, rid: str, orders: StepOrders) -> dict[str, Any] | None:
         """End a request, finished or not. Returns its answer's parameters for a decode server."""
         self.ending.pop(rid, None)
         self._choices.pop(rid, None)
@@ -391,7 +393,7 @@ class Sends:
 
     # --- the whole --------------------------------------------------------------------------------
 
-    def flush(self, orders: Orders) -> None:
+    def flush(self, orders: StepOrders) -> None:
         """Order the end of every send, since the weights change. `freed` follows for each."""
         for rid, send in self.sends.items():
             if send.is_offer:

@@ -15,10 +15,19 @@ from typing import Any, TypeVar
 
 from prefixkv import DecodeConfig, KVPool, Mesh, ModelConfig, PrefillConfig, PrefixKVError
 from prefixkv.engines.rank_group import Gather, decode_transfers, prefill_transfers
-from prefixkv.engines.vllm.bell import Bell
-from prefixkv.engines.vllm.options import ANY_HOST, Options
-from prefixkv.engines.vllm.orders import Add, Chunk, Decline, News, Offer, Open, Orders, Refuse
+from prefixkv.engines.vllm.options import ANY_HOST, ConnectorOptions
+from prefixkv.engines.vllm.orders import (
+    Add,
+    Chunk,
+    Decline,
+    OfferOrder,
+    Open,
+    Refuse,
+    StepOrders,
+    WorkerReport,
+)
 from prefixkv.engines.vllm.stats import Counters
+from prefixkv.engines.vllm.wakeup import WakeupSender
 from prefixkv.spi import DeviceEvent, HandshakeError, InternalError, MakeTransport, RequestError
 from prefixkv.transfer import (
     Bootstrapped,
@@ -47,7 +56,7 @@ class Results:
 
 
 @dataclass(slots=True)
-class _Load:
+class _ReceivingRoom:
     """A load into which a peer may still write."""
 
     rid: str
@@ -55,7 +64,7 @@ class _Load:
 
 
 @dataclass(slots=True)
-class _Send:
+class _SendingRoom:
     """A send from which a write may still read. `pages` are those that were handed over."""
 
     rid: str
@@ -65,13 +74,13 @@ class _Send:
 
 
 @dataclass(slots=True)
-class _Offer:
+class _ComputedOffer:
     """A computed prompt that waits for a decode server to open its room.
 
     `ready` stands behind the kernels that compute it; None: they are done.
     """
 
-    order: Offer
+    order: OfferOrder
     ready: DeviceEvent | None
 
 
@@ -87,7 +96,7 @@ class WorkerSide:
 
     def __init__(
         self,
-        options: Options,
+        options: ConnectorOptions,
         model: ModelConfig,
         *,
         is_producer: bool,
@@ -108,15 +117,15 @@ class WorkerSide:
         self._prefill: PrefillTransfers | None = None
         # Two maps each, by room and by request id; always changed together. An entry goes with the
         # proof that no write touches its pages (`_settle`, SourceFree), not with the outcome.
-        self._loads: dict[RoomKey, _Load] = {}
+        self._loads: dict[RoomKey, _ReceivingRoom] = {}
         self._load_keys: dict[str, RoomKey] = {}
-        self._sends: dict[RoomKey, _Send] = {}
+        self._sends: dict[RoomKey, _SendingRoom] = {}
         self._send_keys: dict[str, RoomKey] = {}
         # By room. An offer that was opened is in `_sends` as well, until its source is free.
-        self._offers: dict[int, _Offer] = {}
-        self._bell: Bell | None = None
-        # Collected between two calls; `take_results` and `take_news` empty them.
-        self._results, self._news = Results(), News()
+        self._offers: dict[int, _ComputedOffer] = {}
+        self._wakeup: WakeupSender | None = None
+        # Collected between two calls; `take_results` and `take_report` empty them.
+        self._results, self._report = Results(), WorkerReport()
         self._bytes_sent = 0
         self.counters = Counters()
 
@@ -160,7 +169,7 @@ class WorkerSide:
             # The scheduler needs an address for the answers of offers, and the port may have been
             # chosen only now. An endpoint without a host would be of no use to a decode server.
             if rank == 0 and self._prefill.endpoint.rpartition(":")[0] not in ANY_HOST:
-                self._news.address = self._prefill.endpoint
+                self._report.address = self._prefill.endpoint
 
     def _mesh(self, pool: KVPool) -> Mesh | None:
         """Return the mesh of this server's ranks; None for a single rank."""
@@ -183,18 +192,19 @@ class WorkerSide:
         return self._prefill
 
     def close(self) -> None:
-        """End both transfers and the bell. Idempotent; each is closed even if another raises."""
+        """End both transfers and the wakeup sender. Idempotent; each is closed even if another
+        raises."""
         with ExitStack() as stack:
             for side in (self._decode, self._prefill):
                 if side is not None:
                     stack.callback(side.close)
             # Pushed last, so closed first: it waits on descriptors that the sides own.
-            if self._bell is not None:
-                stack.callback(self._bell.close)
+            if self._wakeup is not None:
+                stack.callback(self._wakeup.close)
 
     # --- orders -----------------------------------------------------------------------------------
 
-    def before_forward(self, orders: Orders) -> None:
+    def before_forward(self, orders: StepOrders) -> None:
         """Carry out the orders that open and end rooms.
 
         Before the forward, so that peers learn of new rooms while the model computes.
@@ -206,8 +216,8 @@ class WorkerSide:
             self.move_weights(orders.weights_version)
         # 2. Rooms begin. Before the aborts: a request may begin and end between two steps, and an
         # abort that finds no room would leave it open without end.
-        if orders.bell and self._bell is None:
-            self._hang_bell(orders.bell)
+        if orders.bell and self._wakeup is None:
+            self._start_wakeups(orders.bell)
         for refusal in orders.refusals:
             self._refuse(refusal)
         for opening in orders.opens:
@@ -228,16 +238,17 @@ class WorkerSide:
             if offer.order.rid in orders.withdrawals:
                 self.prefill.withdraw(room, 0, orders.withdrawals[offer.order.rid])
 
-    def _hang_bell(self, address: str) -> None:
+    def _start_wakeups(self, address: str) -> None:
         """Start to wake the scheduler when something is to be reported, without a step."""
         fds = [side.fileno() for side in (self._decode, self._prefill) if side is not None]
         try:
-            self._bell = Bell(address, fds)
+            self._wakeup = WakeupSender(address, fds)
         except OSError as error:
             _log.warning("this worker cannot wake the scheduler, which polls it: %s", error)
             return
-        # Only now: the scheduler lets its engine rest once every worker has reported a bell.
-        self._news.bells = 1
+        # Only now: the scheduler lets its engine rest once every worker has reported that it sends
+        # wakeups.
+        self._report.bells = 1
 
     def _refuse(self, refusal: Refuse) -> None:
         """Refuse a room. A failure is only logged: no request of this server depends on it."""
@@ -246,59 +257,59 @@ class WorkerSide:
         except PrefixKVError as error:
             _log.warning("room %d was not refused: %s", refusal.room, error)
 
-    def _open(self, what: Open) -> None:
+    def _open(self, opening: Open) -> None:
         """Open the room of a load: the peer may write its pages from now on."""
         try:
             self.decode.open(
-                what.room, 0, what.num_tokens, what.prefix_len, what.pages, what.prefill,
-                what.digest, ticket=what.ticket,
+                opening.room, 0, opening.num_tokens, opening.prefix_len, opening.pages,
+                opening.prefill, opening.digest, ticket=opening.ticket,
             )  # fmt: skip
         except PrefixKVError as error:
-            self._news.failed[what.rid] = str(error)
+            self._report.failed[opening.rid] = str(error)
             # Settled as well: nothing was promised, so no drain event will ever come for it.
-            self._news.settled.append(what.rid)
-            self._end_load(what.rid, failed=True)
+            self._report.settled.append(opening.rid)
+            self._end_load(opening.rid, failed=True)
             return
-        key = RoomKey(what.room, 0)
-        self._loads[key] = _Load(what.rid, len(what.pages))
-        self._load_keys[what.rid] = key
+        key = RoomKey(opening.room, 0)
+        self._loads[key] = _ReceivingRoom(opening.rid, len(opening.pages))
+        self._load_keys[opening.rid] = key
 
-    def _add(self, what: Add) -> None:
+    def _add(self, add: Add) -> None:
         """Add a promised send: from now on decode's promise of its pages is accepted."""
         try:
-            self.prefill.add(what.room, 0, what.num_tokens, what.decode, what.digest)
+            self.prefill.add(add.room, 0, add.num_tokens, add.decode, add.digest)
         except PrefixKVError as error:
             # Freed as well: no SourceFree will come for a room that was not added.
-            self._news.unsent[what.rid] = str(error)
-            self._news.freed.append(what.rid)
+            self._report.unsent[add.rid] = str(error)
+            self._report.freed.append(add.rid)
             return
-        key = RoomKey(what.room, 0, what.decode)
-        self._sends[key] = _Send(what.rid, what.room, what.decode)
-        self._send_keys[what.rid] = key
+        key = RoomKey(add.room, 0, add.decode)
+        self._sends[key] = _SendingRoom(add.rid, add.room, add.decode)
+        self._send_keys[add.rid] = key
 
-    def _decline(self, what: Decline) -> None:
+    def _decline(self, decline: Decline) -> None:
         """Decline a room. A failure is only logged: no request of this server depends on it."""
         try:
-            self.prefill.refuse(what.room, 0, what.reason, decode=what.decode)
+            self.prefill.refuse(decline.room, 0, decline.reason, decode=decline.decode)
         except PrefixKVError as error:
-            _log.warning("room %d of %s was not declined: %s", what.room, what.decode, error)
+            _log.warning("room %d of %s was not declined: %s", decline.room, decline.decode, error)
 
-    def after_forward(self, orders: Orders, ready: DeviceEvent | None = None) -> None:
+    def after_forward(self, orders: StepOrders, ready: DeviceEvent | None = None) -> None:
         """Hand over a step's chunks and offers. Their KV is there once `ready.query()` is True."""
         for chunk in orders.chunks:
             self._send(chunk, ready)
         for offer in orders.offers:
             self._offer(offer, ready)
 
-    def _offer(self, what: Offer, ready: DeviceEvent | None) -> None:
+    def _offer(self, offer: OfferOrder, ready: DeviceEvent | None) -> None:
         """Open the room of an offer for any decode server that proves its digest."""
         try:
-            self.prefill.offer(what.room, 0, what.num_tokens, what.digest, what.timeout_s)
+            self.prefill.offer(offer.room, 0, offer.num_tokens, offer.digest, offer.timeout_s)
         except PrefixKVError as error:
-            self._news.unsent[what.rid] = str(error)
-            self._news.freed.append(what.rid)
+            self._report.unsent[offer.rid] = str(error)
+            self._report.freed.append(offer.rid)
             return
-        self._offers[what.room] = _Offer(what, ready)
+        self._offers[offer.room] = _ComputedOffer(offer, ready)
 
     def _send(self, chunk: Chunk, ready: DeviceEvent | None) -> None:
         """Hand one chunk over, with all pages of its request so far."""
@@ -328,17 +339,17 @@ class WorkerSide:
         """Return the loads that are over since the last call, and take in all events until now."""
         if self._decode is not None:
             for event in _events(self._decode.take_events):
-                self._loaded(event)
+                self._take_decode_event(event)
         if self._prefill is not None:
-            for said in _events(self._prefill.take_events):
-                self._sent(said)
-        if self._bell is not None:
+            for sent_event in _events(self._prefill.take_events):
+                self._take_prefill_event(sent_event)
+        if self._wakeup is not None:
             # After the events were taken. Before, it would ring for those that were just taken.
-            self._bell.arm()
+            self._wakeup.arm()
         results, self._results = self._results, Results()
         return results
 
-    def _loaded(self, event: DecodeEvent) -> None:
+    def _take_decode_event(self, event: DecodeEvent) -> None:
         """Take in what happened to a room on decode.
 
         1. Success is also proof: the peer has written everything, so it writes nothing more.
@@ -355,14 +366,14 @@ class WorkerSide:
                 self._settle(event.key)
                 self._end_load(load.rid, failed=False)
             case RoomEnded():
-                self._news.failed[load.rid] = f"{type(event.error).__name__}: {event.error}"
+                self._report.failed[load.rid] = f"{type(event.error).__name__}: {event.error}"
                 if isinstance(event.error, HandshakeError):
-                    self._news.refused.add(load.rid)
+                    self._report.refused.add(load.rid)
                 self._end_load(load.rid, failed=True)
             case RoomDrained():
                 self._settle(event.key)
             case RoomOverdue():
-                self._news.overdue.append(load.rid)
+                self._report.overdue.append(load.rid)
 
     def _end_load(self, rid: str, failed: bool) -> None:
         self._results.received.add(rid)
@@ -373,56 +384,56 @@ class WorkerSide:
         """Forget a room into which no peer writes any more, and report its load as settled."""
         load = self._loads.pop(key)
         del self._load_keys[load.rid]
-        self._news.settled.append(load.rid)
+        self._report.settled.append(load.rid)
 
-    def _sent(self, event: PrefillEvent) -> None:
+    def _take_prefill_event(self, event: PrefillEvent) -> None:
         """Take in what happened to a room on prefill: of an offer, or of a send."""
         # An offer's events carry keys that are no sends yet: its own key has no decode server's
         # name, and the first Bootstrapped brings the name.
         offer = self._offers.get(event.key.room)
         if offer is not None and event.key not in self._sends:
-            self._of_offer(offer, event)
+            self._take_offer_event(offer, event)
             return
         send = self._sends.get(event.key)
         if send is None:
             return
         match event:
             case Bootstrapped():
-                self._news.promised.append(send.rid)
+                self._report.promised.append(send.rid)
             case RoomEnded(error=Exception()):
-                self._news.unsent[send.rid] = f"{type(event.error).__name__}: {event.error}"
+                self._report.unsent[send.rid] = f"{type(event.error).__name__}: {event.error}"
             case SourceFree():
                 del self._sends[event.key], self._send_keys[send.rid]
                 # A router may have drawn the same number for another request: compare the request.
                 offer = self._offers.get(send.room)
                 if offer is not None and offer.order.rid == send.rid:
                     del self._offers[send.room]
-                self._news.freed.append(send.rid)
+                self._report.freed.append(send.rid)
 
-    def _of_offer(self, offer: _Offer, event: PrefillEvent) -> None:
+    def _take_offer_event(self, offer: _ComputedOffer, event: PrefillEvent) -> None:
         """Take in that a decode server has opened the room of an offer, or that none will."""
-        what = offer.order
+        order = offer.order
         match event:
             case Bootstrapped():
                 # It is a send from here on. Registered first: `_send` looks its key up. The whole
                 # prompt goes as one chunk, since all of it is computed.
                 key = event.key
-                self._sends[key] = _Send(what.rid, what.room, key.decode)
-                self._send_keys[what.rid] = key
-                last = Chunk(what.rid, 0, what.pages, what.num_tokens, last=True)
+                self._sends[key] = _SendingRoom(order.rid, order.room, key.decode)
+                self._send_keys[order.rid] = key
+                last = Chunk(order.rid, 0, order.pages, order.num_tokens, last=True)
                 self._send(last, offer.ready)
             case RoomEnded(error=Exception()):
-                self._news.unsent[what.rid] = f"{type(event.error).__name__}: {event.error}"
+                self._report.unsent[order.rid] = f"{type(event.error).__name__}: {event.error}"
             case SourceFree():
-                del self._offers[what.room]
-                self._news.freed.append(what.rid)
+                del self._offers[order.room]
+                self._report.freed.append(order.rid)
 
-    def take_news(self) -> News | None:
+    def take_report(self) -> WorkerReport | None:
         """Return the report for the scheduler since the last call; None: nothing to report."""
-        if not self._news:
+        if not self._report:
             return None
-        news, self._news = self._news, News()
-        return news
+        report, self._report = self._report, WorkerReport()
+        return report
 
     # --- an operator's ----------------------------------------------------------------------------
 

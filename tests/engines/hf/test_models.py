@@ -13,7 +13,7 @@ import torch
 
 from prefixkv.engines.hf import Generate, PagedModel, identity, load_model, make_model
 from prefixkv.engines.hf.attention import FlatPool
-from prefixkv.engines.hf.models import copy_of
+from prefixkv.engines.hf.models import unpaged_copy
 from prefixkv.errors import ConfigError, RequestError
 from prefixkv.memory.kv_pool import KVPool
 from tests.models.hf_world import TINY, Reference, World
@@ -87,9 +87,9 @@ def test_a_seed_says_all_of_a_model_and_leaves_torchs_own_alone() -> None:
 def test_files_are_one_model_wherever_they_lie_and_however_they_are_split(tmp_path: Path) -> None:
     made = make_model("llama", seed=4, trial=False, **TINY)
     whole, moved, split = tmp_path / "one", tmp_path / "deep" / "er" / "v2-final", tmp_path / "3"
-    copy_of(made).save_pretrained(whole)
+    unpaged_copy(made).save_pretrained(whole)
     shutil.copytree(whole, moved)
-    copy_of(made).save_pretrained(split, max_shard_size="50KB")
+    unpaged_copy(made).save_pretrained(split, max_shard_size="50KB")
     assert len(list(split.glob("*.safetensors"))) > 2
     # Where the parts of a model that has several were loaded from is in lists and dictionaries.
     config = json.loads((moved / "config.json").read_text())

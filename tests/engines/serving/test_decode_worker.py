@@ -24,8 +24,8 @@ from prefixkv.serving.config import (
     WorkerSettings,
 )
 from prefixkv.serving.http import ApiError, HttpServer, make_app
-from prefixkv.serving.wire import Abort, Ask, How, Job, Said
-from prefixkv.serving.worker import DecodeWorker, _Open
+from prefixkv.serving.wire import Abort, Ask, Job, SamplingParams, TokenEvent
+from prefixkv.serving.worker import DecodeWorker, _OpenRequest
 from tests.models.patience import NEVER_S, PATIENCE_S
 
 MIB = 1 << 20
@@ -73,7 +73,7 @@ class Stage:
         self.worker, self.prefill, self.client = worker, prefill, client
 
     def ask(self, url: str = "", **more: Any) -> bytes:
-        how = How(ignore_end=True)
+        how = SamplingParams(ignore_end=True)
         # No node listens at this address: the job is all that prefill hears.
         ask = Ask(RID, PROMPT, "tcp://127.0.0.1:1", url or self.prefill.server.url, 4, 1, how)
         return msgspec.json.encode(msgspec.structs.replace(ask, **more))
@@ -98,9 +98,9 @@ async def until(true: Callable[[], object]) -> None:
         await asyncio.sleep(0.005)
 
 
-async def last_said(answer: httpx.Response) -> Said:
+async def last_said(answer: httpx.Response) -> TokenEvent:
     lines = [line async for line in answer.aiter_lines() if line]
-    return msgspec.json.decode(lines[-1], type=Said)
+    return msgspec.json.decode(lines[-1], type=TokenEvent)
 
 
 def run(scene: Callable[[Stage], Awaitable[None]]) -> None:
@@ -185,10 +185,10 @@ def test_a_request_ends_where_prefill_does_not_take_its_job(
 
 def test_of_a_request_that_has_ended_prefill_is_told_nothing() -> None:
     async def scene(stage: Stage) -> None:
-        one = stage.worker._open[RID] = _Open(msgspec.json.decode(stage.ask(), type=Ask))
+        one = stage.worker._open[RID] = _OpenRequest(msgspec.json.decode(stage.ask(), type=Ask))
         one.jobs.append(JOB)
-        one.hear(Said(token=1, finish="length"))
-        await stage.worker._give_up(one)
+        one.queue_output(TokenEvent(token=1, finish="length"))
+        await stage.worker._end_request(one)
         assert not stage.worker._open
         assert not stage.worker._tasks
         assert one.jobs == [JOB]
@@ -226,7 +226,7 @@ def test_what_waits_when_a_worker_ends_is_told_so_once_for_each_answer() -> None
             closing = asyncio.create_task(stage.worker.close())
             lines = [line async for line in answer.aiter_lines() if line]
             await closing
-        told = [msgspec.json.decode(line, type=Said) for line in lines]
+        told = [msgspec.json.decode(line, type=TokenEvent) for line in lines]
         assert sorted((said.sample, said.finish) for said in told) == [(0, "error"), (1, "error")]
 
     with pytest.raises(ApiError, match="ended"):  # `at_rest` finds the engine ended

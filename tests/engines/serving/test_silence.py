@@ -16,7 +16,7 @@ from prefixkv.serving import fleet as fleets
 from prefixkv.serving.fleet import Fleet
 from prefixkv.serving.http import ApiError
 from prefixkv.serving.process import READY
-from prefixkv.serving.wire import Ask, How, Said, WorkerInfo
+from prefixkv.serving.wire import Ask, SamplingParams, TokenEvent, WorkerInfo
 from tests.models.patience import NEVER_S, PATIENCE_S, until
 from tests.models.served import Expected, Serve, Served, client_of, figures_of, get
 
@@ -41,8 +41,8 @@ async def till(done: Callable[[], object]) -> None:
         await asyncio.sleep(0.01)
 
 
-async def said(fleet: Fleet, rid: str) -> list[Said]:
-    ask = Ask(rid, PROMPT, "", "", NUM, sampling=How(ignore_end=True))
+async def said(fleet: Fleet, rid: str) -> list[TokenEvent]:
+    ask = Ask(rid, PROMPT, "", "", NUM, sampling=SamplingParams(ignore_end=True))
     return [one async for one in fleet.generate(ask)]
 
 
@@ -62,7 +62,7 @@ def test_requests_leave_a_worker_that_stands_still_and_come_back(
         for info in infos.values():
             fleet.add(info)
 
-        async def right(rid: str) -> list[Said]:
+        async def right(rid: str) -> list[TokenEvent]:
             answer = await said(fleet, rid)
             assert [one.token for one in answer] == tokens
             return answer

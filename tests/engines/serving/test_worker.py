@@ -15,7 +15,7 @@ from prefixkv.errors import ConfigError
 from prefixkv.serving.fleet import Fleet
 from prefixkv.serving.http import ApiError
 from prefixkv.serving.process import READY
-from prefixkv.serving.wire import Ask, How, Said, WorkerInfo
+from prefixkv.serving.wire import Ask, SamplingParams, TokenEvent, WorkerInfo
 from tests.models.patience import PATIENCE_S, until
 from tests.models.served import Expected, Served, get
 
@@ -27,12 +27,12 @@ def info_of(worker: Served) -> WorkerInfo:
     return msgspec.json.decode(worker.line(READY)[len(READY) :], type=WorkerInfo)
 
 
-async def said(fleet: Fleet, ask: Ask) -> list[Said]:
+async def said(fleet: Fleet, ask: Ask) -> list[TokenEvent]:
     return [one async for one in fleet.generate(ask)]
 
 
 def asked(rid: str, num: int = 12) -> Ask:
-    return Ask(rid, PROMPT, "", "", num, sampling=How(ignore_end=True))
+    return Ask(rid, PROMPT, "", "", num, sampling=SamplingParams(ignore_end=True))
 
 
 def test_workers_of_a_file_answer_a_fleet_and_drain(tmp_path: Path, expected: Expected) -> None:

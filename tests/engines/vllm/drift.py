@@ -94,7 +94,7 @@ def _apart(row: compat.Row | None, name: str, made: Made) -> None:
         said = json.loads(lines.read() or "{}")
     os.waitpid(child, 0)
     what = {} if row is None else {"module": row.module, "owner": row.owner, "name": name}
-    lost = "" if row is None else row.part.lost
+    lost = "" if row is None else row.part.consequence
     part = next((key for key, one in vars(compat).items() if row and one is row.part), "")
     why = "" if row is None else row.why
     version = compat.installed_version()
@@ -169,7 +169,7 @@ def _use(part: compat.Part, made: Made, request: Any) -> dict[str, Any]:
     return {
         "advertise": bool(connector._options.advertise),
         "governed": type(getattr(made.pool, "free_block_queue", None)).__name__ == "GovernedQueue",
-        "rests": connector._tower is not None,
+        "rests": connector._wakeups is not None,
         "stats": None if stats is None else stats.data,
     }
 

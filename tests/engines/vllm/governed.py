@@ -23,7 +23,7 @@ from vllm.v1.request import Request
 import benchmarks.policies.gated  # noqa: F401  makes it known by name
 from prefixkv.engines.vllm import compat
 from prefixkv.engines.vllm.block_queue import GovernedQueue
-from prefixkv.engines.vllm.options import Options
+from prefixkv.engines.vllm.options import ConnectorOptions
 from prefixkv.engines.vllm.scheduler import SchedulerSide
 from prefixkv.engines.vllm.shadow import Shadow
 
@@ -60,7 +60,7 @@ def main(policy: str) -> None:
     )
     pool = manager.block_pool
     now = SimpleNamespace(s=0.0)
-    side = SchedulerSide(Options("d"), BLOCK, is_producer=False, is_consumer=True)
+    side = SchedulerSide(ConnectorOptions("d"), BLOCK, is_producer=False, is_consumer=True)
     shadow = None
     if policy:
         assert compat.can_govern(pool)

@@ -23,7 +23,7 @@ from sglang.srt.disaggregation.utils import (
 )
 
 from prefixkv.engines.sglang import plugin
-from prefixkv.engines.sglang.shares import Share, saying
+from prefixkv.engines.sglang.shares import Share, use_share
 from prefixkv.engines.sglang.transfer import CLASSES
 from tests.engines.sglang.stubs import CONTEXT, HERE
 from tests.models.patience import until
@@ -183,7 +183,7 @@ def _made_at_once(mode: Any, ranks: list[Rank], shares: list[Share]) -> list[Any
         own = {**vars(CONTEXT.parallel), "attn_tp_group": SimpleNamespace(all_gather_object=gather)}
         own.update(tp_size=size, tp_rank=number, attn_tp_size=size, attn_tp_rank=number)
         HERE.parallel = SimpleNamespace(**own)
-        with saying(shares[number]):
+        with use_share(shares[number]):
             return CLASSES[KVClassType.MANAGER](ranks[number].args, mode, SERVER)
 
     with ThreadPoolExecutor(size) as pool:

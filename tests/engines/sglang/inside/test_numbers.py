@@ -275,12 +275,12 @@ def test_what_comes_to_no_queue_is_declined(side: str) -> None:
     """1. It was given a room. 2. It was declined. 3. It waits for its grammar. 4. SGLang refused it
     on its way, under a name that was used before."""
     declined: list[Any] = []
-    manager = SimpleNamespace(decline=declined.append, heard_of="")
+    manager = SimpleNamespace(decline=declined.append, last_handled_rid="")
     scheduler = SimpleNamespace(grammar_manager=SimpleNamespace(grammar_queue=[]))
     setattr(scheduler, f"disagg_{side}_queue", SimpleNamespace(kv_manager=manager))
     given, waits, gone = request(1), request(2), request(1)
     scheduler.grammar_manager.grammar_queue.append(request(2))
-    manager.heard_of = "1"
+    manager.last_handled_rid = "1"
     for req in (given, waits, gone):
         plugin._after_request(None, scheduler, req, None)
     assert [req is gone for req in declined] == [True]
@@ -292,10 +292,10 @@ def test_what_comes_to_no_queue_is_declined(side: str) -> None:
 def test_a_room_that_is_begun_or_declined_is_heard_of(pair: Pair) -> None:
     pair.sender(request(9))
     pair.receiver(request(10))
-    assert (pair.prefill.heard_of, pair.decode.heard_of) == ("9", "10")
+    assert (pair.prefill.last_handled_rid, pair.decode.last_handled_rid) == ("9", "10")
     for side in (pair.prefill, pair.decode):
         side.decline(refused(2**70, "no"))
-        assert side.heard_of == str(2**70)
+        assert side.last_handled_rid == str(2**70)
 
 
 def test_what_decode_says_of_the_use_before_is_heard_first(pair: Pair) -> None:

@@ -325,7 +325,7 @@ def test_a_head_that_does_not_fit_is_not_held_at_each_step(monkeypatch: pytest.M
     queue.queue[0].req.origin_input_ids.extend(range(1000, 1000 + room - 248))
     assert tried(queue) == ["large", "small"]
     queue.queue[0].req.origin_input_ids.append(7)
-    depths = queue.prefixkv_desk.depths
+    depths = queue.prefixkv_queue_state.depths
     depths._found.clear()
     assert tried(queue) == []
     assert desk.cache.counters["blocked_steps"] == 1

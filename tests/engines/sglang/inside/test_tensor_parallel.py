@@ -176,7 +176,7 @@ def test_opaque_pages_of_unequal_ranks_are_refused_by_name(
 def test_with_a_draft_models_kv_pages_are_opaque() -> None:
     rank = Rank(filled=False)
     rank.args.num_draft_entries = 2
-    with shares.saying(Share(MHA, 2, 2)):
+    with shares.use_share(Share(MHA, 2, 2)):
         manager = CLASSES[KVClassType.MANAGER](rank.args, DisaggregationMode.DECODE, SERVER)
     assert manager.share == shares.UNKNOWN
     manager.close()
@@ -266,5 +266,5 @@ def test_the_manager_is_told_while_sglang_makes_it() -> None:
         token_to_kv_pool=mha_pool(),
         scheduler=SimpleNamespace(model_config=SimpleNamespace(get_total_num_kv_heads=lambda: 8)),
     )
-    assert plugin._around_manager(lambda _queue: shares.said(), queue) == Share(MHA, 2, 8)
-    assert shares.said() == shares.UNKNOWN
+    assert plugin._around_manager(lambda _queue: shares.current_share(), queue) == Share(MHA, 2, 8)
+    assert shares.current_share() == shares.UNKNOWN

@@ -8,10 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from prefixkv.engines.vllm import scheduler as scheduler_module
-from prefixkv.engines.vllm.flights import Flights
-from prefixkv.engines.vllm.holds import Holds
+from prefixkv.engines.vllm.blocks import Flights, Holds
 from prefixkv.engines.vllm.scheduler import SchedulerSide
-from prefixkv.engines.vllm.sends import Sends
+from prefixkv.engines.vllm.sends import ScheduledSends
 from tests.engines.vllm.liveness.process import Bell
 
 Patch = Callable[[Any, str, Any], None]
@@ -19,33 +18,33 @@ Patch = Callable[[Any, str, Any], None]
 
 def _old_order(patch: Patch) -> None:
     """Prefill computes at once, and holds the blocks until decode asks for them."""
-    begin = Sends.begin
+    begin = ScheduledSends.begin
 
     def promised(self: Any, request: Any, ask: Any, orders: Any) -> None:
         begin(self, request, ask, orders)
         if (send := self.sends.get(request.request_id)) is not None:
             send.unpromised = 0
 
-    patch(Sends, "begin", promised)
-    patch(Sends, "may_start", lambda self, rid, num_free, orders: None)
+    patch(ScheduledSends, "begin", promised)
+    patch(ScheduledSends, "may_start", lambda self, rid, num_free, orders: None)
 
 
 def _promises_are_lost(patch: Patch) -> None:
-    patch(Sends, "promised", lambda self, rid: None)
+    patch(ScheduledSends, "promised", lambda self, rid: None)
 
 
 def _sent_blocks_stay(patch: Patch) -> None:
-    freed = Sends.freed
+    freed = ScheduledSends.freed
     keeps: Any = SimpleNamespace(release=lambda rid: None)
-    patch(Sends, "freed", lambda self, rid, holds: freed(self, rid, keeps))
+    patch(ScheduledSends, "freed", lambda self, rid, holds: freed(self, rid, keeps))
 
 
 def _offers_stay(patch: Patch) -> None:
-    patch(Sends, "make_room", lambda self, num_blocks, grace_s, orders: None)
+    patch(ScheduledSends, "make_room", lambda self, num_blocks, grace_s, orders: None)
 
 
 def _offers_stay_for_those_behind(patch: Patch) -> None:
-    patch(Sends, "owes", False)
+    patch(ScheduledSends, "has_promised_uncomputed", False)
 
 
 def _followers_sleep(patch: Patch) -> None:
@@ -53,13 +52,13 @@ def _followers_sleep(patch: Patch) -> None:
 
 
 def _the_unwanted_wait(patch: Patch) -> None:
-    unsent = Sends.unsent
+    unsent = ScheduledSends.unsent
 
     def told(self: Any, rid: str, error: str) -> None:
         unsent(self, rid, error)
         self.ending.clear()
 
-    patch(Sends, "unsent", told)
+    patch(ScheduledSends, "unsent", told)
 
 
 def _refusals_are_lost(patch: Patch) -> None:
@@ -67,14 +66,14 @@ def _refusals_are_lost(patch: Patch) -> None:
 
 
 def _aborts_are_lost(patch: Patch) -> None:
-    finished = Sends.finished
+    finished = ScheduledSends.finished
 
     def ended(self: Any, rid: str, orders: Any) -> Any:
         said = finished(self, rid, orders)
         orders.abort_sends.pop(rid, None)
         return said
 
-    patch(Sends, "finished", ended)
+    patch(ScheduledSends, "finished", ended)
 
 
 def _loads_take_all(patch: Patch) -> None:
@@ -88,7 +87,7 @@ def _loads_take_all(patch: Patch) -> None:
 
 
 def _prompts_start_beside_others(patch: Patch) -> None:
-    may_start = Sends.may_start
+    may_start = ScheduledSends.may_start
 
     def asked(self: Any, rid: str, num_free: int, orders: Any) -> Any:
         said = may_start(self, rid, num_free, orders)
@@ -96,7 +95,7 @@ def _prompts_start_beside_others(patch: Patch) -> None:
         is_promised = send is not None and send.unpromised <= 0 and rid not in self.ending
         return True if said is False and is_promised else said
 
-    patch(Sends, "may_start", asked)
+    patch(ScheduledSends, "may_start", asked)
 
 
 def _rests_too_early(patch: Patch) -> None:

@@ -149,8 +149,8 @@ def put_in_place() -> None:
     parts = {"ControlThread": Thread, "Prover": _Prover}
     vars(decode_transfers).update(parts, DealerChannel=_dealer)
     vars(prefill_transfers).update(parts, RouterChannel=_router)
-    vars(connector_module)["Tower"] = Tower
-    vars(worker_module)["Bell"] = Bell
+    vars(connector_module)["WakeupListener"] = Tower
+    vars(worker_module)["WakeupSender"] = Bell
 
 
 def _dealer(config: Any, fd: int, check: Any) -> Dealer:

@@ -150,7 +150,7 @@ class Server:
         self.worker.register(KVPool.from_tensors([self.memory]))
         self.connector.rest = SimpleNamespace(ring=self._ring, wait=self._rest)
         self._rung = False
-        self.connector._tower.on_ring = self._ring
+        self.connector._wakeups.on_ring = self._ring
         self._resting_until_s = -1.0
         self._input: deque[Callable[[], None]] = deque()
         self._aborts: deque[str] = deque()
@@ -166,7 +166,7 @@ class Server:
             batch_queue=self._queue,
         )
         self._executed = False
-        self._process_engine_step = hooks._resting(lambda _: self._executed)
+        self._process_engine_step = hooks._wrap_process_engine_step(lambda _: self._executed)
 
     # --- a server that only waits -----------------------------------------------------------------
 
@@ -266,7 +266,7 @@ class Server:
         sampled = self._forward(step)
         if orders.chunks or orders.offers:
             self.worker.after_forward(orders)
-        results, news = self.worker.take_results(), self.worker.take_news()
+        results, news = self.worker.take_results(), self.worker.take_report()
         heard = KVConnectorOutput(
             finished_recving=results.received,
             failed_recving=results.failed,

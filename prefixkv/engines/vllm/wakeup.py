@@ -1,12 +1,11 @@
 """Wake-ups from a worker's process to the scheduler's. vLLM itself only polls, a step each
 millisecond, and each step makes the worker spin for a second: an idle server uses all its cores.
 
-The scheduler has a `Tower`: an abstract unix datagram socket with a random name, which travels to
-the workers in `Orders`. Each worker has a `Bell`: a thread that sleeps until a transfer has events,
-rings once, and waits until the worker's thread has taken them and armed it again. A datagram
-carries nothing: a forged one costs the engine one empty step. Workers on another host cannot ring;
-vLLM then continues to poll.
-"""
+The scheduler has a `WakeupListener`: an abstract unix datagram socket with a random name, which
+travels to the workers in `StepOrders`. Each worker has a `WakeupSender`: a thread that sleeps until
+a transfer has events, rings once, and waits until the worker's thread has taken them and armed it
+again. A datagram carries nothing: a forged one costs the engine one empty step. Workers on another
+host cannot ring; vLLM then continues to poll."""
 
 from __future__ import annotations
 
@@ -15,16 +14,18 @@ import secrets
 import select
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
-from typing import Final
+from queue import Queue
+from typing import Any, Final
 
 from prefixkv.spi import Closing
 
 _STOP: Final = b"stop"
 
 
-class Tower(Closing):
-    """A socket that bells ring at. `on_ring` is called in a thread of the tower's own.
+class WakeupListener(Closing):
+    """A socket at which wakeups arrive. `on_ring` is called in a thread of the listener's own.
 
     Raises OSError where there are no abstract unix sockets.
     """
@@ -40,7 +41,9 @@ class Tower(Closing):
             raise
         # Any local process that learns the address may send: only `close` can stop the thread.
         self._secret = secrets.token_bytes(16)
-        self._thread = threading.Thread(target=self._listen, name="prefixkv tower", daemon=True)
+        self._thread = threading.Thread(
+            target=self._listen, name="prefixkv wakeup listener", daemon=True
+        )
         self._thread.start()
 
     def _listen(self) -> None:
@@ -57,17 +60,18 @@ class Tower(Closing):
         self._socket.close()
 
 
-class Bell(Closing):
-    """A thread that rings at a tower when one of `fds` is readable, once each time it is armed.
+class WakeupSender(Closing):
+    """A thread that wakes a listener when one of `fds` is readable, once each time it is armed.
 
     The descriptors belong to the caller, and must stay open until `close` has returned. Raises
-    OSError where the tower cannot be reached.
+    OSError where the listener cannot be reached.
     """
 
     def __init__(self, address: str, fds: Sequence[int]) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
-            # A full tower has rings to read already, so one more is not worth waiting for.
+            # A listener with a full socket has wakeups to read already, so one more is not worth
+            # waiting for.
             self._socket.setblocking(False)
             self._socket.connect("\0" + address)
         except BaseException:
@@ -78,7 +82,9 @@ class Bell(Closing):
         for fd in (self._wake, *fds):
             self._poll.register(fd, select.POLLIN)
         self._armed, self._closing = threading.Event(), False
-        self._thread = threading.Thread(target=self._watch, name="prefixkv bell", daemon=True)
+        self._thread = threading.Thread(
+            target=self._watch, name="prefixkv wakeup sender", daemon=True
+        )
         self._thread.start()
 
     def arm(self) -> None:
@@ -90,7 +96,7 @@ class Bell(Closing):
         self._armed.set()
 
     def _watch(self) -> None:
-        """Ring for events until `close`, or until the tower is gone."""
+        """Ring for events until `close`, or until the listener is gone."""
         while True:
             # Cleared before polling: an `arm` during the ring below then counts for the next turn.
             self._armed.wait()
@@ -101,7 +107,7 @@ class Bell(Closing):
             try:
                 self._socket.send(b"ring")
             except BlockingIOError:
-                pass  # the tower has not read the last ring yet, and wakes by it
+                pass  # the listener has not read the last one yet, and wakes by it
             except OSError:
                 return  # the scheduler's process is gone
 
@@ -116,3 +122,40 @@ class Bell(Closing):
         self._thread.join()
         os.close(self._wake)
         self._socket.close()
+
+
+class EngineWait:
+    """The wait of one engine. `wait` is called in the engine's own thread, `ring` in any."""
+
+    def __init__(self) -> None:
+        # Stays set until the next `wait`, so a ring that comes between two waits is not lost.
+        self._rung = False
+        # The condition of the queue on which the engine rests; None while it does not rest.
+        self._resting: threading.Condition | None = None
+
+    def ring(self) -> None:
+        """Wake the engine, or keep it from resting once."""
+        # The flag before the condition is read. If `wait` has not set `_resting` yet, no
+        # notification is sent, and it finds the flag before it waits. The other way round a ring
+        # between its two steps would be lost.
+        self._rung = True
+        if (condition := self._resting) is not None:
+            with condition:
+                condition.notify_all()
+
+    def wait(self, inputs: Queue[Any], timeout_s: float) -> None:
+        """Wait until there is an input, until the next ring, or for `timeout_s` at most.
+
+        Takes nothing out of `inputs`. At a ring since the last wait it returns at once.
+        """
+        until_s = time.monotonic() + timeout_s
+        # The queue's own condition: `put` notifies it too, so one wait covers inputs and rings.
+        with inputs.not_empty:
+            self._resting = inputs.not_empty
+            while not self._rung and not inputs.queue:
+                left_s = until_s - time.monotonic()
+                if left_s <= 0.0:
+                    break
+                inputs.not_empty.wait(left_s)
+            self._resting = None
+        self._rung = False

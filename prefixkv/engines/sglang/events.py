@@ -46,7 +46,7 @@ def _parts(namespace: Hashable) -> tuple[str | None, str | None]:
     return namespace if isinstance(namespace, tuple) else (None, None)
 
 
-class Words:
+class EventTranslator:
     """A translator from changes of the tree to events for SGLang's recorder.
 
     The recorder joins neighbouring events.
@@ -66,7 +66,7 @@ class Words:
             keep_tokens=True, hash_page=hash_page, before_first=before_first,
         )  # fmt: skip
 
-    def tell(self, changes: Iterable[Change]) -> None:
+    def record(self, changes: Iterable[Change]) -> None:
         """Record changes, in the order in which the tree made them."""
         # The order matters: a removal is looked up among the pages that were inserted before.
         for change in changes:
