@@ -34,7 +34,7 @@ def test_what_is_wrong_is_refused(text: str) -> None:
 
 
 OWN_POLICIES = """
-from prefixkv import Policy
+from prefixkv.spi import Policy
 
 nothing = None
 
