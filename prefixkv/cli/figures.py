@@ -59,7 +59,7 @@ _OPPOSITE: Final = {"lower": "higher", "fewer": "more", "less": "more", "higher"
 
 
 def times(ratio: float, comparison: str, digits: int = 2) -> str:
-    """A ratio in words; below one, by the opposite of the first word.
+    """Return a ratio in words; below one, by the opposite of the first word.
 
     >>> times(2.0, "lower TTFT"), times(0.5, "lower TTFT"), times(0.5, "the rate")
     ('2.00 times lower TTFT', '2.00 times higher TTFT', '0.50 times the rate')

@@ -25,7 +25,7 @@ app = typer.Typer(
 )
 
 
-class Cache(StrEnum):
+class CacheSetting(StrEnum):
     on = "on"
     off = "off"
     both = "both"
@@ -38,8 +38,8 @@ app.command()(replay)
 def demo(
     seed: Annotated[int, typer.Option(help="Seed of the weights and of the chats.")] = 1,
     cache: Annotated[
-        Cache, typer.Option(help="Decode's prefix cache; prefill's own is always on.")
-    ] = Cache.both,
+        CacheSetting, typer.Option(help="Decode's prefix cache; prefill's own is always on.")
+    ] = CacheSetting.both,
     json: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write all figures to FILE.")
     ] = None,
@@ -55,7 +55,11 @@ def demo(
 
     from prefixkv.cli.chats.command import run
 
-    caches = {Cache.on: (True,), Cache.off: (False,), Cache.both: (True, False)}[cache]
+    caches = {
+        CacheSetting.on: (True,),
+        CacheSetting.off: (False,),
+        CacheSetting.both: (True, False),
+    }[cache]
     return run(seed, caches, Console(), json)
 
 

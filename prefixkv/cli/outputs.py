@@ -1,4 +1,4 @@
-"""Files that a command writes at its end: looked at before minutes go into what they will hold."""
+"""Output files of a command: checked at its start, so that minutes of work are not lost."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from prefixkv.spi import ConfigError
 
 
 class OutputError(PrefixKVError):
-    """A file could not be written: the disk is full, say."""
+    """A file could not be written, for instance since the disk is full."""
 
 
 def check_writable(flag: str, path: Path | None) -> None:
-    """Raises ConfigError for a path that names no file that can be written, OutputError for a
-    device that takes nothing. Changes no file."""
+    """Check that a path can be written, without a change. Raises ConfigError if it cannot,
+    OutputError for a device that accepts nothing."""
     if path is None:
         return
     if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
@@ -29,7 +29,7 @@ def check_writable(flag: str, path: Path | None) -> None:
 
 @contextmanager
 def writing(flag: str, path: Path) -> Iterator[None]:
-    """Raises OutputError where the body could not write `path`."""
+    """Turn an OSError of the body into an OutputError that names `flag` and `path`."""
     try:
         yield
     except OSError as error:
@@ -37,6 +37,6 @@ def writing(flag: str, path: Path) -> Iterator[None]:
 
 
 def write_text(flag: str, path: Path, text: str) -> None:
-    """Raises OutputError."""
+    """Write a text file. Raises OutputError."""
     with writing(flag, path):
         path.write_text(text, encoding="utf-8")

@@ -47,7 +47,8 @@ def read_lines(
 def number_in(
     entry: dict[str, Any], name: str, low: int, high: int, kinds: tuple[type, ...] = (int,)
 ) -> Any:
-    """The number under `name`. Raises TypeError if there is none of these kinds in [low, high]."""
+    """Return the number under `name`. Raises TypeError if there is none of these kinds in [low,
+    high]."""
     value: Any = entry.get(name)
     if type(value) not in kinds:
         raise TypeError(f"{name} is {value!r}, a number is needed")
@@ -57,7 +58,8 @@ def number_in(
 
 
 def blocks_in(entry: dict[str, Any], num_tokens: int, block_tokens: int) -> list[int]:
-    """A Mooncake entry's `hash_ids`, one a block of its tokens. Raises TypeError for others."""
+    """Return a Mooncake entry's `hash_ids`, one per block of its tokens. Raises TypeError if they
+    do not fit."""
     ids = entry.get("hash_ids")
     if not isinstance(ids, list) or not all(type(name) is int for name in ids):
         raise TypeError("hash_ids is not a list of integers")

@@ -110,7 +110,7 @@ class KVEventPublisher:
         self._num_failures = 0
         self._closing = False
         self._waiting: dict[tuple[_Socket, bytes], int] = {}  # clients: the batch to send next
-        self._readers: dict[tuple[_Socket, bytes], _Reader] = {}
+        self._readers: dict[tuple[_Socket, bytes], _ReplayClient] = {}
         self._refused_log_s = -_REFUSED_LOG_S
         self._watcher = Watcher("prefixkv-kv-events-connections")
         self._watched: dict[_Socket, Watched] = {}
@@ -181,7 +181,7 @@ class KVEventPublisher:
         try:
             self._serve()
         except Exception:
-            _log.exception("cache events are published no more")
+            _log.exception("the publisher of cache events has ended")
         finally:
             self._close_sockets(_LINGER_S)
 
@@ -378,12 +378,12 @@ class KVEventPublisher:
         """Remember the connection by which a client has asked, and forget those that are over."""
         known = self._readers.get((sock, client))
         if connection is not None and (known is None or known.connection is not connection):
-            self._readers[sock, client] = _Reader(self._watched[sock], connection)
+            self._readers[sock, client] = _ReplayClient(self._watched[sock], connection)
         for key, reader in list(self._readers.items()):
             if reader.connection.is_over:
                 del self._readers[key]
 
-    def _has_room(self, reader: _Reader, num_bytes: int) -> bool:
+    def _has_room(self, reader: _ReplayClient, num_bytes: int) -> bool:
         """Return whether a client may be sent `num_bytes` more. Without unread bytes there is
         always room for one answer. A client that does not read while others need its room is cut
         off."""
@@ -443,7 +443,7 @@ class KVEventPublisher:
         return sock
 
 
-class _Reader:
+class _ReplayClient:
     """A client of the replay or snapshot socket, and what it has not read."""
 
     def __init__(self, watched: Watched, connection: Connection) -> None:

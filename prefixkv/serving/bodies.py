@@ -18,7 +18,7 @@ from prefixkv.serving.failures import ApiError
 _KEY: Final = "prefixkv.body"
 
 
-class Body:
+class BodyMemory:
     """Memory that one request's body takes. One owner."""
 
     def __init__(self, bodies: Bodies) -> None:
@@ -77,7 +77,7 @@ class Bodies:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.num_bytes = 0
-        self.coming: dict[Body, None] = {}  # still arriving, oldest first
+        self.coming: dict[BodyMemory, None] = {}  # still arriving, oldest first
 
 
 class PerClientLimit:
@@ -100,7 +100,7 @@ class PerClientLimit:
             await error.response()(scope, receive, send)
             return
         self._num[client] += 1
-        body = scope[_KEY] = Body(self._bodies)
+        body = scope[_KEY] = BodyMemory(self._bodies)
         try:
             await self._app(scope, receive, send)
         finally:
@@ -112,7 +112,7 @@ class PerClientLimit:
                 del self._num[client]
 
 
-def body_of(scope: Scope) -> Body:
+def body_of(scope: Scope) -> BodyMemory:
     """Return the body of a request that has passed `PerClientLimit`."""
-    found: Body = scope[_KEY]
+    found: BodyMemory = scope[_KEY]
     return found

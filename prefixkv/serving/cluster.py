@@ -35,7 +35,7 @@ from prefixkv.serving.config import KINDS, PrefillWorkerConfig, WorkerConfig
 from prefixkv.serving.fleet import Fleet
 from prefixkv.serving.http import ApiError, decode_body, json_response, read_body
 from prefixkv.serving.launch import Launch, WorkerFailedError
-from prefixkv.serving.wire import Fence
+from prefixkv.serving.wire import FenceRequest
 from prefixkv.spi import ConfigError, load
 
 logger = logging.getLogger("prefixkv.ray")
@@ -132,7 +132,7 @@ class FormerLives:
 
     async def _fence(self, request: Request) -> Response:
         """Answer POST /fence: an operator declares a lost life dead."""
-        asked = decode_body(await read_body(request, self._limits), Fence)
+        asked = decode_body(await read_body(request, self._limits), FenceRequest)
         # 1. It serves at this moment: fencing it would let others reuse pages that it writes.
         # 2. It is fenced already: nothing to do.
         # 3. It is unknown: refused, since a mistyped life must not pass for a fenced one.

@@ -67,14 +67,14 @@ class ModelSettings:
         doc("Folder with config.json, *.safetensors, tokenizer.json; none: a small model from the "
             "seed."),
     ] = ""  # fmt: skip
-    seed: Annotated[CountOrZero, doc("Of the small model's weights.")] = 0
+    seed: Annotated[CountOrZero, doc("Seed of the small model's weights.")] = 0
     dtype: Annotated[
         Literal["", "float32", "bfloat16", "float16"],
         doc("float32, bfloat16 or float16; none: the model's own."),
     ] = ""
     device: Annotated[str, doc("Device of torch, such as cpu or cuda:0.")] = "cpu"
     context: Annotated[CountOrZero, doc("Most tokens per request; 0: the model's own limit.")] = 0
-    threads: Annotated[CountOrZero, doc("Threads of torch; 0: torch's default.")] = 0
+    threads: Annotated[CountOrZero, doc("torch threads (0: torch's default).")] = 0
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -84,15 +84,15 @@ class ModelSettings:
 class ListenSettings:
     """Addresses of a process: for requests, for its health and metrics."""
 
-    host: Annotated[str, doc("An address beyond loopback needs an API key.")] = "127.0.0.1"
-    port: Annotated[Port, doc("0: a free one.")] = 0
-    status_host: Annotated[str, doc("Of /health and /metrics; as --host.")] = "127.0.0.1"
-    status_port: Annotated[Port, doc("0: a free one.")] = 0
+    host: Annotated[str, doc("Bind address; non-loopback addresses need an API key.")] = "127.0.0.1"
+    port: Annotated[Port, doc("0 picks a free port.")] = 0
+    status_host: Annotated[str, doc("Bind address of /health and /metrics.")] = "127.0.0.1"
+    status_port: Annotated[Port, doc("0 picks a free port.")] = 0
     api_key: Annotated[
         str, doc("Bearer token that clients need; better set by PREFIXKV_API_KEY.")
     ] = ""
     drain_timeout_s: Annotated[
-        SecondsOrZero, doc("How long requests may go on after SIGTERM, in seconds.")
+        SecondsOrZero, doc("Seconds that requests may take to end after SIGTERM.")
     ] = 30.0
     limits: Limits = field(default_factory=Limits)
 
@@ -174,7 +174,7 @@ class ServeConfig:
     decode_pages: Annotated[Count, doc("Pages of a decode worker's pool.")] = 1024
     chunk_tokens: Annotated[Count, doc("Most tokens per forward of prefill.")] = 512
     answer_tokens: Annotated[
-        CountOrZero, doc("Most tokens of a chat's answer, by default; 0: what there is room for.")
+        CountOrZero, doc("Default limit of tokens per chat answer (0: up to the context).")
     ] = 512
     start_timeout_s: SecondsOrZero = 600.0
     ray: Annotated[

@@ -27,7 +27,7 @@ _MAX_WAITING_BYTES: Final = 32 << 20  # per follower, its newest frame not count
 _MAX_FOLLOWERS: Final = 64
 
 
-class _Follower:
+class _EventFollower:
     """One stream of events: the frames that its connection has not taken yet."""
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class EventTap:
         self, take: Callable[[bool], EventBatch], post: Callable[[Callable[[], None]], object]
     ) -> None:
         self._take, self._post = take, post
-        self._followers: set[_Follower] = set()
+        self._followers: set[_EventFollower] = set()
         self._seq = 0
         # Set by the loop, read by the engine's thread. `_used`: there has been a follower; before
         # the first one events are not collected at all. `_wants_snapshot`: a follower waits for a
@@ -96,7 +96,7 @@ class EventTap:
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         """Yield one stream, until it is closed or cut off."""
-        follower = _Follower()
+        follower = _EventFollower()
         if len(self._followers) >= _MAX_FOLLOWERS:
             return  # the connection ends; the follower tries again later
         self._followers.add(follower)

@@ -24,7 +24,7 @@ from prefixkv.serving.streams import read_some
 from prefixkv.serving.wire import (
     SILENCE_S,
     Ask,
-    Fence,
+    FenceRequest,
     LostPeer,
     TokenEvent,
     WorkerInfo,
@@ -145,7 +145,7 @@ class Fleet:
         self.members: dict[str, _Member] = {}  # by name, those in `workers`
         self._closed = False
         # All lives fenced so far, never shortened: a worker that joins later must hear of each.
-        self._fenced: list[Fence] = []
+        self._fenced: list[FenceRequest] = []
         self._any_fenced = asyncio.Condition()
         self.retried = 0
         # `SILENCE_S` bounds the time between two pieces, which signs of life keep short; an answer
@@ -225,7 +225,7 @@ class Fleet:
         present and future, until it confirms. What was held for that life is then reused: were it
         alive after all, its writes would land in pages of other requests."""
         async with self._any_fenced:
-            self._fenced.append(Fence(name, life))
+            self._fenced.append(FenceRequest(name, life))
             self._any_fenced.notify_all()
 
     async def _report_fences(self, info: WorkerInfo) -> None:
@@ -411,4 +411,4 @@ def _refusal_error(worker: str, status: int, body: bytes) -> Exception:
         return ApiError(400, message, code=code)
     if status == 400:
         return failed(400, "the request is not served here", message, code or "refused")
-    return WorkerLostError(f"{worker} does not take it", f"{status}: {message}")
+    return WorkerLostError(f"{worker} refused the request", f"{status}: {message}")

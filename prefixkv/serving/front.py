@@ -332,7 +332,7 @@ class _FrontRequest:
 def _raise_error(output: TokenEvent) -> None:
     """Raise ApiError 503 if the output says that the answer was ended."""
     if output.finish in ("error", "abort"):
-        raise failed(503, "the answer was ended", output.error or "without a word", "worker_lost")
+        raise failed(503, "the answer was ended", output.error or "no reason given", "worker_lost")
 
 
 class _FrontMetrics:

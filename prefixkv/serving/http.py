@@ -200,8 +200,8 @@ async def read_body(request: Request, limits: Limits) -> bytes:
                     break
     except ClientDisconnect:  # not logged as a failure: the client left
         raise ApiError(400, "the body did not come to its end") from None
-    # Two causes: its own time is over, or `Body` has ended it in favour of others. Of a body that
-    # is too large by then, 413 below says more.
+    # Two causes: its own time is over, or `BodyMemory` has ended it in favour of others. Of a body
+    # that is too large by then, 413 below says more.
     except TimeoutError:
         if size <= limits.max_body_bytes:
             why = f"the body did not come within {limits.body_timeout_s:g} s"

@@ -124,7 +124,7 @@ class _RequestBase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise refused("stream_options", "is for streams: stream is not set")
 
 
-class Part(msgspec.Struct, frozen=True):
+class MessagePart(msgspec.Struct, frozen=True):
     """One part of a message; only text is accepted."""
 
     type: Text
@@ -135,7 +135,7 @@ class Message(msgspec.Struct, frozen=True):
     """One message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[Part]
+    content: str | list[MessagePart]
     name: Text | None = None
 
     def plain(self) -> dict[str, str]:

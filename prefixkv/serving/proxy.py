@@ -108,7 +108,7 @@ class LostError(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class _Side:
+class _ServerSide:
     """Servers of one role, the router over them, and those to avoid for now."""
 
     role: Role
@@ -117,7 +117,7 @@ class _Side:
     avoided: dict[str, float] = field(default_factory=dict)  # by name, time.monotonic()
 
     @classmethod
-    def of(cls, role: Role, servers: Sequence[ServerAt]) -> _Side:
+    def of(cls, role: Role, servers: Sequence[ServerAt]) -> _ServerSide:
         """Make the side of `role`. Raises ConfigError if it has no server, or two of one name."""
         if not servers:
             raise ConfigError(f"there is no {role} server: --{role} URL=...")
@@ -165,9 +165,9 @@ class Proxy:
         listen = config.listen
         self.draining = False
         self._limits = listen.limits
-        self.sides: dict[Role, _Side] = {
-            "prefill": _Side.of("prefill", prefill),
-            "decode": _Side.of("decode", decode),
+        self.sides: dict[Role, _ServerSide] = {
+            "prefill": _ServerSide.of("prefill", prefill),
+            "decode": _ServerSide.of("decode", decode),
         }
         self.metrics = _ProxyMetrics(self)
         # Probes of load balancers carry no key, so /health and /ping are open. The last route
@@ -463,7 +463,7 @@ class _ProxiedRequest:
         self._whole = not body.get("stream")
         # What this attempt holds; `end` releases it: the routers' count of each server's load,
         # prefill's request, and the task that ends that request after the grace.
-        self._routes: list[tuple[_Side, ServerRoute]] = []
+        self._routes: list[tuple[_ServerSide, ServerRoute]] = []
         self._sending: asyncio.Task[ServerAnswer] | None = None
         self._letting_go: asyncio.Task[None] | None = None
         self._broke: set[str] = set()  # decode servers whose connection broke once

@@ -6,10 +6,10 @@
 | any worker | GET /events | | frames: cache events, see `feed` |
 | any worker | POST /audit | | 204 if every invariant of its node holds; slow |
 | any worker | GET /lost | | a `LostPeer` for each lost peer that it holds something for |
-| any worker | POST /fence | a `Fence` | 202 |
+| any worker | POST /fence | a `FenceRequest` | 202 |
 | decode | POST /generate | an `Ask` | lines: `TokenEvent`s; an empty line is a sign of life |
 | prefill | POST /jobs | a `Job` | 202 |
-| prefill | POST /abort | an `Abort` | 202 |
+| prefill | POST /abort | an `AbortJobs` | 202 |
 
 Closing a connection ends what was asked on it. Errors have OpenAI's form.
 """
@@ -122,7 +122,7 @@ class Job(msgspec.Struct, frozen=True):
     position: int
 
 
-class Abort(msgspec.Struct, frozen=True):
+class AbortJobs(msgspec.Struct, frozen=True):
     """Jobs that are no longer needed."""
 
     rids: list[str]
@@ -139,7 +139,7 @@ class LostPeer(msgspec.Struct, frozen=True):
     held: int
 
 
-class Fence(msgspec.Struct, frozen=True):
+class FenceRequest(msgspec.Struct, frozen=True):
     """A statement that this life of a worker is certainly dead, so that what is held for it may be
     used again."""
 

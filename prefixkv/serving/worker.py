@@ -45,9 +45,9 @@ from prefixkv.serving.status import bind, status_app
 from prefixkv.serving.waits import wait_set
 from prefixkv.serving.wire import (
     LIFE_SIGN_S,
-    Abort,
+    AbortJobs,
     Ask,
-    Fence,
+    FenceRequest,
     Job,
     LostPeer,
     SamplingParams,
@@ -229,7 +229,7 @@ class Worker:
 
     async def _fence(self, request: Request) -> Response:
         """Answer POST /fence: a process is dead, so what is held for it may be used again."""
-        asked = await self._read(request, Fence)
+        asked = await self._read(request, FenceRequest)
         try:
             incarnation = int(asked.life, 16)
         except ValueError:
@@ -304,7 +304,7 @@ class PrefillWorker(Worker):
 
     async def _abort(self, request: Request) -> Response:
         """Answer POST /abort: end jobs that are no longer needed. Unknown ids are ignored."""
-        asked = await self._read(request, Abort)
+        asked = await self._read(request, AbortJobs)
         await self._call(lambda engine: [engine.abort(rid) for rid in asked.rids])
         return Response(status_code=202)
 
@@ -463,9 +463,9 @@ class DecodeWorker(Worker):
         except httpx.HTTPError as error:
             why = f"{type(error).__name__} {error}"
         if why:
-            logger.warning("prefill at %s does not take %s: %s", url, job.rid, why)
+            logger.warning("prefill at %s refused %s: %s", url, job.rid, why)
             # Set before the abort is posted: the output that it causes is reported with this cause.
-            one.error = f"the prefill worker at {url} does not take it: {why}"
+            one.error = f"the prefill worker at {url} refused it: {why}"
             with contextlib.suppress(ClosedError):
                 self.loop.post(lambda engine: engine.abort(one.ask.rid))
         # The request was given up while the job was on its way, so the abort that `_end_request`
@@ -483,7 +483,7 @@ class DecodeWorker(Worker):
         """POST an abort to prefill. Failures are ignored: prefill hears of it over the node too,
         unless the two nodes have not met yet."""
         with contextlib.suppress(httpx.HTTPError):
-            await self._client.post(f"{url}/abort", content=msgspec.json.encode(Abort(rids)))
+            await self._client.post(f"{url}/abort", content=msgspec.json.encode(AbortJobs(rids)))
 
     def _spawn(self, work: Any) -> None:
         """Run a coroutine in a task that is kept alive until it ends."""

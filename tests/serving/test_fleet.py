@@ -21,7 +21,7 @@ from prefixkv.serving.config import Limits
 from prefixkv.serving.feed import EventTap
 from prefixkv.serving.fleet import Fleet
 from prefixkv.serving.http import ApiError, HttpServer, Stream, json_response, make_app
-from prefixkv.serving.wire import Ask, Fence, LostPeer, TokenEvent, WorkerInfo
+from prefixkv.serving.wire import Ask, FenceRequest, LostPeer, TokenEvent, WorkerInfo
 from tests.models.patience import NEVER_S, PATIENCE_S
 
 LIMITS = Limits(1 << 20, NEVER_S, NEVER_S, NEVER_S, NEVER_S)
@@ -39,7 +39,7 @@ class Worker:
         self.role, self.name, self.say = role, name, say
         self.asked: list[Ask] = []
         self.under_way = 0
-        self.fenced: list[Fence] = []
+        self.fenced: list[FenceRequest] = []
         self.fence_statuses: list[int] = []  # what it answers first
         self.lost_status = 200
         self.cache = RadixCache(page_size=4)
@@ -88,7 +88,7 @@ class Worker:
     async def _fence(self, request: Request) -> Response:
         status = self.fence_statuses.pop(0) if self.fence_statuses else 202
         if status == 202:
-            self.fenced.append(msgspec.json.decode(await request.body(), type=Fence))
+            self.fenced.append(msgspec.json.decode(await request.body(), type=FenceRequest))
         return Response(status_code=status)
 
     async def _lost(self, _: Request) -> Response:
@@ -278,7 +278,7 @@ def test_a_lost_life_is_told_to_all_that_are_here_and_that_come(
     async def scene(stage: Stage) -> None:
         prefill, decode = stage.prefill[0], stage.decode[0]
         prefill.fence_statuses = [503, 500]  # it is told until it has taken it
-        first, second = Fence("d9", "a"), Fence("d9", "b")
+        first, second = FenceRequest("d9", "a"), FenceRequest("d9", "b")
         await stage.fleet.fence("d9", "a")
         await until(lambda: prefill.fenced and decode.fenced)
         late = Worker("decode", "late", well)

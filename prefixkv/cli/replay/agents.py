@@ -91,7 +91,7 @@ class Sessions:
         yield from self._found
 
 
-class _Row(NamedTuple):
+class _AgentRow(NamedTuple):
     """One request of agentic Mooncake, with times still relative."""
 
     blocks: list[Any]
@@ -115,7 +115,7 @@ class Agentic:
         self.block_tokens = block_tokens
         self._local = False
         self._header = False
-        self._rows: dict[str, _Row] = {}
+        self._rows: dict[str, _AgentRow] = {}
 
     def add(self, entry: dict[str, Any]) -> None:
         """Read the header or one row. Raises TypeError, or KeyError without `request_id`."""
@@ -142,7 +142,7 @@ class Agentic:
         # Part of each block's name, so that equal ids of two plays are different blocks.
         scope = entry.get("play_id") if self._local else None
         begin_ms, after = self._waits(entry)
-        self._rows[name] = _Row(
+        self._rows[name] = _AgentRow(
             [(scope, one) for one in ids], length, begin_ms / 1e3, lasts_ms / 1e3, after
         )
 

@@ -94,7 +94,7 @@ def replay(
     warm: Annotated[
         float, typer.Option(help="Share of the requests that only warm the cache.")
     ] = 0.0,
-    queue: Annotated[int, typer.Option(help="How many next requests count as waiting.")] = 0,
+    queue: Annotated[int, typer.Option(help="Number of next requests that count as waiting.")] = 0,
     hints: Annotated[
         float | None,
         typer.Option(
@@ -108,7 +108,7 @@ def replay(
         bool, typer.Option("--mix", help="Replay all traces as one, by time; they share nothing.")
     ] = False,
     requests: Annotated[
-        int | None, typer.Option(help="How many requests to read; by default all.")
+        int | None, typer.Option(help="Number of requests to read; by default all.")
     ] = None,
     page_size: Annotated[int, typer.Option(help="Tokens per block, for token lists.")] = 16,
     block_tokens: Annotated[int, typer.Option(help="Tokens per hash id.")] = 512,

@@ -44,7 +44,7 @@ def read_trace(
     Raises:
         TraceError: names the file and the line.
     """
-    reader = _Reader(page_size, block_tokens, spread_s)
+    reader = _TraceReader(page_size, block_tokens, spread_s)
     # A folder holds whole sessions; a .json file one value; any other file one entry per line.
     if path.is_dir():
         files = sorted(path.glob("*.json"))[:limit]
@@ -65,7 +65,7 @@ def read_trace(
 
 def make_trace(name: str, entries: Iterable[dict[str, Any]], block_tokens: int = 512) -> Trace:
     """Make a trace of entries in memory. Raises TypeError or ValueError for a bad one."""
-    reader = _Reader(1, block_tokens, SPREAD_S)
+    reader = _TraceReader(1, block_tokens, SPREAD_S)
     for entry in entries:
         reader.add(entry)
     return reader.trace(name)
@@ -87,7 +87,7 @@ def _read_whole(path: Path, add: Callable[[Any], None]) -> None:
         raise TraceError(f"{path}: {error}") from None
 
 
-class _Reader:
+class _TraceReader:
     """Builder of a trace from a file's entries. Raises TypeError for one that does not fit."""
 
     def __init__(self, page_size: int, block_tokens: int, spread_s: float) -> None:

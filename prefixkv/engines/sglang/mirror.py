@@ -21,7 +21,7 @@ from prefixkv.engines.sglang.slots import to_device
 from prefixkv.spi import InternalError, Pages, pages_for
 
 
-class _Row:
+class _MirroredRow:
     """A row of which pages [first, end) are known or being copied; `pages` are those here."""
 
     __slots__ = ("end", "first", "generation", "pages")
@@ -37,7 +37,7 @@ class _Copy(NamedTuple):
 
     slots: torch.Tensor  # pinned; not to be read before the event is over
     event: Any
-    parts: list[tuple[_Row, int]]  # per row its number of slots, in order
+    parts: list[tuple[_MirroredRow, int]]  # per row its number of slots, in order
 
 
 class RowMirror:
@@ -55,7 +55,7 @@ class RowMirror:
         self._pool = pool
         self._page_size = page_size
         self._event = torch.get_device_module(pool.req_to_token.device).Event
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[int, _MirroredRow] = {}
         self._copies: deque[_Copy] = deque()  # in the order of their events
         self._steps = 0
 
@@ -71,7 +71,9 @@ class RowMirror:
         # Start again where known pages were replaced: the request gave some back, and got others.
         if row is None or row.end > pages_for(prefix_len, self._page_size):
             first = prefix_len // self._page_size
-            row = self._rows[kv.req_pool_idx] = _Row(self._generation(kv.req_pool_idx), first)
+            row = self._rows[kv.req_pool_idx] = _MirroredRow(
+                self._generation(kv.req_pool_idx), first
+            )
         start, row.end = row.end, pages_for(kv.kv_allocated_len, self._page_size)
         if start < row.end:
             first_slots = slice(start * self._page_size, kv.kv_allocated_len, self._page_size)
@@ -93,7 +95,7 @@ class RowMirror:
         # One gather over the flat table for all rows: a copy per row would cost a launch each.
         table, size = self._pool.req_to_token, self._page_size
         places: list[int] = []
-        parts: list[tuple[_Row, int]] = []
+        parts: list[tuple[_MirroredRow, int]] = []
         for req in reqs:
             kv = req.kv
             row = self._find(kv.req_pool_idx)
@@ -113,7 +115,7 @@ class RowMirror:
         if row is None or before <= row.first:
             return
         if before > row.end:
-            self._rows[row_id] = _Row(row.generation, before)
+            self._rows[row_id] = _MirroredRow(row.generation, before)
             return
         # The copies of these pages must be taken first: `_take` appends in order, so `pages` would
         # otherwise start at the wrong page.
@@ -123,7 +125,8 @@ class RowMirror:
 
     def released(self, row_id: int) -> None:
         """Forget a row that SGLang takes from its request."""
-        # Copies that are queued for it still arrive; they go into the `_Row` that was dropped here.
+        # Copies that are queued for it still arrive; they go into the `_MirroredRow` that was
+        # dropped here.
         self._rows.pop(row_id, None)
 
     # --- reading ----------------------------------------------------------------------------------
@@ -162,12 +165,12 @@ class RowMirror:
         """Return SGLang's count of the requests that have had this row, kept on the host."""
         return int(self._pool.req_generation.numpy()[row_id])
 
-    def _find(self, row_id: int) -> _Row | None:
+    def _find(self, row_id: int) -> _MirroredRow | None:
         """Return what is known of a row, or None where another request has the row by now."""
         row = self._rows.get(row_id)
         return row if row is not None and row.generation == self._generation(row_id) else None
 
-    def _queue(self, slots: torch.Tensor, parts: list[tuple[_Row, int]]) -> None:
+    def _queue(self, slots: torch.Tensor, parts: list[tuple[_MirroredRow, int]]) -> None:
         """Queue a copy of `slots` to the host, for the rows in `parts`."""
         # Take in finished copies now, or their pinned memory would pile up.
         while self._copies and self._copies[0].event.query():
@@ -178,7 +181,7 @@ class RowMirror:
         event.record()
         self._copies.append(_Copy(host, event, parts))
 
-    def _await(self, row: _Row, end: int) -> None:
+    def _await(self, row: _MirroredRow, end: int) -> None:
         """Wait until all pages of a row before `end` are here."""
         # Copies end in the order in which they were queued: one stream runs them.
         while row.first + len(row.pages) < end:

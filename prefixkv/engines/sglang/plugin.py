@@ -41,8 +41,8 @@ def load() -> None:
     found = version("sglang")
     if found != TESTED:
         _log.warning(
-            "prefixkv is for SGLang %s and stands down under %s: --radix-cache-backend %s and "
-            "--disaggregation-transfer-backend %s are not there", TESTED, found, NAME, NAME,
+            "prefixkv supports SGLang %s and is inactive under %s: --radix-cache-backend %s and "
+            "--disaggregation-transfer-backend %s are not available", TESTED, found, NAME, NAME,
         )  # fmt: skip
         return
     # Imported only now: with another version these imports might fail. The check of the factory

@@ -294,7 +294,9 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
             except zmq.Again:
                 return
             except ValueError as error:
-                _log.warning("not the announcement of a decode worker: %s", error)
+                _log.warning(
+                    "a message was skipped, it is no decode worker's announcement: %s", error
+                )
 
     # --- either side ends a request by itself -----------------------------------------------------
 
@@ -313,7 +315,7 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
         # 2. Decode. A receiver for a moment: its abort is what SGLang's protocol offers for this.
         address = f"{req.bootstrap_host}:{req.bootstrap_port}"
         if not self._knows(address):
-            _log.warning("prefill at %s was not told that %s ended", address, req.rid)
+            _log.warning("prefill at %s could not be informed that %s ended", address, req.rid)
             return
         receiver = PrefixKVReceiver(self, address, req.bootstrap_room)
         receiver.prefixkv_begin(req, has_prompt=False)
@@ -543,7 +545,7 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
             try:
                 self._announce(self._refusal, SILENT if first._receive is None else ANNOUNCED)
             except zmq.ZMQError as error:
-                _log.warning("prefill at %s was not told: %s", self.bootstrap_addr, error)
+                _log.warning("prefill at %s could not be informed: %s", self.bootstrap_addr, error)
         self.bootstrap_infos = None  # given back, so that `clear` withdraws nothing more
 
     def _fail(self, reason: str) -> None:
@@ -676,7 +678,7 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
             try:
                 self._announce(reason)
             except zmq.ZMQError as error:
-                _log.warning("prefill at %s was not told: %s", self.bootstrap_addr, error)
+                _log.warning("prefill at %s could not be informed: %s", self.bootstrap_addr, error)
 
 
 class PrefixKVBootstrapServer(sgl.CommonKVBootstrapServer):  # type: ignore[misc]

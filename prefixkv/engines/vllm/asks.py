@@ -31,7 +31,7 @@ class LoadAsk:
 
 
 @dataclass(frozen=True, slots=True)
-class SendAsk:
+class RoomSendAsk:
     """On prefill: send the KV to the decode server named `decode`."""
 
     room: int
@@ -43,7 +43,7 @@ class DrawAsk:
     """On prefill: draw a room, and send the KV to the decode server that opens it."""
 
 
-Ask = LoadAsk | SendAsk | DrawAsk
+Ask = LoadAsk | RoomSendAsk | DrawAsk
 
 
 def ask_of(params: Any, is_producer: bool, is_consumer: bool) -> Ask | None:
@@ -79,7 +79,7 @@ def ask_of(params: Any, is_producer: bool, is_consumer: bool) -> Ask | None:
     if params.get("room") is None:
         raise RequestError("kv_transfer_params has no room")
     room, where = _room(params["room"]), _name(key, params.get(key))
-    return LoadAsk(room, where, _nonce(params.get("nonce"))) if loads else SendAsk(room, where)
+    return LoadAsk(room, where, _nonce(params.get("nonce"))) if loads else RoomSendAsk(room, where)
 
 
 def _room(room: Any) -> int:

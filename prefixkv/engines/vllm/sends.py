@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from prefixkv.engines.vllm.asks import DrawAsk, SendAsk, computes_all, digest_of
+from prefixkv.engines.vllm.asks import DrawAsk, RoomSendAsk, computes_all, digest_of
 from prefixkv.engines.vllm.blocks import Holds
 from prefixkv.engines.vllm.orders import Add, Chunk, Decline, OfferOrder, StepOrders
 from prefixkv.engines.vllm.stats import Counters
@@ -107,7 +107,7 @@ class ScheduledSends:
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def begin(self, request: Any, ask: SendAsk, orders: StepOrders) -> None:
+    def begin(self, request: Any, ask: RoomSendAsk, orders: StepOrders) -> None:
         """Begin a promised send.
 
         Raises CallerError for a prompt that is not sent. Decode is then declined, unless the room

@@ -24,7 +24,7 @@ from prefixkv.serving.config import (
     WorkerSettings,
 )
 from prefixkv.serving.http import ApiError, HttpServer, make_app
-from prefixkv.serving.wire import Abort, Ask, Job, SamplingParams, TokenEvent
+from prefixkv.serving.wire import AbortJobs, Ask, Job, SamplingParams, TokenEvent
 from prefixkv.serving.worker import DecodeWorker, _OpenRequest
 from tests.models.patience import NEVER_S, PATIENCE_S
 
@@ -62,7 +62,7 @@ class Prefill:
         return Response(status_code=202)
 
     async def _abort(self, request: Request) -> Response:
-        self.aborted += msgspec.json.decode(await request.body(), type=Abort).rids
+        self.aborted += msgspec.json.decode(await request.body(), type=AbortJobs).rids
         return Response(status_code=202)
 
 
@@ -176,8 +176,8 @@ def test_a_request_ends_where_prefill_does_not_take_its_job(
             said = await last_said(answer)
         assert said.finish == "error"
         url = url or stage.prefill.server.url
-        assert said.error.startswith(f"the prefill worker at {url} does not take it: ")
-        assert f"prefill at {url} does not take {JOB}: " in caplog.text
+        assert said.error.startswith(f"the prefill worker at {url} refused it: ")
+        assert f"prefill at {url} refused {JOB}: " in caplog.text
         assert ("503" in said.error) == ("no room for it" in said.error) == (why == "refused")
 
     run(scene)

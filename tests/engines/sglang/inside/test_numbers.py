@@ -229,7 +229,7 @@ def test_a_bootstrap_server_that_is_not_there_is_asked_now_and_then(
             req.bootstrap_host = host
             pair.decode.decline(req)
     assert asked == ["gone:0", "other:0", "third:0"]
-    assert "gone:0 was not told that 9 ended" in caplog.text
+    assert "gone:0 could not be informed that 9 ended" in caplog.text
     assert "other:0: Page size mismatch" in caplog.text
     assert [*pair.decode._asked_s] == ["third:0"]
 

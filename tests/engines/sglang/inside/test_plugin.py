@@ -73,7 +73,7 @@ def test_another_version_of_sglang_is_named_and_left_alone(
         plugin.load()
     assert get_radix_cache_factory("prefixkv") is None
     assert not registered
-    assert "for SGLang 0.5.23 and stands down under 0.5.24" in caplog.text
+    assert "supports SGLang 0.5.23 and is inactive under 0.5.24" in caplog.text
 
 
 @pytest.mark.parametrize(
