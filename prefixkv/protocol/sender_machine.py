@@ -56,7 +56,7 @@ from prefixkv.request import DeviceEvent
 
 
 @dataclass(slots=True, eq=False)
-class _Reader:
+class _RoomReader:
     """A decode rank of the room. `answered`: it knows the outcome, or waits for none."""
 
     peer: PeerId
@@ -86,7 +86,7 @@ class SenderMachine:
         self.poll = KVPoll.BOOTSTRAPPING
         self.error: Exception | None = None
         # Decode's side: the ranks that have spoken, and under which ticket.
-        self.readers: dict[int, _Reader] = {}  # by decode rank, from its first frame on
+        self.readers: dict[int, _RoomReader] = {}  # by decode rank, from its first frame on
         self.met_before = 0  # count of decode ranks, kept by its control
         self.ticket = 0  # that of the promise, or of an abort that came without one
         # Jobs that read our pages or may write decode's. A job leaves `in_flight` when it ends, for
@@ -232,10 +232,10 @@ class SenderMachine:
             self._wait.start(now_s, self._timing.parked_timeout_s)
         return self._promised_again(event, now_s) + self._maybe_bootstrapped(now_s)
 
-    def _reader_of(self, event: Promised | AbortSaid) -> _Reader:
+    def _reader_of(self, event: Promised | AbortSaid) -> _RoomReader:
         """Return the reader that sends this event, entered if it is new."""
         self._expected = event.readers
-        return self.readers.setdefault(event.reader, _Reader(event.peer))
+        return self.readers.setdefault(event.reader, _RoomReader(event.peer))
 
     def _promised_again(self, event: Promised, now_s: float) -> list[SenderAction]:
         """Acknowledge a promise."""
@@ -489,7 +489,7 @@ class SenderMachine:
         """Return the outcome for each reader that has not answered it."""
         return [self._outcome(reader) for reader in self.readers.values() if not reader.answered]
 
-    def _outcome(self, reader: _Reader) -> SendToReader:
+    def _outcome(self, reader: _RoomReader) -> SendToReader:
         """Return the outcome for one reader, with what was written to it."""
         ok = self.poll is KVPoll.SUCCESS
         error = "" if ok else str(self.error)[:1000]
@@ -558,7 +558,7 @@ class SenderMachine:
         reader.abort_said = reader.answered = True
         return self._send_drained(reader)
 
-    def _send_drained(self, only: _Reader | None = None) -> list[SenderAction]:
+    def _send_drained(self, only: _RoomReader | None = None) -> list[SenderAction]:
         """Return a Drained for each reader that waits for one, if the room is drained."""
         if not self.drained:
             return []

@@ -38,7 +38,7 @@ class Workers(Protocol):
     def close(self) -> None: ...
 
 
-class _Job(NamedTuple):
+class _CopyJob(NamedTuple):
     copy_id: int
     copy: Callable[[], None]
 
@@ -54,7 +54,7 @@ class CopyPool:
         if num_threads < 1:
             raise ConfigError(f"num_threads is {num_threads}, must be at least 1")
         self._sink = sink
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._jobs: SimpleQueue[_CopyJob | None] = SimpleQueue()
         self._closed = False  # read by the workers without a lock: one more copy may start, no more
         run = self._run_cuda if device.startswith("cuda") else self._run
         args = (device,) if device.startswith("cuda") else ()
@@ -69,7 +69,7 @@ class CopyPool:
         """Queue a job. Raises ClosedError after `close`."""
         if self._closed:
             raise ClosedError("the copy pool is closed")
-        self._jobs.put(_Job(copy_id, copy))
+        self._jobs.put(_CopyJob(copy_id, copy))
 
     def close(self) -> None:
         """Let the running jobs end, start no others, join the threads. Idempotent."""
@@ -86,7 +86,7 @@ class CopyPool:
         while (job := self._jobs.get()) is not None:
             self._sink(CopyDone(job.copy_id, self._copy(job, settle)))
 
-    def _copy(self, job: _Job, settle: Callable[[], None] | None) -> Exception | None:
+    def _copy(self, job: _CopyJob, settle: Callable[[], None] | None) -> Exception | None:
         """Run a job; return the first error of it or of `settle`, None if there was none."""
         if self._closed:
             return ClosedError("the copy pool was closed before the copy began")
