@@ -57,13 +57,13 @@ class Image(NamedTuple):
     length: int
 
 
-class _Fields(NamedTuple):
+class _NamespaceFields(NamedTuple):
     lora: str | None
     salt: str | None
     images: tuple[Image, ...]
 
 
-class Namespace(_Fields):
+class Namespace(_NamespaceFields):
     """A namespace of named parts: adapter, salt and images.
 
     Requests with equal tokens but different namespaces share no KV. The tree treats it like any

@@ -14,7 +14,7 @@ from prefixkv.pages.requests import BrokenEvent, still_pending
 from prefixkv.request import DeviceEvent
 
 
-class _Ended(NamedTuple):
+class _DeferredEnd(NamedTuple):
     """A request that has ended, to be released once the device is done. An abort may come first."""
 
     req: DecodeRequest
@@ -31,7 +31,7 @@ class Deferred:
     def __init__(self, pages: PageManager, queue_again: Callable[[DecodeRequest], None]) -> None:
         self._pages = pages
         self._queue_again = queue_again
-        self._waiting: list[tuple[DeviceEvent, _Ended]] = []
+        self._waiting: list[tuple[DeviceEvent, _DeferredEnd]] = []
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -71,7 +71,7 @@ class Deferred:
         """Release an ended request, as its state says, once `after` is done; None: at once."""
         # The state is copied: an abort may change it before the device is done, but what the
         # request has computed is cached as its first end asked for.
-        ended = _Ended(req, req.state, continues)
+        ended = _DeferredEnd(req, req.state, continues)
         if after is not None:
             self._waiting.append((after, ended))
         else:
@@ -90,7 +90,7 @@ class Deferred:
             else:
                 self._waiting.append((left, ended))
 
-    def _release(self, ended: _Ended, now_s: float) -> None:
+    def _release(self, ended: _DeferredEnd, now_s: float) -> None:
         """Hand a request's pages on, as its end asks for."""
         req, state, continues = ended
         # 1. A request that finished, or was retracted, leaves its whole pages to the cache; one

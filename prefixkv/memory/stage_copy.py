@@ -119,7 +119,7 @@ class _Pattern(NamedTuple):
         return rows.reshape(-1)
 
 
-class _Group(NamedTuple):
+class _SlabGroup(NamedTuple):
     """Neighbouring slabs of one region, and its memory as rows."""
 
     first_slab: int
@@ -139,7 +139,7 @@ class CpuCopy:
         # no array spans two of them.
         starts = sorted(plan.layout.regions)
         regions = [max(r for r in starts if r[0] <= slab.base) for slab in plan.slabs]
-        self._groups: list[_Group] = []
+        self._groups: list[_SlabGroup] = []
         self._patterns: list[_Pattern] = []
         first = 0
         for _, same in groupby(regions):
@@ -147,7 +147,7 @@ class CpuCopy:
             self._groups.append(self._group(first, count))
             first += count
 
-    def _group(self, first: int, count: int) -> _Group:
+    def _group(self, first: int, count: int) -> _SlabGroup:
         """Return `count` slabs from `first` on as one array of rows."""
         plan = self._plan
         num_pages = plan.layout.num_pages
@@ -177,7 +177,7 @@ class CpuCopy:
         memory = memoryview((ctypes.c_char * (last + plan.row_bytes)).from_address(origin))
         rows: npt.NDArray[Any] = np.ndarray(last // step + 1, self._row, memory, strides=(step,))
         pattern = self._pattern(_Pattern((offsets // step)[:, None], page // step, unit // step))
-        return _Group(first, count, rows, step == plan.row_bytes, pattern)
+        return _SlabGroup(first, count, rows, step == plan.row_bytes, pattern)
 
     def _pattern(self, new: _Pattern) -> int:
         """Return the number of a pattern, stored once if groups share it."""
@@ -217,7 +217,7 @@ class CpuCopy:
                 group.rows[index[first : first + step]] = rows[first : first + step]
                 yield
 
-    def _parts(self, units: Pages) -> Iterator[tuple[_Group, Int64s, slice]]:
+    def _parts(self, units: Pages) -> Iterator[tuple[_SlabGroup, Int64s, slice]]:
         """Yield each group with the numbers of its rows in the pool, and their place in the
         stage."""
         page, unit = (

@@ -233,7 +233,7 @@ class ReceiverMachine:
 
     # --- while open -------------------------------------------------------------------------------
 
-    def _promise(self, event: PeerReady, now_s: float) -> list[ReceiverAction]:
+    def _on_peer_ready(self, event: PeerReady, now_s: float) -> list[ReceiverAction]:
         """Promise the pages to all ranks."""
         self.poll = KVPoll.WAITING_FOR_INPUT
         self.ranks = frozenset(event.ranks)
@@ -251,12 +251,12 @@ class ReceiverMachine:
         self._resend.start(now_s)
         return [SendToRank(rank, self.promise) for rank in sorted(self._unacked)]
 
-    def _acked(self, event: PromiseAcked, now_s: float) -> list[ReceiverAction]:
+    def _on_promise_acked(self, event: PromiseAcked, now_s: float) -> list[ReceiverAction]:
         """Note that a rank has the promise."""
         self._unacked.discard(event.rank)
         return []
 
-    def _landed(self, event: Landed, now_s: float) -> list[ReceiverAction]:
+    def _on_landed(self, event: Landed, now_s: float) -> list[ReceiverAction]:
         """Count what has landed."""
         # Of a rank that no promise went to: invented, or of another use of the number.
         if event.rank not in self.ranks:
@@ -272,7 +272,7 @@ class ReceiverMachine:
         self._wait.start(now_s, self._timing.transfer_timeout_s)
         return self._maybe_success(now_s)
 
-    def _outcome(self, event: OutcomeSaid, now_s: float) -> list[ReceiverAction]:
+    def _on_outcome(self, event: OutcomeSaid, now_s: float) -> list[ReceiverAction]:
         """Take a rank's outcome, and acknowledge it in any case: prefill repeats it until then."""
         outcome = event.outcome
         if outcome.rank not in self.ranks:
@@ -322,14 +322,14 @@ class ReceiverMachine:
             if landed.num_units == outcome.num_units:
                 continue
             if landed.num_units > outcome.num_units or landed.num_chunks == outcome.num_chunks:
-                return self._fail(Fail(self._short(rank)), now_s)
+                return self._fail(Fail(self._shortfall_error(rank)), now_s)
             return []
         # Each write is notified, so none is under way: success is the proof of every rank at once.
         self.poll = KVPoll.SUCCESS
         self._undrained.clear()
         return [RoomEnded(self.key, self.poll, aux=self._outcomes[min(self.ranks)].aux)]
 
-    def _short(self, rank: int) -> TransferError:
+    def _shortfall_error(self, rank: int) -> TransferError:
         """Return the error of a rank that reports other units than its notifications add up to."""
         outcome, landed = self._outcomes[rank], self._landings[rank]
         return TransferError(
@@ -341,7 +341,7 @@ class ReceiverMachine:
         """Return the acknowledgement of an outcome."""
         return SendToRank(outcome.rank, OutcomeAck(*self.key.numbers, outcome.rank, self.ticket))
 
-    def _fenced(self, event: FencedOff, now_s: float) -> list[ReceiverAction]:
+    def _on_fenced(self, event: FencedOff, now_s: float) -> list[ReceiverAction]:
         """Fail the room, since a rank of it can write no more; that rank is drained."""
         if event.rank not in self.ranks:
             return []
@@ -359,7 +359,7 @@ class ReceiverMachine:
                     rank for rank, outcome in sorted(self._outcomes.items())
                     if self._landings[rank].num_units != outcome.num_units
                 ]  # fmt: skip
-                return self._fail(Fail(self._short(short[0])), now_s)
+                return self._fail(Fail(self._shortfall_error(short[0])), now_s)
             # 2. A rank is silent, or the longest wait is over.
             if not self._wait.goes_on(event.heard_s, now_s):
                 error = TransferTimeoutError(
@@ -396,13 +396,13 @@ class ReceiverMachine:
         abort = Abort(*self.key.numbers, str(error)[:1000], self.promise.ticket, versions)
         return [SendToRank(rank, abort) for rank in sorted(self._undrained) if rank != gone]
 
-    def _outcome_again(self, event: OutcomeSaid, now_s: float) -> list[ReceiverAction]:
+    def _on_late_outcome(self, event: OutcomeSaid, now_s: float) -> list[ReceiverAction]:
         """Acknowledge an outcome that comes after the end; it may carry the proof."""
         if event.outcome.drained:
             self._undrained.discard(event.outcome.rank)
         return [self._ack(event.outcome)]
 
-    def _drained_late(self, event: DrainedSaid | FencedOff, now_s: float) -> list[ReceiverAction]:
+    def _on_late_proof(self, event: DrainedSaid | FencedOff, now_s: float) -> list[ReceiverAction]:
         """Note the proof of one rank."""
         self._undrained.discard(event.rank)
         return []
@@ -425,7 +425,7 @@ class ReceiverMachine:
     # PeerReady is ours: once a room is promised, it must not come again.
     TABLE: ClassVar[Table] = {
         KVPoll.BOOTSTRAPPING: {
-            PeerReady: Step(_promise, {KVPoll.WAITING_FOR_INPUT}),
+            PeerReady: Step(_on_peer_ready, {KVPoll.WAITING_FOR_INPUT}),
             # No rank knows the room: these are frames about an earlier use of its number.
             PromiseAcked: IGNORED,
             ChunkLanded: IGNORED,
@@ -437,30 +437,32 @@ class ReceiverMachine:
             RoomTick: Step(_tick_open, {KVPoll.BOOTSTRAPPING, KVPoll.FAILED}),
         },
         KVPoll.WAITING_FOR_INPUT: {
-            PromiseAcked: Step(_acked, {KVPoll.WAITING_FOR_INPUT}),
+            PromiseAcked: Step(_on_promise_acked, {KVPoll.WAITING_FOR_INPUT}),
             # The last notification may come after the last outcome.
-            ChunkLanded: Step(_landed, _LANDED | {KVPoll.WAITING_FOR_INPUT}),
-            UnitsStaged: Step(_landed, _LANDED | {KVPoll.WAITING_FOR_INPUT}),
-            OutcomeSaid: Step(_outcome, {KVPoll.WAITING_FOR_INPUT, KVPoll.SUCCESS, KVPoll.FAILED}),
+            ChunkLanded: Step(_on_landed, _LANDED | {KVPoll.WAITING_FOR_INPUT}),
+            UnitsStaged: Step(_on_landed, _LANDED | {KVPoll.WAITING_FOR_INPUT}),
+            OutcomeSaid: Step(
+                _on_outcome, {KVPoll.WAITING_FOR_INPUT, KVPoll.SUCCESS, KVPoll.FAILED}
+            ),
             # None was asked for, so it answers an abort of an earlier use of the number, and proves
             # nothing of the writes of this one.
             DrainedSaid: IGNORED,
-            FencedOff: Step(_fenced, {KVPoll.WAITING_FOR_INPUT, KVPoll.FAILED}),
+            FencedOff: Step(_on_fenced, {KVPoll.WAITING_FOR_INPUT, KVPoll.FAILED}),
             Fail: Step(_fail, {KVPoll.FAILED}),
             RoomTick: Step(_tick_open, {KVPoll.WAITING_FOR_INPUT, KVPoll.FAILED}),
         },
         KVPoll.TRANSFERRING: {
-            PromiseAcked: Step(_acked, {KVPoll.TRANSFERRING}),
-            ChunkLanded: Step(_landed, _LANDED),
-            UnitsStaged: Step(_landed, _LANDED),
-            OutcomeSaid: Step(_outcome, {KVPoll.TRANSFERRING, KVPoll.SUCCESS, KVPoll.FAILED}),
+            PromiseAcked: Step(_on_promise_acked, {KVPoll.TRANSFERRING}),
+            ChunkLanded: Step(_on_landed, _LANDED),
+            UnitsStaged: Step(_on_landed, _LANDED),
+            OutcomeSaid: Step(_on_outcome, {KVPoll.TRANSFERRING, KVPoll.SUCCESS, KVPoll.FAILED}),
             DrainedSaid: IGNORED,  # as above
-            FencedOff: Step(_fenced, {KVPoll.TRANSFERRING, KVPoll.FAILED}),
+            FencedOff: Step(_on_fenced, {KVPoll.TRANSFERRING, KVPoll.FAILED}),
             Fail: Step(_fail, {KVPoll.FAILED}),
             RoomTick: Step(_tick_open, {KVPoll.TRANSFERRING, KVPoll.FAILED}),
         },
         KVPoll.SUCCESS: {
-            OutcomeSaid: Step(_outcome_again, {KVPoll.SUCCESS}),  # our answer was lost
+            OutcomeSaid: Step(_on_late_outcome, {KVPoll.SUCCESS}),  # our answer was lost
             # Frames and notifications that outcomes have overtaken.
             PromiseAcked: IGNORED,
             ChunkLanded: IGNORED,
@@ -472,9 +474,9 @@ class ReceiverMachine:
             RoomTick: IGNORED,
         },
         KVPoll.FAILED: {
-            OutcomeSaid: Step(_outcome_again, {KVPoll.FAILED}),
-            DrainedSaid: Step(_drained_late, {KVPoll.FAILED}),
-            FencedOff: Step(_drained_late, {KVPoll.FAILED}),
+            OutcomeSaid: Step(_on_late_outcome, {KVPoll.FAILED}),
+            DrainedSaid: Step(_on_late_proof, {KVPoll.FAILED}),
+            FencedOff: Step(_on_late_proof, {KVPoll.FAILED}),
             RoomTick: Step(_tick_draining, {KVPoll.FAILED}),
             PeerReady: IGNORED,  # the room failed as its peer came to be known
             # Sent before the peer heard of our abort: neither proves anything.

@@ -56,7 +56,7 @@ from prefixkv.request import DeviceEvent
 
 
 @dataclass(slots=True, eq=False)
-class _Reader:
+class _RoomReader:
     """A decode rank of the room. `answered`: it knows the outcome, or waits for none."""
 
     peer: PeerId
@@ -86,7 +86,7 @@ class SenderMachine:
         self.poll = KVPoll.BOOTSTRAPPING
         self.error: Exception | None = None
         # Decode's side: the ranks that have spoken, and under which ticket.
-        self.readers: dict[int, _Reader] = {}  # by decode rank, from its first frame on
+        self.readers: dict[int, _RoomReader] = {}  # by decode rank, from its first frame on
         self.met_before = 0  # count of decode ranks, kept by its control
         self.ticket = 0  # that of the promise, or of an abort that came without one
         # Jobs that read our pages or may write decode's. A job leaves `in_flight` when it ends, for
@@ -207,7 +207,7 @@ class SenderMachine:
 
     # --- before anything is written ---------------------------------------------------------------
 
-    def _added(self, event: Added, now_s: float) -> list[SenderAction]:
+    def _on_added(self, event: Added, now_s: float) -> list[SenderAction]:
         """Take the engine's request; begin if all readers have promised."""
         if self.added:
             raise fault(self, event, "it was added already")
@@ -216,11 +216,11 @@ class SenderMachine:
         self._wait.start(now_s, self._timing.bootstrap_timeout_s)
         return self._maybe_bootstrapped(now_s)
 
-    def _promised(self, event: Promised, now_s: float) -> list[SenderAction]:
+    def _on_promised(self, event: Promised, now_s: float) -> list[SenderAction]:
         """Take a reader's promise; begin if it was the last that was missing."""
         reader = self._reader_of(event)
         if reader.promise is not None:
-            return self._promised_again(event, now_s)
+            return self._on_promise_repeated(event, now_s)
         reader.promise = event
         self._promise = self._promise or event
         # A decode worker that promises knows the request: the doubt about its restart is over.
@@ -230,14 +230,14 @@ class SenderMachine:
         # request at all, so it has a limit of its own.
         if not self.added:
             self._wait.start(now_s, self._timing.parked_timeout_s)
-        return self._promised_again(event, now_s) + self._maybe_bootstrapped(now_s)
+        return self._on_promise_repeated(event, now_s) + self._maybe_bootstrapped(now_s)
 
-    def _reader_of(self, event: Promised | AbortSaid) -> _Reader:
+    def _reader_of(self, event: Promised | AbortSaid) -> _RoomReader:
         """Return the reader that sends this event, entered if it is new."""
         self._expected = event.readers
-        return self.readers.setdefault(event.reader, _Reader(event.peer))
+        return self.readers.setdefault(event.reader, _RoomReader(event.peer))
 
-    def _promised_again(self, event: Promised, now_s: float) -> list[SenderAction]:
+    def _on_promise_repeated(self, event: Promised, now_s: float) -> list[SenderAction]:
         """Acknowledge a promise."""
         # Within a generation the promise stands: the control object lets only repeats through.
         return [SendToReader(event.peer, PromiseAck(*self.key.numbers, self._rank, self.ticket))]
@@ -281,7 +281,7 @@ class SenderMachine:
         early, self._early_chunks = self._early_chunks, []
         for chunk in early:
             if not self.poll.ended:  # an earlier one may have failed the room
-                actions += self._chunk(chunk, now_s)
+                actions += self._on_chunk(chunk, now_s)
         return actions
 
     def _mismatch(self, first: Promised) -> PromptMismatchError | WeightsVersionError | None:
@@ -304,7 +304,7 @@ class SenderMachine:
             f"{fill_len} tokens, the digests differ"
         )
 
-    def _keep(self, event: SendChunk, now_s: float) -> list[SenderAction]:
+    def _on_early_chunk(self, event: SendChunk, now_s: float) -> list[SenderAction]:
         """Keep a chunk that comes before the promise."""
         if self.added and not event.clip:
             raise fault(self, event, "without `clip` a chunk must not come before Bootstrapped")
@@ -314,7 +314,7 @@ class SenderMachine:
 
     # --- writing ----------------------------------------------------------------------------------
 
-    def _chunk(self, event: SendChunk, now_s: float) -> list[SenderAction]:
+    def _on_chunk(self, event: SendChunk, now_s: float) -> list[SenderAction]:
         """Post the writes of one chunk, and fail the room for a chunk that is not the next one."""
         promise = self._promise
         assert promise is not None
@@ -397,7 +397,7 @@ class SenderMachine:
             )
         self._num_chunks += 1
 
-    def _write_ended(self, event: JobEnded, now_s: float) -> list[SenderAction]:
+    def _on_job_ended(self, event: JobEnded, now_s: float) -> list[SenderAction]:
         """Take the end of a job."""
         # Of a job that has ended already: a second end must not prove anything.
         if event.job_id not in self.in_flight:
@@ -433,19 +433,19 @@ class SenderMachine:
         # Cancelling only keeps further parts from being posted: the jobs stay in flight until they
         # end, since what is posted can still land.
         actions += [CancelWrite(job_id) for job_id in sorted(self.in_flight)]
-        self._fail_late(event, now_s)
+        self._on_late_fail(event, now_s)
         return actions + self._send_outcomes(now_s)
 
-    def _abort_said_open(self, event: AbortSaid, now_s: float) -> list[SenderAction]:
+    def _on_abort(self, event: AbortSaid, now_s: float) -> list[SenderAction]:
         """Fail the room, since a reader has aborted it."""
         # Decode ended the room itself, so this reader waits for no outcome, only for our Drained.
         # The other readers get the outcome.
         self.ticket = event.ticket
         self._reader_of(event)
         actions = self._fail(Fail(event.error, gone=event.reader), now_s)
-        return actions + self._abort_said_late(event, now_s)
+        return actions + self._on_late_abort(event, now_s)
 
-    def _life_began(self, event: LifeBegan, now_s: float) -> list[SenderAction]:
+    def _on_life_began(self, event: LifeBegan, now_s: float) -> list[SenderAction]:
         """Note a restart of decode before its promise: the new life may not know the request."""
         if self._promise is None:
             self._newborn = event
@@ -487,9 +487,11 @@ class SenderMachine:
 
     def _outcomes(self) -> list[SenderAction]:
         """Return the outcome for each reader that has not answered it."""
-        return [self._outcome(reader) for reader in self.readers.values() if not reader.answered]
+        return [
+            self._outcome_for(reader) for reader in self.readers.values() if not reader.answered
+        ]
 
-    def _outcome(self, reader: _Reader) -> SendToReader:
+    def _outcome_for(self, reader: _RoomReader) -> SendToReader:
         """Return the outcome for one reader, with what was written to it."""
         ok = self.poll is KVPoll.SUCCESS
         error = "" if ok else str(self.error)[:1000]
@@ -518,7 +520,7 @@ class SenderMachine:
         )
         return SendToReader(reader.peer, body)
 
-    def _promised_late(self, event: Promised, now_s: float) -> list[SenderAction]:
+    def _on_late_promise(self, event: Promised, now_s: float) -> list[SenderAction]:
         """Answer a promise that comes after the end."""
         known = self.readers.get(event.reader)
         # 1. A reader that we know repeats itself: our outcome was lost.
@@ -526,14 +528,14 @@ class SenderMachine:
         # 3. An unknown one after a failure: it gets the outcome, and acknowledges it, like the
         # others.
         if known is not None:
-            return [self._outcome(known)]
+            return [self._outcome_for(known)]
         if self.poll is KVPoll.SUCCESS:
             return []
         self._reader_of(event).promise = event
         self._promise, self.ticket = self._promise or event, event.ticket
         return self._send_outcomes(now_s)
 
-    def _acked(self, event: OutcomeAcked, now_s: float) -> list[SenderAction]:
+    def _on_outcome_acked(self, event: OutcomeAcked, now_s: float) -> list[SenderAction]:
         """Note that a reader knows the outcome."""
         if event.reader in self.readers:
             self.readers[event.reader].answered = True
@@ -545,20 +547,20 @@ class SenderMachine:
             self._no_listener = True  # decode will ask with an Abort if it still cares
         return self._outcomes() if not self._answered and self._resend.take(now_s) else []
 
-    def _write_drained(self, event: JobDrained, now_s: float) -> list[SenderAction]:
+    def _on_job_drained(self, event: JobDrained, now_s: float) -> list[SenderAction]:
         """Take the proof for a job that had ended in an error."""
         if event.job_id not in self.undrained:
             return []
         self.undrained.discard(event.job_id)
         return self._send_drained()
 
-    def _abort_said_late(self, event: AbortSaid, now_s: float) -> list[SenderAction]:
+    def _on_late_abort(self, event: AbortSaid, now_s: float) -> list[SenderAction]:
         """Answer an abort that comes after the end, now or once the room is drained."""
         reader = self._reader_of(event)
         reader.abort_said = reader.answered = True
         return self._send_drained(reader)
 
-    def _send_drained(self, only: _Reader | None = None) -> list[SenderAction]:
+    def _send_drained(self, only: _RoomReader | None = None) -> list[SenderAction]:
         """Return a Drained for each reader that waits for one, if the room is drained."""
         if not self.drained:
             return []
@@ -566,7 +568,7 @@ class SenderMachine:
         readers = self.readers.values() if only is None else (only,)
         return [SendToReader(reader.peer, drained) for reader in readers if reader.abort_said]
 
-    def _fail_late(self, event: Fail, now_s: float) -> list[SenderAction]:
+    def _on_late_fail(self, event: Fail, now_s: float) -> list[SenderAction]:
         """Note, after the end, that a reader is gone or none listens."""
         # A reader that is gone waits for no outcome. Without `tell`, none is left that does.
         if event.gone in self.readers:
@@ -581,56 +583,56 @@ class SenderMachine:
     # be under way.
     TABLE: ClassVar[Table] = {
         KVPoll.BOOTSTRAPPING: {
-            Added: Step(_added, {KVPoll.BOOTSTRAPPING, KVPoll.WAITING_FOR_INPUT, KVPoll.FAILED}),
-            Promised: Step(_promised, set(KVPoll)),  # with kept chunks it may go all the way
-            SendChunk: Step(_keep, {KVPoll.BOOTSTRAPPING}),
+            Added: Step(_on_added, {KVPoll.BOOTSTRAPPING, KVPoll.WAITING_FOR_INPUT, KVPoll.FAILED}),
+            Promised: Step(_on_promised, set(KVPoll)),  # with kept chunks it may go all the way
+            SendChunk: Step(_on_early_chunk, {KVPoll.BOOTSTRAPPING}),
             JobDrained: IGNORED,  # of an earlier use of the number, whose readers were all gone
-            AbortSaid: Step(_abort_said_open, {KVPoll.FAILED}),
+            AbortSaid: Step(_on_abort, {KVPoll.FAILED}),
             Fail: Step(_fail, {KVPoll.FAILED}),
             OutcomeAcked: IGNORED,  # no outcome was said
-            LifeBegan: Step(_life_began, {KVPoll.BOOTSTRAPPING}),
+            LifeBegan: Step(_on_life_began, {KVPoll.BOOTSTRAPPING}),
             RoomTick: Step(_tick_open, {KVPoll.BOOTSTRAPPING, KVPoll.FAILED}),
         },
         KVPoll.WAITING_FOR_INPUT: {
-            Promised: Step(_promised_again, {KVPoll.WAITING_FOR_INPUT}),
-            SendChunk: Step(_chunk, {KVPoll.TRANSFERRING, KVPoll.SUCCESS, KVPoll.FAILED}),
+            Promised: Step(_on_promise_repeated, {KVPoll.WAITING_FOR_INPUT}),
+            SendChunk: Step(_on_chunk, {KVPoll.TRANSFERRING, KVPoll.SUCCESS, KVPoll.FAILED}),
             JobDrained: IGNORED,  # of an earlier use
-            AbortSaid: Step(_abort_said_open, {KVPoll.FAILED}),
+            AbortSaid: Step(_on_abort, {KVPoll.FAILED}),
             Fail: Step(_fail, {KVPoll.FAILED}),
             OutcomeAcked: IGNORED,  # no outcome was said
             LifeBegan: IGNORED,  # it has promised
             RoomTick: Step(_tick_open, {KVPoll.WAITING_FOR_INPUT, KVPoll.FAILED}),
         },
         KVPoll.TRANSFERRING: {
-            Promised: Step(_promised_again, {KVPoll.TRANSFERRING}),
-            SendChunk: Step(_chunk, {KVPoll.TRANSFERRING, KVPoll.SUCCESS, KVPoll.FAILED}),
-            JobEnded: Step(_write_ended, {KVPoll.TRANSFERRING, KVPoll.SUCCESS, KVPoll.FAILED}),
+            Promised: Step(_on_promise_repeated, {KVPoll.TRANSFERRING}),
+            SendChunk: Step(_on_chunk, {KVPoll.TRANSFERRING, KVPoll.SUCCESS, KVPoll.FAILED}),
+            JobEnded: Step(_on_job_ended, {KVPoll.TRANSFERRING, KVPoll.SUCCESS, KVPoll.FAILED}),
             JobDrained: IGNORED,  # of an earlier use: an undrained job of this one fails the room
-            AbortSaid: Step(_abort_said_open, {KVPoll.FAILED}),
+            AbortSaid: Step(_on_abort, {KVPoll.FAILED}),
             Fail: Step(_fail, {KVPoll.FAILED}),
             OutcomeAcked: IGNORED,  # no outcome was said
             LifeBegan: IGNORED,
             RoomTick: Step(_tick_open, {KVPoll.TRANSFERRING, KVPoll.FAILED}),
         },
         KVPoll.SUCCESS: {
-            Promised: Step(_promised_late, {KVPoll.SUCCESS}),
+            Promised: Step(_on_late_promise, {KVPoll.SUCCESS}),
             SendChunk: IGNORED,  # after the last one, too late to fail the room
             JobDrained: IGNORED,  # of an earlier use
-            AbortSaid: Step(_abort_said_late, {KVPoll.SUCCESS}),
-            Fail: Step(_fail_late, {KVPoll.SUCCESS}),
-            OutcomeAcked: Step(_acked, {KVPoll.SUCCESS}),
+            AbortSaid: Step(_on_late_abort, {KVPoll.SUCCESS}),
+            Fail: Step(_on_late_fail, {KVPoll.SUCCESS}),
+            OutcomeAcked: Step(_on_outcome_acked, {KVPoll.SUCCESS}),
             LifeBegan: IGNORED,
             RoomTick: Step(_tick_unanswered, {KVPoll.SUCCESS}),
         },
         KVPoll.FAILED: {
             Added: IGNORED,  # it failed while it was parked
-            Promised: Step(_promised_late, {KVPoll.FAILED}),
+            Promised: Step(_on_late_promise, {KVPoll.FAILED}),
             SendChunk: IGNORED,  # the engine has not heard of the end yet
-            JobEnded: Step(_write_ended, {KVPoll.FAILED}),
-            JobDrained: Step(_write_drained, {KVPoll.FAILED}),
-            AbortSaid: Step(_abort_said_late, {KVPoll.FAILED}),
-            Fail: Step(_fail_late, {KVPoll.FAILED}),
-            OutcomeAcked: Step(_acked, {KVPoll.FAILED}),
+            JobEnded: Step(_on_job_ended, {KVPoll.FAILED}),
+            JobDrained: Step(_on_job_drained, {KVPoll.FAILED}),
+            AbortSaid: Step(_on_late_abort, {KVPoll.FAILED}),
+            Fail: Step(_on_late_fail, {KVPoll.FAILED}),
+            OutcomeAcked: Step(_on_outcome_acked, {KVPoll.FAILED}),
             LifeBegan: IGNORED,
             RoomTick: Step(_tick_unanswered, {KVPoll.FAILED}),
         },

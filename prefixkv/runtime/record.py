@@ -48,7 +48,7 @@ _CLOSE_S: Final = 5.0
 _log = logging.getLogger("prefixkv.record")
 
 
-class _EndedBlocks(NamedTuple):
+class _EndedRequest(NamedTuple):
     """A request that has ended, as it waits to be written."""
 
     arrived_ms: int
@@ -90,7 +90,7 @@ class Recorder:
         self._begin_s = now_s
         self.recorded = self.lost = 0
         self._closed = False
-        self._queue: Queue[_EndedBlocks | None] = Queue(MAX_WAITING)
+        self._queue: Queue[_EndedRequest | None] = Queue(MAX_WAITING)
         self._thread: threading.Thread | None = None
         self._file = -1
         try:
@@ -106,7 +106,7 @@ class Recorder:
             return
         key = req.request.key
         arrived_ms = max(0, round((req.arrived_s - self._begin_s) * 1000))
-        ended = _EndedBlocks(arrived_ms, bytes(key.data), key.namespace, len(req.output))
+        ended = _EndedRequest(arrived_ms, bytes(key.data), key.namespace, len(req.output))
         try:
             if self._closed:
                 raise Full
@@ -149,7 +149,7 @@ class Recorder:
             except Exception as error:
                 self._lose(getattr(error, "strerror", None) or repr(error))
 
-    def _write(self, ended: _EndedBlocks) -> None:
+    def _write(self, ended: _EndedRequest) -> None:
         # 1. The salt is the file's, so a full file is changed before the line is made. Its size is
         # known only then, but can be bounded.
         if self._file < 0 or (self._size and self._size + self._guess(ended) > self._max_bytes):
@@ -172,12 +172,12 @@ class Recorder:
         self._size += len(line)
         self.recorded += 1
 
-    def _guess(self, ended: _EndedBlocks) -> int:
+    def _guess(self, ended: _EndedRequest) -> int:
         """Return an upper bound of the bytes in the request's line."""
         num_blocks = len(ended.data) // (TOKEN_BYTES * self.block_tokens) + 1
         return 200 + 18 * num_blocks
 
-    def _line(self, ended: _EndedBlocks) -> bytes:
+    def _line(self, ended: _EndedRequest) -> bytes:
         """Return a request's line."""
         entry = {
             "timestamp": ended.arrived_ms,
@@ -188,7 +188,7 @@ class Recorder:
         }
         return (json.dumps(entry, separators=(",", ":")) + "\n").encode()
 
-    def _ids(self, ended: _EndedBlocks) -> list[int]:
+    def _ids(self, ended: _EndedRequest) -> list[int]:
         """Return the ids of the prompt's blocks: 52 bits each, which every reader of JSON takes as
         they are."""
         size = TOKEN_BYTES * self.block_tokens

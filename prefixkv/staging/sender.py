@@ -34,7 +34,7 @@ NextId = Callable[[], int]
 
 
 @dataclass(frozen=True, slots=True)
-class SendAsk:
+class SendLeaseAsk:
     """Send `ask` to this reader."""
 
     peer: PeerId
@@ -79,7 +79,7 @@ class CancelStaged:
     write_id: int
 
 
-StagedWriteAction = SendAsk | Gather | PostStaged | CancelStaged | JobEnded | JobDrained
+StagedWriteAction = SendLeaseAsk | Gather | PostStaged | CancelStaged | JobEnded | JobDrained
 
 
 class PieceState(enum.Enum):
@@ -108,13 +108,13 @@ class _Stream:
     open: dict[int, _ChunkPiece] = field(default_factory=dict)  # asked, not done; by number
     failed: bool = False  # a job of it failed, so there is a gap in what was written
 
-    def pieces_of(self, job: _Job) -> list[_ChunkPiece]:
+    def pieces_of(self, job: _ChunkJob) -> list[_ChunkPiece]:
         """Return the open pieces of a job."""
         return [piece for piece in self.open.values() if piece.job is job]
 
 
 @dataclass(slots=True, eq=False)
-class _Job:
+class _ChunkJob:
     """A chunk for one reader."""
 
     job_id: int
@@ -129,7 +129,7 @@ class _Job:
 class _ChunkPiece:
     """The part of a chunk that goes through one lease."""
 
-    job: _Job
+    job: _ChunkJob
     number: int
     first_unit: int
     src_units: Pages
@@ -179,7 +179,7 @@ class StagingSender:
         self._streams: dict[RoomKey, dict[PeerId, _Stream]] = {}
         # Each slot is in `_free_slots`, or held by one entry of `_holding`, which an answer of the
         # transport or of a copy ends.
-        self._jobs: dict[int, _Job] = {}  # jobs that have not ended, by id
+        self._jobs: dict[int, _ChunkJob] = {}  # jobs that have not ended, by id
         self._granted: dict[_ChunkPiece, None] = {}  # wait for a slot, in the order of grants
         self._holding: dict[int, _ChunkPiece] = {}  # pieces with a slot, by gather or write
         self._free_slots = list(range(slots))
@@ -238,7 +238,7 @@ class StagingSender:
         out: list[StagedWriteAction] = []
         # 3. Cut, queue, and ask for as many as the window allows. A chunk without pieces ends at
         # once.
-        self._jobs[job_id] = job = _Job(job_id, stream, ready)
+        self._jobs[job_id] = job = _ChunkJob(job_id, stream, ready)
         for first, count in cut.pieces(len(src_units)):
             piece = _ChunkPiece(
                 job,
@@ -417,7 +417,7 @@ class StagingSender:
             self.counters["pieces_asked"] += 1
             out.append(self._send_ask(piece))
 
-    def _ready(self, job: _Job, now_s: float, out: list[StagedWriteAction]) -> bool:
+    def _ready(self, job: _ChunkJob, now_s: float, out: list[StagedWriteAction]) -> bool:
         """Return True if the job's KV is computed. Else it is looked at again, or the job fails."""
         try:
             if job.ready is None or job.ready.query():
@@ -430,7 +430,7 @@ class StagingSender:
         self._poll_s = min(self._poll_s, now_s + READY_POLL_S)
         return False
 
-    def _send_ask(self, piece: _ChunkPiece) -> SendAsk:
+    def _send_ask(self, piece: _ChunkPiece) -> SendLeaseAsk:
         """Return the ask for a piece."""
         stream = piece.job.stream
         ask = LeaseAsk(
@@ -441,7 +441,7 @@ class StagingSender:
             num_units=len(piece.src_units),
             ticket=stream.ticket,
         )
-        return SendAsk(stream.peer, ask)
+        return SendLeaseAsk(stream.peer, ask)
 
     def _hold(self, piece: _ChunkPiece, state: PieceState) -> int:
         """Enter a new gather or write of the piece, which holds its slot; return its id."""
@@ -468,7 +468,7 @@ class StagingSender:
         slots_of = Counter(piece.job.stream.peer for piece in self._holding.values())
         return next((p for p in self._granted if slots_of[p.job.stream.peer] < limit), None)
 
-    def _fail(self, job: _Job, error: Exception, out: list[StagedWriteAction]) -> None:
+    def _fail(self, job: _ChunkJob, error: Exception, out: list[StagedWriteAction]) -> None:
         """Start nothing more of the job; end it if nothing is under way. Its first error counts."""
         if job.error is None:
             job.error = error
@@ -489,7 +489,7 @@ class StagingSender:
                     del stream.open[piece.number]
         self._end(job, out)
 
-    def _end(self, job: _Job, out: list[StagedWriteAction]) -> None:
+    def _end(self, job: _ChunkJob, out: list[StagedWriteAction]) -> None:
         """Report that the job has ended or is drained, where that has just come true.
 
         An ended job holds slots for undrained writes alone.

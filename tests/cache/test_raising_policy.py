@@ -13,7 +13,7 @@ import pytest
 from benchmarks.policies.gated import Gated
 from prefixkv.cache.eviction.plain import LeastRecentlyUsed
 from prefixkv.cache.eviction.policy import Policy, Use
-from prefixkv.cache.eviction.queues import LeafHeap, Rank
+from prefixkv.cache.eviction.queues import LeafHeap, LeafRank
 from prefixkv.cache.node import Mark
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import RadixKey
@@ -56,7 +56,7 @@ class Moody(LeastRecentlyUsed):
         self.may_raise()
         return super().fold(upper, lower)
 
-    def rank(self, history: Mark) -> Rank:
+    def rank(self, history: Mark) -> LeafRank:
         self.may_raise()
         return super().rank(history)
 

@@ -37,7 +37,7 @@ from prefixkv.staging.sender import (
     CancelStaged,
     Gather,
     PostStaged,
-    SendAsk,
+    SendLeaseAsk,
     StagingSender,
 )
 
@@ -210,7 +210,7 @@ class Writer:
 
     def do(self, actions: list[Any]) -> None:
         for action in actions:
-            if isinstance(action, SendAsk):
+            if isinstance(action, SendLeaseAsk):
                 (reader,) = [reader for reader in self.world.readers if reader.peer == action.peer]
                 self.world.say(reader, self, action.ask, lossy=True)
             elif isinstance(action, Gather):

@@ -20,7 +20,7 @@ from prefixkv.staging.sender import (
     CancelStaged,
     Gather,
     PostStaged,
-    SendAsk,
+    SendLeaseAsk,
     StagedWriteAction,
     StagingSender,
 )
@@ -111,7 +111,7 @@ def only(kind: type[T], actions: list[StagedWriteAction]) -> T:
 
 def asks(actions: list[StagedWriteAction]) -> list[tuple[int, int, int]]:
     """(piece, first unit, units) of each ask; nothing else may be among them."""
-    asks = [action.ask for action in actions if isinstance(action, SendAsk)]
+    asks = [action.ask for action in actions if isinstance(action, SendLeaseAsk)]
     assert len(asks) == len(actions)
     assert all((ask.rank, ask.ticket) == (RANK, TICKET) for ask in asks)
     return [(ask.piece, ask.first_unit, ask.num_units) for ask in asks]
@@ -473,7 +473,7 @@ def test_a_room_that_is_over_is_forgotten_and_its_number_may_come_again() -> Non
     assert desk.sender.num_rooms == 0
     assert desk.sender.wake_s == float("inf") or desk.tick(desk.sender.wake_s) == []
     out = desk.sender.write(2, A, TICKET + 1, P, 0, np.arange(4, dtype=np.int32), None, 0.0)
-    assert isinstance(out[0], SendAsk)
+    assert isinstance(out[0], SendLeaseAsk)
     assert (out[0].ask.piece, out[0].ask.ticket) == (0, TICKET + 1)
 
 

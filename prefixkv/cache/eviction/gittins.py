@@ -24,7 +24,7 @@ from msgspec import Meta
 
 from prefixkv.cache.eviction.ghosts import Ghost, GhostPolicy
 from prefixkv.cache.eviction.policy import Use, register_policy
-from prefixkv.cache.eviction.queues import EvictionQueue, LeafOrders, LeafPlace, Rank
+from prefixkv.cache.eviction.queues import EvictionQueue, LeafOrders, LeafPlace, LeafRank
 from prefixkv.cache.eviction.return_tables import ReturnTables, bin_of
 from prefixkv.cache.node import TreeNode
 from prefixkv.settings import Count, CountOrZero, Number, check_order
@@ -173,7 +173,7 @@ class _GittinsQueue(LeafOrders):
                     least, chosen = rank, leaf
         return chosen
 
-    def rank_at(self, leaf: TreeNode, now_s: float) -> Rank:
+    def rank_at(self, leaf: TreeNode, now_s: float) -> LeafRank:
         """Return (worth, True if newer ones go first, +-tick): lowest first, at this time only."""
         tick, used_s, kind, _, _ = leaf.mark
         tables = self._tables

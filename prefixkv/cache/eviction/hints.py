@@ -18,7 +18,7 @@ from itertools import islice
 from typing import Final
 
 from prefixkv.cache.eviction.policy import Policy
-from prefixkv.cache.eviction.queues import EvictionQueue, Rank
+from prefixkv.cache.eviction.queues import EvictionQueue, LeafRank
 from prefixkv.cache.node import TreeNode
 
 MOST_HINTS: Final = 1 << 16
@@ -123,7 +123,7 @@ class HintedQueue:
         """Return the first leaf of the first group that has one; by the policy's rank while hints
         are not believed."""
         self._break_promises(now_s)
-        found: tuple[Rank, TreeNode] | None = None
+        found: tuple[LeafRank, TreeNode] | None = None
         for queue in self._queues:
             if (leaf := queue.first(now_s)) is not None:
                 if self._hints.believed:
@@ -133,7 +133,7 @@ class HintedQueue:
                     found = rank, leaf
         return found[1] if found is not None else None
 
-    def rank_at(self, leaf: TreeNode, now_s: float) -> Rank:
+    def rank_at(self, leaf: TreeNode, now_s: float) -> LeafRank:
         return leaf.entry[2].rank_at(leaf, now_s)
 
     def take(self, leaf: TreeNode) -> None:

@@ -17,7 +17,7 @@ from math import inf, nextafter
 from typing import Any, TypeAlias
 
 from prefixkv.cache.eviction.hazards import EDGES_S, Hazards
-from prefixkv.cache.eviction.queues import LeafOrders, Rank, forget
+from prefixkv.cache.eviction.queues import LeafOrders, LeafRank, forget
 from prefixkv.cache.node import TreeNode
 
 Entry: TypeAlias = tuple[int, TreeNode, "LeastWorth", int]
@@ -240,7 +240,7 @@ class LeastWorth(LeafOrders):
         # Without a clock the oldest goes, and ages count from the first time that is given.
         self._holds_s[kind] = holds_s - MARGIN_S if now_s > 0 else WITH_A_CLOCK
 
-    def rank_at(self, leaf: TreeNode, now_s: float) -> Rank:
+    def rank_at(self, leaf: TreeNode, now_s: float) -> LeafRank:
         """Return (worth, True if newer ones go first, +-tick): lowest first, at this time only."""
         tick, _, used_s, *_ = leaf.mark
         kind, hazards = self._class_of(leaf), self._hazards

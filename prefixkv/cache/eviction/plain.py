@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from math import inf
 
 from prefixkv.cache.eviction.policy import Policy, Use, register_policy
-from prefixkv.cache.eviction.queues import EvictionQueue, LeafHeap, LeafOrders, LeafPlace, Rank
+from prefixkv.cache.eviction.queues import EvictionQueue, LeafHeap, LeafOrders, LeafPlace, LeafRank
 from prefixkv.cache.node import Mark, TreeNode
 from prefixkv.settings import at_least
 
@@ -41,7 +41,7 @@ class MostRecentlyUsed(LeastRecentlyUsed):
 
     name = "mru"
 
-    def rank(self, history: Mark) -> Rank:
+    def rank(self, history: Mark) -> LeafRank:
         return -history
 
 
@@ -92,7 +92,7 @@ class SegmentedLru(LeastFrequentlyUsed):
 
     name = "slru"
 
-    def rank(self, history: Mark) -> Rank:
+    def rank(self, history: Mark) -> LeafRank:
         return (history[0] > 1, history[1])
 
 
@@ -117,7 +117,7 @@ class FirstInLastOut(FirstInFirstOut):
 
     name = "filo"
 
-    def rank(self, history: Mark) -> Rank:
+    def rank(self, history: Mark) -> LeafRank:
         return -history[0]
 
 
@@ -148,7 +148,7 @@ class ByPriority(Policy):
         last = upper if upper[1] > lower[1] else lower
         return (max(upper[0], lower[0]), last[1], last[2])
 
-    def rank(self, history: Mark) -> Rank:
+    def rank(self, history: Mark) -> LeafRank:
         return history[:2]
 
     def last_tick(self, history: Mark) -> int:
@@ -176,7 +176,7 @@ class _ExpiringQueue(LeafOrders):
             return oldest
         return self.head(1)
 
-    def rank_at(self, leaf: TreeNode, now_s: float) -> Rank:
+    def rank_at(self, leaf: TreeNode, now_s: float) -> LeafRank:
         history = leaf.mark
         expired = now_s - history[2] > self._ttl_s
         return (0, 0, history[1]) if expired else (1, *history[:2])

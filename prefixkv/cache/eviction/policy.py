@@ -17,7 +17,7 @@ from copy import deepcopy
 from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, Self, cast
 
-from prefixkv.cache.eviction.queues import EvictionQueue, LeafHeap, Rank
+from prefixkv.cache.eviction.queues import EvictionQueue, LeafHeap, LeafRank
 from prefixkv.cache.node import Mark, TreeNode
 from prefixkv.errors import ConfigError
 from prefixkv.registry import Registry
@@ -144,7 +144,7 @@ class Policy(ABC):
     def fold(self, upper: Mark, lower: Mark) -> Mark:
         """Return the history that two marks make together. Must be associative."""
 
-    def rank(self, history: Mark) -> Rank:
+    def rank(self, history: Mark) -> LeafRank:
         """Return the rank of a page with this history: the lowest is evicted first.
 
         No two leaves may have equal ranks. By default the history itself.

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeAlias
 
 from prefixkv.cache.node import Mark, TreeNode
 
-Rank: TypeAlias = Any
+LeafRank: TypeAlias = Any
 """Any type with `<`; of all evictable leaves the one with the lowest rank goes first."""
 
 
@@ -31,7 +31,7 @@ class EvictionQueue(Protocol):
     def first(self, now_s: float) -> TreeNode | None:
         """Return the leaf that goes first, and leave it in the queue; None if there is none."""
 
-    def rank_at(self, leaf: TreeNode, now_s: float) -> Rank:
+    def rank_at(self, leaf: TreeNode, now_s: float) -> LeafRank:
         """Return the rank of a leaf in the queue: the lowest goes first. Used only if the policy
         `reports_returns`."""
 
@@ -68,11 +68,11 @@ class LeafHeap:
     later forms a heap again, and the first leaf is the lesser of both heads.
     """
 
-    def __init__(self, rank: Callable[[Mark], Rank]) -> None:
+    def __init__(self, rank: Callable[[Mark], LeafRank]) -> None:
         self._rank = rank
-        self._heap: list[tuple[Rank, TreeNode, LeafHeap]] = []
+        self._heap: list[tuple[LeafRank, TreeNode, LeafHeap]] = []
         # Falling, so that the first is the last.
-        self._run: list[tuple[Rank, TreeNode, LeafHeap]] = []
+        self._run: list[tuple[LeafRank, TreeNode, LeafHeap]] = []
         self._num_dead = 0
 
     def add(self, leaf: TreeNode) -> None:
@@ -115,7 +115,7 @@ class LeafHeap:
                 heappop(heap)
         return None
 
-    def rank_at(self, leaf: TreeNode, now_s: float) -> Rank:
+    def rank_at(self, leaf: TreeNode, now_s: float) -> LeafRank:
         return self._rank(leaf.mark)
 
     def take(self, leaf: TreeNode) -> None:
@@ -147,7 +147,7 @@ class LeafHeap:
             self._heap = []
 
 
-LeafPlace: TypeAlias = tuple[int, Rank, tuple[int, Rank] | None]
+LeafPlace: TypeAlias = tuple[int, LeafRank, tuple[int, LeafRank] | None]
 """(order, key, maybe (another order, key)): where a leaf stands; in each order the least key comes
 first.
 
@@ -170,8 +170,10 @@ class LeafOrders:
         self._num_entries = 0  # living
         self._num_dead = 0
         self._batch_s: float | None = None  # the time of the batch under way, if it is large
-        self._run: list[tuple[Rank, TreeNode, Any]] = []  # its leaves, falling in rank
-        self._late: list[tuple[Rank, TreeNode, Any]] = []  # those that became leaves in it: a heap
+        self._run: list[tuple[LeafRank, TreeNode, Any]] = []  # its leaves, falling in rank
+        self._late: list[
+            tuple[LeafRank, TreeNode, Any]
+        ] = []  # those that became leaves in it: a heap
 
     def place(self, history: Mark) -> LeafPlace:
         """Return the place of a leaf with this history."""
@@ -181,7 +183,7 @@ class LeafOrders:
         """Return the leaf that goes first, by the heads of the orders."""
         raise NotImplementedError
 
-    def rank_at(self, leaf: TreeNode, now_s: float) -> Rank:
+    def rank_at(self, leaf: TreeNode, now_s: float) -> LeafRank:
         """Combine all orders into one rank at time `now_s`; the lowest goes first."""
         raise NotImplementedError
 

@@ -33,7 +33,7 @@ from prefixkv.staging.sender import (
     CancelStaged,
     Gather,
     PostStaged,
-    SendAsk,
+    SendLeaseAsk,
     StagedWriteAction,
     StagingSender,
 )
@@ -168,7 +168,7 @@ class Writes:
         """Turn what staging wants into effects; ends of jobs go back to their rooms."""
         for action in actions:
             match action:
-                case SendAsk():
+                case SendLeaseAsk():
                     peer = self._peers.find(action.peer)
                     if peer is not None:
                         self._peers.send(peer, action.ask, now_s)
