@@ -27,7 +27,7 @@ WordArray = npt.NDArray[Any]  # of unsigned words, 1 to 8 bytes
 _CHECK_BYTES: Final = 1 << 18  # compared at a time, so that the expected bytes stay in cache
 
 
-class _SlabGroup(NamedTuple):
+class _PatternSlabs(NamedTuple):
     """Slabs at equal distances, as one array."""
 
     view: WordArray  # [slabs, page, token, head, lane]
@@ -89,7 +89,9 @@ class KVPattern:
         places = places[shard.first_layer * kinds :, :, :, heads]
         places = np.ascontiguousarray(places[: len(layout.slabs)])
         self._groups = [
-            _SlabGroup(_as_array(layout, first, step, end - start, self._dtype), places[start:end])
+            _PatternSlabs(
+                _as_array(layout, first, step, end - start, self._dtype), places[start:end]
+            )
             for start, end, first, step in _even_runs(layout)
         ]
 

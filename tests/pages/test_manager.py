@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from prefixkv.cache.eviction.plain import LeastRecentlyUsed
 from prefixkv.cache.eviction.policy import Use
-from prefixkv.cache.eviction.queues import Rank
+from prefixkv.cache.eviction.queues import LeafRank
 from prefixkv.cache.node import Mark
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.errors import (
@@ -277,7 +277,7 @@ class Failing(LeastRecentlyUsed):
         self.stumble("mark")
         return super().mark(use)
 
-    def rank(self, history: Mark) -> Rank:
+    def rank(self, history: Mark) -> LeafRank:
         self.stumble("rank")
         return super().rank(history)
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from prefixkv.spi import Node, RadixCache, RadixKey
+from prefixkv.spi import RadixCache, RadixKey, TreeNode
 
 PATIENCE_S = 5.0
 """Age in seconds from which no other request overtakes one (as `DecodeConfig.patience_s`)."""
@@ -104,7 +104,7 @@ class NewPagesFirst:
         queue.sort(key=lambda item: ranks[id(item)])
 
 
-def weight_order(ends: Sequence[Node | None]) -> list[int]:
+def weight_order(ends: Sequence[TreeNode | None]) -> list[int]:
     """Return the indices of requests in the order in which they share prefixes best.
 
     Depth first through the tree, at each node the branch with most requests first. O(requests *
@@ -117,9 +117,9 @@ def weight_order(ends: Sequence[Node | None]) -> list[int]:
     """
     # 1. Weigh the nodes: each request counts for every node on its path to the root. Children are
     #    kept in dicts, not sets, so that their order does not depend on hashes.
-    at: dict[Node | None, list[int]] = {None: []}
-    weight: Counter[Node] = Counter()
-    below: dict[Node | None, dict[Node, None]] = {None: {}}
+    at: dict[TreeNode | None, list[int]] = {None: []}
+    weight: Counter[TreeNode] = Counter()
+    below: dict[TreeNode | None, dict[TreeNode, None]] = {None: {}}
     for place, end in enumerate(ends):
         at.setdefault(end, []).append(place)
         node = end
@@ -131,7 +131,7 @@ def weight_order(ends: Sequence[Node | None]) -> list[int]:
     # 2. Walk the tree with a stack, since a path may be deeper than Python's recursion limit. A
     #    node comes up twice: first its children are pushed, then its own requests are placed.
     order: list[int] = []
-    stack: list[tuple[Node | None, bool]] = [(None, False)]
+    stack: list[tuple[TreeNode | None, bool]] = [(None, False)]
     while stack:
         node, done = stack.pop()
         if done:
