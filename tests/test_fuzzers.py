@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,7 @@ SHORT = {
     "scheduler.py": ["--steps", "5000"],
     "staging_leases.py": ["--seconds", "2"],
     "staging_pair.py": ["--seconds", "2"],
+    "twenty_mutants.py": ["--only", "10", "--processes", "1"],
     "weights.py": ["--seconds", "2"],
 }
 _OTHERS = {"mutants.py", "runner.py", "seeds.py"}  # needs a tool of its own; what the others share
@@ -38,3 +40,18 @@ def test_it_runs(name: str) -> None:
     command = [sys.executable, str(FUZZ / name), *SHORT[name]]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+def test_each_of_the_twenty_mutants_can_be_made_and_its_test_is_there() -> None:
+    """A function or test of another name needs that name in the mutant's row, too."""
+    spec = importlib.util.spec_from_file_location("twenty_mutants", FUZZ / "twenty_mutants.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert len(module.MUTANTS) == 20
+    for mutant in module.MUTANTS:
+        path, text = module.mutated(module.ROOT, mutant)
+        compile(text, str(path), "exec")
+        file = module.find_test(module.ROOT, mutant.tests).partition("::")[0]
+        assert (module.ROOT / file).exists()

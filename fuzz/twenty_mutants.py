@@ -1,0 +1,368 @@
+"""Invariant tested: each of twenty mistakes against the laws is noticed, before and after a change.
+
+Run it before a refactoring and after it. A mutant is one edit of one function; a law is broken by
+it (numbers as in docs/architecture.md), and one test has to fail. Functions are found by their
+qualified name and tests by theirs, wherever the modules are. Where names were changed, a mutant has
+several, the present one first. The tests are first run without any mutant. At most ten minutes on
+2 cores:
+
+    python fuzz/twenty_mutants.py [--tree ANOTHER_CHECKOUT] [--only 7] [--processes 2]
+
+What it found is in benchmarks/results/house.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib.util
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+from typing import NamedTuple
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+PATIENCE_S = 120.0  # for a test; one that hangs has noticed the mutant
+COPIED = ("prefixkv", "tests", "docs", "fuzz", "benchmarks", "pyproject.toml", "README.md")
+
+
+class Mutant(NamedTuple):
+    """In the source of a function `old` becomes `new`; then the test fails.
+
+    `functions` and `tests` are the names at different commits, the present one first. A test is a
+    file below `tests/`, and a function in it.
+    """
+
+    law: str
+    what: str
+    functions: tuple[str, ...]
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+MUTANTS = (
+    Mutant(
+        "1", "held pages are counted as owned", ("PageAllocator.hold",),
+        "self._set(ascending, len(ascending), _OWNED, _HELD)", "pass",
+        ("pages/test_manager.py::test_what_is_held_comes_back_by_release_only",),
+    ),
+    Mutant(
+        "1", "a deadline frees the pages of a room", ("PageManager.quarantine",),
+        "return self.allocator.quarantine(owner)", "return self.allocator.release(owner)",
+        ("pages/test_manager.py::test_what_is_held_comes_back_by_release_only",),
+    ),
+    Mutant(
+        "2", "the end of a lock leaves its pages protected", ("RadixTree._release",),
+        "self.protected_pages -= num_pages", "pass",
+        (
+            "cache/test_radix_cache.py::"
+            "test_a_conversation_is_one_node_until_something_branches_off",
+        ),
+    ),
+    Mutant(
+        "2", "a request that ends keeps its lock", ("PageManager._close",),
+        "self._unlock(pages.lock)", "pass",
+        ("pages/test_manager.py::test_whole_pages_become_the_trees_and_the_tail_stays",),
+    ),
+    Mutant(
+        "3", "the end of a lock leaves a chain that could be merged", ("RadixCache.unlock",),
+        "self._merge_if_idle(node)", "pass",
+        (
+            "cache/test_radix_cache.py::"
+            "test_a_conversation_is_one_node_until_something_branches_off",
+        ),
+    ),
+    Mutant(
+        "3", "an eviction leaves chains that could be merged", ("RadixCache.evict",),
+        "self._merge_if_idle(node)", "pass",
+        ("cache/test_radix_machine.py::",),
+    ),
+    Mutant(
+        "4", "a leaf that is locked is evicted", ("LeafHeap.first",),
+        " and not node.lock_ref", "",
+        ("cache/eviction/test_policies.py::test_no_eviction_takes_a_leaf_that_is_locked",),
+    ),
+    Mutant(
+        "4", "a match is locked after its pages were evicted for it", ("PageManager.open",),
+        """                lock = self.cache.lock(match, now_s=now_s, visit=visit)
+            new = self._take(num_new_pages, now_s)
+""",
+        """                pass
+            new = self._take(num_new_pages, now_s)
+            if match is not None:
+                lock = self.cache.lock(match, now_s=now_s, visit=visit)
+""",
+        ("decode/test_prealloc_queue.py::test_what_is_admitted_fits_as_the_match_said",),
+    ),
+    Mutant(
+        "5", "a chunk that was posted is posted again", ("SenderMachine._chunk",),
+        " or start != self._units_written", "",
+        (
+            "protocol/test_kept_chunks.py::"
+            "test_a_chunk_that_is_left_out_or_comes_twice_fails_the_room_however_it_is_kept",
+        ),
+    ),
+    Mutant(
+        "6", "prefill begins before what decode has", ("SendPlan.__init__",),
+        "whole_pages(decode_prefix_len, page_size)", "0",
+        ("prefill/test_send_plan.py::",),
+    ),
+    Mutant(
+        "6", "a flight of another prompt is joined", ("InFlight._common_pages",),
+        "if not data.startswith(memoryview(theirs)[: (start + 1) * page_bytes]):", "if False:",
+        (
+            "decode/test_inflight.py::"
+            "test_the_whole_prefix_has_to_be_equal_not_the_page_where_it_begins_alone",
+        ),
+    ),
+    Mutant(
+        "7", "decode succeeds with one rank's outcome", ("ReceiverMachine._maybe_success",),
+        "not self._all_said", "not self._outcomes",
+        (
+            "protocol/test_receiver_machine.py::"
+            "test_success_waits_for_every_rank_and_aux_is_the_first_ranks",
+        ),
+    ),
+    Mutant(
+        "7", "a room on prefill has no deadline", ("SenderMachine._tick_open",),
+        "if now_s < self._wait.due_s:", "if True:",
+        ("protocol/test_sender_machine.py::test_every_waiting_state_has_its_deadline",),
+    ),
+    Mutant(
+        "8", "success does not wait for notifications", ("ReceiverMachine._maybe_success",),
+        "if landed.num_units == outcome.num_units:", "if True:",
+        (
+            "protocol/test_receiver_machine.py::"
+            "test_success_waits_for_the_notifications_of_all_that_was_written",
+        ),
+    ),
+    Mutant(
+        "8", "KV of old weights is cached", ("PageManager.cache_unfinished",),
+        "pages.epoch != self.epoch or ", "",
+        (
+            "pages/test_manager.py::"
+            "test_after_a_flush_those_that_run_cache_nothing_and_their_pages_come_back",
+        ),
+    ),
+    Mutant(
+        "8", "a flight is committed before the one it joined", ("DecodeTransferQueue.arrived",),
+        "if flight.joined is None:", "if True:",
+        (
+            "decode/test_sharing.py::"
+            "test_rooms_may_succeed_in_any_order_and_none_runs_before_all_its_pages_are_there",
+        ),
+    ),
+    Mutant(
+        "proof", "a room is drained while a write is under way", ("SenderMachine.drained",),
+        " and not self.in_flight", "",
+        (
+            "protocol/test_sender_machine.py::"
+            "test_no_acknowledgement_before_the_last_write_has_ended",
+        ),
+    ),
+    Mutant(
+        "proof", "a closed room's leases are free at once", ("LeaseTable.close",),
+        "lease.state = LeaseState.HELD", "self._free(lease)",
+        (
+            "staging/test_leases.py::"
+            "test_a_closed_room_waits_no_more_and_its_leases_are_held_until_drained",
+        ),
+    ),
+    Mutant(
+        "order", "pages that come back wake no request", ("DecodePreallocQueue._version",),
+        "return books + budget", "return budget",
+        (
+            "decode/test_prealloc_queue.py::"
+            "test_whatever_makes_room_lets_the_head_be_looked_at_again",
+        ),
+    ),
+    Mutant(
+        "trust", "a repeated frame is taken", ("PeerClock.take", "Liveness.take"),
+        "frame.seq <= self.in_seq", "False",
+        ("control/decode/test_control.py::test_a_frame_that_is_overtaken_or_repeated_is_dropped",),
+    ),
+)  # fmt: skip
+
+
+# --- what is where in a tree ----------------------------------------------------------------------
+
+
+def find_function(tree: pathlib.Path, names: tuple[str, ...]) -> tuple[pathlib.Path, int, int]:
+    """Return the file of the first of these functions that there is, and its first and last line.
+
+    Raises LookupError unless exactly one function has that name.
+    """
+    for name in names:
+        found = []
+        short = name.rpartition(".")[2]
+        for path in sorted((tree / "prefixkv").rglob("*.py")):
+            text = path.read_text(encoding="utf-8")
+            if f"def {short}(" in text:
+                found += [(path, *lines) for lines in lines_of(ast.parse(text), name)]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise LookupError(f"{len(found)} functions are called {name}")
+    raise LookupError(f"there is no {' or '.join(names)}")
+
+
+def lines_of(node: ast.AST, name: str) -> list[tuple[int, int]]:
+    """Return first and last line of each function of this qualified name."""
+    head, _, rest = name.partition(".")
+    found = []
+    for child in ast.iter_child_nodes(node):
+        if getattr(child, "name", None) != head:
+            continue
+        if rest:
+            found += lines_of(child, rest)
+        elif isinstance(child, ast.FunctionDef) and child.end_lineno is not None:
+            found.append((child.lineno, child.end_lineno))
+    return found
+
+
+def mutated(tree: pathlib.Path, mutant: Mutant) -> tuple[pathlib.Path, str]:
+    """Return the file that a mutant is in, and its text with the mutant.
+
+    Raises LookupError unless the function's source has `old` exactly once.
+    """
+    path, first, last = find_function(tree, mutant.functions)
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    source = "".join(lines[first - 1 : last])
+    if source.count(mutant.old) != 1:
+        raise LookupError(f"{mutant.functions[0]} has {source.count(mutant.old)} {mutant.old!r}")
+    source = source.replace(mutant.old, mutant.new)
+    return path, "".join([*lines[: first - 1], source, *lines[last:]])
+
+
+def find_test(tree: pathlib.Path, names: tuple[str, ...]) -> str:
+    """Return what pytest is to run: the first of these tests that there is.
+
+    A file that was moved is found by its last name, and where no test has one of the names it is
+    all of the file. Raises LookupError where there is no such file either.
+    """
+    whole = ""
+    for name in names:
+        file, _, function = name.partition("::")
+        path = tree / "tests" / file
+        near = [path] if path.exists() else sorted((tree / "tests").rglob(path.name))
+        tests = sorted((tree / "tests").rglob("test_*.py")) if function else []
+        for one in [*near, *tests]:
+            relative = str(one.relative_to(tree))
+            if not function:
+                return relative
+            if re.search(rf"^(async )?def {function}\(", one.read_text("utf-8"), re.MULTILINE):
+                return f"{relative}::{function}"
+        whole = whole or (str(near[0].relative_to(tree)) if len(near) == 1 else "")
+    if not whole:
+        raise LookupError(f"there is no test {names[0]}")
+    return whole
+
+
+# --- running --------------------------------------------------------------------------------------
+
+
+def pytest(tree: pathlib.Path, tests: list[str], patience_s: float) -> tuple[int | None, str]:
+    """Run tests of a tree; return the exit status, None if they hang, and what was printed."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "slow or not slow", *tests]
+    env = {**os.environ, "PYTHONPATH": str(tree)}
+    try:
+        ended = subprocess.run(
+            command, cwd=tree, env=env, capture_output=True, text=True, timeout=patience_s,
+            check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return None, "it hangs"
+    return ended.returncode, ended.stdout + ended.stderr
+
+
+def found_by_test(tree: pathlib.Path, mutant: Mutant) -> str:
+    """Return "" if the test fails with the mutant; else what happened."""
+    try:
+        test = find_test(tree, mutant.tests)
+        path, text = mutated(tree, mutant)
+    except LookupError as error:
+        return f"NOT TRIED: {error}"
+    before = path.read_bytes()
+    try:
+        # Python takes a compiled file for the present one by its time and size alone.
+        pathlib.Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
+        path.write_text(text, encoding="utf-8")
+        status, said = pytest(tree, [test], PATIENCE_S)
+    finally:
+        path.write_bytes(before)
+        pathlib.Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
+    if status in (1, None):
+        return ""
+    if status == 0:
+        return f"SURVIVES {test}"
+    return f"NOT TRIED: pytest ended with {status}\n{said[-1000:]}"
+
+
+def copy_of(tree: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
+    """Copy what tests need of a tree."""
+    for name in COPIED:
+        source, target = tree / name, folder / name
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+        elif source.exists():
+            shutil.copy(source, target)
+    return folder
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tree", type=pathlib.Path, default=ROOT, help="another checkout")
+    parser.add_argument("--only", type=int, action="append", help="number of a mutant; repeatable")
+    parser.add_argument("--processes", type=int, default=2)
+    args = parser.parse_args()
+    chosen = [
+        (number, mutant)
+        for number, mutant in enumerate(MUTANTS, 1)
+        if not args.only or number in args.only
+    ]
+    began_s = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="prefixkv-mutants-") as folder:
+        copies: SimpleQueue[pathlib.Path] = SimpleQueue()
+        for number in range(args.processes):
+            copies.put(copy_of(args.tree, pathlib.Path(folder) / str(number)))
+        tree = pathlib.Path(folder) / "0"
+        tests = set()
+        for _, mutant in chosen:
+            try:
+                tests.add(find_test(tree, mutant.tests))
+            except LookupError as error:
+                print(f"{mutant.what}: {error}")
+        status, said = pytest(tree, sorted(tests), 10 * PATIENCE_S)
+        if status != 0:
+            print(f"without any mutant the tests fail ({status})\n{said[-3000:]}")
+            return 2
+
+        def tried(mutant: Mutant) -> str:
+            copy = copies.get()
+            try:
+                return found_by_test(copy, mutant)
+            finally:
+                copies.put(copy)
+
+        with ThreadPoolExecutor(args.processes) as pool:
+            ends = pool.map(tried, [mutant for _, mutant in chosen])
+            missed = 0
+            for (number, mutant), end in zip(chosen, ends, strict=True):
+                missed += bool(end)
+                print(f"{number:>2}  {mutant.law:<6}{mutant.what:<56}{end or 'found'}", flush=True)
+    print(f"{len(chosen) - missed} of {len(chosen)} found in {time.monotonic() - began_s:.0f} s")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
