@@ -227,7 +227,7 @@ class Queue:
         self.requests[name] = SimpleNamespace(key=RadixKey(tokens, namespace or None))
 
     def held(self, *names: str) -> list[str]:
-        held = self.joins.held([self.requests[name] for name in names], self.coming)
+        held = self.joins.requests_to_hold([self.requests[name] for name in names], self.coming)
         return [name for name in names if id(self.requests[name]) in held]
 
     def admit(self, *names: str) -> None:

@@ -77,19 +77,19 @@ def run_app(app: typer.Typer, program: str, arguments: Sequence[str]) -> int:
     try:
         status = app(args=list(arguments), prog_name=program, standalone_mode=False)
     except (CallerError, CapacityError) as error:
-        return _say(program, error, 2)
+        return _print_error(program, error, 2)
     except PrefixKVError as error:
-        return _say(program, error, 1)
+        return _print_error(program, error, 1)
     except KeyboardInterrupt:
-        return _say(program, "interrupted", 130)
+        return _print_error(program, "interrupted", 130)
     except Exception as error:
         # Typer's usage errors: their class has moved between its versions, their method has not.
         message = getattr(error, "format_message", None)
         if message is None:
             raise
-        return _say(program, message(), 2)
+        return _print_error(program, message(), 2)
     if status == 130:  # how Typer passes on a KeyboardInterrupt
-        return _say(program, "interrupted", status)
+        return _print_error(program, "interrupted", status)
     return status if isinstance(status, int) else 0
 
 
@@ -103,7 +103,7 @@ def _join_lines(app: typer.Typer) -> None:
             _join_lines(group.typer_instance)
 
 
-def _say(program: str, message: object, status: int) -> int:
+def _print_error(program: str, message: object, status: int) -> int:
     print(f"{program}: {message}", file=sys.stderr)
     return status
 

@@ -38,7 +38,7 @@ class _EventFollower:
         # behind, and its stream ends.
         self.begun = self.cut = False
 
-    def take(self, frame: bytes) -> None:
+    def queue_frame(self, frame: bytes) -> None:
         """Queue a frame, or cut the follower off if too much waits."""
         # The newest frame is not counted: one snapshot larger than the bound must still be
         # sendable.
@@ -92,7 +92,7 @@ class EventTap:
             if not follower.begun:
                 continue
             if not follower.cut:
-                follower.take(frame)
+                follower.queue_frame(frame)
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         """Yield one stream, until it is closed or cut off."""

@@ -186,7 +186,7 @@ class Fleet:
         self.routers[info.role].add_worker(info.name)
         member = self.members[info.name] = _Member(info)
         member.tasks = (
-            asyncio.create_task(self._follow(member)),
+            asyncio.create_task(self._apply_events(member)),
             asyncio.create_task(member.watch()),
             asyncio.create_task(self._report_fences(info)),
         )
@@ -203,7 +203,7 @@ class Fleet:
         self.routers[info.role].remove_worker(name)
         return True
 
-    async def _follow(self, member: _Member) -> None:
+    async def _apply_events(self, member: _Member) -> None:
         """Apply the worker's cache events to its router, for as long as it is here."""
         info = member.info
         router = self.routers[info.role]

@@ -116,7 +116,7 @@ class Worker:
             Route("/info", self._info),
             Route("/events", self._stream_events),
             Route("/audit", self._audit, methods=["POST"]),
-            Route("/lost", self._lost),
+            Route("/lost", self._list_lost_peers),
             Route("/fence", self._fence, methods=["POST"]),
             *self._routes(),
         ]
@@ -162,7 +162,7 @@ class Worker:
             await asyncio.to_thread(self.loop.join, 10.0)
         # After the engine's thread has ended, so that no output follows; before the servers stop,
         # so that every open stream still gets its last line.
-        self._ended()
+        self._after_engine_end()
         servers, self._servers = self._servers, []
         for server in servers:
             await server.stop(grace_s=1.0)
@@ -192,7 +192,7 @@ class Worker:
         """Pass on what a step has produced. Called on the engine's thread."""
         self._events.after_step()
 
-    def _ended(self) -> None:
+    def _after_engine_end(self) -> None:
         """Handle the engine's end, after which it produces nothing more."""
 
     @property
@@ -218,7 +218,7 @@ class Worker:
         limits = self.settings.listen.limits
         return Stream(self._events.frames(), limits, "application/octet-stream")
 
-    async def _lost(self, _: Request) -> Response:
+    async def _list_lost_peers(self, _: Request) -> Response:
         """Answer GET /lost: the lost peers for which this worker holds pages or rooms."""
         lost = await self._call(lambda engine: engine.node.lost_peers())
         listed = [
@@ -445,7 +445,7 @@ class DecodeWorker(Worker):
                 if output.finish in ("abort", "error"):
                     self._abort_jobs(one)
 
-    def _ended(self) -> None:
+    def _after_engine_end(self) -> None:
         """Give every open request an error for each sample that has not ended."""
         for one in self._open.values():
             for sample in range(one.left):

@@ -202,7 +202,7 @@ class FakeFabric:
         # A write that is doomed already keeps its error and its fate.
         for write in self._writes:
             if write.peer.peer == peer and not write.ended and write.pending_error is None:
-                write.pending_error = _gone(peer)
+                write.pending_error = _disconnect_error(peer)
 
     def restore(self, peer: PeerId) -> None:
         """Undo `lose`."""
@@ -216,7 +216,7 @@ class FakeFabric:
         # The memory is gone with the process, so the blocks of writes into it are dropped.
         for write in self._writes:
             if write.peer.peer == peer and not write.ended:
-                write.pending_error, write.lands_after_error = _gone(peer), False
+                write.pending_error, write.lands_after_error = _disconnect_error(peer), False
                 write.blocks.clear()
         self._writes = [w for w in self._writes if w.blocks or not w.ended]
 
@@ -339,7 +339,7 @@ class FakeFabric:
         tag = job.part_tag(number)
         action = Action("post", writer.me, peer.peer, job.job.job_id, tag)
         if not self.is_reachable(peer.peer):
-            return _gone(peer.peer)
+            return _disconnect_error(peer.peer)
         fault = self._fault_for(action)
         if fault is not None and fault.at == "post":
             return fault.error
@@ -570,7 +570,7 @@ class FakeTransport:
         try:
             target = self._fabric.transports.get(peer.peer)
             if target is None or not self._fabric.is_reachable(peer.peer):
-                raise _gone(peer.peer)
+                raise _disconnect_error(peer.peer)
             # Another life of the peer: addresses of the former one must not be written to.
             if peer.metadata != target.metadata:
                 raise HandshakeError("agent name in the metadata", target.metadata, peer.metadata)
@@ -616,7 +616,7 @@ class FakeTransport:
             raise ClosedError(f"the transport of {self.me.name} is closed")
 
 
-def _gone(peer: PeerId) -> FakeDisconnectError:
+def _disconnect_error(peer: PeerId) -> FakeDisconnectError:
     return FakeDisconnectError(f"{peer.name} is gone")
 
 

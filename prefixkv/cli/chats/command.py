@@ -146,7 +146,7 @@ async def _play_passes(
             report.left += await _pages_left(workers, PREFILL, title)
             report.left += await _pages_left(workers, _name(on), title)
             after = await workers.figures(PREFILL)
-            report.bytes_sent[on] = int(_sent(after) - _sent(before))
+            report.bytes_sent[on] = int(_bytes_sent(after) - _bytes_sent(before))
         # A retry would hide in the latencies: the report counts it as a defect.
         if workers.retried:
             report.left.append(f"chats: {workers.retried} requests were not answered at first")
@@ -174,7 +174,7 @@ async def _pages_left(workers: ModelWorkers, name: str, title: str) -> list[str]
     return [f"chats, {title}: {num} pages left {state} on {name}" for state, num in pages.items()]
 
 
-def _sent(figures: dict[str, float]) -> float:
+def _bytes_sent(figures: dict[str, float]) -> float:
     """Return the KV bytes that prefill has sent."""
     return figures['prefixkv_sent_bytes_total{node="prefill"}']
 

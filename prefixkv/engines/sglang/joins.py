@@ -64,7 +64,7 @@ class Joins:
                 self._bringing[id(request)] = found
                 self._count += 1
 
-    def held(self, ready: Sequence[Any], coming: Iterable[Any]) -> set[int]:
+    def requests_to_hold(self, ready: Sequence[Any], coming: Iterable[Any]) -> set[int]:
         """Return the requests of `ready`, by id, that are to be kept back in this step.
 
         Args:
@@ -99,11 +99,13 @@ class Joins:
             lacking = self._missing_pages(request)
             if lacking is None:
                 continue
-            like = leaders[lacking.next_page]
-            if any(self._brings_half_of(one, lacking) for one in like):
+            same_page = leaders[lacking.next_page]
+            if any(self._brings_half_of(one, lacking) for one in same_page):
                 held.add(id(request))
-            elif len(like) < MAX_LIKE:
-                like.append(lacking)  # may be admitted in a moment, before the others are looked at
+            elif len(same_page) < MAX_LIKE:
+                same_page.append(
+                    lacking
+                )  # may be admitted in a moment, before the others are looked at
         return held
 
     def _missing_pages(self, request: Any) -> _MissingPages | None:

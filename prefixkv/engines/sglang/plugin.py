@@ -227,7 +227,7 @@ def _after_handshakes(_result: Any, queue: Any, *some: Any, **named: Any) -> Non
     if _number("PREFIXKV_JOIN", 1):
         coming = [item.req for item in queue.transfer_queue.queue] + queue.scheduler.waiting_queue
         joining = [item.req for item in ready if not item.is_rebootstrap]
-        held = state.joins.held(joining, coming)
+        held = state.joins.requests_to_hold(joining, coming)
         cache.counters["joined_requests"] = state.joins.num_joined
         _not_ready([item for item in ready if id(item.req) in held])
         ready = [item for item in ready if item.waiting_for_input]

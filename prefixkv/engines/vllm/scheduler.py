@@ -168,7 +168,7 @@ class SchedulerSide:
             if request.abort_immediately and room in self._recent:
                 return  # what became of the room was seen to when the request itself ended
             # Before the parameters are checked further: a refused room has been dealt with too.
-            self._seen(room)
+            self._remember_room(room)
             if isinstance(ask, LoadAsk):
                 self._begin_load(request, ask)
             else:
@@ -176,7 +176,7 @@ class SchedulerSide:
         except CallerError as error:
             self._record_error(rid, str(error))
 
-    def _seen(self, room: int | tuple[str, int]) -> None:
+    def _remember_room(self, room: int | tuple[str, int]) -> None:
         self._recent[room] = None
         if len(self._recent) > RECENT_ROOMS:
             del self._recent[next(iter(self._recent))]
