@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from prefixkv.cache.eviction.plain import LeastRecentlyUsed
 from prefixkv.cache.eviction.policy import Use
-from prefixkv.cache.eviction.queues import Rank
+from prefixkv.cache.eviction.queues import LeafRank
 from prefixkv.cache.node import Mark
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.errors import (
@@ -277,7 +277,7 @@ class Failing(LeastRecentlyUsed):
         self.stumble("mark")
         return super().mark(use)
 
-    def rank(self, history: Mark) -> Rank:
+    def rank(self, history: Mark) -> LeafRank:
         self.stumble("rank")
         return super().rank(history)
 
@@ -394,7 +394,7 @@ class Live:
 
 
 class Books(RuleBasedStateMachine):
-    """Rank 0's books, a replica that follows them, and for every page what it was written with."""
+    """LeafRank 0's books, a replica that follows them, and for every page what it was written with."""
 
     @initialize(num_pages=st.integers(6, 20), policy=st.sampled_from(["lru", "lfu"]))
     def start(self, num_pages: int, policy: str) -> None:
