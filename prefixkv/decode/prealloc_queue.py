@@ -325,7 +325,7 @@ class DecodePreallocQueue:
 
         A request for which a user's policy fails to give a rank keeps the rank it has.
         """
-        # `_come_back` sets it to False where more requests are aside than one pass may bring back.
+        # `_bring_back` sets it to False where more requests are aside than one pass may bring back.
         self._all_back = True
         self._admit_what_fits(now_s)
         if not self._all_back:
@@ -346,7 +346,7 @@ class DecodePreallocQueue:
             self._shares.new_pass()
             self._limited.clear()
             self._most_pages = self._prospects.most_pages
-            self._all_back = self._come_back()
+            self._all_back = self._bring_back()
         # 2. The common case, without the orders.
         if len(self._waiters) == 1:
             self._admit_alone(now_s)
@@ -378,7 +378,7 @@ class DecodePreallocQueue:
                 return
             if self._policy.overtakes and not waiter.is_returned:
                 # Its new estimate has to be in the order for those that may come.
-                self._falls_back(waiter)
+                self._renew_rank(waiter)
             self._try_set_aside(waiter)
         self._spent_at = version
 
@@ -387,7 +387,7 @@ class DecodePreallocQueue:
         admitted, self._admitted = self._admitted, []
         return admitted
 
-    def _come_back(self) -> bool:
+    def _bring_back(self) -> bool:
         """Put requests that are aside back into their lanes where enough pages may come back.
 
         Returns False if more of them may, which the next pass takes in; a pass moves `MAX_WALK` at
@@ -470,13 +470,13 @@ class DecodePreallocQueue:
 
     def _admit_in_order(self, now_s: float) -> None:
         """Admit requests that fit by their estimates; if none does, renew the oldest estimates."""
-        # Each round searches from the front again: `_falls_back` may reorder, and an admission
+        # Each round searches from the front again: `_renew_rank` may reorder, and an admission
         # leaves less space for all the others. Looks that admit nothing count down, so that a pass
         # is bounded.
         looks = MAX_LOOKS
         while looks and self.may_admit and (waiter := self._first_that_may_fit()) is not None:
             found = self._look(waiter)
-            if self._falls_back(waiter) and self._first_that_may_fit() is not waiter:
+            if self._renew_rank(waiter) and self._first_that_may_fit() is not waiter:
                 looks -= 1  # its new estimate ranks it behind another
             elif not self._try(waiter, *found, now_s):
                 looks -= 1
@@ -494,7 +494,7 @@ class DecodePreallocQueue:
             return False
         found = self._look(waiter)
         # The look moved it to the end of `estimated`, so the next round takes the next oldest.
-        self._falls_back(waiter)
+        self._renew_rank(waiter)
         self._try(waiter, *found, now_s)
         return True
 
@@ -562,7 +562,7 @@ class DecodePreallocQueue:
         waiter.needed_pages, waiter.most_pages = kept - less, req.max_pages - less
         return joined, shared_pages
 
-    def _falls_back(self, waiter: Waiter) -> bool:
+    def _renew_rank(self, waiter: Waiter) -> bool:
         """Enter a new estimate into the order. Return True if its place is behind the old one."""
         lane, before = waiter.lane, waiter.rank
         # Before the policy is called: one that raises each time would else stay the oldest, and get

@@ -36,7 +36,7 @@ class PrefillShares:
         self._ready = ready
         self._answering: Collection[str] | None = None  # what `ready` returned in this pass
         self._rooms: dict[RoomKey, tuple[str, int]] = {}
-        self._held: set[RoomKey] = set()  # rooms of `_rooms` that have failed
+        self._held_rooms: set[RoomKey] = set()  # rooms of `_rooms` that have failed
         self._pages: dict[str, int] = {}  # sums of `_rooms`, by address; none is 0
         self._refused: set[str] = set()  # addresses refused since pages of theirs came back
         self._named: OrderedDict[str, None] = OrderedDict()  # named by requests, latest last
@@ -79,7 +79,7 @@ class PrefillShares:
     def hold(self, key: RoomKey) -> None:
         """Note that the room's transfer has failed, and its pages are held. Unknown: no-op."""
         if key in self._rooms:
-            self._held.add(key)
+            self._held_rooms.add(key)
 
     def is_hopeless(self, address: str, num_pages: int) -> bool:
         """Return True if `num_pages` more exceed a worker's share even after its transfers' end.
@@ -87,7 +87,9 @@ class PrefillShares:
         Then the pages that are held for its failed rooms take up the share. O(rooms that have
         failed).
         """
-        held = sum(self._rooms[key][1] for key in self._held if self._rooms[key][0] == address)
+        held = sum(
+            self._rooms[key][1] for key in self._held_rooms if self._rooms[key][0] == address
+        )
         return bool(held) and held + num_pages > self.most
 
     def owners(self) -> list[str]:
@@ -97,7 +99,7 @@ class PrefillShares:
     def release(self, key: RoomKey) -> None:
         """Take a room that succeeded or is drained out of its worker's share. Unknown: no-op."""
         room = self._rooms.pop(key, None)
-        self._held.discard(key)
+        self._held_rooms.discard(key)
         if room is not None:
             # A room comes back twice where a success is followed by its proof; the second call
             # finds nothing.
@@ -116,6 +118,6 @@ class PrefillShares:
         sums: dict[str, int] = {}
         for address, num_pages in self._rooms.values():
             sums[address] = sums.get(address, 0) + num_pages
-        is_known = self._held <= self._rooms.keys() <= rooms
+        is_known = self._held_rooms <= self._rooms.keys() <= rooms
         if sums != self._pages or not is_known:
             raise InternalError(f"{self._pages} pages by prefill worker, by room {self._rooms}")

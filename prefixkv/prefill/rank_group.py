@@ -49,7 +49,7 @@ class RankGroup(Generic[NodeT]):
         self.nodes = nodes
         self._reqs: dict[str, list[PrefillRequest]] = {}
         self._begun: dict[str, int] = {}
-        self._left: dict[str, int] = {}  # number of ranks on which it has ended
+        self._num_ended: dict[str, int] = {}  # number of ranks on which it has ended
         self._ready: dict[str, PrefillRequest] = {}  # handed out by all ranks, to be returned
         self._failed: set[str] = set()  # returned as failed, while some ranks still have it
         # Ended on all ranks, and not returned yet: a later rank's call may have raised.
@@ -68,7 +68,7 @@ class RankGroup(Generic[NodeT]):
                 node.abort(request.rid)
             raise
         self._reqs[request.rid] = reqs
-        self._begun[request.rid] = self._left[request.rid] = 0
+        self._begun[request.rid] = self._num_ended[request.rid] = 0
         return reqs[0]
 
     def refuse(self, request: Request, reason: str = "refused") -> None:
@@ -144,8 +144,8 @@ class RankGroup(Generic[NodeT]):
     def abort(self, rid: str) -> bool:
         """Abort a request on every rank. See `PrefillNode.abort`."""
         # A list, not a generator: `any` would stop at the first rank that knows the request.
-        known = [node.abort(rid) for node in self.nodes]
-        return any(known)
+        aborted = [node.abort(rid) for node in self.nodes]
+        return any(aborted)
 
     def flush(self, weights_version: str | None = None) -> int:
         """Flush every rank; return the sum of their pages. See `PrefillNode.flush`."""
@@ -153,9 +153,9 @@ class RankGroup(Generic[NodeT]):
 
     def _end(self, rid: str) -> PrefillRequest | None:
         """Count a rank on which the request has ended; return the request if that was the last."""
-        self._left[rid] += 1
-        if self._left[rid] < len(self.nodes):
+        self._num_ended[rid] += 1
+        if self._num_ended[rid] < len(self.nodes):
             return None
-        del self._begun[rid], self._left[rid]
+        del self._begun[rid], self._num_ended[rid]
         self._failed.discard(rid)
         return self._reqs.pop(rid)[0]

@@ -407,16 +407,16 @@ class DealerChannel(_Channel):
         last: Reached | Unreached | None = None
         with suppress(zmq.Again):
             while True:
-                told = recv_monitor_message(monitor, zmq.DONTWAIT)
+                change = recv_monitor_message(monitor, zmq.DONTWAIT)
                 # Connected is not reached: the handshake is still to come.
-                if told["event"] == zmq.EVENT_CONNECTED:
-                    self._watcher.came(self._watched[address], told["value"])
+                if change["event"] == zmq.EVENT_CONNECTED:
+                    self._watcher.came(self._watched[address], change["value"])
                     continue
-                if told["event"] == zmq.EVENT_DISCONNECTED:
-                    self._watcher.went(self._watched[address], told["value"])
-                if told["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                if change["event"] == zmq.EVENT_DISCONNECTED:
+                    self._watcher.went(self._watched[address], change["value"])
+                if change["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                     last = Reached(address)
-                elif told["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                elif change["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                     last = Unreached(address, "our key is refused")
                 # A refused key stays the reason, although a disconnection follows it.
                 elif last is None or isinstance(last, Reached):

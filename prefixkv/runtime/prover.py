@@ -41,10 +41,10 @@ class Prover:
         self._name = name
         self._is_written_to = is_written_to
         self._tell = tell
-        self._held: HeldLife | None = None
+        self._own_life: HeldLife | None = None
         if timing.prove_death:
             try:
-                self._held = HeldLife()
+                self._own_life = HeldLife()
             except OSError as error:
                 _log.info("%s: no peer will be told which process this is: %r", name, error)
         # Queued or being looked at; added by the control thread, discarded by the other.
@@ -55,7 +55,7 @@ class Prover:
     @property
     def life(self) -> ProcessLife | None:
         """Identity of this process as Hello says it, None if it is not said."""
-        return None if self._held is None else self._held.life
+        return None if self._own_life is None else self._own_life.life
 
     def submit(self, peer: PeerId, life: ProcessLife) -> None:
         """Look at a process soon. No-op while it is queued or being looked at."""
@@ -82,9 +82,9 @@ class Prover:
         self._queue.put(None)
         if self._thread is not None:
             self._thread.join(_JOIN_LIMIT_S)
-        if self._held is not None:
-            self._held.close(ended=ended)
-            self._held = None
+        if self._own_life is not None:
+            self._own_life.close(ended=ended)
+            self._own_life = None
 
     def _run(self) -> None:
         """Run the thread: one look after the other, until None comes."""

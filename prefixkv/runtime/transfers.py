@@ -88,7 +88,7 @@ class Memory:
     ) -> None:
         """Make the staging memory. Raises ConfigError or CapacityError."""
         self._layout, self._me, self._config = pool.layout, me, config
-        self._held = pool, spec.state  # layouts are addresses only: the memory has to stay
+        self._keep_alive = pool, spec.state  # layouts are addresses only: the memory has to stay
         self._make = make or make_transport
         self._state = spec.state_layout
         self._buffer: StagingBuffer | None = None
@@ -102,7 +102,7 @@ class Memory:
 
     @property
     def area(self) -> StagingArea | None:
-        """RankSpec of the staging memory, None without."""
+        """Area of the staging memory, None without."""
         return None if self._buffer is None else self._buffer.area
 
     def transport(self, sink: Sink) -> Transport:

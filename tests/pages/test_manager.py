@@ -394,7 +394,7 @@ class Live:
 
 
 class Books(RuleBasedStateMachine):
-    """Rank 0's books, a replica that follows them, and for every page what it was written with."""
+    """Rank 0's pages, a replica that follows them, and for every page what it was written with."""
 
     @initialize(num_pages=st.integers(6, 20), policy=st.sampled_from(["lru", "lfu"]))
     def start(self, num_pages: int, policy: str) -> None:
