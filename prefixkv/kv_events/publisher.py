@@ -258,9 +258,7 @@ class KVEventPublisher:
         """Handle a defect: what routers know may be wrong, so publish an empty cache until a
         snapshot comes."""
         self._num_failures += 1
-        _log.exception(
-            "cache events could not be made; an empty cache is published until the next snapshot"
-        )
+        _log.exception("cache events could not be made; nothing is held, until a snapshot is sent")
         self._deaf = self._lost = True
         for batch in self._stream.publish([Cleared()], time.time()):
             self._send(batch)

@@ -28,7 +28,7 @@ from prefixkv.runtime.closing import Closing
 from prefixkv.runtime.fragments import MAX_MESSAGE_BYTES, FragmentError, Joiner, cut
 
 _REACHED = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
-_NOBODY = "no answer; wrong address, or the peer requires CURVE keys"
+_UNREACHABLE = "no answer: a wrong address, or it wants other CURVE keys than ours"
 _GONE = (
     zmq.EVENT_CONNECT_RETRIED
     | zmq.EVENT_DISCONNECTED
@@ -413,7 +413,7 @@ class DealerChannel(_Channel):
                     last = Unreached(address, "our key is refused")
                 # A refused key stays the reason, although a disconnection follows it.
                 elif last is None or isinstance(last, Reached):
-                    last = Unreached(address, _NOBODY)
+                    last = Unreached(address, _UNREACHABLE)
         if last is not None:
             yield last
 

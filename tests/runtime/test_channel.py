@@ -261,16 +261,16 @@ def test_a_dealer_tells_which_address_is_reached_and_which_is_not(ends: Ends) ->
     address = lasting_address()
     dealer = ends.dealer(address)
     assert news(dealer) == Unreached(
-        address, "no answer; wrong address, or the peer requires CURVE keys"
+        address, "no answer: a wrong address, or it wants other CURVE keys than ours"
     )
     router = ends.router(bind=address)
     while not isinstance(told := news(dealer), Reached):
         assert told == Unreached(
-            address, "no answer; wrong address, or the peer requires CURVE keys"
+            address, "no answer: a wrong address, or it wants other CURVE keys than ours"
         )
     router.close()
     assert news(dealer) == Unreached(
-        address, "no answer; wrong address, or the peer requires CURVE keys"
+        address, "no answer: a wrong address, or it wants other CURVE keys than ours"
     )
     dealer.disconnect(address)
     assert news(dealer, 0.1) is None
