@@ -378,7 +378,7 @@ class EventLog:
     __slots__ = ("changes", "limit", "num_pages")
 
     def __init__(self, limit: int) -> None:
-        self.limit = limit  # pages stored; a listener further behind needs a snapshot
+        self.limit = limit  # pages stored; a listener further behind than this gets a snapshot
         self.num_pages = 0
         self.changes: list[Change] = []
 

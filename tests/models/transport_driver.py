@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
@@ -27,6 +28,7 @@ from prefixkv.transport.base import (
     WriteFailed,
     WriteJob,
 )
+from prefixkv.transport.shm.loop import Met
 from tests.models.patience import PATIENCE_S
 from tests.models.state_memory import StateMemory
 from tests.models.transport_pools import NumpyPool, Zeros, make_pool, shared_zeros
@@ -60,6 +62,10 @@ class Node:
     events: list[TransportEvent] = field(default_factory=list)
     staging: Staging | None = None
     state: StateMemory | None = None
+
+    def __post_init__(self) -> None:
+        self.hear: Callable[[TransportEvent], object] = self.events.append
+        """What its transport's sink calls; a test may put another in."""
 
     @property
     def state_layout(self) -> StateLayout | None:
@@ -148,9 +154,8 @@ class Driver:
         node = Node(me, pool, None, staging=staging, state=state)
 
         def sink(event: TransportEvent) -> None:
-            with self._changed:
-                node.events.append(event)
-                self._changed.notify_all()
+            node.hear(event)
+            self.touch()
 
         node.transport = self.make(node, sink, config or TransportConfig(post_bytes=512))
         self.nodes.append(node)
@@ -220,19 +225,60 @@ class ShmDriver(NixlDriver):
         return ShmTransport(node.me, node.pool.layout, sink, config, node.area, node.state_layout)
 
 
+class Reports:
+    """A `met` of `ShmTransport`: what it reports of peers, passed on at once or kept."""
+
+    def __init__(self, met: Met) -> None:
+        self.pass_on = met
+        self.keep = False
+        self.all: list[tuple[PeerId, Exception | None]] = []
+
+    def __call__(self, peer: PeerId, error: Exception | None) -> bool:
+        self.all.append((peer, error))
+        return False if self.keep else self.pass_on(peer, error)
+
+
+@dataclass
+class Halves:
+    """The two transports of an `AutoTransport`, as it made them."""
+
+    nixl: Any = None
+    shm: Any = None
+    reports: Any = None
+
+
 class AutoDriver(NixlDriver):
     """Both transports, of which each peer is written by one: by shm, or (`shared` False) by
     NIXL."""
 
     def __init__(self, shared: bool) -> None:
         super().__init__()
+        self._halves: dict[PeerId, Halves] = {}
         if shared:
             self.zeros = shared_zeros
 
-    def make(self, node: Node, sink: Sink, config: TransportConfig) -> Transport:
-        from prefixkv.transport.auto import AutoTransport
+    def halves(self, node: Node) -> Halves:
+        return self._halves[node.me]
 
-        return AutoTransport(node.me, node.pool.layout, sink, config, node.area, node.state_layout)
+    def make(self, node: Node, sink: Sink, config: TransportConfig) -> Transport:
+        from prefixkv.transport import auto
+
+        halves = self._halves[node.me] = Halves()
+        make_nixl, make_shm = auto.NixlTransport, auto.ShmTransport
+
+        def nixl(*args: Any) -> Any:
+            halves.nixl = make_nixl(*args)
+            return halves.nixl
+
+        def shm(*args: Any, met: Met) -> Any:
+            halves.reports = Reports(met)
+            halves.shm = make_shm(*args, met=halves.reports)
+            return halves.shm
+
+        with patch.multiple(auto, NixlTransport=nixl, ShmTransport=shm):
+            return auto.AutoTransport(
+                node.me, node.pool.layout, sink, config, node.area, node.state_layout
+            )
 
 
 class Gate:

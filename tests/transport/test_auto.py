@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -107,9 +108,8 @@ def test_shm_alone_is_refused_where_it_cannot_be_mapped(driver: AutoDriver) -> N
 def test_a_job_that_waits_for_its_transport_can_be_cancelled(driver: AutoDriver) -> None:
     writer, target = driver.node("prefill"), driver.node("decode")
     before = target.pool.pages()
-    shm = writer.transport._shm
-    met, held = writer.transport._met, []
-    shm._loop._met = lambda peer, error: held.append((peer, error)) or False
+    reports = driver.halves(writer).reports
+    reports.keep = True
     writer.add(target)
     writer.transport.write(writer.job(1, target, [1], [1]))
     writer.transport.write(writer.job(2, target, [2], [2]))
@@ -119,9 +119,9 @@ def test_a_job_that_waits_for_its_transport_can_be_cancelled(driver: AutoDriver)
     assert isinstance(failed, WriteFailed)
     assert failed.drained
     assert isinstance(failed.error, AbortedError)
-    until(lambda: held)
+    until(lambda: reports.all)
     assert not writer.ends(2)
-    met(*held[0])
+    reports.pass_on(*reports.all[0])
     driver.until(lambda: writer.ends(2))
     assert target.pool.pages() == [*before[:2], writer.pool.page(2), *before[3:]]
 
@@ -131,10 +131,10 @@ def unmet(driver: AutoDriver) -> tuple[Node, Node, list[Any], Any]:
     """Writer, target, and what shm has to say of the target, which the writer is told only by a
     call of the last."""
     writer, target = driver.node("prefill"), driver.node("decode")
-    met, held = writer.transport._met, []
-    writer.transport._shm._loop._met = lambda *what: held.append(what) or False
+    reports = driver.halves(writer).reports
+    reports.keep = True
     writer.add(target)
-    return writer, target, held, met
+    return writer, target, reports.all, reports.pass_on
 
 
 def test_a_job_that_waits_for_its_transport_ends_with_its_peer(
@@ -198,13 +198,17 @@ def test_a_removed_peers_memory_is_given_back(driver: AutoDriver) -> None:
     writer, target = driver.pair()
     writer.transport.write(writer.job(1, target, [1], [1]))
     driver.until(lambda: writer.ends(1))
-    loop = writer.transport._shm._loop
-    assert loop._peers[target.me].link is not None
+    mapped = num_mappings()
     writer.transport.remove_peer(target.me)
-    until(lambda: not loop._peers)
+    until(lambda: num_mappings() < mapped)
     writer.transport.write(writer.job(2, target, [2], [2]))
     driver.until(lambda: writer.ends(2))
     assert [(type(end.error), end.drained) for end in writer.ends(2)] == [(PeerLostError, True)]
+
+
+def num_mappings() -> int:
+    """How many blocks of shared memory are mapped in this process, those of both sides."""
+    return Path("/proc/self/maps").read_text().count("memfd:prefixkv")
 
 
 @pytest.mark.parametrize("end", ["settled", "closed"])
@@ -234,12 +238,12 @@ def test_where_shm_does_not_end_nixl_is_closed_and_a_job_ends_once(
         raise InternalError("still in a copy")
 
     with monkeypatch.context() as patched:
-        patched.setattr(writer.transport._shm, "close", stuck)
+        patched.setattr(driver.halves(writer).shm, "close", stuck)
         for _ in range(2):
             with pytest.raises(InternalError, match="still in a copy"):
                 writer.transport.close()
     with pytest.raises(ClosedError):
-        writer.transport._nixl.expect(1)
+        driver.halves(writer).nixl.expect(1)
     writer.transport.close()
     assert [type(end.error) for end in writer.ends(1)] == [ClosedError]
 
@@ -250,10 +254,10 @@ def test_a_peer_keeps_its_transport(driver: AutoDriver, copies: list[int]) -> No
     writer.transport.add_peer(target.me, changed(target, door="nobody"), target.pool.layout)
     writer.transport.write(writer.job(1, target, [1], [1]))
     driver.until(lambda: writer.ends(1))
-    until(lambda: not writer.transport._shm._loop._peers)  # nor does shm try again
     writer.add(target)
     writer.transport.write(writer.job(2, target, [2], [2]))
     driver.until(lambda: writer.ends(2))
+    assert len(driver.halves(writer).reports.all) == 1, "shm does not try again"
     assert isinstance(writer.ends(2)[0], WriteDone)
     assert copies == []
 
@@ -261,8 +265,8 @@ def test_a_peer_keeps_its_transport(driver: AutoDriver, copies: list[int]) -> No
 def test_settled_is_said_when_both_have(driver: AutoDriver) -> None:
     target = driver.node("decode")
     asked: list[str] = []
-    for name in ("_shm", "_nixl"):
-        transport = getattr(target.transport, name)
+    for name in ("shm", "nixl"):
+        transport = getattr(driver.halves(target), name)
         settle = transport.settle
 
         def told(*args: Any, name: str = name, settle: Any = settle) -> None:
@@ -275,7 +279,7 @@ def test_settled_is_said_when_both_have(driver: AutoDriver) -> None:
     driver.until(lambda: target.of(Settled))
     assert target.of(Settled) == [Settled("a")]
     assert time.monotonic() - began_s >= 0.04  # what NIXL polls for, but for a gap before it
-    assert asked == ["_shm", "_nixl"]
+    assert asked == ["shm", "nixl"]
 
 
 def test_the_sink_is_called_by_one_thread_at_a_time(driver: AutoDriver) -> None:
@@ -290,20 +294,21 @@ def test_the_sink_is_called_by_one_thread_at_a_time(driver: AutoDriver) -> None:
         inside.release()
         target.events.append(event)
 
-    target.transport._sink = sink
+    target.hear = sink
+    halves = driver.halves(target)
     for number in range(200):
-        target.transport._shm.say(Settled(number))
-        target.transport._nixl.settle(number, 0.0)
+        halves.shm.say(Settled(number))
+        halves.nixl.settle(number, 0.0)
     until(lambda: len(target.events) + len(twice) == 400)
     assert twice == []
 
 
-@pytest.mark.parametrize("by", ["_shm", "_nixl"])
+@pytest.mark.parametrize("by", ["shm", "nixl"])
 def test_close_from_the_sink_is_refused_and_the_transport_goes_on(
     driver: AutoDriver, by: str
 ) -> None:
     writer, target = driver.pair()
-    sink, errors = writer.transport._sink, []
+    hear, errors = writer.hear, []
 
     def closing(event: Any) -> None:
         if event == Settled("x"):
@@ -311,13 +316,13 @@ def test_close_from_the_sink_is_refused_and_the_transport_goes_on(
                 writer.transport.close()
             except CallerError as error:
                 errors.append(error)
-        sink(event)
+        hear(event)
 
-    writer.transport._sink = closing
-    if by == "_shm":
-        writer.transport._shm.say(Settled("x"))
+    writer.hear = closing
+    if by == "shm":
+        driver.halves(writer).shm.say(Settled("x"))
     else:
-        writer.transport._nixl.settle("x", 0.0)
+        driver.halves(writer).nixl.settle("x", 0.0)
     driver.until(lambda: writer.of(Settled))
     assert len(errors) == 1
     until(lambda: writer.transport._sink_thread is None)
@@ -329,7 +334,7 @@ def test_close_from_the_sink_is_refused_and_the_transport_goes_on(
 def test_renew_is_nixls(driver: AutoDriver) -> None:
     """No write of shm ends undrained."""
     node, asked = driver.node("prefill"), []
-    node.transport._nixl.renew = lambda: asked.append("renew")
+    driver.halves(node).nixl.renew = lambda: asked.append("renew")
     node.transport.renew()
     assert asked == ["renew"]
 

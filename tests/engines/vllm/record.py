@@ -1,6 +1,6 @@
 """Records what vLLM calls, from two real servers, for the tests that need no vLLM:
 
-python -m tests.engines.vllm.record ENGINE_PYTHON tests/engines_vllm/recorded.json
+python -m tests.engines.vllm.record ENGINE_PYTHON tests/adapters/vllm/recorded.json
 """
 
 from __future__ import annotations

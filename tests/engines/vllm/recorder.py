@@ -1,5 +1,5 @@
 """A connector that writes down every call that vLLM makes of its scheduler's side, and what came of
-it: `tests/engines_vllm/recorded.json` is made of it by `record.py`.
+it: `tests/adapters/vllm/recorded.json` is made of it by `record.py`.
 
 `PREFIXKV_RECORD` is the file: a line of JSON a call. Steps in which nothing happened are left out.
 """

@@ -15,7 +15,7 @@ from prefixkv.engines.vllm.layout import pool_of
 from prefixkv.engines.vllm.orders import StepOrders, WorkerReport
 from prefixkv.engines.vllm.scheduler import SchedulerSide
 from prefixkv.engines.vllm.worker import Results, WorkerSide
-from tests.engines_vllm.standin import (
+from tests.adapters.vllm.standin import (
     BLOCK,
     CONTENT,
     BlockPool,

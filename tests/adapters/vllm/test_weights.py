@@ -8,9 +8,9 @@ import pytest
 
 from prefixkv.engines.vllm import hooks
 from prefixkv.errors import ConfigError
-from tests.engines_vllm.conftest import Servers
-from tests.engines_vllm.standin import Engine
-from tests.engines_vllm.test_transfers import PROMPT, blocks_sent, error_of, offered, opened
+from tests.adapters.vllm.conftest import Servers
+from tests.adapters.vllm.standin import Engine
+from tests.adapters.vllm.test_transfers import PROMPT, blocks_sent, error_of, offered, opened
 
 
 def engines(servers: Servers, first: str) -> list[Engine]:

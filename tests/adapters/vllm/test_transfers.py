@@ -13,8 +13,8 @@ from prefixkv.config import ControlConfig
 from prefixkv.engines.vllm import scheduler
 from prefixkv.engines.vllm.orders import WorkerReport
 from prefixkv.errors import ConfigError, RequestError
-from tests.engines_vllm.conftest import MakeServers, Servers
-from tests.engines_vllm.standin import BLOCK, Engine, Request
+from tests.adapters.vllm.conftest import MakeServers, Servers
+from tests.adapters.vllm.standin import BLOCK, Engine, Request
 from tests.models.patience import lasting_address, until
 
 PROMPT = list(range(100, 130))  # 7 blocks and a half

@@ -14,7 +14,7 @@ import pytest
 
 from prefixkv.engines.vllm.orders import WorkerReport
 from prefixkv.engines.vllm.scheduler import SchedulerSide
-from tests.engines_vllm.standin import Block, options
+from tests.adapters.vllm.standin import Block, options
 
 BLOCK = 32  # tokens, of the servers that were recorded
 RECORDED: dict[str, list[dict[str, Any]]] = json.loads(

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from benchmarks.policies.gated import Gated
 from prefixkv.engines.vllm.scheduler import SchedulerSide
 from prefixkv.engines.vllm.shadow import Shadow
-from tests.engines_vllm.standin import BlockPool, Request, options
+from tests.adapters.vllm.standin import BlockPool, Request, options
 
 BLOCK, NUM_BLOCKS = 2, 12
 

@@ -10,7 +10,7 @@ from prefixkv.engines.sglang import sends as sends_module
 from prefixkv.engines.sglang.receives import Receive
 from prefixkv.engines.sglang.sends import RoomSend
 from prefixkv.transfer import KVPoll
-from tests.engines_sglang.conftest import PAGE, Servers, digest
+from tests.adapters.sglang.conftest import PAGE, Servers, digest
 from tests.models.patience import lasting_address, until
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from prefixkv.engines.sglang.memory import Rows, pool_of
 from prefixkv.errors import ConfigError, RequestError
-from tests.engines_sglang.conftest import BUFFERS, PAGE, PAGE_BYTES, PAGES, Memory
+from tests.adapters.sglang.conftest import BUFFERS, PAGE, PAGE_BYTES, PAGES, Memory
 
 
 def test_a_pool_is_sglangs_memory_and_no_copy() -> None:

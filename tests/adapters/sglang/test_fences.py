@@ -19,7 +19,7 @@ from prefixkv.engines.sglang.sends import RoomSends
 from prefixkv.errors import ConfigError
 from prefixkv.protocol.ids import PeerId
 from prefixkv.transfer import DecodeTransfers, KVPoll, PrefillTransfers
-from tests.engines_sglang.conftest import PAGE, Memory, Servers, digest
+from tests.adapters.sglang.conftest import PAGE, Memory, Servers, digest
 from tests.models.patience import until
 from tests.models.processes import Command
 
@@ -48,7 +48,7 @@ def prefill_child() -> None:
 
 @pytest.fixture
 def child() -> Iterator[Command]:
-    program = "from tests.engines_sglang.test_fences import prefill_child; prefill_child()"
+    program = "from tests.adapters.sglang.test_fences import prefill_child; prefill_child()"
     with Command(sys.executable, "-c", program) as process:
         yield process
 

@@ -11,7 +11,7 @@ import torch
 
 from prefixkv.engines.vllm.layout import PLAIN, check_config, check_sleep, is_plain, pool_of
 from prefixkv.errors import ConfigError
-from tests.engines_vllm.standin import FullAttentionSpec, kv_cache_config
+from tests.adapters.vllm.standin import FullAttentionSpec, kv_cache_config
 
 L, B, H, N, C = 3, 8, 2, 4, 6  # layers, blocks, heads, tokens, content
 ORDERS = {

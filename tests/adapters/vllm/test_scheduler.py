@@ -8,7 +8,7 @@ import pytest
 
 from prefixkv.engines.vllm.orders import WorkerReport
 from prefixkv.engines.vllm.scheduler import SchedulerSide
-from tests.engines_vllm.standin import BLOCK, BlockPool, Request, options
+from tests.adapters.vllm.standin import BLOCK, BlockPool, Request, options
 
 PROMPT = list(range(30))
 

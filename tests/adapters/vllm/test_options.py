@@ -66,7 +66,7 @@ def test_mistakes_are_named(said: dict[str, Any], words: str) -> None:
 
 
 def test_the_document_has_every_option_and_every_metric() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[3] / "docs" / "vllm.md").read_text(encoding="utf-8")
     for one in fields(ConnectorOptions):
         assert f"| `{one.name}` |" in text
     for name in METRICS | GAUGES:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.engines_vllm.standin import Engine, Request
+from tests.adapters.vllm.standin import Engine, Request
 from tests.models.patience import until
 
 
