@@ -33,18 +33,21 @@ def test_staging_copies_are_measured_by_shape(tmp_path):
     assert all("wide_gather_whole_gb_s" in row for row in copies["staging"])
 
 
+@pytest.mark.slow
 def test_transfers_are_measured_between_equal_and_unequal_ranks(tmp_path, few):
     pair, unequal = measured("transfer", tmp_path)
     assert (pair["page_size"], pair["pages"]) == (64, "random")
     assert unequal["meshes"] == "TP4 to TP1"
 
 
+@pytest.mark.slow
 def test_a_step_is_measured_alone_and_beside_transfers(tmp_path, few):
     (step,) = measured("step", tmp_path)
     assert step["came_in_gb_s"] >= 0
     assert step["step_ms"]["beside"]["p50"] > 0
 
 
+@pytest.mark.slow
 def test_turns_send_less_with_the_cache_on(tmp_path):
     on, off = measured("turns", tmp_path)
     assert (on["cache"], off["cache"]) == (True, False)

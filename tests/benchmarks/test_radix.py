@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.radix import Bench
 
 
+@pytest.mark.slow
 def test_a_quick_run_measures_what_has_a_target():
     rows = []
     bench = Bench(seed=0, quick=True, peer=None, tell=rows.append)

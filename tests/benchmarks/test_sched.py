@@ -8,6 +8,7 @@ from benchmarks import samples, sched
 from benchmarks.__main__ import run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("full", "reserve"), [(False, 0.0), (True, 0.0), (True, 1 / 256)])
 def test_a_life_is_measured_call_by_call(full, reserve, monkeypatch):
     monkeypatch.setattr(sched.Bench, "_rounds", lambda self, many: 20)
@@ -97,6 +98,7 @@ def _one_sample():
     return samples
 
 
+@pytest.mark.slow
 def test_a_cold_call_comes_after_a_copy_and_has_no_aim(monkeypatch):
     monkeypatch.setattr(sched.Bench, "_rounds", lambda self, many: 20)
     rows = []

@@ -15,6 +15,7 @@ from benchmarks.soak_engine import instances, lengths_below
 from prefixkv.protocol.timers import Timers
 
 
+@pytest.mark.slow
 def test_a_short_soak_comes_to_rest_and_counts(tmp_path: Path) -> None:
     path = tmp_path / "soak.json"
     options = ["--rooms", "120", "--every", "40", "--restart-every", "50", "--json", str(path)]
@@ -28,6 +29,7 @@ def test_a_short_soak_comes_to_rest_and_counts(tmp_path: Path) -> None:
     assert written["samples"][0]["objects"]["prefixkv.runtime.nodes.DecodeNode"] == 1
 
 
+@pytest.mark.slow
 def test_memory_is_counted_as_rooms_go_by(tmp_path: Path) -> None:
     path = tmp_path / "rooms.json"
     options = ["--rooms", "240", "--every", "60", "--json", str(path)]

@@ -14,6 +14,7 @@ from prefixkv.errors import OutOfPagesError
 from prefixkv.pages.manager import PageManager
 
 
+@pytest.mark.slow
 def test_goodput_is_measured_against_raw_writes_of_the_same_bytes(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(transfer, "LAYOUTS", ("layer_major",))
     monkeypatch.setattr(transfer, "PAGES", ("aged", "random"))
@@ -94,11 +95,13 @@ def _die(pipe, watch, number):
     os._exit(3)
 
 
+@pytest.mark.slow
 def test_a_pair_runs_in_two_processes_with_the_environment_given():
     assert run_pair(_ask, _answer, 4, env={"PREFIXKV_TEST_OF_ENV": "x"}) == (5, "x")
     assert "PREFIXKV_TEST_OF_ENV" not in os.environ
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("serving", "why"), [(_fail, "number 4"), (_die, "_die died|EOFError|ConnectionResetError")]
 )

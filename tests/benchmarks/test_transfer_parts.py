@@ -49,6 +49,7 @@ def test_the_table_is_its_result_file() -> None:
     assert f"{lines}\n\n" in DOCUMENT
 
 
+@pytest.mark.slow
 def test_each_part_is_measured(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -43,6 +43,7 @@ def test_every_request_is_served_and_as_many_wait_as_asked_for(protect: bool) ->
     assert 0 < row.block_hit_ratio < 1
 
 
+@pytest.mark.slow
 def test_protection_brings_hits_where_questions_to_the_same_documents_wait() -> None:
     trace = make_trace("retrieval", generate("retrieval")[:1200])
     without, with_it = (play(trace, 2500, "fifo", 64, protect, "lru") for protect in (False, True))

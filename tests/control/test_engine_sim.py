@@ -29,6 +29,7 @@ def test_pair_ends_with_nothing_lost(storm: str, seed: int) -> None:
         assert sim.decode.scheduler.counters["skipped_tokens"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "storm"), list(enumerate(STORMS)))
 def test_pair_with_extra_state_ends_with_nothing_lost(number: int, storm: str) -> None:
     """Also with fewer slots than rows, and retractions."""
@@ -60,6 +61,7 @@ def test_ranks_and_staging_end_with_nothing_lost(seed: int) -> None:
     simulation(seed).run()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_without_faults_ranks_have_every_byte(seed: int) -> None:
     sim = simulation(seed, Storm())

@@ -14,6 +14,7 @@ from tests.models.liveness.mutants import MUTANTS
 from tests.models.liveness.world import run
 
 
+@pytest.mark.slow
 def test_every_request_ends_and_leaves_nothing_behind() -> None:
     counts = explore(short_profile(), math.inf)
     assert counts["cases"] > 300

@@ -193,6 +193,7 @@ def works_again(sim: WeightsSim) -> None:
     raise AssertionError(ends)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 2, 7])
 def test_no_answer_is_of_two_versions(seed: int) -> None:
     """Under drops, aborts, failing writes, restarts with either version, retractions, joined

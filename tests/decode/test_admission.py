@@ -373,6 +373,7 @@ def test_a_request_that_may_outgrow_the_pool_is_not_admitted(policy: str) -> Non
     assert desk.admit() == ["g"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @given(
     st.lists(

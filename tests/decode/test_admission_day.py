@@ -14,6 +14,7 @@ POLICIES = ["hit_aware", "fifo", "priority"]
 WEIGHT = st.sampled_from([0.0, 0.05, 0.3])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("admission", POLICIES)
 def test_a_day_of_loads_that_cannot_all_be_admitted(admission: str) -> None:
     day = AdmissionDay(7, admission)

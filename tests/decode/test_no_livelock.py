@@ -79,6 +79,7 @@ def test_twice_the_pool_runs_to_its_end(policy: str, reserve_tokens: int) -> Non
     desk.at_rest()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_large_one_runs_among_a_stream_of_small_ones(policy: str) -> None:
     """Small ones keep coming for as long as it has not been admitted, and more than the pool

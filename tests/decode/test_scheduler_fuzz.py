@@ -13,6 +13,7 @@ def _run_of(seed: int) -> SchedulerSim:
     return run(chance.getrandbits(64), [chance.getrandbits(32) for _ in range(400)])
 
 
+@pytest.mark.slow
 def test_nothing_is_left_after_a_storm() -> None:
     totals: Counter[str] = Counter()
     for seed in range(RUNS):

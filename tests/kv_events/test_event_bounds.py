@@ -150,6 +150,7 @@ def deaf(address: str, stack: ExitStack) -> zmq.Socket[bytes]:
     return sock
 
 
+@pytest.mark.slow
 def test_snapshots_that_are_not_read(publishing: Publishing) -> None:
     publishing.call("insert", MOST_PAGES)  # a snapshot of megabytes
     memory = Memory(publishing.pid)

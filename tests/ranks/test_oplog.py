@@ -52,6 +52,7 @@ def _assert_equal(ours: PageManager, theirs: PageManager) -> None:
         assert set(ours.slots.owners()) == set(theirs.slots.owners())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_replica_equals_rank_0_after_a_storm(seed: int) -> None:
     num_slots = 5 * (seed // 3)  # of extra state

@@ -31,6 +31,7 @@ PAGE_SIZE = 4
 CONFIG = DecodeConfig(max_running=4, policy="gated")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_in_processes_of_their_own_end_equal(world: int, tmp_path: pathlib.Path) -> None:
     """gloo carries the log; digests of all books are compared at every message, whole dumps at the

@@ -127,6 +127,7 @@ def test_a_message_that_never_ends_behind_good_ones(served: Served) -> None:
     assert memory.grown() < MOST_BYTES
 
 
+@pytest.mark.slow
 def test_many_unfinished_messages_that_are_small(served: Served) -> None:
     """Each below its bound; the sum of them is not."""
     many_descriptors(4096)

@@ -201,6 +201,7 @@ class JunkWorld:
         ]
 
 
+@pytest.mark.slow
 def test_a_call_of_a_group_that_raises_has_changed_no_rank() -> None:
     """Junk in the place of an argument, again and again in one world: it is as if the call had not
     been made. A world in which one was taken goes."""

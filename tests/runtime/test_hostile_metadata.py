@@ -135,6 +135,7 @@ def test_a_changed_ucx_address_is_refused_by_name_and_others_are_served(
     assert pair.prefill.peers() == {pair.decode.peer_id: "ready"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory_type", [10, 94, 127, 141, 164, 255])
 def test_a_key_for_memory_of_no_known_type_is_refused_by_the_form(
     pair: NodePair, attacker: Attacker, memory_type: int

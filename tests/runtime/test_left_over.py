@@ -162,6 +162,7 @@ class Ends:
         return self.refused.get(side) or ended.get("next")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["decode", "prefill"])
 @pytest.mark.parametrize("tokens", [FORMER, NEXT], ids=["the same prompt", "another prompt"])
 @pytest.mark.parametrize("left_over", LEFT_OVER, ids=lambda one: one.__name__)

@@ -125,6 +125,7 @@ class Workers:
         return self.node.num_rooms + self.other.call("rooms")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("proves", [False, True], ids=["fenced", "proved dead"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
 def test_a_prefill_rank_is_killed_and_comes_back(

@@ -66,6 +66,7 @@ def serve(pair: MeshPair, turns: int = 2, rooms: int = 3) -> None:
 SIZES = [(1, 1), (2, 1), (1, 2), (4, 2), (2, 4), (4, 1), (1, 4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sliced", "staged", "staged, 1.5 leases", "shm"])
 @pytest.mark.parametrize("attention", ["mha", "mla"])
 @pytest.mark.parametrize("sizes", SIZES, ids=[f"{p}x{d}" for p, d in SIZES])
@@ -100,6 +101,7 @@ def test_auto_takes_shm_on_every_rank_staged_or_not(num_bytes: int) -> None:
         assert ways == {"shm"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sliced", "staged", "shm"])
 @pytest.mark.parametrize("page_sizes", [(4, 16), (16, 4)])
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (2, 4)], ids=str)
@@ -113,6 +115,7 @@ def test_page_sizes_may_differ_by_a_whole_factor(
         serve(pair, turns=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sliced", "staged"])
 @pytest.mark.parametrize(
     ("prefill", "decode"),

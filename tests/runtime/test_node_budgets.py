@@ -97,6 +97,7 @@ def refusals(attacker: Attacker, num_pages: int, num_frames: int) -> set[str]:
     return said
 
 
+@pytest.mark.slow
 def test_promises_of_more_pages_than_it_has_cost_a_prefill_node_nothing(
     served: Served, attacker: Attacker
 ) -> None:
@@ -109,6 +110,7 @@ def test_promises_of_more_pages_than_it_has_cost_a_prefill_node_nothing(
     assert served.prefill.call("stats")["dropped: BudgetError"] == FRAMES + LARGE_FRAMES
 
 
+@pytest.mark.slow
 def test_introductions_that_are_too_large_cost_a_prefill_node_nothing(
     served: Served, attacker: Attacker
 ) -> None:

@@ -19,6 +19,7 @@ from tests.models.patience import NEVER_S, PATIENCE_S, SkippableClock, lasting_a
 from tests.runtime.conftest import QUICK, MakePair, node_threads, open_descriptors
 
 
+@pytest.mark.slow
 def test_every_cycle_gives_back_what_it_took() -> None:
     """Threads and descriptors, also of nodes that close in the middle of things."""
 
@@ -114,6 +115,7 @@ def patient_farewells(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_wire")
 @pytest.mark.parametrize("stage", [promised, computing, transferring])
 def test_prefill_closes_and_its_pages_are_free_at_once(

@@ -80,6 +80,7 @@ def serve() -> Any:
 Serve = Callable[[Worker, Worker, int], Any]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_wire")
 @pytest.mark.parametrize("padding", [0, 40], ids=["dense", "padded pages on decode"])
 def test_opaque_pages_arrive_byte_for_byte(serve: Serve, padding: int) -> None:

@@ -92,6 +92,7 @@ class WithPrefillChild:
         assert self.d.mismatches == self.d.wrong_aux == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("_any_wire", "restarts_first"),
     [("tcp", False), ("shared memory", True), ("shm", False)],
@@ -206,6 +207,7 @@ def left_there(child: NodeProcess) -> int:
     return sum(stats[name] for name in ("requests", "rooms", "locks", "pages_owned"))
 
 
+@pytest.mark.slow
 def test_prefill_leaves_in_the_middle_and_another_takes_its_place(
     start: Any, stack: ExitStack
 ) -> None:
@@ -226,6 +228,7 @@ def test_prefill_leaves_in_the_middle_and_another_takes_its_place(
     there.check_at_rest()
 
 
+@pytest.mark.slow
 def test_aborts_from_both_sides(start: Any, stack: ExitStack) -> None:
     there = WithPrefillChild(start, stack)
     rng = np.random.default_rng(7)
@@ -255,6 +258,7 @@ def test_aborts_from_both_sides(start: Any, stack: ExitStack) -> None:
     assert set(finished) <= asked_for(there.child.call("get", "sent"))
 
 
+@pytest.mark.slow
 def test_decode_is_killed(start: Any, stack: ExitStack) -> None:
     """Prefill's requests fail, its pages are free again, and it serves whoever comes next under the
     name; also where its death is not to be proved."""

@@ -100,6 +100,7 @@ def test_prefill_is_killed(
     assert there.node.stats()["peers_proved_dead"] == 1
 
 
+@pytest.mark.slow
 def test_a_prefill_that_stands_still_is_looked_at_and_never_fenced(
     start: Start, stack: ExitStack, clock: SkippableClock, verdicts: list[bool]
 ) -> None:
@@ -128,6 +129,7 @@ def ended_by_force(pid: int) -> Iterator[None]:
             os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_prefill_whose_fork_lives_is_not_fenced_before_that_has_ended(
     start: Start, stack: ExitStack, clock: SkippableClock, verdicts: list[bool]
 ) -> None:

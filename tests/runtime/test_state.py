@@ -59,6 +59,7 @@ def turns(pair: StatePair, rooms: int = 3) -> None:
     pair.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sliced", "staged"])
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (1, 2), (4, 2), (2, 4), (2, 2)], ids=str)
 def test_state_arrives_with_the_last_chunk_on_every_rank(sizes: tuple[int, int], mode: str) -> None:

@@ -156,6 +156,7 @@ def test_the_path_of_one_room(pair: Pair, prefix_pages: int) -> None:
     pair.until(lambda: not pair.decode.num_rooms and not pair.prefill.num_rooms)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefix_pages", [0, 3, 7])
 @pytest.mark.parametrize("early", [(5,), (11, 20), (5, 30), (30,)])
 def test_a_chunk_handed_over_before_the_promise_goes_out_when_it_comes(

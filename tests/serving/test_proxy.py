@@ -300,6 +300,7 @@ def test_a_client_that_leaves_in_the_middle_of_a_stream_ends_it_on_both() -> Non
     run(scene, [never], [stream])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", [500, 401, 403, 404, 429])
 def test_a_prefill_server_that_fails_is_replaced_before_the_first_token(status: int) -> None:
     async def scene(stage: Stage) -> None:

@@ -311,6 +311,7 @@ def proxy() -> Iterator[Serving]:
         yield made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("user", ["bomb", "long", "event"])
 def test_what_a_server_says_is_not_unpacked_and_not_held_without_bound(

@@ -88,6 +88,7 @@ def test_several_interfaces_can_be_named() -> None:
     assert LOOPBACK in decode
 
 
+@pytest.mark.slow
 def test_what_the_user_has_set_is_not_overridden() -> None:
     for interface in ("", "lo", "lo,another"):
         _, decode = listens(interface, UCX_NET_DEVICES=other_interface())

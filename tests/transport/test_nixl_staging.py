@@ -100,6 +100,7 @@ def test_neighbouring_blocks_reach_nixl_as_one_descriptor(
     assert np.array_equal(target.staging.blocks[dst], writer.staging.blocks[src])
 
 
+@pytest.mark.slow
 def test_both_pairs_of_lists_go_with_their_peer(nixl_driver: NixlDriver) -> None:
     assert num_lists() == 0
     writer, target = nixl_driver.pair(num_blocks=8)
@@ -122,6 +123,7 @@ def test_both_pairs_of_lists_go_with_their_peer(nixl_driver: NixlDriver) -> None
     until(lambda: num_lists() == 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staged", [True, False])
 def test_a_lost_peer_and_a_renewed_agent_have_staging_again(
     nixl_driver: NixlDriver, monkeypatch: pytest.MonkeyPatch, staged: bool

@@ -35,6 +35,7 @@ def ranks(driver: Driver, name: str, side: Side) -> list[Node]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("orders", "sizes", "attention"),
     [

@@ -103,6 +103,7 @@ def assert_clean(run):
     assert (pages["owned"], pages["held"], pages["quarantined"]) == (0, 0, 0)
 
 
+@pytest.mark.slow
 def test_cache_on_and_off(start, tmp_path):
     content, out = run_small(start, tmp_path)
     for kind in ("runs", "saturated"):
@@ -125,6 +126,7 @@ def test_cache_on_and_off(start, tmp_path):
     assert "pages mismatched" in out
 
 
+@pytest.mark.slow
 def test_a_trace_through_small_pools_with_mla(start, tmp_path):
     trace = tmp_path / "trace.jsonl"
     lines = [
@@ -152,6 +154,7 @@ def test_a_trace_through_small_pools_with_mla(start, tmp_path):
 LONG = ("--conversations", "5000")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["starting the workers", "verified, cache on"])
 def test_ctrl_c_ends_all_with_one_line(start, moment):
     process = start(*LONG)
@@ -191,6 +194,7 @@ def test_ctrl_c_waits_until_a_worker_has_been_started():
     assert (run.returncode, run.stderr) == (130, f"{PROGRAM}: interrupted\n")
 
 
+@pytest.mark.slow
 def test_a_killed_parent_takes_its_workers_along(start):
     process = start(*LONG)
     workers = wait_for(process, "verified, cache on")
@@ -199,6 +203,7 @@ def test_a_killed_parent_takes_its_workers_along(start):
     assert_gone(workers)
 
 
+@pytest.mark.slow
 def test_a_killed_worker_ends_the_demo(start):
     process = start(*LONG)
     workers = wait_for(process, "verified, cache on")

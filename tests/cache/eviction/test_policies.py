@@ -19,6 +19,7 @@ POOL_PAGES = 4096
 CAPACITY = 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("seed", range(3))
 def test_conversations_evict_as_the_model_does(policy, seed):

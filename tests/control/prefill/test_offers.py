@@ -197,6 +197,7 @@ EVENTS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 def test_in_every_order_the_engine_hears_of_one_end() -> None:
     for order in permutations(EVENTS):
         if order.index("late") > order.index("offer"):  # else it is as without it

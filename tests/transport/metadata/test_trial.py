@@ -157,6 +157,7 @@ def test_close_ends_the_child_also_amid_a_trial(tried: Tried) -> None:
     tried.submit()  # no-op
 
 
+@pytest.mark.slow
 def test_the_child_ends_with_its_parent_however_that_ends() -> None:
     program = (
         "import os, signal; from tests.transport.metadata.test_trial import Tried\n"

@@ -120,6 +120,7 @@ WRONG: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", WRONG)
 def test_without_the_token_nothing_is_handed_out_and_others_go_on(
     driver: ShmDriver, words: str

@@ -317,6 +317,7 @@ LIES: dict[str, tuple[Any, Any, Fds, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lie", LIES)
 def test_a_peer_that_lies_is_unreachable_and_harms_nothing(
     driver: ShmDriver, liar: Liar, lie: str
