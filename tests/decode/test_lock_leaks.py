@@ -1,5 +1,6 @@
 """The lock-leak machine, a short run; `fuzz/lock_leaks.py` is the long one."""
 
+import pytest
 from hypothesis import settings
 
 from tests.models.lock_machine import LockMachine

@@ -3,6 +3,8 @@
 import random
 from collections import Counter
 
+import pytest
+
 from tests.models.scheduler_machine import SchedulerSim, run
 
 RUNS = 14
