@@ -142,21 +142,19 @@ class SenderRooms:
         return self._rooms[key]
 
     def get(self, key: RoomKey) -> SenderRoom | None:
-        """Return the room of this room, if there is one."""
+        """Return the room of this key, if there is one."""
         return self._rooms.get(key)
 
     def new(self, key: RoomKey, now_s: float) -> SenderRoom:
         """Add a room that begins now, for a request, a promise or an offer."""
-        what = self._rank, self._page_size, self.next_job_id, self._timing
-        room = SenderRoom(key, *what, now_s)
+        room = SenderRoom(key, self._rank, self._page_size, self.next_job_id, self._timing, now_s)
         # Peers met later may know nothing of the room: see `Peers.heard_s`.
         room.met_before = self._peers.num_met
         self._rooms[key] = room
         return room
 
     def on(self, room: SenderRoom, event: sender.SenderEvent, now_s: float) -> None:
-        """Give an event to the room's room and carry out its actions; drop the room once it is
-        over."""
+        """Give an event to the room and carry out its actions; drop the room once it is over."""
         key = room.key
         open_before = not room.poll.ended
         for action in room.on(event, now_s):
