@@ -29,48 +29,6 @@ PER = re.compile(
 )
 CODE = re.compile(r"`[^`]*`")  # names in a text are as the code has them
 
-# Class names that stand for two things, until they are renamed. The list only shrinks: a new class
-# is named after what it belongs to.
-AMBIGUOUS = frozenset(
-    {
-        "Abort",
-        "Answer",
-        "Arrived",
-        "Body",
-        "Cache",
-        "Fail",
-        "Fence",
-        "Memory",
-        "News",
-        "Node",
-        "Offer",
-        "Offers",
-        "Part",
-        "Place",
-        "Say",
-        "SendAsk",
-        "Sends",
-        "Tick",
-        "Transfers",
-        "Words",
-        "WriteDrained",
-        "_Ended",
-        "_Fields",
-        "_Group",
-        "_Job",
-        "_Load",
-        "_Metrics",
-        "_Peer",
-        "_Piece",
-        "_Reader",
-        "_Room",
-        "_Row",
-        "_Run",
-        "_Send",
-        "_Side",
-    }
-)
-
 LEAST_COMMENTS = 6  # per 100 lines of code
 
 
@@ -145,9 +103,7 @@ def test_a_class_name_stands_for_one_thing() -> None:
             if isinstance(node, ast.ClassDef):
                 homes[node.name].append(str(path.relative_to(ROOT)))
     twice = {name: places for name, places in homes.items() if len(places) > 1}
-    new = {name: places for name, places in twice.items() if name not in AMBIGUOUS}
-    assert not new, f"rename these: {new}"
-    assert not AMBIGUOUS - twice.keys(), "these are unambiguous now; take them off the list"
+    assert not twice, f"rename these: {twice}"
 
 
 def test_there_are_comments_where_the_reader_stands() -> None:

@@ -45,7 +45,7 @@ def installed_version() -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class VllmFeature:
     """A feature (`feature`) that needs some names of vLLM.
 
     `consequence` describes what is missing without it; "": the server does not start.
@@ -61,42 +61,44 @@ class Row(NamedTuple):
     A name may be a method, a property, a field, or an attribute that a method stores in the object.
     """
 
-    part: Part
+    part: VllmFeature
     module: str
     owner: str
     names: tuple[str, ...]
     why: str
 
 
-CLASSES: Final = Part("prefixkv's connector")
-CONFIG: Final = Part("prefixkv's connector")
-SCHEDULER: Final = Part("prefixkv's connector in the scheduler")
-WORKER: Final = Part("prefixkv's connector in a worker")
-RANKS: Final = Part("prefixkv's connector with tensor parallel ranks")
-CPU_KERNELS: Final = Part("prefixkv's connector with kernels for CPUs")
-LORA: Final = Part("prefixkv's connector with LoRA adapters")
-IMAGES: Final = Part("prefixkv's connector with multimodal models")
-FENCING: Final = Part("prefixkv's worker extension")
-POLICY: Final = Part(
+CLASSES: Final = VllmFeature("prefixkv's connector")
+CONFIG: Final = VllmFeature("prefixkv's connector")
+SCHEDULER: Final = VllmFeature("prefixkv's connector in the scheduler")
+WORKER: Final = VllmFeature("prefixkv's connector in a worker")
+RANKS: Final = VllmFeature("prefixkv's connector with tensor parallel ranks")
+CPU_KERNELS: Final = VllmFeature("prefixkv's connector with kernels for CPUs")
+LORA: Final = VllmFeature("prefixkv's connector with LoRA adapters")
+IMAGES: Final = VllmFeature("prefixkv's connector with multimodal models")
+FENCING: Final = VllmFeature("prefixkv's worker extension")
+POLICY: Final = VllmFeature(
     "the eviction policy", "`policy` is not used, and vLLM evicts in its own order"
 )
-ENDING: Final = Part(
+ENDING: Final = VllmFeature(
     "ending requests uncomputed",
     "prefill computes the prompts of requests that decode has refused or left",
 )
-RESTING: Final = Part(
+RESTING: Final = VllmFeature(
     "resting while nothing can run", "a server that only waits for another one uses its cores"
 )
-WEIGHTS: Final = Part(
+WEIGHTS: Final = VllmFeature(
     "following vLLM's weight version",
     "a weight version that vLLM is told is not the connector's: tell its workers, by "
     "`prefixkv_move_weights` of prefixkv's worker extension",
 )
-USAGE: Final = Part(
+USAGE: Final = VllmFeature(
     "counting cached tokens", "`usage` says of tokens that were loaded that they were cached"
 )
-METRICS: Final = Part("counting for its metrics", "log and /metrics have none of vllm:prefixkv_*")
-ADDRESS: Final = Part(
+METRICS: Final = VllmFeature(
+    "counting for its metrics", "log and /metrics have none of vllm:prefixkv_*"
+)
+ADDRESS: Final = VllmFeature(
     "finding this host's address",
     "rooms that prefill draws itself are refused until kv_connector_extra_config has `advertise`",
 )
@@ -107,7 +109,7 @@ _STEP: Final = "vllm.v1.core.sched.output"
 _SPECS: Final = "vllm.v1.kv_cache_interface"
 
 
-def _row(part: Part, module: str, owner: str, names: str, why: str) -> Row:
+def _row(part: VllmFeature, module: str, owner: str, names: str, why: str) -> Row:
     """Return a row; `names` are separated by spaces."""
     return Row(part, module, owner, tuple(names.split()), why)
 
@@ -220,7 +222,7 @@ TABLE: Final = (
 )  # fmt: skip
 
 
-def require(part: Part) -> SimpleNamespace:
+def require(part: VllmFeature) -> SimpleNamespace:
     """Return the classes and functions of a part, as attributes of one object.
 
     Raises ConfigError, with vLLM's version, where one is missing.
@@ -235,7 +237,7 @@ def require(part: Part) -> SimpleNamespace:
 
 
 @cache
-def available(part: Part) -> bool:
+def available(part: VllmFeature) -> bool:
     """Return whether vLLM has all of a part. Logs once what is lost if not."""
     _, missing = _look_up(part)
     if missing:
@@ -260,7 +262,7 @@ def _listed(missing: list[tuple[Row, list[str]]]) -> str:
 
 
 @cache
-def _look_up(part: Part) -> tuple[SimpleNamespace, list[tuple[Row, list[str]]]]:
+def _look_up(part: VllmFeature) -> tuple[SimpleNamespace, list[tuple[Row, list[str]]]]:
     """Return the names of a part that vLLM has, and the rows with those that are missing.
 
     Raises ModuleNotFoundError without vLLM.

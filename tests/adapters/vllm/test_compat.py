@@ -66,7 +66,7 @@ def test_a_name_may_be_stored_by_a_method_of_a_base() -> None:
 
 
 def test_parts_and_rows() -> None:
-    parts = {key for key, one in vars(compat).items() if isinstance(one, compat.Part)}
+    parts = {key for key, one in vars(compat).items() if isinstance(one, compat.VllmFeature)}
     assert {row.part for row in compat.TABLE} == {getattr(compat, name) for name in parts}
     keys = [(row.part, row.module, row.owner, name) for row in compat.TABLE for name in row.names]
     assert len(keys) == len(set(keys))

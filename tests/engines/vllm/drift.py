@@ -145,7 +145,7 @@ def _take_out(row: compat.Row, name: str) -> None:
                 plain.__code__ = plain.__code__.replace(co_names=tuple(names))
 
 
-def _use(part: compat.Part, made: Made, request: Any) -> dict[str, Any]:
+def _use(part: compat.VllmFeature, made: Made, request: Any) -> dict[str, Any]:
     """Makes what needs the part, with and without its option."""
     from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
