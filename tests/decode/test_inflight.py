@@ -108,7 +108,7 @@ def test_a_partial_last_page_cannot_be_joined() -> None:
     a = air.start("aab")
     assert a.end_pages == 1
     assert air.find("aabb") == (a, 1)
-    assert air.start("a").place is None
+    assert air.start("a").start_key is None
     assert air.start("aabb").start_pages == 1
 
 
@@ -190,7 +190,7 @@ def test_a_long_chain_needs_no_deep_stack() -> None:
     [
         ("joined", None, "a flight that waits, and the one it waits for"),
         ("number", 0, "numbers count up"),
-        ("place", None, "begins where it is found"),
+        ("start_key", None, "begins where it is found"),
         ("start_pages", 3, "what is joined is brought"),
     ],
 )
@@ -226,7 +226,7 @@ class Model(RuleBasedStateMachine):
         """The best of all ways to go on from flight to flight."""
         best: tuple[Flight | None, int] = (None, start)
         for flight in self.live:
-            if flight.place is None or flight.start_pages != start:
+            if flight.start_key is None or flight.start_pages != start:
                 continue
             for end in range(start + 1, min(flight.end_pages, len(key) // PAGE_SIZE) + 1):
                 if self._prefix(key, end) == self._prefix(flight.key, end):
@@ -257,7 +257,7 @@ class Model(RuleBasedStateMachine):
         waiters = [other for other in self.live if other.joined is flight]
         assert self.air.flights.commit(flight) == waiters
         self.live.remove(flight)
-        if flight.place is not None:
+        if flight.start_key is not None:
             self.tree |= {self._prefix(flight.key, end) for end in range(1, flight.end_pages + 1)}
         for waiter in waiters:
             waiter.pages.num_locked, waiter.pages.num_joined = waiter.start_pages, 0
@@ -313,7 +313,7 @@ class Model(RuleBasedStateMachine):
         self.live = [flight for flight in self.live if flight not in gone]
         self.tree.clear()
         for flight in self.live:
-            assert flight.place is None
+            assert flight.start_key is None
 
     @invariant()
     def laws(self) -> None:
