@@ -43,6 +43,11 @@ def own(module: str) -> Any:
 # --- calls of one thread --------------------------------------------------------------------------
 
 
+def pages_of(worker: Any) -> Any:
+    """Return the worker's page manager, which was called `books` once."""
+    return worker.pages if hasattr(worker, "pages") else worker.books
+
+
 def life(order: Order) -> Seconds:
     """Measure a request's calls on decode: arrival, admission, commit, end."""
     return warm_and_cold(order, lambda bench: bench.life(), "")
@@ -66,7 +71,7 @@ def append_many(order: Order) -> Seconds:
         reqs = worker.run([worker.request(prompt, 2 * steps) for prompt in prompts])
         with yardsticks.no_collector():
             for _ in range(steps):
-                free, now_s = worker.books.allocator.free_pages, worker.now_s
+                free, now_s = pages_of(worker).allocator.free_pages, worker.now_s
                 crosses = len(reqs[0].tokens) % sched.PAGE_SIZE == 0
                 kind = inside if not crosses else cross if free >= sched.BATCH else evicting
                 kind.take(worker.scheduler.append_many, reqs, [7] * sched.BATCH, now_s)
@@ -84,7 +89,7 @@ def match(order: Order) -> Seconds:
         times = sched.Samples()
         with yardsticks.no_collector(), caches(cold):
             for number in range(MATCHES):
-                hit = times.take(worker.books.match, prompts[number % len(prompts)])
+                hit = times.take(pages_of(worker).match, prompts[number % len(prompts)])
                 assert hit.prefix_len == sched.CACHED_TOKENS
         found[name] = seconds_of(times)
     return found
@@ -99,10 +104,10 @@ def evict(order: Order) -> Seconds:
         times = sched.Samples()
         with yardsticks.no_collector(), caches(cold):
             for _ in range(order.calls):
-                pages = times.take(worker.books.cache.evict, EVICTED_PAGES)
+                pages = times.take(pages_of(worker).cache.evict, EVICTED_PAGES)
                 assert len(pages) == EVICTED_PAGES
-                worker.books.allocator.uncache(pages)
-                worker.books.allocator.free(pages)
+                pages_of(worker).allocator.uncache(pages)
+                pages_of(worker).allocator.free(pages)
         found[name] = seconds_of(times)
     return found
 

@@ -43,7 +43,7 @@ class Mutant(NamedTuple):
     law: str
     what: str
     functions: tuple[str, ...]
-    old: str
+    old: str | tuple[str, ...]  # text of the function; several: as trees of other commits have it
     new: str
     tests: tuple[str, ...]
 
@@ -103,7 +103,8 @@ MUTANTS = (
         ("decode/test_prealloc_queue.py::test_what_is_admitted_fits_as_the_match_said",),
     ),
     Mutant(
-        "5", "a chunk that was posted is posted again", ("SenderMachine._chunk",),
+        "5", "a chunk that was posted is posted again",
+        ("SenderMachine._on_chunk", "SenderMachine._chunk"),
         " or start != self._units_written", "",
         (
             "protocol/test_kept_chunks.py::"
@@ -117,7 +118,11 @@ MUTANTS = (
     ),
     Mutant(
         "6", "a flight of another prompt is joined", ("InFlight._common_pages",),
-        "if not data.startswith(memoryview(theirs)[: (start + 1) * page_bytes]):", "if False:",
+        (
+            "if not data.startswith(memoryview(flight_data)[: (start + 1) * page_bytes]):",
+            "if not data.startswith(memoryview(theirs)[: (start + 1) * page_bytes]):",
+        ),
+        "if False:",
         (
             "decode/test_inflight.py::"
             "test_the_whole_prefix_has_to_be_equal_not_the_page_where_it_begins_alone",
@@ -125,7 +130,7 @@ MUTANTS = (
     ),
     Mutant(
         "7", "decode succeeds with one rank's outcome", ("ReceiverMachine._maybe_success",),
-        "not self._all_said", "not self._outcomes",
+        ("not self._all_reported", "not self._all_said"), "not self._outcomes",
         (
             "protocol/test_receiver_machine.py::"
             "test_success_waits_for_every_rank_and_aux_is_the_first_ranks",
@@ -178,7 +183,7 @@ MUTANTS = (
     ),
     Mutant(
         "order", "pages that come back wake no request", ("DecodePreallocQueue._version",),
-        "return books + budget", "return budget",
+        ("return pages + budget", "return books + budget"), "return budget",
         (
             "decode/test_prealloc_queue.py::"
             "test_whatever_makes_room_lets_the_head_be_looked_at_again",
@@ -236,9 +241,11 @@ def mutated(tree: pathlib.Path, mutant: Mutant) -> tuple[pathlib.Path, str]:
     path, first, last = find_function(tree, mutant.functions)
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     source = "".join(lines[first - 1 : last])
-    if source.count(mutant.old) != 1:
-        raise LookupError(f"{mutant.functions[0]} has {source.count(mutant.old)} {mutant.old!r}")
-    source = source.replace(mutant.old, mutant.new)
+    olds = (mutant.old,) if isinstance(mutant.old, str) else mutant.old
+    found = [old for old in olds if source.count(old) == 1]
+    if len(found) != 1:
+        raise LookupError(f"{mutant.functions[0]} has not one of {olds!r} once")
+    source = source.replace(found[0], mutant.new)
     return path, "".join([*lines[: first - 1], source, *lines[last:]])
 
 

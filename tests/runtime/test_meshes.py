@@ -94,7 +94,7 @@ def test_auto_takes_shm_on_every_rank_staged_or_not(num_bytes: int) -> None:
         serve(pair)
         assert (pair.prefill.stats()["staging_pieces_written"] > 0) == bool(num_bytes)
         ways = {
-            peer.way
+            peer.backend
             for node in pair.prefill.nodes
             for peer in node.transfers.thread.transport._peers.values()
         }
