@@ -34,7 +34,7 @@ class FlatPool:
     """
 
     def __init__(self, pool: KVPool) -> None:
-        """Make the flat views of a pool, by page and by token, without copies.
+        """Make the HF engine's flat views of a pool, by page and by token, without copies.
 
         Raises ConfigError where a page of K is not one run of memory, token by token, or K and V
         are not in one tensor: `KVPool.create` makes suitable pools.
@@ -71,7 +71,7 @@ class FlatPool:
         self._buffer = self.pages[0].new_empty(0)
 
     def rows(self, pages: Pages) -> torch.Tensor:
-        """Return the pages' row numbers in the flat pool: of K, then of V.
+        """Return the pages' row numbers in HF attention's flat pool: of K, then of V.
 
         Int64 [2, *pages.shape], on the CPU.
         """
@@ -79,7 +79,7 @@ class FlatPool:
         return torch.from_numpy(np.stack([first + self.k_row, first + self.v_row]))
 
     def scratch(self, num_rows: int) -> torch.Tensor:
-        """Return memory for gathered rows of pages: [num_rows, page_size * heads * dim].
+        """Return memory for rows that attention gathers: [num_rows, page_size * heads * dim].
 
         Each call returns the same memory, until a call asks for more.
         """
@@ -200,7 +200,7 @@ class Plan:
             self._steps.append(_Step(page_rows, copies, k, v))
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Write the new tokens' KV of one layer into their pages, before they attend.
+        """Write the new tokens' KV of one layer into the pages, before HF attention reads them.
 
         key, value: [1, heads, N, dim].
         """

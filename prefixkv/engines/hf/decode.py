@@ -143,7 +143,7 @@ class DecodeEngine:
         return bool(names)
 
     def take_prefill_jobs(self) -> list[PrefillJob]:
-        """Return the jobs that decode has for prefill workers since the last call.
+        """Return the HF engine's jobs for prefill workers since the last call.
 
         The caller brings each to the `PrefillEngine` at `job.prefill`.
         """
@@ -167,7 +167,7 @@ class DecodeEngine:
                 on_output(output)
 
     def _step(self, outputs: list[tuple[OnOutput, Output]]) -> bool:
-        """Do the work of decode's `step`, and collect its outputs instead of reporting them."""
+        """Do the work of the HF decode engine's `step`, and collect the outputs."""
         # 1. Take in what the node has: admissions, retries, arrivals, failures.
         node = self.node
         node.pop_preallocated()
@@ -191,7 +191,7 @@ class DecodeEngine:
         return True
 
     def _begin(self, req: DecodeRequest) -> None:
-        """Start to decode a request that has all its KV here but the newest token's."""
+        """Start to decode an HF request that has all its KV here but the newest token's."""
         # A resumed one continues from its newest token, which decode knows already.
         if not req.resumed:
             try:
@@ -207,7 +207,7 @@ class DecodeEngine:
         self._running.append(req)
 
     def _forward(self, reqs: list[DecodeRequest]) -> list[tuple[DecodeRequest, int]]:
-        """Run decode's model once: write each newest token's KV, and sample the next one."""
+        """Run the HF model once: write each newest token's KV, and sample the next one."""
         starts = [req.kv_len for req in reqs]
         logits = self.model.forward(
             self._flat,
@@ -221,7 +221,7 @@ class DecodeEngine:
         return list(zip(reqs, choose(logits, choices), strict=True))
 
     def _append(self, outputs: list[tuple[OnOutput, Output]]) -> bool:
-        """Append the tokens that the model sampled on the node, and report them to the clients.
+        """Append the tokens that the HF model sampled on the node, and report them to clients.
 
         Requests are retracted until the others fit. Returns False, and keeps the tokens, if pages
         are missing that will come back by themselves.
@@ -249,7 +249,7 @@ class DecodeEngine:
         return True
 
     def _retract(self, rid: str) -> None:
-        """Take a running answer's pages back for others, once the device has finished with them."""
+        """Retract a running HF request: its pages are free once the device is done with them."""
         self.node.retract(rid, self.model.event())
         self._counters["retractions"] += 1
         self._running = [req for req in self._running if req.rid != rid]
@@ -258,7 +258,7 @@ class DecodeEngine:
     def _report_token(
         self, req: DecodeRequest, token: int, outputs: list[tuple[OnOutput, Output]]
     ) -> None:
-        """Report a decoded token to its client, and finish the answer if this token ends it."""
+        """Report a token that HF decoded to its client; finish the answer if the token ends it."""
         # In this order: a stop token, which is not shown; a stop string; the length.
         answer = self._answers[req.rid]
         finish: Finish | None = None
@@ -307,7 +307,7 @@ class DecodeEngine:
     # --- ends -------------------------------------------------------------------------------------
 
     def _failed(self, req: DecodeRequest, outputs: list[tuple[OnOutput, Output]]) -> None:
-        """Report the end of an answer that failed on decode, or that its client aborted."""
+        """Report the end of an HF answer that failed on decode, or that its client aborted."""
         if req in self._running:
             self._running.remove(req)
         answer = self._answers.get(req.rid)
@@ -325,7 +325,7 @@ class DecodeEngine:
         self, outputs: list[tuple[OnOutput, Output]], answer: _Answer, position: int,
         token: int | None, finish: Finish | None, error: Exception | None = None, text: str = "",
     ) -> None:  # fmt: skip
-        """Collect an output of an answer, which decode's `step` reports at its end."""
+        """Collect an output of an HF answer, which decode's `step` reports at its end."""
         rid, hit_tokens = answer.ask.rid, answer.req.hit_tokens
         output = Output(
             rid, answer.sample, position, token, finish, error, hit_tokens, text,
@@ -334,7 +334,7 @@ class DecodeEngine:
         outputs.append((answer.on_output, output))
 
     def _forget(self, name: str, answer: _Answer) -> None:
-        """Forget an answer on decode; with its last one the client's id is free again."""
+        """Forget an HF answer on decode; with its last one the client's id is free again."""
         del self._answers[name]
         names = self._samples[answer.ask.rid]
         names.remove(name)
@@ -358,7 +358,7 @@ class DecodeEngine:
     def _check_tokens(
         self, ask: Generate, prompt: np.ndarray[tuple[int], np.dtype[np.int32]]
     ) -> None:
-        """Raise RequestError for a prompt that decode's model cannot take.
+        """Raise RequestError for a prompt that the HF decode engine's model cannot take.
 
         It has tokens outside the vocabulary, or is longer, with its answer, than the context.
         """

@@ -37,7 +37,7 @@ def identity_of(model: Any) -> ModelConfig:
 
 
 def with_model(config: _Config, identity: ModelConfig, name: str) -> _Config:
-    """Return a node's config with the identity of a model.
+    """Return a node's config with the identity of an HF model.
 
     Its cache events get the model's name as topic, by which routers subscribe, unless a topic is
     set.
@@ -80,7 +80,7 @@ def weights_digest(model: Any) -> str:
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """Yield the bytes of a weight tensor in row-major order, in pieces to hash."""
+    """Yield the bytes of one of a model's weights in row-major order, in pieces to hash."""
     raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     view = memoryview(raw)  # type: ignore[arg-type]  # numpy's stub says no Buffer
     for start in range(0, len(view), PIECE_BYTES):
@@ -88,7 +88,7 @@ def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
 
 
 def _hash_piece(piece: memoryview) -> bytes:
-    """Return the digest of one piece of a weight tensor.
+    """Return the digest of one piece of a model's weights.
 
     Hashing releases the GIL, so threads run in parallel.
     """

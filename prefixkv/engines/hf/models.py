@@ -85,12 +85,12 @@ class PagedModel:
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
-        """Token ids that end a text of this model, from its own settings."""
+        """Token ids that end a text of this HF model, from its own settings."""
         ends = getattr(self.model.generation_config, "eos_token_id", None)
         return () if ends is None else tuple(ends) if isinstance(ends, list | tuple) else (ends,)
 
     def make_pool(self, num_pages: int, page_size: int = 16, order: str = "layer_major") -> KVPool:
-        """Create a KV pool that fits this model, on its device. Raises as `KVPool.create`."""
+        """Create a KV pool that fits this HF model, on its device. Raises as `KVPool.create`."""
         device = self.device
         where = device.type if device.index is None else f"{device.type}:{device.index}"
         return KVPool.create(
@@ -131,7 +131,7 @@ class PagedModel:
         return logits[0]
 
     def event(self) -> torch.cuda.Event | None:
-        """Return a CUDA event after all work of the model so far, for `ready=` and `after=`.
+        """Return a CUDA event after all work of the HF model so far, for `ready=` and `after=`.
 
         None on the CPU, where all work is done.
         """
@@ -155,7 +155,7 @@ def make_model(
     trial: bool = True,
     **sizes: Any,
 ) -> PagedModel:
-    """Make a paged model with random weights.
+    """Make a paged HF model with random weights.
 
     Equal for equal seed and sizes (and version of torch).
 
@@ -197,7 +197,7 @@ def load_model(
     context: int | None = None,
     trial: bool = True,
 ) -> PagedModel:
-    """Load a paged model from a folder that holds its config and its weights as safetensors.
+    """Load a paged HF model from a folder that holds its config and its weights as safetensors.
 
     Its identity covers its config and every number of its weights, and costs one reading of all
     weights: 0.7 GB/s per core.

@@ -119,7 +119,7 @@ class PrefillEngine:
         return True
 
     def _compute(self) -> None:
-        """Run prefill's model once over the oldest prompts; send a chunk of each to decode."""
+        """Run the HF model once over the oldest prompts; send a chunk of each to decode."""
         # 1. The oldest prompts first, each as far as the budget goes. `parts` has the end of each.
         parts: list[tuple[_Computing, int]] = []
         left = self.chunk_tokens

@@ -89,7 +89,7 @@ class PrefillJob:
     is_known: bool = False
 
     def request(self) -> Request:
-        """Return the `Request` that a prefill job is for `PrefillNode.add`.
+        """Return the `Request` that an HF engine's prefill job is for `PrefillNode.add`.
 
         Raises as `Request` does.
         """
@@ -100,12 +100,12 @@ class PrefillJob:
 
 
 def pack_first(token: int, hit_tokens: int) -> bytes:
-    """Pack a prefill job's first token and number of cached prompt tokens as a room's `aux`."""
+    """Pack an HF job's first token and number of cached prompt tokens as a room's `aux`."""
     return _FIRST.pack(token, hit_tokens)
 
 
 def unpack_first(aux: bytes, vocab_size: int, prompt_len: int) -> tuple[int, int]:
-    """Unpack the first token and the hit tokens that prefill packed into `aux`.
+    """Unpack the first token and the hit tokens that an HF prefill job packed into `aux`.
 
     Raises ValueError for numbers out of range.
     """

@@ -95,7 +95,7 @@ def draw(seed: int, sample: int, position: int) -> float:
 
 
 def choose(logits: torch.Tensor, choices: Sequence[Choice]) -> list[int]:
-    """Choose one token per row of logits: the greedy one, or a sampled one.
+    """Choose one token per row of the model's logits: the greedy one, or a sampled one.
 
     Args:
         logits: [len(choices), vocabulary], any float type and device.

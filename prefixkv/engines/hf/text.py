@@ -14,7 +14,7 @@ _MOST_PARTIAL: Final = 8  # tokens; a character has 4 bytes
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """Load the tokenizer that turns answers into text, from a model's folder.
+    """Load the tokenizer that turns an HF model's answers into text, from its folder.
 
     Raises ConfigError if it is missing or unreadable.
     """
@@ -47,7 +47,7 @@ class AnswerText:
         self._kept = ""  # text that may be the beginning of a stop string
 
     def add(self, token: int) -> tuple[str, bool]:
-        """Add a token to the answer's text.
+        """Add a token to the text of an HF answer.
 
         Returns the text that is certain now, and True if a stop string ended it.
 
@@ -74,20 +74,20 @@ class AnswerText:
         return text[: len(text) - kept], False
 
     def end(self) -> str:
-        """Return the answer's text that was kept back, when it ends without a stop string."""
+        """Return the text of an HF answer that was kept back, at an end without a stop string."""
         kept, self._kept = self._kept + self._new(), ""
         self._shown = len(self._tokens)
         return kept
 
     def _new(self) -> str:
-        """Return the text of the answer's tokens that are not released, after those before."""
+        """Return the text of an HF answer's tokens that are not released, after those before."""
         before = self._tokenizer.decode(self._tokens[: self._shown])
         whole: str = self._tokenizer.decode(self._tokens)
         return whole[len(before) :]
 
 
 def _begun(text: str, stop: str) -> int:
-    """Return how many characters at the end of an answer's text begin the stop string `stop`."""
+    """Return how many characters at the end of an HF answer's text begin `stop`."""
     for num in range(min(len(stop) - 1, len(text)), 0, -1):
         if text.endswith(stop[:num]):
             return num

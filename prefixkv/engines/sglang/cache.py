@@ -144,7 +144,7 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         return self._slots.slots(_NO_PAGES if node.result is None else node.result.pages)
 
     def dfs_weight_order(self, node_handles: Sequence[Handle]) -> list[int]:
-        """Return the indices of cache handles in depth-first order. See `waiting.weight_order`."""
+        """Return the indices of SGLang's cache handles, depth first. See `waiting.weight_order`."""
         return weight_order([self._place(handle) for handle in node_handles])
 
     def root_node_handle(self, extra_key: str | None = None) -> Handle:
@@ -354,7 +354,7 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
     # --- shared -----------------------------------------------------------------------------------
 
     def key_of_waiting(self, req: Any) -> RadixKey:
-        """Return the tree cache's key of a waiting request: its packed prompt."""
+        """Return the key in SGLang's tree cache of a waiting request: its packed prompt."""
         return self._key_of(req).cover(req.origin_input_ids, len(req.origin_input_ids))
 
     def _lock(self, node: Handle) -> PrefixLock | None:
@@ -367,7 +367,7 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         return self.tree.lock(node.result, self._clock.now_s, visit=visit)
 
     def _pages_of(self, row: int, start: int, end: int) -> Pages:
-        """Return pages `start` to `end` of a row, from the cache's mirror or the device."""
+        """Return pages `start` to `end` of SGLang's row, from the cache's mirror or the device."""
         if start == end:
             return _NO_PAGES
         if self.mirror is not None:
@@ -379,11 +379,11 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         return self._slots.pages_of_row(table, row, start * size, end * size)
 
     def _place(self, handle: Handle) -> TreeNode | None:
-        """Return the tree node at which a cache handle ends now, after splits; None: the root."""
+        """Return the node at which SGLang's cache handle ends now, after splits; None: the root."""
         return None if handle.result is None else self.tree.locate(handle.result)[0]
 
     def _key_of(self, req: Any) -> RequestKey:
-        """Return the cache's key that grows with a request, which is kept on the request."""
+        """Return the key in SGLang's tree cache that grows with a request, and is kept on it."""
         own: RequestKey | None = getattr(req, "prefixkv_key", None)
         namespace = namespace_of(req.extra_key, req.cache_salt)
         if own is None or own.namespace != namespace:

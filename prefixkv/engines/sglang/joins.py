@@ -57,7 +57,7 @@ class Joins:
         self.num_joined = 0
 
     def begin(self, requests: Iterable[Any]) -> None:
-        """Record that these admitted requests bring their missing pages, for others to join."""
+        """Record that these requests of SGLang's bring their missing pages, for others to join."""
         for request in requests:
             found = self._missing_pages(request)
             if found is not None:

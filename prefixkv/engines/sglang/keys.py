@@ -89,7 +89,7 @@ class Packer:
         return words.tobytes()
 
     def _few(self, ids: Any) -> bytes:
-        """Pack few tokens as words of a key, such as those since the last look at a request."""
+        """Pack few of SGLang's tokens as words of a key, such as those since the last look."""
         for token in ids:
             if not 0 <= token < TOKEN_LIMIT:
                 raise TokenError(f"token {token} is not in [0, {TOKEN_LIMIT})")
@@ -108,7 +108,7 @@ class Packer:
 
 
 def ids_of(token_ids: Any) -> npt.NDArray[Any]:
-    """Return the token ids to pack into a key as an integer array.
+    """Return SGLang's token ids, to be packed into a key, as an integer array.
 
     An `array('q')` of SGLang's is not copied.
 
@@ -138,7 +138,7 @@ class RequestKey:
         self._num_tokens = 0
 
     def cover(self, token_ids: Any, num_tokens: int) -> RadixKey:
-        """Return the key of a request's first tokens; do not change it.
+        """Return the key of an SGLang request's first tokens; do not change it.
 
         O(tokens not packed before).
 

@@ -145,7 +145,7 @@ class RowMirror:
         return np.array(row.pages[start - row.first : end - row.first], np.int32)
 
     def check_invariants(self) -> None:
-        """Raise InternalError for a law of the row mirror that does not hold:
+        """Raise InternalError for a law of the mirror of SGLang's rows that does not hold:
 
         - pages that are here and pages that are being copied make up all known pages of a row;
         - each copy has one slot per page of its parts.

@@ -89,7 +89,7 @@ def build(context: Any) -> Any:
 
 
 def policy_name(chosen: str | None, sglang_policy: str) -> str:
-    """Return the eviction policy that the plug-in uses.
+    """Return the eviction policy that the SGLang plug-in uses.
 
     It is the chosen one, else SGLang's unless that is its default, `lru`.
 
@@ -181,7 +181,7 @@ def _add_transfer_backend(sgl: Any) -> None:
 def _with_time(
     original: Any, receiver: Any, recv_reqs: list[Any] | None, *rest: Any, **named: Any
 ) -> list[Any]:
-    """Add the ranks' time to rank 0's broadcast of requests, in a hook, and remove it on each rank.
+    """Add the ranks' time to SGLang's broadcast of requests, in a hook, and remove it on each rank.
 
     See `clock.py`. Only the rank that receives requests has a list here; the others have None.
     """
@@ -509,7 +509,7 @@ def _request(item: Any) -> Any:
 
 
 def _admission() -> str:
-    """Return the plug-in's setting PREFIXKV_ADMISSION. Raises ConfigError for an unknown value."""
+    """Return the SGLang plug-in's PREFIXKV_ADMISSION. Raises ConfigError for an unknown value."""
     name = os.environ.get("PREFIXKV_ADMISSION", "hit_aware")
     if name not in ("fifo", "hit_aware"):
         raise ConfigError(f"PREFIXKV_ADMISSION is {name!r}, not one of fifo, hit_aware")
@@ -517,7 +517,7 @@ def _admission() -> str:
 
 
 def _number(name: str, default: float) -> float:
-    """Return a numeric setting of the plug-in from the environment.
+    """Return a numeric setting of the SGLang plug-in from the environment.
 
     Raises ConfigError for other text.
     """

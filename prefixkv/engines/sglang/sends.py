@@ -283,7 +283,7 @@ class RoomSends:
             self._over(send)
 
     def _over(self, send: RoomSend) -> None:
-        """Forget a sent room, and answer what came meanwhile.
+        """Forget a room that SGLang's prefill sent, and answer what came meanwhile.
 
         Its number may then be used again.
         """

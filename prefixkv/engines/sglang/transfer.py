@@ -399,7 +399,7 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
                     del self.connection_pool[key]
 
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
-        """Return whether nothing writes the room's pages any more.
+        """Return to SGLang's manager whether nothing writes the room's pages any more.
 
         SGLang asks its manager before it frees them.
         """
@@ -699,7 +699,7 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
         self.kv_mgr.release_room(self)
 
     def _send_abort_notification(self, *, force_arm: bool = False) -> None:
-        """End the receiver's room, or withdraw it where nothing was promised.
+        """End the SGLang receiver's room, or withdraw it where nothing was promised.
 
         SGLang calls this once.
         """

@@ -57,7 +57,7 @@ class TransferOptions:
 
     @classmethod
     def of(cls, text: str) -> TransferOptions:
-        """Build the transfer backend's options from JSON.
+        """Build the options of SGLang's transfer backend from JSON.
 
         Raises ConfigError, which names the setting, for one that is unknown or out of range.
 

@@ -28,7 +28,7 @@ class WaitingPrefixes:
         self._wants: dict[int, tuple[Any, int]] = {}
 
     def follow(self, requests: Iterable[Any]) -> None:
-        """Replace the waiting requests whose prefixes the tree has hints about.
+        """Replace the requests waiting in SGLang's queue, whose prefixes the tree has hints about.
 
         O(requests), and O(prompt) per one that came or left.
         """
@@ -56,16 +56,16 @@ class Depths:
 
     @property
     def version(self) -> int:
-        """The tree's version: while it is unchanged, so are the depths of all waiting prompts."""
+        """The tree's version: while it is unchanged, so are SGLang's depths of waiting prompts."""
         return self._tree.version
 
     @property
     def page_size(self) -> int:
-        """Number of key words per page of the waiting prompts."""
+        """Number of key words per page of the prompts waiting in SGLang's queue."""
         return self._tree.page_size
 
     def of(self, request: Any) -> tuple[RadixKey, int]:
-        """Return a waiting request's packed prompt, and how many of its pages are cached.
+        """Return a waiting SGLang request's packed prompt, and how many of its pages are cached.
 
         The prompt is not to be changed or kept.
         """
@@ -114,7 +114,7 @@ class NewPagesFirst:
 
 
 def weight_order(ends: Sequence[TreeNode | None]) -> list[int]:
-    """Return the indices of waiting requests in the order in which they share prefixes best.
+    """Return the indices of waiting SGLang requests in the order that shares prefixes best.
 
     Depth first through the tree, at each node the branch with most requests first. O(requests *
     nodes on their paths).

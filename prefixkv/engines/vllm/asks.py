@@ -83,7 +83,7 @@ def ask_of(params: Any, is_producer: bool, is_consumer: bool) -> Ask | None:
 
 
 def _room(room: Any) -> int:
-    """Return the room's number that a request asks for, in [0, 2**64).
+    """Return the room's number that a vLLM request asks for, in [0, 2**64).
 
     Raises RequestError for anything else.
     """
@@ -91,7 +91,7 @@ def _room(room: Any) -> int:
 
 
 def _name(key: str, where: Any) -> str:
-    """Return the other server's name or address that a request asks for.
+    """Return the other server's name or address that a vLLM request asks for.
 
     Raises RequestError for an unfit value.
     """
@@ -104,7 +104,7 @@ def _name(key: str, where: Any) -> str:
 
 
 def _nonce(nonce: Any) -> str:
-    """Return the nonce of the room that a request asks for, "" for None.
+    """Return the nonce of the room that a vLLM request asks for, "" for None.
 
     Raises RequestError for an unfit value.
     """

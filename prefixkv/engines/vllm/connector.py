@@ -247,7 +247,7 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
             self.worker.after_forward(orders, compat.event_on(self._kv_caches))
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Return the loads that are over from the connector.
+        """Return the loads that are over from vLLM's connector.
 
         vLLM waits until every rank has reported one.
         """
@@ -262,7 +262,7 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
     # --- in both, and in the API server -----------------------------------------------------------
 
     def get_kv_connector_stats(self) -> PrefixKVStats | None:
-        """Return the counts of this process's connector since the last call.
+        """Return the counts of this process's vLLM connector since the last call.
 
         None if nothing changed.
         """

@@ -195,7 +195,7 @@ class ScheduledSends:
                 return room
 
     def _params_of(self, parent: str) -> dict[str, Any] | None:
-        """Return the parameters of the room that another choice has drawn to be sent, or None.
+        """Return the parameters of the room that another choice drew to be sent by vLLM, or None.
 
         It is a choice of `parent`.
         """

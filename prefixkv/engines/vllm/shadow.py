@@ -83,7 +83,7 @@ class Shadow:
     def _insert(
         self, tokens: Sequence[int], blocks: Sequence[int], namespace: Hashable, *, visit: bool
     ) -> InsertResult:
-        """Enter blocks into the shadow's tree under fresh place numbers.
+        """Enter blocks into the tree of vLLM's shadow under fresh place numbers.
 
         Pages that the tree has keep their places.
         """
@@ -143,7 +143,7 @@ class Shadow:
         self._place_of.clear()
 
     def check_invariants(self) -> None:
-        """Raise InternalError if the shadow's places and blocks or its tree disagree. For tests."""
+        """Raise InternalError if the vLLM shadow's places, blocks and tree disagree. For tests."""
         inverse = {block: place for place, block in self._block_at.items()}
         check_laws({"a block has one place": inverse == self._place_of}, self._place_of)
         self._tree.check_invariants()
