@@ -253,9 +253,9 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         req.last_node = Handle(result, own_key) if end else self.root_node
 
     def insert(self, params: Any) -> Any:
-        """Insert slots under a key into the cache, for SGLang's tools and tests.
+        """Insert slots under a key into SGLang's tree cache, for its tools and tests.
 
-        Its schedulers call only `checkpoint`.
+        SGLang's schedulers call only `checkpoint`.
         """
         if self.disable:
             return sgl.InsertResult(prefix_len=0)

@@ -397,7 +397,7 @@ def _after_waiting_abort(_result: Any, _scheduler: Any, req: Any) -> None:
 
     SGLang does not poll it either.
 
-    Without it the number of its room could never be used again.
+    Otherwise the number of its room could never be used again.
     """
     if hasattr(req.disagg_kv_sender, "prefixkv_begin"):
         req.disagg_kv_sender.clear()

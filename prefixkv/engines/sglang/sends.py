@@ -254,10 +254,8 @@ class RoomSends:
     def _pair(self, send: RoomSend, announced: Announcement) -> None:
         """Pair a room of SGLang's prefill with the decode worker that announced it.
 
-        Only if both mean the same prompt.
-
-        If not, one number was given to two requests. Then neither is served, nor are their other
-        halves.
+        Both must mean the same prompt. If not, one number was given to two requests. Then neither
+        is served, nor are their other halves.
         """
         if DeclinedHalf(send.digest, "").is_half_of(announced):
             self._add(send, announced.decode)
@@ -283,7 +281,7 @@ class RoomSends:
             self._over(send)
 
     def _over(self, send: RoomSend) -> None:
-        """Forget a room that SGLang's prefill sent, and answer what came meanwhile.
+        """Forget a room of SGLang's sends that is over, and answer what came meanwhile.
 
         Its number may then be used again.
         """

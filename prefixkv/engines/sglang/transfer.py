@@ -374,9 +374,8 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
     def ticket(self) -> int:
         """Return the ticket of this SGLang decode server's next promise.
 
-        Equal on every rank, unique, and unguessable.
-
-        Equal, since all ranks get the same requests in one order and share a secret.
+        It is equal on every rank, unique, and unguessable. Equal, since all ranks get the same
+        requests in one order and share a secret.
         """
         drawn = blake2b(f"{next(self._uses)}".encode(), key=self._secret, digest_size=8)
         return int.from_bytes(drawn.digest(), "big") >> 1 or 1
@@ -723,7 +722,7 @@ class PrefixKVBootstrapServer(sgl.CommonKVBootstrapServer):  # type: ignore[misc
     async def _handle_route_put(self, request: sgl.web.Request) -> sgl.web.Response:
         """Register a rank as SGLang's bootstrap server does, and keep its endpoint.
 
-        Only if SGLang accepted the row.
+        It is kept only if SGLang accepted the row.
         """
         answer: sgl.web.Response = await super()._handle_route_put(request)
         row = await request.json()

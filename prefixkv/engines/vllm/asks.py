@@ -121,7 +121,7 @@ def _nonce(nonce: Any) -> str:
 def computes_all(request: Any) -> bool:
     """Return whether a request asks vLLM to compute its whole prompt, for log-probabilities.
 
-    It then ignores its prefix cache, and also a connector's answer, "not yet" included.
+    vLLM then ignores its prefix cache, and also a connector's answer, "not yet" included.
     """
     return bool(request.skip_reading_prefix_cache)
 

@@ -129,7 +129,7 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
         # Only here is it known that some tokens are loaded, which vLLM counts as cached.
         """Record in the connector that vLLM gave a request blocks, some to be loaded.
 
-        `num_external_tokens` are to be loaded.
+        `num_external_tokens` is how many tokens are to be loaded.
         """
         if num_external_tokens:
             compat.count_own_cache_only(request)

@@ -248,12 +248,10 @@ class ScheduledSends:
     def make_room(self, num_blocks: int, grace_s: float, orders: StepOrders) -> None:
         """Withdraw offers of vLLM's to send, older than `grace_s`, until enough blocks come back.
 
-        The oldest come first, until `num_blocks` will come back.
-
-        The blocks are released when the workers report it, not here: a decode server may have
-        opened the room meanwhile. A decode server that comes later is refused, and computes the
-        prompt itself. Callers pass a grace of 0 while a promised send or a load waits for this
-        server, `offer_grace_s` otherwise.
+        The oldest come first, until `num_blocks` will come back. The blocks are released when the
+        workers report it, not here: a decode server may have opened the room meanwhile. A decode
+        server that comes later is refused, and computes the prompt itself. Callers pass a grace of
+        0 while a promised send or a load waits for this server, `offer_grace_s` otherwise.
         """
         if num_blocks <= 0:
             return
