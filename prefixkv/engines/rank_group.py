@@ -21,7 +21,7 @@ def decode_transfers(
     gather: Gather,
     transport: MakeTransport | None = None,
 ) -> DecodeTransfers:
-    """Make a rank's decode transfers, together with all other ranks of its server.
+    """Make one engine rank's decode transfers, together with all ranks of its server.
 
     Raises what `DecodeTransfers` raises.
     """
@@ -45,7 +45,7 @@ def prefill_transfers(
     transport: MakeTransport | None = None,
     reach: Callable[[str], str] = str,
 ) -> PrefillTransfers:
-    """Make a rank's prefill transfers, together with all other ranks of its server.
+    """Make one engine rank's prefill transfers, together with all ranks of its server.
 
     `reach` turns a rank's own endpoint into the address at which other hosts reach it. Raises what
     `PrefillTransfers` raises.

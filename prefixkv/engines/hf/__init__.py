@@ -53,7 +53,7 @@ def __getattr__(name: str) -> Any:
 
 
 def check_extra() -> None:
-    """Raise ImportError, in one line, if a package of the extra is missing."""
+    """Raise ImportError, in one line, if a package of the extra `hf` is missing."""
     if missing := [name for name in EXTRA if _is_missing(name)]:
         raise ImportError(
             f"prefixkv.engines.hf needs {', '.join(missing)}: pip install 'prefixkv[hf]'"
@@ -61,7 +61,7 @@ def check_extra() -> None:
 
 
 def _is_missing(name: str) -> bool:
-    """Return whether a package cannot be imported, without importing it."""
+    """Return whether a package of the extra `hf` cannot be imported, without importing it."""
     try:
         return find_spec(name) is None
     except ValueError:  # `sys.modules` has None for it, which blocks the import

@@ -34,7 +34,7 @@ class FlatPool:
     """
 
     def __init__(self, pool: KVPool) -> None:
-        """Make the views of a pool, without copies.
+        """Make the HF engine's flat views of a pool, by page and by token, without copies.
 
         Raises ConfigError where a page of K is not one run of memory, token by token, or K and V
         are not in one tensor: `KVPool.create` makes suitable pools.
@@ -71,12 +71,15 @@ class FlatPool:
         self._buffer = self.pages[0].new_empty(0)
 
     def rows(self, pages: Pages) -> torch.Tensor:
-        """Return the rows of the pages' K, then of their V: int64 [2, *pages.shape], on the CPU."""
+        """Return the pages' row numbers in HF attention's flat pool: of K, then of V.
+
+        Int64 [2, *pages.shape], on the CPU.
+        """
         first = pages.astype(np.int64) * self.page_rows
         return torch.from_numpy(np.stack([first + self.k_row, first + self.v_row]))
 
     def scratch(self, num_rows: int) -> torch.Tensor:
-        """Return memory for copies of rows of pages: [num_rows, page_size * heads * dim].
+        """Return memory for rows that attention gathers: [num_rows, page_size * heads * dim].
 
         Each call returns the same memory, until a call asks for more.
         """
@@ -86,11 +89,14 @@ class FlatPool:
         return self._buffer[: num_rows * width].view(num_rows, width)
 
     def gather(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
-        """Copy rows of pages: [rows, page_size * heads * dim], valid until the next call."""
+        """Gather one layer's rows of pages for attention: [rows, page_size * heads * dim].
+
+        Valid until the next call.
+        """
         return torch.index_select(self.pages[layer], 0, rows, out=self.scratch(len(rows)))
 
     def kv(self, copies: torch.Tensor, num: int) -> torch.Tensor:
-        """Return copied rows as K and V, a view [2, num, heads, tokens, dim].
+        """Return gathered rows as K and V for attention: a view [2, num, heads, tokens, dim].
 
         `copies` has the rows of `num` sequences with equal numbers of pages, all K before all V.
         """
@@ -174,7 +180,7 @@ class Plan:
             self._parts.append(_Part(end - num, end, start, page_rows, masks))
 
     def _plan_table(self, rows: Sequence[Pages], device: torch.device | str) -> None:
-        """Plan one new token per sequence, on a device that is faster with one padded batch."""
+        """Plan attention with one new token per sequence as one padded batch, for GPUs."""
         table = page_table(rows)
         self._table = self.flat.rows(table).flatten().to(device)
         width = table.shape[1] * self.flat.layout.page_size
@@ -182,7 +188,7 @@ class Plan:
         self._mask = (torch.arange(width, device=device) < lens[:, None])[:, None, None]
 
     def _plan_steps(self, rows: Sequence[Pages], device: torch.device | str) -> None:
-        """Plan one new token per sequence, on a device that takes them one after the other."""
+        """Plan attention with one new token per sequence, one after the other, for CPUs."""
         # The memory of the longest sequence first: a later, larger request would replace it, and
         # views of the shorter ones would keep the old memory.
         flat = self.flat
@@ -194,7 +200,10 @@ class Plan:
             self._steps.append(_Step(page_rows, copies, k, v))
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Write the new tokens' KV into their pages. key, value: [1, heads, N, dim]."""
+        """Write the new tokens' KV of one layer into the pages, before HF attention reads them.
+
+        key, value: [1, heads, N, dim].
+        """
         tokens = self.flat.tokens[layer]
         tokens.index_copy_(0, self._k_to, key[0].transpose(0, 1).flatten(1))
         tokens.index_copy_(0, self._v_to, value[0].transpose(0, 1).flatten(1))
@@ -207,7 +216,7 @@ class Plan:
         value: torch.Tensor,
         scale: float | None,
     ) -> torch.Tensor:
-        """Return the attention of each new token to its sequence up to itself.
+        """Return the attention of each new token to its sequence up to itself, in one layer.
 
         `write` comes first. query: [1, query heads, N, dim]; key, value as in `write`. Returns
         [1, N, query heads, dim].
@@ -228,7 +237,7 @@ class Plan:
         return torch.cat(outs, 1)
 
     def _attend_batch(self, layer: int, query: torch.Tensor, scale: float | None) -> torch.Tensor:
-        """Attend to one padded batch; the mask hides the padding."""
+        """Attend with one new token per sequence, as a padded batch; the mask hides the padding."""
         assert self._table is not None
         num = query.shape[2]
         k, v = self.flat.kv(self.flat.gather(layer, self._table), num)
@@ -237,7 +246,10 @@ class Plan:
         return out.reshape(1, num, -1, out.shape[-1])
 
     def _attend_steps(self, layer: int, query: torch.Tensor, scale: float | None) -> torch.Tensor:
-        """Attend sequence by sequence. Each gather overwrites the memory of the one before."""
+        """Attend with one new token per sequence, one after the other.
+
+        Each gather overwrites the memory of the one before.
+        """
         source, num, dim = self.flat.pages[layer], query.shape[2], query.shape[3]
         # The heads of a group side by side as queries, so that K is read once.
         grouped = query[0].transpose(0, 1).reshape(num, 1, self.flat.layout.num_kv_heads, -1, dim)
@@ -249,7 +261,7 @@ class Plan:
 
 
 def _masks(start: int, num: int, device: torch.device | str) -> list[torch.Tensor | None]:
-    """Return the mask of each block of queries: bool [queries, keys].
+    """Return the attention mask of each block of queries: bool [queries, keys].
 
     None where SDPA needs none: one query sees all keys; a sequence's first block is plainly causal.
     """
@@ -270,7 +282,7 @@ def _masks(start: int, num: int, device: torch.device | str) -> list[torch.Tenso
 def _attend_one(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: _Part, scale: float | None
 ) -> torch.Tensor:
-    """Return the attention of one sequence, [1, new, query heads, dim].
+    """Return the attention of one sequence's new tokens, [1, new, query heads, dim].
 
     q is [1, query heads, new, dim]; k, v are [1, heads, tokens or more, dim].
     """
@@ -308,7 +320,7 @@ def _paged_attention(
     prefixkv_plan: Plan | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Write the new KV and attend, in the signature of transformers' attention functions.
+    """Write the new KV to the pool and attend, as transformers calls its attention functions.
 
     query is [1, query heads, N, dim], key and value [1, heads, N, dim]; returns
     [1, N, query heads, dim]. Raises ConfigError, which names the feature, for one that a layer asks

@@ -90,7 +90,9 @@ class DecodeEngine:
     # --- what a client asks -----------------------------------------------------------------------
 
     def submit(self, ask: Generate, on_output: OnOutput) -> None:
-        """Begin to answer a request. `on_output` gets every token, and each answer's end once.
+        """Begin to answer a client's prompt on the decode engine.
+
+        `on_output` gets every token, and each answer's end once.
 
         It is called at the end of `step`; it may call `submit` and `abort`, and must not raise.
 
@@ -128,7 +130,7 @@ class DecodeEngine:
             self._jobs.append(self._job(answer))
 
     def abort(self, rid: str) -> bool:
-        """End all answers to a request; the next `step` reports it.
+        """End all of the decode engine's answers to a request; the next `step` reports it.
 
         Returns False if the request is unknown or has ended.
         """
@@ -141,7 +143,7 @@ class DecodeEngine:
         return bool(names)
 
     def take_prefill_jobs(self) -> list[PrefillJob]:
-        """Return the jobs for prefill workers since the last call.
+        """Return the HF engine's jobs for prefill workers since the last call.
 
         The caller brings each to the `PrefillEngine` at `job.prefill`.
         """
@@ -151,7 +153,7 @@ class DecodeEngine:
     # --- the loop ---------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Make one pass: take in arrivals, and run one forward of all running answers.
+        """Make one pass of the HF decode engine: take in arrivals, run one forward of all answers.
 
         Returns True if there was something to do.
         """
@@ -165,7 +167,7 @@ class DecodeEngine:
                 on_output(output)
 
     def _step(self, outputs: list[tuple[OnOutput, Output]]) -> bool:
-        """Do the work of `step`; the outputs are collected."""
+        """Do the work of the HF decode engine's `step`, and collect the outputs."""
         # 1. Take in what the node has: admissions, retries, arrivals, failures.
         node = self.node
         node.pop_preallocated()
@@ -189,7 +191,7 @@ class DecodeEngine:
         return True
 
     def _begin(self, req: DecodeRequest) -> None:
-        """Start a request that has all its KV here but the newest token's."""
+        """Start to decode an HF request that has all its KV here but the newest token's."""
         # A resumed one continues from its newest token, which decode knows already.
         if not req.resumed:
             try:
@@ -205,7 +207,7 @@ class DecodeEngine:
         self._running.append(req)
 
     def _forward(self, reqs: list[DecodeRequest]) -> list[tuple[DecodeRequest, int]]:
-        """Write the KV of each request's newest token, and sample the next one."""
+        """Run the HF model once: write each newest token's KV, and sample the next one."""
         starts = [req.kv_len for req in reqs]
         logits = self.model.forward(
             self._flat,
@@ -219,7 +221,7 @@ class DecodeEngine:
         return list(zip(reqs, choose(logits, choices), strict=True))
 
     def _append(self, outputs: list[tuple[OnOutput, Output]]) -> bool:
-        """Append the sampled tokens on the node, and report them to the clients.
+        """Append the tokens that the HF model sampled on the node, and report them to clients.
 
         Requests are retracted until the others fit. Returns False, and keeps the tokens, if pages
         are missing that will come back by themselves.
@@ -247,7 +249,7 @@ class DecodeEngine:
         return True
 
     def _retract(self, rid: str) -> None:
-        """Take a running request's pages back, once the device has finished with them."""
+        """Retract a running HF request: its pages are free once the device is done with them."""
         self.node.retract(rid, self.model.event())
         self._counters["retractions"] += 1
         self._running = [req for req in self._running if req.rid != rid]
@@ -256,7 +258,7 @@ class DecodeEngine:
     def _report_token(
         self, req: DecodeRequest, token: int, outputs: list[tuple[OnOutput, Output]]
     ) -> None:
-        """Report a token to its client, and finish the answer if this token ends it."""
+        """Report a token that HF decoded to its client; finish the answer if the token ends it."""
         # In this order: a stop token, which is not shown; a stop string; the length.
         answer = self._answers[req.rid]
         finish: Finish | None = None
@@ -281,7 +283,10 @@ class DecodeEngine:
     # --- prefill ----------------------------------------------------------------------------------
 
     def _job(self, answer: _Answer) -> PrefillJob:
-        """Return the first job for an answer's prompt. Generation 0 is the first attempt."""
+        """Return the HF engine's first job for prefill, with an answer's prompt.
+
+        Generation 0 is the first attempt.
+        """
         ask, req, decode = answer.ask, answer.req, self.node.peer_id.name
         return PrefillJob(
             f"{decode}/{req.rid}.0", req.request.key.tokens(), ask.prefill, decode, req.room,
@@ -289,7 +294,7 @@ class DecodeEngine:
         )  # fmt: skip
 
     def _queue_retry_job(self, ask: PrefillAsk) -> None:
-        """Queue the job of another attempt, with the tokens of the answer so far."""
+        """Queue the HF engine's job for prefill's next attempt, with the answer so far."""
         answer = self._answers[ask.rid]
         self._jobs.append(
             PrefillJob(
@@ -302,7 +307,7 @@ class DecodeEngine:
     # --- ends -------------------------------------------------------------------------------------
 
     def _failed(self, req: DecodeRequest, outputs: list[tuple[OnOutput, Output]]) -> None:
-        """Report the end of an answer that failed or was aborted."""
+        """Report the end of an HF answer that failed on decode, or that its client aborted."""
         if req in self._running:
             self._running.remove(req)
         answer = self._answers.get(req.rid)
@@ -320,7 +325,7 @@ class DecodeEngine:
         self, outputs: list[tuple[OnOutput, Output]], answer: _Answer, position: int,
         token: int | None, finish: Finish | None, error: Exception | None = None, text: str = "",
     ) -> None:  # fmt: skip
-        """Collect an output, which `step` reports at its end."""
+        """Collect an output of an HF answer, which decode's `step` reports at its end."""
         rid, hit_tokens = answer.ask.rid, answer.req.hit_tokens
         output = Output(
             rid, answer.sample, position, token, finish, error, hit_tokens, text,
@@ -329,7 +334,7 @@ class DecodeEngine:
         outputs.append((answer.on_output, output))
 
     def _forget(self, name: str, answer: _Answer) -> None:
-        """Forget an answer; with its last one the client's id is free again."""
+        """Forget an HF answer on decode; with its last one the client's id is free again."""
         del self._answers[name]
         names = self._samples[answer.ask.rid]
         names.remove(name)
@@ -339,7 +344,7 @@ class DecodeEngine:
     # --- checks -----------------------------------------------------------------------------------
 
     def _check(self, ask: Generate) -> None:
-        """Raise RequestError for a request that this engine cannot take."""
+        """Raise RequestError for a client's request that the decode engine cannot take."""
         if not isinstance(ask.rid, str) or "/" in ask.rid:
             raise RequestError(f'rid is {ask.rid!r}, a string without "/" is needed')
         if ask.rid in self._samples:
@@ -353,7 +358,10 @@ class DecodeEngine:
     def _check_tokens(
         self, ask: Generate, prompt: np.ndarray[tuple[int], np.dtype[np.int32]]
     ) -> None:
-        """Raise RequestError for tokens outside the vocabulary, or a text beyond the context."""
+        """Raise RequestError for a prompt that the HF decode engine's model cannot take.
+
+        It has tokens outside the vocabulary, or is longer, with its answer, than the context.
+        """
         if int(prompt.max()) >= self.model.vocab_size:
             raise RequestError(
                 f"token {prompt.max()} is not in the vocabulary of {self.model.vocab_size}"
@@ -368,7 +376,10 @@ class DecodeEngine:
     # --- the rest ---------------------------------------------------------------------------------
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until `step` may have something to do, at most `timeout_s`. Returns True if so."""
+        """Wait until the HF decode engine may have something to do in `step`, at most `timeout_s`.
+
+        Returns True if so.
+        """
         # Blocked on pages: look again soon, with or without an event of the node.
         if self._sampled:
             self.node.wait(min(timeout_s, _BLOCKED_S))
@@ -376,16 +387,19 @@ class DecodeEngine:
         return bool(self._running or self._jobs) or self.node.wait(timeout_s)
 
     def fileno(self) -> int:
-        """Return a descriptor for the caller's poller, while `step` is False. See `DecodeNode`."""
+        """Return the HF decode engine's descriptor for a poller, while `step` is False.
+
+        See `DecodeNode`.
+        """
         return self.node.fileno()
 
     @property
     def idle_s(self) -> float:
-        """Limit in seconds of that poller's wait."""
+        """Longest time in seconds that a poller may wait for the HF decode engine."""
         return _BLOCKED_S if self._sampled else _IDLE_S
 
     def drain(self, timeout_s: float = 0.0) -> bool:
-        """Take no more requests. Returns True once all have ended.
+        """Take no more requests on the HF decode engine. Returns True once all have ended.
 
         Call `step` and this until then.
         """
@@ -393,16 +407,16 @@ class DecodeEngine:
         return self.node.drain(0.0 if busy else timeout_s) and not self._jobs
 
     def stats(self) -> dict[str, int]:
-        """Return the node's counters, and this engine's.
+        """Return the counters of the HF decode engine and its node.
 
         "steps", "tokens", "retractions", "blocked_steps" and "running".
         """
         return {**self.node.stats(), **self._counters, "running": len(self._running)}
 
     def audit(self) -> None:
-        """Check every law of the node. Slow. Raises InternalError."""
+        """Check every law of the HF decode engine's node. Slow. Raises InternalError."""
         self.node.audit()
 
     def close(self) -> None:
-        """End all threads. Idempotent."""
+        """End all threads of the HF decode engine's node. Idempotent."""
         self.node.close()

@@ -28,7 +28,7 @@ _NOT_THE_MODELS: Final = frozenset({"_name_or_path", "transformers_version", "ar
 
 
 def identity_of(model: Any) -> ModelConfig:
-    """Return the identity of a transformers model: its config is the name, its weights the version.
+    """Return the identity of a transformers model: name and version, by its config and weights.
 
     Reads all weights; see `weights_digest` for the cost.
     """
@@ -37,7 +37,7 @@ def identity_of(model: Any) -> ModelConfig:
 
 
 def with_model(config: _Config, identity: ModelConfig, name: str) -> _Config:
-    """Return a node's config for this model.
+    """Return a node's config with the identity of an HF model.
 
     Its cache events get the model's name as topic, by which routers subscribe, unless a topic is
     set.
@@ -49,13 +49,15 @@ def with_model(config: _Config, identity: ModelConfig, name: str) -> _Config:
 
 
 def config_digest(config: Any) -> str:
-    """Return a digest of a transformers config, independent of where it was loaded from."""
+    """Return the part of a model's identity that its config gives, wherever it was loaded from."""
     text = json.dumps(_without_origin(config.to_dict()), sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).hexdigest()
 
 
 def weights_digest(model: Any) -> str:
-    """Return a digest of a model's state: the names, dtypes, shapes and bytes of its tensors.
+    """Return the part of a model's identity that its weights give: a digest of all tensors.
+
+    It covers their names, dtypes, shapes and bytes.
 
     Costs one reading of all weights, by one thread per core (0.7 GB/s each); from another device
     they are copied to the host, tensor by tensor.
@@ -78,7 +80,7 @@ def weights_digest(model: Any) -> str:
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """Yield the tensor's bytes in row-major order, in pieces."""
+    """Yield the bytes of one of a model's weights in row-major order, in pieces to hash."""
     raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     view = memoryview(raw)  # type: ignore[arg-type]  # numpy's stub says no Buffer
     for start in range(0, len(view), PIECE_BYTES):
@@ -86,17 +88,20 @@ def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
 
 
 def _hash_piece(piece: memoryview) -> bytes:
-    """Return a piece's hash. Hashing releases the GIL, so threads run in parallel."""
+    """Return the digest of one piece of a model's weights.
+
+    Hashing releases the GIL, so threads run in parallel.
+    """
     return hashlib.blake2b(piece, digest_size=_DIGEST_BYTES).digest()  # without the GIL
 
 
 def _num_threads() -> int:
-    """Return the number of cores that this process may use."""
+    """Return the number of this process's cores, to hash a model's weights with."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _without_origin(value: Any) -> Any:
-    """Return a config's value without the keys that describe its origin, at any depth."""
+    """Return a model config's value without the keys that describe its origin, at any depth."""
     if isinstance(value, dict):
         kept = {str(key): _without_origin(one) for key, one in value.items()}
         return {key: one for key, one in kept.items() if key not in _NOT_THE_MODELS}

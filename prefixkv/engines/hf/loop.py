@@ -58,11 +58,11 @@ class EngineLoop(Generic[E]):
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        """Start the thread, which owns the engine from now on."""
+        """Start the engine loop's thread, which owns the engine from now on."""
         self._thread.start()
 
     def post(self, call: Callable[[E], object]) -> None:
-        """Queue `call(engine)` for the engine's thread, before its next step.
+        """Queue `call(engine)` for the engine loop's thread, before its next step.
 
         Raises ClosedError once the loop has ended. A call that was posted just before the end may
         never be made.
@@ -73,7 +73,7 @@ class EngineLoop(Generic[E]):
             self._inbox.put(call)
 
     def drain(self) -> None:
-        """Take no more requests, and end the loop when all live ones have ended.
+        """Take no more requests on the engine, and end its loop when all live ones have ended.
 
         Returns at once. Calls that were posted before are made first. Idempotent.
         """
@@ -83,7 +83,7 @@ class EngineLoop(Generic[E]):
                 self._inbox.put(lambda engine: engine.drain())
 
     def stop(self) -> None:
-        """End the loop after the current step. Live requests fail on the other side."""
+        """End the engine's loop after the current step. Live requests fail on the other side."""
         # The flag before the wake-up: the other way round the loop could see the wake-up, miss the
         # flag, and poll once more.
         self._stopping = True
@@ -92,24 +92,27 @@ class EngineLoop(Generic[E]):
                 self._inbox.notify()
 
     def join(self, timeout_s: float | None = None) -> bool:
-        """Wait for the end of the thread. Returns False if it has not ended in time."""
+        """Wait for the end of the engine loop's thread.
+
+        Returns False if it has not ended in time.
+        """
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     @property
     def alive(self) -> bool:
-        """True while the thread runs: it was started, and has not ended."""
+        """True while the engine loop's thread runs: it was started, and has not ended."""
         return self._thread.is_alive()
 
     @property
     def draining(self) -> bool:
-        """True once `drain` was called."""
+        """True once the engine loop was told to drain."""
         return self._draining
 
     # --- the engine's thread ----------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Run the loop, and close the engine however the loop ends."""
+        """Run the engine's loop on its thread, and close the engine however the loop ends."""
         try:
             self._loop()
         except BaseException as error:
@@ -124,7 +127,7 @@ class EngineLoop(Generic[E]):
             self.engine.close()
 
     def _loop(self) -> None:
-        """Make calls and steps until drained or stopped; sleep while there is nothing to do."""
+        """Make posted calls and engine steps until drained or stopped; sleep while idle."""
         poller: Any = select.poll()
         for fd in (self._inbox.fd, self.engine.fileno()):
             poller.register(fd, select.POLLIN)

@@ -85,12 +85,12 @@ class PagedModel:
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
-        """Token ids that end a text, from the model's own settings."""
+        """Token ids that end a text of this HF model, from its own settings."""
         ends = getattr(self.model.generation_config, "eos_token_id", None)
         return () if ends is None else tuple(ends) if isinstance(ends, list | tuple) else (ends,)
 
     def make_pool(self, num_pages: int, page_size: int = 16, order: str = "layer_major") -> KVPool:
-        """Create a pool for this model's KV, on the model's device. Raises as `KVPool.create`."""
+        """Create a KV pool that fits this HF model, on its device. Raises as `KVPool.create`."""
         device = self.device
         where = device.type if device.index is None else f"{device.type}:{device.index}"
         return KVPool.create(
@@ -108,7 +108,7 @@ class PagedModel:
         ends: Sequence[int],
         wanted: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """Run one forward of the new tokens of several sequences, and write their KV to the pages.
+        """Run the paged model once over new tokens of several sequences; their KV goes to pages.
 
         On a GPU it returns before the device has finished.
 
@@ -131,7 +131,7 @@ class PagedModel:
         return logits[0]
 
     def event(self) -> torch.cuda.Event | None:
-        """Return a CUDA event after all work that was launched so far, for `ready=` and `after=`.
+        """Return a CUDA event after all work of the HF model so far, for `ready=` and `after=`.
 
         None on the CPU, where all work is done.
         """
@@ -155,7 +155,9 @@ def make_model(
     trial: bool = True,
     **sizes: Any,
 ) -> PagedModel:
-    """Make a model with random weights, equal for equal seed and sizes (and version of torch).
+    """Make a paged HF model with random weights.
+
+    Equal for equal seed and sizes (and version of torch).
 
     Args:
         config: a transformers config, or a kind of one ("llama", "qwen3", "mistral") with the sizes
@@ -195,7 +197,7 @@ def load_model(
     context: int | None = None,
     trial: bool = True,
 ) -> PagedModel:
-    """Load the model in a folder that holds its config and its weights as safetensors.
+    """Load a paged HF model from a folder that holds its config and its weights as safetensors.
 
     Its identity covers its config and every number of its weights, and costs one reading of all
     weights: 0.7 GB/s per core.
@@ -226,7 +228,7 @@ def load_model(
 
 
 def unpaged_copy(model: PagedModel) -> Any:
-    """Return a copy of a model with its own weights, with transformers' own attention."""
+    """Return a copy of a paged model's own model and weights, with transformers' attention."""
     copy = deepcopy(model.model)
     copy.set_attn_implementation("sdpa" if copy._supports_sdpa else "eager")
     return copy
@@ -236,7 +238,9 @@ def unpaged_copy(model: PagedModel) -> Any:
 
 
 def check_served(model: Any, context: int | None) -> int:
-    """Return the limit of tokens per sequence: `context`, or the number the model was made for.
+    """Return the longest context, in tokens, with which a transformers model is served here.
+
+    It is `context`, or the number that the model was made for.
 
     Raises ConfigError, which names the setting, for a model that needs more than attention to all
     earlier tokens on pages of K and V, within `context` tokens.
@@ -283,7 +287,7 @@ def check_served(model: Any, context: int | None) -> int:
 
 
 def _run_trial(paged: PagedModel) -> None:
-    """Compare the model's logits on pages with those of the plain model.
+    """Try a model before it is served: its logits on pages against those of the plain model.
 
     On pages, two sequences are computed in chunks, packed, on pages out of order. Raises
     ConfigError where the logits differ.

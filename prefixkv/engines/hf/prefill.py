@@ -65,11 +65,11 @@ class PrefillEngine:
 
     @property
     def endpoint(self) -> str:
-        """Address for decode workers: `Generate.prefill`."""
+        """Address of the HF prefill engine for decode workers: `Generate.prefill`."""
         return self.node.endpoint
 
     def submit(self, job: PrefillJob) -> None:
-        """Queue a job.
+        """Queue a decode worker's job on the HF prefill engine.
 
         Raises RequestError or TokenError for one that cannot be taken. Decode is refused then,
         unless the job itself is malformed.
@@ -88,11 +88,17 @@ class PrefillEngine:
         self._jobs[job.rid] = job
 
     def abort(self, rid: str) -> bool:
-        """End a job, and inform decode. Returns False if it is unknown or has ended."""
+        """End a job of the HF prefill engine, and inform decode.
+
+        Returns False if it is unknown or has ended.
+        """
         return self.node.abort(rid)
 
     def step(self) -> bool:
-        """Make one pass, with at most one forward. Returns True if it computed something."""
+        """Make one pass of the HF prefill engine, with at most one forward.
+
+        Returns True if it computed something.
+        """
         node = self.node
         waiting = sum(one.req.num_tokens - one.done for one in self._computing.values())
         # 1. Begin prompts, but no more than the next forward needs: a prompt that has not begun
@@ -113,7 +119,7 @@ class PrefillEngine:
         return True
 
     def _compute(self) -> None:
-        """Run one forward over the oldest prompts, and send a chunk of each to decode."""
+        """Run the HF model once over the oldest prompts; send a chunk of each to decode."""
         # 1. The oldest prompts first, each as far as the budget goes. `parts` has the end of each.
         parts: list[tuple[_Computing, int]] = []
         left = self.chunk_tokens
@@ -153,30 +159,42 @@ class PrefillEngine:
                 del self._computing[one.req]
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until `step` may have something to do, at most `timeout_s`. Returns True if so."""
+        """Wait until the HF prefill engine may have something to do in `step`, at most `timeout_s`.
+
+        Returns True if so.
+        """
         return bool(self._computing) or self.node.wait(timeout_s)
 
     def fileno(self) -> int:
-        """Return a descriptor for the caller's poller, while `step` is False. See `PrefillNode`."""
+        """Return the HF prefill engine's descriptor for a poller, while `step` is False.
+
+        See `PrefillNode`.
+        """
         return self.node.fileno()
 
     @property
     def idle_s(self) -> float:
-        """Limit in seconds of that poller's wait."""
+        """Longest time in seconds that a poller may wait for the HF prefill engine."""
         return _IDLE_S
 
     def drain(self, timeout_s: float = 0.0) -> bool:
-        """Take no more jobs. Returns True once all have ended; call `step` and this until then."""
+        """Take no more jobs on the HF prefill engine. Returns True once all have ended.
+
+        Call `step` and this until then.
+        """
         return self.node.drain(0.0 if self._computing else timeout_s)
 
     def stats(self) -> dict[str, int]:
-        """Return the node's counters, with "forwards", "computed_tokens", "computing" (prompts)."""
+        """Return the counters of the HF prefill engine and its node.
+
+        "forwards", "computed_tokens" and "computing" (prompts) are the engine's.
+        """
         return {**self.node.stats(), **self._counters, "computing": len(self._computing)}
 
     def audit(self) -> None:
-        """Check every law of the node. Slow. Raises InternalError."""
+        """Check every law of the HF prefill engine's node. Slow. Raises InternalError."""
         self.node.audit()
 
     def close(self) -> None:
-        """End all threads. Idempotent."""
+        """End all threads of the HF prefill engine's node. Idempotent."""
         self.node.close()

@@ -21,12 +21,12 @@ class Reference:
         self.model = unpaged_copy(model)
 
     def save(self, folder: Path) -> None:
-        """Write config and weights into a folder, as `load_model` reads them."""
+        """Write the reference model's config and weights to a folder, for `load_model`."""
         self.model.save_pretrained(folder)
 
     @torch.inference_mode()
     def answer(self, tokens: Sequence[int], max_new_tokens: int) -> list[int]:
-        """Return the greedy answer of transformers' `generate` to these tokens.
+        """Return the reference answer to these tokens, greedy, by transformers' own `generate`.
 
         An end token ends the answer, and is part of it.
         """

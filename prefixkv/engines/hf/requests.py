@@ -89,7 +89,10 @@ class PrefillJob:
     is_known: bool = False
 
     def request(self) -> Request:
-        """Return the `Request` for `PrefillNode.add`. Raises as `Request` does."""
+        """Return the `Request` that an HF engine's prefill job is for `PrefillNode.add`.
+
+        Raises as `Request` does.
+        """
         return Request(
             self.rid, self.tokens, room=self.room, generation=self.generation, decode=self.decode,
             namespace=self.namespace, cacheable=self.cacheable,
@@ -97,12 +100,15 @@ class PrefillJob:
 
 
 def pack_first(token: int, hit_tokens: int) -> bytes:
-    """Return a room's `aux`: the first token, and the prompt tokens that prefill had cached."""
+    """Pack an HF job's first token and number of cached prompt tokens as a room's `aux`."""
     return _FIRST.pack(token, hit_tokens)
 
 
 def unpack_first(aux: bytes, vocab_size: int, prompt_len: int) -> tuple[int, int]:
-    """Return the first token and the hit tokens. Raises ValueError for numbers out of range."""
+    """Unpack the first token and the hit tokens that an HF prefill job packed into `aux`.
+
+    Raises ValueError for numbers out of range.
+    """
     # A peer's bytes: the token becomes an index into the embedding, so it is checked here.
     if len(aux) != _FIRST.size:
         raise ValueError(f"aux of {len(aux)} bytes, a token and a hit have {_FIRST.size}")

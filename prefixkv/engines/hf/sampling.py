@@ -65,7 +65,7 @@ class Sampling:
             raise RequestError(f"stop is {self.stop!r}, strings that are not empty are needed")
 
     def seeded(self, rid: str) -> int:
-        """Return `seed`, or one that is derived from the request's id."""
+        """Return the seed of an answer's sampling: `seed`, or one from the request's id."""
         # Derived, not random: prefill and decode, and a retried request, must draw alike.
         if self.seed is not None:
             return self.seed
@@ -83,7 +83,7 @@ class Choice:
 
 
 def draw(seed: int, sample: int, position: int) -> float:
-    """Return a number in [0, 1), uniform over the arguments, and equal on every machine.
+    """Draw the number that samples one token: in [0, 1), uniform, and equal on every machine.
 
     >>> round(draw(seed=1, sample=0, position=0), 6)
     0.337761
@@ -95,7 +95,7 @@ def draw(seed: int, sample: int, position: int) -> float:
 
 
 def choose(logits: torch.Tensor, choices: Sequence[Choice]) -> list[int]:
-    """Return one token per row of logits.
+    """Choose one token per row of the model's logits: the greedy one, or a sampled one.
 
     Args:
         logits: [len(choices), vocabulary], any float type and device.
@@ -122,7 +122,9 @@ def choose(logits: torch.Tensor, choices: Sequence[Choice]) -> list[int]:
 
 
 def _probabilities(logits: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
-    """Return each token's probability up to a factor per row, float64 [rows, vocabulary].
+    """Return the shares from which tokens are sampled, after temperature, top_k and top_p.
+
+    Each token's probability up to a factor per row, float64 [rows, vocabulary].
 
     Tokens that top_k or top_p cut off have 0. Float64, for the sums over a large vocabulary.
     """

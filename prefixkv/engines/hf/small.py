@@ -29,7 +29,7 @@ _SHARPNESS: Final = 4.0  # logits of tokens that never occur are 0, those of wor
 
 
 def small_tokenizer() -> Tokenizer:
-    """Return a tokenizer of 256 bytes, 256 words of two syllables, and the marks of a chat.
+    """Return the small model's tokenizer: 256 bytes, 256 words of two syllables, marks of a chat.
 
     Any text can be encoded, and decodes to itself.
     """
@@ -47,7 +47,7 @@ def small_tokenizer() -> Tokenizer:
 
 
 def small_model(seed: int = 0, **options: Any) -> Any:
-    """Return a `PagedModel` for that tokenizer, equal for equal seeds (and versions of torch).
+    """Return the small `PagedModel` for that tokenizer, equal for equal seeds (and torch versions).
 
     It generates words, and sometimes an end.
 

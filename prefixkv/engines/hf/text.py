@@ -14,7 +14,10 @@ _MOST_PARTIAL: Final = 8  # tokens; a character has 4 bytes
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """Load the tokenizer in a model's folder. Raises ConfigError if it is missing or unreadable."""
+    """Load the tokenizer that turns an HF model's answers into text, from its folder.
+
+    Raises ConfigError if it is missing or unreadable.
+    """
     path = Path(folder) / "tokenizer.json"
     if not path.is_file():
         raise ConfigError(f"{folder} has no tokenizer.json")
@@ -44,7 +47,9 @@ class AnswerText:
         self._kept = ""  # text that may be the beginning of a stop string
 
     def add(self, token: int) -> tuple[str, bool]:
-        """Add a token. Returns the text that is certain now, and True if a stop string ended it.
+        """Add a token to the text of an HF answer.
+
+        Returns the text that is certain now, and True if a stop string ended it.
 
         O(tokens and characters that are kept).
         """
@@ -69,20 +74,20 @@ class AnswerText:
         return text[: len(text) - kept], False
 
     def end(self) -> str:
-        """Return the text that was kept back, when the answer ends without a stop string."""
+        """Return the text of an HF answer that was kept back, at an end without a stop string."""
         kept, self._kept = self._kept + self._new(), ""
         self._shown = len(self._tokens)
         return kept
 
     def _new(self) -> str:
-        """Return the text of the tokens that are not released, in the context of those before."""
+        """Return the text of an HF answer's tokens that are not released, after those before."""
         before = self._tokenizer.decode(self._tokens[: self._shown])
         whole: str = self._tokenizer.decode(self._tokens)
         return whole[len(before) :]
 
 
 def _begun(text: str, stop: str) -> int:
-    """Return the number of characters at the end of `text` that begin `stop`."""
+    """Return how many characters at the end of an HF answer's text begin `stop`."""
     for num in range(min(len(stop) - 1, len(text)), 0, -1):
         if text.endswith(stop[:num]):
             return num

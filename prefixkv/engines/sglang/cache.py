@@ -114,7 +114,10 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
     # --- looking ----------------------------------------------------------------------------------
 
     def match_prefix(self, params: Any) -> Any:
-        """Return the longest cached prefix of whole pages. Changes nothing, recency included."""
+        """Return the longest prefix of whole pages in SGLang's tree cache.
+
+        Changes nothing, recency included.
+        """
         key = params.key
         key.maybe_to_bigram_view(self.is_eagle)
         if self.disable or len(key) < self.page_size:
@@ -131,36 +134,45 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         return sgl.MatchResult(num_tokens, handle, handle, handle)
 
     def touch_prefix(self, key: Any) -> None:
-        """Count a use of the cached part of a key, but no visit."""
+        """Count a use of the part of a key that is in SGLang's tree cache, but no visit."""
         result = self.match_prefix(sgl.MatchPrefixParams(key=key)).last_device_node.result
         if result is not None:
             self.tree.unlock(self.tree.lock(result, self._clock.now_s, visit=False))
 
     def path_device_indices(self, node: Handle) -> torch.Tensor:
-        """Return the slots of a prefix, a new tensor int64 on the device."""
+        """Return the slots of a prefix in SGLang's tree cache, a new tensor int64 on the device."""
         return self._slots.slots(_NO_PAGES if node.result is None else node.result.pages)
 
     def dfs_weight_order(self, node_handles: Sequence[Handle]) -> list[int]:
-        """Return the indices of handles in depth-first order. See `order.weight_order`."""
+        """Return the indices of SGLang's cache handles, depth first. See `waiting.weight_order`."""
         return weight_order([self._place(handle) for handle in node_handles])
 
     def root_node_handle(self, extra_key: str | None = None) -> Handle:
-        """Return the root's handle; all namespaces share it."""
+        """Return the root's handle in SGLang's tree cache; all namespaces share it."""
         return self.root_node
 
     # --- holding ----------------------------------------------------------------------------------
 
     def lock(self, node: Handle) -> Any:
-        """Lock a prefix for one holder. A request counts as a visit only at its first lock."""
+        """Lock a prefix in SGLang's tree cache for one holder.
+
+        A request counts as a visit only at its first lock.
+        """
         return sgl.TreeLock(self._lock(node), sgl.DecLockRefParams())
 
     def unlock(self, lock: Any) -> None:
-        """Release a lock. No-op for one that was released already, or before a reset."""
+        """Release a `TreeLock` of SGLang's tree cache.
+
+        No-op for one that was released already, or before a reset.
+        """
         if lock is not None and lock.node is not None and lock.node.held:
             self.tree.unlock(lock.node)
 
     def inc_lock_ref(self, node: Handle) -> Any:
-        """Lock a prefix without a lock object; the result has the change of evictable tokens."""
+        """Lock a prefix in SGLang's tree cache without a lock object.
+
+        The result has the change of evictable tokens.
+        """
         before = self.tree.evictable_pages
         lock = self._lock(node)
         if lock is not None:
@@ -168,7 +180,7 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         return sgl.IncLockRefResult(delta=(self.tree.evictable_pages - before) * self.page_size)
 
     def dec_lock_ref(self, node: Handle, params: Any = None) -> Any:
-        """Release one lock of `inc_lock_ref` at this place.
+        """Release one lock that `inc_lock_ref` of SGLang's tree cache took at this place.
 
         Raises LockError where there is none.
         """
@@ -185,7 +197,7 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
     # --- adding -----------------------------------------------------------------------------------
 
     def checkpoint(self, req: Any, *, up_to: int, **_kwargs: Any) -> None:
-        """Hand the whole pages of the first `up_to` tokens of a request to the tree.
+        """Hand the whole pages of a request's first `up_to` tokens to SGLang's tree cache.
 
         Pages that the tree had already are freed, and the request's row then shows the tree's pages
         instead. The request's lock moves to the end of these pages. The lock of a finished request
@@ -241,9 +253,9 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         req.last_node = Handle(result, own_key) if end else self.root_node
 
     def insert(self, params: Any) -> Any:
-        """Insert slots under a key, for SGLang's tools and tests.
+        """Insert slots under a key into SGLang's tree cache, for its tools and tests.
 
-        Its schedulers call only `checkpoint`.
+        SGLang's schedulers call only `checkpoint`.
         """
         if self.disable:
             return sgl.InsertResult(prefix_len=0)
@@ -257,7 +269,7 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         return sgl.InsertResult(result.old_depth * self.page_size, last_device_node=node)
 
     def maybe_hand_to_session(self, req: Any) -> None:
-        """Mirror a request's row.
+        """Have the mirror of SGLang's tree cache follow a request's row.
 
         SGLang calls this after it has written the row for a prompt, or a chunk of it.
         """
@@ -267,7 +279,10 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
     # --- taking back ------------------------------------------------------------------------------
 
     def evict(self, params: Any) -> Any:
-        """Evict whole pages for at least `num_tokens`, or all evictable ones, and free them."""
+        """Evict whole pages from SGLang's tree cache, and free their slots in its allocator.
+
+        It takes at least `num_tokens`, or all evictable ones.
+        """
         if self.disable or params.num_tokens <= 0:
             return sgl.EvictResult()
         began = time.perf_counter()
@@ -286,12 +301,12 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         return sgl.EvictResult(num_tokens_evicted=num_tokens)
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
-        """Forget the mirror of a row that SGLang is about to give away."""
+        """Forget, in SGLang's tree cache, the mirror of a row that is about to be given away."""
         if self.mirror is not None:
             self.mirror.released(req.kv.req_pool_idx)
 
     def reset(self) -> None:
-        """Forget all pages, locked or not: SGLang clears its allocator as well.
+        """Empty SGLang's tree cache, of locked pages too: its allocator is cleared as well.
 
         Locks from before are no longer held, which `unlock` and `checkpoint` notice.
         """
@@ -301,7 +316,7 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
     # --- telling ----------------------------------------------------------------------------------
 
     def take_events(self) -> list[Any]:
-        """Return the changes since the last call, as SGLang's events."""
+        """Return the tree cache's changes since the last call, as SGLang's events."""
         if self._translator is None:
             return []
         self._translator.record(self.tree.drain_changes())
@@ -323,7 +338,7 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         return self.tree.num_pages * self.page_size
 
     def all_values_flatten(self) -> torch.Tensor:
-        """Return the slots of all cached pages; those of a path are in order."""
+        """Return the slots of all pages in SGLang's tree cache; those of a path are in order."""
         return self._slots.slots(packed_ids([node.pages for node in self.tree.nodes()]))
 
     def pretty_print(self) -> None:
@@ -331,7 +346,7 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         print(f"{self.total_size()} tokens, {dict(self.counters)}")
 
     def sanity_check(self) -> None:
-        """Raise InternalError for a law of the tree that does not hold. O(tree)."""
+        """Raise InternalError for a law of SGLang's tree cache that does not hold. O(tree)."""
         self.tree.check_invariants()
         if self.mirror is not None:
             self.mirror.check_invariants()
@@ -339,11 +354,11 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
     # --- shared -----------------------------------------------------------------------------------
 
     def key_of_waiting(self, req: Any) -> RadixKey:
-        """Return the packed prompt of a waiting request."""
+        """Return the key in SGLang's tree cache of a waiting request: its packed prompt."""
         return self._key_of(req).cover(req.origin_input_ids, len(req.origin_input_ids))
 
     def _lock(self, node: Handle) -> PrefixLock | None:
-        """Lock a handle's prefix; None for the root."""
+        """Lock a handle's prefix in the tree of SGLang's cache; None for the root."""
         if self.disable or node.result is None:
             return None
         visit = None
@@ -352,7 +367,7 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         return self.tree.lock(node.result, self._clock.now_s, visit=visit)
 
     def _pages_of(self, row: int, start: int, end: int) -> Pages:
-        """Return pages `start` to `end` of a row, from the mirror or else from the device."""
+        """Return pages `start` to `end` of SGLang's row, from the cache's mirror or the device."""
         if start == end:
             return _NO_PAGES
         if self.mirror is not None:
@@ -364,11 +379,11 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         return self._slots.pages_of_row(table, row, start * size, end * size)
 
     def _place(self, handle: Handle) -> TreeNode | None:
-        """Return the node at which a handle ends now, after splits; None: the root."""
+        """Return the node at which SGLang's cache handle ends now, after splits; None: the root."""
         return None if handle.result is None else self.tree.locate(handle.result)[0]
 
     def _key_of(self, req: Any) -> RequestKey:
-        """Return the key that grows with a request, which is kept on the request."""
+        """Return the key in SGLang's tree cache that grows with a request, and is kept on it."""
         own: RequestKey | None = getattr(req, "prefixkv_key", None)
         namespace = namespace_of(req.extra_key, req.cache_salt)
         if own is None or own.namespace != namespace:
@@ -376,7 +391,7 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         return own
 
     def _packed(self, key: Any) -> RadixKey:
-        """Return a new key for one of SGLang's that belongs to no request."""
+        """Return the tree cache's key for a key of SGLang's that belongs to no request."""
         namespace = namespace_of(key.extra_key, key.cache_salt)
         return self._packer.pack(key.token_ids, _raw_len(key), namespace)
 
@@ -385,6 +400,6 @@ _NO_PAGES: Pages = np.empty(0, np.int32)
 
 
 def _raw_len(key: Any) -> int:
-    """Return how many tokens of its array a key of SGLang's stands for."""
+    """Return how many tokens of its array a key given to SGLang's cache stands for."""
     num_tokens = len(key.token_ids)
     return num_tokens if key.limit is None else min(key.limit, num_tokens)

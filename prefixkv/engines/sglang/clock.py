@@ -32,7 +32,7 @@ class RankClock:
         self._sent_s = float("-inf")
 
     def mark(self, requests: list[object], now_s: float) -> list[object]:
-        """Return the list to broadcast, on the rank that receives requests: with the time.
+        """Return the list to broadcast with the ranks' time, on SGLang's rank that gets requests.
 
         Without it where there are no requests and a mark was sent less than `MARK_EVERY_S` ago.
         """
@@ -43,7 +43,10 @@ class RankClock:
         return [*requests, TimeMark(now_s)]
 
     def take(self, requests: list[object]) -> list[object]:
-        """Return the requests without time marks, and keep the newest time. On every rank."""
+        """Return the requests without time marks, and set the rank's clock to the newest.
+
+        Called on every rank.
+        """
         marks = [one for one in requests if isinstance(one, TimeMark)]
         if not marks:
             return requests

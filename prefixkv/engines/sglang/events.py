@@ -29,12 +29,12 @@ _HASH_BYTES = 8
 
 
 def hash_page(before: bytes, page_tokens: bytes) -> bytes:
-    """Return the hash of a page after the page with the hash `before`."""
+    """Return SGLang's hash of a page in cache events, after the page with the hash `before`."""
     return sha256(before + page_tokens).digest()
 
 
 def before_first(namespace: Hashable) -> bytes:
-    """Return the hash that the first page of a namespace follows."""
+    """Return the hash that a namespace's first page follows in SGLang's cache events."""
     _, salt = _parts(namespace)
     if salt is None:
         return NO_PARENT
@@ -42,7 +42,7 @@ def before_first(namespace: Hashable) -> bytes:
 
 
 def _parts(namespace: Hashable) -> tuple[str | None, str | None]:
-    """Return the extra key and the salt of a namespace that `keys.namespace_of` made."""
+    """Split a namespace of `keys.namespace_of` into extra key and salt, for SGLang's events."""
     return namespace if isinstance(namespace, tuple) else (None, None)
 
 
@@ -67,7 +67,7 @@ class EventTranslator:
         )  # fmt: skip
 
     def record(self, changes: Iterable[Change]) -> None:
-        """Record changes, in the order in which the tree made them."""
+        """Record changes of the tree as SGLang's events, in the order of the changes."""
         # The order matters: a removal is looked up among the pages that were inserted before.
         for change in changes:
             match change:
@@ -83,7 +83,10 @@ class EventTranslator:
                     assert_never(change)
 
     def _stored(self, run: list[PageRef]) -> None:
-        """Record pages that follow each other in one path; each is the parent of the next."""
+        """Record pages of one path as SGLang's stored events.
+
+        Each page is the parent of the next.
+        """
         extra_key, salt = _parts(run[0].namespace)
         names = self._recorder.lora_names
         dynamo = self._recorder.dynamo_format
@@ -109,13 +112,13 @@ class EventTranslator:
             parent = block
 
     def _removed(self, run: list[PageRef]) -> None:
-        """Record the removal of pages of one namespace."""
+        """Record the removal of pages of one namespace as an event for SGLang."""
         seed = self._seed(run[0].namespace)
         blocks = [self._block(place.key, seed) for place in run]
         self._recorder.enqueue(BlockRemoved(block_hashes=blocks, medium=StorageMedium.GPU))
 
     def _seed(self, namespace: Hashable) -> bytes | None:
-        """Return the seed that keeps block numbers of different namespaces apart, as in SGLang."""
+        """Return the seed that keeps block numbers of namespaces apart in SGLang's events."""
         # Outside Dynamo's format SGLang seeds by the adapter only: the salt is in the hash already.
         extra_key, salt = _parts(namespace)
         seed: bytes | None
@@ -127,13 +130,13 @@ class EventTranslator:
         return seed
 
     def _block(self, key: bytes, seed: bytes | None) -> int:
-        """Return the number of a block: the first bytes of its hash, signed, and seeded."""
+        """Return a block's number in SGLang's events: its hash's first bytes, signed, seeded."""
         cut = int.from_bytes(key[:_HASH_BYTES], "big", signed=True)
         block: int = namespaced_block_hash(cut, namespace_seed=seed)
         return block
 
     def _tokens(self, packed: bytes) -> list[Any]:
-        """Return the tokens of a page, as pairs where the tree is keyed by pairs."""
+        """Return a page's tokens for SGLang's event, as pairs where the tree is keyed by pairs."""
         words = np.frombuffer(packed, "<i4")
         if not self._bigram:
             return words.tolist()  # type: ignore[no-any-return]

@@ -55,7 +55,7 @@ class FenceFolder:
         self._next_s = float("-inf")
 
     def poll(self, transfers: FencedTransfers) -> None:
-        """Fence the peers that the operator has named, and write the list of lost ones.
+        """Fence the peers that the operator's folder names, and write the list of lost ones to it.
 
         Cheap: looks once per second at most.
         """
@@ -74,7 +74,7 @@ class FenceFolder:
             _log.warning("fence_folder: %s", error)
 
     def _read_fences(self) -> list[PeerId]:
-        """Return the peers that `fences` names, if the file has changed since the last call."""
+        """Return the peers that the file `fences` names, if it has changed since the last call."""
         path = self._folder / FENCES
         try:
             found = os.lstat(path)
@@ -107,7 +107,7 @@ class FenceFolder:
         return [peer for peer in peers if peer.name]
 
     def _write_lost(self, lost: dict[PeerId, tuple[str, int]]) -> None:
-        """Write `RANK.lost` if it has changed."""
+        """Write the lost peers to `RANK.lost` of the fence folder, if they have changed."""
         text = json.dumps(
             [
                 {"peer": peer.name, "life": f"{peer.incarnation:x}", "why": why, "held": held}
@@ -125,7 +125,10 @@ class FenceFolder:
 
 
 def _open_to_others(path: Path, *, folder: bool) -> str:
-    """Return why others than this user and root could change `path`; "" if they could not."""
+    """Return why others than this user and root could change a path of the fence folder.
+
+    "" if they could not.
+    """
     # `lstat`, not `stat`: a link could lead to a file of another user.
     try:
         found = os.lstat(path)

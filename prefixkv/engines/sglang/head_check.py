@@ -15,7 +15,7 @@ from prefixkv.spi import pages_for
 
 
 def head_is_blocked(queue: Any, ready: list[Any], depths: Depths) -> bool:
-    """Return whether SGLang would try the first of `ready` next and not admit it.
+    """Return whether the head of SGLang's decode queue, `ready[0]`, is next and does not fit.
 
     SGLang then tries no other request in this step.
 

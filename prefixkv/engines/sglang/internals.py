@@ -83,12 +83,15 @@ CREATE_RECEIVER = (
 
 
 def fake_host() -> str:
-    """Return the address in SGLang's requests to itself, which transfer nothing."""
+    """Return, of SGLang's internals, the address in its requests to itself.
+
+    These transfer nothing.
+    """
     return str(import_module(TRANSFER_UTILS).FAKE_BOOTSTRAP_HOST)
 
 
 def refuse_request(queue: Any, req: Any, reason: str) -> None:
-    """Refuse a request as decode's queue does, with status 400."""
+    """Refuse a request with status 400, by the internals of SGLang's decode queue."""
     prepare_abort = import_module(TRANSFER_UTILS).prepare_abort
     prepare_abort(req, reason, status_code=HTTPStatus.BAD_REQUEST)
     queue.scheduler.output_streamer.stream_output([req], req.return_logprob)

@@ -26,7 +26,9 @@ _LE_INT32 = np.dtype("<i4")
 
 
 def namespace_of(extra_key: str | None, cache_salt: str | None) -> Hashable:
-    """Return the namespace that keeps apart requests with equal tokens; None: the common one.
+    """Return the namespace of a request's key, by SGLang's extra key and salt.
+
+    It keeps apart requests with equal tokens; None: the common one.
 
     A long text is replaced by its digest, which then stands in cache events as well.
 
@@ -53,7 +55,7 @@ class Packer:
         self._differs = np.empty(0, np.bool_)
 
     def pack(self, token_ids: Any, num_tokens: int, namespace: Hashable) -> RadixKey:
-        """Return the key of the first `num_tokens` tokens.
+        """Pack the first `num_tokens` of SGLang's tokens into a key of the tree.
 
         Raises:
             TokenError: one that is not in [0, 2**31).
@@ -61,7 +63,7 @@ class Packer:
         return RadixKey.of_packed(self.words(token_ids, 0, num_tokens), namespace)
 
     def words(self, token_ids: Any, start: int, end: int) -> bytes:
-        """Return tokens `start` to `end` as they stand in a key: little-endian int32.
+        """Pack SGLang's tokens `start` to `end` as they stand in a key: little-endian int32.
 
         Raises:
             TokenError: one that is not in [0, 2**31).
@@ -87,7 +89,7 @@ class Packer:
         return words.tobytes()
 
     def _few(self, ids: Any) -> bytes:
-        """Return `words` for few tokens, such as those since the last look at a request."""
+        """Pack few of SGLang's tokens as words of a key, such as those since the last look."""
         for token in ids:
             if not 0 <= token < TOKEN_LIMIT:
                 raise TokenError(f"token {token} is not in [0, {TOKEN_LIMIT})")
@@ -95,7 +97,7 @@ class Packer:
         return struct.pack(f"<{len(words)}i", *words)
 
     def equal(self, token_ids: Any, other: Any, num_tokens: int) -> bool:
-        """Return whether the first `num_tokens` of both arrays are equal."""
+        """Return whether the first `num_tokens` of two arrays of SGLang's tokens are equal."""
         if min(len(token_ids), len(other)) < num_tokens:
             return False
         if num_tokens > len(self._differs):
@@ -106,7 +108,9 @@ class Packer:
 
 
 def ids_of(token_ids: Any) -> npt.NDArray[Any]:
-    """Return SGLang's tokens as an integer array; an `array('q')` is not copied.
+    """Return SGLang's token ids, to be packed into a key, as an integer array.
+
+    An `array('q')` of SGLang's is not copied.
 
     The result must not be kept: while it exists, the `array('q')` cannot grow.
     """
@@ -134,7 +138,9 @@ class RequestKey:
         self._num_tokens = 0
 
     def cover(self, token_ids: Any, num_tokens: int) -> RadixKey:
-        """Return the key of the first tokens; do not change it. O(tokens not packed before).
+        """Return the key of an SGLang request's first tokens; do not change it.
+
+        O(tokens not packed before).
 
         Args:
             token_ids: an array that only ever grows, as SGLang's do. All tokens are compared where

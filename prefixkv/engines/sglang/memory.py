@@ -27,7 +27,7 @@ def pool_of(
     tag: str,
     share: Share = UNKNOWN,
 ) -> KVPool:
-    """Return a pool over SGLang's buffers, with bytes as elements.
+    """Return a pool over the KV memory at SGLang's addresses, with bytes as elements.
 
     Nothing is copied, and the buffers have to outlive the pool. Of opaque pages each buffer counts
     as a layer, whatever it holds.
@@ -64,7 +64,7 @@ def pool_of(
 
 
 def _bytes_at(address: int, length: int, device: str) -> torch.Tensor:
-    """Return a view uint8 [length] of memory that SGLang owns."""
+    """Return a view uint8 [length] of memory that SGLang owns, by its address."""
     if device == "cpu":
         return torch.frombuffer((ctypes.c_uint8 * length).from_address(address), dtype=torch.uint8)
     return torch.as_tensor(_OnDevice(address, length), device=device)
@@ -97,7 +97,10 @@ class Rows:
     def __init__(
         self, addresses: Sequence[int], lengths: Sequence[int], row_bytes: Sequence[int]
     ) -> None:
-        """Take addresses and sizes in bytes, one per buffer; the buffers have to outlive this."""
+        """Take the memory of SGLang's metadata rows: per buffer its address and sizes in bytes.
+
+        The buffers have to outlive this.
+        """
         self._buffers = [
             np.ctypeslib.as_array((ctypes.c_uint8 * length).from_address(address)).reshape(-1, size)
             for address, length, size in zip(addresses, lengths, row_bytes, strict=True)
@@ -105,11 +108,14 @@ class Rows:
         self.row_bytes = sum(row_bytes)
 
     def read(self, row: int) -> bytes:
-        """Return one row of every buffer, concatenated."""
+        """Return one row of SGLang's metadata: that of every buffer, concatenated."""
         return b"".join(buffer[row].tobytes() for buffer in self._buffers)
 
     def write(self, row: int, data: bytes) -> None:
-        """Write what `read` returned. Raises RequestError for another size, and writes nothing."""
+        """Write one row of SGLang's metadata, as `read` returned it.
+
+        Raises RequestError for another size, and writes nothing.
+        """
         if len(data) != self.row_bytes:
             raise RequestError(
                 f"prefill sent metadata of {len(data)} bytes, decode's rows have {self.row_bytes}"

@@ -62,7 +62,9 @@ class RowMirror:
     # --- following --------------------------------------------------------------------------------
 
     def written(self, kv: Any, prefix_len: int) -> None:
-        """Queue a copy of the new pages of a request's row, without a wait. O(new pages).
+        """Queue a copy to the mirror of the new pages of a request's row, without a wait.
+
+        O(new pages).
 
         SGLang has written tokens `prefix_len` to `kv.kv_allocated_len`, and perhaps rewritten the
         same slots before them.
@@ -81,7 +83,7 @@ class RowMirror:
             self._queue(slots, [(row, row.end - start)])
 
     def step(self, reqs: Iterable[Any]) -> None:
-        """Note that each of these requests was given the slot of one more token.
+        """Note for the mirror that each of these requests was given the slot of one more token.
 
         Rows are looked at once in `page_size` steps. That is enough: a page has its first slot that
         many steps before it is whole, and a checkpoint needs whole pages only.
@@ -91,7 +93,7 @@ class RowMirror:
             self.grown(reqs)
 
     def grown(self, reqs: Iterable[Any]) -> None:
-        """Queue one copy of all new pages of these requests' rows. O(requests)."""
+        """Queue one copy to the mirror of all new pages of these requests' rows. O(requests)."""
         # One gather over the flat table for all rows: a copy per row would cost a launch each.
         table, size = self._pool.req_to_token, self._page_size
         places: list[int] = []
@@ -110,7 +112,7 @@ class RowMirror:
             self._queue(torch.take(table, index), parts)
 
     def forget(self, row_id: int, before: int) -> None:
-        """Forget the pages before `before` of a row: the tree has them now, or they changed."""
+        """Forget a mirrored row's pages before `before`: the tree has them now, or they changed."""
         row = self._find(row_id)
         if row is None or before <= row.first:
             return
@@ -124,7 +126,7 @@ class RowMirror:
         row.first = before
 
     def released(self, row_id: int) -> None:
-        """Forget a row that SGLang takes from its request."""
+        """Forget the mirror of a row that SGLang takes from its request."""
         # Copies that are queued for it still arrive; they go into the `_MirroredRow` that was
         # dropped here.
         self._rows.pop(row_id, None)
@@ -132,7 +134,7 @@ class RowMirror:
     # --- reading ----------------------------------------------------------------------------------
 
     def pages(self, row_id: int, start: int, end: int) -> Pages | None:
-        """Return the ids of pages `start` to `end` of a row, or None where not all are known.
+        """Return pages `start` to `end` of a mirrored row, or None where not all are known.
 
         Waits for their copies, which is short: they were queued before the step that is over now.
         """
@@ -143,7 +145,7 @@ class RowMirror:
         return np.array(row.pages[start - row.first : end - row.first], np.int32)
 
     def check_invariants(self) -> None:
-        """Raise InternalError for a law that does not hold:
+        """Raise InternalError for a law of the mirror of SGLang's rows that does not hold:
 
         - pages that are here and pages that are being copied make up all known pages of a row;
         - each copy has one slot per page of its parts.
@@ -166,12 +168,12 @@ class RowMirror:
         return int(self._pool.req_generation.numpy()[row_id])
 
     def _find(self, row_id: int) -> _MirroredRow | None:
-        """Return what is known of a row, or None where another request has the row by now."""
+        """Return a row of the mirror, or None where another request has the row by now."""
         row = self._rows.get(row_id)
         return row if row is not None and row.generation == self._generation(row_id) else None
 
     def _queue(self, slots: torch.Tensor, parts: list[tuple[_MirroredRow, int]]) -> None:
-        """Queue a copy of `slots` to the host, for the rows in `parts`."""
+        """Queue a copy of `slots` from the device to the mirror, for the rows in `parts`."""
         # Take in finished copies now, or their pinned memory would pile up.
         while self._copies and self._copies[0].event.query():
             self._take()
@@ -182,14 +184,14 @@ class RowMirror:
         self._copies.append(_Copy(host, event, parts))
 
     def _await(self, row: _MirroredRow, end: int) -> None:
-        """Wait until all pages of a row before `end` are here."""
+        """Wait until all pages of a row before `end` have reached the mirror."""
         # Copies end in the order in which they were queued: one stream runs them.
         while row.first + len(row.pages) < end:
             self._copies[0].event.synchronize()
             self._take()
 
     def _take(self) -> None:
-        """Take in the first copy, which is over."""
+        """Take the first copy, which is over, into the mirror's rows."""
         slots, _, parts = self._copies.popleft()
         pages, start = (slots.numpy() // self._page_size).astype(np.intc), 0
         for row, num_pages in parts:

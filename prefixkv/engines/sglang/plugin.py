@@ -32,7 +32,7 @@ _log = logging.getLogger("prefixkv.sglang")
 
 
 def load() -> None:
-    """Register both backends with SGLang and hook the methods that they need.
+    """Load the plug-in: register both backends with SGLang, and hook the methods that they need.
 
     Only warns, and does nothing, under another version of SGLang than `TESTED`.
     """
@@ -72,7 +72,7 @@ def load() -> None:
 
 
 def build(context: Any) -> Any:
-    """Return the tree cache for `--radix-cache-backend prefixkv`.
+    """Build SGLang's tree cache for `--radix-cache-backend prefixkv`, by the plug-in's settings.
 
     Raises:
         ConfigError: names the option or the kind of model that is not supported.
@@ -89,7 +89,9 @@ def build(context: Any) -> Any:
 
 
 def policy_name(chosen: str | None, sglang_policy: str) -> str:
-    """Return the eviction policy: the chosen one, else SGLang's unless that is its default, `lru`.
+    """Return the eviction policy that the SGLang plug-in uses.
+
+    It is the chosen one, else SGLang's unless that is its default, `lru`.
 
     Raises ConfigError for a name that no policy has.
 
@@ -105,7 +107,10 @@ def policy_name(chosen: str | None, sglang_policy: str) -> str:
 
 
 def _refusals(context: Any) -> list[str]:
-    """Return why this server cannot have the tree, each reason with the option to leave out."""
+    """Return why the plug-in cannot give this SGLang server its tree.
+
+    Each reason has the option to leave out.
+    """
     from prefixkv.engines.sglang import internals as sgl
 
     # Each is a part of SGLang that keeps KV outside of this tree, or expects another tree.
@@ -136,7 +141,7 @@ def _refusals(context: Any) -> list[str]:
 
 
 def _add_transfer_backend(sgl: Any) -> None:
-    """Register `--disaggregation-transfer-backend prefixkv` and its hooks.
+    """Register the plug-in's `--disaggregation-transfer-backend prefixkv` and its hooks.
 
     SGLang's list of names can be extended, but its enumeration of backends is closed. So a member
     is put into it by hand.
@@ -176,7 +181,7 @@ def _add_transfer_backend(sgl: Any) -> None:
 def _with_time(
     original: Any, receiver: Any, recv_reqs: list[Any] | None, *rest: Any, **named: Any
 ) -> list[Any]:
-    """Add the time to the requests that rank 0 broadcasts, and take it out on every rank.
+    """Add the ranks' time to SGLang's broadcast of requests, in a hook, and remove it on each rank.
 
     See `clock.py`. Only the rank that receives requests has a list here; the others have None.
     """
@@ -188,7 +193,10 @@ def _with_time(
 
 
 def _around_pop(original: Any, queue: Any, *args: Any, **named: Any) -> Any:
-    """Order decode's queue before SGLang admits from it, and keep hints and joins up to date."""
+    """Order SGLang's decode queue, in a hook, before SGLang admits from it.
+
+    Hints and joins are kept up to date as well.
+    """
     from prefixkv.engines.sglang.clock import CLOCK
 
     cache = _enabled_cache(queue.tree_cache)
@@ -213,7 +221,7 @@ def _around_pop(original: Any, queue: Any, *args: Any, **named: Any) -> Any:
 
 
 def _after_handshakes(_result: Any, queue: Any, *some: Any, **named: Any) -> None:
-    """Keep requests back that SGLang would try next in vain.
+    """Keep requests of SGLang's decode queue back, in a hook, that would be tried next in vain.
 
     SGLang has just marked the requests that could be admitted. Those that join another request are
     not ready yet; and none is while the first of them does not fit.
@@ -242,13 +250,19 @@ def _after_handshakes(_result: Any, queue: Any, *some: Any, **named: Any) -> Non
 
 
 def _not_ready(items: list[Any]) -> None:
-    """Mark items as not ready for this step; SGLang marks them again at the next one."""
+    """Mark items of SGLang's decode queue as not ready for this step.
+
+    SGLang marks them again at the next one.
+    """
     for item in items:
         item.waiting_for_input = False
 
 
 def _queue_state(queue: Any, cache: Any) -> Any:
-    """Return our state for decode's queue, which is kept on the queue and made at first use."""
+    """Return the plug-in's state for SGLang's decode queue, which is kept on the queue.
+
+    It is made at first use.
+    """
     state = queue.__dict__.get("prefixkv_queue_state")
     if state is None:
         from prefixkv.engines.sglang.joins import Joins
@@ -266,14 +280,14 @@ def _queue_state(queue: Any, cache: Any) -> Any:
 def _after_priority(
     _result: Any, policy: Any, waiting_queue: list[Any], *_args: Any, **_named: Any
 ) -> None:
-    """Give the tree hints about the waiting queue, at each of SGLang's passes over it."""
+    """Give the tree hints about the waiting queue, in a hook at each of SGLang's passes over it."""
     cache = _enabled_cache(policy.tree_cache)
     if cache is not None:
         _update_hints(policy, cache, waiting_queue)
 
 
 def _after_decode(_slots: Any, batch: Any, *_args: Any, **_named: Any) -> None:
-    """Mirror the slot of the next token, which each request of a batch was given."""
+    """Mirror, in a hook, the slot that SGLang gave each request of a step for its next token."""
     cache = _enabled_cache(batch.tree_cache)
     if cache is not None and cache.mirror is not None:
         cache.mirror.step(batch.reqs)
@@ -282,14 +296,17 @@ def _after_decode(_slots: Any, batch: Any, *_args: Any, **_named: Any) -> None:
 def _after_spec_decode(
     _result: Any, tree_cache: Any, *_args: Any, reqs: list[Any], **_named: Any
 ) -> None:
-    """Mirror the new slots under speculation: several per request, as many as a step may need."""
+    """Mirror, in a hook, the slots that SGLang gave under speculation: several per request.
+
+    They are as many as a step may need.
+    """
     cache = _enabled_cache(tree_cache)
     if cache is not None and cache.mirror is not None:
         cache.mirror.grown(reqs)
 
 
 def _around_manager(original: Any, queue: Any, *args: Any, **named: Any) -> Any:
-    """Set the layout of pages while SGLang makes a manager; see `shares.use_share`."""
+    """Set the layout of pages, in a hook, while SGLang makes a manager. See `shares.use_share`."""
     from prefixkv.engines.sglang import shares
 
     total_heads = int(queue.scheduler.model_config.get_total_num_kv_heads())
@@ -298,14 +315,14 @@ def _around_manager(original: Any, queue: Any, *args: Any, **named: Any) -> Any:
 
 
 def _after_sender(is_made: bool, _queue: Any, req: Any, *_args: Any, **_named: Any) -> None:
-    """Give a sender of ours its request, which SGLang's constructor does not pass on."""
+    """Give a sender of ours its request, in a hook: SGLang's constructor does not pass it on."""
     begin = getattr(req.disagg_kv_sender, "prefixkv_begin", None) if is_made else None
     if begin is not None:
         begin(req)
 
 
 def _after_receiver(item: Any, queue: Any, req: Any, *_args: Any, **_named: Any) -> None:
-    """Give a receiver of ours its request, and switch off SGLang's timed release of pages."""
+    """Give a receiver of ours its request, in a hook, and end SGLang's timed release of pages."""
     begin = getattr(item.kv_receiver, "prefixkv_begin", None)
     if begin is not None:
         begin(req)
@@ -318,7 +335,7 @@ def _after_receiver(item: Any, queue: Any, req: Any, *_args: Any, **_named: Any)
 def _after_add(
     _result: Any, queue: Any, req: Any, is_retracted: bool = False, is_rebootstrap: bool = False
 ) -> None:
-    """Inform prefill of a request that decode refused before it had a receiver.
+    """Inform prefill, in a plug-in hook, of a request that decode refused without a receiver.
 
     For instance a prompt that is too long.
     """
@@ -328,13 +345,13 @@ def _after_add(
 
 
 def _after_prefill_add(_result: Any, queue: Any, req: Any, *_args: Any, **_named: Any) -> None:
-    """Inform decode of a request that prefill refused before it had a sender."""
+    """Inform decode, in a plug-in hook, of a request that prefill refused without a sender."""
     if not (queue.queue and queue.queue[-1] is req):
         _decline(queue, req)
 
 
 def _before_bootstrapped(queue: Any, *_args: Any, **_named: Any) -> None:
-    """Take in decode's announcements at each step of prefill.
+    """Take in decode's announcements, in a hook at each step of SGLang's prefill.
 
     Also where no sender is polled: an announcement may belong to a request that has ended here.
     """
@@ -344,7 +361,7 @@ def _before_bootstrapped(queue: Any, *_args: Any, **_named: Any) -> None:
 
 
 def _after_request(_result: Any, scheduler: Any, asked: Any, *_args: Any, **_named: Any) -> None:
-    """Inform the other server of a request that was refused on its way into a queue.
+    """Inform the other server, in a hook, of a request refused on its way into SGLang's queue.
 
     A request that is in a queue, or waits for its grammar to compile, is not refused.
     """
@@ -363,7 +380,10 @@ def _after_request(_result: Any, scheduler: Any, asked: Any, *_args: Any, **_nam
 
 
 def _decline(queue: Any, req: Any) -> None:
-    """Decline a request with a room, where the manager is ours; not SGLang's own health checks."""
+    """Decline a request with a room from a hook, where SGLang's manager is ours.
+
+    SGLang's own health checks are left alone.
+    """
     from prefixkv.engines.sglang import internals as sgl
 
     decline = getattr(queue.kv_manager, "decline", None)
@@ -373,16 +393,18 @@ def _decline(queue: Any, req: Any) -> None:
 
 
 def _after_waiting_abort(_result: Any, _scheduler: Any, req: Any) -> None:
-    """Clear the sender of an aborted waiting request, which SGLang neither polls nor clears.
+    """Clear, in a hook, the sender of an aborted waiting request, which SGLang does not clear.
 
-    Without it the number of its room could never be used again.
+    SGLang does not poll it either.
+
+    Otherwise the number of its room could never be used again.
     """
     if hasattr(req.disagg_kv_sender, "prefixkv_begin"):
         req.disagg_kv_sender.clear()
 
 
 def _around_capacity(original: Any, queue: Any, req: Any) -> bool:
-    """Return whether decode can never admit a request, and refuse it then.
+    """Return, in a hook of SGLang, whether decode can never admit a request; refuse it then.
 
     SGLang compares only the prompt with the pool here, but admits a request only where the tokens
     reserved for its output fit too. A request in between would wait at the head of the queue
@@ -412,7 +434,9 @@ def _around_capacity(original: Any, queue: Any, req: Any) -> bool:
 
 
 def _around_normalize(original: Any, asked: Any, *args: Any, **named: Any) -> Any:
-    """Refuse requests that cannot work, with status 400, before a room is opened.
+    """Refuse requests that cannot work, in a hook of SGLang, with status 400.
+
+    They are refused before a room is opened.
 
     Both servers do so, by the same rules. SGLang makes `n` requests of `n` samples, all with one
     room. Several prompts have a room each: as listed, or consecutive numbers, as SGLang counts.
@@ -435,7 +459,7 @@ def _around_normalize(original: Any, asked: Any, *args: Any, **named: Any) -> An
 
 
 def _check_rooms(asked: Any) -> None:
-    """Raise ValueError for room numbers that cannot be opened.
+    """Raise ValueError, in a hook of SGLang, for room numbers that cannot be opened.
 
     A request without any room is left to SGLang, which refuses it itself.
     """
@@ -459,12 +483,12 @@ def _check_rooms(asked: Any) -> None:
 
 
 def _in_host_memory(_original: Any, _kinds: Any, expected_len: int) -> list[str]:
-    """Return "DRAM" for all KV, which SGLang's NIXL backend registers as VRAM even on a CPU."""
+    """Return "DRAM" for all KV, in a hook: SGLang's NIXL backend says VRAM even on a CPU."""
     return ["DRAM"] * expected_len
 
 
 def _update_hints(owner: Any, cache: Any, requests: list[Any]) -> None:
-    """Set the hints of the queue `owner` to these requests."""
+    """Set the tree's hints to these requests, which wait in SGLang's queue `owner`."""
     from prefixkv.engines.sglang.waiting import WaitingPrefixes
 
     waiting = owner.__dict__.get("prefixkv_waiting")
@@ -474,7 +498,7 @@ def _update_hints(owner: Any, cache: Any, requests: list[Any]) -> None:
 
 
 def _enabled_cache(cache: Any) -> Any:
-    """Return the cache if it is an enabled one of ours, else None."""
+    """Return SGLang's tree cache if it is an enabled one of this plug-in, else None."""
     from prefixkv.engines.sglang.cache import PrefixKVCache
 
     return cache if isinstance(cache, PrefixKVCache) and not cache.disable else None
@@ -485,7 +509,7 @@ def _request(item: Any) -> Any:
 
 
 def _admission() -> str:
-    """Return the setting PREFIXKV_ADMISSION. Raises ConfigError for an unknown value."""
+    """Return the SGLang plug-in's PREFIXKV_ADMISSION. Raises ConfigError for an unknown value."""
     name = os.environ.get("PREFIXKV_ADMISSION", "hit_aware")
     if name not in ("fifo", "hit_aware"):
         raise ConfigError(f"PREFIXKV_ADMISSION is {name!r}, not one of fifo, hit_aware")
@@ -493,7 +517,10 @@ def _admission() -> str:
 
 
 def _number(name: str, default: float) -> float:
-    """Return a numeric setting from the environment. Raises ConfigError for other text."""
+    """Return a numeric setting of the SGLang plug-in from the environment.
+
+    Raises ConfigError for other text.
+    """
     text = os.environ.get(name, "")
     try:
         return float(text) if text else default

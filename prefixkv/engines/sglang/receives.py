@@ -27,7 +27,10 @@ class Receive:
     held: bool = False
 
     def fail(self, reason: str) -> None:
-        """Set a failed outcome. No-op after an outcome. Does not end `held`."""
+        """Set a failed outcome of a request's room on SGLang's decode.
+
+        No-op after an outcome. Does not end `held`.
+        """
         if self.outcome is None:
             self.outcome, self.error = KVPoll.FAILED, reason
 
@@ -49,11 +52,14 @@ class Receives:
         return len(self._rooms)
 
     def is_held(self, room: int) -> bool:
-        """Return whether a peer may still write pages that were promised for the room."""
+        """Return whether a peer may still write pages that SGLang's decode promised for a room."""
         return room in self._rooms
 
     def answers(self, prefill: str) -> bool:
-        """Return whether the worker at this address was greeted, and is not silent."""
+        """Return whether a prefill worker that SGLang's decode receives from answers.
+
+        It was greeted at this address, and is not silent.
+        """
         return self.transfers.peers().get(prefill, (None, ""))[1] == "ready"
 
     def open(
@@ -66,7 +72,9 @@ class Receives:
         digest: bytes,
         ticket: int,
     ) -> Receive:
-        """Promise pages for a prompt of `num_pages`: those after its first `prefix_len` tokens.
+        """Open decode's room for an SGLang request, and promise its pages to prefill.
+
+        `num_pages` are the prompt's; promised are those after its first `prefix_len` tokens.
 
         If they cannot be promised, the returned room has failed and is not held, and prefill is
         refused. The `ticket` is as for `DecodeTransfers.open`.
@@ -86,20 +94,29 @@ class Receives:
         return receive
 
     def refuse(self, room: int, prefill: str, reason: str, ticket: int) -> None:
-        """Tell prefill that no pages will be promised for a room. A failure is only logged."""
+        """Tell prefill that SGLang's decode promises no pages for a room.
+
+        A failure is only logged.
+        """
         try:
             self.transfers.refuse(room, 0, prefill, reason, ticket)
         except PrefixKVError as error:
             _log.warning("room %d was not refused: %s", room, error)
 
     def abort(self, receive: Receive, reason: str) -> None:
-        """End a room, which stays held until it is drained. No-op for a room that is over."""
+        """End a room of SGLang's decode, which stays held until it is drained.
+
+        No-op for a room that is over.
+        """
         receive.fail(reason)
         if receive.held:
             self.transfers.abort(receive.room, 0, reason)
 
     def pump(self) -> None:
-        """Take in the events of all rooms. Cheap where there are none."""
+        """Take in the events of all rooms that receive on SGLang's decode.
+
+        Cheap where there are none.
+        """
         try:
             events = self.transfers.take_events()
         except InternalError as error:  # the control thread survives it, and so do other rooms
@@ -133,6 +150,9 @@ class Receives:
                     )  # fmt: skip
 
     def _settle(self, receive: Receive) -> None:
-        """End the hold on a room's pages, after proof that nothing writes them."""
+        """End the hold on the pages of SGLang's decode room, once nothing can write them.
+
+        There is proof of that.
+        """
         receive.held = False
         del self._rooms[receive.room]

@@ -52,7 +52,11 @@ class DeclinedHalf(NamedTuple):
     reason: str
 
     def is_half_of(self, announced: Announcement) -> bool:
-        """Return whether both are about one prompt, as far as their digests are known."""
+        """Return whether a half that ended on SGLang's prefill and an announcement are of one
+        prompt.
+
+        An unknown digest fits any.
+        """
         return b"" in (self.digest, announced.digest) or self.digest == announced.digest
 
 
@@ -94,13 +98,13 @@ class RoomSend:
 
     @property
     def poll(self) -> KVPoll:
-        """State for SGLang; an outcome shows only when the pages are free."""
+        """State of a sent room for SGLang; an outcome shows only when the pages are free."""
         if self.outcome is not None and self.free:
             return self.outcome
         return self.progress
 
     def fail(self, reason: str) -> None:
-        """Set a failed outcome. No-op after an outcome."""
+        """Set a failed outcome of a room that SGLang's prefill sends. No-op after an outcome."""
         if self.outcome is None:
             self.outcome, self.error = KVPoll.FAILED, reason
 
@@ -139,7 +143,7 @@ class RoomSends:
         return len(self._rooms)
 
     def begin(self, room: int, digest: bytes, num_pages: int) -> RoomSend:
-        """Begin the room of a request that has arrived here.
+        """Begin the room of an SGLang request that has arrived on prefill.
 
         It fails at once if a room of that number is not over, or if decode has ended its half.
         """
@@ -169,7 +173,7 @@ class RoomSends:
         return send
 
     def decline(self, room: int, digest: bytes, reason: str) -> None:
-        """Tell decode why a request with this number ends here without a room.
+        """Tell decode why a request with this number ends on SGLang's prefill without a room.
 
         A room of that number that is not over is not disturbed, and decode hears of this request
         when it is over. An empty digest stands for any prompt.
@@ -188,7 +192,9 @@ class RoomSends:
             _remember(self._declined, room, DeclinedHalf(digest, reason))
 
     def announce(self, room: int, decode: str, digest: bytes) -> None:
-        """Take in that the decode worker `decode` has the room's other end, for a prompt's digest.
+        """Take in on SGLang's prefill that decode worker `decode` announces a room's other end.
+
+        `digest` is of its prompt.
 
         Any process that reaches the socket may send this; the digest ties it to a prompt.
         """
@@ -213,7 +219,7 @@ class RoomSends:
     def withdraw(
         self, room: int, decode: str, digest: bytes, reason: str, number_state: NumberState = ALONE
     ) -> None:
-        """Take in that a decode worker has ended its request of this number without a promise.
+        """Take in on SGLang's prefill that decode has ended this number's request, with no promise.
 
         The other half fails, now or when it arrives. An empty digest stands for any prompt.
         `number_state` is the state of the number on decode: if SILENT, the room here may belong to
@@ -237,7 +243,7 @@ class RoomSends:
             _remember(self._withdrawn, room, withdrawn)
 
     def _take_withdrawn(self, room: int, digest: bytes) -> Announcement | None:
-        """Take out the withdrawal that fits this prompt, unless it is too old."""
+        """Take out decode's withdrawal of an SGLang prompt, unless it is too old to end a send."""
         found = self._withdrawn.get(room)
         if found is not None and self._clock() - found.since_s >= WITHDRAWN_S:
             del self._withdrawn[room]
@@ -246,10 +252,10 @@ class RoomSends:
         return None
 
     def _pair(self, send: RoomSend, announced: Announcement) -> None:
-        """Connect a room with the decode worker that announced it, if both mean the same prompt.
+        """Pair a room of SGLang's prefill with the decode worker that announced it.
 
-        If not, one number was given to two requests. Then neither is served, nor are their other
-        halves.
+        Both must mean the same prompt. If not, one number was given to two requests. Then neither
+        is served, nor are their other halves.
         """
         if DeclinedHalf(send.digest, "").is_half_of(announced):
             self._add(send, announced.decode)
@@ -264,7 +270,7 @@ class RoomSends:
         _remember(self._declined, send.room, DeclinedHalf(send.digest, reason))
 
     def _add(self, send: RoomSend, decode: str) -> None:
-        """Add the room for this decode worker; from now on writes may read its pages."""
+        """Add SGLang's room to be sent to this decode worker; writes may read its pages now."""
         send.decode = decode
         num_tokens = send.num_pages * self._page_size
         try:
@@ -275,7 +281,10 @@ class RoomSends:
             self._over(send)
 
     def _over(self, send: RoomSend) -> None:
-        """Forget a room, so that its number may be used again, and answer what came meanwhile."""
+        """Forget a room of SGLang's sends that is over, and answer what came meanwhile.
+
+        Its number may then be used again.
+        """
         room = send.room
         del self._rooms[room]
         # An announcement is refused if its other half failed here. One without a half waits for it,
@@ -294,7 +303,10 @@ class RoomSends:
             _remember(self._declined, room, other)
 
     def _refuse(self, room: int, decode: str, reason: str) -> None:
-        """Refuse a room to decode. A failure is only logged."""
+        """Tell a decode worker that SGLang's prefill does not send a room.
+
+        A failure is only logged.
+        """
         try:
             self.transfers.refuse(room, 0, reason, decode=decode)
         except PrefixKVError as error:
@@ -309,7 +321,9 @@ class RoomSends:
         aux: bytes = b"",
         ready: DeviceEvent | None = None,
     ) -> None:
-        """Send the next pages of a request, after decode's prefix, once `ready` is.
+        """Send the next pages of a request from SGLang's prefill, once `ready` is.
+
+        They follow decode's prefix.
 
         A room that has ended sends nothing. With `last` the pages must complete the prompt.
         """
@@ -333,7 +347,10 @@ class RoomSends:
             self.abort(send, str(error))
 
     def abort(self, send: RoomSend, reason: str) -> None:
-        """End a room; it polls FAILED once no write reads its pages. No-op where it is over."""
+        """End a room that SGLang sends; it polls FAILED once no write reads its pages.
+
+        No-op where it is over.
+        """
         send.fail(reason)
         # 1. Added: writes may read the pages, so it is over with SourceFree. 2. Not added: nothing
         # reads them, so it is over now, and decode is refused as soon as it announces itself.
@@ -344,7 +361,10 @@ class RoomSends:
             _remember(self._declined, send.room, DeclinedHalf(send.digest, reason))
 
     def pump(self) -> None:
-        """Take in the events of all rooms. Cheap where there are none."""
+        """Take in the events of all rooms that SGLang's prefill sends.
+
+        Cheap where there are none.
+        """
         # Refuse announcements that no new request has claimed in time; ordered by that time.
         while self._unclaimed and next(iter(self._unclaimed.values()))[0] <= self._clock():
             room, (_, announced, reason) = self._unclaimed.popitem(last=False)
@@ -373,7 +393,10 @@ class RoomSends:
 
 
 def _remember(rooms: OrderedDict[int, _Entry], room: int, entry: _Entry) -> None:
-    """Store an entry as the newest, and forget the oldest above the limit: clients name rooms."""
+    """Store an entry about a room without a send on SGLang's prefill; forget the oldest ones.
+
+    There is a limit since clients name rooms.
+    """
     rooms[room] = entry
     rooms.move_to_end(room)
     while len(rooms) > MAX_ANNOUNCED:

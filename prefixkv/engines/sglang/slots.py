@@ -12,7 +12,7 @@ from prefixkv.spi import Pages
 
 
 def to_device(values: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
-    """Copy values to the device, without waiting for the device."""
+    """Copy slots or page ids to SGLang's device, without waiting for the device."""
     tensor = torch.from_numpy(values)
     if device.type == "cpu":
         return tensor
@@ -49,7 +49,10 @@ class SlotTable:
             self._table = torch.from_numpy(slots).to(self._device)
 
     def slots(self, pages: Pages) -> torch.Tensor:
-        """Return the slots of pages, a new tensor int64 [len(pages) * page_size] on the device."""
+        """Return the slots of pages in SGLang's pool, a new tensor on the device.
+
+        It is int64 [len(pages) * page_size].
+        """
         if not len(pages):
             return self._empty
         if self._host is not None:
@@ -57,7 +60,10 @@ class SlotTable:
         return self._table.index_select(0, self.on_device(pages)).view(-1)
 
     def on_device(self, pages: Pages) -> torch.Tensor:
-        """Return page ids as a new tensor int64 [len(pages)] on the device, without a wait."""
+        """Return page ids on the device of SGLang's slots, without a wait.
+
+        They are a new tensor int64 [len(pages)].
+        """
         return to_device(pages.astype(np.int64), self._device)
 
     def pages_of_row(self, table: torch.Tensor, row: int, start: int, end: int) -> Pages:
@@ -74,7 +80,10 @@ class SlotTable:
         return (first // self._page_size).astype(np.int32, copy=False)
 
     def pages(self, slots: torch.Tensor) -> Pages:
-        """Return the page ids of whole pages of slots, int32 on the host. Waits for a GPU."""
+        """Return the page ids of whole pages of SGLang's slots, int32 on the host.
+
+        Waits for a GPU.
+        """
         # The first slot of a page names it: slots of a page are consecutive.
         first = slots[:: self._page_size]
         if first.device.type != "cpu":

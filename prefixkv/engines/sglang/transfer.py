@@ -66,7 +66,7 @@ POLLS: Final = {
 
 
 def prompt_of(req: Any) -> tuple[bytes, int]:
-    """Return the digest of a request's prompt, 32 bytes, and its number of tokens.
+    """Return the digest of an SGLang request's prompt, 32 bytes, and its number of tokens.
 
     Both servers compute the same digest. It leaves adapters out, since each server draws its own
     numbers for them.
@@ -86,7 +86,10 @@ def why_ended(req: Any, default: str) -> str:
 
 
 def refusals(args: sgl.KVArgs, server_args: Any) -> list[str]:
-    """Return why this server cannot have the backend, each reason with what to leave out."""
+    """Return why this SGLang server cannot have the transfer backend.
+
+    Each reason has what to leave out.
+    """
     # Each would leave KV or state unsent, or change the memory that is registered for transfers.
     parallel = sgl.get_parallel()
     states = ", ".join(state.value for state in args.state_types)
@@ -121,7 +124,10 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
         server_args: Any,
         is_mla_backend: bool = False,
     ) -> None:
-        """Raise ConfigError for an unsupported server, with the option to leave out."""
+        """Make SGLang's transfer manager.
+
+        Raises ConfigError for an unsupported server, with the option to leave out.
+        """
         # 1. Refuse, and lay the pool out. Before SGLang's own constructor, so that a refusal leaves
         # nothing open.
         for reason in refusals(args, server_args):
@@ -171,7 +177,10 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
     # --- both sides -------------------------------------------------------------------------------
 
     def _gather_name(self) -> str:
-        """Return the worker's name, which rank 0 makes: ranks may be on several hosts."""
+        """Return the name of this SGLang worker in transfers, which rank 0 makes.
+
+        Ranks may be on several hosts.
+        """
         server = self._options.name or f"{self.local_ip}:{sgl.get_serving().port}"
         replica = f"dp{self.system_dp_rank or self.attn_dp_rank}"
         name = f"{server}-{self.disaggregation_mode.value}-{replica}"
@@ -179,11 +188,11 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
 
     @property
     def rank_name(self) -> str:
-        """Name of this rank in logs and in the fence folder."""
+        """Name of this SGLang rank in logs and in the fence folder."""
         return f"{self.name}-tp{self.attn_tp_rank}"
 
     def _common(self) -> dict[str, Any]:
-        """Return the settings that both sides share: model, control and transport."""
+        """Return the transfer settings of both SGLang sides: model, control and transport."""
         served = self._options.model or str(self.server_args.served_model_name)
         waits_s = (
             sgl.envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get(),
@@ -203,7 +212,7 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
         return {"model": model, "control": control, "transport": self._options.transport}
 
     def pump(self) -> None:
-        """Take in all events since the last call, and the operator's fences."""
+        """Take in all transfer events of SGLang's manager, and the operator's fences."""
         if self.receives is not None:
             self.receives.pump()
         if self.sends is not None:
@@ -216,7 +225,7 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
     prefixkv_pump = pump
 
     def claim_room(self, room: int, who: Any) -> tuple[int, str]:
-        """Return the number under which SGLang's tables know a sender or receiver, and an error.
+        """Claim a number in SGLang's manager for a sender or receiver; return it, and an error.
 
         The number is its room, or a private one with an error if another live object has the room.
         SGLang keeps the states of rooms by number alone. Two requests of one number would change
@@ -229,17 +238,17 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
         return room, ""
 
     def room_owner(self, room: int) -> Any:
-        """Return the live sender or receiver that has this number, or None."""
+        """Return SGLang's live sender or receiver that has this room number, or None."""
         return self._owners.get(room)
 
     def release_room(self, who: Any) -> None:
-        """Give back the room number of a sender or receiver that is cleared."""
+        """Give back the number in SGLang's manager of a sender or receiver that is cleared."""
         room: int = who.bootstrap_room
         if self._owners.get(room) is who:
             del self._owners[room]
 
     def close(self) -> None:
-        """Say goodbye to the peers and join the threads. Idempotent."""
+        """Close the transfers of SGLang's manager: say goodbye, join the threads. Idempotent."""
         for side in (self.sends, self.receives):
             if side is not None and not side.transfers.closed:
                 side.transfers.close()
@@ -247,7 +256,9 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
     # --- prefill ----------------------------------------------------------------------------------
 
     def register_to_bootstrap(self) -> None:
-        """Start prefill's transfers and register their endpoint; SGLang calls this on prefill.
+        """Start prefill's transfers and register their endpoint with SGLang's bootstrap server.
+
+        SGLang calls this on prefill.
 
         All ranks call it together, since it gathers among them.
         """
@@ -265,15 +276,15 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
         super().register_to_bootstrap()
 
     def _reach(self, endpoint: str) -> str:
-        """Return the endpoint as other hosts reach it."""
+        """Return the endpoint of SGLang's prefill transfers as other hosts reach it."""
         return endpoint.replace("//0.0.0.0:", f"//{self.local_ip}:")
 
     def _register_topology_row(self, url: str, payload: dict[str, Any]) -> None:
-        """Register this rank as SGLang does, with the endpoint as one more field."""
+        """Register this rank as SGLang's manager does, with the endpoint as one more field."""
         super()._register_topology_row(url, {**payload, FIELD: self.endpoint})
 
     def _read_announcements(self, sends: RoomSends) -> None:
-        """Take in all messages that wait at this rank's socket.
+        """Read the messages of SGLang's decode workers that wait at this prefill rank's socket.
 
         Anything that reaches the socket can write there: a message of another form is logged and
         skipped, and never ends the loop.
@@ -301,7 +312,7 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
     # --- either side ends a request by itself -----------------------------------------------------
 
     def decline(self, req: Any) -> None:
-        """Tell the other server that this one refused a request before it had a room.
+        """Tell the other SGLang server that this one refused a request before it had a room.
 
         Otherwise the other one would wait for its timeout.
         """
@@ -324,7 +335,7 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
         receiver.clear()
 
     def _knows(self, address: str) -> bool:
-        """Return whether the bootstrap server at this address has described its prefill server.
+        """Return whether prefill's SGLang bootstrap server at this address has described prefill.
 
         One that does not answer is asked again only every `ASK_AGAIN_S`: SGLang's scheduler blocks
         for the time of the question.
@@ -348,7 +359,10 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
     # --- decode -----------------------------------------------------------------------------------
 
     def _open_decode(self) -> None:
-        """Start decode's transfers. All ranks call this together, since it gathers."""
+        """Start the transfers of SGLang's decode manager.
+
+        All ranks call this together, since it gathers.
+        """
         self.name = self._gather_name()
         config = DecodeConfig(self.name, **self._common())
         rank = self._mesh, self.attn_tp_rank
@@ -358,15 +372,16 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
         _log.info("prefixkv's transfers: %s", self.rank_name)
 
     def ticket(self) -> int:
-        """Return the ticket of the next promise: equal on every rank, unique, and unguessable.
+        """Return the ticket of this SGLang decode server's next promise.
 
-        Equal, since all ranks get the same requests in one order and share a secret.
+        It is equal on every rank, unique, and unguessable. Equal, since all ranks get the same
+        requests in one order and share a secret.
         """
         drawn = blake2b(f"{next(self._uses)}".encode(), key=self._secret, digest_size=8)
         return int.from_bytes(drawn.digest(), "big") >> 1 or 1
 
     def forget_lost(self, bootstrap_addr: str) -> None:
-        """Forget SGLang's cached rows of prefill ranks that do not answer.
+        """Forget the rows that SGLang's manager has cached of prefill ranks that do not answer.
 
         SGLang keeps a row until some heartbeats have failed. A rank that does not answer may be
         another process by now, at another endpoint.
@@ -383,7 +398,10 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
                     del self.connection_pool[key]
 
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
-        """Return whether nothing writes the room's pages any more. SGLang asks before it frees."""
+        """Return to SGLang's manager whether nothing writes the room's pages any more.
+
+        SGLang asks its manager before it frees them.
+        """
         assert self.receives is not None
         self.pump()
         return not self.receives.is_held(bootstrap_room)
@@ -414,12 +432,15 @@ class PrefixKVSender(sgl.CommonKVSender):  # type: ignore[misc]
 
     @property
     def sends(self) -> RoomSends:
-        """All rooms of this prefill rank."""
+        """All rooms of the prefill rank of SGLang's sender."""
         assert self.kv_mgr.sends is not None
         return self.kv_mgr.sends
 
     def prefixkv_begin(self, req: Any) -> None:
-        """Begin the room for a request. A hook calls this before any other method."""
+        """Begin the sender's room for an SGLang request.
+
+        A hook calls this before any other method.
+        """
         self.kv_mgr.last_handled_rid = req.rid
         # First take in events: the room that had this number before may be over by now.
         self.kv_mgr.pump()
@@ -431,7 +452,7 @@ class PrefixKVSender(sgl.CommonKVSender):  # type: ignore[misc]
             self.sends.decline(req.bootstrap_room, digest, self._refusal)
 
     def pop_decode_prefix_len(self) -> int:
-        """Return the tokens that decode has, and that are not sent."""
+        """Return the tokens that decode has already, which SGLang's sender does not send."""
         return 0 if self._send is None else self._send.prefix_pages * self.kv_mgr.page_size
 
     def send(
@@ -441,7 +462,10 @@ class PrefixKVSender(sgl.CommonKVSender):  # type: ignore[misc]
         num_kv_tokens: int | None = None,
         indices_event: object | None = None,
     ) -> None:
-        """Send the pages of the next chunk, and the metadata row with the last one."""
+        """Send the pages of the next chunk from SGLang's sender.
+
+        With the last one goes the metadata row.
+        """
         # SGLang leaves here the event after which the pages hold their KV; it is for one call.
         ready, self._early_send_wait_event = self._early_send_wait_event, None
         if self.conclude_state is not None or self._send is None:
@@ -454,7 +478,7 @@ class PrefixKVSender(sgl.CommonKVSender):  # type: ignore[misc]
         self._record_transfer_indices(kv_indices, None)
 
     def poll(self) -> int:
-        """Return SGLang's state of the room. A final state is kept, and never changes."""
+        """Return SGLang's state of the sender's room. A final state is kept, and never changes."""
         self.kv_mgr.pump()
         send = self._send
         if self.conclude_state is not None:
@@ -476,7 +500,7 @@ class PrefixKVSender(sgl.CommonKVSender):  # type: ignore[misc]
     poll_pp_consensus = poll
 
     def abort(self) -> None:
-        """End the room; it polls Failed once no write reads the request's pages."""
+        """End the SGLang sender's room; it polls Failed once no write reads the request's pages."""
         if self._send is not None:
             self.sends.abort(self._send, "Aborted by AbortReq.")
 
@@ -512,12 +536,14 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
 
     @property
     def receives(self) -> Receives:
-        """All rooms of this decode rank."""
+        """All rooms of the decode rank of SGLang's receiver."""
         assert self.kv_mgr.receives is not None
         return self.kv_mgr.receives
 
     def prefixkv_begin(self, req: Any, has_prompt: bool = True) -> None:
-        """Begin the room for a request. A hook calls this before any other method.
+        """Begin the receiver's room for an SGLang request.
+
+        A hook calls this before any other method.
 
         `has_prompt` is False where SGLang may have put a stub in the place of the prompt.
         """
@@ -530,7 +556,7 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
             self._withdraw_second(req)
 
     def _withdraw_second(self, req: Any) -> None:
-        """Withdraw a request of which another request on this server has the number.
+        """Withdraw an SGLang receiver's request whose number another one on this server has.
 
         Its other half may be alone with the number on prefill, where it would wait.
         """
@@ -549,7 +575,7 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
         self.bootstrap_infos = None  # given back, so that `clear` withdraws nothing more
 
     def _fail(self, reason: str) -> None:
-        """Set SGLang's state of this room to Failed, for good."""
+        """Set SGLang's state of the receiver's room to Failed, for good."""
         self.kv_mgr.record_failure(self.bootstrap_room, reason)
         self.kv_mgr.update_status(self.bootstrap_room, sgl.KVPoll.Failed)
         self.conclude_state = sgl.KVPoll.Failed
@@ -560,7 +586,7 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
         super()._setup_bootstrap_infos()
 
     def _register_kv_args(self) -> bool:
-        """Check that this server can receive from the prefill server that was found.
+        """Check that this SGLang receiver can receive from the prefill server that was found.
 
         Returns False, with the room failed, if it cannot. Nothing has been announced then.
         """
@@ -586,7 +612,9 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
         return self.conclude_state is None
 
     def _announce(self, refusal: str = "", number_state: NumberState = ALONE) -> str:
-        """Announce this decode worker's room to prefill, or withdraw it; return the endpoint.
+        """Announce the receiver's room to prefill's SGLang ranks, or withdraw it.
+
+        Returns the endpoint of prefill's transfers.
 
         With a `refusal` nothing will be promised for the room, for that reason. Each prefill rank
         gets the message from one decode rank. Raises zmq.ZMQError where prefill does not read, and
@@ -615,7 +643,7 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
         destination: Any = sgl.KVTransferDestination.DEVICE,
         device_kv_indices: Any = None,
     ) -> None:
-        """Announce the room, and promise its pages to prefill."""
+        """Announce the SGLang receiver's room, and promise its pages to prefill."""
         if self.conclude_state is not None:
             return
         digest, num_tokens = prompt_of(self._req)
@@ -636,7 +664,7 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
         self.init_time = time.time()  # SGLang's own timeout begins
 
     def poll(self) -> int:
-        """Return SGLang's state of the room, with SGLang's own timeouts."""
+        """Return SGLang's state of the receiver's room, with SGLang's own timeouts."""
         if self.conclude_state is None:
             self.kv_mgr.pump()
             self._conclude()
@@ -644,7 +672,7 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
         return status
 
     def _conclude(self) -> None:
-        """Pass an outcome on to SGLang, if there is one."""
+        """Pass the outcome of the receiver's room on to SGLang, if there is one."""
         receive = self._receive
         if receive is None or receive.outcome is None:
             return
@@ -670,7 +698,10 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
         self.kv_mgr.release_room(self)
 
     def _send_abort_notification(self, *, force_arm: bool = False) -> None:
-        """End the room, or withdraw it where nothing was promised. SGLang calls this once."""
+        """End the SGLang receiver's room, or withdraw it where nothing was promised.
+
+        SGLang calls this once.
+        """
         reason = why_ended(self._req, "Aborted by decode.")
         if self._receive is not None:
             self.receives.abort(self._receive, reason)
@@ -689,7 +720,10 @@ class PrefixKVBootstrapServer(sgl.CommonKVBootstrapServer):  # type: ignore[misc
         super().__init__(*args, **named)
 
     async def _handle_route_put(self, request: sgl.web.Request) -> sgl.web.Response:
-        """Register a rank as SGLang does, and keep its endpoint if SGLang accepted the row."""
+        """Register a rank as SGLang's bootstrap server does, and keep its endpoint.
+
+        It is kept only if SGLang accepted the row.
+        """
         answer: sgl.web.Response = await super()._handle_route_put(request)
         row = await request.json()
         if answer.status == 200 and FIELD in row:
@@ -699,7 +733,7 @@ class PrefixKVBootstrapServer(sgl.CommonKVBootstrapServer):  # type: ignore[misc
         return answer
 
     async def _handle_route_get(self, request: sgl.web.Request) -> sgl.web.Response:
-        """Answer as SGLang does, and add the endpoint to the row of a rank."""
+        """Answer as SGLang's bootstrap server does, and add the endpoint to the row of a rank."""
         answer: sgl.web.Response = await super()._handle_route_get(request)
         if answer.status != 200:
             return answer

@@ -57,8 +57,9 @@ class TransferOptions:
 
     @classmethod
     def of(cls, text: str) -> TransferOptions:
-        """Build the options from JSON. Raises ConfigError, which names the setting, for one that is
-        unknown or out of range.
+        """Build the options of SGLang's transfer backend from JSON.
+
+        Raises ConfigError, which names the setting, for one that is unknown or out of range.
 
         >>> TransferOptions.of('{"transport": {"interface": "eth0"}}').transport.interface
         'eth0'
@@ -70,7 +71,9 @@ class TransferOptions:
         return convert(cls, given, VARIABLE)
 
     def address(self, local_ip: str) -> str:
-        """Address at which a rank binds, on a machine with `local_ip`.
+        """Return the address at which an SGLang rank binds its transfers, on this machine.
+
+        `local_ip` is the machine's.
 
         >>> TransferOptions().address("10.0.0.5")
         'tcp://127.0.0.1:*'

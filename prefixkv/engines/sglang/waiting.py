@@ -28,7 +28,10 @@ class WaitingPrefixes:
         self._wants: dict[int, tuple[Any, int]] = {}
 
     def follow(self, requests: Iterable[Any]) -> None:
-        """Replace the waiting requests. O(requests), and O(prompt) per one that came or left."""
+        """Replace the requests waiting in SGLang's queue, whose prefixes the tree has hints about.
+
+        O(requests), and O(prompt) per one that came or left.
+        """
         now = {id(request): request for request in requests}
         for ident in [ident for ident in self._wants if ident not in now]:
             self._tree.unwant(self._wants.pop(ident)[1])
@@ -53,16 +56,19 @@ class Depths:
 
     @property
     def version(self) -> int:
-        """The tree's version: while it is unchanged, so are all depths."""
+        """The tree's version: while it is unchanged, so are SGLang's depths of waiting prompts."""
         return self._tree.version
 
     @property
     def page_size(self) -> int:
-        """Number of key words per page."""
+        """Number of key words per page of the prompts waiting in SGLang's queue."""
         return self._tree.page_size
 
     def of(self, request: Any) -> tuple[RadixKey, int]:
-        """Return a request's packed prompt, not to be changed or kept, and its cached pages."""
+        """Return a waiting SGLang request's packed prompt, and how many of its pages are cached.
+
+        The prompt is not to be changed or kept.
+        """
         if self._version != self._tree.version:
             self._version = self._tree.version
             self._found.clear()
@@ -86,7 +92,10 @@ class NewPagesFirst:
         self._since: dict[int, float] = {}  # by id(item): time at which it was first seen
 
     def order(self, queue: list[Any], request_of: Callable[[Any], Any], now_s: float) -> None:
-        """Sort `queue` in place, stably. `now_s` is the ranks' common time, so all sort alike."""
+        """Sort SGLang's waiting queue in place, stably, fewest new pages first.
+
+        `now_s` is the ranks' common time, so all sort alike.
+        """
         # Forget items that left first: a new item may get the id of a former one.
         here = {id(item) for item in queue}
         for gone in self._since.keys() - here:
@@ -105,7 +114,7 @@ class NewPagesFirst:
 
 
 def weight_order(ends: Sequence[TreeNode | None]) -> list[int]:
-    """Return the indices of requests in the order in which they share prefixes best.
+    """Return the indices of waiting SGLang requests in the order that shares prefixes best.
 
     Depth first through the tree, at each node the branch with most requests first. O(requests *
     nodes on their paths).

@@ -47,7 +47,7 @@ Ask = LoadAsk | RoomSendAsk | DrawAsk
 
 
 def ask_of(params: Any, is_producer: bool, is_consumer: bool) -> Ask | None:
-    """Read the `kv_transfer_params` of a request; None where they ask for no transfer.
+    """Read what a request asks for in vLLM's `kv_transfer_params`; None: no transfer.
 
         {"do_remote_prefill": true, "room": 7, "prefill": "tcp://10.0.0.1:14579"}
         {"do_remote_prefill": true, "room": 7, "prefill": "tcp://10.0.0.1:14579", "nonce": "5f..."}
@@ -83,12 +83,18 @@ def ask_of(params: Any, is_producer: bool, is_consumer: bool) -> Ask | None:
 
 
 def _room(room: Any) -> int:
-    """Return a room's number, in [0, 2**64). Raises RequestError for anything else."""
+    """Return the room's number that a vLLM request asks for, in [0, 2**64).
+
+    Raises RequestError for anything else.
+    """
     return whole_number("room", room, 0, 2**64)
 
 
 def _name(key: str, where: Any) -> str:
-    """Return the other server's name or address. Raises RequestError for an unfit value."""
+    """Return the other server's name or address that a vLLM request asks for.
+
+    Raises RequestError for an unfit value.
+    """
     if not isinstance(where, str) or not 1 <= len(where) <= MAX_NAME_CHARS:
         raise RequestError(
             f"{key} in kv_transfer_params is {repr(where)[:200]}, a string of 1 to "
@@ -98,7 +104,10 @@ def _name(key: str, where: Any) -> str:
 
 
 def _nonce(nonce: Any) -> str:
-    """Return a room's nonce, "" for None. Raises RequestError for an unfit value."""
+    """Return the nonce of the room that a vLLM request asks for, "" for None.
+
+    Raises RequestError for an unfit value.
+    """
     if nonce is None:
         return ""
     if not isinstance(nonce, str) or len(nonce) > MAX_NONCE_CHARS:
@@ -110,15 +119,17 @@ def _nonce(nonce: Any) -> str:
 
 
 def computes_all(request: Any) -> bool:
-    """Return whether vLLM computes the whole prompt, for log-probabilities of the prompt.
+    """Return whether a request asks vLLM to compute its whole prompt, for log-probabilities.
 
-    It then ignores its prefix cache, and also a connector's answer, "not yet" included.
+    vLLM then ignores its prefix cache, and also a connector's answer, "not yet" included.
     """
     return bool(request.skip_reading_prefix_cache)
 
 
 def digest_of(request: Any, nonce: str = "") -> bytes:
-    """Return the digest of a prompt, on which both servers have to agree.
+    """Return the digest of the prompt for which a vLLM request asks a transfer.
+
+    Both servers have to agree on it.
 
     It covers the tokens and all else that vLLM keys its own blocks by: LoRA adapter, cache salt,
     and the content and place of images. With a `nonce` it is the digest of a room that prefill has
@@ -137,7 +148,9 @@ def digest_of(request: Any, nonce: str = "") -> bytes:
 
 
 def namespace_of(request: Any) -> tuple[Any, ...] | None:
-    """Return (LoRA adapter's name, salt, images), where an image is (hash, offset, length).
+    """Return what a vLLM request's blocks depend on besides tokens: LoRA adapter, salt, images.
+
+    (adapter's name, salt, images), where an image is (hash, offset, length).
 
     None where the request has none of the three, which is the namespace of plain prompts.
     """

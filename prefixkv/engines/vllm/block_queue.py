@@ -25,7 +25,10 @@ class GovernedQueue(_Base):
 
     @classmethod
     def install(cls, pool: Any, shadow: Shadow, counters: Counters) -> None:
-        """Turn the queue of vLLM's `BlockPool` into a governed one, before blocks are cached."""
+        """Turn the free block queue of vLLM's `BlockPool` into a governed one.
+
+        It is called before blocks are cached.
+        """
         # The class is exchanged in place: the queue's links run through the blocks themselves, and
         # vLLM may hold further references to the queue.
         queue = pool.free_block_queue
@@ -33,7 +36,7 @@ class GovernedQueue(_Base):
         queue.blocks, queue.shadow, queue.counters = pool.blocks, shadow, counters
 
     def popleft_n(self, n: int) -> list[Any]:
-        """Take `n` free blocks; vLLM has checked that there are as many."""
+        """Take `n` blocks out of vLLM's queue of free blocks; vLLM has checked that it has them."""
         found: list[Any] = []
         # 1. Uncached blocks at the front cost no hit. vLLM puts them there.
         while len(found) < n:
@@ -56,12 +59,15 @@ class GovernedQueue(_Base):
         return found
 
     def _usable(self, block: int) -> bool:
-        """Return whether a block is free, cached and queued: the shadow may be out of date."""
+        """Return whether a block is free, cached and in vLLM's queue.
+
+        The shadow, which names it, may be out of date.
+        """
         one = self.blocks[block]
         return one.ref_cnt == 0 and one.block_hash is not None and one.prev_free_block is not None
 
     def _taken(self, block: Any) -> Any:
-        """Take one block out of the queue, and out of the shadow."""
+        """Take one block out of vLLM's queue of free blocks, and out of the shadow."""
         self.remove(block)
         self.shadow.taken(block.block_id)
         return block

@@ -37,12 +37,12 @@ class Holds:
 
     @property
     def num_blocks(self) -> int:
-        """Number of references: a block that is held for two requests counts twice."""
+        """Number of references that hold vLLM's blocks: one held for two requests counts twice."""
         return sum(map(len, self._held.values()))
 
     @property
     def num_free(self) -> int:
-        """Number of blocks that vLLM may hand out, those in the prefix cache included."""
+        """Number of vLLM's blocks that it may hand out, those in the prefix cache included."""
         return self._pool.get_num_free_blocks()
 
     def is_cached(self, page: int) -> bool:
@@ -50,7 +50,10 @@ class Holds:
         return self._pool.blocks[page].block_hash is not None
 
     def take(self, rid: str, pages: Iterable[int]) -> None:
-        """Hold more blocks for a request. They must be in use, or in the prefix cache."""
+        """Hold more of vLLM's blocks for a request.
+
+        They must be in use, or in the prefix cache.
+        """
         # `touch` takes a cached block out of the free queue as well. A block that is free and not
         # cached might have been handed to another request already: hence the precondition.
         blocks = [self._pool.blocks[page] for page in pages]
@@ -58,14 +61,16 @@ class Holds:
         self._held.setdefault(rid, []).extend(blocks)
 
     def release(self, rid: str) -> None:
-        """Give a request's blocks back, after proof that no peer uses them. Unknown id: no-op.
+        """Give the blocks held for a request back to vLLM, after proof that no peer uses them.
+
+        Unknown id: no-op.
 
         Reversed, so that the end of the prompt is evicted before its beginning, as in vLLM.
         """
         self._pool.free_blocks(reversed(self._held.pop(rid, [])))
 
     def check_invariants(self) -> None:
-        """Raise InternalError if a held block is free. For tests."""
+        """Raise InternalError if one of vLLM's blocks is held and free. For tests."""
         for rid, blocks in self._held.items():
             if any(block.ref_cnt < 1 for block in blocks):
                 raise InternalError(f"a block that is held for {rid} is free")
@@ -82,7 +87,7 @@ class Flights:
         return len(self._carrier)
 
     def begin(self, rid: str, hashes: Iterable[Hashable]) -> None:
-        """Record that the request `rid` loads these blocks, until `land`."""
+        """Record that the request `rid` loads these blocks of vLLM's, until `land`."""
         mine = self._blocks.setdefault(rid, [])
         for block in hashes:
             # Two requests load one block where they do not join. The first stays its carrier, so
@@ -92,11 +97,14 @@ class Flights:
                 mine.append(block)
 
     def carrier(self, block: Hashable) -> str | None:
-        """Return the request that loads this block, or None."""
+        """Return the request whose load brings this block of vLLM's, or None."""
         return self._carrier.get(block)
 
     def land(self, rid: str) -> None:
-        """Forget a request's blocks: they have arrived, or will not. No-op for an unknown id."""
+        """Forget the blocks that a request of vLLM's loads: they have arrived, or will not.
+
+        No-op for an unknown id.
+        """
         for block in self._blocks.pop(rid, ()):
             del self._carrier[block]
 

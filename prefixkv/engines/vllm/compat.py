@@ -249,7 +249,10 @@ def available(part: VllmFeature) -> bool:
 
 
 def _listed(missing: list[tuple[Row, list[str]]]) -> str:
-    """Return a text of the missing names with their use; a class that several rows need, once."""
+    """Return a text of the names that vLLM lacks, with their use.
+
+    A class that several rows need is listed once.
+    """
     # Reversed twice: the first row of a class wins, and the order of the table stays.
     texts = {
         (
@@ -297,7 +300,7 @@ def _look_up(part: VllmFeature) -> tuple[SimpleNamespace, list[tuple[Row, list[s
 
 
 def _has(owner: Any, name: str) -> bool:
-    """Return whether a module has the name, or objects of a class will have it."""
+    """Return whether a module of vLLM has the name, or objects of a class will have it."""
     # Fields of dataclasses without a default, and attributes set in `__init__`, are not visible on
     # the class itself.
     if hasattr(owner, name):
@@ -310,7 +313,7 @@ def _has(owner: Any, name: str) -> bool:
 
 @cache
 def _stored(kind: type) -> frozenset[str]:
-    """Return the attribute names that the methods of a class assign, read from their bytecode."""
+    """Return the attributes that the methods of a vLLM class assign, read from their bytecode."""
     methods = [unwrap(one) for one in vars(kind).values() if isfunction(one)]
     return frozenset(
         step.argval
@@ -324,7 +327,10 @@ def _stored(kind: type) -> frozenset[str]:
 
 
 def check_version() -> None:
-    """Warn of a version that was not tested. It may work: missing names are found by the table."""
+    """Warn of a version of vLLM that was not tested.
+
+    It may work: missing names are found by the table.
+    """
     found = installed_version()
     if found not in TESTED:
         _log.warning(
@@ -333,7 +339,7 @@ def check_version() -> None:
 
 
 def share_log() -> None:
-    """Give the library's logger vLLM's handlers, unless it has some already."""
+    """Give prefixkv's logger the handlers of vLLM's, unless it has some already."""
     ours = logging.getLogger("prefixkv")
     if not ours.hasHandlers():
         for handler in logging.getLogger("vllm").handlers:
@@ -341,7 +347,7 @@ def share_log() -> None:
 
 
 def can_govern(pool: Any) -> bool:
-    """Return whether a policy may name the victims of this `BlockPool`. Logs why not."""
+    """Return whether this vLLM lets a policy name the victims of its `BlockPool`. Logs why not."""
     # The names alone are not enough here: the queue relies on how vLLM uses them.
     found = installed_version()
     if found not in TESTED:
@@ -380,7 +386,7 @@ def end_request(scheduler: Any, rid: str, params: dict[str, Any], outputs: Any) 
 
 
 def may_rest(engine: Any) -> bool:
-    """Return whether an `EngineCoreProc` that computed nothing has work for its connector only.
+    """Return whether a vLLM `EngineCoreProc` that computed nothing has only a connector's work.
 
     False while a batch is under way, while workers have to be informed of finished requests, or
     while a request waits for one of vLLM's own threads.
@@ -414,7 +420,7 @@ def unwatched() -> AbstractContextManager[None]:
 
 
 def count_own_cache_only(request: Any) -> None:
-    """Correct a request's usage, so that cached tokens are those of this server's own cache.
+    """Correct the usage in vLLM's request, so that only this server's own cache counts as cached.
 
     vLLM adds the tokens that are loaded: for a cold prompt it would report all but one as cached.
     """
@@ -423,7 +429,9 @@ def count_own_cache_only(request: Any) -> None:
 
 
 def reached_at(bind: str) -> str:
-    """Return a wildcard address with this host's own in its place, for other hosts to connect to.
+    """Return a wildcard address with the host's own, from vLLM, in its place.
+
+    Other hosts can connect to it.
 
     The host's address is vLLM's (VLLM_HOST_IP, if it is set); "" where vLLM has no function for it.
     """
@@ -434,7 +442,7 @@ def reached_at(bind: str) -> str:
 
 
 def check_engine(config: Any, kv_cache: Any) -> None:
-    """Raise ConfigError for a server that cannot be supported.
+    """Raise ConfigError for a vLLM server that cannot be supported.
 
     Either its cache cannot be transferred (`layout.check_config`), or this version of vLLM lacks a
     name that its features need.
@@ -452,7 +460,7 @@ def check_engine(config: Any, kv_cache: Any) -> None:
 
 
 def backends_of(config: Any, kv_cache: Any) -> list[str]:
-    """Return the sorted names of the attention kernels of all layers that have KV."""
+    """Return the sorted names of vLLM's attention kernels of all layers that have KV."""
     (group,) = kv_cache.kv_cache_groups
     names = require(WORKER)
     layers = names.get_layers_from_vllm_config(config, names.AttentionLayerBase, group.layer_names)
@@ -460,7 +468,9 @@ def backends_of(config: Any, kv_cache: Any) -> list[str]:
 
 
 def block_format(config: Any, kv_cache: Any, backends: list[str]) -> str:
-    """Return a tag of all that a block's bytes depend on besides shape and element type.
+    """Return a tag of all that the bytes of vLLM's blocks depend on besides shape and type.
+
+    The type is that of the elements.
 
     vLLM's version, the kernels of the layers, their packing (on CPUs it depends on the
     instructions), quantization. Two servers must have equal tags; `OPTION_NAMES` maps each word to
@@ -489,7 +499,7 @@ def block_format(config: Any, kv_cache: Any, backends: list[str]) -> str:
 
 
 def num_kv_heads(config: Any, kv_cache: Any) -> int:
-    """Return the number of KV heads of the model, over all tensor parallel ranks."""
+    """Return the number of KV heads of vLLM's model, over all tensor parallel ranks."""
     (group,) = kv_cache.kv_cache_groups
     if type(group.kv_cache_spec).__name__ == "MLAAttentionSpec":
         return 1
@@ -497,12 +507,12 @@ def num_kv_heads(config: Any, kv_cache: Any) -> int:
 
 
 def tensor_parallel_rank() -> int:
-    """Return the rank of this worker. Called only where there are several."""
+    """Return this worker's tensor parallel rank from vLLM. Called only where there are several."""
     return int(require(RANKS).get_tensor_model_parallel_rank())
 
 
 def gather(given: object) -> list[object]:
-    """Gather an object from all tensor parallel ranks. See `rank_group.Gather`."""
+    """Gather an object from all tensor parallel ranks of vLLM. See `rank_group.Gather`."""
     # The CPU group: objects are gathered at start-up only, without use of a device.
     group = require(RANKS).get_tp_group()
     found: list[object] = [None] * group.world_size
@@ -511,7 +521,7 @@ def gather(given: object) -> list[object]:
 
 
 def event_on(kv_caches: Mapping[str, torch.Tensor]) -> Any:
-    """Return an event after all that is queued on the device so far; None on a CPU."""
+    """Return an event after all that vLLM has queued on the device so far; None on a CPU."""
     # On a CPU the forward pass has returned when this is called, so its KV is written.
     device = next(iter(kv_caches.values())).device
     if device.type != "cuda":

@@ -86,7 +86,7 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """Return False: transfers do not follow KV memory that is mapped again elsewhere.
+        """Return False to vLLM: a connector's transfers do not follow KV that is mapped elsewhere.
 
         vLLM asks this from 0.33.0 on; `check_engine` refuses sleep mode in any version.
         """
@@ -94,19 +94,19 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: blocks of a preempted request are held here until they are sent."""
+        """False for vLLM: the connector holds a preempted request's blocks until they are sent."""
         return False
 
     # --- in the scheduler -------------------------------------------------------------------------
 
     @property
     def scheduler(self) -> SchedulerSide:
-        """The scheduler's side; only the connector in vLLM's scheduler has it."""
+        """The connector's scheduler side; only the connector in vLLM's scheduler has it."""
         assert self._scheduler is not None, "the scheduler's connector"
         return self._scheduler
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Take vLLM's block pool, and let a policy choose its victims if one is set."""
+        """Give vLLM's block pool to the connector, and let a policy choose its victims if set."""
         shadow: Shadow | None = None
         # The queue is replaced before any block is cached, so the shadow misses none.
         if self._options.policy and compat.can_govern(gpu_block_pool):
@@ -127,7 +127,10 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         # Only here is it known that some tokens are loaded, which vLLM counts as cached.
-        """Record that a request was given blocks, of which some tokens are to be loaded."""
+        """Record in the connector that vLLM gave a request blocks, some to be loaded.
+
+        `num_external_tokens` is how many tokens are to be loaded.
+        """
         if num_external_tokens:
             compat.count_own_cache_only(request)
         (pages,) = blocks.get_block_ids()
@@ -161,19 +164,22 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
         return True
 
     def take_events(self) -> Iterable[Any]:
-        """Return no events: vLLM's own pool caches the blocks that arrive, and reports them."""
+        """Return no events from the connector: vLLM's own pool reports the blocks that arrive."""
         return ()
 
     # --- in a worker ------------------------------------------------------------------------------
 
     @property
     def worker(self) -> WorkerSide:
-        """The worker's side; it exists from `register_kv_caches` on."""
+        """The connector's worker side in vLLM; it exists from `register_kv_caches` on."""
         assert self._worker is not None, "a worker's connector, with its KV memory"
         return self._worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Make the worker's side over vLLM's KV tensors, by layer name. All ranks call it."""
+        """Make the connector's side in a worker over vLLM's KV tensors, by layer name.
+
+        All ranks call it.
+        """
         config, kv_cache = self._vllm_config, self._kv_cache_config
         options = self._options
         model = ModelConfig(
@@ -200,7 +206,9 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
         self._worker.register(pool_of(kv_caches, kv_cache, tag, plain=plain))
 
     def unregister_kv_caches(self) -> None:
-        """Refuse to let vLLM give the KV memory back (which it asks for from 0.33.0 on).
+        """Refuse, for the connector, to let vLLM give the KV memory back.
+
+        vLLM asks for it from 0.33.0 on.
 
         Raises ConfigError for memory of a device: a peer may still read or write what is
         registered. On a CPU vLLM releases nothing, and this does nothing.
@@ -212,7 +220,7 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
             )
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
-        """Carry out the orders that precede the forward pass.
+        """Carry out the connector's orders that precede vLLM's forward pass.
 
         Here and not in `start_load_kv`, which vLLM calls after the forward where nothing is loaded
         in this step.
@@ -239,7 +247,10 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
             self.worker.after_forward(orders, compat.event_on(self._kv_caches))
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Return the loads that are over. vLLM waits until every rank has reported one."""
+        """Return the loads that are over from vLLM's connector.
+
+        vLLM waits until every rank has reported one.
+        """
         results = self.worker.take_results()
         return _base.KVConnectorTransferResults(
             finished_recving=results.received, failed_recving=results.failed
@@ -251,7 +262,10 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
     # --- in both, and in the API server -----------------------------------------------------------
 
     def get_kv_connector_stats(self) -> PrefixKVStats | None:
-        """Return the counts of this process since the last call, or None if nothing changed."""
+        """Return the counts of this process's vLLM connector since the last call.
+
+        None if nothing changed.
+        """
         counts: dict[str, float] = {}
         if self._scheduler is not None:
             counts |= self._scheduler.take_counts() | self._scheduler.take_gauges()
@@ -283,7 +297,7 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
         return PrefixKVMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
-        """Stop the threads of this process's side. Idempotent."""
+        """Stop the threads of vLLM's connector in this process. Idempotent."""
         if self._wakeups is not None:
             self._wakeups.close()
         if self._worker is not None:

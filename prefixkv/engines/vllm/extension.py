@@ -17,7 +17,9 @@ class WorkerExtension:
     """Methods that vLLM mixes into each worker. Called between steps, in the worker's thread."""
 
     def prefixkv_lost_peers(self) -> list[dict[str, Any]]:
-        """Return the peers that are silent or dead and still hold something here.
+        """Return, to an operator of vLLM, the peers that are lost and still hold something here.
+
+        They are silent or dead.
 
         Per peer: `peer`, its name; `life`, its incarnation in hexadecimal; `why`; `held`, a number
         of pages on decode and of rooms on prefill.
@@ -26,7 +28,7 @@ class WorkerExtension:
         return found
 
     def prefixkv_fence(self, peer: str, life: str) -> None:
-        """Free all that a process holds which the caller knows to be dead.
+        """Free all that a process holds which vLLM's operator knows to be dead.
 
         `peer` and `life` are as in `prefixkv_lost_peers` and the log. Fencing a live process loses
         its transfers, and may let it write into blocks that belong to another request.
@@ -34,7 +36,7 @@ class WorkerExtension:
         _side().fence(peer, life)
 
     def prefixkv_move_weights(self, weights_version: str) -> None:
-        """Move to a weights version after the weights were changed in place.
+        """Move to the operator's weights version, after a vLLM worker's were changed in place.
 
         Transfers under way end, and none begins with a server of another version. For a vLLM
         without a weight version of its own; call it while nothing runs, with the prefix cache
@@ -44,5 +46,5 @@ class WorkerExtension:
 
 
 def _side() -> Any:
-    """Return the worker's side of the connector in this process."""
+    """Return the worker's side of the connector, for vLLM's worker extension."""
     return compat.require(compat.FENCING).get_kv_transfer_group().worker

@@ -19,7 +19,10 @@ from prefixkv.engines.vllm.scheduler import SchedulerSide
 
 
 def install() -> bool:
-    """Wrap the methods, in this process. Idempotent. Returns whether the engine can rest."""
+    """Wrap the methods of vLLM that need a hook, in this process.
+
+    Idempotent. Returns whether the engine can rest.
+    """
     # The mark on a wrapper keeps a second connector in the same process from wrapping it twice.
     if compat.available(compat.ENDING):
         scheduler = compat.require(compat.ENDING).Scheduler
@@ -38,7 +41,7 @@ def install() -> bool:
 
 
 def _wrap_update_from_output(original: Any) -> Any:
-    """Return `update_from_output`, which then ends the requests that decode does not want."""
+    """Wrap vLLM's `update_from_output`: a hook then ends requests that decode does not want."""
 
     @functools.wraps(original)
     def update_from_output(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -59,7 +62,7 @@ def _wrap_update_from_output(original: Any) -> Any:
 
 
 def _wrap_set_weight_version(original: Any) -> Any:
-    """Return `set_weight_version`, which first moves the connector to the version."""
+    """Wrap vLLM's `set_weight_version`: a hook first moves the connector to the version."""
 
     @functools.wraps(original)
     def set_weight_version(self: Any, weight_version: str) -> None:
@@ -73,7 +76,7 @@ def _wrap_set_weight_version(original: Any) -> Any:
 
 
 def _wrap_process_engine_step(original: Any) -> Any:
-    """Return `_process_engine_step`, which then waits while nothing can run."""
+    """Wrap vLLM's `_process_engine_step`: a hook then waits while nothing can run."""
 
     @functools.wraps(original)
     def _process_engine_step(self: Any) -> Any:
@@ -92,7 +95,7 @@ def _wrap_process_engine_step(original: Any) -> Any:
 
 
 def _side(scheduler: Any) -> SchedulerSide | None:
-    """Return our side of a vLLM scheduler, or None where it has another connector."""
+    """Return our side of a hooked vLLM scheduler, or None where it has another connector."""
     connector = getattr(scheduler, "connector", None)
     if not getattr(connector, "is_prefixkv", False):
         return None

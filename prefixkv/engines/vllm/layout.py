@@ -39,7 +39,9 @@ _PARALLEL: Final = {
 
 
 def check_config(parallel: Any, kv_cache: Any) -> None:
-    """Raise ConfigError for a vLLM `ParallelConfig` or `KVCacheConfig` that is not supported.
+    """Raise ConfigError for a vLLM configuration whose KV layout or ranks are not supported.
+
+    It is a `ParallelConfig` or `KVCacheConfig`.
 
     The error names the setting, or the kind of cache.
     """
@@ -85,7 +87,7 @@ def check_sleep(model: Any, device: str) -> None:
 
 
 def is_plain(spec: Any, backends: Iterable[str]) -> bool:
-    """Return whether these kernels keep a cache of this spec plainly, as `PLAIN` describes."""
+    """Return whether vLLM's kernels keep this cache in a plain layout, as `PLAIN` describes."""
     # Each further field of a spec means bytes in a block besides K and V, or K and V of two sizes.
     return (
         {*backends} <= {*PLAIN}
@@ -141,7 +143,7 @@ def pool_of(
 
 
 def _tokens(cache: torch.Tensor, num_blocks: int) -> torch.Tensor | None:
-    """Return a view [num_blocks, head, token of the block, content] of a layer's tensor.
+    """Return vLLM's tensor of a layer as a view [num_blocks, head, token of the block, content].
 
     None where the tokens of a block's kernel blocks are not consecutive in memory.
     """
@@ -154,7 +156,7 @@ def _tokens(cache: torch.Tensor, num_blocks: int) -> torch.Tensor | None:
 
 
 def _blocks(name: str, cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    """Return a view [num_blocks, elements of a block] of a layer's tensor.
+    """Return vLLM's tensor of a layer as a view [num_blocks, elements of a block].
 
     Raises ConfigError, with the layer's name, where a block is not one run of bytes.
     """
@@ -179,6 +181,6 @@ def _blocks(name: str, cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
 
 
 def _as_known_dtype(cache: torch.Tensor) -> torch.Tensor:
-    """Return the tensor, as bytes where a layout has no name for its element type."""
+    """Return vLLM's KV tensor, as bytes where a layout has no name for its element type."""
     known = str(cache.dtype).removeprefix("torch.") in ITEMSIZE
     return cache if known else cache.view(torch.uint8)

@@ -85,7 +85,10 @@ class ConnectorOptions:
 
     @property
     def reached_at(self) -> str:
-        """Address at which decode servers reach this prefill server; "" where no option has it."""
+        """Address, by the options, at which decode servers reach this vLLM prefill server.
+
+        "" where no option has it.
+        """
         if self.advertise:
             return self.advertise
         has_port = self.bind.rpartition(":")[2] not in ("", "*", "0")
@@ -93,14 +96,20 @@ class ConnectorOptions:
 
     @property
     def is_on_every_address(self) -> bool:
-        """True if `bind` has a port and no address, and `advertise` has none either."""
+        """True if vLLM's option `bind` has a port and no address.
+
+        `advertise` has none either then.
+        """
         host, _, port = self.bind.rpartition(":")
         return not self.advertise and host in ANY_HOST and port not in ("", "*", "0")
 
     @classmethod
     def of(cls, extra: Mapping[str, Any], kv_port: int) -> ConnectorOptions:
-        """Build the options from `extra`. Raises ConfigError, which names the setting, for one that
-        is unknown or out of range, and where there is no name."""
+        """Build the connector's options from vLLM's `extra` settings.
+
+        Raises ConfigError, which names the setting, for one that is unknown or out of range, and
+        where there is no name.
+        """
         given = dict(extra)
         if not given.get("name"):
             raise ConfigError(

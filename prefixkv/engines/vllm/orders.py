@@ -150,7 +150,7 @@ class WorkerReport:
 
     @property
     def has_outcomes(self) -> bool:
-        """True where the report is about some request."""
+        """True where a vLLM worker's report is about some request."""
         return bool(
             self.failed
             or self.settled
@@ -161,7 +161,7 @@ class WorkerReport:
         )
 
     def aggregate(self, other: Self) -> Self:
-        """Return the reports of two workers as one; vLLM folds all ranks into one this way."""
+        """Return the reports of two vLLM workers as one; vLLM folds all ranks into one this way."""
         # Lists keep an entry per rank: the scheduler counts down from `num_ranks`, and only the
         # last rank's report frees a block. Of errors one text per request is enough.
         return type(self)(

@@ -131,7 +131,10 @@ class SchedulerSide:
         )
 
     def bind(self, pool: BlockPool, shadow: Shadow | None = None) -> None:
-        """Take vLLM's block pool, once it exists. `shadow` names victims where a policy is set."""
+        """Take vLLM's block pool in the scheduler, once it exists.
+
+        `shadow` names victims where a policy is set.
+        """
         self._holds, self._shadow = Holds(pool), shadow
         # A server of both roles keeps blocks back for computing. If loads could fill it, it would
         # wait for another server, and that server's loads might wait for this one: a deadlock.
@@ -143,14 +146,14 @@ class SchedulerSide:
 
     @property
     def holds(self) -> Holds:
-        """References on vLLM's blocks; they exist from `bind` on."""
+        """References of vLLM's scheduler side on its blocks; they exist from `bind` on."""
         assert self._holds is not None, "bind comes before any request"
         return self._holds
 
     # --- requests ---------------------------------------------------------------------------------
 
     def on_new_request(self, request: Any) -> None:
-        """Register a new request and begin the transfer that its parameters ask for.
+        """Register a request that is new to vLLM's scheduler, and begin its transfer.
 
         If the transfer is refused, vLLM computes the prompt, and the answer has the reason. A
         request that vLLM adds only to end it at once stands for a client that has left: the peer is
@@ -182,7 +185,7 @@ class SchedulerSide:
             del self._recent[next(iter(self._recent))]
 
     def _begin_load(self, request: Any, ask: LoadAsk) -> None:
-        """Register a load, or a follower of one.
+        """Register a load in vLLM's scheduler, or a follower of one.
 
         Raises CallerError for a prompt that cannot be loaded. Prefill is then refused, unless the
         room belongs to another request.
@@ -220,7 +223,7 @@ class SchedulerSide:
         self._errors[rid] = error
 
     def count_loadable(self, request: Any, num_computed: int) -> tuple[int | None, bool]:
-        """Answer vLLM's question how many tokens after the first `num_computed` can be loaded.
+        """Tell vLLM's scheduler how many tokens after the first `num_computed` can be loaded.
 
         Returns (tokens, asynchronous). (None, False): vLLM has to ask again later; (0, False): vLLM
         computes the prompt. vLLM may ask any number of times before it admits the request.
@@ -269,7 +272,9 @@ class SchedulerSide:
         return missing, True
 
     def _hashes(self, request: Any, start: int, end: int) -> list[Any]:
-        """Return the hash of each whole block of the prompt from token `start` to `end`.
+        """Return the hash in vLLM's scheduler of each whole block of a prompt's tokens.
+
+        They are the tokens from `start` to `end`.
 
         The last blocks may be missing, where a hash depends on tokens after its block.
         """
@@ -279,7 +284,7 @@ class SchedulerSide:
         return [request.block_hashes[(block + 1) * per_block - 1] for block in blocks]
 
     def allocated(self, request: Any, pages: Sequence[int], num_external: int) -> None:
-        """Record that vLLM has admitted a request, and order its load.
+        """Record that vLLM's scheduler has admitted a request, and order its load.
 
         `pages` are all its blocks; the KV of its last `num_external` prompt tokens is to be loaded.
         """
@@ -326,7 +331,9 @@ class SchedulerSide:
         self.counters.add("loads_refused")
 
     def finished(self, request: Any, pages: Sequence[int]) -> dict[str, Any] | None:
-        """End a request, which still has the blocks `pages`. Returns its `kv_transfer_params`.
+        """End a request in vLLM's scheduler, which still has the blocks `pages`.
+
+        Returns its `kv_transfer_params`.
 
         Called for every end: finished, aborted, or failed.
         """
@@ -359,7 +366,7 @@ class SchedulerSide:
         return params
 
     def take_ended(self) -> dict[str, dict[str, Any]]:
-        """Return the requests that vLLM is to end now, since decode does not want them.
+        """Return the requests that vLLM's scheduler is to end now, since decode does not want them.
 
         Maps request ids to the `kv_transfer_params` of their answers. Nothing is forgotten here:
         vLLM calls `finished` for each as it ends.
@@ -369,7 +376,7 @@ class SchedulerSide:
         return ended
 
     def _cached(self, request: Any, pages: Sequence[int]) -> list[int]:
-        """Return the leading blocks of a request that are in the prefix cache."""
+        """Return the leading blocks of the scheduler's request that are in vLLM's prefix cache."""
         whole = min(request.num_computed_tokens, len(request.all_token_ids)) // self._block_size
         cached = self.holds.is_cached
         return list(takewhile(cached, pages[:whole]))
@@ -377,7 +384,10 @@ class SchedulerSide:
     # --- steps ------------------------------------------------------------------------------------
 
     def orders(self, step: Any) -> StepOrders:
-        """Return the workers' orders for one step of the engine, a vLLM `SchedulerOutput`."""
+        """Return the scheduler's orders for the workers, for one step of the engine.
+
+        `step` is a vLLM `SchedulerOutput`.
+        """
         scheduled = step.num_scheduled_tokens
         for new in step.scheduled_new_reqs:
             self._compute(new.req_id, new.num_computed_tokens, step)
@@ -402,7 +412,7 @@ class SchedulerSide:
         self.sends.compute(rid, computed, count, table, self.holds, self._orders)
 
     def take_reports(self, report: WorkerReport | None, received: Iterable[str]) -> None:
-        """Take in the workers' reports, and the loads that vLLM considers over.
+        """Take in the workers' reports in vLLM's scheduler, and the loads that it considers over.
 
         Called before vLLM frees the blocks of failed loads, so they can still be held.
         """
@@ -436,7 +446,7 @@ class SchedulerSide:
             self.sends.freed(rid, self.holds)
 
     def _received(self, rid: str) -> None:
-        """End the load of a request, as vLLM does: from here on its blocks may be freed."""
+        """End a request's load, as vLLM's scheduler does: now its blocks may be freed."""
         load = self._loads.get(rid)
         if load is None:
             return
@@ -453,7 +463,10 @@ class SchedulerSide:
             self.holds.take(rid, load.pages)
 
     def _settle(self, rid: str) -> None:
-        """Forget a load that is over and that every rank has settled; free what was held for it."""
+        """Forget a load in vLLM's scheduler that is over and that every rank has settled.
+
+        What was held for it is freed.
+        """
         load = self._loads.get(rid)
         # Both are needed. Only over: a peer may still write. Only settled: vLLM has not heard the
         # outcome yet, and `_received` would not find the load.
@@ -466,7 +479,7 @@ class SchedulerSide:
 
     @property
     def busy(self) -> bool:
-        """True while proofs are expected, so that the engine has to continue stepping.
+        """True while vLLM's scheduler side expects proofs, so that the engine has to step on.
 
         Overdue proofs do not count, nor do offers where no worker wakes the engine: these may not
         come for a long time, and are taken in with the next request.
@@ -480,7 +493,7 @@ class SchedulerSide:
         )
 
     def flush(self) -> None:
-        """Fail all loads under way and end all sends, since the weights change.
+        """Fail the loads under way in vLLM's scheduler and end all sends: the weights change.
 
         KV that was computed with the former weights must not arrive any more.
         """
@@ -492,7 +505,7 @@ class SchedulerSide:
             self._shadow.flush()
 
     def move_weights(self, weights_version: str) -> None:
-        """Move to another weights version: loads under way fail, and sends end.
+        """Move vLLM's scheduler to another weights version: loads under way fail, and sends end.
 
         From then on servers of another version are refused. Raises ConfigError, with nothing
         changed, for a string that is no version.
@@ -506,16 +519,16 @@ class SchedulerSide:
     # --- a server that only waits -----------------------------------------------------------------
 
     def set_wakeup_address(self, address: str) -> None:
-        """Set the address at which workers can wake this engine."""
+        """Set the address at which workers can wake vLLM's scheduler."""
         self._wakeup_address = address
 
     @property
     def has_wakeups(self) -> bool:
-        """True where every worker wakes the engine when it has something to report."""
+        """True where every worker wakes vLLM's scheduler when it has something to report."""
         return bool(self._wakeup_address) and self._num_wakeup_senders >= self._num_ranks
 
     def rest_s(self) -> float:
-        """Return how many seconds the engine may rest if nothing wakes it; 0: it has to step.
+        """Return how many seconds vLLM's scheduler may rest if nothing wakes it; 0: it has to step.
 
         A new request and a wakeup end the rest. An order and the report on it may be two steps
         apart where the engine works ahead, so the last `QUIET_STEPS` steps must all have been
@@ -533,11 +546,14 @@ class SchedulerSide:
     # --- counts -----------------------------------------------------------------------------------
 
     def take_counts(self) -> dict[str, int]:
-        """Return the counts since the last call. See `Counters.take`."""
+        """Return the counts of vLLM's scheduler side since the last call. See `Counters.take`."""
         return self.counters.take()
 
     def take_gauges(self) -> dict[str, float]:
-        """Return all gauges if one has changed since the last call, else none."""
+        """Return the gauges of vLLM's scheduler if one has changed since the last call.
+
+        Else none.
+        """
         gauges = self.gauges()
         if gauges == self._reported_gauges:
             return {}
@@ -545,7 +561,7 @@ class SchedulerSide:
         return gauges
 
     def gauges(self) -> dict[str, float]:
-        """Return the gauges, by the names of `stats.GAUGES`.
+        """Return the gauges of vLLM's scheduler side, by the names of `stats.GAUGES`.
 
         Counts of what there is now; times are those of the oldest one, in seconds since the epoch
         (0: there is none).
@@ -566,7 +582,10 @@ class SchedulerSide:
         }
 
     def check_invariants(self) -> None:
-        """Raise InternalError, with the state, if a law of this side does not hold. For tests."""
+        """Raise InternalError, with the state, if a law of vLLM's scheduler side is broken.
+
+        For tests.
+        """
         loads, wanted, sends = self._loads.values(), self._wanted.values(), self.sends
         rooms = [load.room for load in loads] + [ask.room for ask, _ in wanted]
         loading = sum(load.num_blocks for load in loads)

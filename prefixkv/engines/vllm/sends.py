@@ -108,7 +108,7 @@ class ScheduledSends:
     # --- requests ---------------------------------------------------------------------------------
 
     def begin(self, request: Any, ask: RoomSendAsk, orders: StepOrders) -> None:
-        """Begin a promised send.
+        """Begin a promised send of a prompt in vLLM's scheduler.
 
         Raises CallerError for a prompt that is not sent. Decode is then declined, unless the room
         belongs to another request.
@@ -146,7 +146,10 @@ class ScheduledSends:
         orders.adds.append(Add(rid, ask.room, ask.decode, num_tokens, digest))
 
     def _check_size(self, num_tokens: int) -> None:
-        """Raise RequestError for a prompt that would take blocks which loads count on."""
+        """Raise RequestError for a prompt to be sent that is too large for vLLM.
+
+        It would take blocks which loads count on.
+        """
         num_blocks = pages_for(num_tokens, self.block_size)
         if self.most_blocks is not None and num_blocks > self.most_blocks:
             raise RequestError(
@@ -155,7 +158,7 @@ class ScheduledSends:
             )
 
     def draw(self, request: Any, ask: DrawAsk) -> None:
-        """Draw a room for a prompt, which any decode server may open that has the room's nonce.
+        """Draw a room in vLLM to send a prompt; a decode server that has its nonce may open it.
 
         Choices of one request share one room. vLLM makes a request of each choice, with the id
         "NUMBER_PARENT". Raises RequestError where the own address is not known.
@@ -185,14 +188,17 @@ class ScheduledSends:
         self._drawn[rid] = _DrawnOffer(request.num_prompt_tokens, digest, params, parent)
 
     def _new_room(self) -> int:
-        """Return a random room number that no offer here has; never 0."""
+        """Return a random room number that no offer of vLLM's sends has; never 0."""
         while True:
             room = secrets.randbits(ROOM_BITS) or 1
             if ("", room) not in self.rooms:
                 return room
 
     def _params_of(self, parent: str) -> dict[str, Any] | None:
-        """Return the parameters of the room that another choice of `parent` has drawn, or None."""
+        """Return the parameters of the room that another choice drew to be sent by vLLM, or None.
+
+        It is a choice of `parent`.
+        """
         # Withdrawn offers do not count: decode would be refused there.
         known: dict[str, dict[str, Any] | None] = {
             one.parent: one.params for one in self.sends.values() if not one.withdrawn
@@ -203,7 +209,7 @@ class ScheduledSends:
     # --- the order law ----------------------------------------------------------------------------
 
     def may_start(self, rid: str, num_free: int, orders: StepOrders) -> bool | None:
-        """Return whether vLLM may give this request blocks; None: it is no promised send.
+        """Return whether vLLM may give a request to be sent blocks; None: it is no promised send.
 
         A prompt is started beside others only where all of them fit to their ends. A prompt that
         is preempted keeps its blocks until they are sent, so two half-computed prompts could block
@@ -236,16 +242,16 @@ class ScheduledSends:
 
     @property
     def has_promised_uncomputed(self) -> bool:
-        """True where decode has promised its pages for a prompt that is not computed."""
+        """True where decode has promised its pages for a send that vLLM has not computed."""
         return any(one.unpromised <= 0 and not one.computed for one in self.sends.values())
 
     def make_room(self, num_blocks: int, grace_s: float, orders: StepOrders) -> None:
-        """Withdraw offers older than `grace_s`, oldest first, until `num_blocks` will come back.
+        """Withdraw offers of vLLM's to send, older than `grace_s`, until enough blocks come back.
 
-        The blocks are released when the workers report it, not here: a decode server may have
-        opened the room meanwhile. A decode server that comes later is refused, and computes the
-        prompt itself. Callers pass a grace of 0 while a promised send or a load waits for this
-        server, `offer_grace_s` otherwise.
+        The oldest come first, until `num_blocks` will come back. The blocks are released when the
+        workers report it, not here: a decode server may have opened the room meanwhile. A decode
+        server that comes later is refused, and computes the prompt itself. Callers pass a grace of
+        0 while a promised send or a load waits for this server, `offer_grace_s` otherwise.
         """
         if num_blocks <= 0:
             return
@@ -263,7 +269,10 @@ class ScheduledSends:
 
     @property
     def next_grace_s(self) -> float | None:
-        """End of the oldest offer's grace, in seconds since the epoch; None: no offer."""
+        """End of the grace of vLLM's oldest offer to send, in seconds since the epoch.
+
+        None: no offer.
+        """
         return next(
             (one.since_s + self.offer_grace_s for one in self.sends.values()
              if one.is_offer and not one.withdrawn),
@@ -281,7 +290,9 @@ class ScheduledSends:
         self, rid: str, start: int, count: int, table: Callable[[], list[int]], holds: Holds,
         orders: StepOrders,
     ) -> None:  # fmt: skip
-        """Order what follows from a step that computes `count` tokens from token `start` on.
+        """Order the sends and offers that follow from a step of vLLM.
+
+        It computes `count` tokens from token `start` on.
 
         `table` returns the request's block ids; it is called only where they are needed.
         """
@@ -295,7 +306,7 @@ class ScheduledSends:
         self, rid: str, send: _ScheduledSend, end: int, table: Callable[[], list[int]],
         holds: Holds, orders: StepOrders,
     ) -> None:  # fmt: skip
-        """Hold the blocks that this step completes, and order them to be sent.
+        """Hold the blocks of a send that vLLM's step completes, and order them to be sent.
 
         A preempted request is computed again from its beginning. Its blocks up to `send.end` have
         been held and handed over, so its new blocks for these tokens are ignored.
@@ -317,7 +328,7 @@ class ScheduledSends:
     def _offer(
         self, rid: str, drawn: _DrawnOffer, table: list[int], holds: Holds, orders: StepOrders
     ) -> None:
-        """Hold the blocks of a prompt that is complete with this step, and open its room.
+        """Hold the blocks of a prompt that vLLM's step completes, and offer to send it.
 
         Not from the first chunk on: a prompt that is preempted begins again, and meanwhile keeps no
         block from others.
@@ -339,7 +350,10 @@ class ScheduledSends:
         self.counters.add("offers")
 
     def finished(self, rid: str, orders: StepOrders) -> dict[str, Any] | None:
-        """End a request, finished or not. Returns its answer's parameters for a decode server."""
+        """End a vLLM request to be sent, finished or not.
+
+        Returns its answer's parameters for a decode server.
+        """
         self.ending.pop(rid, None)
         self._choices.pop(rid, None)
         drawn = self._drawn.pop(rid, None)
@@ -358,12 +372,12 @@ class ScheduledSends:
     # --- what workers say -------------------------------------------------------------------------
 
     def promised(self, rid: str) -> None:
-        """Count one rank that has received decode's promise."""
+        """Count one vLLM rank that has received decode's promise for a send."""
         if (send := self.sends.get(rid)) is not None:
             send.unpromised -= 1
 
     def unsent(self, rid: str, error: str) -> None:
-        """Log that a send failed. Its blocks stay held until `freed`."""
+        """Log that a send of vLLM's prefill failed. Its blocks stay held until `freed`."""
         # A withdrawn offer has failed on purpose, and was counted when it was withdrawn.
         send = self.sends.get(rid)
         if send is None or send.withdrawn:
@@ -380,7 +394,10 @@ class ScheduledSends:
                 self.ending[rid] = error
 
     def freed(self, rid: str, holds: Holds) -> None:
-        """Count one rank in which no write reads the blocks; release them after the last."""
+        """Count one vLLM rank in which no write reads a send's blocks.
+
+        The last one releases them.
+        """
         send = self.sends.get(rid)
         if send is None:
             return
@@ -394,7 +411,10 @@ class ScheduledSends:
     # --- the whole --------------------------------------------------------------------------------
 
     def flush(self, orders: StepOrders) -> None:
-        """Order the end of every send, since the weights change. `freed` follows for each."""
+        """Order the end of all of vLLM's sends, since the weights change.
+
+        `freed` follows for each.
+        """
         for rid, send in self.sends.items():
             if send.is_offer:
                 if not send.withdrawn:
@@ -404,7 +424,7 @@ class ScheduledSends:
                 orders.abort_sends[rid] = "the cache is being reset"
 
     def waiting_since(self, offers: bool) -> list[float]:
-        """Return when each send began to wait for decode, in seconds since the epoch.
+        """Return when each of vLLM's sends began to wait for decode, in seconds since the epoch.
 
         Promised sends wait for the promise, offers (`offers`) for a server that opens the room.
         """

@@ -46,7 +46,9 @@ class Shadow:
         blocks: Sequence[int] = (),
         namespace: Hashable = None,
     ) -> None:
-        """Lock the blocks of a request that starts to run. No-op for one that runs already.
+        """Lock the blocks in the shadow of a vLLM request that starts to run.
+
+        No-op for one that runs already.
 
         `blocks` are to hold the first of its `tokens`. They are entered at once: a policy takes the
         entry of new pages for a part of the last use of the pages before them, so no other request
@@ -67,7 +69,7 @@ class Shadow:
     def ended(
         self, rid: str, tokens: Sequence[int], blocks: Sequence[int], namespace: Hashable = None
     ) -> None:
-        """Enter and unlock the blocks of a request that ends.
+        """Enter and unlock the blocks in the shadow of a vLLM request that ends.
 
         `blocks` are cached, and hold the KV of the first of its `tokens`.
         """
@@ -81,7 +83,10 @@ class Shadow:
     def _insert(
         self, tokens: Sequence[int], blocks: Sequence[int], namespace: Hashable, *, visit: bool
     ) -> InsertResult:
-        """Enter blocks under fresh place numbers; pages that the tree has keep their places."""
+        """Enter blocks into the tree of vLLM's shadow under fresh place numbers.
+
+        Pages that the tree has keep their places.
+        """
         num_tokens = len(blocks) * self._tree.page_size
         places = np.arange(self._next_place, self._next_place + len(blocks), dtype=np.int32)
         inserted = self._tree.insert(
@@ -94,20 +99,26 @@ class Shadow:
         return inserted
 
     def _set(self, place: int, block: int) -> None:
-        """Connect a place with a block, and disconnect both from what they had before."""
+        """Connect a place of the shadow's tree with a block of vLLM's.
+
+        Both are disconnected from what they had before.
+        """
         if self._block_at.get(place) != block:
             self.taken(block)
             self._place_of.pop(self._block_at.get(place, -1), None)
             self._block_at[place], self._place_of[block] = block, place
 
     def taken(self, block: int) -> None:
-        """Forget a block that vLLM uses for something else. No-op for an unknown block."""
+        """Forget, in the shadow, a block that vLLM uses for something else.
+
+        No-op for an unknown block.
+        """
         place = self._place_of.pop(block, None)
         if place is not None:
             del self._block_at[place]
 
     def victims(self, number: int, usable: Usable) -> list[int]:
-        """Return the blocks least worth keeping, and forget them.
+        """Return the shadow's victims, vLLM's blocks least worth keeping, and forget them.
 
         At most `number`; fewer where the policy knows of no more.
         """
@@ -126,13 +137,13 @@ class Shadow:
         return found
 
     def flush(self) -> None:
-        """Forget all blocks, as vLLM has forgotten all its hashes."""
+        """Forget all blocks of the shadow, as vLLM has forgotten all its hashes."""
         self._tree.reset()
         self._block_at.clear()
         self._place_of.clear()
 
     def check_invariants(self) -> None:
-        """Raise InternalError if places and blocks or the tree disagree. For tests."""
+        """Raise InternalError if the vLLM shadow's places, blocks and tree disagree. For tests."""
         inverse = {block: place for place, block in self._block_at.items()}
         check_laws({"a block has one place": inverse == self._place_of}, self._place_of)
         self._tree.check_invariants()

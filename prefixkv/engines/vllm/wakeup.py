@@ -51,7 +51,7 @@ class WakeupListener(Closing):
             self._on_ring()
 
     def close(self) -> None:
-        """Stop listening, and join the thread. Idempotent."""
+        """Stop listening for wakeups of vLLM's scheduler, and join the thread. Idempotent."""
         # A datagram of our own ends the thread's blocking `recv`; closing the socket would not.
         if self._thread.is_alive():
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as mine:
@@ -88,7 +88,7 @@ class WakeupSender(Closing):
         self._thread.start()
 
     def arm(self) -> None:
-        """Ring at the next event.
+        """Let a vLLM worker's wakeup sender ring at the next event.
 
         Called after the present events were taken. An event that came since is not missed: its
         descriptor is still readable.
@@ -96,7 +96,10 @@ class WakeupSender(Closing):
         self._armed.set()
 
     def _watch(self) -> None:
-        """Ring for events until `close`, or until the listener is gone."""
+        """Send wakeups to vLLM's scheduler for events until `close`.
+
+        Ends as well when the listener is gone.
+        """
         while True:
             # Cleared before polling: an `arm` during the ring below then counts for the next turn.
             self._armed.wait()
@@ -112,7 +115,7 @@ class WakeupSender(Closing):
                 return  # the scheduler's process is gone
 
     def close(self) -> None:
-        """Stop watching, and join the thread. Idempotent."""
+        """Stop a vLLM worker's wakeup sender, and join the thread. Idempotent."""
         if self._closing:
             return
         # The thread is in one of two waits, so both are ended, after the flag that it checks.
@@ -134,7 +137,7 @@ class EngineWait:
         self._resting: threading.Condition | None = None
 
     def ring(self) -> None:
-        """Wake the engine, or keep it from resting once."""
+        """Wake vLLM's engine from its wait, or keep it from resting once."""
         # The flag before the condition is read. If `wait` has not set `_resting` yet, no
         # notification is sent, and it finds the flag before it waits. The other way round a ring
         # between its two steps would be lost.
@@ -144,7 +147,7 @@ class EngineWait:
                 condition.notify_all()
 
     def wait(self, inputs: Queue[Any], timeout_s: float) -> None:
-        """Wait until there is an input, until the next ring, or for `timeout_s` at most.
+        """Rest in vLLM's engine until there is an input or a wakeup, or for `timeout_s` at most.
 
         Takes nothing out of `inputs`. At a ring since the last wait it returns at once.
         """

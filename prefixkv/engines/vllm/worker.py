@@ -132,7 +132,7 @@ class WorkerSide:
     # --- memory -----------------------------------------------------------------------------------
 
     def register(self, pool: KVPool) -> None:
-        """Register the KV memory and start the transfers of this worker's roles.
+        """Register the KV memory of a vLLM worker, and start the transfers of its roles.
 
         All workers of the server call this at the same time. Raises ConfigError for a pool that
         cannot be registered or an address that cannot be bound; nothing is left open then.
@@ -144,7 +144,7 @@ class WorkerSide:
             raise
 
     def _register(self, pool: KVPool) -> None:
-        """Start the transfers; see `register`, which cleans up after an error."""
+        """Start the transfers of a vLLM worker; see `register`, which cleans up after an error."""
         is_producer, is_consumer = self._roles
         options, rank, name = self._options, self._rank, self._options.name
         control, transport = options.control, options.transport
@@ -172,7 +172,7 @@ class WorkerSide:
                 self._report.address = self._prefill.endpoint
 
     def _mesh(self, pool: KVPool) -> Mesh | None:
-        """Return the mesh of this server's ranks; None for a single rank."""
+        """Return the mesh of the ranks of this vLLM server's workers; None for a single rank."""
         if self._num_ranks == 1:
             return None
         layout = pool.layout
@@ -181,19 +181,21 @@ class WorkerSide:
 
     @property
     def decode(self) -> DecodeTransfers:
-        """Transfers into this worker; only a registered kv_consumer has them."""
+        """Transfers into this vLLM worker; only a registered kv_consumer has them."""
         assert self._decode is not None, "a kv_consumer that is registered"
         return self._decode
 
     @property
     def prefill(self) -> PrefillTransfers:
-        """Transfers out of this worker; only a registered kv_producer has them."""
+        """Transfers out of this vLLM worker; only a registered kv_producer has them."""
         assert self._prefill is not None, "a kv_producer that is registered"
         return self._prefill
 
     def close(self) -> None:
-        """End both transfers and the wakeup sender. Idempotent; each is closed even if another
-        raises."""
+        """End the transfers and the wakeup sender of a vLLM worker.
+
+        Idempotent; each is closed even if another raises.
+        """
         with ExitStack() as stack:
             for side in (self._decode, self._prefill):
                 if side is not None:
@@ -205,7 +207,7 @@ class WorkerSide:
     # --- orders -----------------------------------------------------------------------------------
 
     def before_forward(self, orders: StepOrders) -> None:
-        """Carry out the orders that open and end rooms.
+        """Carry out, in a vLLM worker, the orders that open and end rooms.
 
         Before the forward, so that peers learn of new rooms while the model computes.
         """
@@ -239,7 +241,10 @@ class WorkerSide:
                 self.prefill.withdraw(room, 0, orders.withdrawals[offer.order.rid])
 
     def _start_wakeups(self, address: str) -> None:
-        """Start to wake the scheduler when something is to be reported, without a step."""
+        """Start to wake the scheduler when this vLLM worker has something to report.
+
+        A step is not needed for it.
+        """
         fds = [side.fileno() for side in (self._decode, self._prefill) if side is not None]
         try:
             self._wakeup = WakeupSender(address, fds)
@@ -251,14 +256,17 @@ class WorkerSide:
         self._report.bells = 1
 
     def _refuse(self, refusal: Refuse) -> None:
-        """Refuse a room. A failure is only logged: no request of this server depends on it."""
+        """Refuse a room to prefill from a vLLM worker.
+
+        A failure is only logged: no request of this server depends on it.
+        """
         try:
             self.decode.refuse(refusal.room, 0, refusal.prefill, refusal.reason, refusal.ticket)
         except PrefixKVError as error:
             _log.warning("room %d was not refused: %s", refusal.room, error)
 
     def _open(self, opening: Open) -> None:
-        """Open the room of a load: the peer may write its pages from now on."""
+        """Open the room of a vLLM worker's load: the peer may write its pages from now on."""
         try:
             self.decode.open(
                 opening.room, 0, opening.num_tokens, opening.prefix_len, opening.pages,
@@ -275,7 +283,7 @@ class WorkerSide:
         self._load_keys[opening.rid] = key
 
     def _add(self, add: Add) -> None:
-        """Add a promised send: from now on decode's promise of its pages is accepted."""
+        """Add a promised send in a vLLM worker: from now on decode's promise for it is accepted."""
         try:
             self.prefill.add(add.room, 0, add.num_tokens, add.decode, add.digest)
         except PrefixKVError as error:
@@ -288,21 +296,27 @@ class WorkerSide:
         self._send_keys[add.rid] = key
 
     def _decline(self, decline: Decline) -> None:
-        """Decline a room. A failure is only logged: no request of this server depends on it."""
+        """Decline a room to decode from a vLLM worker.
+
+        A failure is only logged: no request of this server depends on it.
+        """
         try:
             self.prefill.refuse(decline.room, 0, decline.reason, decode=decline.decode)
         except PrefixKVError as error:
             _log.warning("room %d of %s was not declined: %s", decline.room, decline.decode, error)
 
     def after_forward(self, orders: StepOrders, ready: DeviceEvent | None = None) -> None:
-        """Hand over a step's chunks and offers. Their KV is there once `ready.query()` is True."""
+        """Hand over a vLLM worker's chunks and offers of a step.
+
+        Their KV is there once `ready.query()` is True.
+        """
         for chunk in orders.chunks:
             self._send(chunk, ready)
         for offer in orders.offers:
             self._offer(offer, ready)
 
     def _offer(self, offer: OfferOrder, ready: DeviceEvent | None) -> None:
-        """Open the room of an offer for any decode server that proves its digest."""
+        """Open a vLLM worker's room of an offer, for any decode server that proves its digest."""
         try:
             self.prefill.offer(offer.room, 0, offer.num_tokens, offer.digest, offer.timeout_s)
         except PrefixKVError as error:
@@ -312,7 +326,7 @@ class WorkerSide:
         self._offers[offer.room] = _ComputedOffer(offer, ready)
 
     def _send(self, chunk: Chunk, ready: DeviceEvent | None) -> None:
-        """Hand one chunk over, with all pages of its request so far."""
+        """Hand one chunk of a vLLM worker over to be sent, with all pages of its request so far."""
         key = self._send_keys.get(chunk.rid)
         if key is None:
             return  # the room is over
@@ -336,7 +350,10 @@ class WorkerSide:
     # --- outcomes ---------------------------------------------------------------------------------
 
     def take_results(self) -> Results:
-        """Return the loads that are over since the last call, and take in all events until now."""
+        """Return a vLLM worker's loads that are over since the last call.
+
+        All events until now are taken in.
+        """
         if self._decode is not None:
             for event in _events(self._decode.take_events):
                 self._take_decode_event(event)
@@ -350,7 +367,7 @@ class WorkerSide:
         return results
 
     def _take_decode_event(self, event: DecodeEvent) -> None:
-        """Take in what happened to a room on decode.
+        """Take in what happened to a room into which a vLLM worker loads.
 
         1. Success is also proof: the peer has written everything, so it writes nothing more.
         2. A failure is an outcome only. The peer may still write, so the room stays until 3.
@@ -381,13 +398,16 @@ class WorkerSide:
             self._results.failed.add(rid)
 
     def _settle(self, key: RoomKey) -> None:
-        """Forget a room into which no peer writes any more, and report its load as settled."""
+        """Forget a vLLM worker's room that no peer writes any more; report its load as settled."""
         load = self._loads.pop(key)
         del self._load_keys[load.rid]
         self._report.settled.append(load.rid)
 
     def _take_prefill_event(self, event: PrefillEvent) -> None:
-        """Take in what happened to a room on prefill: of an offer, or of a send."""
+        """Take in what happened to a room from which a vLLM worker sends.
+
+        It is the room of an offer, or of a send.
+        """
         # An offer's events carry keys that are no sends yet: its own key has no decode server's
         # name, and the first Bootstrapped brings the name.
         offer = self._offers.get(event.key.room)
@@ -411,7 +431,7 @@ class WorkerSide:
                 self._report.freed.append(send.rid)
 
     def _take_offer_event(self, offer: _ComputedOffer, event: PrefillEvent) -> None:
-        """Take in that a decode server has opened the room of an offer, or that none will."""
+        """Take in that decode opened the room of a vLLM worker's offer, or that none will."""
         order = offer.order
         match event:
             case Bootstrapped():
@@ -429,7 +449,10 @@ class WorkerSide:
                 self._report.freed.append(order.rid)
 
     def take_report(self) -> WorkerReport | None:
-        """Return the report for the scheduler since the last call; None: nothing to report."""
+        """Return the worker's report for vLLM's scheduler since the last call.
+
+        None: there is nothing to report.
+        """
         if not self._report:
             return None
         report, self._report = self._report, WorkerReport()
@@ -438,7 +461,10 @@ class WorkerSide:
     # --- an operator's ----------------------------------------------------------------------------
 
     def lost_peers(self) -> list[dict[str, Any]]:
-        """Return the silent or dead peers. See `extension.WorkerExtension.prefixkv_lost_peers`."""
+        """Return the silent or dead peers of a vLLM worker, and what they hold.
+
+        See `extension.WorkerExtension.prefixkv_lost_peers`.
+        """
         return [
             {"peer": peer.name, "life": f"{peer.incarnation:x}", "why": why, "held": held}
             for side in (self._decode, self._prefill)
@@ -447,7 +473,7 @@ class WorkerSide:
         ]
 
     def fence(self, peer: str, life: str) -> None:
-        """End and settle all rooms of a process that is known to be dead.
+        """End and settle all of a vLLM worker's rooms of a process that is known to be dead.
 
         See `extension.WorkerExtension.prefixkv_fence` for the danger of fencing a live one. Raises
         RequestError for a life that is no hexadecimal number.
@@ -461,7 +487,10 @@ class WorkerSide:
                 side.fence(peer, incarnation)
 
     def move_weights(self, weights_version: str) -> None:
-        """Move both sides to this weights version. Raises ConfigError for a string that is none."""
+        """Move the transfers of a vLLM worker to this weights version.
+
+        Raises ConfigError for a string that is none.
+        """
         for side in (self._decode, self._prefill):
             if side is not None:
                 side.move_weights(weights_version)
@@ -469,7 +498,7 @@ class WorkerSide:
     # --- counts -----------------------------------------------------------------------------------
 
     def take_counts(self) -> dict[str, int]:
-        """Return the counts since the last call, `bytes_sent` of this rank included."""
+        """Return a vLLM worker's counts since the last call, `bytes_sent` of its rank included."""
         if self._prefill is not None:
             # The transfer's number only grows; vLLM adds up intervals, so report the difference.
             sent = self._prefill.bytes_sent
@@ -479,12 +508,12 @@ class WorkerSide:
 
 
 def _any_port(bind: str) -> str:
-    """Return `bind` with a free port instead of its own: several ranks share one host."""
+    """Return a vLLM worker's `bind` with any free port: several ranks share one host."""
     return bind.rpartition(":")[0] + ":*"
 
 
 def _events(take: Callable[[], list[T]]) -> list[T]:
-    """Take events, and log an internal error instead of raising it.
+    """Take the events of a vLLM worker's transfers; an internal error is logged, not raised.
 
     The control thread survives such an error, and so do the other requests.
     """
