@@ -158,5 +158,5 @@ def salt_digest(salt: str) -> str:
 
 
 def namespace_of(salt: str) -> Namespace | None:
-    """Return the namespace of a request with this salt; None without one."""
+    """Return the cache namespace of a request on the wire with this salt; None without one."""
     return Namespace(salt=salt) if salt else None
