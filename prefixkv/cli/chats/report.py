@@ -84,8 +84,8 @@ class ChatsReport:
         }
 
     def last_conversation(self) -> Sequence[ChatAnswer]:
-        """Return the turns of the last of the chats, of the pass with the cache on if it was
-        run."""
+        """Return the turns of the last conversation of the chats, of the pass with the cache on if
+        it was run."""
         # The last one: by then the shared system prompt is cached, so its ranges show all kinds of
         # hits.
         played = self.played.get(True) or next(iter(self.played.values()))
@@ -108,8 +108,8 @@ class ChatsReport:
         return table
 
     def conversation(self, text_of: Callable[[list[int]], str]) -> Table:
-        """Return the last of the chats as a table, one line per turn. `text_of` decodes an answer's
-        tokens."""
+        """Return the last conversation of the chats as a table, one line per turn. `text_of`
+        decodes an answer's tokens."""
         from rich.table import Table
 
         cache = "cache on" if True in self.played else "cache off"
