@@ -60,7 +60,8 @@ _OPPOSITE: Final = {"lower": "higher", "fewer": "more", "less": "more", "higher"
 
 
 def times(ratio: float, comparison: str, digits: int = 2) -> str:
-    """Return a ratio of two figures in words; below one, by the opposite of the first word.
+    """Return a ratio of two figures in words, for a report; below one, by the opposite of the first
+    word.
 
     >>> times(2.0, "lower TTFT"), times(0.5, "lower TTFT"), times(0.5, "the rate")
     ('2.00 times lower TTFT', '2.00 times higher TTFT', '0.50 times the rate')

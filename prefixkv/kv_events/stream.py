@@ -99,8 +99,8 @@ class EventStream:
         return self._batch([], ts)
 
     def since(self, seq: int, ts: float) -> Batch | None:
-        """Return the batch of events with this number, or a snapshot if it is no longer kept. None
-        if it is the next number, so that nothing is missing."""
+        """Return the stream's batch of cache events with this number, or a snapshot if it is no
+        longer kept. None if it is the next number, so that nothing is missing."""
         if seq == self.next_seq:
             return None
         if (payload := self._kept.get(seq)) is not None:
@@ -109,8 +109,8 @@ class EventStream:
         return self.snapshot(ts)
 
     def snapshot(self, ts: float) -> Batch:
-        """Return one batch of events that adds up to everything the cache holds; the batch after it
-        has the next number. O(pages), then O(1) until something is published."""
+        """Return a snapshot: one batch of cache events that adds up to everything the cache holds;
+        the batch after it has the next number. O(pages), then O(1) until something is published."""
         if self._snapshot is None or self._snapshot.seq != self.next_seq - 1:
             events = [self.dialect.cleared(), *map(self.dialect.stored, self._paths.runs())]
             payload = self._encode([ts, events, self._rank])
@@ -118,7 +118,8 @@ class EventStream:
         return self._snapshot
 
     def _batch(self, events: list[object], ts: float) -> Batch:
-        """Number a batch of events and keep it for repeats, within the bounds."""
+        """Number a batch of cache events and keep it in the stream for repeats, within the
+        bounds."""
         payload = self._encode([ts, events, self._rank])
         batch = Batch(self.next_seq, payload)
         self.next_seq += 1

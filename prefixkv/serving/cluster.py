@@ -88,7 +88,7 @@ class FormerLives:
         return _key(life) not in self._fenced
 
     async def close(self) -> None:
-        """Stop all proofs that former lives have ended."""
+        """Stop all proofs that former lives of Ray's actors have ended."""
         tasks = [former.proving for former in self._former.values() if former.proving is not None]
         for task in tasks:
             task.cancel()
@@ -117,7 +117,7 @@ class FormerLives:
         )  # fmt: skip
 
     async def _end(self, life: Life) -> None:
-        """Have the fleet fence a former life that is certainly dead."""
+        """Have the fleet fence a former life of a Ray actor, which is certainly dead."""
         # Both before the await: an answer of that life from now on finds it fenced.
         self._former.pop(_key(life), None)
         self._fenced.add(_key(life))
@@ -126,14 +126,14 @@ class FormerLives:
     # --- for an operator --------------------------------------------------------------------------
 
     async def _show(self, _: Request) -> Response:
-        """Answer GET /lost of the status port: the former lives that are not proved dead, and what
-        workers hold for each."""
+        """Answer GET /lost of the status port: the former lives of Ray's actors that are not proved
+        dead, and what workers hold for each."""
         lost = await self._fleet.lost()
         return json_response([_as_json(one, lost) for one in self._former.values()])
 
     async def _fence(self, request: Request) -> Response:
-        """Answer POST /fence of the status port: an operator declares a former life dead that Ray
-        cannot prove to be."""
+        """Answer POST /fence of the status port: an operator declares a former life of a Ray actor
+        dead, which Ray cannot prove."""
         asked = decode_body(await read_body(request, self._limits), FenceRequest)
         # 1. It serves at this moment: fencing it would let others reuse pages that it writes.
         # 2. It is fenced already: nothing to do.
@@ -155,7 +155,7 @@ class FormerLives:
 
 
 def _key(life: Life) -> tuple[str, str]:
-    """Return a life's key in `FormerLives`: the worker's name and the life."""
+    """Return the key of an actor's life in `FormerLives`: the worker's name and the life."""
     return life.info.name, life.info.life
 
 
