@@ -10,7 +10,8 @@ EXTRA: Final = ("typer", "rich", "psutil")
 
 
 def main() -> None:
-    """The console script. Loads none of the extra before all of it is known to be there."""
+    """Run the console script `prefixkv`. Loads none of the extra `cli` before all of it is known to
+    be there."""
     missing = [name for name in EXTRA if find_spec(name) is None]
     if missing:
         sys.exit(

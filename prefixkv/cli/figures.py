@@ -15,7 +15,7 @@ CACHE_NAMES: Final = {True: "cache_on", False: "cache_off"}
 
 
 def machine() -> dict[str, Any]:
-    """Return the machine and the versions that figures are measured with."""
+    """Return the machine and the versions that a report's figures are measured with."""
     import psutil
 
     return {
@@ -49,7 +49,8 @@ def ratio(numerator: float, divisor: float) -> float | None:
 
 
 def less(runs: dict[str, Any], figure: Callable[[dict[str, Any]], float]) -> float | None:
-    """Return how many times smaller a figure is with the cache on; None unless both were run."""
+    """Return how many times smaller a report's figure is with the cache on; None unless both were
+    run."""
     if len(runs) < 2:
         return None
     return ratio(figure(runs["cache_off"]), figure(runs["cache_on"]))
@@ -59,7 +60,8 @@ _OPPOSITE: Final = {"lower": "higher", "fewer": "more", "less": "more", "higher"
 
 
 def times(ratio: float, comparison: str, digits: int = 2) -> str:
-    """Return a ratio in words; below one, by the opposite of the first word.
+    """Return a ratio of two figures in words, for a report; below one, by the opposite of the first
+    word.
 
     >>> times(2.0, "lower TTFT"), times(0.5, "lower TTFT"), times(0.5, "the rate")
     ('2.00 times lower TTFT', '2.00 times higher TTFT', '0.50 times the rate')

@@ -67,12 +67,13 @@ add_commands(app)
 
 
 def run_command(arguments: Sequence[str]) -> int:
-    """Run the command line; returns the exit status and lets no exception of ours through."""
+    """Run the `prefixkv` command line; returns the exit status and lets no exception of ours
+    through."""
     return run_app(app, "prefixkv", arguments)
 
 
 def run_app(app: typer.Typer, program: str, arguments: Sequence[str]) -> int:
-    """Run any Typer application like that; `program` begins each message."""
+    """Run any Typer application like `prefixkv` itself; `program` begins each error message."""
     _join_lines(app)
     try:
         status = app(args=list(arguments), prog_name=program, standalone_mode=False)
@@ -94,7 +95,8 @@ def run_app(app: typer.Typer, program: str, arguments: Sequence[str]) -> int:
 
 
 def _join_lines(app: typer.Typer) -> None:
-    """Give every paragraph of the commands' help one line: Typer keeps the docstring's breaks."""
+    """Give every paragraph of the Typer commands' help one line: Typer keeps the docstring's
+    breaks."""
     for command in app.registered_commands:
         paragraphs = cleandoc(command.help or getdoc(command.callback) or "").split("\n\n")
         command.help = "\n\n".join(" ".join(one.split()) for one in paragraphs)

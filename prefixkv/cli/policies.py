@@ -14,7 +14,8 @@ from prefixkv.spi import ConfigError, Policy, make_policy, policy_names
 
 
 def policy_of(text: str) -> Policy:
-    """Make a policy object of `NAME` or `MODULE:CLASS`; `:setting=value` may follow, repeatedly.
+    """Make an eviction policy object of `NAME` or `MODULE:CLASS`; `:setting=value` may follow,
+    repeatedly.
 
     A module is looked for in the current folder too.
 
@@ -49,7 +50,8 @@ def policy_of(text: str) -> Policy:
 
 
 def _class_of(name: str) -> type[Policy]:
-    """Import the class of `MODULE:CLASS`. Raises ConfigError if it cannot serve as a policy."""
+    """Import the policy class of `MODULE:CLASS`. Raises ConfigError if it cannot serve as an
+    eviction policy."""
     module, _, kind = name.partition(":")
     try:
         with _current_folder():
@@ -69,7 +71,8 @@ def _class_of(name: str) -> type[Policy]:
 
 @contextmanager
 def _current_folder() -> Iterator[None]:
-    """Import from the current folder as well, which a console script does not do by itself."""
+    """Import a policy's module from the current folder as well, which a console script does not do
+    by itself."""
     folder = os.getcwd()
     sys.path.insert(0, folder)
     try:

@@ -21,7 +21,7 @@ TABLE: Final = "workers"
 
 
 def add_commands(app: typer.Typer) -> None:
-    """Add the three commands to the application."""
+    """Add the commands `prefixkv worker`, `serve` and `proxy` to the Typer application."""
     workers = typer.Typer(help="One prefill or decode worker, with a model of Hugging Face's.")
     for role, kind in KINDS.items():
         workers.command(role)(_command(_worker(role), settings_of(kind), _doc(role)))
@@ -51,7 +51,7 @@ def _doc(role: str) -> str:
 
 
 def _worker(role: str) -> Callable[..., int]:
-    """Return the function that runs a worker of this role."""
+    """Return the function that `prefixkv worker ROLE` runs, for this role."""
 
     def run(config: Path | None, **options: Any) -> int:
         check_packages()
@@ -112,14 +112,16 @@ def _proxy(
 
 
 def _texts(value: Any, where: str) -> list[str]:
-    """Return a list of strings from a file. Raises ConfigError for anything else."""
+    """Return a list of strings, a proxy's servers, from a settings file. Raises ConfigError for
+    anything else."""
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
         raise ConfigError(f"{where}: {value!r} is not a list of strings")
     return value
 
 
 def check_packages(*, with_model: bool = True) -> None:
-    """Raise ConfigError if the packages that serving needs are not installed."""
+    """Raise ConfigError, for a command's one line of error, if the packages that serving needs are
+    not installed."""
     try:
         check_extra(with_model=with_model)
     except ImportError as error:
@@ -129,7 +131,7 @@ def check_packages(*, with_model: bool = True) -> None:
 def _command(
     run: Callable[..., int], settings: list[Setting], doc: str, **arguments: Any
 ) -> Callable[..., int]:
-    """Wrap `run` in a command with an option for each setting."""
+    """Wrap `run` in a Typer command of serving with an option for each setting."""
 
     def command(**given: Any) -> int:
         del given["help_all"]
@@ -156,7 +158,7 @@ def _command(
 
 
 def _option(setting: Setting) -> Parameter:
-    """Declare an option, as text that `load` converts, or as a switch."""
+    """Declare the command's option for a setting, as text that `load` converts, or as a switch."""
     flag, is_switch = setting.option, _is_switch(setting)
     option = typer.Option(
         f"{flag}/--no-{flag[2:]}" if is_switch else flag,
@@ -170,7 +172,7 @@ def _option(setting: Setting) -> Parameter:
 
 
 def _line(setting: Setting) -> str:
-    """Show a setting in `--help-all`: Typer's table would cut its name."""
+    """Show a setting of serving in `--help-all`: Typer's table would cut its name."""
     flag = setting.option
     name = f"--[no-]{flag[2:]}" if _is_switch(setting) else f"{flag} {_metavar(setting)}"
     text = f"  {name:<45} {_about(setting)}"
@@ -178,7 +180,8 @@ def _line(setting: Setting) -> str:
 
 
 def _about(setting: Setting) -> str:
-    """Describe a setting by its description, else by unit and bounds, and by its default."""
+    """Describe a setting in a command's help by its description, else by unit and bounds, and by
+    its default."""
     field, default = setting.field, setting.default
     ranges = "; ".join(filter(None, (kind.range for kind in field.kinds)))
     text = field.help or (f"{ranges[0].upper()}{ranges[1:]}." if ranges else "")

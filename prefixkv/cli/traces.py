@@ -18,7 +18,8 @@ def read_lines(
     parse: Callable[[Any], T],
     place: str = "{path}, line {number}",
 ) -> list[T]:
-    """Return what `parse` makes of each line's value: of `limit` lines at most, without blank ones.
+    """Return what `parse` makes of each line of a trace: of `limit` lines at most, without blank
+    ones.
 
     Raises: TraceError, with the place of a line that is no JSON, or that `parse` refuses by a
     ValueError, TypeError or TokenError.
@@ -47,8 +48,8 @@ def read_lines(
 def number_in(
     entry: dict[str, Any], name: str, low: int, high: int, kinds: tuple[type, ...] = (int,)
 ) -> Any:
-    """Return the number under `name`. Raises TypeError if there is none of these kinds in [low,
-    high]."""
+    """Return the number under `name` in a trace's entry. Raises TypeError if there is none of these
+    kinds in [low, high]."""
     value: Any = entry.get(name)
     if type(value) not in kinds:
         raise TypeError(f"{name} is {value!r}, a number is needed")
@@ -58,8 +59,8 @@ def number_in(
 
 
 def blocks_in(entry: dict[str, Any], num_tokens: int, block_tokens: int) -> list[int]:
-    """Return a Mooncake entry's `hash_ids`, one per block of its tokens. Raises TypeError if they
-    do not fit."""
+    """Return the `hash_ids` of an entry of a Mooncake trace, one per block of its tokens. Raises
+    TypeError if they do not fit."""
     ids = entry.get("hash_ids")
     if not isinstance(ids, list) or not all(type(name) is int for name in ids):
         raise TypeError("hash_ids is not a list of integers")

@@ -87,28 +87,31 @@ class Dialect(ABC):
 
     @abstractmethod
     def check(self, namespace: Hashable) -> None:
-        """Raise RequestError for a namespace that the format cannot express."""
+        """Raise RequestError for a namespace that this dialect of cache events cannot express."""
 
     @abstractmethod
     def hash(self, key: bytes, namespace: Hashable) -> int:
-        """Return the hash of the block with this page key."""
+        """Return the dialect's hash of the block with this page key."""
 
     @abstractmethod
     def stored(self, run: list[PageRef]) -> Any:
-        """Return the event for a run of blocks that were stored, each the parent of the next."""
+        """Return the dialect's event for a run of blocks that were stored, each the parent of the
+        next."""
 
     def removed(self, run: list[PageRef]) -> Any:
-        """Return the event for a run of blocks that were removed, the last of them first."""
+        """Return the event, alike in both dialects, for a run of blocks that were removed, the last
+        of them first."""
         # Children before parents, so that a consumer's tree never has a block without a parent.
         hashes = [self.hash(place.key, place.namespace) for place in reversed(run)]
         return BlockRemoved(hashes, self._medium)
 
     def cleared(self) -> Any:
-        """Return the event for a cache that is empty."""
+        """Return the event, alike in both dialects, for a cache that is empty."""
         return AllBlocksCleared()
 
     def _path(self, run: list[PageRef]) -> tuple[list[int], int | None, list[int]]:
-        """Return the hashes of a run, its parent's hash, and its tokens."""
+        """Return what a dialect's stored event says of a run of blocks: their hashes, the parent's
+        hash, and all tokens."""
         first = run[0]
         hashes = [self.hash(place.key, first.namespace) for place in run]
         # A run has one namespace, so its parent's hash is mixed with the same.
@@ -124,7 +127,8 @@ class VLLM(Dialect):
     topic_in_replay = True
 
     def check(self, namespace: Hashable) -> None:
-        """See `Dialect.check`."""
+        """Refuse any namespace but None and a `Namespace` for vLLM's events. See
+        `Dialect.check`."""
         if namespace is not None and type(namespace) is not Namespace:
             raise RequestError(
                 f"namespace is {namespace!r}, which cache events have no words for: None, or a "
@@ -132,12 +136,14 @@ class VLLM(Dialect):
             )
 
     def hash(self, key: bytes, namespace: Hashable) -> int:
-        """See `Dialect.hash`."""
+        """Return vLLM's unsigned hash of a block: the page key's last 8 bytes. See
+        `Dialect.hash`."""
         cut = int.from_bytes(key[-HASH_BYTES:])
         return (cut ^ _namespace_mask(namespace) if namespace is not None else cut) or 1
 
     def stored(self, run: list[PageRef]) -> VLLMStored:
-        """See `Dialect.stored`."""
+        """Return vLLM's BlockStored event, with what its namespace adds to each block. See
+        `Dialect.stored`."""
         hashes, parent, tokens = self._path(run)
         named = run[0].namespace
         fixed = hashes, parent, tokens, self._page_size, None, self._medium
@@ -147,8 +153,9 @@ class VLLM(Dialect):
         return VLLMStored(*fixed, named.lora, keys, named.salt)
 
     def _extra_keys(self, named: Namespace, number: int) -> tuple[Any, ...] | None:
-        """Return what tells a block apart beside its tokens: the adapter, images in it with their
-        start relative to the block's first token, and, for the first block, the salt."""
+        """Return vLLM's `extra_keys`, which tell a block apart beside its tokens: the adapter,
+        images in it with their start relative to the block's first token, and, for the first block,
+        the salt."""
         keys: list[Any] = [] if named.lora is None else [named.lora]
         start = number * self._page_size
         end = start + self._page_size
@@ -170,7 +177,8 @@ class SGLang(Dialect):
     topic_in_replay = False
 
     def check(self, namespace: Hashable) -> None:
-        """See `Dialect.check`."""
+        """Refuse for SGLang's events any namespace but None and a `Namespace` without images. See
+        `Dialect.check`."""
         if namespace is None or (type(namespace) is Namespace and not namespace.images):
             return
         raise RequestError(
@@ -179,14 +187,16 @@ class SGLang(Dialect):
         )
 
     def hash(self, key: bytes, namespace: Hashable) -> int:
-        """See `Dialect.hash`."""
+        """Return SGLang's signed hash of a block: the page key's first 8 bytes. See
+        `Dialect.hash`."""
         cut = int.from_bytes(key[:HASH_BYTES], signed=True)
         return (
             cut ^ _namespace_mask(namespace, signed=True) if namespace is not None else cut
         ) or 1
 
     def stored(self, run: list[PageRef]) -> SGLangStored:
-        """See `Dialect.stored`."""
+        """Return SGLang's BlockStored event, with the salt and adapter of its namespace. See
+        `Dialect.stored`."""
         hashes, parent, tokens = self._path(run)
         named = run[0].namespace
         lora, salt = (named.lora, named.salt) if isinstance(named, Namespace) else (None, None)
@@ -199,7 +209,7 @@ DIALECTS: Final[dict[str, type[Dialect]]] = {kind.name: kind for kind in (VLLM, 
 
 @lru_cache(4096)
 def _namespace_mask(namespace: Hashable, signed: bool = False) -> int:
-    """Return the number that the hashes of a namespace are XORed with."""
+    """Return the number that a dialect's block hashes of a namespace are XORed with."""
     # Cached, as it is needed for every block. Derived from the digest that peers compare, so all
     # workers mix a namespace alike.
     digest = blake2b(prompt_digest((), namespace), digest_size=HASH_BYTES).digest()

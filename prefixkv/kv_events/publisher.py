@@ -136,7 +136,8 @@ class KVEventPublisher:
     # --- the scheduler's thread -------------------------------------------------------------------
 
     def hand_over(self, changes: list[Change]) -> bool:
-        """See `Listener.hand_over`. Under 5 us per change."""
+        """Take a list of cache changes for the publisher's thread; False if the list is lost. Under
+        5 us per change. See `Listener.hand_over`."""
         # 1. A list that begins with Cleared repairs every loss before it.
         # 2. After a loss all else is refused: it would build on what routers do not have.
         # 3. Too far behind: lose this list, rather than hold changes without bound.
@@ -159,15 +160,17 @@ class KVEventPublisher:
 
     @property
     def idle(self) -> bool:
-        """See `Listener.idle`. False for good after `_FAILURES` defects."""
+        """True if the publisher's thread has dealt with all that was handed over. False for good
+        after `_FAILURES` defects. See `Listener.idle`."""
         return self._handed_lists == self._done_lists and self._num_failures < _FAILURES
 
     def stats(self) -> dict[str, int]:
-        """Return counts of what was published, answered and lost. Any thread may call."""
+        """Return the publisher's counts of what was published, answered and lost. Any thread may
+        call."""
         return {**self.counters, **self._watcher.counters}
 
     def close(self) -> None:
-        """Publish that the cache is empty, and end the thread. Idempotent."""
+        """Publish that the worker's cache is empty, and end the publisher's thread. Idempotent."""
         if not self._closing:
             self._closing = True
             self._bell.notify()
@@ -177,7 +180,7 @@ class KVEventPublisher:
     # --- its own thread ---------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Serve until closed, and close the sockets, whatever happens."""
+        """Publish events until closed, and close the sockets, whatever happens."""
         try:
             self._serve()
         except Exception:
@@ -186,7 +189,8 @@ class KVEventPublisher:
             self._close_sockets(_LINGER_S)
 
     def _serve(self) -> None:
-        """Publish what is handed over, answer requests, and send heartbeats, until closed."""
+        """Publish the events that are handed over, answer requests for repeats and snapshots, and
+        send heartbeats, until closed."""
         poller = zmq.Poller()
         poller.register(self._bell.fd, zmq.POLLIN)
         routers = [
@@ -237,8 +241,8 @@ class KVEventPublisher:
         self._publish([*self._handed, [Cleared()]])
 
     def _publish(self, lists: list[list[Change]]) -> None:
-        """Publish lists of changes. After a defect they are dropped up to one that begins with
-        Cleared."""
+        """Publish lists of the cache's changes as batches of events. After a defect they are
+        dropped up to one that begins with Cleared."""
         for changes in lists:
             if type(changes[0]) is Cleared:
                 self._skips_until_clear = False
@@ -255,8 +259,8 @@ class KVEventPublisher:
             self._done_lists += 1
 
     def _failed(self) -> None:
-        """Handle a defect: what routers know may be wrong, so publish an empty cache until a
-        snapshot comes."""
+        """Handle a defect of the publisher: what routers know may be wrong, so publish an empty
+        cache until a snapshot comes."""
         self._num_failures += 1
         _log.exception(
             "cache events could not be made; an empty cache is published until the next snapshot"
@@ -266,7 +270,7 @@ class KVEventPublisher:
             self._send(batch)
 
     def _send(self, batch: Batch) -> None:
-        """Publish one batch to all subscribers."""
+        """Publish one batch of events to all subscribers."""
         frames = self._topic_frame, self._number(batch.seq), batch.payload
         self._pub.send_multipart(frames)
         self._watched[self._pub].published(_sent_bytes(frames))
@@ -274,7 +278,7 @@ class KVEventPublisher:
         self.counters["bytes"] += len(batch.payload)
 
     def _number(self, seq: int) -> bytes:
-        """Return the frame of a batch's number, with the life of the worker behind it if
+        """Return the published frame of a batch's number, with the life of the worker behind it if
         configured."""
         number = seq.to_bytes(SEQ_BYTES)
         return number + self._epoch if self.config.epoch_frames else number
@@ -282,8 +286,8 @@ class KVEventPublisher:
     # --- answers ----------------------------------------------------------------------------------
 
     def _read_requests(self, sock: _Socket) -> None:
-        """Read up to `_REQUESTS_A_TURN` requests of a socket, and note what each client waits
-        for."""
+        """Read up to `_REQUESTS_A_TURN` requests from the replay or the snapshot socket, and note
+        what each client waits for."""
         for _ in range(_REQUESTS_A_TURN):
             try:
                 received = receive(sock, self._watched[sock])
@@ -312,7 +316,8 @@ class KVEventPublisher:
                 del self._waiting[next(iter(self._waiting))]
 
     def _refuse(self, sock: _Socket, client: bytes, frames: list[bytes]) -> None:
-        """Answer a request that cannot be read, so that the answer is not mistaken for events."""
+        """Answer a replay or snapshot request that cannot be read, so that the answer is not
+        mistaken for events."""
         self.counters["unreadable_requests"] += 1
         sizes = [len(frame) for frame in frames]
         if sock is self._replay:
@@ -331,7 +336,8 @@ class KVEventPublisher:
         self._send_to(sock, client, answer)
 
     def _answer(self, sock: _Socket, client: bytes) -> None:
-        """Send a client the batches it waits for, as far as its queue takes them."""
+        """Send a client of the replay or snapshot socket the batches it waits for, as far as its
+        queue takes them."""
         now_s = time.time()
         topic = [self._topic_frame] if self.dialect.topic_in_replay else []
         end = [b"", END, b""] if self.dialect.topic_in_replay else [END, b""]
@@ -358,8 +364,8 @@ class KVEventPublisher:
                 self._waiting[sock, client] = batch.seq + 1
 
     def _send_to(self, sock: _Socket, client: bytes, frames: list[bytes]) -> bool | None:
-        """Send frames to one client. Returns True if sent, False if it is gone, None if it has no
-        room."""
+        """Send frames to one client of the replay or snapshot socket. Returns True if sent, False
+        if it is gone, None if it has no room."""
         reader = self._readers.get((sock, client))
         num_bytes = _sent_bytes([b"", *frames])
         if reader is not None and not self._has_room(reader, num_bytes):
@@ -375,7 +381,8 @@ class KVEventPublisher:
         return True
 
     def _track_reader(self, sock: _Socket, client: bytes, connection: Connection | None) -> None:
-        """Remember the connection by which a client has asked, and forget those that are over."""
+        """Remember the connection by which a client has asked the publisher, and forget those that
+        are over."""
         known = self._readers.get((sock, client))
         if connection is not None and (known is None or known.connection is not connection):
             self._readers[sock, client] = _ReplayClient(self._watched[sock], connection)
@@ -384,9 +391,9 @@ class KVEventPublisher:
                 del self._readers[key]
 
     def _has_room(self, reader: _ReplayClient, num_bytes: int) -> bool:
-        """Return whether a client may be sent `num_bytes` more. Without unread bytes there is
-        always room for one answer. A client that does not read while others need its room is cut
-        off."""
+        """Return whether a client of the replay or snapshot socket may be sent `num_bytes` more.
+        Without unread bytes there is always room for one answer. A client that does not read while
+        others need its room is cut off."""
         unread = reader.unread
         if unread and unread + num_bytes > _UNREAD_ANSWERS_BYTES:
             return False
@@ -399,15 +406,15 @@ class KVEventPublisher:
         return False
 
     def _close_sockets(self, linger_s: float) -> None:
-        """Close all sockets, giving what is queued `linger_s` to leave."""
+        """Close all sockets of the publisher, giving what is queued `linger_s` to leave."""
         for sock in self._watched:
             sock.disable_monitor()
         self._watcher.close()
         self._context.destroy(linger=int(linger_s * 1000))
 
     def _bound(self, kind: int, name: str, queue: int) -> _Socket | None:
-        """Bind a socket to the address of setting `name`, with its bounds; None without an address.
-        Raises ConfigError."""
+        """Bind a socket of the publisher to the address of setting `name`, with its bounds; None
+        without an address. Raises ConfigError."""
         address = getattr(self.config, name)
         if not address:
             return None
@@ -453,7 +460,7 @@ class _ReplayClient:
 
     @property
     def unread(self) -> int:
-        """Number of bytes sent to it that its kernel has not acknowledged."""
+        """Number of bytes sent to the replay client that its kernel has not acknowledged."""
         unread = self.watched.unread(self.connection)
         # Any change shows that it reads, or that there is something new to read: its time starts
         # again.
@@ -462,17 +469,18 @@ class _ReplayClient:
         return unread
 
     def stuck_s(self) -> float:
-        """Return for how long it has not read, while there was something to read."""
+        """Return for how long the replay client has not read, while there was something to read."""
         return time.monotonic() - self._since_s if self.unread else 0.0
 
 
 def _sent_bytes(frames: Iterable[bytes]) -> int:
-    """Return what a message of these frames costs a connection."""
+    """Return what a message of these frames costs a connection of the publisher."""
     return sum(message_bytes(len(frame), is_curve=False) for frame in frames)
 
 
 def default_topic(worker: str, model: str) -> str:
-    """Return the topic if the config names none. Raises ConfigError for a name with an "@"."""
+    """Return the topic to publish under if the config names none. Raises ConfigError for a name
+    with an "@"."""
     for whose, name in (("the worker's name", worker), ("the model's name", model)):
         if "@" in name:
             raise ConfigError(
@@ -482,5 +490,5 @@ def default_topic(worker: str, model: str) -> str:
 
 
 def _address(sock: _Socket | None) -> str:
-    """Return the address that a socket is bound to; "" without a socket."""
+    """Return the address that the publisher's socket is bound to; "" without a socket."""
     return "" if sock is None else sock.getsockopt_string(zmq.LAST_ENDPOINT)

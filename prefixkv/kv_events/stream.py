@@ -63,11 +63,12 @@ class EventStream:
 
     @property
     def num_pages(self) -> int:
-        """Number of pages that the cache holds, by the changes published so far."""
+        """Number of pages that the cache holds, by the events published so far."""
         return len(self._paths)
 
     def publish(self, changes: Iterable[Change], ts: float) -> Iterator[Batch]:
-        """Yield batches with these changes as they are made; none if there are none."""
+        """Yield numbered batches of events for the cache's changes as they are made; none if there
+        are none."""
         events, num_pages = [], 0
         for change in changes:
             # `_paths` follows each change in the same step, so it always equals what was published.
@@ -93,13 +94,13 @@ class EventStream:
             yield self._batch(events, ts)
 
     def heartbeat(self, ts: float) -> Batch:
-        """Make a batch without events. Its number shows a router that it missed the batch
+        """Make a numbered batch without events. Its number shows a router that it missed the batch
         before."""
         return self._batch([], ts)
 
     def since(self, seq: int, ts: float) -> Batch | None:
-        """Return the batch with this number, or a snapshot if it is no longer kept. None if it is
-        the next number, so that nothing is missing."""
+        """Return the stream's batch of cache events with this number, or a snapshot if it is no
+        longer kept. None if it is the next number, so that nothing is missing."""
         if seq == self.next_seq:
             return None
         if (payload := self._kept.get(seq)) is not None:
@@ -108,8 +109,8 @@ class EventStream:
         return self.snapshot(ts)
 
     def snapshot(self, ts: float) -> Batch:
-        """Return everything that is held as one batch; the batch after it has the next number.
-        O(pages), then O(1) until something is published."""
+        """Return a snapshot: one batch of cache events that adds up to everything the cache holds;
+        the batch after it has the next number. O(pages), then O(1) until something is published."""
         if self._snapshot is None or self._snapshot.seq != self.next_seq - 1:
             events = [self.dialect.cleared(), *map(self.dialect.stored, self._paths.runs())]
             payload = self._encode([ts, events, self._rank])
@@ -117,7 +118,8 @@ class EventStream:
         return self._snapshot
 
     def _batch(self, events: list[object], ts: float) -> Batch:
-        """Number a batch and keep it for repeats, within the bounds."""
+        """Number a batch of cache events and keep it in the stream for repeats, within the
+        bounds."""
         payload = self._encode([ts, events, self._rank])
         batch = Batch(self.next_seq, payload)
         self.next_seq += 1
@@ -131,7 +133,8 @@ class EventStream:
         return batch
 
     def check_invariants(self) -> None:
-        """Raise InternalError if an invariant does not hold."""
+        """Raise InternalError if the batches that this stream keeps are not the latest ones without
+        a gap, within the bounds."""
         kept = list(self._kept)
         laws = {
             "what is kept has no gap": kept

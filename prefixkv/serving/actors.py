@@ -76,13 +76,13 @@ class WorkerActor:
         self._life = Life(info, context.get_node_id(), process)
 
     def _serve(self, config: WorkerConfig, ready: Future[WorkerInfo]) -> None:
-        """Run the worker in a thread, and end the process if its engine has failed."""
+        """Run the actor's worker in a thread, and end the process if its engine has failed."""
         if not asyncio.run(self._run(config, ready)):
             os._exit(1)  # its engine has failed: Ray restarts the actor
         self._ended.set()
 
     async def _run(self, config: WorkerConfig, ready: Future[WorkerInfo]) -> bool:
-        """Start the worker, report to `ready`, and serve. Returns False if the engine has
+        """Start the actor's worker, report to `ready`, and serve. Returns False if the engine has
         failed."""
         self._loop = asyncio.get_running_loop()
         try:
@@ -95,23 +95,24 @@ class WorkerActor:
         return await self._worker.run()
 
     def life(self) -> Life:
-        """Return the life of this process."""
+        """Return the present life of this actor: its worker's description, its node and its
+        process."""
         return self._life
 
     def watch(self) -> bool:
-        """Wait until the worker was drained and has ended, `WATCH_S` at most. Returns whether it
-        has."""
+        """Wait until the actor's worker was drained and has ended, `WATCH_S` at most. Returns
+        whether it has."""
         return self._ended.wait(WATCH_S)
 
     def drain(self) -> None:
-        """See `Worker.drain`."""
+        """Drain the actor's worker, on its own event loop. See `Worker.drain`."""
         with contextlib.suppress(RuntimeError):  # its loop has ended
             self._loop.call_soon_threadsafe(self._worker.drain)
 
 
 def placed(config: WorkerConfig, host: str) -> WorkerConfig:
-    """Return the configuration for a machine: every address that it would bind by default is
-    `host`."""
+    """Return an actor's configuration for its machine: every address that it would bind by default
+    is `host`."""
     listen = replace(config.worker.listen, host=host, status_host=host)
     config = replace(config, worker=replace(config.worker, listen=listen))
     # An address that was set on purpose is kept.
@@ -122,6 +123,6 @@ def placed(config: WorkerConfig, host: str) -> WorkerConfig:
 
 
 def has_ended(process: ProcessLife) -> bool:
-    """Return whether this process is proved to have ended. Must run on its node: elsewhere nothing
-    is proved."""
+    """Return whether the process that hosted an actor is proved to have ended. Must run on its
+    node: elsewhere nothing is proved."""
     return is_dead(process)

@@ -29,14 +29,14 @@ class BodyMemory:
         self.made_room = False
 
     def begin_arriving(self, patience: asyncio.Timeout) -> None:
-        """Begin to count the body as arriving. `patience` is the time-out of its reader, which ends
-        early if others need the room."""
+        """Begin to count the request's body as arriving. `patience` is the time-out of its reader,
+        which ends early if others need the room."""
         self._patience = patience
         self._bodies.coming[self] = None
 
     def grow(self, num_bytes: int) -> None:
-        """Take room for more of the body. Raises ApiError 503 if no other body can give up its
-        room."""
+        """Take room for more of the request's body, from the body that has been arriving for
+        longest if too little is left. Raises ApiError 503 if no other body can give up its room."""
         while self._bodies.num_bytes + num_bytes > self._bodies.limit:
             # The oldest arriving body that holds any bytes. One that has fully arrived is being
             # answered, and is never dropped; nor does a body drop itself for its own growth.
@@ -51,18 +51,20 @@ class BodyMemory:
         self._num_bytes += num_bytes
 
     def stop_arriving(self) -> None:
-        """Stop counting the body as arriving: it is complete, or its reader has given up."""
+        """Stop counting the request's body as arriving: it is complete, or its reader has given
+        up."""
         self._bodies.coming.pop(self, None)
         self._patience = None
 
     def end(self) -> None:
-        """Give back all its room. Idempotent."""
+        """Give back all room that the request's body takes. Idempotent."""
         self.stop_arriving()
         self._bodies.num_bytes -= self._num_bytes
         self._num_bytes = 0
 
     def _make_room(self) -> None:
-        """Drop what has arrived, and end the reader's wait now."""
+        """Drop what has arrived of this body, for another request's, and end its reader's wait
+        now."""
         # `end` forgets the patience, so take it before.
         patience = self._patience
         self.made_room = True
@@ -113,6 +115,6 @@ class PerClientLimit:
 
 
 def body_of(scope: Scope) -> BodyMemory:
-    """Return the body of a request that has passed `PerClientLimit`."""
+    """Return the `BodyMemory` that `PerClientLimit` gave a request."""
     found: BodyMemory = scope[_KEY]
     return found

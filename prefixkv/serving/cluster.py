@@ -74,28 +74,28 @@ class FormerLives:
         ]
 
     def suspect(self, life: Life) -> None:
-        """Begin to prove that a life which seems to be over has ended; it is fenced once that is
-        proved."""
+        """Begin to prove that a worker's life, which Ray reports as over, has ended; the fleet
+        fences it once that is proved."""
         former = self._former[_key(life)] = _Former(life)
         former.proving = asyncio.create_task(self._prove(former))
 
     def answered(self, life: Life) -> bool:
-        """Cancel the proof: the life has answered after all. Returns False if it was fenced before,
-        so that it must not serve."""
+        """Cancel the proof: the former life's actor has answered after all. Returns False if the
+        life was fenced before, so that it must not serve."""
         former = self._former.pop(_key(life), None)
         if former is not None and former.proving is not None:
             former.proving.cancel()
         return _key(life) not in self._fenced
 
     async def close(self) -> None:
-        """Stop all proofs."""
+        """Stop all proofs that former lives of Ray's actors have ended."""
         tasks = [former.proving for former in self._former.values() if former.proving is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _prove(self, former: _Former) -> None:
-        """Ask a life's node until its end is proved, its node is lost, or it is settled
+        """Ask a former life's Ray node until its end is proved, the node is lost, or it is settled
         otherwise."""
         life = former.life
         while not former.is_lost and self._former.get(_key(life)) is former:
@@ -117,7 +117,7 @@ class FormerLives:
         )  # fmt: skip
 
     async def _end(self, life: Life) -> None:
-        """Fence a life that is certainly dead."""
+        """Have the fleet fence a former life of a Ray actor, which is certainly dead."""
         # Both before the await: an answer of that life from now on finds it fenced.
         self._former.pop(_key(life), None)
         self._fenced.add(_key(life))
@@ -126,12 +126,14 @@ class FormerLives:
     # --- for an operator --------------------------------------------------------------------------
 
     async def _show(self, _: Request) -> Response:
-        """Answer GET /lost: the lives that are not proved dead, and what is held for each."""
+        """Answer GET /lost of the status port: the former lives of Ray's actors that are not proved
+        dead, and what workers hold for each."""
         lost = await self._fleet.lost()
         return json_response([_as_json(one, lost) for one in self._former.values()])
 
     async def _fence(self, request: Request) -> Response:
-        """Answer POST /fence: an operator declares a lost life dead."""
+        """Answer POST /fence of the status port: an operator declares a former life of a Ray actor
+        dead, which Ray cannot prove."""
         asked = decode_body(await read_body(request, self._limits), FenceRequest)
         # 1. It serves at this moment: fencing it would let others reuse pages that it writes.
         # 2. It is fenced already: nothing to do.
@@ -153,12 +155,12 @@ class FormerLives:
 
 
 def _key(life: Life) -> tuple[str, str]:
-    """Return the key of a life in `FormerLives`."""
+    """Return the key of an actor's life in `FormerLives`: the worker's name and the life."""
     return life.info.name, life.info.life
 
 
 def _as_json(former: _Former, lost: dict[str, list[Any]]) -> dict[str, Any]:
-    """Return a former life as `/lost` shows it."""
+    """Return a former life of an actor as `/lost` shows it."""
     info = former.life.info
     held = {
         worker: one.held
@@ -174,8 +176,8 @@ def _as_json(former: _Former, lost: dict[str, list[Any]]) -> dict[str, Any]:
 
 
 async def ended_on_node(life: Life) -> bool:
-    """Return whether a task on the life's node proves that its process has ended. Raises RayError
-    if the task could not run there."""
+    """Return whether a Ray task on the life's node proves that its process has ended. Raises
+    RayError if the task could not run there."""
     if life.process is None:
         return False
     # Not soft: on any other node the kernel would know nothing of the process.
@@ -185,8 +187,8 @@ async def ended_on_node(life: Life) -> bool:
 
 
 async def is_node_alive(node: str) -> bool:
-    """Return whether Ray still counts the node as alive. A node that Ray has given up never
-    returns."""
+    """Return whether Ray still counts a node of the cluster as alive. A node that Ray has given up
+    never returns."""
     nodes = await asyncio.to_thread(ray.nodes)
     return any(one["NodeID"] == node and one["Alive"] for one in nodes)
 
@@ -208,7 +210,7 @@ class Actor:
         self._task = asyncio.create_task(self._keep())
 
     async def _keep(self) -> None:
-        """Follow the worker's lives until it is drained or ended, and report an error to
+        """Follow the actor's lives until its worker is drained or ended, and report an error to
         `ready`."""
         try:
             while not self._ending:
@@ -225,8 +227,8 @@ class Actor:
                 logger.exception("%s is given up", self._name)
 
     async def _find(self) -> Life:
-        """Return the present life; waits for Ray to start it. Raises WorkerFailedError if Ray has
-        given up, RayError if it may still start."""
+        """Return the actor's present life; waits for Ray to start it. Raises WorkerFailedError if
+        Ray has given up, RayError if it may still start."""
         try:
             found: Life = await self._handle.life.options(max_task_retries=-1).remote()
             return found
@@ -235,7 +237,8 @@ class Actor:
             raise WorkerFailedError(f"{self._name} does not start: {why}") from error
 
     async def _live(self, life: Life) -> bool:
-        """Follow one life to its end. Returns True if it was drained."""
+        """Follow one life of the actor to its end, with its worker in the fleet meanwhile. Returns
+        True if it was drained."""
         if not self._former.answered(life):
             ray.kill(self._handle, no_restart=False)  # a fenced life must not serve
             return False
@@ -258,7 +261,7 @@ class Actor:
                 self._former.suspect(life)
 
     async def end(self, grace_s: float) -> None:
-        """Drain the worker, and kill it after `grace_s`. Ray does not restart it."""
+        """Drain the actor's worker, and kill the actor after `grace_s`. Ray does not restart it."""
         self._ending = True
         if grace_s and self.ready.done() and self.ready.exception() is None:
             with contextlib.suppress(RayError):
@@ -282,7 +285,8 @@ class RayLaunch(Launch):
         return self._former.routes
 
     async def _open(self, name: str) -> None:
-        """Connect to the cluster, and reserve room for all workers. Raises ConfigError."""
+        """Connect to the Ray cluster, and reserve a placement group for all workers. Raises
+        ConfigError."""
         config = self.config
         self._namespace = f"prefixkv/{name}"
         # Checked first, since `ray.init` tries for minutes.
@@ -304,7 +308,8 @@ class RayLaunch(Launch):
         )
 
     def _child(self, role: str, number: int, fleet: Fleet) -> Actor:
-        """See `Launch._child`; the worker is an actor in the next bundle of the placement group."""
+        """Start a worker as a Ray actor, in the next bundle of the placement group. See
+        `Launch._child`."""
         loaded: Any = load(KINDS[role], None, self._environ(role, number))
         config = self._keys.give(loaded)
         name = config.node.name
@@ -327,7 +332,7 @@ class RayLaunch(Launch):
         return {**super()._environ(role, number), "PREFIXKV_PARENT": "0"}
 
     async def _close(self) -> None:
-        """Leave the cluster, and give its room back."""
+        """Leave the Ray cluster, and give the placement group's room back."""
         # The proofs run tasks in the cluster, so they end before it is left.
         await self._former.close()
         if self._group is not None:
@@ -337,7 +342,8 @@ class RayLaunch(Launch):
 
 
 async def _check_reachable(address: str) -> None:
-    """Raise ConfigError if nothing answers at the address. Ray would try for minutes."""
+    """Raise ConfigError if nothing answers at the Ray cluster's address. Ray would try for
+    minutes."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
     if not host or not port.isdecimal():
         return  # "auto": Ray knows where
@@ -363,7 +369,7 @@ class _Keys:
         self._clients = {name: _new_pair() for name in names}
 
     def give(self, config: WorkerConfig) -> WorkerConfig:
-        """Return the configuration with keys."""
+        """Return a worker's configuration with the CURVE keys of its role."""
         control = config.node.control
         if control.curve is not None or control.allow_remote_without_keys:
             return config
@@ -379,6 +385,6 @@ class _Keys:
 
 
 def _new_pair() -> tuple[str, str]:
-    """Return a new public key and its secret key."""
+    """Return a new CURVE public key and its secret key."""
     public, secret = zmq.curve_keypair()
     return public.decode(), secret.decode()

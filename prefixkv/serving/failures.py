@@ -46,7 +46,7 @@ class ApiError(Exception):
         self.code, self.param = code, param
 
     def body(self) -> dict[str, Any]:
-        """Return the answer's body: {"error": {...}}."""
+        """Return the JSON body of the error in OpenAI's form: {"error": {...}}."""
         return {
             "error": {
                 "message": self.message, "type": self.kind, "param": self.param, "code": self.code,
@@ -54,7 +54,7 @@ class ApiError(Exception):
         }  # fmt: skip
 
     def response(self) -> Response:
-        """Return the answer, with the headers that its status calls for."""
+        """Return the error as an HTTP answer, with the headers that its status calls for."""
         headers = {}
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
@@ -73,7 +73,7 @@ class _Lines:
         self._left, self._when_s = float(_LINES), 0.0
 
     def take(self, now_s: float) -> bool:
-        """Return whether one more line may be written now."""
+        """Return whether one more line about a failure may be logged now."""
         # A token bucket: it fills with time up to `_LINES`, and each line takes one.
         more = (now_s - self._when_s) * _LINES_PER_S
         self._left, self._when_s = min(_LINES, self._left + more), now_s
@@ -87,8 +87,8 @@ _lines = _Lines()
 
 
 def failed(status: int, why: str, detail: str, code: str) -> ApiError:
-    """Make the error for a failure of the service itself. `why` goes to the client, with a random
-    number; `detail` goes to the log under that number, at a bounded rate."""
+    """Make the ApiError for a failure of the service itself. `why` goes to the client, with a
+    random number; `detail` goes to the log under that number, at a bounded rate."""
     number = secrets.token_hex(8)
     # Bounded in rate and length: clients must not be able to fill the log by failing.
     if _lines.take(time.monotonic()):
@@ -97,8 +97,8 @@ def failed(status: int, why: str, detail: str, code: str) -> ApiError:
 
 
 def is_inner(text: str, asked: str = "") -> bool:
-    """Return whether a text holds a trace, an address or a path that was not in the request, so
-    that it is not for the client.
+    """Return whether the text of a failure holds a trace, an address or a path that was not in the
+    request, so that it is not for the client.
 
     >>> is_inner("max_tokens is 0"), is_inner("tcp://10.0.0.1:5 is lost"), is_inner("in /srv/m/a")
     (False, True, True)

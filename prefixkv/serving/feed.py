@@ -39,7 +39,7 @@ class _EventFollower:
         self.begun = self.cut = False
 
     def queue_frame(self, frame: bytes) -> None:
-        """Queue a frame, or cut the follower off if too much waits."""
+        """Queue a frame of cache events, or cut the follower off if too much waits."""
         # The newest frame is not counted: one snapshot larger than the bound must still be
         # sendable.
         self.num_bytes += len(self.frames[-1]) if self.frames else 0
@@ -71,7 +71,7 @@ class EventTap:
         self._wants_snapshot = self._used = False
 
     def after_step(self) -> None:
-        """Send the cache's changes to all followers. O(changes)."""
+        """Send the cache's changes in a step to all followers of the HTTP stream. O(changes)."""
         if not self._used:
             return
         # Reset before the snapshot is taken: a follower that comes during it asks for another one.
@@ -86,7 +86,8 @@ class EventTap:
         self._post(lambda: self._deliver(frame, is_snapshot))
 
     def _deliver(self, frame: bytes, is_snapshot: bool) -> None:
-        """Queue a frame for every follower that has its snapshot, or gets it by this frame."""
+        """Queue a frame of cache events for every follower that has its snapshot, or gets it by
+        this frame."""
         for follower in self._followers:
             follower.begun |= is_snapshot
             if not follower.begun:
@@ -95,7 +96,7 @@ class EventTap:
                 follower.queue_frame(frame)
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
-        """Yield one stream, until it is closed or cut off."""
+        """Yield one follower's stream of event frames, until it is closed or cut off."""
         follower = _EventFollower()
         if len(self._followers) >= _MAX_FOLLOWERS:
             return  # the connection ends; the follower tries again later
@@ -116,8 +117,8 @@ class EventTap:
 
 
 async def batches_of(pieces: AsyncIterable[bytes], worker: str) -> AsyncGenerator[EventBatch, None]:
-    """Yield the batches of a stream, renamed to `worker` whatever name they carry. Raises
-    ProtocolError for a frame that is too long or no batch."""
+    """Yield the event batches that a worker's HTTP stream brings, renamed to `worker` whatever name
+    they carry. Raises ProtocolError for a frame that is too long or no batch."""
     rest = bytearray()
     async for piece in pieces:
         rest += piece

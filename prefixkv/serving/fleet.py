@@ -76,7 +76,7 @@ class _Member:
         self._quiet_ticks = 0
 
     async def mark_alive(self, pieces: AsyncIterable[bytes]) -> AsyncGenerator[bytes, None]:
-        """Yield the pieces of the worker's event stream; each is a sign of life."""
+        """Yield the pieces of a fleet worker's event stream; each is a sign of life."""
         async for piece in pieces:
             self._quiet_ticks = 0
             if self.silent:
@@ -85,8 +85,8 @@ class _Member:
             yield piece
 
     async def watch(self) -> None:
-        """Mark the worker silent after `_QUIET_TICKS` without a sign of life, for as long as it is
-        here."""
+        """Mark the fleet's worker silent after `_QUIET_TICKS` without a sign of life, for as long
+        as it is here."""
         while True:
             await asyncio.sleep(_TICK_S)
             self._quiet_ticks += 1
@@ -110,7 +110,8 @@ class _WorkerPair:
         self._members = [fleet.members[info.name] for info in (self.decode, self.prefill)]
 
     async def first(self, stream: AsyncGenerator[TokenEvent, None]) -> TokenEvent:
-        """Return the first output. Raises WorkerLostError if either worker falls silent before."""
+        """Return the first output of the pair's attempt. Raises WorkerLostError if either worker
+        falls silent before."""
         try:
             # No time limit of its own: the prompt may take long. Only silence ends the wait.
             async with asyncio.timeout(None) as patience:
@@ -126,7 +127,7 @@ class _WorkerPair:
             raise WorkerLostError(f"{' and '.join(silent)} did not answer") from None
 
     def end(self) -> None:
-        """Release the routers' count of the attempt."""
+        """Release the count of the pair's attempt in the fleet's routers."""
         now_s = time.monotonic()
         for router, route in zip(self._fleet.routers.values(), self._routes, strict=True):
             router.ended(route, now_s)
@@ -160,7 +161,8 @@ class Fleet:
     # --- which there are --------------------------------------------------------------------------
 
     def add(self, info: WorkerInfo) -> None:
-        """Let requests go to a worker from now on. It replaces a worker of the same name.
+        """Add a worker to the fleet: requests may go to it from now on. It replaces a worker of the
+        same name.
 
         Raises ConfigError, with nothing changed, if it cannot work with the others. After `close`:
         no-op.
@@ -192,8 +194,8 @@ class Fleet:
         )
 
     def remove(self, name: str, life: str = "") -> bool:
-        """Send a worker no more requests; those in progress end by themselves. With `life`, only if
-        it is in that life. Returns False if it is not here."""
+        """Remove a worker from the fleet: it gets no more requests, and those in progress end by
+        themselves. With `life`, only if it is in that life. Returns False if it is not here."""
         info = self.workers.get(name)
         if info is None or (life and info.life != life):
             return False
@@ -204,7 +206,8 @@ class Fleet:
         return True
 
     async def _apply_events(self, member: _Member) -> None:
-        """Apply the worker's cache events to its router, for as long as it is here."""
+        """Apply a worker's cache events to the fleet's router of its role, for as long as it is
+        here."""
         info = member.info
         router = self.routers[info.role]
         while True:
@@ -221,15 +224,15 @@ class Fleet:
     # --- lives that are over ----------------------------------------------------------------------
 
     async def fence(self, name: str, life: str) -> None:
-        """State that a life of a worker is certainly dead. The statement is sent to every worker,
-        present and future, until it confirms. What was held for that life is then reused: were it
-        alive after all, its writes would land in pages of other requests."""
+        """State to the fleet that a life of a worker is certainly dead. The statement is sent to
+        every worker, present and future, until it confirms. What was held for that life is then
+        reused: were it alive after all, its writes would land in pages of other requests."""
         async with self._any_fenced:
             self._fenced.append(FenceRequest(name, life))
             self._any_fenced.notify_all()
 
     async def _report_fences(self, info: WorkerInfo) -> None:
-        """Report each fenced life to a worker, in order, until it confirms."""
+        """Report each fenced life to one worker of the fleet, in order, until it confirms."""
         num_confirmed = 0
         while True:
             async with self._any_fenced:
@@ -247,8 +250,8 @@ class Fleet:
                 await asyncio.sleep(_AGAIN_S)
 
     async def lost(self) -> dict[str, list[LostPeer]]:
-        """Return, by worker, the lost peers that it holds pages or rooms for. Workers that do not
-        answer are left out."""
+        """Return, by worker of the fleet, the lost peers that it holds pages or rooms for. Workers
+        that do not answer are left out."""
         found: dict[str, list[LostPeer]] = {}
 
         async def ask(info: WorkerInfo) -> None:
@@ -262,16 +265,16 @@ class Fleet:
 
     @property
     def ready(self) -> bool:
-        """True if there is a worker of each kind that is not silent."""
+        """True if the fleet has a worker of each kind that is not silent."""
         return all(self._answering(role) for role in self.routers)
 
     @property
     def silent(self) -> list[str]:
-        """Names of the workers that are here and do not answer."""
+        """Names of the fleet's workers that are here and do not answer."""
         return [name for name, member in self.members.items() if member.silent]
 
     def _answering(self, role: str) -> list[str]:
-        """Return the workers of one role that are not silent."""
+        """Return the fleet's workers of one role that are not silent."""
         return [
             name for name, member in self.members.items()
             if member.info.role == role and not member.silent
@@ -279,19 +282,21 @@ class Fleet:
 
     @property
     def context(self) -> int:
-        """Most tokens of a request that every worker accepts; 0 without a worker."""
+        """Most tokens of a request that every worker of the fleet accepts; 0 without a worker."""
         return min((info.context for info in self.workers.values()), default=0)
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below this on every worker; 0 without a worker."""
+        """Bound of token ids, which are below it on every worker of the fleet; 0 without a
+        worker."""
         return min((info.vocab_size for info in self.workers.values()), default=0)
 
     # --- requests ---------------------------------------------------------------------------------
 
     async def generate(self, ask: Ask) -> AsyncGenerator[TokenEvent, None]:
-        """Yield the outputs of a request, to the ends of all its samples. Chooses `prefill` and
-        `prefill_url` of the `Ask`. Closing the generator aborts the request.
+        """Have workers of the fleet answer a request, and yield its outputs to the ends of all its
+        samples. Chooses `prefill` and `prefill_url` of the `Ask`. Closing the generator aborts the
+        request.
 
         An attempt that fails before its first output is repeated on other workers.
 
@@ -325,7 +330,8 @@ class Fleet:
                 pair.end()
 
     def _choose_pair(self, ask: Ask, lost: Collection[str]) -> _WorkerPair:
-        """Choose a worker of each role. Raises ApiError 503 if a role has none that answers."""
+        """Choose a decode and a prefill worker of the fleet for an attempt, by their routers.
+        Raises ApiError 503 if a role has none that answers."""
         routes: list[Route] = []
         now_s = time.monotonic()
         data = RadixKey(ask.tokens).data
@@ -352,8 +358,8 @@ class Fleet:
     async def _stream(
         self, ask: Ask, pair: _WorkerPair, attempt: int
     ) -> AsyncGenerator[TokenEvent, None]:
-        """Yield the outputs of one attempt. Raises WorkerLostError, or ApiError if the worker
-        refuses the request."""
+        """Yield the outputs of one attempt, as the decode worker of a pair streams them. Raises
+        WorkerLostError, or ApiError if the worker refuses the request."""
         body = msgspec.json.encode(
             msgspec.structs.replace(
                 # A rid per attempt: an earlier one may still be ending on the same worker.
@@ -383,7 +389,7 @@ class Fleet:
             raise WorkerLostError(f"{pair.decode.name} ended before its answer did")
 
     def stats(self) -> dict[str, int]:
-        """Return the number of repeats and silent workers, and the counters of each role's
+        """Return the fleet's number of repeats and silent workers, and the counters of each role's
         router."""
         counts = {"retried": self.retried, "silent": len(self.silent)}
         for role, router in self.routers.items():
@@ -392,7 +398,7 @@ class Fleet:
         return counts
 
     async def close(self) -> None:
-        """End all streams and remove all workers. Idempotent."""
+        """End all streams of the fleet and remove all its workers. Idempotent."""
         self._closed = True
         for name in list(self.workers):
             self.remove(name)
@@ -400,8 +406,8 @@ class Fleet:
 
 
 def _refusal_error(worker: str, status: int, body: bytes) -> Exception:
-    """Return the error for a worker's refusal: ApiError if the request itself is wrong, in the
-    worker's words if they are fit for a client; else WorkerLostError."""
+    """Return the error for a refusal by a worker of the fleet: ApiError if the request itself is
+    wrong, in the worker's words if they are fit for a client; else WorkerLostError."""
     try:
         error = msgspec.json.decode(body)["error"]
         message, code = str(error["message"]), error["code"]

@@ -101,7 +101,7 @@ class Front:
         self.server, self.status = bind(app, status, listen)
 
     def health(self) -> tuple[bool, dict[str, Any]]:
-        """Return whether the front accepts requests, and the state of its workers."""
+        """Return whether the front accepts requests, and the state of its fleet's workers."""
         ok = self.fleet.ready and not self.draining
         silent = self.fleet.silent
         state = (
@@ -120,7 +120,8 @@ class Front:
         return ok, {"status": state, "model": self.name, "workers": workers}
 
     async def stop(self, grace_s: float) -> None:
-        """Accept no more requests, and give those in progress `grace_s` seconds to end."""
+        """Have the front accept no more requests, and give those in progress `grace_s` seconds to
+        end."""
         self.draining = True
         # The server first: its answers still come from the fleet.
         await self.server.stop(grace_s)
@@ -130,17 +131,18 @@ class Front:
     # --- what is asked ----------------------------------------------------------------------------
 
     async def _models(self, _: Request) -> Response:
-        """Answer GET /v1/models."""
+        """Answer the front's GET /v1/models: the one model that its fleet serves."""
         return json_response(models(self.name, self._created, self.fleet.context))
 
     async def _model(self, request: Request) -> Response:
-        """Answer GET /v1/models/NAME."""
+        """Answer the front's GET /v1/models/NAME, by an error if it serves another model."""
         if request.path_params["name"] != self.name:
             raise unknown_model(request.path_params["name"])
         return json_response(model(self.name, self._created, self.fleet.context))
 
     async def _chat(self, request: Request) -> Response:
-        """Answer POST /v1/chat/completions."""
+        """Answer the front's POST /v1/chat/completions: tokenize the messages, and have the fleet
+        answer."""
         asked = parse(await read_body(request, self._limits), ChatRequest)
         self._check(asked.model)
         if not asked.messages:
@@ -156,7 +158,8 @@ class Front:
         return await self._answer(request, asked, tokens, "messages")
 
     async def _complete(self, request: Request) -> Response:
-        """Answer POST /v1/completions."""
+        """Answer the front's POST /v1/completions: tokenize the prompt or check its tokens, and
+        have the fleet answer."""
         body = await read_body(request, self._limits)
         asked = parse(body, CompletionRequest, self.fleet.context or None)
         # A prompt of many tokens takes as much again as JSON: drop that before it waits for its
@@ -176,9 +179,10 @@ class Front:
     async def _tokens(
         self, encode: Callable[..., list[int]], text: T, size: int, least: int, param: str
     ) -> list[int]:
-        """Tokenize a text that costs the time of `size` characters and has at least `least`. A long
-        text takes time, and a hundred bytes of memory per character: it is tokenized in a thread,
-        one at a time, unless it is certain not to fit. Raises ApiError 400."""
+        """Tokenize a text from the front's client that costs the time of `size` characters and has
+        at least `least`. A long text takes time, and a hundred bytes of memory per character: it is
+        tokenized in a thread, one at a time, unless it is certain not to fit. Raises ApiError
+        400."""
         if size <= _SHORT:
             return encode(text)
         context = self.fleet.context
@@ -194,7 +198,8 @@ class Front:
             raise too_long(error.least, 0, context, param, at_least=True) from None
 
     def _check(self, name: str) -> None:
-        """Raise ApiError if the model is unknown, or the front cannot serve at the moment."""
+        """Raise ApiError if the front does not serve the named model, or cannot serve at the
+        moment."""
         if name != self.name:
             raise unknown_model(name)
         if self.draining or not self.fleet.ready:
@@ -213,7 +218,8 @@ class Front:
         tokens: list[int],
         param: str,
     ) -> Response:
-        """Bound the answer's length by the context, and have the fleet answer. Raises ApiError."""
+        """Bound the answer's length by the fleet's context, and have the fleet answer the front's
+        client. Raises ApiError."""
         if not tokens:
             raise refused(param, "has no tokens")
         most = asked.most_tokens
@@ -244,7 +250,7 @@ class _FrontRequest:
         self._outputs = self._measured(front.fleet.generate(ask))
 
     async def whole(self) -> Response:
-        """Return the answer in one body."""
+        """Return the front's answer in one body, once the fleet has ended it."""
         texts: list[list[str]] = [[] for _ in range(self._num)]
         finishes: list[str | None] = [None] * self._num
         async with contextlib.aclosing(self._outputs):
@@ -256,8 +262,8 @@ class _FrontRequest:
         return json_response(self._answers.whole(joined, finishes, self._usage))
 
     async def stream(self) -> Response:
-        """Return the answer as events, once the first output has arrived: a failure before it is
-        still an answer of its own, with its own status."""
+        """Return the front's answer as server-sent events, once the fleet's first output has
+        arrived: a failure before it is still an answer of its own, with its own status."""
         try:
             # The status line is sent with the first piece, so wait until the first output is known.
             first = await anext(self._outputs)
@@ -271,8 +277,8 @@ class _FrontRequest:
         )
 
     async def _events(self, first: TokenEvent) -> AsyncGenerator[bytes, None]:
-        """Yield the answer's events. A failure midway ends them by an error event, without
-        `DONE`."""
+        """Yield the server-sent events of the front's answer. A failure midway ends them by an
+        error event, without `DONE`."""
         begun: set[int] = set()
         async with contextlib.aclosing(self._outputs):
             try:
@@ -290,8 +296,8 @@ class _FrontRequest:
         yield DONE
 
     def _event(self, output: TokenEvent, begun: set[int]) -> bytes:
-        """Return the events of one output: the sample's opening, if it is the first, and its
-        text."""
+        """Return the server-sent events of one output of the fleet: the sample's opening, if it is
+        the first, and its text."""
         opening = b"" if output.sample in begun else self._answers.begin(output.sample)
         begun.add(output.sample)
         if not output.text and output.finish is None:
@@ -301,7 +307,8 @@ class _FrontRequest:
     async def _measured(
         self, stream: AsyncGenerator[TokenEvent, None]
     ) -> AsyncGenerator[TokenEvent, None]:
-        """Yield the outputs, and count tokens, hits and the outcome."""
+        """Yield the fleet's outputs, and count tokens, hits and the outcome in the front's
+        metrics."""
         usage, metrics, outcome = self._usage, self._metrics, "aborted"
         try:
             async with contextlib.aclosing(stream):
@@ -330,7 +337,7 @@ class _FrontRequest:
 
 
 def _raise_error(output: TokenEvent) -> None:
-    """Raise ApiError 503 if the output says that the answer was ended."""
+    """Raise ApiError 503 if an output of the fleet says that the answer was ended."""
     if output.finish in ("error", "abort"):
         raise failed(503, "the answer was ended", output.error or "no reason given", "worker_lost")
 
@@ -354,7 +361,7 @@ class _FrontMetrics:
         self.collectors = [self.requests, self.ttft, self._tokens, self]
 
     def count(self, usage: Usage) -> None:
-        """Add a request's usage to the token counters."""
+        """Add a request's usage to the front's token counters."""
         for kind, number in (
             ("prompt", usage.prompt_tokens), ("answer", usage.completion_tokens),
             ("decode_hit", usage.decode_hit_tokens), ("prefill_hit", usage.prefill_hit_tokens),
@@ -362,7 +369,7 @@ class _FrontMetrics:
             self._tokens.labels(kind).inc(number)
 
     def collect(self) -> list[Metric]:
-        """Return the routers' counters, for prometheus_client."""
+        """Return the counters of the front's routers, for prometheus_client."""
         family = GaugeMetricFamily(
             "prefixkv_front_routing", "What the routers count, by worker's kind.", labels=["what"]
         )

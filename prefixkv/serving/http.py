@@ -46,18 +46,18 @@ T = TypeVar("T")
 
 
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """Return any value that msgspec encodes as a JSON answer."""
+    """Return any value that msgspec encodes as a JSON answer over HTTP."""
     return Response(msgspec.json.encode(value), status, headers, "application/json")
 
 
 async def _on_api_error(_: Request, error: Exception) -> Response:
-    """Answer an ApiError."""
+    """Answer an ApiError that an HTTP handler raised."""
     assert isinstance(error, ApiError)
     return error.response()
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
-    """Answer an error of Starlette's routing in OpenAI's form, with its headers."""
+    """Answer an HTTP error of Starlette's routing in OpenAI's form, with its headers."""
     assert isinstance(error, HTTPException)
     request_line = f"{request.method} {request.url.path}"
     messages = {
@@ -71,7 +71,8 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_failure(_: Request, error: Exception) -> Response:
-    """Answer an exception that no handler expects; the log has it, the client gets no detail."""
+    """Answer an exception that no HTTP handler expects; the log has it, the client gets no
+    detail."""
     logger.error("a request failed", exc_info=error)
     status = HTTPStatus.INTERNAL_SERVER_ERROR
     return ApiError(status, "the server failed; its log says why", "server_error").response()
@@ -84,7 +85,7 @@ def make_app(
     routes: Sequence[BaseRoute], api_key: str = "", open_paths: Sequence[str] = (),
     max_requests_per_client: int = 0, max_bodies_bytes: int = 128 << 20,
 ) -> ASGIApp:  # fmt: skip
-    """Make an application that answers errors in OpenAI's form.
+    """Make the application of an HTTP server, with a key, bounds, and errors in OpenAI's form.
 
     Args:
         routes: of Starlette.
@@ -142,7 +143,7 @@ class LoopbackOnly:
 
 
 def _name_of(host: str) -> str:
-    """Return the name in a `Host` header without its port; "" if it is malformed.
+    """Return the name in an HTTP request's `Host` header without its port; "" if it is malformed.
 
     >>> _name_of("localhost:8000"), _name_of("[::1]:8000"), _name_of("[::1]"), _name_of("::1")
     ('localhost', '::1', '::1', '')
@@ -173,8 +174,9 @@ class ApiKeyRequired:
 
 
 async def read_body(request: Request, limits: Limits) -> bytes:
-    """Return a request's body. Raises ApiError: 413 if it is too large, 408 if it does not come in
-    time or was dropped to make room for others, 503 if there is no room, 400 if its sender leaves.
+    """Return an HTTP request's body. Raises ApiError: 413 if it is too large, 408 if it does not
+    come in time or was dropped to make room for others, 503 if there is no room, 400 if its sender
+    leaves.
 
     A body that is too large is still read to its end, and dropped: a client that is still sending
     would not read the answer.
@@ -219,7 +221,8 @@ async def read_body(request: Request, limits: Limits) -> bytes:
 
 
 def decode_body(body: bytes, kind: type[T]) -> T:
-    """Decode a JSON body as `kind`. Raises ApiError 400, which names the place of the error."""
+    """Decode the JSON body of an HTTP request as `kind`. Raises ApiError 400, which names the place
+    of the error."""
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
@@ -259,7 +262,7 @@ class Stream(Response):
                 await self._end()
 
     async def _send(self, send: Send) -> None:
-        """Send the head and the pieces; close the generator in any case."""
+        """Send the HTTP answer's head and its pieces; close the generator in any case."""
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         async with contextlib.aclosing(self._pieces):
             await send(start)
@@ -272,14 +275,15 @@ class Stream(Response):
 
 
 async def run_until_disconnect(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
-    """Return the result of `work`. If the client leaves first, `work` is cancelled."""
+    """Return the result of `work`, the answer of an HTTP handler. If the client leaves first,
+    `work` is cancelled."""
     # Status 499 is never seen: the client has left.
     task = asyncio.create_task(work)
     return await _first_of(task, request.receive) or Response(status_code=499)
 
 
 async def _first_of(task: asyncio.Task[T], receive: Receive) -> T | None:
-    """Return the task's result, or None, with the task ended, if the client left before."""
+    """Return the task's result, or None, with the task ended, if the HTTP client left before."""
 
     async def leave() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -336,12 +340,13 @@ class HttpServer:
 
     @property
     def url(self) -> str:
-        """Address for clients on this machine: a wildcard host is shown as loopback."""
+        """Address of the HTTP server for clients on this machine: a wildcard host is shown as
+        loopback."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
     async def start(self) -> None:
-        """Begin to serve; returns once connections are accepted."""
+        """Begin to serve HTTP; returns once connections are accepted."""
         allow_connections()
         self._task = asyncio.create_task(self._server.serve([self._socket]))
         while not self._server.started:
@@ -351,8 +356,8 @@ class HttpServer:
             await asyncio.sleep(0.005)
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Accept no more connections, and wait at most `grace_s` for the answers in progress. A
-        further call, even during the first, ends with its own wait."""
+        """Accept no more HTTP connections, and wait at most `grace_s` for the answers in progress.
+        A further call, even during the first, ends with its own wait."""
         if self._task is None:
             self.close()
             return
@@ -363,7 +368,7 @@ class HttpServer:
             await asyncio.wait((self._task,))
 
     def close(self) -> None:
-        """Release the address of a server that was never started."""
+        """Release the address of an HTTP server that was never started."""
         self._socket.close()
 
 
@@ -375,7 +380,7 @@ class _Uvicorn(uvicorn.Server):
         yield
 
     def cut(self) -> None:
-        """End every connection and every answer now."""
+        """End every HTTP connection and every answer now."""
         self.force_exit = True
         for connection in list(self.server_state.connections):
             connection.transport.abort()
@@ -396,7 +401,8 @@ class _Protocol(H11Protocol):
         self._wait()
 
     def data_received(self, data: bytes) -> None:
-        """Pass data to uvicorn, and time the arrival of each request's head."""
+        """Pass an HTTP connection's data to uvicorn, and time the arrival of each request's
+        head."""
         super().data_received(data)
         # 1. The head is complete: `read_body` has the time-out from here on.
         # 2. A later head on a kept connection has begun: its time starts with its first byte, since
@@ -411,19 +417,19 @@ class _Protocol(H11Protocol):
         super().connection_lost(exc)
 
     def _wait(self) -> None:
-        """Start the time in which a head must arrive."""
+        """Start the time in which the head of an HTTP request must arrive on the connection."""
         self._late = self.loop.call_later(self.head_timeout_s, self.transport.abort)
 
     def _stop_waiting(self) -> None:
-        """Stop that time, if it runs."""
+        """Stop the time for an HTTP request's head, if it runs."""
         if self._late is not None:
             self._late.cancel()
             self._late = None
 
 
 def allow_connections() -> None:
-    """Raise this process's limit on open files to 65,536, or as far as allowed: each connection is
-    one."""
+    """Raise this process's limit on open files to 65,536, or as far as allowed: each HTTP
+    connection is one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:

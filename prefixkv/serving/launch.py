@@ -65,8 +65,8 @@ class Child:
         self._task = asyncio.create_task(self._keep())
 
     async def _keep(self) -> None:
-        """Run the worker's lives, and report an error to `ready`, or to the log after the first
-        start."""
+        """Run the child process's lives, and report an error to `ready`, or to the log after the
+        first start."""
         try:
             await self._live_on()
         except Exception as error:
@@ -76,8 +76,8 @@ class Child:
                 logger.exception("a %s worker is given up", self.role)
 
     async def _live_on(self) -> None:
-        """Start the worker again and again until `end`. A first start that fails is not
-        repeated."""
+        """Start the worker's child process again and again until `end`. A first start that fails is
+        not repeated."""
         pause_s = _FIRST_PAUSE_S
         while not self._ending:
             info = await self._live()
@@ -92,7 +92,8 @@ class Child:
             await asyncio.sleep(pause_s)
 
     async def _live(self) -> WorkerInfo | None:
-        """Run one life of the worker. Returns its info, or None if it never served."""
+        """Run one life of the worker, a child process. Returns its info, or None if it never
+        served."""
         # A session of its own: Ctrl-C in a terminal reaches this process alone, which then drains.
         process = self._process = await asyncio.create_subprocess_exec(
             *self._within, sys.executable, "-m", "prefixkv.cli.main", "worker", self.role,
@@ -127,7 +128,8 @@ class Child:
         return info
 
     async def end(self, grace_s: float) -> None:
-        """Drain the worker, and kill it after `grace_s`. A further call ends with its own wait."""
+        """Drain the worker's child process, and kill it after `grace_s`. A further call ends with
+        its own wait."""
         self._ending = True
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
@@ -166,18 +168,20 @@ class Launch:
         self._children: list[Any] = []
 
     def stop(self) -> None:
-        """Drain and end. A second call ends at once."""
+        """Drain and end all that `prefixkv serve` has launched. A second call ends it at once."""
         if self._stop.is_set():
             self._at_once.set()
         self._stop.set()
 
     def heed_signals(self) -> None:
-        """Let SIGTERM and SIGINT call `stop`. On the event loop of the main thread."""
+        """Let SIGTERM and SIGINT call `stop` of this launch. On the event loop of the main
+        thread."""
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self.stop)
 
     async def run(self) -> int:
-        """Serve until `stop`. Returns the exit status. Raises ConfigError, WorkerFailedError."""
+        """Launch workers, fleet and front, and serve until `stop`. Returns the exit status. Raises
+        ConfigError, WorkerFailedError."""
         config = self.config
         models, listen = config.models, config.listen
         texts = await asyncio.to_thread(load_texts, models.model)
@@ -234,29 +238,31 @@ class Launch:
             await self._close()
 
     async def _end(self, front: Front) -> None:
-        """Stop the front and its requests, then end the workers, which have nothing left to do."""
+        """Stop the launched front and its requests, then end the workers, which have nothing left
+        to do."""
         await front.stop(self.config.listen.drain_timeout_s if self._stop.is_set() else 0)
         await asyncio.gather(*(child.end(_END_S) for child in self._children))
 
     # --- what another kind of launch does otherwise -----------------------------------------------
 
     def _routes(self, fleet: Fleet) -> list[BaseRoute]:
-        """Return further routes of the front's status port."""
+        """Return further routes of the launched front's status port: none."""
         return []
 
     async def _open(self, name: str) -> None:
-        """Prepare before the first worker starts. `name` is what clients call the model."""
+        """Prepare the launch, before the first worker starts. `name` is what clients call the
+        model."""
 
     def _child(self, role: str, number: int, fleet: Fleet) -> Any:
-        """Start a worker. The result has `ready` and `end` like a `Child`."""
+        """Launch a worker as a child process. The result has `ready` and `end` like a `Child`."""
         return Child(role, self._environ(role, number), fleet.add, _forget(fleet))
 
     async def _close(self) -> None:
-        """Clean up after the last worker has ended."""
+        """Clean up the launch, after the last worker has ended."""
 
     def _environ(self, role: str, number: int) -> dict[str, str]:
-        """Return the environment of one worker: this process's, with the worker's own settings in
-        place of those that are the front's alone (addresses, key)."""
+        """Return the environment of one launched worker: this process's, with the worker's own
+        settings in place of those that are the front's alone (addresses, key)."""
         config, models = self.config, self.config.models
         threads = models.threads or self._threads()
         settings: dict[str, Any] = {
@@ -273,12 +279,12 @@ class Launch:
         return {**os.environ, **as_environ(KINDS[role], settings)}
 
     def _threads(self) -> int:
-        """Return the number of torch threads per worker, if the settings name none."""
+        """Return the number of torch threads per launched worker, if the settings name none."""
         return max(1, (os.cpu_count() or 1) // (self.config.prefill + self.config.decode))
 
 
 def _forget(fleet: Fleet) -> Callable[[WorkerInfo], object]:
-    """Return a callback that removes one life of a worker from the fleet."""
+    """Return a callback that removes one life of a launched worker from the fleet."""
     return lambda info: fleet.remove(info.name, info.life)
 
 
@@ -286,8 +292,8 @@ def run_serve(
     config: ServeConfig, tables: Mapping[str, Mapping[str, Any]] | None = None,
     kind: type[Launch] = Launch,
 ) -> int:  # fmt: skip
-    """Serve until SIGTERM or SIGINT. Returns the exit status. Raises ConfigError,
-    WorkerFailedError."""
+    """Launch and run `prefixkv serve` until SIGTERM or SIGINT. Returns the exit status. Raises
+    ConfigError, WorkerFailedError."""
     log_to_stderr()
 
     async def main() -> int:

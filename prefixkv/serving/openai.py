@@ -69,26 +69,27 @@ class _RequestBase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def num_samples(self) -> int:
-        """Number of answers asked for."""
+        """Number of answers that OpenAI's `n` asks for."""
         return 1 if self.n is None else self.n
 
     @property
     def streams(self) -> bool:
-        """True if the answer is to come as events."""
+        """True if OpenAI's `stream` asks for the answer as events."""
         return bool(self.stream)
 
     @property
     def streams_usage(self) -> bool:
-        """True if the stream is to end with an event that has its usage."""
+        """True if OpenAI's `stream_options` ask for an event with the usage at the end."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
     def most_tokens(self) -> int | None:
-        """Most tokens of an answer; None: as many as there is room for."""
+        """Most tokens of an answer, by OpenAI's `max_tokens`; None: as many as there is room
+        for."""
         return self.max_tokens
 
     def sampling(self) -> SamplingParams:
-        """Return how the answer's tokens are sampled."""
+        """Return how the answer's tokens are sampled, by OpenAI's parameters and defaults."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         # OpenAI's defaults, not the engine's: without a temperature its tokens are drawn.
         return SamplingParams(
@@ -101,7 +102,7 @@ class _RequestBase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         )
 
     def check(self) -> None:
-        """Raise ApiError 400, with the parameter's name, for one that is out of range."""
+        """Raise ApiError 400, with the name of OpenAI's parameter, for one that is out of range."""
         for name, least, most in (
             ("max_tokens", 1, 2**31 - 1), ("max_completion_tokens", 1, 2**31 - 1),
             ("n", 1, MAX_SAMPLES), ("temperature", 0, 100), ("top_p", 0, 1),
@@ -139,8 +140,8 @@ class Message(msgspec.Struct, frozen=True):
     name: Text | None = None
 
     def plain(self) -> dict[str, str]:
-        """Return the message as chat templates take it. Raises ApiError for a part that is no
-        text."""
+        """Return the chat's message as chat templates take it. Raises ApiError for a part that is
+        no text."""
         content = self.content
         if not isinstance(content, str):
             for part in content:
@@ -161,7 +162,8 @@ class ChatRequest(_RequestBase, frozen=True, kw_only=True, forbid_unknown_fields
     max_completion_tokens: int | None = None
 
     def check(self) -> None:
-        """See `_RequestBase.check`; also bound the number of messages and parts."""
+        """Check a chat's parameters, and bound the number of its messages and parts. See
+        `_RequestBase.check`."""
         super().check()
         num = len(self.messages)
         if num <= MAX_MESSAGES:  # too many already: the parts need no counting
@@ -172,7 +174,8 @@ class ChatRequest(_RequestBase, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def most_tokens(self) -> int | None:
-        """See `_RequestBase.most_tokens`; the newer of the two parameters counts."""
+        """Most tokens of a chat's answer; the newer of OpenAI's two parameters counts. See
+        `_RequestBase.most_tokens`."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
@@ -184,12 +187,13 @@ class CompletionRequest(_RequestBase, frozen=True, kw_only=True, forbid_unknown_
 
     @property
     def most_tokens(self) -> int | None:
-        """See `_RequestBase.most_tokens`; never None."""
+        """Most tokens of a completion, never None. See `_RequestBase.most_tokens`."""
         return _DEFAULT_TOKENS if self.max_tokens is None else self.max_tokens
 
 
 def parse(body: bytes, kind: type[T], context: int | None = None) -> T:
-    """Decode and check a request of `kind`. Raises ApiError 400, which names the wrong parameter.
+    """Decode and check a request in OpenAI's form, of `kind`. Raises ApiError 400, which names the
+    wrong parameter.
 
     Only parameters that are served are decoded, and only once a prompt of tokens is known to have
     at most `context`: a body may hold millions of other values.
@@ -231,7 +235,8 @@ def parse(body: bytes, kind: type[T], context: int | None = None) -> T:
 
 
 def _found_in(body: bytes, kind: type[Any]) -> dict[str, msgspec.Raw]:
-    """Return a body's parameters as raw JSON, by name. Raises ApiError for an unknown one."""
+    """Return the parameters of OpenAI's in a body as raw JSON, by name. Raises ApiError for an
+    unknown one."""
     try:
         raw = decode_body(body, _RAW[kind])
     except ApiError as error:
@@ -249,7 +254,8 @@ def _found_in(body: bytes, kind: type[Any]) -> dict[str, msgspec.Raw]:
 
 
 def _raw(kind: type[Any]) -> Any:
-    """Make a type that takes the parameters of `kind`, and the neutral ones, as raw JSON."""
+    """Make a type that takes the parameters of OpenAI's request `kind`, and the neutral ones, as
+    raw JSON."""
     names = {field.name for field in msgspec.structs.fields(kind)} | set(_NEUTRAL)
     fields = [(name, msgspec.Raw, msgspec.field(default=msgspec.Raw(b""))) for name in names]
     return msgspec.defstruct("_Body", fields, forbid_unknown_fields=True)
@@ -259,7 +265,7 @@ _RAW: Final[dict[type[Any], Any]] = {kind: _raw(kind) for kind in (ChatRequest, 
 
 
 def _tokens_in(raw: bytes) -> int:
-    """Count the tokens of a prompt in raw JSON; 0 if it is no list.
+    """Count the tokens of OpenAI's `prompt` in raw JSON; 0 if it is no list.
 
     >>> _tokens_in(b"[1, 2, 3]"), _tokens_in(b'"a, b"')
     (3, 0)
@@ -268,15 +274,15 @@ def _tokens_in(raw: bytes) -> int:
 
 
 def refused(name: str, why: str) -> ApiError:
-    """Make the error for a parameter with a value that is not accepted."""
+    """Make OpenAI's error for a request's parameter with a value that is not accepted."""
     return ApiError(400, f"{name} {why}", code="invalid_value", param=name)
 
 
 def too_long(
     num_prompt: int, num_answer: int, context: int, param: str, at_least: bool = False
 ) -> ApiError:
-    """Make the error for a prompt that, with its answer, exceeds the model's context. `at_least`:
-    the prompt was not tokenized to its end, so its count is a lower bound."""
+    """Make OpenAI's error for a prompt that, with its answer, exceeds the model's context.
+    `at_least`: the prompt was not tokenized to its end, so its count is a lower bound."""
     asked = f"{'at least ' * at_least}{num_prompt} tokens" + (
         f" and {num_answer} of an answer" if num_answer else ""
     )
@@ -287,7 +293,7 @@ def too_long(
 
 
 def unknown_model(name: str) -> ApiError:
-    """Make the error for a model that is not served."""
+    """Make OpenAI's error for a model that is not served."""
     return ApiError(404, f"there is no model {name!r}", code="model_not_found", param="model")
 
 
@@ -345,7 +351,7 @@ class Answers:
         }  # fmt: skip
 
     def whole(self, texts: list[str], finishes: list[str | None], usage: Usage) -> dict[str, Any]:
-        """Return the body of an answer that is not streamed."""
+        """Return OpenAI's body of an answer that is not streamed."""
         choices = []
         for i, (text, finish) in enumerate(zip(texts, finishes, strict=True)):
             content: dict[str, Any] = (
@@ -358,18 +364,19 @@ class Answers:
         return {**self._head, "object": kind, "choices": choices, "usage": usage.body()}
 
     def begin(self, sample: int) -> bytes:
-        """Return the event that opens a sample; empty for /v1/completions."""
+        """Return OpenAI's event that opens a sample of the answer; empty for /v1/completions."""
         # Completions have no role to announce.
         if not self.chat:
             return b""
         return self._event([self._choice(sample, {"role": "assistant", "content": ""}, None)])
 
     def piece(self, sample: int, text: str, finish: str | None) -> bytes:
-        """Return the event for text that has arrived, and for the end of a sample."""
+        """Return OpenAI's event for text of the answer that has arrived, and for the end of a
+        sample."""
         return self._event([self._choice(sample, {"content": text} if text else {}, finish)])
 
     def usage(self, usage: Usage) -> bytes:
-        """Return the event that `include_usage` asks for."""
+        """Return OpenAI's event with the answer's usage, which `include_usage` asks for."""
         return self._event([], usage=usage.body())
 
     def _choice(self, sample: int, delta: dict[str, str], finish: str | None) -> dict[str, Any]:
@@ -387,17 +394,17 @@ DONE: Final = b"data: [DONE]\n\n"
 
 
 def event(body: Any) -> bytes:
-    """Encode one server-sent event."""
+    """Encode one server-sent event of OpenAI's interface."""
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
 def models(name: str, created: int, context: int) -> dict[str, Any]:
-    """Return the body of /v1/models."""
+    """Return OpenAI's body of /v1/models, with the one model that is served."""
     return {"object": "list", "data": [model(name, created, context)]}
 
 
 def model(name: str, created: int, context: int) -> dict[str, Any]:
-    """Return the body of /v1/models/NAME."""
+    """Return OpenAI's body of /v1/models/NAME."""
     return {
         "id": name, "object": "model", "created": created, "owned_by": "prefixkv",
         "max_model_len": context,

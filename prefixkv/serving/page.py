@@ -20,7 +20,7 @@ _FILE: Final = "chat.html"
 
 
 def page_route(path: str = "/") -> Route:
-    """Return the route of the page. It holds nothing secret, so it needs no key."""
+    """Return the HTTP route of the chat page. It holds nothing secret, so it needs no key."""
     # Read once: the policy's digests are of these bytes, whatever happens to the file later.
     page = resources.files(__package__).joinpath(_FILE).read_bytes()
     headers = {
@@ -39,7 +39,7 @@ def page_route(path: str = "/") -> Route:
 
 
 def _policy(page: bytes) -> str:
-    """Return a Content-Security-Policy that allows only the page's own script and style."""
+    """Return a Content-Security-Policy that allows only the chat page's own script and style."""
     return "; ".join(
         [
             "default-src 'none'",
@@ -56,7 +56,7 @@ def _policy(page: bytes) -> str:
 
 
 def _digests(page: bytes, tag: bytes) -> str:
-    """Return the digests of the page's `<tag>` elements, as the policy lists them."""
+    """Return the digests of the chat page's `<tag>` elements, as the policy lists them."""
     # A digest covers the element's exact bytes: read from the served file, the two cannot differ.
     found = re.findall(rb"<%b>(.*?)</%b>" % (tag, tag), page, re.DOTALL)
     digests = (base64.b64encode(hashlib.sha256(one).digest()).decode() for one in found)

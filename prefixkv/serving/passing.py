@@ -62,23 +62,25 @@ class ServerAnswer:
 
     @property
     def packing(self) -> dict[str, str]:
-        """The content-encoding header of an answer that is compressed, though none was asked
-        for."""
+        """Content-encoding header of a server's answer that is compressed, though the proxy did not
+        ask for it."""
         name = self.response.headers.get("content-encoding", "identity")
         return {} if name == "identity" else {"content-encoding": name}
 
     def whole(self, content: bytes) -> Response:
-        """Return `content` as an answer of the same status, type and encoding."""
+        """Return `content` as the proxy's answer, with the status, type and encoding of the
+        server's."""
         return Response(content, self.status, self.packing, self.media_type)
 
     async def close(self) -> None:
-        """Close the connection. What was not read of the answer is dropped."""
+        """Close the server's connection to the proxy. What was not read of the answer is
+        dropped."""
         await self.stack.aclose()
 
 
 def parameters_of(body: bytes) -> dict[str, Any]:
-    """Decode a request's parameters. Prompts, and values longer than 1 KiB, stay JSON
-    (`msgspec.Raw`). Raises ApiError 400."""
+    """Decode the parameters of a request that the proxy passes on. Prompts, and values longer than
+    1 KiB, stay JSON (`msgspec.Raw`). Raises ApiError 400."""
     large = msgspec.structs.asdict(decode_body(body, _Large))
     # Bound the small parameters in sum before any is decoded: as Python objects a few bytes of JSON
     # take many times their size.
@@ -94,8 +96,8 @@ def parameters_of(body: bytes) -> dict[str, Any]:
 
 
 def prompts_of(prompt: msgspec.Raw) -> list[Any]:
-    """Return the prompts of a request: one text or list of tokens, or several of either. Raises
-    ApiError if there are more than `BATCH` lists of tokens."""
+    """Return the prompts of a request that the proxy passes on: one text or list of tokens, or
+    several of either. Raises ApiError if there are more than `BATCH` lists of tokens."""
     text = bytes(prompt)
     # The first character of the list tells the cases apart, without decoding it:
     # 1. "[": lists of tokens; counted by brackets first, since decoding them is the cost;
@@ -114,13 +116,14 @@ def prompts_of(prompt: msgspec.Raw) -> list[Any]:
 
 
 def data_of(prompt: Any) -> bytes:
-    """Return a prompt as bytes such that the next turn of the same chat begins with them."""
+    """Return a prompt as bytes for the proxy's router, such that the next turn of the same chat
+    begins with them."""
     # JSON without its last character: the closing bracket or quote is what the next turn replaces.
     return bytes(prompt)[:-1] if isinstance(prompt, msgspec.Raw) else str(prompt).encode()
 
 
 def refusal_of(answer: ServerAnswer, asked: bytes) -> Response:
-    """Return the client's answer for a server's error. The server's own words are passed on if they
+    """Return the proxy's answer for a server's error. The server's own words are passed on if they
     are about the request, and hold no address, path or trace that the client did not send."""
     status, body = answer.status, answer.first
     detail = f"{answer.response.url} said {status}: {body[:1000]!r}"

@@ -23,8 +23,8 @@ _END_S: Final = 10.0
 
 
 def run_worker(config: WorkerConfig) -> int:
-    """Run a worker until SIGTERM or SIGINT has drained it; a second signal ends it at once. Returns
-    the exit status. Raises ConfigError if it cannot start."""
+    """Run a worker as this process until SIGTERM or SIGINT has drained it; a second signal ends it
+    at once. Returns the exit status. Raises ConfigError if it cannot start."""
     if config.worker.parent:
         die_with(config.worker.parent)
     log_to_stderr()
@@ -32,7 +32,7 @@ def run_worker(config: WorkerConfig) -> int:
 
 
 async def _run_worker(config: WorkerConfig) -> int:
-    """Start the worker, print its ready line, and serve until it ends."""
+    """Start this process's worker, print its ready line, and serve until it ends."""
     worker = make_worker(config)
     serving = False
     signals = 0
@@ -70,7 +70,8 @@ def die_with(parent: int) -> None:
 
 
 def log_to_stderr() -> None:
-    """Log warnings of all packages to stderr, prefixkv's about its peers among them."""
+    """Log warnings of all packages to this process's stderr, prefixkv's about its peers among
+    them."""
     logging.basicConfig(
         level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )

@@ -118,7 +118,8 @@ class _ServerSide:
 
     @classmethod
     def of(cls, role: Role, servers: Sequence[ServerAt]) -> _ServerSide:
-        """Make the side of `role`. Raises ConfigError if it has no server, or two of one name."""
+        """Make the proxy's side of `role`. Raises ConfigError if it has no server, or two of one
+        name."""
         if not servers:
             raise ConfigError(f"there is no {role} server: --{role} URL=...")
         if len({server.name for server in servers}) < len(servers):
@@ -129,22 +130,23 @@ class _ServerSide:
         return cls(role, {server.name: server for server in servers}, router)
 
     def choose(self, keys: Sequence[bytes], lost: Collection[str]) -> ServerRoute | None:
-        """Return the server for a request, or None if all are lost. An avoided server is taken only
-        if every other one is lost or avoided too."""
+        """Return the server of this side for a proxied request, or None if all are lost. An avoided
+        server is taken only if every other one is lost or avoided too."""
         now_s = time.monotonic()
         left = [name for name in self.servers if name not in lost]
         well = [name for name in left if self.avoided.get(name, 0.0) <= now_s]
         return self.router.route(keys, now_s, among=well or left) if left else None
 
     def avoid(self, name: str) -> None:
-        """Send no requests to a server for `_AVOIDED_S` while another one is left."""
+        """Have the proxy send no requests to a server for `_AVOIDED_S` while another one is
+        left."""
         self.avoided[name] = time.monotonic() + _AVOIDED_S
 
     def is_avoided(self, name: str) -> bool:
         return self.avoided.get(name, 0.0) > time.monotonic()
 
     def states(self) -> dict[str, str]:
-        """Return each server's state for /health, by name."""
+        """Return the state of each server of this side for the proxy's /health, by name."""
         return {name: "avoided" if self.is_avoided(name) else "ok" for name in self.servers}
 
 
@@ -208,19 +210,22 @@ class Proxy:
         self._log_limits: dict[str, tuple[float, int]] = {}
 
     def health(self) -> tuple[bool, dict[str, Any]]:
-        """Return whether the proxy accepts requests, and the state of each server."""
+        """Return whether the proxy accepts requests, and the state of each prefill and decode
+        server."""
         states: dict[str, Any] = {role: side.states() for role, side in self.sides.items()}
         ok = not self.draining and "ok" in states["decode"].values()
         state = "draining" if self.draining else "ok" if ok else "no decode server"
         return ok, {"status": state, **states}
 
     async def start(self) -> None:
-        """Serve. The status port opens first, so that probes see a proxy that is about to start."""
+        """Serve as the proxy. The status port opens first, so that probes see a proxy that is about
+        to start."""
         await self.status.start()
         await self.server.start()
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Accept no more requests, and give those in progress `grace_s` seconds to end."""
+        """Have the proxy accept no more requests, and give those in progress `grace_s` seconds to
+        end."""
         self.draining = True
         await self.server.stop(grace_s)
         await self.status.stop()
@@ -233,8 +238,8 @@ class Proxy:
         return await self._pass_on(request)
 
     async def _pass_on(self, request: Request) -> Response:
-        """Forward the request to the first decode server that can be reached, and return its
-        answer."""
+        """Forward a client's request to the first decode server that the proxy can reach, and
+        return its answer."""
         side = self.sides["decode"]
         body = b"" if request.method == "GET" else await read_body(request, self._limits)
         head = {"content-type": request.headers.get("content-type", "application/json")}
@@ -259,12 +264,14 @@ class Proxy:
         raise ApiError(503, "no decode server is reached", "server_error", "not_ready")
 
     async def _health(self, request: Request) -> Response:
-        """Answer a load balancer's probe with a status alone; details are on the status port."""
+        """Answer a load balancer's probe of the proxy with a status alone; details are on the
+        status port."""
         return Response(status_code=200 if self.health()[0] else 503)
 
     def warn(self, server: str, why: str) -> None:
-        """Log what went wrong with a server, at most one line per `_SAY_EACH_S` and server: clients
-        that retry at once would otherwise fill the log. The next line counts those left out."""
+        """Log what went wrong with a proxied server, at most one line per `_SAY_EACH_S` and server:
+        clients that retry at once would otherwise fill the log. The next line counts those left
+        out."""
         now_s = time.monotonic()
         until_s, unsaid = self._log_limits.get(server, (0.0, 0))
         if now_s < until_s:
@@ -300,7 +307,8 @@ class Proxy:
         )
 
     async def _answer(self, path: str, body: dict[str, Any], prompt_field: str) -> Response:
-        """Have decode answer a request, and count how it ended. Raises ApiError."""
+        """Have a decode server answer a client's request, with KV from a prefill server where it
+        helps, and count how it ended. Raises ApiError."""
         begun_s = time.monotonic()
         outcome = "aborted"
         try:
@@ -375,8 +383,9 @@ class Proxy:
             self.metrics.requests.labels(outcome).inc()
 
     async def _bring(self, path: str, body: dict[str, Any], prompt_field: str) -> int | None:
-        """Have prefill's KV of one prompt sent to decode's cache. Returns how many of its tokens
-        were there before, or None if decode does not say. Raises _RefusedError, ApiError."""
+        """Have a prefill server's KV of one prompt sent to a decode server's cache, by a proxied
+        request of its own. Returns how many of its tokens were there before, or None if decode does
+        not say. Raises _RefusedError, ApiError."""
         run = _ProxiedRequest(self, path, body, data_of(body[prompt_field]), transfers=True)
         answer = await run.answer()
         # The whole answer is in `first` (not streamed), so both connections can end before it is
@@ -389,8 +398,9 @@ class Proxy:
     async def _pieces(
         self, answer: ServerAnswer, cached: int | None
     ) -> AsyncGenerator[bytes, None]:
-        """Yield a streamed answer, with `cached` in its usage if that is known. If decode is lost
-        midway, the stream ends with an error event: its status has been sent already."""
+        """Yield a decode server's streamed answer, with `cached` in its usage if that is known. If
+        the server is lost midway, the stream ends with an error event: its status has been sent
+        already."""
 
         async def pieces() -> AsyncGenerator[bytes, None]:
             yield answer.first
@@ -418,9 +428,9 @@ class Proxy:
     async def ask(
         self, url: str, body: dict[str, Any], whole: bool, sent: asyncio.Event | None = None
     ) -> ServerAnswer:
-        """POST `body` to one server. Returns when its first piece is here, or all of it for `whole`
-        and for errors. `sent` is set once the request has left. Raises httpx.HTTPError, or
-        TooMuchError for more than `ANSWER_BYTES`."""
+        """POST `body` to one prefill or decode server. Returns when the answer's first piece is
+        here, or all of it for `whole` and for errors. `sent` is set once the request has left.
+        Raises httpx.HTTPError, or TooMuchError for more than `ANSWER_BYTES`."""
 
         async def trace(name: str, info: Any) -> None:
             if sent is not None and name.endswith("send_request_body.complete"):
@@ -469,8 +479,8 @@ class _ProxiedRequest:
         self._broke: set[str] = set()  # decode servers whose connection broke once
 
     async def answer(self) -> ServerAnswer:
-        """Return decode's answer, also if it is an error of the client's. Raises ApiError 502,
-        503."""
+        """Return the decode server's answer to the proxied request, also if it is an error of the
+        client's. Raises ApiError 502, 503."""
         lost: set[str] = set()
         # Attempts with prefill, if the request has a room, then one where decode computes the
         # prompt.
@@ -513,8 +523,8 @@ class _ProxiedRequest:
         raise AssertionError
 
     def _choose_server(self, role: Role, lost: Collection[str]) -> ServerAt | None:
-        """Choose a server of one role and count the request there until `_release_routes`. None if
-        all are lost."""
+        """Choose a server of one role for the proxied request and count the request there until
+        `_release_routes`. None if all are lost."""
         side = self._proxy.sides[role]
         route = side.choose(self._keys, lost)
         if route is None:
@@ -523,7 +533,8 @@ class _ProxiedRequest:
         return side.servers[route.worker]
 
     async def _attempt(self, decode: ServerAt, prefill: ServerAt | None) -> ServerAnswer:
-        """Ask decode, and prefill once decode has the request. Raises LostError, _AloneError."""
+        """Ask a decode server, and a prefill server once decode has the request. Raises LostError,
+        _AloneError."""
         proxy, body = self._proxy, dict(self._body)
         if prefill is not None:
             # A new room for each attempt: nothing that arrives late for an earlier one can match
@@ -582,7 +593,8 @@ class _ProxiedRequest:
         return answer
 
     def _schedule_prefill_end(self) -> None:
-        """Schedule the end of prefill's request: decode has answered, or has begun to."""
+        """Schedule the end of the request at the prefill server: decode has answered, or has begun
+        to."""
         if self._sending is not None:
             grace_s = 0.0 if self._whole else _GRACE_S
             self._letting_go = asyncio.create_task(_end_after(self._sending, grace_s))
@@ -593,9 +605,9 @@ class _ProxiedRequest:
         loading: asyncio.Task[ServerAnswer],
         prefill: ServerAt,
     ) -> None:
-        """Raise if prefill, which has answered before decode, did not compute the prompt. Raises
-        LostError where another prefill server may, _AloneError where decode is to be asked
-        alone."""
+        """Raise if the prefill server, which has answered before decode, did not compute the
+        prompt. Raises LostError where another prefill server may, _AloneError where decode is to be
+        asked alone."""
         try:
             sent = sending.result()
         except TooMuchError as error:
@@ -615,14 +627,15 @@ class _ProxiedRequest:
                 raise _AloneError
 
     def _release_routes(self) -> None:
-        """Release the routers' count of this attempt's servers."""
+        """Release the proxy's routers' count of this attempt's servers."""
         now_s = time.monotonic()
         for side, route in self._routes:
             side.router.ended(route, now_s)
         self._routes.clear()
 
     async def end(self, answer: ServerAnswer | None) -> None:
-        """End everything this request holds on both servers. Idempotent."""
+        """End everything this proxied request holds on its prefill and decode servers.
+        Idempotent."""
         # Take every resource out of `self` before the first await: a second call, or a cancellation
         # in between, then finds nothing to end twice.
         self._release_routes()
@@ -639,13 +652,13 @@ class _ProxiedRequest:
 
 
 async def _end_after(task: asyncio.Task[ServerAnswer], grace_s: float) -> None:
-    """End a request after giving it `grace_s` seconds to end by itself."""
+    """End a request to a server after giving it `grace_s` seconds to end by itself."""
     await asyncio.wait((task,), timeout=grace_s)
     await _end(task)
 
 
 async def _first(wanted: asyncio.Task[Any], other: asyncio.Task[Any]) -> None:
-    """Wait until one of two tasks is done, then cancel `other`."""
+    """Wait until one of two tasks of a proxied request is done, then cancel `other`."""
     try:
         await asyncio.wait((wanted, other), return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -653,7 +666,8 @@ async def _first(wanted: asyncio.Task[Any], other: asyncio.Task[Any]) -> None:
 
 
 async def _end(task: asyncio.Task[ServerAnswer]) -> None:
-    """Cancel a request that is no longer needed: closing its connection ends it on the server."""
+    """Cancel a request to a server that is no longer needed: closing its connection ends it
+    there."""
     task.cancel()
     await asyncio.wait((task,))
     # It may have finished before the cancellation: then its answer holds an open connection.
@@ -662,12 +676,14 @@ async def _end(task: asyncio.Task[ServerAnswer]) -> None:
 
 
 def _is_unreached(error: httpx.HTTPError) -> bool:
-    """Return whether no connection was made, so that the server never saw the request."""
+    """Return whether no connection to a server was made, so that it never saw the proxy's
+    request."""
     return isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout))
 
 
 def _for_prefill(body: dict[str, Any], path: str) -> dict[str, Any]:
-    """Return a request for the same prompt and one greedy token, which is never read."""
+    """Return the request for a prefill server: the same prompt and one greedy token, which is never
+    read."""
     one = {"n": 1, "stream": False, "temperature": 0, "max_tokens": 1}
     if _is_chat(path):
         one["max_completion_tokens"] = 1
@@ -680,9 +696,9 @@ def _is_chat(path: str) -> bool:
 
 
 def _is_decodes_alone(body: dict[str, Any], path: str) -> bool:
-    """Return whether vLLM computes this prompt on decode, whatever its cache holds. Beams are
-    separate requests without our parameters, and log-probabilities of a prompt need all of it
-    computed; a chat with `echo` computes them unless `top_logprobs` is null."""
+    """Return whether a vLLM decode server computes this prompt itself, whatever its cache holds.
+    Beams are separate requests without our parameters, and log-probabilities of a prompt need all
+    of it computed; a chat with `echo` computes them unless `top_logprobs` is null."""
     number = body.get("top_logprobs", 0) if _is_chat(path) else body.get("logprobs")
     return bool(
         body.get("use_beam_search")
@@ -693,7 +709,7 @@ def _is_decodes_alone(body: dict[str, Any], path: str) -> bool:
 
 
 async def _unknown(request: Request) -> Response:
-    """Answer any other path by an error that lists those that are known."""
+    """Answer any path that the proxy does not know by an error that lists those that it knows."""
     known = "/v1/chat/completions, /v1/completions, /v1/models, /health, /ping"
     raise ApiError(
         404, f"the proxy does not pass on {request.url.path}; it knows {known}, "
@@ -735,7 +751,8 @@ class _ProxyMetrics:
         ]  # fmt: skip
 
     def collect(self) -> list[Metric]:
-        """Return the routers' counters and the waiting rooms, for prometheus_client."""
+        """Return the counters of the proxy's routers, and its waiting rooms, for
+        prometheus_client."""
         family = GaugeMetricFamily(
             "prefixkv_proxy_routing", "What the routers count.", labels=["role", "what"]
         )
@@ -763,8 +780,8 @@ class _ProxyMetrics:
 
 
 def run_proxy(config: ProxyConfig, prefill: Sequence[ServerAt], decode: Sequence[ServerAt]) -> int:
-    """Serve until SIGTERM or SIGINT; requests in progress then may end, and a second signal ends
-    them at once. Returns the exit status. Raises ConfigError."""
+    """Run `prefixkv proxy` until SIGTERM or SIGINT; requests in progress then may end, and a second
+    signal ends them at once. Returns the exit status. Raises ConfigError."""
     log_to_stderr()
 
     async def main() -> int:

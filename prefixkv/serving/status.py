@@ -22,8 +22,8 @@ def status_app(
     health: Health, nodes: Sequence[Any], listen: ListenSettings, collectors: Sequence[Any] = (),
     routes: Sequence[BaseRoute] = (),
 ) -> ASGIApp:  # fmt: skip
-    """Make the application of the status port: /health (200, or 503 while nothing is accepted) and
-    /metrics.
+    """Make the HTTP application of a process's status port: /health (200, or 503 while nothing is
+    accepted) and /metrics.
 
     Args:
         health: returns whether requests are accepted, and the body of /health.
@@ -56,7 +56,8 @@ def status_app(
 def bind(
     app: ASGIApp, status: ASGIApp, listen: ListenSettings, limits: Limits | None = None
 ) -> tuple[HttpServer, HttpServer]:
-    """Bind the server for requests and the one for status, on their two ports.
+    """Bind two HTTP servers of a process, the one for requests and the one for status, on their
+    ports.
 
     Args:
         app, status: the application of each.

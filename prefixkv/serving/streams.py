@@ -10,7 +10,7 @@ class TooMuchError(Exception):
 
 
 async def read_some(pieces: AsyncIterable[bytes], most: int) -> bytes:
-    """Return the first `most` bytes; the rest is not read."""
+    """Return the first `most` bytes of another server's streamed answer; the rest is not read."""
     found: list[bytes] = []
     left = most
     async for piece in pieces:
@@ -22,7 +22,8 @@ async def read_some(pieces: AsyncIterable[bytes], most: int) -> bytes:
 
 
 async def read_all(pieces: AsyncIterable[bytes], most: int) -> bytes:
-    """Return all bytes. Raises TooMuchError for more than `most`."""
+    """Return all bytes of another server's streamed answer. Raises TooMuchError for more than
+    `most`."""
     # One byte beyond the bound tells "exactly full" from "too much", and is all that is read.
     found = await read_some(pieces, most + 1)
     if len(found) > most:

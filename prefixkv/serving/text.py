@@ -63,8 +63,8 @@ class Texts:
             raise ConfigError(f"the chat template is not read: {error}") from None
 
     def chat(self, messages: Sequence[dict[str, str]], most: int = 0) -> list[int]:
-        """Return the tokens of a chat, up to where the answer begins. Raises TextError, and as
-        `plain`."""
+        """Return the tokens of a chat, rendered by the model's template, up to where the answer
+        begins. Raises TextError, and as `plain`."""
         try:
             text = self._template.render(messages=messages, add_generation_prompt=True)
         except (TemplateError, TypeError, ValueError) as error:
@@ -72,13 +72,14 @@ class Texts:
         return self._ids(text, False, most)
 
     def plain(self, text: str, most: int = 0) -> list[int]:
-        """Return the tokens of a text, with the special tokens that the model puts before it.
-        Raises TooManyTokensError if they are certain to be more than `most`, without tokenizing all
-        of a long text; 0 sets no bound."""
+        """Return the tokenizer's tokens of a text, with the special tokens that the model puts
+        before it. Raises TooManyTokensError if they are certain to be more than `most`, without
+        tokenizing all of a long text; 0 sets no bound."""
         return self._ids(text, True, most)
 
     def _ids(self, text: str, special: bool, most: int) -> list[int]:
-        """Return the tokens of a text, after a cheap check of its beginning if it is long."""
+        """Return the tokenizer's tokens of a text, after a cheap check of its beginning if it is
+        long."""
         begun = text[: most * _CHARS_PER_TOKEN]
         if most and len(begun) < len(text):
             # Cutting the text can change its last token; the others stand as they are in all of
@@ -91,7 +92,8 @@ class Texts:
 
 
 def load_texts(folder: str) -> Texts:
-    """Return the texts of a model's folder, or of the small model for "". Raises ConfigError."""
+    """Return the tokenizer and chat template of a model's folder, or of the small model for "".
+    Raises ConfigError."""
     from prefixkv.engines.hf.text import load_tokenizer
 
     if not folder:
@@ -118,10 +120,10 @@ def load_texts(folder: str) -> Texts:
 
 
 def _to_json(value: Any, **options: Any) -> str:
-    """Render a value in a template, with non-ASCII characters as they are."""
+    """Render a value as JSON in a chat template, with non-ASCII characters as they are."""
     return json.dumps(value, ensure_ascii=False, **options)
 
 
 def _refuse(why: str) -> NoReturn:
-    """Let a template refuse its messages (`raise_exception`)."""
+    """Let a chat template refuse its messages (`raise_exception`)."""
     raise TemplateError(why)

@@ -18,14 +18,14 @@ _DATA: Final = b"data: "
 
 
 def cached_tokens(answer: bytes) -> int | None:
-    """Return how many tokens of the prompt were cached on decode, or None if the answer does not
-    say."""
+    """Return how many of the prompt's tokens decode had cached, as a proxied answer reports it, or
+    None if it does not say."""
     parsed = _decoded(answer)
     return None if parsed is None else _cached(parsed)
 
 
 def of_answer(answer: bytes, cached: int | None) -> bytes:
-    """Return an answer with the cached tokens in its usage: `cached` if given, else what the
+    """Return a proxied answer with the cached tokens in its usage: `cached` if given, else what the
     connector reports. Parameters that the connector adds for the proxy alone are removed. An answer
     without usage is returned as it is."""
     parsed = _decoded(answer)
@@ -42,9 +42,9 @@ def of_answer(answer: bytes, cached: int | None) -> bytes:
 
 
 async def whole_events(pieces: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
-    """Yield the same stream cut into whole events. If it breaks off by an exception within an
-    event, that rest is left out: an error event sent after it would be read as part of it. Raises
-    TooMuchError for an event longer than `_EVENT_BYTES`."""
+    """Yield a proxied stream, which may end in its usage, cut into whole server-sent events. If it
+    breaks off by an exception within an event, that rest is left out: an error event sent after it
+    would be read as part of it. Raises TooMuchError for an event longer than `_EVENT_BYTES`."""
     rest = b""
     async for piece in pieces:
         events, end, rest = (rest + piece).rpartition(b"\n\n")
@@ -58,13 +58,15 @@ async def whole_events(pieces: AsyncIterator[bytes]) -> AsyncGenerator[bytes, No
 
 
 async def of_stream(events: AsyncIterator[bytes], cached: int) -> AsyncGenerator[bytes, None]:
-    """Yield the same events (`whole_events`), with `cached` in each that has details of usage."""
+    """Yield the events of a proxied stream (`whole_events`), with `cached` in each that has details
+    of usage."""
     async for event in events:
         yield b"\n".join(_of_line(line, cached) for line in event.split(b"\n"))
 
 
 def _of_line(line: bytes, cached: int) -> bytes:
-    """Return one line of an event, with `cached` in it if it is data with details of usage."""
+    """Return one line of a proxied event, with `cached` in it if it is data with details of
+    usage."""
     # Cheap test first: all lines but one or two of a stream are passed on without decoding.
     if not line.startswith(_DATA) or b"prompt_tokens_details" not in line:
         return line
@@ -78,14 +80,14 @@ def _of_line(line: bytes, cached: int) -> bytes:
 
 
 def _set(usage: dict[str, Any], cached: int) -> None:
-    """Set the cached tokens in an answer's usage, and keep its other details."""
+    """Set the cached tokens in a proxied answer's usage, and keep its other details."""
     details = usage.get("prompt_tokens_details") or {}
     usage["prompt_tokens_details"] = {**details, "cached_tokens": cached}
 
 
 def _cached(parsed: dict[str, Any]) -> int | None:
-    """Return the cached tokens that the answer reports. The connector comes first: it reports them
-    whatever options the server was started with."""
+    """Return the cached tokens that a proxied answer reports. The connector comes first: it reports
+    them whatever options the server was started with."""
     for found in (
         ((parsed.get("kv_transfer_params") or {}).get("prefixkv") or {}).get("cached_tokens"),
         ((parsed.get("usage") or {}).get("prompt_tokens_details") or {}).get("cached_tokens"),
@@ -96,7 +98,8 @@ def _cached(parsed: dict[str, Any]) -> int | None:
 
 
 def _decoded(answer: bytes) -> dict[str, Any] | None:
-    """Return the answer as a JSON object, or None if it is none."""
+    """Return a proxied answer or event, which may have usage, as a JSON object; None if it is
+    none."""
     try:
         parsed = msgspec.json.decode(answer)
     except msgspec.DecodeError:

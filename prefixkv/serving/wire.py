@@ -148,8 +148,9 @@ class FenceRequest(msgspec.Struct, frozen=True):
 
 
 def salt_digest(salt: str) -> str:
-    """Return 32 characters that stand for a client's salt within the service. They are kept as long
-    as KV of that salt is; the salt itself may be long, and is the client's secret.
+    """Return 32 characters that stand for a client's salt in messages between front and workers.
+    They are kept as long as KV of that salt is; the salt itself may be long, and is the client's
+    secret.
 
     >>> len(salt_digest("tenant 1")), salt_digest("tenant 1") == salt_digest("tenant 2")
     (32, False)
@@ -158,5 +159,5 @@ def salt_digest(salt: str) -> str:
 
 
 def namespace_of(salt: str) -> Namespace | None:
-    """Return the namespace of a request with this salt; None without one."""
+    """Return the cache namespace of a request on the wire with this salt; None without one."""
     return Namespace(salt=salt) if salt else None

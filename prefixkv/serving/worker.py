@@ -82,7 +82,7 @@ class Worker:
         self._servers: list[HttpServer] = []
 
     async def start(self) -> None:
-        """Load the model and serve. Raises ConfigError, with nothing left open."""
+        """Load the worker's model and serve. Raises ConfigError, with nothing left open."""
         # Loading takes seconds to minutes: in a thread, so that the loop answers signals meanwhile.
         self.engine = await asyncio.to_thread(self._make_engine)
         from prefixkv.engines.hf import EngineLoop
@@ -108,8 +108,8 @@ class Worker:
             raise
 
     def _bind(self) -> None:
-        """Bind both servers, and set `info`. Raises ConfigError where an address cannot be
-        bound."""
+        """Bind the worker's two HTTP servers, and set `info`. Raises ConfigError where an address
+        cannot be bound."""
         listen, engine = self.settings.listen, self.engine
         self._events = EventTap(engine.node.take_cache_events, self._asyncio.call_soon_threadsafe)
         routes = [
@@ -139,7 +139,8 @@ class Worker:
         )  # fmt: skip
 
     async def run(self) -> bool:
-        """Serve until drained or stopped. Returns False if the engine has failed."""
+        """Serve the worker's requests until drained or stopped. Returns False if the engine has
+        failed."""
         while self.loop.alive and not self._stop.is_set():
             # The engine's thread cannot set an event of this loop when it dies, so it is polled.
             await wait_set(self._stop, _TICK_S)
@@ -147,8 +148,8 @@ class Worker:
         return self.loop.error is None
 
     def drain(self) -> None:
-        """Accept no more requests; `run` returns when all in progress have ended, or after
-        `drain_timeout_s`. A second call ends the wait at once."""
+        """Have the worker accept no more requests; `run` returns when all in progress have ended,
+        or after `drain_timeout_s`. A second call ends the wait at once."""
         if self.loop.draining:
             self._stop.set()
             return
@@ -156,7 +157,7 @@ class Worker:
         self._asyncio.call_later(self.settings.listen.drain_timeout_s, self._stop.set)
 
     async def close(self) -> None:
-        """End everything now, after `start`. Idempotent."""
+        """End the worker's engine and HTTP servers now, after `start`. Idempotent."""
         self.loop.stop()
         if self.loop.alive:
             await asyncio.to_thread(self.loop.join, 10.0)
@@ -181,19 +182,20 @@ class Worker:
     # --- for its kinds ----------------------------------------------------------------------------
 
     def _make_engine(self) -> Any:
-        """Load the model and make the engine, in a thread."""
+        """Load the worker's model and make its engine, in a thread."""
         raise NotImplementedError
 
     def _routes(self) -> list[Route]:
-        """Return the routes that this kind of worker adds."""
+        """Return the HTTP routes that this kind of worker adds."""
         raise NotImplementedError
 
     def _after_step(self) -> None:
-        """Pass on what a step has produced. Called on the engine's thread."""
+        """Pass on what a step of the worker's engine has produced. Called on the engine's
+        thread."""
         self._events.after_step()
 
     def _after_engine_end(self) -> None:
-        """Handle the engine's end, after which it produces nothing more."""
+        """Handle the end of the worker's engine, after which it produces nothing more."""
 
     @property
     def _limits(self) -> Any:
@@ -205,21 +207,21 @@ class Worker:
         return replace(limits, max_body_bytes=most, max_bodies_bytes=in_sum)
 
     async def _info(self, _: Request) -> Response:
-        """Answer GET /info."""
+        """Answer the worker's GET /info with its `WorkerInfo`."""
         return json_response(self.info)
 
     async def _audit(self, _: Request) -> Response:
-        """Answer POST /audit: check every invariant of the node. Slow."""
+        """Answer the worker's POST /audit: check every invariant of its node. Slow."""
         await self._call(lambda engine: engine.audit())
         return Response(status_code=204)
 
     async def _stream_events(self, _: Request) -> Response:
-        """Answer GET /events by a stream of the cache's events."""
+        """Answer the worker's GET /events by a stream of its cache's events."""
         limits = self.settings.listen.limits
         return Stream(self._events.frames(), limits, "application/octet-stream")
 
     async def _list_lost_peers(self, _: Request) -> Response:
-        """Answer GET /lost: the lost peers for which this worker holds pages or rooms."""
+        """Answer the worker's GET /lost: the lost peers for which it holds pages or rooms."""
         lost = await self._call(lambda engine: engine.node.lost_peers())
         listed = [
             LostPeer(peer.name, f"{peer.incarnation:x}", why, held)
@@ -228,7 +230,8 @@ class Worker:
         return json_response(listed)
 
     async def _fence(self, request: Request) -> Response:
-        """Answer POST /fence: a process is dead, so what is held for it may be used again."""
+        """Answer the worker's POST /fence: a process is dead, so what the node holds for it may be
+        used again."""
         asked = await self._read(request, FenceRequest)
         try:
             incarnation = int(asked.life, 16)
@@ -238,13 +241,13 @@ class Worker:
         return Response(status_code=202)
 
     async def _read(self, request: Request, kind: type[T]) -> T:
-        """Return the body of a request as a value of `kind`. Raises ApiError."""
+        """Return the body of a request to the worker as a value of `kind`. Raises ApiError."""
         return decode_body(await read_body(request, self._limits), kind)
 
     async def _call(self, call: Callable[[Any], T]) -> T:
-        """Run `call(engine)` on the engine's thread and return its result. Raises ApiError for
-        errors of prefixkv: 503 for load and shutdown, 400 for a caller's mistake, 500 for
-        others."""
+        """Run `call(engine)` on the thread of the worker's engine and return its result. Raises
+        ApiError for errors of prefixkv: 503 for load and shutdown, 400 for a caller's mistake, 500
+        for others."""
         done: asyncio.Future[T] = self._asyncio.create_future()
 
         def settle(result: Any, error: BaseException | None) -> None:
@@ -283,27 +286,29 @@ class PrefillWorker(Worker):
     config: PrefillWorkerConfig
 
     def _make_engine(self) -> Any:
-        """See `Worker._make_engine`."""
+        """Load the prefill worker's model, and make a `PrefillEngine`. See
+        `Worker._make_engine`."""
         from prefixkv.engines.hf import PrefillEngine
 
         model, pool = _model_and_pool(self.settings)
         return PrefillEngine(model, pool, self.config.node, self.config.chunk_tokens)
 
     def _routes(self) -> list[Route]:
-        """See `Worker._routes`."""
+        """Return a prefill worker's routes, /jobs and /abort. See `Worker._routes`."""
         return [
             Route("/jobs", self._job, methods=["POST"]),
             Route("/abort", self._abort, methods=["POST"]),
         ]
 
     async def _job(self, request: Request) -> Response:
-        """Answer POST /jobs: accept a prompt to compute."""
+        """Answer a prefill worker's POST /jobs: accept a prompt to compute."""
         job = _prefill_job(await self._read(request, Job))
         await self._call(lambda engine: engine.submit(job))
         return Response(status_code=202)
 
     async def _abort(self, request: Request) -> Response:
-        """Answer POST /abort: end jobs that are no longer needed. Unknown ids are ignored."""
+        """Answer a prefill worker's POST /abort: end jobs that are no longer needed. Unknown ids
+        are ignored."""
         asked = await self._read(request, AbortJobs)
         await self._call(lambda engine: [engine.abort(rid) for rid in asked.rids])
         return Response(status_code=202)
@@ -322,8 +327,8 @@ class _OpenRequest:
         self.error = ""  # why this worker aborted it, if it did
 
     def queue_output(self, output: TokenEvent) -> None:
-        """Queue one output for the client. An abort that this worker caused becomes an error with
-        its cause."""
+        """Queue one output of the decode worker's engine for the client. An abort that this worker
+        caused becomes an error with its cause."""
         if output.finish == "abort" and self.error:
             output = msgspec.structs.replace(output, finish="error", error=self.error)
         self.left -= output.finish is not None
@@ -352,18 +357,18 @@ class DecodeWorker(Worker):
         )  # fmt: skip
 
     def _make_engine(self) -> Any:
-        """See `Worker._make_engine`."""
+        """Load the decode worker's model, and make a `DecodeEngine`. See `Worker._make_engine`."""
         from prefixkv.engines.hf import DecodeEngine
 
         model, pool = _model_and_pool(self.settings)
         return DecodeEngine(model, pool, self.config.node, _tokenizer(self.settings.models.model))
 
     def _routes(self) -> list[Route]:
-        """See `Worker._routes`."""
+        """Return a decode worker's route, /generate. See `Worker._routes`."""
         return [Route("/generate", self._generate, methods=["POST"])]
 
     async def close(self) -> None:
-        """See `Worker.close`; also end the messages to prefill workers."""
+        """End a decode worker, and its messages to prefill workers. See `Worker.close`."""
         await super().close()
         for task in list(self._tasks):
             task.cancel()
@@ -372,7 +377,7 @@ class DecodeWorker(Worker):
     # --- a request --------------------------------------------------------------------------------
 
     async def _generate(self, request: Request) -> Response:
-        """Answer POST /generate by a stream of `TokenEvent` lines."""
+        """Answer a decode worker's POST /generate by a stream of `TokenEvent` lines."""
         ask = await self._read(request, Ask)
         if ask.rid in self._open:
             raise ApiError(400, f"request {ask.rid!r} is here already", code="RequestError")
@@ -393,8 +398,8 @@ class DecodeWorker(Worker):
         )
 
     async def _lines(self, one: _OpenRequest) -> AsyncGenerator[bytes, None]:
-        """Yield the outputs of a request as they come, and an empty line as a sign of life after
-        `LIFE_SIGN_S` without one."""
+        """Yield the decode worker's outputs of a request as they come, and an empty line as a sign
+        of life after `LIFE_SIGN_S` without one."""
         while True:
             await wait_set(one.has_output, LIFE_SIGN_S)
             # Cleared before the queue is read: an output that comes in between sets it again.
@@ -406,7 +411,8 @@ class DecodeWorker(Worker):
                 return
 
     async def _end_request(self, one: _OpenRequest) -> None:
-        """End a request after its stream. What has not finished is aborted here and at prefill."""
+        """End a decode worker's request after its stream. What has not finished is aborted here and
+        at prefill."""
         # Removed first: `_send_job` takes a missing entry as the sign to abort the job it has just
         # sent.
         if self._open.pop(one.ask.rid, None) is None or not one.left:
@@ -418,11 +424,12 @@ class DecodeWorker(Worker):
     # --- from the engine --------------------------------------------------------------------------
 
     def _collect_output(self, output: Any) -> None:
-        """Keep an output of the current step. Called on the engine's thread."""
+        """Keep an output of the decode engine's current step. Called on the engine's thread."""
         self._outputs.append(output)
 
     def _after_step(self) -> None:
-        """See `Worker._after_step`; also collect the step's jobs and outputs for the event loop."""
+        """Pass on what a decode step has produced: also its jobs and outputs, to the event loop.
+        See `Worker._after_step`."""
         super()._after_step()
         jobs = self.engine.take_prefill_jobs()
         outputs, self._outputs = self._outputs, []
@@ -431,7 +438,8 @@ class DecodeWorker(Worker):
             self._asyncio.call_soon_threadsafe(self._dispatch_step, jobs, outputs)
 
     def _dispatch_step(self, jobs: list[Any], outputs: list[Any]) -> None:
-        """Send jobs to prefill, and hand outputs to the requests that wait for them."""
+        """Send a step's jobs to prefill workers, and hand its outputs to the requests that wait for
+        them."""
         # A request that was given up meanwhile is not in `_open`: its jobs and outputs are dropped.
         for job in jobs:
             one = self._open.get(_rid_of(job.rid))
@@ -446,7 +454,8 @@ class DecodeWorker(Worker):
                     self._abort_jobs(one)
 
     def _after_engine_end(self) -> None:
-        """Give every open request an error for each sample that has not ended."""
+        """Give every open request of the decode worker an error for each sample that has not
+        ended."""
         for one in self._open.values():
             for sample in range(one.left):
                 one.queue_output(TokenEvent(sample, finish="error", error="the worker has ended"))
@@ -454,7 +463,8 @@ class DecodeWorker(Worker):
     # --- to prefill -------------------------------------------------------------------------------
 
     async def _send_job(self, one: _OpenRequest, job: Any) -> None:
-        """Send one job to its prefill worker, and abort the request if it is not accepted."""
+        """Send one job over HTTP to its prefill worker, and abort the request if it is not
+        accepted."""
         url = one.ask.prefill_url
         try:
             body = msgspec.json.encode(_job_of(job))
@@ -474,19 +484,19 @@ class DecodeWorker(Worker):
             await self._send_abort(url, [job.rid])
 
     def _abort_jobs(self, one: _OpenRequest) -> None:
-        """Tell prefill to end the jobs of a request, each at most once."""
+        """Tell a request's prefill worker to end the request's jobs, each at most once."""
         rids, one.jobs = one.jobs, []
         if rids:
             self._spawn(self._send_abort(one.ask.prefill_url, rids))
 
     async def _send_abort(self, url: str, rids: list[str]) -> None:
-        """POST an abort to prefill. Failures are ignored: prefill hears of it over the node too,
-        unless the two nodes have not met yet."""
+        """POST an abort to a prefill worker. Failures are ignored: prefill hears of it over the
+        node too, unless the two nodes have not met yet."""
         with contextlib.suppress(httpx.HTTPError):
             await self._client.post(f"{url}/abort", content=msgspec.json.encode(AbortJobs(rids)))
 
     def _spawn(self, work: Any) -> None:
-        """Run a coroutine in a task that is kept alive until it ends."""
+        """Run a coroutine in a task that the decode worker keeps alive until it ends."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -496,14 +506,14 @@ class DecodeWorker(Worker):
 
 
 def make_worker(config: WorkerConfig) -> PrefillWorker | DecodeWorker:
-    """Make the worker that a configuration describes."""
+    """Make the prefill or decode worker that a configuration describes."""
     if isinstance(config, PrefillWorkerConfig):
         return PrefillWorker(config)
     return DecodeWorker(config)
 
 
 def _model_and_pool(settings: WorkerSettings) -> tuple[Any, Any]:
-    """Load the model, or make the small one, and a KV pool for it."""
+    """Load the worker's model, or make the small one, and a KV pool for it."""
     import torch
 
     from prefixkv.engines.hf import load_model
@@ -525,7 +535,8 @@ def _model_and_pool(settings: WorkerSettings) -> tuple[Any, Any]:
 
 
 def _tokenizer(folder: str) -> Any:
-    """Return the tokenizer of a model's folder, or of the small model for ""."""
+    """Return the tokenizer for a decode worker's engine: of a model's folder, or of the small model
+    for ""."""
     from prefixkv.engines.hf import load_tokenizer
     from prefixkv.engines.hf.small import small_tokenizer
 
@@ -533,7 +544,8 @@ def _tokenizer(folder: str) -> Any:
 
 
 def _generate_of(ask: Ask) -> Any:
-    """Return the engine's request for an `Ask`. Raises PrefixKVError for values out of range."""
+    """Return the decode engine's request for an `Ask` of the wire. Raises PrefixKVError for values
+    out of range."""
     from prefixkv.engines.hf import Generate, Sampling
 
     return Generate(
@@ -544,7 +556,7 @@ def _generate_of(ask: Ask) -> Any:
 
 
 def _event_of(output: Any) -> TokenEvent:
-    """Return an engine's output as it goes over the wire."""
+    """Return an output of the decode engine as the worker sends it over the wire."""
     error = "" if output.error is None else f"{_name(output.error)}: {output.error}"
     return TokenEvent(
         output.sample, output.position, output.token, output.text, output.finish, error,
@@ -553,7 +565,7 @@ def _event_of(output: Any) -> TokenEvent:
 
 
 def _job_of(job: Any) -> Job:
-    """Return a job of decode's engine as it goes over the wire."""
+    """Return a job of the decode engine as the worker sends it over the wire."""
     choice = job.choice
     return Job(
         job.rid, job.tokens.tolist(), job.prefill, job.decode, job.room, job.generation,
@@ -563,7 +575,8 @@ def _job_of(job: Any) -> Job:
 
 
 def _prefill_job(job: Job) -> Any:
-    """Return a job as prefill's engine takes it. Raises ApiError 400 for values out of range."""
+    """Return a job from the wire as the prefill engine takes it. Raises ApiError 400 for values out
+    of range."""
     from prefixkv.engines.hf import PrefillJob, Sampling
     from prefixkv.engines.hf.sampling import Choice
 
@@ -579,7 +592,8 @@ def _prefill_job(job: Job) -> Any:
 
 
 def _tokens(tokens: list[int]) -> Any:
-    """Return tokens as int64; the engine checks their range. Raises TokenError beyond 64 bits."""
+    """Return tokens from the wire as int64; the engine checks their range. Raises TokenError beyond
+    64 bits."""
     try:
         return np.array(tokens, np.int64)
     except OverflowError:
@@ -587,10 +601,10 @@ def _tokens(tokens: list[int]) -> Any:
 
 
 def _rid_of(job: str) -> str:
-    """Return the request's part of a job's rid, "worker/request/sample.generation"."""
+    """Return the decode request's part of a job's rid, "worker/request/sample.generation"."""
     return job.rsplit("/", 2)[1]
 
 
 def _name(error: BaseException) -> str:
-    """Return an error's class name, which is its code in answers."""
+    """Return the name of an error's class, which is its code in the worker's answers."""
     return type(error).__name__

@@ -143,17 +143,17 @@ class FakeFabric:
         staging: StagingArea | None = None, state: StateLayout | None = None,
         memory: object = None,
     ) -> FakeTransport:  # fmt: skip
-        """Make a transport on this fabric, see `make_transport`. `memory` owns the addresses that
-        the layouts describe; it is kept alive, since writes land late. Raises CallerError if `me`
-        has one."""
+        """Make a fake transport on this fabric, see `make_transport`. `memory` owns the addresses
+        that the layouts describe; it is kept alive, since writes land late. Raises CallerError if
+        `me` has one."""
         if me in self.transports:
             raise CallerError(f"{me} is on this fabric already")
         self.transports[me] = FakeTransport(self, me, layout, sink, config, staging, state, memory)
         return self.transports[me]
 
     def step(self) -> bool:
-        """Perform one possible action. Returns False if there is none: everything is quiet, held,
-        not ready, or notifies a peer that expects nothing."""
+        """Perform one possible action of the fake fabric, by chance. Returns False if there is
+        none: everything is quiet, held, not ready, or notifies a peer that expects nothing."""
         choices = self._choices()
         if not choices:
             return False
@@ -162,20 +162,20 @@ class FakeFabric:
         return True
 
     def run(self, max_steps: int = 100_000) -> int:
-        """Step until nothing is possible. Returns the number of steps. Raises InterruptedError
-        beyond `max_steps`."""
+        """Step the fake fabric until nothing is possible. Returns the number of steps. Raises
+        InterruptedError beyond `max_steps`."""
         for taken in range(max_steps):
             if not self.step():
                 return taken
         raise InterruptedError(f"something still happens after {max_steps} steps: {self.pending()}")
 
     def pending(self) -> list[Action]:
-        """Return the actions that are possible at the next step."""
+        """Return the actions that are possible at the fake fabric's next step."""
         return [action for action, _ in self._choices()]
 
     def hold(self, matches: Predicate) -> Hold:
-        """Keep matching actions from happening until the hold is released, e.g. `lambda a: a.kind
-        == "complete"`."""
+        """Keep matching actions of the fake fabric from happening until the hold is released, e.g.
+        `lambda a: a.kind == "complete"`."""
         hold = Hold(matches, self._holds)
         self._holds.append(hold)
         return hold
@@ -188,7 +188,7 @@ class FakeFabric:
         *,
         lands: bool = True,
     ) -> None:
-        """Fail the next post that matches (an `Action` of kind "post"): refuse it, or fail its
+        """Fail the next fake post that matches (an `Action` of kind "post"): refuse it, or fail its
         check.
 
         `lands`: whether the bytes of a part that fails at its check may still land.
@@ -196,8 +196,8 @@ class FakeFabric:
         self._faults.append(Fault(error, at, lands, matches))
 
     def lose(self, peer: PeerId) -> None:
-        """Cut a peer off as a target: writes in flight to it fail, and may land; new posts are
-        refused."""
+        """Cut a peer off as a target on the fake fabric: writes in flight to it fail, and may land;
+        new posts are refused."""
         self._lost.append(peer)
         # A write that is doomed already keeps its error and its fate.
         for write in self._writes:
@@ -205,12 +205,12 @@ class FakeFabric:
                 write.pending_error = _disconnect_error(peer)
 
     def restore(self, peer: PeerId) -> None:
-        """Undo `lose`."""
+        """Undo `lose`: the fake fabric reaches the peer again."""
         self._lost.remove(peer)
 
     def kill(self, peer: PeerId) -> None:
-        """End a peer's process: its writes stop, its sink is silent, and nothing lands in its
-        memory any more."""
+        """End a peer's process on the fake fabric: its writes stop, its sink is silent, and nothing
+        lands in its memory any more."""
         self._lost.append(peer)
         self.transports[peer].die()
         # The memory is gone with the process, so the blocks of writes into it are dropped.
@@ -221,13 +221,14 @@ class FakeFabric:
         self._writes = [w for w in self._writes if w.blocks or not w.ended]
 
     def in_flight(self, writer: PeerId) -> int:
-        """Count the parts that a transport has posted and that have not ended."""
+        """Count the parts that a fake transport has posted and that have not ended."""
         return sum(1 for write in self._writes if write.writer.me == writer and not write.ended)
 
     # --- choices ----------------------------------------------------------------------------------
 
     def _choices(self) -> list[Choice]:
-        """Return every possible action that no hold matches, with the call that performs it."""
+        """Return every possible action on the fake fabric that no hold matches, with the call that
+        performs it."""
         possible = chain(
             chain.from_iterable(transport.choices() for transport in self.transports.values()),
             chain.from_iterable(self._write_choices(write) for write in self._writes),
@@ -236,7 +237,7 @@ class FakeFabric:
         return [one for one in possible if not any(hold.matches(one[0]) for hold in self._holds)]
 
     def _notify_choices(self) -> Iterator[Choice]:
-        """Yield the notifications that can arrive, in any order among them."""
+        """Yield the fake notifications that can arrive, in any order among them."""
         for notification in self._notifications:
             writer, target, tag = notification
             # A real transport looks for notifications only while rooms are expected.
@@ -245,7 +246,7 @@ class FakeFabric:
                 yield action, partial(self._notify, notification)
 
     def _write_choices(self, write: _Write) -> Iterator[Choice]:
-        """Yield what can happen to a posted part."""
+        """Yield what can happen to a part posted on the fake fabric: land, fail, complete."""
         names = (write.writer.me, write.peer.peer, write.job.job.job_id, write.tag, write.number)
         # 1. Some of its blocks land, also after it has ended.
         # 2. A doomed part fails at any time, with blocks landed or not.
@@ -258,7 +259,7 @@ class FakeFabric:
             yield Action("complete", *names), partial(self._complete, write)
 
     def _land(self, write: _Write) -> None:
-        """Copy some of the blocks, most often all that are left. `post` has shuffled their
+        """Copy some blocks of a fake write, most often all that are left. `post` has shuffled their
         order."""
         if self.random.random() < 0.5:
             count = len(write.blocks)
@@ -273,8 +274,8 @@ class FakeFabric:
             self._writes.remove(write)
 
     def _check_landing(self, write: _Write, blocks: list[tuple[int, int, int, int]]) -> None:
-        """Call the guard. For a staged write also check that the area is still the target's, and
-        that the blocks are the job's. Raises InternalError."""
+        """Call the test's guard of the memory where blocks land. For a staged write also check that
+        the area is still the target's, and that the blocks are the job's. Raises InternalError."""
         pages = np.unique(np.array([page for *_, page in blocks], dtype=np.int32))
         peer, job = write.peer.peer, write.job.job
         if job.route != "staging":
@@ -297,8 +298,8 @@ class FakeFabric:
             self.staging_guard(peer, write.tag, pages)
 
     def _complete(self, write: _Write) -> None:
-        """End a part after its bytes have landed: notify the target, unless the notification is
-        lost by chance, and tell the writer."""
+        """End a fake write's part after its bytes have landed: notify the target, unless the
+        notification is lost by chance, and tell the writer."""
         self._writes.remove(write)
         write.ended = True
         target = self.transports.get(write.peer.peer)
@@ -308,7 +309,7 @@ class FakeFabric:
         write.writer.part_ended(write, None)
 
     def _fail(self, write: _Write) -> None:
-        """End a doomed part. Its blocks stay if they may still land."""
+        """End a fake write's doomed part. Its blocks stay if they may still land."""
         write.ended = True
         if not write.lands_after_error:
             write.blocks.clear()
@@ -319,7 +320,7 @@ class FakeFabric:
         write.writer.part_ended(write, write.pending_error)
 
     def _notify(self, notification: tuple[PeerId, PeerId, ChunkTag]) -> None:
-        """Deliver a notification."""
+        """Deliver a notification to the target's fake transport."""
         self._notifications.remove(notification)
         _, target, tag = notification
         self.transports[target].emit(Arrived(tag.pack()))
@@ -327,14 +328,14 @@ class FakeFabric:
     # --- what the transports do -------------------------------------------------------------------
 
     def is_reachable(self, peer: PeerId) -> bool:
-        """Return whether a peer can be connected to and written to."""
+        """Return whether a peer on the fake fabric can be connected to and written to."""
         target = self.transports.get(peer)
         return target is not None and not target.closed and peer not in self._lost
 
     def post(
         self, writer: FakeTransport, peer: _FakePeer, job: ActiveJob, number: int
     ) -> Exception | None:
-        """Post a part. Returns the error if it is refused."""
+        """Post a part of a fake transport's job. Returns the error if it is refused."""
         part = job.parts[number]
         tag = job.part_tag(number)
         action = Action("post", writer.me, peer.peer, job.job.job_id, tag)
@@ -353,7 +354,7 @@ class FakeFabric:
         return None
 
     def _fault_for(self, action: Action) -> Fault | None:
-        """Return the fault for a post: one that a test asked for, which is used up, or one by
+        """Return the fault for a fake post: one that a test asked for, which is used up, or one by
         chance."""
         for fault in self._faults:
             if fault.matches is not None and fault.matches(action):
@@ -367,8 +368,8 @@ class FakeFabric:
         return None
 
     def end_former(self, transport: FakeTransport) -> None:
-        """End all posts of a transport because its agent is replaced: nothing of them lands any
-        more, and those that have not ended fail."""
+        """End all posts of a fake transport because its agent is replaced: nothing of them lands
+        any more, and those that have not ended fail."""
         mine = [write for write in self._writes if write.writer is transport]
         self._writes = [write for write in self._writes if write.writer is not transport]
         for write in mine:
@@ -377,8 +378,8 @@ class FakeFabric:
                 transport.part_ended(write, TransferError("its agent was replaced"), may_land=False)
 
     def forget(self, transport: FakeTransport) -> None:
-        """Fence a transport: nothing that it has posted lands any more. Notifications it has sent
-        still arrive; those for it are dropped."""
+        """Fence a fake transport: nothing that it has posted lands any more. Notifications it has
+        sent still arrive; those for it are dropped."""
         self._writes = [write for write in self._writes if write.writer is not transport]
         self._notifications = [n for n in self._notifications if n[1] != transport.me]
 
@@ -414,7 +415,7 @@ class FakeTransport:
 
     @property
     def metadata(self) -> bytes:
-        """The name of this life of the peer, where NIXL has an agent's metadata."""
+        """Name of this life of the peer on the fake fabric, where NIXL has an agent's metadata."""
         return f"fake {self.me.name}#{self.me.incarnation}".encode()
 
     def add_peer(
@@ -422,7 +423,8 @@ class FakeTransport:
         parts: tuple[Shard, Shard] | None = None, staging: StagingArea | None = None,
         state: StateLink | None = None,
     ) -> None:  # fmt: skip
-        """See `base.Transport.add_peer`."""
+        """Make a peer on the fake fabric a target, and connect to it at once. See
+        `base.Transport.add_peer`."""
         self._check_open()
         memory = PeerMemory(layout, parts, staging, state)
         if (known := self._peers.get(peer)) is not None:
@@ -436,7 +438,8 @@ class FakeTransport:
         self._connect(self._peers[peer])
 
     def remove_peer(self, peer: PeerId) -> None:
-        """See `base.Transport.remove_peer`."""
+        """Forget a peer of the fake fabric once none of its parts is in flight. See
+        `base.Transport.remove_peer`."""
         known = self._peers.get(peer)
         if known is not None:
             known.removed = True
@@ -444,7 +447,8 @@ class FakeTransport:
             self._forget_if_unused(known)
 
     def write(self, job: WriteJob) -> None:
-        """See `base.Transport.write`."""
+        """Queue a job for steps of the fake fabric, or park it until the peer is connected. See
+        `base.Transport.write`."""
         self._check_open()
         peer = self._peers.get(job.peer)
         # 1. Unknown or removed: refused. 2. Not connected: parked until it is. 3. Connected:
@@ -457,28 +461,31 @@ class FakeTransport:
             self._jobs.start(peer.outbox, peer.routes, job)
 
     def cancel(self, job_id: int) -> None:
-        """See `base.Transport.cancel`."""
+        """Cancel a job on the fake fabric: nothing more of it is posted. See
+        `base.Transport.cancel`."""
         if not self.closed:
             self._jobs.cancel(job_id)
 
     def expect(self, num_rooms: int) -> None:
-        """See `base.Transport.expect`."""
+        """Set the number of rooms that peers may be writing; at 0 no notification of the fake
+        fabric arrives. See `base.Transport.expect`."""
         self._check_open()
         self.expected = num_rooms
 
     def settle(self, token: Hashable, for_s: float) -> None:
-        """See `base.Transport.settle`; it settles at once."""
+        """Settle at once, since a fake transport has no kernels. See `base.Transport.settle`."""
         self._check_open()
         self._events.append(Settled(token))  # there are no kernels here
 
     def renew(self) -> None:
-        """See `base.Transport.renew`; without unproven jobs there is nothing to replace the agent
-        for."""
+        """Have a step of the fake fabric replace the agent, if there are unproven jobs. See
+        `base.Transport.renew`."""
         if not self.closed:
             self._renewing = bool(self._unproven)
 
     def close(self) -> None:
-        """See `base.Transport.close`."""
+        """Fence this transport on the fake fabric, and hand on the last events of its jobs. See
+        `base.Transport.close`."""
         if not self.closed:
             self.closed = True
             # The fence first: the jobs then end as drained, which is what their last events say.
@@ -490,7 +497,7 @@ class FakeTransport:
     # --- what the fabric does ---------------------------------------------------------------------
 
     def choices(self) -> Iterator[Choice]:
-        """Yield the actions of this transport that are possible now."""
+        """Yield the actions of this fake transport that are possible now."""
         if self.closed:
             return
         if self._events:
@@ -507,7 +514,7 @@ class FakeTransport:
                 yield from self._post_choices(peer)
 
     def _post_choices(self, peer: _FakePeer) -> Iterator[Choice]:
-        """Yield the next part of each job that may post now."""
+        """Yield the next part of each job that may be posted on the fake fabric now."""
         for job in list(peer.outbox.round()):
             error: Exception | None = None
             try:
@@ -522,7 +529,8 @@ class FakeTransport:
             yield action, partial(self._post, peer, job, error)
 
     def _post(self, peer: _FakePeer, job: ActiveJob, error: Exception | None) -> None:
-        """Post a job's next part, or stop the job with the error of its `ready`."""
+        """Post a job's next part on the fake fabric, or stop the job with the error of its
+        `ready`."""
         if error is not None:
             self._jobs.stop(job, error)
             return
@@ -535,11 +543,12 @@ class FakeTransport:
             self._ended(peer, job, job.parts[number], refused, may_land=False)
 
     def part_ended(self, write: _Write, error: Exception | None, may_land: bool = True) -> None:
-        """Take the end of a part that was posted. Called by the fabric."""
+        """Take the end of a part that was posted. Called by the fake fabric."""
         self._ended(write.peer, write.job, write.part, error, may_land)
 
     def _renew(self) -> None:
-        """Replace the agent: end its former posts, and report that unproven jobs are drained."""
+        """Replace the fake transport's agent: end its former posts, and report that unproven jobs
+        are drained."""
         self._renewing = False
         # First: jobs that fail by it join `_unproven`, and are reported failed before drained.
         self._fabric.end_former(self)
@@ -548,7 +557,8 @@ class FakeTransport:
         self._unproven.clear()
 
     def _report(self, event: TransportEvent) -> None:
-        """Queue an event of the jobs, and remember those that ended without proof."""
+        """Queue an event of the fake transport's jobs, and remember those that ended without
+        proof."""
         if isinstance(event, WriteFailed) and not event.drained:
             self._unproven.add(event.job_id)
         self._events.append(event)
@@ -556,7 +566,7 @@ class FakeTransport:
     def _ended(
         self, peer: _FakePeer, job: ActiveJob, part: Part, error: Exception | None, may_land: bool
     ) -> None:
-        """Count a part as ended, and disconnect from a peer that is gone."""
+        """Count a part as ended on the fake fabric, and disconnect from a peer that is gone."""
         peer.in_flight -= 1
         self._jobs.part_ended(job, part, error, may_land)
         if isinstance(error, FakeDisconnectError) and peer.routes is not None:
@@ -564,8 +574,8 @@ class FakeTransport:
         self._forget_if_unused(peer)
 
     def _connect(self, peer: _FakePeer) -> None:
-        """Check a peer's description against its real memory, as a handshake would, and start its
-        parked jobs. A mismatch makes it unreachable."""
+        """Check a peer's description against its real memory on the fake fabric, as a handshake
+        would, and start its parked jobs. A mismatch makes it unreachable."""
         peer.routes = None
         try:
             target = self._fabric.transports.get(peer.peer)
@@ -589,24 +599,24 @@ class FakeTransport:
         self._jobs.start_parked(peer.outbox, routes)
 
     def _lose(self, peer: _FakePeer, error: Exception) -> None:
-        """Disconnect from a peer: its queued jobs fail, and its owner hears that it is
-        unreachable."""
+        """Disconnect the fake transport from a peer: its queued jobs fail, and its owner hears that
+        it is unreachable."""
         peer.routes = None
         self._jobs.drop(peer.outbox, error)
         if not peer.removed:
             self._events.append(PeerUnreachable(peer.peer, error))
 
     def _forget_if_unused(self, peer: _FakePeer) -> None:
-        """Delete a removed peer once none of its parts is in flight."""
+        """Delete a removed peer of the fake transport once none of its parts is in flight."""
         if peer.removed and not peer.in_flight and self._peers.get(peer.peer) is peer:
             del self._peers[peer.peer]
 
     def emit(self, event: TransportEvent) -> None:
-        """Hand an event to the sink now."""
+        """Hand an event of the fake transport to the sink now."""
         self._sink(event)
 
     def die(self) -> None:
-        """Stop like a killed process: like `close`, but without events."""
+        """Stop the fake transport like a killed process: like `close`, but without events."""
         self.closed = True
         self._events.clear()
         self._fabric.forget(self)
@@ -621,8 +631,8 @@ def _disconnect_error(peer: PeerId) -> FakeDisconnectError:
 
 
 def _blocks(job: ActiveJob, part: Part) -> list[tuple[int, int, int, int]]:
-    """Return the blocks of a part: (source address, target address, bytes, the target's own
-    page)."""
+    """Return the blocks of a part that the fake fabric copies: (source address, target address,
+    bytes, the target's own page)."""
     runs = job.runs
     src, dst = part_indices(runs, part, job.src_pages, job.dst_pages)
     units = job.dst_pages[np.arange(part.start, part.stop) % len(job.dst_pages)]
@@ -635,6 +645,7 @@ def _blocks(job: ActiveJob, part: Part) -> list[tuple[int, int, int, int]]:
 
 
 def _address(table: RunTable, index: int) -> int:
-    """Return the address of a block, counted as NIXL does: row by row, equally many in each."""
+    """Return the address of a fake write's block, counted as NIXL does: row by row, equally many in
+    each."""
     row, block = divmod(index, int(table[0, 4]))
     return int(table[row, 0]) + block * int(table[row, 3])

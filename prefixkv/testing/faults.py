@@ -41,7 +41,7 @@ class Hold:
     _holds: list[Hold] = field(repr=False)
 
     def release(self) -> None:
-        """Let the actions happen again. Idempotent."""
+        """Let the fake fabric's held actions happen again. Idempotent."""
         if self in self._holds:
             self._holds.remove(self)
 

@@ -39,7 +39,8 @@ class StandInPrefill:
         chunk_tokens: int,
         seconds_per_token: float = 0.0,
     ) -> None:
-        """`patterns`: one per rank's pool. `seconds_per_token`: least time that computing takes."""
+        """Make the stand-in engine of a prefill node. `patterns`: one per rank's pool.
+        `seconds_per_token`: least time that computing takes."""
         self.node = node
         self._patterns = patterns
         self._chunk_tokens = chunk_tokens
@@ -52,13 +53,13 @@ class StandInPrefill:
         self.hit_tokens = 0
 
     def add(self, request: Request) -> None:
-        """Submit a request."""
+        """Submit a request to the stand-in prefill engine."""
         self.open[request.rid] = self._hasher.prefixes(request.key.tokens())
         self.node.add(request)
 
     def step(self) -> bool:
-        """Take one turn of the scheduler loop, and compute one chunk at most. Returns False if
-        there is none."""
+        """Take one turn of the stand-in prefill's scheduler loop, and compute one chunk at most.
+        Returns False if there is none."""
         # Ended requests are taken out before a chunk is computed: none is computed for one that
         # failed.
         for req in self.node.pop_bootstrapped():
@@ -73,12 +74,12 @@ class StandInPrefill:
         return False
 
     def ended(self, req: PrefillRequest) -> None:
-        """Forget a request that was sent or has failed."""
+        """Forget a request that the stand-in prefill has sent, or that has failed."""
         del self.open[req.rid]
         self._computed.pop(req.rid, None)
 
     def _begin(self, req: PrefillRequest) -> None:
-        """Begin a request behind its cached prefix."""
+        """Begin a request on the stand-in prefill, behind its cached prefix."""
         # Each rank has a cache of its own: only what all of them have is skipped.
         known = min(rank.prefix_len for rank in self.node.ranks_of(req.rid))
         if req.request.generation == 0 and req.request.cacheable:
@@ -88,7 +89,7 @@ class StandInPrefill:
         self._ready.append(req)
 
     def _compute_chunk(self, req: PrefillRequest) -> None:
-        """Compute and send the next chunk of a request."""
+        """Compute a request's next chunk, by writing the pattern, and send it to decode."""
         if req.rid not in self.open:  # failed meanwhile
             self._ready.popleft()
             return
@@ -121,7 +122,7 @@ class NodePair:
         num_pages: int = 64, page_size: int = 16, head_dim: int = 16, chunk_tokens: int = 32,
         decode_config: DecodeConfig | None = None, prefill_config: PrefillConfig | None = None,
     ) -> None:  # fmt: skip
-        """`mesh` is decode's, and by default prefill's too."""
+        """Make both workers of the pair; `mesh` is decode's, and by default prefill's too."""
         meshes = mesh, prefill_mesh or mesh
         pools = [make_pools(one, num_pages, page_size, head_dim) for one in meshes]
         self._patterns = make_patterns(pools[0], meshes[0], salt=1)
@@ -137,15 +138,15 @@ class NodePair:
             self.close = closing.pop_all().close
 
     def submit(self, rid: str, tokens: Any, room: int, **options: Any) -> DecodeRequest:
-        """Submit a request to both sides; `options` are those of `Request`."""
+        """Submit a request to both sides of the pair; `options` are those of `Request`."""
         prefill, decode = self.prefill.node.endpoint, self.decode.peer_id.name
         request = Request(rid, tokens, room=room, prefill=prefill, decode=decode, **options)
         self.prefill.add(request)
         return self.decode.add(request)
 
     def arrived(self, patience_s: float = 60.0) -> list[DecodeRequest]:
-        """Give both sides turns until decode has the KV of requests, and pop these. Raises the
-        error of a request that failed, or TimeoutError."""
+        """Give both sides of the pair turns until decode has the KV of requests, and pop these.
+        Raises the error of a request that failed, or TimeoutError."""
         end_s = time.monotonic() + patience_s
         while not (found := self.decode.pop_transferred()):
             self.decode.pop_preallocated()
@@ -160,7 +161,8 @@ class NodePair:
         return found
 
     def count_wrong_pages(self, req: DecodeRequest) -> int:
-        """Count, over all ranks, a request's pages with a wrong byte in its tokens' KV."""
+        """Count, over all ranks of the pair's decode side, a request's pages with a wrong byte in
+        its tokens' KV."""
         # The token sampled last has no KV yet.
         output = np.array(req.output[:-1], dtype=np.int32)
         hashes = PrefixHasher().prefixes(np.concatenate([req.request.key.tokens(), output]))

@@ -37,7 +37,8 @@ class _PatternSlabs(NamedTuple):
 def make_pools(
     mesh: Mesh, num_pages: int, page_size: int, head_dim: int, **options: Any
 ) -> list[KVPool]:
-    """Make one pool per rank, with its share of the mesh. Raises what `KVPool.create` raises."""
+    """Make the pools that a test fills with the pattern, one per rank, with its share of the mesh.
+    Raises what `KVPool.create` raises."""
     shards = [mesh.shard(rank) for rank in range(mesh.num_ranks)]
     return [
         KVPool.create(num_pages, page_size, shard.num_layers, shard.num_heads, head_dim, **options)
@@ -46,7 +47,7 @@ def make_pools(
 
 
 def make_patterns(pools: Sequence[KVPool], mesh: Mesh, salt: int) -> list[KVPattern]:
-    """Make one pattern per rank's pool."""
+    """Make the pattern of each rank's pool."""
     # Each rank gets the mesh and its number, so that it writes the bytes of its own share.
     return [pattern_in(pool, salt, (mesh, rank)) for rank, pool in enumerate(pools)]
 
@@ -69,8 +70,8 @@ class KVPattern:
     def __init__(
         self, layout: KVLayout, salt: int, owner: object, place: tuple[Mesh, int] | None = None
     ) -> None:
-        """`place`: the mesh, and the rank that the pool belongs to; by default the pool holds the
-        whole model."""
+        """Make the pattern of a pool. `place`: the mesh, and the rank that the pool belongs to; by
+        default the pool holds the whole model."""
         self._owner = owner
         self.page_size = layout.page_size
         self._salt = splitmix64(np.array([salt], dtype=np.uint64))
@@ -96,8 +97,8 @@ class KVPattern:
         ]
 
     def fill(self, pages: Pages, start: int, hashes: Hashes) -> None:
-        """Write the KV of tokens `start` to `len(hashes)`. Raises CallerError if `pages` has too
-        few."""
+        """Write the pattern's KV of tokens `start` to `len(hashes)`. Raises CallerError if `pages`
+        has too few."""
         values = self._values(pages, hashes)
         for page_at, run, slot, count in _spans(pages, start, len(hashes), self.page_size):
             first = page_at * self.page_size + slot
@@ -108,14 +109,15 @@ class KVPattern:
                 np.bitwise_xor(own, places, out=view[:, page : page + run, slot : slot + count])
 
     def fill_tokens(self, pages: Pages, slots: npt.NDArray[np.int64], hashes: Hashes) -> None:
-        """Write one token of each of several requests: the one with `hashes[i]` to slot `slots[i]`
-        of page `pages[i]`."""
+        """Write the pattern's KV of one token of each of several requests: the one with `hashes[i]`
+        to slot `slots[i]` of page `pages[i]`."""
         values = splitmix64(hashes ^ self._salt).astype(self._dtype).reshape(1, -1, 1, 1)
         for view, places in self._groups:
             view[:, pages, slots] = values ^ places[:, 0]
 
     def mismatches(self, pages: Pages, hashes: Hashes) -> int:
-        """Count the pages that have a wrong byte in any of tokens 0 to `len(hashes)`."""
+        """Count the pages that differ from the pattern in a byte of any of tokens 0 to
+        `len(hashes)`."""
         values = self._values(pages, hashes)
         wrong = 0
         for page_at, run, slot, count in _spans(pages, 0, len(hashes), self.page_size):
@@ -137,7 +139,8 @@ class KVPattern:
         return wrong
 
     def _values(self, pages: Pages, hashes: Hashes) -> WordArray:
-        """Return the word of each token's prefix. Raises CallerError if `pages` has too few."""
+        """Return the pattern's word of each token's prefix. Raises CallerError if `pages` has too
+        few."""
         needed = pages_for(len(hashes), self.page_size)
         if len(pages) < needed:
             raise CallerError(f"{len(pages)} pages, {len(hashes)} tokens need {needed}")
@@ -158,12 +161,14 @@ class MirroredPattern(KVPattern):
         super().__init__(self.mirror.layout, salt, self.mirror, place)
 
     def fill(self, pages: Pages, start: int, hashes: Hashes) -> None:
-        """See `KVPattern.fill`."""
+        """Write the pattern in the CPU's mirror, and copy its pages to the pool. See
+        `KVPattern.fill`."""
         touched = self.fill_mirror(pages, start, hashes)
         self._pool.write_pages(touched, self.mirror.read_pages(touched))
 
     def fill_mirror(self, pages: Pages, start: int, hashes: Hashes) -> Pages:
-        """Fill the mirror alone; its other slots are as in the pool. Returns the pages touched."""
+        """Write the pattern in the mirror alone; its other slots are as in the pool. Returns the
+        pages touched."""
         touched = pages[start // self.page_size : pages_for(len(hashes), self.page_size)]
         # Whole pages are copied back: fetch first, or other tokens of these pages would be
         # overwritten.
@@ -172,28 +177,30 @@ class MirroredPattern(KVPattern):
         return touched
 
     def fill_tokens(self, pages: Pages, slots: npt.NDArray[np.int64], hashes: Hashes) -> None:
-        """See `KVPattern.fill_tokens`."""
+        """Write tokens of the pattern in the CPU's mirror, and copy their pages to the pool. See
+        `KVPattern.fill_tokens`."""
         touched = np.unique(pages)
         self._fetch(touched)
         super().fill_tokens(pages, slots, hashes)
         self._pool.write_pages(touched, self.mirror.read_pages(touched))
 
     def mismatches(self, pages: Pages, hashes: Hashes) -> int:
-        """See `KVPattern.mismatches`."""
+        """Copy pages from the pool to the CPU's mirror, and count those that differ from the
+        pattern. See `KVPattern.mismatches`."""
         # Only the pages that hold these tokens: a pool of a GPU is slow to read.
         self._fetch(pages[: pages_for(len(hashes), self.page_size)])
         return super().mismatches(pages, hashes)
 
     def _fetch(self, pages: Pages) -> None:
-        """Copy pages from the pool into the mirror."""
+        """Copy pages from the pool into the pattern's mirror."""
         self.mirror.write_pages(pages, self._pool.read_pages(pages))
 
 
 def _spans(
     pages: Pages, start: int, end: int, page_size: int
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Cut tokens [start, end) into (position in `pages`, pages, first slot, slots); whole pages
-    that are neighbours in the pool make one span."""
+    """Cut tokens [start, end) for the pattern into (position in `pages`, pages, first slot, slots);
+    whole pages that are neighbours in the pool make one span."""
     at = start
     while at < end:
         page_at, slot = divmod(at, page_size)
@@ -209,7 +216,8 @@ def _spans(
 
 
 def _word_dtype(layout: KVLayout) -> np.dtype[Any]:
-    """Return the widest unsigned word that divides a head's bytes and every address."""
+    """Return the pattern's word: the widest unsigned one that divides a head's bytes and every
+    address."""
     steps = [layout.head_bytes]
     for slab in layout.slabs:
         steps += [slab.base, slab.page_stride, slab.token_stride, slab.head_stride]
@@ -218,8 +226,8 @@ def _word_dtype(layout: KVLayout) -> np.dtype[Any]:
 
 
 def _even_runs(layout: KVLayout) -> Iterator[tuple[int, int, Slab, int]]:
-    """Yield the slabs as (start, end, first slab, bytes between two bases), in runs as long as
-    possible."""
+    """Yield a pool's slabs for the pattern as (start, end, first slab, bytes between two bases), in
+    runs as long as possible."""
     slabs = layout.slabs
     start = 0
     while start < len(slabs):
@@ -238,7 +246,8 @@ def _even_runs(layout: KVLayout) -> Iterator[tuple[int, int, Slab, int]]:
 def _as_array(
     layout: KVLayout, first: Slab, step: int, count: int, dtype: np.dtype[Any]
 ) -> WordArray:
-    """Return a writable view of `count` slabs: [slab, page, token, head, lane]."""
+    """Return a writable view of `count` slabs that the pattern works on: [slab, page, token, head,
+    lane]."""
     lanes = layout.head_bytes // dtype.itemsize
 
     # numpy views foreign memory through this interface; `owner` keeps the memory alive.

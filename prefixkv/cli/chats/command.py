@@ -53,7 +53,8 @@ _DEFINITIONS: Final = {
 
 
 def run(seed: int, caches: Sequence[bool], console: Console, json_path: Path | None) -> int:
-    """Run the whole command. Returns its exit status: 0, or 1 if anything is wrong with a pass.
+    """Run the whole command `prefixkv demo`. Returns its exit status: 0, or 1 if anything is wrong
+    with a pass.
 
     Raises: ConfigError before anything is started; ModelWorkerError, WorkerFailedError.
     """
@@ -76,7 +77,7 @@ def run(seed: int, caches: Sequence[bool], console: Console, json_path: Path | N
 def run_chats(
     seed: int, caches: Sequence[bool], say: Say, chats: Mapping[str, int] = CHATS
 ) -> ChatsReport:
-    """Play the chats on workers of their own and compare the answers.
+    """Play the demo's chats on workers of their own and compare the answers.
 
     Args:
         seed: of the model's weights and of the workload.
@@ -124,7 +125,8 @@ def run_chats(
 async def _play_passes(
     folder: Path, caches: Sequence[bool], workload: Workload, say: Say
 ) -> ChatsReport:
-    """Run the passes on worker processes that share one prefill worker."""
+    """Play the demo's passes, cache on and off, on worker processes that share one prefill
+    worker."""
     from prefixkv.cli.chats.play import play
     from prefixkv.cli.chats.report import ChatsReport
     from prefixkv.cli.chats.workers import PREFILL, ModelWorkers
@@ -154,7 +156,7 @@ async def _play_passes(
 
 
 def small_vocabulary() -> Vocabulary:
-    """Return the vocabulary of `small_tokenizer`."""
+    """Return the chats' vocabulary: that of `small_tokenizer`."""
     from prefixkv.cli.chats.play import Vocabulary
     from prefixkv.engines.hf.small import WORDS, small_tokenizer
 
@@ -164,23 +166,24 @@ def small_vocabulary() -> Vocabulary:
 
 
 def _name(on: bool) -> str:
-    """Return the name of the decode worker with its cache on, or off."""
+    """Return the name of the demo's decode worker with its cache on, or off."""
     return "decode-0" if on else "decode-1"
 
 
 async def _pages_left(workers: ModelWorkers, name: str, title: str) -> list[str]:
-    """Return a line for each page state in which a worker still holds pages."""
+    """Return a line for each page state in which a worker still holds pages after a pass of the
+    chats."""
     _, pages = await workers.settled(name)
     return [f"chats, {title}: {num} pages left {state} on {name}" for state, num in pages.items()]
 
 
 def _bytes_sent(figures: dict[str, float]) -> float:
-    """Return the KV bytes that prefill has sent."""
+    """Return the KV bytes that the demo's prefill worker has sent, from its metrics."""
     return figures['prefixkv_sent_bytes_total{node="prefill"}']
 
 
 def compare(report: ChatsReport, reference: Reference) -> None:
-    """Count in `report.wrong` the answers that differ from the reference's."""
+    """Count in `report.wrong` the answers of the chats that differ from the reference's."""
 
     @cache  # most prompts occur in both passes
     def expected(prompt: tuple[int, ...], max_new_tokens: int) -> list[int]:
@@ -194,7 +197,7 @@ def compare(report: ChatsReport, reference: Reference) -> None:
 
 
 def show(report: ChatsReport, print_it: Callable[[Any], object]) -> None:
-    """Print both tables, and the ratios in a line."""
+    """Print both tables of the demo's report, and the ratios in a line."""
     from prefixkv.engines.hf.small import small_tokenizer
 
     print_it(report.table())

@@ -25,7 +25,7 @@ class Played:
     duration_s: float  # from the first turn's arrival to the last answer's end
 
     def all(self) -> list[ChatAnswer]:
-        """Return the answers of all conversations."""
+        """Return the answers of all conversations that were played."""
         return [answer for conversation in self.answers for answer in conversation]
 
 
@@ -44,8 +44,8 @@ class Vocabulary:
         self._marks: Final = system, user, assistant, stop
 
     def __call__(self, turn: Turn, is_first: bool) -> list[int]:
-        """Return the tokens of a turn that follow the answer before it, up to where the model
-        continues. The first run of the first turn is the system's."""
+        """Return the tokens of a chat's turn that follow the answer before it, up to where the
+        model continues. The first run of the first turn is the system's."""
         system, user, assistant, stop = self._marks
         tokens: list[int] = []
         runs = list(turn.text)
@@ -62,7 +62,7 @@ class Vocabulary:
         ]
 
     def _words(self, run: Run) -> list[int]:
-        """Return a run of the workload as word ids."""
+        """Return a run of the chats' workload as word ids of the vocabulary."""
         return [int(token) % self._num + self._first for token in run.tokens()]
 
 
@@ -76,7 +76,7 @@ async def play(
     ignore_end: bool = False,
     on_answer: Callable[[], object] = lambda: None,
 ) -> Played:
-    """Play all conversations at once against one decode worker.
+    """Play all conversations of a workload at once against one decode worker.
 
     A turn arrives at its due time, or when the turn before it has been answered if that is later;
     its `ttft_s` counts from there.

@@ -31,7 +31,7 @@ class ChatsReport:
     left: list[str] = field(default_factory=list)
 
     def complaints(self) -> list[str]:
-        """Return one line per kind of defect."""
+        """Return one line of the report per kind of defect of the chats."""
         wrong = (
             f"chats, {CACHE_NAMES[cache]}: {num} answers are not what generate() says"
             for cache, num in self.wrong.items()
@@ -40,8 +40,8 @@ class ChatsReport:
         return [*wrong, *self.left]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the content for `--json`. `ratios` are cache_off / cache_on, None unless both were
-        run."""
+        """Return the report of the chats for `--json`. `ratios` are cache_off / cache_on, None
+        unless both were run."""
         runs = {CACHE_NAMES[cache]: self._figures(cache) for cache in self.played}
         return {
             "recipe": self.recipe,
@@ -55,7 +55,7 @@ class ChatsReport:
         }
 
     def _figures(self, cache: bool) -> dict[str, Any]:
-        """Return the figures of one pass."""
+        """Return the report's figures of one pass of the chats."""
         played = self.played[cache]
         answers = played.all()
 
@@ -84,15 +84,15 @@ class ChatsReport:
         }
 
     def last_conversation(self) -> Sequence[ChatAnswer]:
-        """Return the turns of the last conversation, of the pass with the cache on if it was
-        run."""
+        """Return the turns of the last conversation of the chats, of the pass with the cache on if
+        it was run."""
         # The last one: by then the shared system prompt is cached, so its ranges show all kinds of
         # hits.
         played = self.played.get(True) or next(iter(self.played.values()))
         return played.answers[-1]
 
     def table(self) -> Table:
-        """Return the figures for a terminal, one column per pass."""
+        """Return the figures of the chats as a table for a terminal, one column per pass."""
         from rich.table import Table
 
         table = Table(title="chats with a model, over two processes")
@@ -108,7 +108,8 @@ class ChatsReport:
         return table
 
     def conversation(self, text_of: Callable[[list[int]], str]) -> Table:
-        """Return the last conversation, one line per turn. `text_of` decodes an answer's tokens."""
+        """Return the last conversation of the chats as a table, one line per turn. `text_of`
+        decodes an answer's tokens."""
         from rich.table import Table
 
         cache = "cache on" if True in self.played else "cache off"
@@ -132,8 +133,8 @@ _OF_TURN: Final = (
 
 
 def _of_turn(answer: ChatAnswer) -> dict[str, tuple[int, int]]:
-    """Return half-open ranges of a prompt's tokens, by where their KV came from: on decode, then on
-    prefill."""
+    """Return half-open ranges of a chat turn's prompt tokens, by where their KV came from: on
+    decode, then on prefill."""
     end, hit = len(answer.prompt), answer.hit_tokens
     # On decode: cached, then arriving for another request, then sent. On prefill: cached, computed.
     joined = hit + answer.shared_tokens
@@ -148,7 +149,7 @@ def _of_turn(answer: ChatAnswer) -> dict[str, tuple[int, int]]:
 
 
 def _range(start: int, end: int) -> str:
-    """Format a range; "-" if it is empty."""
+    """Format a range of tokens in the report; "-" if it is empty."""
     return f"{start}:{end}" if start < end else "-"
 
 

@@ -51,12 +51,12 @@ class ChatAnswer:
 
     @property
     def computed_tokens(self) -> int:
-        """Tokens of the prompt that prefill computed."""
+        """Number of the chat prompt's tokens that the prefill worker computed."""
         return len(self.prompt) - self.prefill_hit_tokens
 
     @property
     def sent_tokens(self) -> int:
-        """Tokens of the prompt for which prefill sent KV."""
+        """Number of the chat prompt's tokens for which the prefill worker sent KV."""
         return len(self.prompt) - self.hit_tokens - self.shared_tokens
 
 
@@ -107,7 +107,7 @@ class ModelWorkers:
         await asyncio.gather(*(child.end(grace_s) for child in self._children))
 
     def _start(self, name: str) -> Child:
-        """Start one worker, and keep the fleets that use it up to date."""
+        """Start one model worker as a child process, and keep the fleets that use it up to date."""
         role = PREFILL if name == PREFILL else "decode"
         settings = {
             "name": name, "model": str(self._folder), "threads": 1, "api_key": self._key,
@@ -136,7 +136,7 @@ class ModelWorkers:
         self, decode: str, rid: str, prompt: Sequence[int], max_new_tokens: int, salt: str = "",
         ignore_end: bool = False,
     ) -> ChatAnswer:  # fmt: skip
-        """Send one request to a decode worker; its tokens are chosen greedily.
+        """Send one chat request to a decode worker; its tokens are chosen greedily.
 
         Args:
             rid: unique among the requests in progress.
@@ -171,19 +171,19 @@ class ModelWorkers:
 
     @property
     def retried(self) -> int:
-        """Number of requests that a worker did not answer at first."""
+        """Number of chat requests that a worker did not answer at first."""
         return sum(fleet.retried for fleet in self._fleets.values())
 
     # --- figures ----------------------------------------------------------------------------------
 
     async def figures(self, name: str) -> dict[str, float]:
-        """Return a worker's metrics now, by name and labels."""
+        """Return a model worker's metrics now, by name and labels."""
         text = await asyncio.to_thread(_get, f"{self._infos[name].status_url}/metrics", self._key)
         lines = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
         return {metric: float(number) for metric, _, number in lines}
 
     async def settled(self, name: str) -> tuple[dict[str, float], dict[str, int]]:
-        """Return a worker's metrics once no request uses pages there, or as they are after
+        """Return a model worker's metrics once no request uses pages there, or as they are after
         `_SETTLE_S`, and the number of pages still in use by state."""
         end_s = time.monotonic() + _SETTLE_S
         # A request's pages are given back a moment after its last token.
@@ -199,7 +199,7 @@ class ModelWorkers:
 
 
 def _get(url: str, key: str) -> str:
-    """Fetch a page of metrics. Blocks."""
+    """Fetch a worker's page of metrics over HTTP. Blocks."""
     request = urllib.request.Request(url, headers={"authorization": f"Bearer {key}"})
     # No proxy of the environment: the workers are on this machine.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

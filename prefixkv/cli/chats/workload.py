@@ -30,7 +30,7 @@ class Run(NamedTuple):
     length: int
 
     def tokens(self) -> Tokens:
-        """The tokens, int32 in [0, VOCABULARY).
+        """Return the run's tokens of seeded chat text, int32 in [0, VOCABULARY).
 
         >>> Run(7, 3).tokens().tolist() == Run(7, 9).tokens()[:3].tolist()
         True
@@ -81,7 +81,8 @@ def chat(
     output_tokens: int,
     requests: int | None = None,
 ) -> Workload:
-    """Conversations that share a system prompt; user texts and answers have log-normal lengths.
+    """Make a workload of conversations that share a system prompt; user texts and answers have
+    log-normal lengths.
 
     Args:
         system_tokens: length of the shared system prompt, the first part of every first turn.
@@ -116,7 +117,7 @@ def _log_normal(
 
 
 def _mix(*parts: int) -> int:
-    """One seed from several numbers."""
+    """Mix several numbers into one seed of the workload."""
     state = np.zeros(1, dtype=np.uint64)
     for part in parts:
         state = splitmix64(state ^ splitmix64(np.array([part % 2**64], dtype=np.uint64)))

@@ -45,7 +45,7 @@ class Sessions:
         self.block_tokens = 0
 
     def add(self, session: dict[str, Any]) -> None:
-        """Read one session. Raises TypeError if it does not fit."""
+        """Read one agent's session of a trace. Raises TypeError if it does not fit."""
         size = number_in(session, "block_size", 1, 1 << 20)
         if size != (self.block_tokens or size):
             raise TypeError(f"block_size is {size}, that of the sessions before is different")
@@ -62,7 +62,7 @@ class Sessions:
     def _add_all(
         self, parent: dict[str, Any], begin_s: float, shared: Any, num_shared: int, path: Any
     ) -> None:
-        """Read the requests of a session, or of a sub-agent in it."""
+        """Read the requests of an agent's session, or of a sub-agent in it."""
         entries = parent["requests"]
         if not isinstance(entries, list) or not all(isinstance(one, dict) for one in entries):
             raise TypeError("requests is not a list of objects")
@@ -87,7 +87,7 @@ class Sessions:
             self._found.append((begin_s + t, names, length))
 
     def requests(self) -> Iterator[Found]:
-        """Yield the requests of all sessions."""
+        """Yield the requests of all agents' sessions."""
         yield from self._found
 
 
@@ -118,7 +118,8 @@ class Agentic:
         self._rows: dict[str, _AgentRow] = {}
 
     def add(self, entry: dict[str, Any]) -> None:
-        """Read the header or one row. Raises TypeError, or KeyError without `request_id`."""
+        """Read the header or one row of an agentic trace. Raises TypeError, or KeyError without
+        `request_id`."""
         if "schema" in entry:
             if entry["schema"] != SCHEMA or entry.get("version") != 2 or self._rows:
                 raise TypeError(f"this header is not that of {SCHEMA}, version 2")
@@ -147,7 +148,7 @@ class Agentic:
         )
 
     def _waits(self, entry: dict[str, Any]) -> tuple[float, list[tuple[str, bool, float]]]:
-        """Return the earliest start in ms, and the requests that it waits for."""
+        """Return an agentic row's earliest start in ms, and the requests that it waits for."""
         after = []
         # A header means version 2; without one the row is of version 1.
         if self._header:
@@ -170,8 +171,8 @@ class Agentic:
         return begin_ms, after
 
     def requests(self) -> Iterator[Found]:
-        """Yield the requests with absolute times. Raises ValueError for one that waits for a
-        request that is missing, or for itself."""
+        """Yield the requests of an agentic trace with absolute times. Raises ValueError for one
+        that waits for a request that is missing, or for itself."""
         # Depth first, with a stack of its own: chains of requests may be longer than Python's
         # recursion allows. `asked`: rows on which others wait already; meeting one again is a
         # circle.
@@ -207,7 +208,8 @@ class Agentic:
 
 
 def _ids(entry: dict[str, Any]) -> list[int]:
-    """Return an entry's `hash_ids`. Raises TypeError if they are no list of integers."""
+    """Return the `hash_ids` of an entry in an agents' trace. Raises TypeError if they are no list
+    of integers."""
     ids = entry.get("hash_ids")
     if not isinstance(ids, list) or not all(type(name) is int for name in ids):
         raise TypeError("hash_ids is not a list of integers")
@@ -215,7 +217,8 @@ def _ids(entry: dict[str, Any]) -> list[int]:
 
 
 def _list(entry: dict[str, Any], name: str) -> list[Any]:
-    """Return a list under this name, empty if it is missing. Raises TypeError for anything else."""
+    """Return a list under this name in an agents' trace, empty if it is missing. Raises TypeError
+    for anything else."""
     value = entry.get(name, [])
     if not isinstance(value, list):
         raise TypeError(f"{name} is {value!r}, a list is needed")
@@ -230,8 +233,8 @@ def _number(
     kinds: tuple[type, ...],
     default: float | None = None,
 ) -> Any:
-    """Return the number under the first of these names that is present; null counts as missing.
-    Raises TypeError if it is out of range, or missing without a default."""
+    """Return the number under the first of these names that an entry of an agents' trace has; null
+    counts as missing. Raises TypeError if it is out of range, or missing without a default."""
     for name in names:
         if entry.get(name) is not None:
             return number_in(entry, name, low, high, kinds)

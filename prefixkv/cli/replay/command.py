@@ -46,7 +46,8 @@ class _Runs:
     def run(
         self, trace: Trace, policy: str, capacity: int, hints: Any, step: Callable[[int], None]
     ) -> ReplayResult:
-        """Replay a trace with one policy, or the optimum, at one capacity."""
+        """Replay a trace with one policy, or the optimum, at one capacity, by the command's
+        options."""
         # The optimum knows the future: neither a queue nor hints could add to it.
         if policy == OPTIMUM:
             return replay_optimum(trace, capacity, self.warm)
@@ -58,7 +59,7 @@ class _Runs:
         return replace(result, policy=policy)
 
     def hints_of(self, trace: Trace) -> list[bool | None] | None:
-        """Return the hints of the trace's clients; None without `--hints`."""
+        """Return the hints of the replayed trace's clients; None without `--hints`."""
         return None if self.hints is None else client_hints(trace, self.hints, self.hints_wrong)
 
 
@@ -214,7 +215,7 @@ def replay(
 
 
 def _row(result: ReplayResult, bytes_per_token: int) -> str:
-    """Format a result as a line of the table; * marks the default policy."""
+    """Format a replay's result as a line of the command's table; * marks the default policy."""
     name = result.policy + ("*" if result.policy == DEFAULT_POLICY else "")
     saved = amount(result.hit_tokens * bytes_per_token) if bytes_per_token else "-"
     return LAYOUT.format(
@@ -225,7 +226,7 @@ def _row(result: ReplayResult, bytes_per_token: int) -> str:
 
 
 def _policies(given: list[str]) -> list[str]:
-    """List the policies that the values of `--policy` name. Raises ConfigError."""
+    """List the policies to replay, which the values of `--policy` name. Raises ConfigError."""
     every = [*policy_names(), OPTIMUM]
     names = (name.strip() for text in given for name in text.split(","))
     chosen: dict[str, None] = {}
@@ -242,7 +243,7 @@ def _policies(given: list[str]) -> list[str]:
 
 
 def _capacities(sizes: str) -> list[int]:
-    """Return the capacities of `--capacity`, each once. Raises ConfigError."""
+    """Return the capacities to replay at, of `--capacity`, each once. Raises ConfigError."""
     try:
         capacities = [int(size) for size in sizes.split(",")]
     except ValueError:

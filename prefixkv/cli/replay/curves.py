@@ -19,7 +19,7 @@ _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def capacities_for(blocks: int) -> list[int]:
-    """Return capacities that show the curve of a trace with this many distinct blocks, rising.
+    """Return capacities that show the hit curve of a trace with this many distinct blocks, rising.
 
     >>> capacities_for(6400)
     [100, 200, 400, 800, 1600, 3200, 6400]
@@ -28,12 +28,13 @@ def capacities_for(blocks: int) -> list[int]:
 
 
 def middle(capacities: Sequence[int]) -> int:
-    """Return the capacity to recommend for if none is named: the middle one, the larger of two."""
+    """Return the replayed capacity to recommend for if none is named: the middle one, the larger of
+    two."""
     return sorted(capacities)[len(capacities) // 2]
 
 
 def amount(num_bytes: float) -> str:
-    """Format a number of bytes.
+    """Format a number of bytes for the replay's table and recommendation.
 
     >>> amount(3 << 20), amount(1536), amount(12)
     ('3.0 MiB', '1.5 KiB', '12 B')
@@ -46,8 +47,8 @@ def amount(num_bytes: float) -> str:
 
 
 def best(results: Sequence[ReplayResult], capacity: int) -> ReplayResult | None:
-    """Return the result of the policy to use at this capacity: the one with the most hits, unless
-    the default, or else lru, is as good up to noise. None if no policy was run."""
+    """Return the replay's result of the policy to use at this capacity: the one with the most hits,
+    unless the default, or else lru, is as good up to noise. None if no policy was run."""
     there = [one for one in results if one.capacity_blocks == capacity and one.policy != OPTIMUM]
     most_hit = max((one.block_hit_ratio for one in there), default=0.0)
     # Noise counts from both ends: near a hit rate of 1 a small share of the hits is most of the
@@ -68,8 +69,8 @@ def best(results: Sequence[ReplayResult], capacity: int) -> ReplayResult | None:
 def sentence(
     results: Sequence[ReplayResult], pool: int, bytes_per_token: int = 0, block_tokens: int = 0
 ) -> str:
-    """Return the recommendation for a pool of `pool` blocks, and what half or twice of it would
-    bring.
+    """Return the replay's recommendation for a pool of `pool` blocks, and what half or twice of it
+    would bring.
 
     Args:
         results: of one trace; at `pool` all policies, at half and twice of it that of `best`.
@@ -101,14 +102,14 @@ def sentence(
 
 
 def _saved(num_tokens: int, bytes_per_token: int) -> str:
-    """Format the KV that hits have saved."""
+    """Format the KV that hits of a replay have saved."""
     if bytes_per_token:
         return f"{amount(num_tokens * bytes_per_token)} of KV"
     return f"the KV of {num_tokens:,} tokens"
 
 
 def check_plot(path: Path | None) -> None:
-    """Raise ConfigError if a plot is requested and matplotlib is missing."""
+    """Raise ConfigError if a plot of the curves is requested and matplotlib is missing."""
     if path is not None:
         try:
             import matplotlib  # noqa: F401, ICN001
@@ -117,8 +118,8 @@ def check_plot(path: Path | None) -> None:
 
 
 def draw(results: Sequence[ReplayResult], path: Path) -> None:
-    """Draw miss ratio by capacity: one curve per policy, one panel per trace. Raises ConfigError
-    without matplotlib."""
+    """Draw the curves of miss ratio by capacity: one per policy, one panel per trace. Raises
+    ConfigError without matplotlib."""
     check_plot(path)
     import matplotlib as mpl
 

@@ -15,8 +15,8 @@ from prefixkv.cli.replay.trace import Trace, block_names
 def client_hints(
     trace: Trace, minutes: float, wrong: float = 0.0, seed: int = 0
 ) -> list[bool | None]:
-    """Return, for each request in order, whether it comes back in time; None for one without a
-    whole block.
+    """Return, for each request of a trace in order, its client's hint: whether the conversation
+    comes back in time; None for one without a whole block.
 
     Args:
         wrong: this share of them, drawn with the seed, says the opposite.

@@ -19,8 +19,8 @@ OPTIMUM = "optimum"
 
 
 def replay_optimum(trace: Trace, capacity: int, warm: float = 0.0) -> ReplayResult:
-    """Replay a trace with the optimum: no cache of this capacity hits more often. O(blocks log
-    blocks)."""
+    """Replay a trace with the optimum, which evicts the furthest next use: no cache of this
+    capacity hits more often. O(blocks log blocks)."""
     hits = Hits(trace, warm)
     paths = [block_names(request.whole_key, trace.page_size) for request in trace.requests]
     never = len(paths)

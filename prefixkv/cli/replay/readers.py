@@ -34,7 +34,8 @@ def read_trace(
     limit: int | None = None,
     spread_s: float = SPREAD_S,
 ) -> Trace:
-    """Read the trace in a file, or in a folder of sessions; its requests are ordered by time.
+    """Read the trace to replay from a file, or from a folder of sessions; its requests are ordered
+    by time.
 
     Args:
         page_size: tokens per page, for token lists.
@@ -64,7 +65,7 @@ def read_trace(
 
 
 def make_trace(name: str, entries: Iterable[dict[str, Any]], block_tokens: int = 512) -> Trace:
-    """Make a trace of entries in memory. Raises TypeError or ValueError for a bad one."""
+    """Make a trace to replay of entries in memory. Raises TypeError or ValueError for a bad one."""
     reader = _TraceReader(1, block_tokens, SPREAD_S)
     for entry in entries:
         reader.add(entry)
@@ -72,7 +73,7 @@ def make_trace(name: str, entries: Iterable[dict[str, Any]], block_tokens: int =
 
 
 def _read_whole(path: Path, add: Callable[[Any], None]) -> None:
-    """Read a file that is one JSON value, or one value per line."""
+    """Read a trace's file that is one JSON value, or one value per line."""
     try:
         entry = json.loads(path.read_text(encoding="utf-8"))
     # Not one value: take it line by line, which also reports the line that is wrong.
@@ -100,7 +101,7 @@ class _TraceReader:
         self._agentic = Agentic(block_tokens)
 
     def add(self, entry: Any) -> None:
-        """Read one entry; the first decides the kind of all."""
+        """Read one entry of a trace; the first decides the kind of all."""
         kind = _kind(entry)
         # A file of two kinds would have two units of block and time.
         if self._kind == "":
@@ -117,7 +118,7 @@ class _TraceReader:
             self._agentic.add(entry)
 
     def trace(self, name: str) -> Trace:
-        """Return the trace of all entries, in order of time."""
+        """Return the trace of all entries that were read, in order of time."""
         if self._kind == "tokens":
             return Trace(name, self._requests, self._page_size, self._page_size).in_order()
         block_tokens = self._block_tokens
@@ -131,14 +132,14 @@ class _TraceReader:
         return found.in_order()
 
     def _add_tokens(self, entry: dict[str, Any]) -> None:
-        """Read a prompt given as tokens."""
+        """Read a trace's prompt that is given as tokens."""
         key = RadixKey(entry["tokens"])
         # Here a prompt has no partial block: `page_size` cuts it when it is matched.
         key.check()
         self._requests.append(TraceRequest(self._time_s(entry), key, key, len(key)))
 
     def _add_blocks(self, entry: dict[str, Any]) -> None:
-        """Read a prompt given as hash ids."""
+        """Read a Mooncake trace's prompt, which is given as hash ids."""
         length = number_in(entry, "input_length", 0, TOKEN_LIMIT - 1)
         if "block_size" in entry:
             size = number_in(entry, "block_size", 1, 1 << 20)
@@ -155,7 +156,7 @@ class _TraceReader:
         self._add(self._time_s(entry), ids, length, self._block_tokens, namespace)
 
     def _time_s(self, entry: dict[str, Any]) -> float:
-        """Return an entry's time; without one, requests are a second apart."""
+        """Return the time of a trace's entry; without one, requests are a second apart."""
         stamped = {"timestamp": len(self._requests) * 1000} | entry
         return number_in(stamped, "timestamp", 0, 10**15 - 1, (int, float)) / 1000  # type: ignore[no-any-return]
 
@@ -167,7 +168,7 @@ class _TraceReader:
         block_tokens: int,
         namespace: Hashable = None,
     ) -> None:
-        """Add a request with these blocks."""
+        """Add a request with these blocks to the trace that is read."""
         names = self._names
         blocks = [names.setdefault(name, len(names)) for name in ids]
         key = RadixKey(blocks, namespace)
@@ -177,7 +178,8 @@ class _TraceReader:
 
 
 def _kind(entry: Any) -> str:
-    """Return the kind of a file's entry. Raises TypeError for one of no kind."""
+    """Return the kind of trace that a file's entry belongs to. Raises TypeError for one of no
+    kind."""
     if isinstance(entry, list):
         return "tokens"
     if not isinstance(entry, dict):

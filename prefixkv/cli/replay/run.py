@@ -42,7 +42,7 @@ class Hits:
         self._begin_s = time.perf_counter()
 
     def add(self, at: int, known: int) -> None:
-        """Count request number `at`, with the number of its blocks that were cached."""
+        """Count the hits of a replay's request number `at`: of its blocks, `known` were cached."""
         if at < self._from:
             return
         request, block_tokens = self._trace.requests[at], self._trace.block_tokens
@@ -52,7 +52,8 @@ class Hits:
         self._tokens += request.num_tokens
 
     def result(self, policy: str, capacity: int, evicted: int) -> ReplayResult:
-        """Return the result, with the time per request since this object was made."""
+        """Return the replay's hit rates and costs, with the time per request since this object was
+        made."""
         count = len(self._trace.requests)
         return ReplayResult(
             trace=self._trace.name,
@@ -78,8 +79,8 @@ def replay_policy(
     hints: Sequence[bool | None] | None = None,
     found: list[int] | None = None,
 ) -> ReplayResult:
-    """Replay a trace with one policy at one capacity (blocks). Costs some ten microseconds per
-    request.
+    """Replay a trace with one eviction policy at one capacity (blocks), through a real
+    `RadixCache`. Costs some ten microseconds per request.
 
     Args:
         policy: a name, or an object, which serves one replay.

@@ -39,7 +39,7 @@ class Trace:
 
     @property
     def token_scale(self) -> int:
-        """Prompt tokens that one token of a key stands for."""
+        """Number of prompt tokens that one token of a key in the trace stands for."""
         return self.block_tokens // self.page_size
 
     def in_order(self) -> Trace:
@@ -52,7 +52,7 @@ class Trace:
 
 
 def block_names(key: RadixKey, page_size: int) -> list[Any]:
-    """Return a name for each whole block together with all blocks before it."""
+    """Return a name for each whole block of a trace's key together with all blocks before it."""
     names = []
     above = hash(key.namespace)
     size = TOKEN_BYTES * page_size
@@ -64,7 +64,7 @@ def block_names(key: RadixKey, page_size: int) -> list[Any]:
 
 
 def footprint(trace: Trace) -> int:
-    """Count the distinct whole blocks: a cache of this many never evicts."""
+    """Count the distinct whole blocks of a trace: a cache of this many never evicts."""
     # By name, not by id: a block counts once per prefix that it follows.
     seen: set[Any] = set()
     for request in trace.requests:
@@ -73,7 +73,7 @@ def footprint(trace: Trace) -> int:
 
 
 def mix(traces: Sequence[Trace]) -> Trace:
-    """Merge traces by time, each in a namespace of its own, so that they share nothing.
+    """Merge traces to replay by time, each in a namespace of its own, so that they share nothing.
 
     Raises:
         ConfigError: blocks of different sizes.
