@@ -21,7 +21,7 @@ MIN_DIGEST_BYTES, MAX_DIGEST_BYTES = 16, 64
 def prompt_digest(tokens: TokensLike, namespace: Hashable = None) -> bytes:
     """Return a digest of 32 bytes that names a prompt. About 4 us for 1,024 tokens.
 
-    They are equal in every process for equal tokens and namespaces, and for no others.
+    It is the same in every process for equal tokens and namespaces, and for no others.
 
     Args:
         tokens: as of `RadixKey`; a key's own namespace counts if none is given.

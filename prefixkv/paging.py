@@ -122,8 +122,8 @@ def check_in_pool(pages: npt.NDArray[np.integer], num_pages: int, what: str = "p
 
 
 def page_table(rows: Sequence[Pages], width: int | None = None, pad: int = 0) -> Pages:
-    """Build the page table of a batch, as kernels take it, from the requests' page ids. O(its
-    size).
+    """Build from requests' page ids the page table of a batch, padded, as an engine's kernels take
+    it. O(its size).
 
     It is called "block table" in vLLM and FlashAttention, "page table" in SGLang.
 

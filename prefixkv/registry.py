@@ -31,8 +31,8 @@ class Registry(Generic[T]):
         self._classes: dict[str, type[T]] = {}
 
     def add(self, chosen: C) -> C:
-        """Make a class available in the registry by its `name`, replacing one of the same name.
-        Works as a decorator.
+        """Make a class (a policy, say) available in the registry by its `name`, replacing one of
+        the same name. Works as a decorator.
 
         Raises:
             ConfigError: it is no class derived from the base, or its name is no string. Nothing was

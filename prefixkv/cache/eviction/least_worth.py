@@ -154,7 +154,8 @@ class LeastWorth(LeafOrders):
         self._all_hold_s = inf
 
     def add(self, leaf: TreeNode) -> None:
-        """Add a leaf to the line of its class, or move it there. O(1) as a rule."""
+        """Add a leaf to the least-worth queue, in the line of its class, or move it there. O(1) as
+        a rule."""
         mark = leaf.mark
         kind, tick, old = self._class_of(leaf), mark[0], leaf.entry
         if old is not None:
@@ -254,19 +255,19 @@ class LeastWorth(LeafOrders):
         return (hazards.worth[kind][place], rises, -tick if rises else tick)
 
     def count_dead_unswept(self) -> None:
-        """Count a dead entry while the line of a class is being read. Unlike `count_dead` it never
-        sweeps, which would replace the line."""
+        """Count a dead entry of the least-worth queue while the line of a class is being read.
+        Unlike `count_dead` it never sweeps, which would replace the line."""
         self._num_entries -= 1
         self._num_dead += 1
 
     def _entries(self) -> Iterable[tuple[Any, ...]]:
-        """Iterate over all entries of the lines of all classes, each once: `newest` holds those of
+        """Iterate over all entries of the least-worth queue, each once: `newest` holds those of
         `oldest` again."""
         return (entry for line in self._lines for part in (line.in_order, line.oldest)
                 for entry in part)  # fmt: skip
 
     def _sweep(self) -> None:
-        """Drop all dead entries from the lines of all classes. O(entries)."""
+        """Drop all dead entries from the least-worth queue's lines. O(entries)."""
         for line in self._lines:
             line.sweep()
         self._num_dead = 0
