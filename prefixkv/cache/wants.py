@@ -50,7 +50,8 @@ def deepest(node: TreeNode, limit: int) -> int:
 
 
 def served_by(node: TreeNode, depth: int, first_page: bytes) -> list[Want]:
-    """Detach and return the wants at `depth` of `node` that ask for `first_page` next.
+    """Detach and return the wants at `depth` of `node` of the radix tree that ask for `first_page`
+    next.
 
     They are attached nowhere until the caller attaches them again.
     """
@@ -63,7 +64,8 @@ def served_by(node: TreeNode, depth: int, first_page: bytes) -> list[Want]:
 
 
 def move(source: TreeNode, target: TreeNode, from_depth: int, to_depth: int, limit: int) -> None:
-    """Move the wants of `source` in (from_depth, to_depth] to `target`, none deeper than `limit`.
+    """Move the wants of tree node `source` in (from_depth, to_depth] to node `target`, none deeper
+    than `limit`.
 
     `source` may be `target`: then they only move up, because pages were cut off its end.
     """

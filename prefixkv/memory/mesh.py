@@ -36,7 +36,7 @@ class Shard(NamedTuple):
 
     @classmethod
     def whole(cls, layout: KVLayout) -> Shard:
-        """Return the shard that is all a pool holds, in its own numbers."""
+        """Return the shard of layers and heads that is all a pool holds, in its own numbers."""
         return cls(0, layout.num_layers, 0, layout.num_kv_heads)
 
     def overlap(self, other: Shard) -> Shard | None:
