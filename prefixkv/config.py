@@ -52,7 +52,8 @@ MAX_VERSION_CHARS = 256
 
 
 def check_version(version: str) -> str:
-    """Return a weights version. Raises ConfigError for one that is too long, or does not print."""
+    """Return a configured weights version. Raises ConfigError for one that is too long, or does not
+    print."""
     check_kind("weights_version", version, str)
     if not version.isprintable():
         raise ConfigError(f"weights_version: {version!r} has characters that do not print")
@@ -213,17 +214,20 @@ class TransportConfig:
 
     @property
     def spin_s(self) -> float:
-        """Time for which empty polls follow each other without a sleep."""
+        """Time for which, by its config, the transport's empty polls follow each other without a
+        sleep."""
         return _SPIN_S * self.polling
 
     @property
     def sleep_s(self) -> float:
-        """Sleep between two polls after that."""
+        """Sleep between two polls that the config gives the transport once it has spun for
+        `spin_s`."""
         return _SLEEP_S * self.polling
 
     @property
     def idle_sleep_s(self) -> float:
-        """The shortest sleep once it has been quiet for longer."""
+        """The shortest sleep that the config gives the transport once it has been quiet for
+        longer."""
         return _IDLE_SLEEP_S * self.polling
 
 
@@ -366,7 +370,8 @@ class DecodeConfig:
             raise ConfigError(f"retarget: {self.retarget!r} is not a function")
 
     def for_page_manager(self, num_pages: int, num_slots: int = 0) -> PageSettings:
-        """Arguments of a `PageManager` besides its sizes, alike on every rank."""
+        """Return what this config of a decode worker gives a `PageManager` as arguments, besides
+        its sizes, alike on every rank."""
         return {
             "caching": self.cache,
             "policy": self.policy,
@@ -376,20 +381,20 @@ class DecodeConfig:
 
     @property
     def num_retries(self) -> int:
-        """`max_retries` as a number."""
+        """`max_retries` of this config of a decode worker as a number."""
         if self.max_retries is None:
             return int(self.failure_policy == "retry")
         return self.max_retries
 
     @property
     def admission_patience_s(self) -> float:
-        """`patience_s`, but at most half of the time that a request may wait: else one that fits
-        might be overtaken until it fails."""
+        """`patience_s` of this config of a decode worker, but at most half of the time that a
+        request may wait: else one that fits might be overtaken until it fails."""
         return min(self.patience_s, self.admission_wait_s / 2)
 
     @property
     def admission_wait_s(self) -> float:
-        """`waiting_timeout_s` as a number."""
+        """`waiting_timeout_s` of this config of a decode worker as a number."""
         if self.waiting_timeout_s is None:
             return self.control.longest_wait_s
         return self.waiting_timeout_s

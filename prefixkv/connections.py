@@ -120,7 +120,7 @@ class Connection:
     is_cut: bool = False
 
     def look(self) -> bool:
-        """Count what has come; return whether it is more than before."""
+        """Count what has come by this TCP connection; return whether it is more than before."""
         before = self.received
         with suppress(OSError):
             self.received = self.count()[1]
@@ -130,15 +130,15 @@ class Connection:
 
     @property
     def held(self) -> int:
-        """Bytes that it has brought and the owner has not taken.
+        """Bytes that this TCP connection has brought and the socket's owner has not taken.
 
         ZeroMQ's pings count, so a peer that sends many of them is cut one day, and comes back.
         """
         return max(0, self.received - self.taken - _BORN_BYTES)
 
     def count(self) -> tuple[int, int]:
-        """Return the bytes that the peer has acknowledged, and those that it has sent. Raises
-        OSError."""
+        """Return the kernel's counts of this TCP connection: bytes that the peer has acknowledged,
+        and those that it has sent. Raises OSError."""
         info = self.link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
         if len(info) < _NOT_SENT_AT + _NOT_SENT.size:
             raise OSError("this kernel does not count the bytes of connections")
@@ -146,14 +146,16 @@ class Connection:
         return acknowledged, received
 
     def can_have_brought(self, num_bytes: int) -> bool:
-        """Return whether it may have brought this many bytes beyond what was taken of it."""
+        """Return whether this TCP connection may have brought this many bytes beyond what was taken
+        of it."""
         try:
             return num_bytes <= self.count()[1] - self.taken
         except OSError:
             return False
 
     def is_stuck(self) -> bool:
-        """Return whether bytes wait with this kernel that the peer has no room for."""
+        """Return whether bytes of this TCP connection wait with this kernel that the peer has no
+        room for."""
         with suppress(OSError):
             info = self.link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
             return bool(_NOT_SENT.unpack_from(info, _NOT_SENT_AT)[0])
@@ -161,11 +163,12 @@ class Connection:
 
     @property
     def is_over(self) -> bool:
-        """True once the duplicate is closed: the connection has gone."""
+        """True once the duplicate of this TCP connection's descriptor is closed: the connection has
+        gone."""
         return self.link.fileno() < 0
 
     def cut(self) -> None:
-        """End the connection: libzmq sees its end, and frees what it holds of it."""
+        """End this TCP connection: libzmq sees its end, and frees what it holds of it."""
         self.is_cut = True
         with suppress(OSError):
             # Reset when both descriptors are closed, whatever the peer has still to send.
@@ -174,7 +177,8 @@ class Connection:
 
 
 def set_bounds(sock: _Socket, bounds: Bounds) -> None:
-    """Set the options by which libzmq and the kernel keep honest peers below the bounds.
+    """Set a ZeroMQ socket's options by which libzmq and the kernel keep connections of honest peers
+    below the bounds.
 
     Before the socket is bound or connected.
     """
@@ -185,7 +189,8 @@ def set_bounds(sock: _Socket, bounds: Bounds) -> None:
 
 
 def message_bytes(num_bytes: int, is_curve: bool) -> int:
-    """Return how many bytes a part takes on the network.
+    """Return how many bytes a part of a message takes on a TCP connection, ZeroMQ's framing
+    included.
 
     >>> message_bytes(10, is_curve=False), message_bytes(256, is_curve=False)
     (12, 265)
@@ -195,7 +200,7 @@ def message_bytes(num_bytes: int, is_curve: bool) -> int:
 
 
 def descriptor(frame: zmq.Frame) -> int:
-    """Return libzmq's descriptor of the connection that a part came by; -1: none that is
+    """Return libzmq's descriptor of the TCP connection that a part came by; -1: none that is
     watched."""
     try:
         return int(frame.get(zmq.SRCFD))
@@ -204,7 +209,7 @@ def descriptor(frame: zmq.Frame) -> int:
 
 
 def receive(sock: _Socket, watched: Watched) -> tuple[list[zmq.Frame], Connection | None] | None:
-    """Return the next message of a watched socket, and the connection that it came by.
+    """Return the next message of a watched ZeroMQ socket, and the connection that it came by.
 
     One of more than `MOST_PARTS` is dropped, and its connection is cut before the rest of it is
     read: no frames are returned. Part by part that takes a microsecond or two each, so a turn, from
@@ -228,13 +233,14 @@ def receive(sock: _Socket, watched: Watched) -> tuple[list[zmq.Frame], Connectio
 
 
 def _bytes_of(frames: list[zmq.Frame], watched: Watched) -> int:
-    """Return the bytes of a message on the network; a route has not travelled."""
+    """Return the bytes that a message of a watched socket took on its TCP connection; a route has
+    not travelled."""
     travelled = frames[1:] if watched.has_route else frames
     return sum(message_bytes(len(frame), watched.is_curve) for frame in travelled)
 
 
 def _skip(sock: _Socket, watched: Watched) -> tuple[list[zmq.Frame], Connection | None] | None:
-    """Read on in a message of many parts, and end its connection.
+    """Read on in a watched socket's message of many parts, and end its connection.
 
     Its bytes are counted as the least that they can be: a connection that is cut had better count
     too many held bytes than too few.
@@ -293,8 +299,8 @@ class Watched:
     # --- the owner's thread -----------------------------------------------------------------------
 
     def took(self, fd: int, num_bytes: int) -> Connection | None:
-        """Count a message of `num_bytes` that the owner has taken; return the connection it came
-        by."""
+        """Count a message of `num_bytes` that the watched socket's owner has taken; return the
+        connection it came by."""
         connection = self.connections.get(fd)
         if connection is None:
             if fd >= 0:  # its connection is not known yet, or not any more
@@ -310,7 +316,7 @@ class Watched:
         return connection
 
     def may_sleep(self, sock: _Socket) -> bool:
-        """Return whether the owner may sleep: the socket has nothing for it.
+        """Return whether the owner of the watched socket may sleep: the socket has nothing for it.
 
         Then `fd` becomes readable before it has. The owner sleeps on `fd`, and not in zmq's poll of
         the socket: that one takes note of what has come a moment before the owner does, and it
@@ -321,12 +327,12 @@ class Watched:
         return self.is_waiting
 
     def found_empty(self) -> None:
-        """Note that the owner has taken all there is."""
+        """Note that the owner of the watched socket has taken all there is."""
         self._turns += 1
 
     def unread(self, connection: Connection | None) -> int:
-        """Return the bytes that were given to a connection and that its peer has not
-        acknowledged."""
+        """Return the bytes that were given to a connection of the watched socket and that its peer
+        has not acknowledged."""
         if connection is None or not connection.given:
             return 0
         try:
@@ -335,8 +341,8 @@ class Watched:
             return 0
 
     def gave(self, connection: Connection | None, num_bytes: int) -> None:
-        """Count a message that the owner has queued for a connection; end one that does not
-        read."""
+        """Count a message that the watched socket's owner has queued for a connection; end one that
+        does not read."""
         if connection is None or connection.is_cut:
             return
         connection.given += num_bytes
@@ -351,7 +357,8 @@ class Watched:
                 connection.given = connection.count()[0]
 
     def published(self, num_bytes: int) -> None:
-        """Count bytes that the owner has published to all that want them.
+        """Count bytes that the watched socket's owner has published to all connections that want
+        them.
 
         A subscriber that is more than `unread_bytes` behind, and has no room for more, is ended.
         """
@@ -371,7 +378,7 @@ class Watched:
     # --- either -----------------------------------------------------------------------------------
 
     def cut(self, connection: Connection, why: str, num_bytes: int = 0) -> None:
-        """End a connection and count why."""
+        """End a connection of the watched socket and count why."""
         if not connection.is_cut:
             connection.cut()
             self.counters[f"connections_cut: {why}"] += 1
@@ -379,7 +386,8 @@ class Watched:
     # --- the watcher's thread ---------------------------------------------------------------------
 
     def begin(self, fd: int, now_s: float) -> Connection | None:
-        """Begin to watch a connection that has come. None if it has gone already, or is not TCP."""
+        """Begin to count the bytes of a connection that has come to the watched socket. None if it
+        has gone already, or is not TCP."""
         try:
             link = socket.socket(fileno=os.dup(fd))
         except OSError:
@@ -406,7 +414,7 @@ class Watched:
         return connection
 
     def _make_room(self) -> None:
-        """End one connection if there are too many.
+        """End one connection of the watched socket if there are too many.
 
         Of those that never sent a message the oldest; else the one that has been silent for
         longest.
@@ -418,12 +426,13 @@ class Watched:
 
     @property
     def most(self) -> int:
-        """Most connections at once."""
+        """Most connections of the watched socket at once."""
         descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return max(16, min(self.bounds.connections, descriptors // _DESCRIPTORS))
 
     def end(self, fd: int) -> Connection | None:
-        """Take a connection out that has gone, as libzmq says. The caller closes its duplicate."""
+        """Take out a connection of the watched socket that has gone, as libzmq says. The caller
+        closes its duplicate."""
         connection = self.connections.pop(fd, None)
         if connection is not None:
             connection.look()
@@ -436,7 +445,8 @@ class Watched:
         return connection
 
     def enforce(self, now_s: float) -> None:
-        """Cut what is above its bound: each for itself, then the largest until the sum is below."""
+        """Cut the watched socket's connections that are above their bound: each for itself, then
+        the largest until the sum is below."""
         # 1. Forget early bytes of connections that never became known.
         for fd, (_, when_s) in list(self._early.items()):
             if when_s < now_s - _LATE_S:
@@ -467,7 +477,8 @@ class Watched:
             total -= connection.held
 
     def _shut(self, is_shut: bool) -> None:
-        """Let no connection come while the owner has to read what ended ones have left.
+        """Let no connection come to the watched socket while its owner has to read what ended ones
+        have left.
 
         Each may bring what the kernel holds of it before it can be cut, faster than that is read.
         Their SYNs are dropped, so they come when TCP tries again, a second later.
@@ -493,7 +504,8 @@ class Watched:
 
     @property
     def looks_hostile(self) -> bool:
-        """True if a connection that brings bytes is unknown, or has brought more than a message."""
+        """True if a connection of the watched socket that brings bytes is unknown, or has brought
+        more than a message."""
         most = self.bounds.message_bytes
         return any(not one.heard_s or one.held > most for one in self.connections.values())
 
@@ -525,7 +537,8 @@ class Watcher:
         self, sock: _Socket, name: str, bounds: Bounds, is_curve: bool = False,
         is_read: bool = True,
     ) -> Watched:  # fmt: skip
-        """Bound a socket that is not bound yet: a connection that came before is not watched."""
+        """Watch the connections of a socket that is not bound yet, and bound them: one that came
+        before is not watched."""
         monitor = None if self._epoll is None else sock.get_monitor_socket(_EVENTS)
         watched = Watched(name, bounds, is_curve, self.counters, monitor, sock.FD, is_read)
         watched.has_route = sock.type == zmq.ROUTER
@@ -534,28 +547,29 @@ class Watcher:
     def watch_connected(
         self, sock: _Socket, name: str, bounds: Bounds, is_curve: bool = False
     ) -> Watched:
-        """Bound a socket that connects; `came` and `went` pass on what its owner's monitor says."""
+        """Watch the connections of a socket that connects, and bound them; `came` and `went` pass
+        on what its owner's monitor says."""
         return self._begin(sock, Watched(name, bounds, is_curve, self.counters, None, sock.FD))
 
     def came(self, watched: Watched, fd: int) -> None:
-        """Take zmq.EVENT_CONNECTED, with libzmq's descriptor."""
+        """Take for the watcher zmq.EVENT_CONNECTED of a connection, with libzmq's descriptor."""
         self._tell(lambda: self._came(watched, fd))
 
     def went(self, watched: Watched, fd: int) -> None:
-        """Take zmq.EVENT_DISCONNECTED, with libzmq's descriptor."""
+        """Take for the watcher zmq.EVENT_DISCONNECTED of a connection, with libzmq's descriptor."""
         self._tell(lambda: self._went(watched, fd))
 
     def forget(self, watched: Watched) -> None:
-        """Watch a socket that connects no more; it is about to be closed."""
+        """Stop watching the connections of a socket that connects; it is about to be closed."""
         self._tell(lambda: self._forget(watched))
 
     def _tell(self, what: Callable[[], None]) -> None:
-        """Queue a call for the thread, if there is one."""
+        """Queue a call for the thread that watches connections, if there is one."""
         if self._thread is not None:
             self._bell.put(what)
 
     def close(self) -> None:
-        """Join the thread. Idempotent.
+        """Join the thread that watches connections. Idempotent.
 
         Before it, `disable_monitor` of the sockets that are bound, since libzmq's thread may wait
         for this one to read; after it, close them.
@@ -571,7 +585,8 @@ class Watcher:
             self._epoll.close()
 
     def _begin(self, sock: _Socket, watched: Watched) -> Watched:
-        """Set the bounds, and start to watch; without the counters only the bounds are set."""
+        """Set the bounds of a socket's connections, and start to watch them; without the counters
+        only the bounds are set."""
         # In any case: these need no counters.
         set_bounds(sock, watched.bounds)
         if self._epoll is not None:
@@ -585,7 +600,7 @@ class Watcher:
     # --- the thread -------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Run the thread; at its end all duplicates are closed."""
+        """Run the thread that watches connections; at its end all duplicates are closed."""
         assert self._epoll is not None
         self._poller.register(self._bell.fd, zmq.POLLIN)
         self._poller.register(self._epoll.fileno(), zmq.POLLIN)
@@ -598,7 +613,8 @@ class Watcher:
                     self._went(watched, fd)
 
     def _guarded_step(self) -> bool:
-        """Make one look; an exception is logged, and the thread goes on."""
+        """Make one look at the watched connections; an exception is logged, and the thread goes
+        on."""
         try:
             return self._step()
         except Exception:  # a defect of ours: what it was about is not watched, all else is
@@ -607,7 +623,7 @@ class Watcher:
             return True
 
     def _step(self) -> bool:
-        """Make one look; return False when the thread is to end."""
+        """Make one look at the watched connections; return False when the thread is to end."""
         is_busy = bool(self._hot) or any(watched.is_settling for watched in self._watched)
         if is_busy:  # the rest of a burst is seen by one look
             # 1. Wait: a pause while bytes come, else until something happens.
@@ -629,19 +645,19 @@ class Watcher:
         return True
 
     def _watch(self, watched: Watched) -> None:
-        """Add a socket."""
+        """Add a socket to those with connections that the thread watches."""
         self._watched.append(watched)
         if watched.monitor is not None:
             self._poller.register(watched.monitor, zmq.POLLIN)
 
     def _forget(self, watched: Watched) -> None:
-        """Remove a socket and its connections."""
+        """Remove a socket and its connections from those that the thread watches."""
         for fd in list(watched.connections):
             self._went(watched, fd)
         self._watched.remove(watched)
 
     def _read_events(self, watched: Watched, monitor: _Socket) -> None:
-        """Read what libzmq reports about a bound socket."""
+        """Read what libzmq reports about the connections of a bound socket."""
         with suppress(zmq.Again):
             while True:
                 told = parse_monitor_message(monitor.recv_multipart(zmq.DONTWAIT))
@@ -653,7 +669,7 @@ class Watcher:
                     self._went(watched, told["value"])
 
     def _came(self, watched: Watched, fd: int) -> None:
-        """Begin to watch a connection."""
+        """Begin to watch a TCP connection."""
         assert self._epoll is not None
         self._went(watched, fd)  # what had this descriptor before has gone, told or not
         connection = watched.begin(fd, time.monotonic())
@@ -663,7 +679,7 @@ class Watcher:
             self._epoll.register(link, select.EPOLLIN | select.EPOLLET)
 
     def _went(self, watched: Watched, fd: int) -> None:
-        """Close the duplicate of a connection that has gone."""
+        """Close the duplicate of a watched connection that has gone."""
         connection = watched.end(fd)
         if connection is not None:
             assert self._epoll is not None
@@ -675,7 +691,7 @@ class Watcher:
             connection.link.close()
 
     def _look(self) -> None:
-        """Count what has come, and cut what is too much."""
+        """Count what has come by the watched connections, and cut those that bring too much."""
         assert self._epoll is not None
         for link, _ in self._epoll.poll(0):  # once for each arrival: EPOLLET
             if link in self._by_link:

@@ -19,9 +19,9 @@ MIN_DIGEST_BYTES, MAX_DIGEST_BYTES = 16, 64
 
 
 def prompt_digest(tokens: TokensLike, namespace: Hashable = None) -> bytes:
-    """Return 32 bytes that name a prompt. About 4 us for 1,024 tokens.
+    """Return a digest of 32 bytes that names a prompt. About 4 us for 1,024 tokens.
 
-    They are equal in every process for equal tokens and namespaces, and for no others.
+    It is the same in every process for equal tokens and namespaces, and for no others.
 
     Args:
         tokens: as of `RadixKey`; a key's own namespace counts if none is given.
@@ -40,21 +40,22 @@ def prompt_digest(tokens: TokensLike, namespace: Hashable = None) -> bytes:
 
 
 def prove(digest: bytes, decode_secret: bytes, prefill_secret: bytes) -> bytes:
-    """Return the proof of a digest on the link of two ranks that drew these secrets, at most 32
-    bytes each."""
+    """Return the proof of a prompt's digest on the link of two ranks that drew these secrets, at
+    most 32 bytes each."""
     # Both secrets: a proof overheard or received on one link proves nothing on another.
     key = decode_secret + prefill_secret
     return blake2b(digest, key=key, digest_size=DIGEST_BYTES).digest()
 
 
 def proves(proof: bytes, digest: bytes, decode_secret: bytes, prefill_secret: bytes) -> bool:
-    """Return whether the proof is of this digest. Takes the same time for any proof of its
+    """Return whether the proof is of this prompt's digest. Takes the same time for any proof of its
     length."""
     return hmac.compare_digest(proof, prove(digest, decode_secret, prefill_secret))
 
 
 def check_digest(digest: bytes) -> bytes:
-    """Return the digest as bytes. Raises RequestError unless it is bytes, 16 to 64 of them."""
+    """Return a prompt's digest as bytes. Raises RequestError unless it is bytes, 16 to 64 of
+    them."""
     if not isinstance(digest, bytes | bytearray | memoryview):
         raise RequestError(f"digest is {digest!r}, bytes are needed: `prefixkv.prompt_digest`")
     if not MIN_DIGEST_BYTES <= len(raw := bytes(digest)) <= MAX_DIGEST_BYTES:
@@ -64,7 +65,7 @@ def check_digest(digest: bytes) -> bytes:
 
 
 def _canonical(namespace: Hashable) -> bytes:
-    """Return the same bytes for equal namespaces, and different bytes for others.
+    """Return for a digest the same bytes for equal namespaces, and different bytes for others.
 
     They are a letter for the type, the size, and the value. Raises RequestError for other types.
     """

@@ -151,7 +151,8 @@ class HandshakeError(PeerError):
         self.option = option
 
     def named(self, options: Mapping[str, str]) -> HandshakeError:
-        """Return this error with the engine's option, if `options` has one for the field.
+        """Return this error of a handshake with the engine's option, if `options` has one for the
+        field.
 
         A tag is words of the form `key=value`. Each word counts as a field, and those that differ
         are named.
@@ -171,7 +172,7 @@ class HandshakeError(PeerError):
 
 
 def _fields_of(field: str, ours: object, theirs: object) -> list[str]:
-    """Return those words of two tags that differ, each as a field."""
+    """Return for a HandshakeError those words of two tags that differ, each as a field."""
     if not isinstance(ours, str) or not isinstance(theirs, str):
         return []
     # Words that only one side has. Listed in the order of both tags, so that the message is stable.
@@ -191,7 +192,7 @@ class MetadataError(HandshakeError):
         self.reason, self.option = "is refused", ""
 
     def named(self, options: Mapping[str, str]) -> HandshakeError:
-        """Return this error as it is: no option sets the metadata."""
+        """Return this error of NIXL metadata as it is: no option sets the metadata."""
         return self
 
 
@@ -247,7 +248,7 @@ class WeightsVersionError(TransferError):
 
     @property
     def versions(self) -> tuple[str, str]:
-        """Version of the request, and the other one."""
+        """Version of the weights that the error's request has, and the other one."""
         return self.request_version, self.current_version
 
     def named(self, options: Mapping[str, str]) -> WeightsVersionError:
@@ -287,13 +288,15 @@ class UserErrors:
         self._raised_last = False
 
     def caught(self, error: Exception) -> None:
-        """Note an exception. Call it in the handler that caught it."""
+        """Note an exception of the user's code (a policy, a log handler), to be raised later. Call
+        it in the handler that caught it."""
         self.num += 1
         if self.due is None:
             self.due = error
 
     def raise_due(self) -> None:
-        """Raise the first exception since the last one raised, but not in two calls in a row."""
+        """Raise the first exception of the user's code since the last one raised, but not in two
+        calls in a row."""
         if self._raised_last or self.due is None:
             self._raised_last = False
             return
@@ -307,7 +310,7 @@ class UserErrors:
 
 
 def check_laws(laws: Mapping[str, bool], *state: object) -> None:
-    """Raise InternalError naming each law that is broken, with the state.
+    """Raise InternalError, an error of ours, naming each law that is broken, with the state.
 
     >>> check_laws({"every page has one owner": False}, "pages 3 and 4")
     Traceback (most recent call last):
@@ -318,6 +321,6 @@ def check_laws(laws: Mapping[str, bool], *state: object) -> None:
 
 
 def check_range(name: str, value: float, low: float, high: float) -> None:
-    """Raise ConfigError unless `value` is in [low, high]."""
+    """Raise ConfigError, the caller's error, unless `value` is in [low, high]."""
     if not low <= value <= high:
         raise ConfigError(f"{name} is {value}, must be in [{low}, {high}]")

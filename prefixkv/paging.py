@@ -32,7 +32,7 @@ _INT32 = np.dtype(np.int32)
 
 
 def page_floor(num_tokens: int, page_size: int) -> int:
-    """Return the largest whole-page token count not above `num_tokens`.
+    """Round down to whole pages: return the largest whole-page token count not above `num_tokens`.
 
     >>> page_floor(130, page_size=64)
     128
@@ -41,7 +41,7 @@ def page_floor(num_tokens: int, page_size: int) -> int:
 
 
 def whole_pages(num_tokens: int, page_size: int) -> int:
-    """Return how many whole pages `num_tokens` fill.
+    """Turn tokens into pages: return how many whole pages `num_tokens` fill.
 
     >>> whole_pages(130, page_size=64)
     2
@@ -50,7 +50,7 @@ def whole_pages(num_tokens: int, page_size: int) -> int:
 
 
 def pages_for(num_tokens: int, page_size: int) -> int:
-    """Return how many pages hold `num_tokens`, a partial last page included.
+    """Turn tokens into pages: return how many hold `num_tokens`, a partial last page included.
 
     >>> pages_for(130, page_size=64)
     3
@@ -62,7 +62,8 @@ def pages_for(num_tokens: int, page_size: int) -> int:
 
 
 def as_pages(pages: PageIds) -> Pages:
-    """Return `pages` as int32 [n]: the array itself if it is one, else a copy.
+    """Return `pages`, page ids from anywhere, as int32 [n]: the array itself if it is one, else a
+    copy.
 
     It does not check the bounds of a pool.
 
@@ -88,7 +89,8 @@ def as_pages(pages: PageIds) -> Pages:
 def checked_pages(
     pages: npt.NDArray[np.integer], num_pages: int, side: str, what: str = "page"
 ) -> Pages:
-    """Return `pages` as int32 after checking that each id lies in [0, num_pages).
+    """Return `pages`, page ids from anywhere, as int32 after checking that each lies in [0,
+    num_pages).
 
     Every id passes here before it becomes an address.
 
@@ -109,7 +111,8 @@ def checked_pages(
 
 
 def check_in_pool(pages: npt.NDArray[np.integer], num_pages: int, what: str = "page") -> None:
-    """Raise PageStateError, naming the first id that is not in [0, num_pages), if there is one."""
+    """Raise PageStateError, naming the first page id that is not in [0, num_pages), if there is
+    one."""
     if len(pages) and (pages.min() < 0 or pages.max() >= num_pages):
         outside = pages[(pages < 0) | (pages >= num_pages)]
         raise PageStateError(f"{what} {outside[0]} is not in [0, {num_pages})")
@@ -119,7 +122,8 @@ def check_in_pool(pages: npt.NDArray[np.integer], num_pages: int, what: str = "p
 
 
 def page_table(rows: Sequence[Pages], width: int | None = None, pad: int = 0) -> Pages:
-    """Build the page table of a batch, as kernels take it. O(its size).
+    """Build from requests' page ids the page table of a batch, padded, as an engine's kernels take
+    it. O(its size).
 
     It is called "block table" in vLLM and FlashAttention, "page table" in SGLang.
 
@@ -146,7 +150,8 @@ def page_table(rows: Sequence[Pages], width: int | None = None, pad: int = 0) ->
 def slot_mapping(
     rows: Sequence[Pages], starts: Sequence[int], ends: Sequence[int], page_size: int
 ) -> npt.NDArray[np.int64]:
-    """Return the slots for the KV of new tokens, one request after the other.
+    """Return the slots, worked out from page ids, for the KV of new tokens, one request after the
+    other.
 
     Token i of a request is in slot `pages[i // page_size] * page_size + i % page_size` of its pool.
 
@@ -179,7 +184,7 @@ def slot_mapping(
 
 
 def unit_pages(pages: Pages, fold: int, start: int, stop: int) -> Pages:
-    """Return units `start` to `stop` of a request, counted from the first unit of `pages[0]`.
+    """Return a request's unit pages `start` to `stop`, counted from the first unit of `pages[0]`.
 
     >>> unit_pages(np.array([7, 3], np.int32), fold=4, start=2, stop=6).tolist()
     [30, 31, 12, 13]

@@ -31,8 +31,8 @@ class Registry(Generic[T]):
         self._classes: dict[str, type[T]] = {}
 
     def add(self, chosen: C) -> C:
-        """Make a class available by its `name`, replacing one of the same name. Works as a
-        decorator.
+        """Make a class (a policy, say) available in the registry by its `name`, replacing one of
+        the same name. Works as a decorator.
 
         Raises:
             ConfigError: it is no class derived from the base, or its name is no string. Nothing was
@@ -48,12 +48,12 @@ class Registry(Generic[T]):
         return chosen
 
     def names(self) -> list[str]:
-        """Return all names, sorted."""
+        """Return all names in the registry, sorted."""
         return sorted(self._classes)
 
     def make(self, chosen: str | T) -> T:
-        """Return a new object of the class named `chosen`, with default settings; an object is
-        returned as is.
+        """Return a new object of the registry's class named `chosen`, with default settings; an
+        object is returned as is.
 
         Raises:
             ConfigError: an unknown name, or an object of another kind.

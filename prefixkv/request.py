@@ -106,7 +106,8 @@ class Request:
 
 
 def _check_namespace(namespace: Hashable) -> None:
-    """Raise RequestError for a namespace that a dictionary would not find again: a list, NaN."""
+    """Raise RequestError for a submitted request's namespace that a dictionary would not find
+    again: a list, NaN."""
     if namespace is None:
         return
     # `==` of an array raises ValueError where a truth value is needed.
@@ -121,8 +122,8 @@ def _check_namespace(namespace: Hashable) -> None:
 
 
 def _check_text(name: str, value: Any) -> None:
-    """Raise RequestError for a value that is no string, or longer than needed: it may come from a
-    client."""
+    """Raise RequestError for a value of a submitted request that is no string, or longer than
+    needed: it may come from a client."""
     if not isinstance(value, str):
         raise RequestError(f"{name} is {value!r}, a string is needed")
     if len(value) > MAX_TEXT_CHARS:
@@ -132,8 +133,8 @@ def _check_text(name: str, value: Any) -> None:
 
 
 def whole_number(name: str, value: Any, low: int, end: int) -> int:
-    """Return `value` as an int in [low, end), else raise RequestError. numpy's ints do not fit in a
-    frame."""
+    """Return `value` of a submitted request as an int in [low, end), else raise RequestError.
+    numpy's ints do not fit in a frame."""
     if type(value) is int and low <= value < end:
         return value
     # Whatever is no integer becomes a value out of range: one error for both.
@@ -147,7 +148,7 @@ def whole_number(name: str, value: Any, low: int, end: int) -> int:
 
 
 def _seconds(name: str, value: Any) -> float:
-    """Return `value` as a float of at least 0, else raise RequestError."""
+    """Return `value` of a submitted request as a float of at least 0, else raise RequestError."""
     try:
         seconds = float(value)
     except (TypeError, ValueError):

@@ -73,8 +73,8 @@ class WorkerIndex:
         self._expected: deque[tuple[float, Hashable, Sequence[bytes]]] = deque()
 
     def apply(self, batch: EventBatch) -> bool:
-        """Follow a batch of the worker's events. Returns False if an event is missing, until a
-        `Cleared` begins a new snapshot."""
+        """Follow a batch of the worker's cache events, for routing. Returns False if an event is
+        missing, until a `Cleared` begins a new snapshot."""
         # 1. A late batch of an earlier incarnation, or one that was applied already: ignored.
         # 2. A new incarnation: its cache is another, so everything known is dropped.
         # 3. A gap in the numbers: out of sync. What is known stays, as it is better than nothing.
@@ -102,14 +102,16 @@ class WorkerIndex:
         return self.in_sync
 
     def depth(self, namespace: Hashable, keys: Sequence[bytes]) -> int:
-        """Count how many of these pages, from the first on, are held or expected. O(log pages)."""
+        """Count how many of these pages, from the first on, the routed worker holds, or is expected
+        to hold. O(log pages)."""
         held = self._held.get(namespace)
         if not held or not keys or keys[0] not in held:
             return 0
         return bisect_left(keys, True, 1, key=lambda page_key: page_key not in held)
 
     def expect(self, namespace: Hashable, keys: Sequence[bytes], until_s: float) -> None:
-        """Count these pages, a prefix, as held until `until_s`, unless events say more by then."""
+        """Count these pages, a prefix, as held until `until_s` by the worker that a request is
+        routed to, unless events say more by then."""
         held = self._held.get(namespace, {})
         # Pages that are reported must not be turned into expected ones, which expire.
         keys = [key for key in keys if held.get(key, 0.0) != _STORED]
@@ -120,7 +122,8 @@ class WorkerIndex:
         self._expected.append((until_s, namespace, keys))
 
     def expire(self, now_s: float) -> None:
-        """Forget pages that were expected by now and not reported. Amortised O(pages expected)."""
+        """Forget pages that a routed request was to bring by now and that the worker has not
+        reported. Amortised O(pages expected)."""
         while self._expected and self._expected[0][0] <= now_s:
             _, namespace, keys = self._expected.popleft()
             held = self._held.get(namespace, {})
@@ -131,13 +134,14 @@ class WorkerIndex:
                     self._drop(namespace, held, key)
 
     def forget(self) -> None:
-        """Forget all pages."""
+        """Forget all pages that the router knows of one worker."""
         self._held.clear()
         self._expected.clear()
         self.num_pages = self.skipped_pages = 0
 
     def _store(self, event: Stored) -> bool:
-        """Add the pages of an event. Returns False if its parent should be known and is not."""
+        """Add the pages of a worker's cache event to the router's index of it. Returns False if its
+        parent should be known and is not."""
         held = self._held.get(event.namespace, {})
         keys = event.page_keys
         # The parent is unknown. If any page was skipped before, the parent may be one of those, and
@@ -152,8 +156,8 @@ class WorkerIndex:
         return True
 
     def _remove(self, event: Removed) -> bool:
-        """Remove the pages of an event. Returns False for a page that is neither known nor
-        skipped."""
+        """Remove the pages of a worker's cache event from the router's index of it. Returns False
+        for a page that is neither known nor skipped."""
         held = self._held.get(event.namespace, {})
         # From the end, so that what is left is a whole prefix at every moment.
         for key in reversed(event.page_keys):
@@ -166,14 +170,15 @@ class WorkerIndex:
         return True
 
     def _hold(self, namespace: Hashable, keys: Sequence[bytes], until_s: float) -> None:
-        """Set until when pages count. `num_pages` counts those that are new."""
+        """Set until when pages count in the router's index of a worker. `num_pages` counts those
+        that are new."""
         held = self._held.setdefault(namespace, {})
         before = len(held)
         held.update(dict.fromkeys(keys, until_s))
         self.num_pages += len(held) - before
 
     def _drop(self, namespace: Hashable, held: dict[bytes, float], key: bytes) -> None:
-        """Remove one page that is held."""
+        """Remove one page that is held from the router's index of a worker."""
         del held[key]
         self.num_pages -= 1
         if not held:
@@ -190,7 +195,7 @@ class _RoutedWorker:
     faded_at_s: float = -math.inf
 
     def fade(self, now_s: float, fade_s: float) -> float:
-        """Return the worker's load now: open work, and ended work by its age."""
+        """Return the routed worker's load now: open work, and ended work by its age."""
         if now_s > self.faded_at_s:
             if self.faded:
                 self.faded *= math.exp((self.faded_at_s - now_s) / fade_s)
@@ -251,19 +256,19 @@ class BoundedAffinityRouter:
     # --- workers ----------------------------------------------------------------------------------
 
     def add_worker(self, name: str) -> None:
-        """Let requests go to a worker from now on. Raises CallerError if it was added before."""
+        """Let the router choose a worker from now on. Raises CallerError if it was added before."""
         if name in self._workers:
             raise CallerError(f"worker {name!r} is known already")
         self._workers[name] = _RoutedWorker(WorkerIndex(self.max_pages))
 
     def remove_worker(self, name: str) -> None:
-        """Forget a worker that is lost or leaves, with what it held and did. O(1). Raises
-        CallerError if it is unknown."""
+        """Forget in the router a worker that is lost or leaves, with what it held and did. O(1).
+        Raises CallerError if it is unknown."""
         del self._workers[self._known(name)]
 
     def apply(self, batch: EventBatch) -> bool:
-        """Apply a batch of a worker's cache events. Returns False if it is out of sync: ask that
-        worker for `EventFeed.take(snapshot=True)`.
+        """Apply a batch of a worker's cache events to the router. Returns False if it is out of
+        sync: ask that worker for `EventFeed.take(snapshot=True)`.
 
         Until that comes, what was known of it still counts. A new incarnation starts from nothing.
         A batch that was applied already, or of a worker that was not added, is counted and dropped;
@@ -292,7 +297,8 @@ class BoundedAffinityRouter:
         work: float | None = None,
         among: Collection[str] | None = None,
     ) -> Route:
-        """Choose a worker for a request, and count the request there until `ended`.
+        """Choose a worker for a request by affinity within the bound on load, and count the request
+        there until `ended`.
 
         Args:
             keys: of the prompt's whole pages, `cache.events.page_keys`; empty for a request that is
@@ -333,9 +339,9 @@ class BoundedAffinityRouter:
         return Route(chosen, depths[chosen], work, worker)
 
     def ended(self, route: Route, now_s: float) -> bool:
-        """Move a request's work from open to fading, whatever became of the request. Returns False,
-        and does nothing, the second time or after its worker was removed. Raises CallerError, with
-        nothing changed, for a time that is no number."""
+        """Move a routed request's work from open to fading, whatever became of the request. Returns
+        False, and does nothing, the second time or after its worker was removed. Raises
+        CallerError, with nothing changed, for a time that is no number."""
         check_time(now_s)
         # By identity: a worker that was removed and added again has the same name, but another
         # load.
@@ -350,18 +356,19 @@ class BoundedAffinityRouter:
         return True
 
     def expire(self, now_s: float) -> None:
-        """Forget expected pages that have not come by now, for `stats`; `route` does it too."""
+        """Forget pages expected on the routed workers that have not come by now, for `stats`;
+        `route` does it too."""
         check_time(now_s)
         for worker in self._workers.values():
             worker.index.expire(now_s)
 
     def loads(self, now_s: float) -> dict[str, float]:
-        """Return the load of each worker."""
+        """Return the load of each worker, as the router counts it."""
         check_time(now_s)
         return {name: worker.fade(now_s, self.fade_s) for name, worker in self._workers.items()}
 
     def stats(self) -> dict[str, int]:
-        """Return the counters, and how many pages are known over all workers."""
+        """Return the router's counters, and how many pages are known over all workers."""
         indexes = [worker.index for worker in self._workers.values()]
         return {
             **self.counters,
@@ -372,8 +379,8 @@ class BoundedAffinityRouter:
         }
 
     def _choose(self, loads: dict[str, float], depths: dict[str, int], num_pages: int) -> str:
-        """Return the worker for a prompt of `num_pages`, given each one's load and matched
-        pages."""
+        """Return the worker that the router chooses for a prompt of `num_pages`, given each one's
+        load and matched pages."""
         worths = _worths(list(depths.values()))
         limit = self.bound * sum(loads.values()) / len(loads) + self.slack * self._average_work
         idlest = min(loads, key=loads.__getitem__)
@@ -393,15 +400,16 @@ class BoundedAffinityRouter:
         return best
 
     def _known(self, name: str) -> str:
-        """Return the name of a worker that was added. Raises CallerError for any other."""
+        """Return the name of a worker that was added to the router. Raises CallerError for any
+        other."""
         if name not in self._workers:
             raise CallerError(f"worker {name!r} is unknown")
         return name
 
 
 def _worths(depths: list[int]) -> dict[int, float]:
-    """Return the worth of a match of each of these depths: per page, the square of the share of the
-    other workers that lack it.
+    """Return what a match of each of these depths is worth for routing: per page, the square of the
+    share of the other workers that lack it.
 
     >>> _worths([4, 4, 8, 0, 0])
     {0: 0.0, 4: 1.0, 8: 5.0}
@@ -419,8 +427,8 @@ def _worths(depths: list[int]) -> dict[int, float]:
 
 
 def _check_keys(namespace: Hashable, keys: Sequence[bytes]) -> None:
-    """Raise CallerError for keys or a namespace that are not as `page_keys` makes them.
-    O(pages)."""
+    """Raise CallerError for a routed prompt's keys or namespace that are not as `page_keys` makes
+    them. O(pages)."""
     try:
         hash(namespace)
         all_bytes = isinstance(keys, Sequence) and set(map(type, keys)) <= {bytes}
@@ -431,8 +439,8 @@ def _check_keys(namespace: Hashable, keys: Sequence[bytes]) -> None:
 
 
 def _check_batch(batch: EventBatch) -> None:
-    """Raise CallerError for a batch that is not as declared. Applying half of it would leave a
-    worker that seems to be in sync and is not."""
+    """Raise CallerError for a batch of cache events that is not as declared. Applying half of it to
+    the router would leave a worker that seems to be in sync and is not."""
     if not isinstance(batch, EventBatch) or not isinstance(batch.events, tuple | list):
         raise CallerError(f"{batch!r:.100} is no batch of events")
     if type(batch.incarnation) is not int or type(batch.seq) is not int:

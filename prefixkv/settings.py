@@ -71,8 +71,8 @@ class Kind(NamedTuple):
     metas: tuple[Meta, ...]
 
     def explain(self, value: Any) -> str:
-        """Say which bound a value of this type breaks; "" where it breaks none, or is of another
-        type."""
+        """Say which bound of its setting a value of this type breaks; "" where it breaks none, or
+        is of another type."""
         if self.base is str and isinstance(value, str):
             return self._explain_length(len(value))
         is_mine = self.base is float or (self.base is int and isinstance(value, int))
@@ -98,7 +98,7 @@ class Kind(NamedTuple):
 
     @property
     def words(self) -> str:
-        """Name of the type for an operator."""
+        """Name of a setting's type for an operator."""
         if get_origin(self.base) is Literal:
             return self.range
         names = {
@@ -109,7 +109,7 @@ class Kind(NamedTuple):
 
     @property
     def range(self) -> str:
-        """Unit and bounds, as `--help-all` shows them."""
+        """Unit and bounds of a setting, as `--help-all` shows them."""
         if get_origin(self.base) is Literal:
             return f"one of {', '.join(filter(None, get_args(self.base)))}"
         parts: list[str] = []
@@ -142,7 +142,7 @@ class Field(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """True if a file, a variable or an option can set it."""
+        """True if a file, a variable or an option can set this field of a settings class."""
         return any(kind.base is not NoneType for kind in self.kinds)
 
     @property
@@ -150,13 +150,14 @@ class Field(NamedTuple):
         return any(get_origin(kind.base) is Mapping for kind in self.kinds)
 
     def check(self, value: Any) -> None:
-        """Raise ConfigError for what a constructor was given. Objects are taken as they are."""
+        """Raise ConfigError for a setting that a constructor was given. Objects are taken as they
+        are."""
         if not self.is_open and not isinstance(value, self.classes):
             self.convert(value, self.name)
 
     def convert(self, value: Any, where: str) -> Any:
-        """Convert data to the field's type. Raises ConfigError, which begins with `where`, for a
-        value of another type or out of its bounds."""
+        """Convert data to the type of this field of a settings class. Raises ConfigError, which
+        begins with `where`, for a value of another type or out of its bounds."""
         if isinstance(value, Real) and not isinstance(value, bool):  # numbers of numpy, too
             value = int(value) if isinstance(value, Integral) else float(value)
         try:
@@ -169,7 +170,8 @@ class Field(NamedTuple):
         raise ConfigError(f"{where}: {reason}")
 
     def convert_text(self, text: str, where: str) -> Any:
-        """Convert the text of an option or a variable; a table is JSON. Raises ConfigError."""
+        """Convert a setting from the text of an option or a variable; a table is JSON. Raises
+        ConfigError."""
         # Without the bounds first: an error is to show the number, not its text.
         try:
             said = msgspec.json.decode(text) if self.is_mapping else text
@@ -241,7 +243,7 @@ def _field(name: str, default: Any, hint: Any, more: Mapping[str, Any]) -> Field
 
 
 def _split(hint: Any) -> tuple[Any, tuple[Meta, ...]]:
-    """Part an annotation from its bounds."""
+    """Part a setting's annotation from its bounds."""
     if get_origin(hint) is Annotated:
         return hint.__origin__, hint.__metadata__
     return hint, ()
@@ -256,16 +258,16 @@ def _is_nan(value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """A value in an error's text. A table, a list or an object may have keys in it: its type
-    alone."""
+    """Return a setting's value as an error's text shows it. A table, a list or an object may have
+    keys in it: its type alone."""
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return repr(value)
     return "a table" if isinstance(value, Mapping) else f"a {type(value).__name__}"
 
 
 def check_fields(config: Any) -> None:
-    """Raise ConfigError, which begins with its name, for a field that is not of the type it is
-    declared as, or out of the bounds declared there."""
+    """Raise ConfigError, which begins with its name, for a field of a settings object that is not
+    of the type it is declared as, or out of the bounds declared there."""
     for field in fields_of(type(config)):
         field.check(getattr(config, field.name))
 
@@ -330,7 +332,7 @@ def _table(field: Field, table: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def convert(kind: type[T], tables: Any, where: str) -> T:
-    """Build a `kind` from tables, as JSON or a dictionary has them.
+    """Build a settings object, a `kind`, from tables, as JSON or a dictionary has them.
 
     Raises ConfigError, which names the setting, its value and its bound, for one that is unknown,
     of another type, out of its bounds, or missing.
@@ -354,7 +356,8 @@ def load(
     options: Mapping[str, Any] | None = None,
     but: Collection[str] = (),
 ) -> T:
-    """Build a `kind` from a file, the environment and options, the later before the earlier.
+    """Build a settings object, a `kind`, from a file, the environment and options, the later before
+    the earlier.
 
     Args:
         file: TOML, or None.
@@ -380,7 +383,8 @@ def load(
 
 
 def as_environ(kind: type, values: Mapping[str, Any]) -> dict[str, str]:
-    """Variables that set `values`, by name of the setting, in a child process."""
+    """Return the environment variables that set `values`, by name of the setting, in a child
+    process."""
     known = {setting.name: setting for setting in settings_of(kind)}
     return {
         known[name].variable: (
@@ -391,7 +395,7 @@ def as_environ(kind: type, values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def read_toml(file: Path) -> dict[str, Any]:
-    """Parse a file. Raises ConfigError for one that cannot be read."""
+    """Parse a TOML file of settings. Raises ConfigError for one that cannot be read."""
     try:
         with file.open("rb") as stream:
             return tomllib.load(stream)
@@ -448,7 +452,8 @@ def _build(
     base: Any = MISSING,
     but: Collection[str] = (),
 ) -> T:
-    """Build a `kind` of what was found, the rest as in `base`, or its defaults."""
+    """Build a settings object, a `kind`, of what was found, the rest as in `base`, or its
+    defaults."""
     given: dict[str, Any] = {}
     # Tables first, the innermost before the others. A table of which nothing is set is left alone:
     # it may be None, and mean that something is off.
@@ -483,26 +488,29 @@ def at_least(bound: float, /, **settings: float) -> None:
 
 
 def check_whole(name: str, value: Any, low: int, high: int) -> None:
-    """Raise ConfigError unless `value` is a whole number in [low, high]."""
+    """Raise ConfigError unless `value`, a setting, is a whole number in [low, high]."""
     if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
         raise ConfigError(f"{name} is {value!r}, must be in [{low}, {high}], whole")
 
 
 def check_kind(name: str, value: object, kind: type) -> None:
-    """Raise ConfigError, with its name, for an argument that is no object of `kind`."""
+    """Raise ConfigError, with its name, for a setting or an argument that is no object of
+    `kind`."""
     if not isinstance(value, kind):
         raise ConfigError(f"{name} is a {type(value).__name__}, a {kind.__name__} is needed")
 
 
 def check_time(now_s: float) -> None:
-    """Raise CallerError for a time that is no finite number. To be called before anything changes:
-    times are compared, and come to stand in heaps, in the middle of a change."""
+    """Raise CallerError for a time, an argument of a call, that is no finite number. To be called
+    before anything changes: times are compared, and come to stand in heaps, in the middle of a
+    change."""
     if (type(now_s) is not float and not _is_number(now_s)) or now_s - now_s != 0:
         raise CallerError(f"now_s is {now_s!r}, seconds of a monotonic clock are needed")
 
 
 def whole_count(name: str, value: Any) -> int:
-    """`value` as an int. Raises CallerError for what is no whole number, or below 0."""
+    """Return `value`, an argument of a call, as an int. Raises CallerError for what is no whole
+    number, or below 0."""
     if type(value) is not int:
         if isinstance(value, bool) or not isinstance(value, Integral):
             raise CallerError(f"{name} is {value!r}, a whole number is needed")

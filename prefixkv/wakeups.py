@@ -23,12 +23,13 @@ _libc.eventfd_read.argtypes = (ctypes.c_int, ctypes.POINTER(ctypes.c_uint64))
 
 
 def notify(fd: int) -> None:
-    """Make an eventfd readable."""
+    """Wake up who waits on an eventfd: make it readable."""
     _libc.eventfd_write(fd, 1)
 
 
 def clear(fd: int) -> int:
-    """Make an eventfd unreadable again, and return how often it was notified."""
+    """Make an eventfd unreadable again, once it has woken its reader, and return how often it was
+    notified."""
     # Non-blocking: the read fails if nothing was notified.
     times = ctypes.c_uint64()
     return 0 if _libc.eventfd_read(fd, times) else times.value
@@ -50,8 +51,8 @@ _ppoll.argtypes = (
 
 
 def wait_readable(fd: int, timeout_s: float | None) -> bool:
-    """Wait until a descriptor is readable, or a signal comes, at most `timeout_s` (None: no limit).
-    Return True if it is readable.
+    """Wait until a descriptor is readable, a wakeup's say, or a signal comes, at most `timeout_s`
+    (None: no limit). Return True if it is readable.
 
     select.poll and select.epoll round up to whole milliseconds, select.select takes descriptors
     below 1024 only.
@@ -80,13 +81,13 @@ class Inbox(Generic[T]):
         self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def put(self, item: T) -> None:
-        """Queue an item and wake the reader. Dropped after `close`."""
+        """Queue an item in the inbox and wake the thread that reads it. Dropped after `close`."""
         # The item first: a reader woken before it is there would find nothing, and sleep on it.
         self._items.append(item)
         self.notify()
 
     def notify(self) -> None:
-        """Make the descriptor readable until the next `drain` or `wait`."""
+        """Make the inbox's descriptor readable until the next `drain` or `wait`."""
         # A writer that finds a write begun relies on the reader, which forgets it before it looks
         # at the items.
         if not self._begun and not self._closed:
@@ -94,7 +95,7 @@ class Inbox(Generic[T]):
             notify(self.fd)
 
     def drain(self) -> list[T]:
-        """Return everything queued so far."""
+        """Return everything queued in the inbox so far."""
         # Clear first, then look: an item that comes in between finds no write begun and wakes the
         # reader again. The other way round its wakeup would be cleared unseen.
         self._clear()
@@ -109,13 +110,13 @@ class Inbox(Generic[T]):
 
     @property
     def pending(self) -> bool:
-        """True if something is queued, or the descriptor has still to be cleared: `drain` is
-        due."""
+        """True if something is queued in the inbox, or its descriptor has still to be cleared:
+        `drain` is due."""
         return bool(self._items or self._begun)
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Wait until something is queued, at most `timeout_s` (None: no limit). Return True if
-        something is."""
+        """Wait until something is queued in the inbox, at most `timeout_s` (None: no limit). Return
+        True if something is."""
         until_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         looked = False
         while not self._items:
@@ -133,14 +134,15 @@ class Inbox(Generic[T]):
         return True
 
     def _clear(self) -> None:
-        """Make the descriptor unreadable, and forget the writes that were read."""
+        """Make the inbox's descriptor unreadable, and forget the writes that were read."""
         for _ in range(
             clear(self.fd)
         ):  # none: nothing is written, or what has begun is not written yet
             self._begun.popleft()
 
     def close(self) -> None:
-        """Close the descriptor. No writer may be left: its number may be another file's by then."""
+        """Close the inbox's descriptor. No writer may be left: its number may be another file's by
+        then."""
         if not self._closed:
             self._closed = True
             os.close(self.fd)

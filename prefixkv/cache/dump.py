@@ -9,7 +9,8 @@ from prefixkv.cache.tree import RadixTree
 
 
 def lines(tree: RadixTree, max_nodes: int) -> Iterator[str]:
-    """Yield the roots and the first `max_nodes` nodes, each before its children.
+    """Yield the lines of a dump of the radix tree: the roots and the first `max_nodes` nodes, each
+    before its children.
 
     The indentation stops at 40 levels, so that a long chain stays readable.
     """
@@ -32,7 +33,8 @@ def lines(tree: RadixTree, max_nodes: int) -> Iterator[str]:
 
 
 def describe(tree: RadixTree, node: TreeNode) -> str:
-    """Describe one node: where it lies, its locks, its age in uses, and what the policy adds."""
+    """Describe one node in a line of the tree's dump: where it lies, its locks, its age in uses,
+    and what the policy adds."""
     size = tree.page_size
     text = (
         f"tokens {node.start * size}..{node.end * size} ({node.num_pages} pages), lock_ref "

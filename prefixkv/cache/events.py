@@ -77,12 +77,13 @@ class EventBatch(msgspec.Struct, frozen=True):
     events: tuple[CacheEvent, ...]
 
     def encode(self) -> bytes:
-        """Return the batch as msgpack."""
+        """Return the batch of cache events as msgpack."""
         return msgspec.msgpack.encode(self)
 
     @staticmethod
     def decode(raw: bytes) -> EventBatch:
-        """Decode what `encode` made. Raises ProtocolError for anything else."""
+        """Decode a batch of cache events that `encode` made. Raises ProtocolError for anything
+        else."""
         try:
             batch = _DECODER.decode(raw)
             events = tuple(map(_with_tuples, batch.events))
@@ -92,7 +93,7 @@ class EventBatch(msgspec.Struct, frozen=True):
 
 
 def _with_tuples(event: CacheEvent) -> CacheEvent:
-    """Return the event with tuples in its namespace again: msgpack turns them into lists.
+    """Return the cache event with tuples in its namespace again: msgpack turns them into lists.
 
     Raises TypeError for a namespace that cannot be hashed, which a peer may send.
     """
@@ -104,7 +105,7 @@ def _with_tuples(event: CacheEvent) -> CacheEvent:
 
 
 def _as_tuple(value: Any) -> Any:
-    """Turn lists into tuples, at every level."""
+    """Turn lists in a cache event's namespace into tuples, at every level."""
     return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
 
 
@@ -172,8 +173,8 @@ class PagePaths:
         return len(self._page_refs)
 
     def runs(self) -> Iterator[list[PageRef]]:
-        """Yield all pages in runs of consecutive pages. A run's first page follows a page of an
-        earlier run, or is the first of its namespace."""
+        """Yield all cached pages in runs of consecutive pages. A run's first page follows a page of
+        an earlier run, or is the first of its namespace."""
         run: list[PageRef] = []
         for ref in self._page_refs.values():
             if run and (ref.parent, ref.namespace) != (run[-1].key, run[-1].namespace):
@@ -184,7 +185,8 @@ class PagePaths:
             yield run
 
     def inserted(self, change: Inserted) -> list[PageRef]:
-        """Add new pages, and return where each of them stands."""
+        """Add new pages of the cache by a change of it, and return the place and key of each on its
+        path, for events."""
         namespace, above, tokens, pages = change
         # The page above must be known: changes come in order, so it was stored before.
         key, number = NO_PARENT, 0
@@ -208,17 +210,18 @@ class PagePaths:
         return run
 
     def taken_out(self, change: TakenOut) -> list[list[PageRef]]:
-        """Forget pages, and return where each of them stood, run by run."""
+        """Forget evicted pages by a change of the cache, and return where each of them stood on its
+        path, run by run."""
         pop = self._page_refs.pop
         return [[pop(page) for page in _ids(pages)] for pages in change.runs]
 
     def clear(self) -> None:
-        """Forget all pages."""
+        """Forget all pages of the cache that the changes have brought."""
         self._page_refs.clear()
 
 
 def as_stored(run: list[PageRef]) -> Stored:
-    """Return the event that a run of new pages is stored."""
+    """Return the cache event that a run of new pages is stored."""
     return Stored(run[0].namespace, run[0].parent, tuple(ref.key for ref in run))
 
 
@@ -234,7 +237,7 @@ class Listener(Protocol):
     """A receiver of changes besides `EventFeed.take`: a `KVEventPublisher`."""
 
     def hand_over(self, changes: list[Change]) -> bool:
-        """Take these changes without blocking.
+        """Take these changes of the cache, as a listener to its events, without blocking.
 
         Returns:
             False if they are lost. Then all that follows is useless, up to a list that begins with
@@ -243,7 +246,8 @@ class Listener(Protocol):
 
     @property
     def idle(self) -> bool:
-        """True if all that was handed over has been dealt with."""
+        """True if all changes of the cache that were handed over to the listener have been dealt
+        with."""
 
 
 class EventFeed:
@@ -269,7 +273,7 @@ class EventFeed:
         self._num_untaken_pages = 0
 
     def take(self, snapshot: bool = False) -> EventBatch:
-        """Return the changes since the last batch, possibly none. O(pages) of those.
+        """Return the cache's events since the last batch, possibly none. O(pages) of those.
 
         The first batch is the whole tree, and so is any with `snapshot` and one after too many
         changes.
@@ -287,14 +291,14 @@ class EventFeed:
         return batch
 
     def listen(self, listener: Listener) -> None:
-        """Hand `listener` the whole tree now, and the changes since with each `pass_on`."""
+        """Hand `listener` the cache's whole tree now, and the changes since with each `pass_on`."""
         self._listener = listener
         self._listener_missed_changes = not listener.hand_over(
             self._cache.drain_changes(snapshot=True)
         )
 
     def pass_on(self) -> None:
-        """Hand the listener what has changed since. O(changes), without hashing.
+        """Hand the listener what has changed in the cache since. O(changes), without hashing.
 
         A listener that lost something gets the whole tree, once it has dealt with the rest.
         """
@@ -321,7 +325,7 @@ class EventFeed:
                 self._untaken = []
 
     def _hand_over(self, changes: list[Change], snapshot: bool) -> None:
-        """Hand changes to the listener, if there is one that can use them."""
+        """Hand changes of the cache to the feed's listener, if there is one that can use them."""
         if (
             self._listener is not None
             and changes
@@ -330,7 +334,7 @@ class EventFeed:
             self._listener_missed_changes = not self._listener.hand_over(changes)
 
     def _events(self, changes: list[Change]) -> Iterator[CacheEvent]:
-        """Turn changes into events, hashing each new page."""
+        """Turn changes of the cache into events, hashing each new page."""
         for change in changes:
             match change:
                 case Inserted():
@@ -347,7 +351,7 @@ class EventFeed:
 
 
 def page_keys(data: Packed, page_size: int, parent: bytes = NO_PARENT) -> list[bytes]:
-    """Return the keys of all whole pages of a prompt. One hash per page.
+    """Return the keys by which cache events name all whole pages of a prompt. One hash per page.
 
     Args:
         data: the packed tokens (`RadixKey.data`).
@@ -363,7 +367,8 @@ def page_keys(data: Packed, page_size: int, parent: bytes = NO_PARENT) -> list[b
 
 
 def page_key(parent: bytes, page_tokens: bytes) -> bytes:
-    """Return the key of a page, which depends on all tokens up to its end.
+    """Return the key by which cache events name a page; it depends on all tokens up to the page's
+    end.
 
     Args:
         parent: the key of the page before it, NO_PARENT for the first.
@@ -383,30 +388,31 @@ class EventLog:
         self.changes: list[Change] = []
 
     def stored(self, namespace: Hashable, above: Packed, key: Packed, pages: Packed) -> None:
-        """Record pages with these packed tokens, which follow the last page of `above` (empty at
-        the root)."""
+        """Record for cache events pages with these packed tokens, which follow the last page of
+        `above` (empty at the root)."""
         # Copies: nodes grow in ref, and a reader may look at this later in another thread.
         last = bytes(above[-PAGE_ID_BYTES:])
         self.changes.append(_new(Inserted, (namespace, last, bytes(key), bytes(pages))))
         self.num_pages += len(pages) // PAGE_ID_BYTES
 
     def removed(self, runs: list[Packed]) -> None:
-        """Record that these pages were taken out, see `TakenOut`. The caller must not change the
-        runs any more."""
+        """Record for cache events that these pages were taken out, see `TakenOut`. The caller must
+        not change the runs any more."""
         self.changes.append(TakenOut(runs))
 
     def cleared(self) -> None:
-        """Record that the tree was emptied, or that the listener must start over."""
+        """Record for cache events that the tree was emptied, or that the listener must start
+        over."""
         self.changes.append(Cleared())
 
     def drain(self) -> list[Change]:
-        """Return all changes, and forget them."""
+        """Return all changes of the cache in the log, and forget them."""
         changes, self.changes, self.num_pages = self.changes, [], 0
         return changes
 
 
 def stored_pages(changes: list[Change]) -> int:
-    """Return how many pages these changes have stored.
+    """Return how many pages these changes of the cache have stored.
 
     It measures a backlog: pages taken out must have been stored, so in the long run they are no
     more.
@@ -419,5 +425,5 @@ def stored_pages(changes: list[Change]) -> int:
 
 
 def _ids(pages: Packed) -> list[int]:
-    """Return packed page ids as ints."""
+    """Return packed page ids of a change of the cache as ints."""
     return np.frombuffer(pages, np.int32).tolist()  # type: ignore[no-any-return]

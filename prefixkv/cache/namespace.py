@@ -15,7 +15,8 @@ _SHORT_CHARS: Final = 256
 
 
 def shortened(text: str) -> str:
-    """Return a client's text in the form that is kept: a long one is replaced by its digest.
+    """Return a client's text in the form that a namespace keeps: a long one is replaced by its
+    digest.
 
     Equal texts give equal results in every process, and different texts different ones.
 

@@ -119,7 +119,8 @@ class TreeNode:
     # --- family ----------------------------------------------------------------------------------
 
     def adopt(self, first_page: bytes, child: TreeNode) -> None:
-        """Make `child` the child that begins with `first_page`, replacing a former one."""
+        """Make `child` the child of this tree node that begins with `first_page`, replacing a
+        former one."""
         # NO_CHILDREN is shared: the first child needs a dictionary of its own.
         if not self.children:
             self.children = {}
@@ -127,7 +128,7 @@ class TreeNode:
         self.only_child = child if len(self.children) == 1 else None
 
     def disown(self, first_page: bytes) -> None:
-        """Remove the child that begins with `first_page`."""
+        """Remove the child of this tree node that begins with `first_page`."""
         children = self.children
         del children[first_page]
         if not children:
@@ -138,8 +139,8 @@ class TreeNode:
     # --- the staircase ---------------------------------------------------------------------------
 
     def leave_mark(self, depth: int, mark: Mark, fold: Fold, supersedes: bool) -> None:
-        """Record a use that ends at `depth`. Amortised O(1) if later marks supersede, else O(log
-        steps).
+        """Record on this tree node a use that ends at `depth`. Amortised O(1) if later marks
+        supersede, else O(log steps).
 
         Args:
             supersedes: the history of a page is that of its last use alone, so marks above this one
@@ -166,7 +167,8 @@ class TreeNode:
         steps.insert(at, (depth, mark))
 
     def mark_at(self, depth: int) -> Mark:
-        """Return the mark at `depth`, or None if no use ended there. O(log steps)."""
+        """Return the mark at `depth` of this tree node, or None if no use ended there. O(log
+        steps)."""
         if depth == self.end:
             return self.mark
         steps = self.steps or []
@@ -176,7 +178,8 @@ class TreeNode:
     # --- cutting and joining ---------------------------------------------------------------------
 
     def split(self, depth: int, page_bytes: int) -> TreeNode:
-        """Cut the node at `depth` and return the new upper half. The lower half stays this object.
+        """Cut this tree node at `depth` and return the new upper half. The lower half stays this
+        object.
 
         Locks and queue entries refer to the object and to its last page, which is the lower half's.
         So they stay right without being visited. A match that ended in the upper half finds it
@@ -206,7 +209,7 @@ class TreeNode:
         return upper
 
     def absorb_parent(self) -> None:
-        """Take over the pages and marks of the parent, which has no other child and leaves the
+        """Take over the pages and marks of the parent node, which has no other child and leaves the
         tree.
 
         The child's object survives because locks may end on it; none ends on the parent.
@@ -230,7 +233,8 @@ class TreeNode:
         parent.leave_tree()
 
     def grow(self, key: bytes, pages: bytes, mark: Mark) -> None:
-        """Append pages at the end, with their first mark. Amortised O(new pages)."""
+        """Append pages at the end of this tree node, with their first mark. Amortised O(new
+        pages)."""
         # A bytearray grows in place: a conversation that goes on does not copy its past each turn.
         if type(self.key) is bytes:
             self.key = bytearray(self.key)
@@ -247,8 +251,8 @@ class TreeNode:
         self.mark = mark
 
     def trim(self, num_pages: int, page_bytes: int, fold: Fold) -> bytes:
-        """Cut `num_pages` off the end and return their ids; their marks fold into the page above.
-        O(cut).
+        """Cut `num_pages` off the end of this tree node and return their ids; their marks fold into
+        the page above. O(cut).
 
         It is less than all of the node's pages: a node is never empty.
         """
@@ -272,8 +276,8 @@ class TreeNode:
         return removed
 
     def leave_tree(self) -> None:
-        """Clear the node, so that a match that still refers to it sees that it is dead (`end` is
-        DEAD)."""
+        """Clear this node, which leaves the tree, so that a match that still refers to it sees that
+        it is dead (`end` is DEAD)."""
         # Less than every depth: `locate` then walks again from the root.
         self.end = DEAD
         self.parent = self.entry = self.steps = self.wants = self.only_child = None
@@ -291,7 +295,8 @@ class Root(TreeNode):
 
 
 def _cut(run: Packed, at: int) -> tuple[Packed, Packed]:
-    """Return both parts of a run. Of a bytearray only the smaller part is copied.
+    """Return both parts of a node's run of tokens or page ids. Of a bytearray only the smaller part
+    is copied.
 
     Bytes become a bytearray above the cut: what was cut once is usually joined again and cut again
     for the next request, and then only the small part moves.
@@ -308,8 +313,8 @@ def _cut(run: Packed, at: int) -> tuple[Packed, Packed]:
 
 
 def _join(upper: Packed, lower: Packed) -> Packed:
-    """Return `upper` + `lower`, in place if `upper` is a bytearray: a short merge copies no long
-    trunk."""
+    """Return a node's run joined, `upper` + `lower`, in place if `upper` is a bytearray: a short
+    merge copies no long trunk."""
     if type(upper) is bytearray:
         upper += lower
         return upper

@@ -108,7 +108,8 @@ class RadixCache(RadixTree):
     # --- looking ---------------------------------------------------------------------------------
 
     def match_prefix(self, tokens: TokensLike, namespace: Hashable = None) -> MatchResult:
-        """Find the longest cached prefix. Changes nothing, recency included.
+        """Find the longest prefix of the tokens in this radix cache. Changes nothing, recency
+        included.
 
         O(nodes on the path), and one memcmp over the tokens that match.
 
@@ -135,7 +136,8 @@ class RadixCache(RadixTree):
     def lock(
         self, result: MatchResult, now_s: float = 0.0, *, visit: bool | None = None
     ) -> PrefixLock:
-        """Keep what was matched or inserted from eviction until `unlock`. Counts as a use.
+        """Keep what was matched in or inserted into the radix cache from eviction until `unlock`.
+        Counts as a use.
 
         If pages came or went since the match, it walks again and locks what is there now, so read
         `prefix_len` of the lock, not of the match. An empty match gives an empty lock, which has to
@@ -184,7 +186,8 @@ class RadixCache(RadixTree):
         return lock
 
     def unlock(self, lock: PrefixLock) -> Pages:
-        """End a lock. Allowed once per lock. O(nodes that no other lock holds).
+        """End a lock on a prefix in the radix cache. Allowed once per lock. O(nodes that no other
+        lock holds).
 
         Returns:
             int32 ids of the pages of an orphan (see `reset`) that only this lock held, now the
@@ -227,8 +230,8 @@ class RadixCache(RadixTree):
         priority: int | None,
         now_s: float,
     ) -> Use:
-        """Return the next use: of `num_pages` pages, of which `old_pages` are in the tree and end
-        in `node`.
+        """Return the radix cache's next use: of `num_pages` pages, of which `old_pages` are in the
+        tree and end in `node`.
 
         The object is the same for every use; policies copy what they keep.
         """
@@ -249,7 +252,8 @@ class RadixCache(RadixTree):
         return use
 
     def _leave_mark(self, node: TreeNode, depth: int, use: Use) -> None:
-        """Leave the policy's mark for `use` at `depth` of `node`; none if the policy raises."""
+        """Leave the policy's mark for `use` at `depth` of `node` in the radix cache; none if the
+        policy raises."""
         policy = self.policy
         try:
             mark = policy.mark(use)
@@ -273,7 +277,7 @@ class RadixCache(RadixTree):
         extend_lock: bool = False,
         checked: Where | None = None,
     ) -> InsertResult:
-        """Add what a request has computed. Counts as a use of all of it.
+        """Add to the radix cache what a request has computed. Counts as a use of all of it.
 
         The tree takes over the pages of tokens that it did not have; for the others see
         `InsertResult`. O(nodes on the path + tokens). A conversation that continues grows its node
@@ -373,8 +377,8 @@ class RadixCache(RadixTree):
         return InsertResult(self, data, key.namespace, node, num_pages, self.version, old_pages)
 
     def _extend(self, lock: PrefixLock, node: TreeNode, depth: int, now_s: float) -> None:
-        """Make a lock hold all pages down to `depth`, which lies in `node`, at or below its present
-        end."""
+        """Make a lock of the radix cache hold all pages down to `depth`, which lies in `node`, at
+        or below its present end."""
         before = lock.node
         if node is not before:
             # The tree may go on below: the lock gets a node of its own, as in `lock`.
@@ -394,7 +398,8 @@ class RadixCache(RadixTree):
     # --- taking back -----------------------------------------------------------------------------
 
     def evict(self, num_pages: int, now_s: float = 0.0) -> Pages:
-        """Take the pages least worth keeping: exactly `num_pages`, or all that are evictable.
+        """Take from the radix cache the pages least worth keeping: exactly `num_pages`, or all that
+        are evictable.
 
         Each step takes the last page of the leaf that the policy ranks first, so what is left is
         still a set of prefixes. A batch takes the same pages as single steps would. O(log leaves)
@@ -444,7 +449,7 @@ class RadixCache(RadixTree):
         return ids
 
     def reset(self, forget_locks: bool = False) -> Pages:
-        """Empty the tree, and make the policy forget all it has learnt.
+        """Empty the radix cache, and make the policy forget all it has learnt.
 
         Locked paths live on as orphans that no match finds: the `unlock` that ends their last lock
         gives their pages back. Wants stay. O(tree).
@@ -491,8 +496,8 @@ class RadixCache(RadixTree):
     # --- hints, all of them soft -----------------------------------------------------------------
 
     def hint(self, target: MatchResult | PrefixLock | TreeNode, continues: bool | None) -> None:
-        """Note whether the session that used `target` last will continue; soft, it changes only
-        the order of evictions.
+        """Note in the radix cache whether the session that used `target` last will continue; soft,
+        it changes only the order of evictions.
 
         Leaves of finished sessions go first and leaves of sessions that continue go last, until
         they are used again or `Policy.promise_s` have passed (eviction/hints.py). A target that is
@@ -529,7 +534,8 @@ class RadixCache(RadixTree):
             self._enqueue(node)
 
     def want(self, match: MatchResult) -> int:
-        """Register that a request waits for the tokens of `match`; soft, unlike a lock.
+        """Register with the radix cache that a request waits for the tokens of `match`; soft,
+        unlike a lock.
 
         Pages on the path of a waiting request are evicted after all others, also those inserted
         while it waits. O(1), for a stale match O(nodes on the path).
@@ -549,7 +555,8 @@ class RadixCache(RadixTree):
         return self._last_want
 
     def unwant(self, number: int) -> None:
-        """End a want: its request waits no longer. O(wants of one prefix).
+        """End a want registered with the radix cache: its request waits no longer. O(wants of one
+        prefix).
 
         Raises:
             CallerError: no want has this number, or it has ended already.
@@ -568,7 +575,8 @@ class RadixCache(RadixTree):
     # --- listening and looking on ----------------------------------------------------------------
 
     def drain_changes(self, snapshot: bool = False) -> list[Change]:
-        """Return what was stored and removed since the last call, for an `EventFeed`.
+        """Return what was stored in and removed from the radix cache since the last call, for an
+        `EventFeed`.
 
         The first call starts the recording and returns the whole tree as insertions. A listener
         that fell more than `EVENT_LIMIT_PAGES` behind, or passes `snapshot`, gets `Cleared` and
@@ -587,7 +595,7 @@ class RadixCache(RadixTree):
         return self._log.drain()
 
     def stats(self) -> CacheStats:
-        """Return a snapshot of sizes and counts. O(1)."""
+        """Return a snapshot of the radix cache's sizes and counts. O(1)."""
         return CacheStats(
             num_pages=self.num_pages,
             evictable_pages=self.evictable_pages,
@@ -603,28 +611,28 @@ class RadixCache(RadixTree):
 
     @property
     def num_wants(self) -> int:
-        """Number of requests that wait for a prefix."""
+        """Number of requests that wait for a prefix in the radix cache."""
         return len(self._wants)
 
     @property
     def locks(self) -> frozenset[PrefixLock]:
-        """All locks that are held, for audits."""
+        """All locks on prefixes of the radix cache that are held, for audits."""
         return frozenset(self._locks)
 
     def oldest_lock(self) -> PrefixLock | None:
-        """Return, of the locks that hold pages, the one taken first by `now_s`. O(locks); from any
-        thread."""
+        """Return, of the locks that hold pages of the radix cache, the one taken first by `now_s`.
+        O(locks); from any thread."""
         # A copy, since the owner may lock and unlock meanwhile.
         holding = (lock for lock in self._locks.copy() if lock.prefix_len)
         return min(holding, key=attrgetter("taken_s"), default=None)
 
     def dump(self, max_nodes: int = 1000) -> str:
-        """Return the tree as text, one node per line: depth, tokens, lock_ref, age in uses, and
-        what the policy adds."""
+        """Return the radix cache's tree as text, one node per line: depth, tokens, lock_ref, age in
+        uses, and what the policy adds."""
         return "\n".join(dump.lines(self, max_nodes))
 
     def check_invariants(self) -> None:
-        """Check the tree against its laws (`audit.py`). O(tree).
+        """Check the radix cache against its laws (`audit.py`). O(tree).
 
         Raises:
             InternalError: lists every law that is broken, and the state.
@@ -635,8 +643,8 @@ class RadixCache(RadixTree):
     # --- shared ----------------------------------------------------------------------------------
 
     def locate(self, result: MatchResult) -> tuple[TreeNode | None, int]:
-        """Return where a result ends now: a node, and the depth in it (above its start, unless it
-        is a root).
+        """Return where a result ends in the radix cache now: a node, and the depth in it (above its
+        start, unless it is a root).
 
         The node is None if the namespace is gone. O(1) if no page came or went since, apart from
         splits.
@@ -661,7 +669,7 @@ class RadixCache(RadixTree):
         return node, depth
 
     def _key(self, tokens: TokensLike, namespace: Hashable) -> RadixKey:
-        """Return `tokens` as a key. Raises CallerError for two namespaces."""
+        """Return `tokens` as a key of the radix cache. Raises CallerError for two namespaces."""
         if type(tokens) is not RadixKey:
             return RadixKey(tokens, namespace)
         if namespace is not None:

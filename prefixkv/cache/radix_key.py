@@ -64,15 +64,16 @@ class RadixKey:
 
     @property
     def data(self) -> bytes:
-        """The packed tokens. The first access after an append costs a copy, but no conversion."""
+        """The key's packed tokens. The first access after an append costs a copy, but no
+        conversion."""
         if self._tail:
             self._data += self._tail
             self._tail.clear()
         return self._data
 
     def append(self, token: int) -> None:
-        """Add one token; amortised O(1). Raises TokenError for anything else, and then adds
-        nothing."""
+        """Add one token to the radix key; amortised O(1). Raises TokenError for anything else, and
+        then adds nothing."""
         if type(token) is not int:
             token = _as_int(token)
         if not 0 <= token < TOKEN_LIMIT:
@@ -80,8 +81,8 @@ class RadixKey:
         self._tail += token.to_bytes(TOKEN_BYTES, "little")
 
     def extend(self, tokens: TokensLike) -> None:
-        """Add several tokens; amortised O(new tokens). Raises TokenError if one is invalid, and
-        then adds none."""
+        """Add several tokens to the radix key; amortised O(new tokens). Raises TokenError if one is
+        invalid, and then adds none."""
         # All checks come first: nothing is added if one fails.
         more = pack(tokens)
         if not _packing_checks(tokens):
@@ -93,26 +94,29 @@ class RadixKey:
         self._tail += more
 
     def extend_checked(self, tokens: Sequence[int]) -> None:
-        """Add tokens that the caller has checked to be ints in [0, TOKEN_LIMIT). See `extend`."""
+        """Add tokens to the radix key that the caller has checked to be ints in [0, TOKEN_LIMIT).
+        See `extend`."""
         self.extend_packed(struct.pack(f"<{len(tokens)}i", *tokens))
 
     @staticmethod
     def of_packed(data: bytes, namespace: Hashable = None) -> RadixKey:
-        """Build a key from packed tokens that the caller has checked to be in [0, TOKEN_LIMIT). No
-        copy."""
+        """Build a radix key from packed tokens that the caller has checked to be in [0,
+        TOKEN_LIMIT). No copy."""
         key = RadixKey.__new__(RadixKey)
         key.namespace, key._tail = namespace, bytearray()
         key._data, key._checked_bytes = data, len(data)
         return key
 
     def extend_packed(self, more: bytes) -> None:
-        """Add packed tokens that the caller has checked, as for `of_packed`. See `extend`."""
+        """Add packed tokens to the radix key that the caller has checked, as for `of_packed`. See
+        `extend`."""
         if self._checked_bytes == len(self._data) + len(self._tail):
             self._checked_bytes += len(more)
         self._tail += more
 
     def check(self) -> None:
-        """Check that no token is negative. Only what was added since the last check is looked at.
+        """Check that no token of the radix key is negative. Only what was added since the last
+        check is looked at.
 
         Raises:
             TokenError: names the value and its place.
@@ -123,7 +127,8 @@ class RadixKey:
             self._checked_bytes = len(data)
 
     def prefix(self, num_tokens: int) -> RadixKey:
-        """Return the key of the first `num_tokens`; this object if those are all. O(num_tokens).
+        """Return the radix key of the first `num_tokens`; this object if those are all.
+        O(num_tokens).
 
         >>> RadixKey([1, 2, 3], "lora").prefix(2)
         RadixKey(2 tokens, namespace='lora')
@@ -139,7 +144,7 @@ class RadixKey:
         return key
 
     def tokens(self) -> npt.NDArray[np.int32]:
-        """Return the tokens as an int32 array that the caller may change."""
+        """Return the radix key's tokens as an int32 array that the caller may change."""
         return np.frombuffer(bytearray(self.data), _LE_INT32)
 
     def __len__(self) -> int:
@@ -150,7 +155,8 @@ class RadixKey:
 
 
 def pack(tokens: TokensLike) -> bytes:
-    """Pack tokens as little-endian int32 bytes. O(tokens); one memcpy for an int32 array.
+    """Pack tokens for a radix key, as little-endian int32 bytes. O(tokens); one memcpy for an int32
+    array.
 
     A wider array takes one pass to check all values and one to convert them.
 
@@ -176,7 +182,8 @@ def pack(tokens: TokensLike) -> bytes:
 
 
 def common_pages(data: bytes, other: bytes, equal: int, end: int, page_bytes: int) -> int:
-    """Return how many whole pages two packed keys have in common, from `equal` to `end`.
+    """Return how many whole pages the packed tokens of two radix keys have in common, from `equal`
+    to `end`.
 
     The first `equal` pages are known to be the same; pages from `end` on are not compared. Binary
     search by memcmp, and no probe compares again what was equal before.
@@ -199,7 +206,7 @@ def common_pages(data: bytes, other: bytes, equal: int, end: int, page_bytes: in
 
 
 def check_packed(data: bytes, start_byte: int = 0) -> None:
-    """Raise TokenError if a packed token from `start_byte` on is negative."""
+    """Raise TokenError if a packed token of a radix key from `start_byte` on is negative."""
     values = np.frombuffer(data, _LE_INT32, offset=start_byte)
     if len(values) and values.min() < 0:
         place = int(np.argmax(values < 0))
@@ -210,7 +217,7 @@ def check_packed(data: bytes, start_byte: int = 0) -> None:
 
 
 def _pack_array(values: npt.NDArray[Any]) -> bytes:
-    """Pack a numpy array. Raises TokenError."""
+    """Pack a numpy array of tokens for a radix key. Raises TokenError."""
     if values.ndim != 1:
         raise TokenError(f"tokens have shape {values.shape}, one dimension is needed")
     # int32 is copied as it is. It may hold negative values, which `check` looks for later, and only
@@ -227,15 +234,16 @@ def _pack_array(values: npt.NDArray[Any]) -> bytes:
 
 
 def _packing_checks(tokens: TokensLike) -> bool:
-    """Return whether `pack` has already refused negative tokens: it has for arrays wider than
-    int32."""
+    """Return whether `pack` has already refused negative tokens for the radix key: it has for
+    arrays wider than int32."""
     if isinstance(tokens, array):
         return tokens.itemsize > TOKEN_BYTES
     return isinstance(tokens, np.ndarray) and tokens.dtype.itemsize > TOKEN_BYTES
 
 
 def _pack_sequence(values: list[Any]) -> bytes:
-    """Pack a list of objects. Raises TokenError that names the first bad one."""
+    """Pack a list of objects, the tokens of a radix key. Raises TokenError that names the first bad
+    one."""
     try:
         packed = struct.pack(f"<{len(values)}i", *values)
     # One is no int, or too large. Packing again value by value finds which, and accepts what
@@ -251,7 +259,8 @@ def _pack_sequence(values: list[Any]) -> bytes:
 
 
 def _checked_int(value: Any, place: int) -> int:
-    """Return `value` as an int in [0, TOKEN_LIMIT). Raises TokenError that names its place."""
+    """Return `value`, a token for a radix key, as an int in [0, TOKEN_LIMIT). Raises TokenError
+    that names its place."""
     token = _as_int(value)
     if not 0 <= token < TOKEN_LIMIT:
         raise TokenError(f"token {token} at {place} is not in [0, {TOKEN_LIMIT})")
@@ -259,8 +268,8 @@ def _checked_int(value: Any, place: int) -> int:
 
 
 def _as_int(value: Any) -> int:
-    """Return `value` as an int. Raises TokenError for bools and whatever does not convert without
-    loss."""
+    """Return `value`, a token for a radix key, as an int. Raises TokenError for bools and whatever
+    does not convert without loss."""
     if isinstance(value, (bool, np.bool_)):
         raise TokenError(f"{value!r} is a bool, not a token")
     try:

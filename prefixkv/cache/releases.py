@@ -18,8 +18,8 @@ class Releases:
         self._refs: dict[TreeNode, int] = {}  # what `lock_ref` of a node would be, where it differs
 
     def end(self, lock: PrefixLock | None) -> int:
-        """End `lock` too, and return the pages that it frees after those before it. O(nodes of
-        them).
+        """Release `lock` too, in a copy of the counts, and return the pages that it frees after
+        those before it. O(nodes of them).
 
         None frees nothing. Mirrors `RadixTree._release`.
         """

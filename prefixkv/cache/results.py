@@ -60,25 +60,25 @@ class MatchResult:
 
     @property
     def prefix_len(self) -> int:
-        """Tokens of cached prefix, whole pages."""
+        """Tokens of cached prefix in this match, whole pages."""
         return self.depth * self.cache.page_size
 
     @property
     def is_current(self) -> bool:
-        """True while no page came or went since: matching again would give the same."""
+        """True while no page came or went since this match: matching again would give the same."""
         return self.version == self.cache.version
 
     @property
     def pages(self) -> Pages:
-        """int32 [prefix_len / page_size] page ids, the caller's own array. A stale match gives
-        those that are still there. O(pages)."""
+        """int32 [prefix_len / page_size] page ids of the match, the caller's own array. A stale
+        match gives those that are still there. O(pages)."""
         node, depth = self.cache.locate(self)
         return page_ids(node, min(depth, self.depth))
 
     @property
     def unprotected_pages(self) -> int:
-        """Number of pages that would stop being evictable if this were locked. O(nodes not yet
-        held)."""
+        """Number of pages that would stop being evictable if this match were locked. O(nodes not
+        yet held)."""
         node, depth = self.cache.locate(self)
         # The same walk as `RadixTree._hold`: up to the first node that is held anyway. If that is
         # the node itself, the match may end above its end, and then nothing would change.
@@ -129,8 +129,8 @@ class PrefixLock:
 
     @property
     def pages(self) -> Pages:
-        """int32 [prefix_len / page_size] page ids, a new array. After `unlock` only if read
-        before."""
+        """int32 [prefix_len / page_size] page ids that the prefix lock holds, a new array. After
+        `unlock` only if read before."""
         if self._pages is None:
             # The pages may be another prompt's by now: a lock that has ended no longer knows them.
             if not self.held:
@@ -150,8 +150,8 @@ class PrefixLock:
 
 
 def page_ids(node: TreeNode | None, depth: int) -> Pages:
-    """Return int32 [depth] ids of the path down to `depth` in `node`; a new array. O(nodes +
-    pages)."""
+    """Return for a result of the cache the int32 [depth] ids of the path down to `depth` in `node`;
+    a new array. O(nodes + pages)."""
     if node is None or not depth:
         return NO_PAGES.copy()
     runs = packed_path(node)
@@ -160,7 +160,8 @@ def page_ids(node: TreeNode | None, depth: int) -> Pages:
 
 
 def packed_path(node: TreeNode) -> list[Packed]:
-    """Return the packed page ids of a node and of all above it, the lowest run first. O(nodes)."""
+    """Return for a result of the cache the packed page ids of a node and of all above it, the
+    lowest run first. O(nodes)."""
     runs = []
     while (parent := node.parent) is not None:
         runs.append(node.pages)
@@ -169,14 +170,15 @@ def packed_path(node: TreeNode) -> list[Packed]:
 
 
 def packed_ids(runs: Iterable[Packed]) -> Pages:
-    """Return the page ids of several packed runs, one after the other, as a new array."""
+    """Return the page ids of several packed runs of the tree, one after the other, as a result's
+    new array."""
     # One copy into a new bytearray, which also makes the array writable.
     return np.frombuffer(bytearray().join(runs), np.int32)
 
 
 def as_page_ids(pages: Any, num_pages: int) -> Pages:
-    """Return the first `num_pages` of a caller's page ids as int32. It may be the caller's own
-    array, so it must not be kept.
+    """Return the first `num_pages` of a caller's page ids, for a radix cache's insertion, as int32.
+    It may be the caller's own array, so it must not be kept.
 
     Raises:
         PageStateError: not one-dimensional integers, fewer than `num_pages`, more than one more,

@@ -21,7 +21,8 @@ from prefixkv.settings import check_whole
 
 
 def _no_rank(mark: Mark) -> int:
-    """Rank all strays alike: the policy gave them no rank, so any order will do."""
+    """Rank all strays of the radix tree alike: the policy gave them no rank, so any order will
+    do."""
     return 0
 
 
@@ -96,7 +97,8 @@ class RadixTree:
     # --- walking -------------------------------------------------------------------------------
 
     def _walk(self, node: TreeNode, data: bytes, at: int = 0) -> tuple[TreeNode, int]:
-        """Follow `data` down from the end of `node`, where `at` bytes of it have matched already.
+        """Follow `data` down the radix tree from the end of `node`, where `at` bytes of it have
+        matched already.
 
         Returns:
             The node in which the match ends (at its end or inside it), and the matched bytes, whole
@@ -124,8 +126,8 @@ class RadixTree:
         return node, at
 
     def _common_bytes(self, data: bytes, at: int, end: int, key: bytes | bytearray) -> int:
-        """Return how many bytes, in whole pages, `key` has in common with `data` from `at` to
-        `end`.
+        """Return how many bytes, in whole pages, the tree node's `key` has in common with `data`
+        from `at` to `end`.
 
         Binary search by memcmp. A probe that matches is never compared again.
         """
@@ -152,23 +154,23 @@ class RadixTree:
     # --- shape ---------------------------------------------------------------------------------
 
     def _root(self, namespace: Hashable) -> Root:
-        """Return the root of `namespace`, made if there is none."""
+        """Return the radix tree's root of `namespace`, made if there is none."""
         root = self._roots.get(namespace)
         if root is None:
             root = self._roots[namespace] = Root(namespace)
         return root
 
     def _drop_root_if_idle(self, root: TreeNode) -> None:
-        """Drop a namespace that has no pages, locks or wants: namespaces come and go with
-        tenants."""
+        """Drop from the radix tree a namespace that has no pages, locks or wants: namespaces come
+        and go with tenants."""
         assert isinstance(root, Root)
         if not root.children and not root.lock_ref and not root.wants:
             del self._roots[root.namespace]
             root.leave_tree()
 
     def _split(self, node: TreeNode, depth: int) -> TreeNode:
-        """Split `node` so that a node ends at `depth`, and return that one; `node` keeps what lies
-        below."""
+        """Split `node` of the tree so that a node ends at `depth`, and return that one; `node`
+        keeps what lies below."""
         upper = node.split(depth, self._page_bytes)
         assert upper.parent is not None
         # `TreeNode.split` left this to us: until here the parent still names the lower half as its
@@ -180,8 +182,8 @@ class RadixTree:
         return upper
 
     def _merge_if_idle(self, node: TreeNode) -> None:
-        """Merge a node with its only child unless a lock ends on it. The node's object dies, the
-        child's stays."""
+        """Merge a node of the tree with its only child unless a lock ends on it. The node's object
+        dies, the child's stays."""
         # Not merged are
         # 1. roots and nodes that left the tree,
         # 2. leaves and forks,
@@ -201,8 +203,8 @@ class RadixTree:
         self.num_nodes -= 1
 
     def _subtree(self, top: TreeNode, held: bool = False) -> list[TreeNode]:
-        """Return `top` and all nodes below it, each before its children; with `held`, only those
-        that a lock covers."""
+        """Return `top` and all nodes below it in the tree, each before its children; with `held`,
+        only those that a lock covers."""
         found = [top]
         # The list grows while it is iterated over: a breadth-first walk.
         for node in found:
@@ -212,7 +214,7 @@ class RadixTree:
     # --- holding -------------------------------------------------------------------------------
 
     def _hold(self, node: TreeNode) -> None:
-        """Add a holder to `node`.
+        """Add a holder to `node` of the radix tree, and count its pages as protected.
 
         By the law of lock_ref a held node counts 1 at its parent, however many locks are below. So
         the walk up ends at the first node that was held before.
@@ -229,8 +231,8 @@ class RadixTree:
         self.protected_pages += num_pages
 
     def _release(self, node: TreeNode) -> None:
-        """Remove a holder from `node`: the reverse of `_hold`. The caller enqueues or merges the
-        node."""
+        """Remove a holder from `node` of the radix tree: the reverse of `_hold`. The caller
+        enqueues or merges the node."""
         end = node.end
         node.lock_ref -= 1
         while node.lock_ref == 0 and node.parent is not None:
@@ -243,8 +245,8 @@ class RadixTree:
     # --- what the policy says; it may raise -------------------------------------------------------
 
     def _fold(self, upper: Mark, lower: Mark) -> Mark:
-        """Return the history that two marks make together. A policy that raises loses the upper
-        one."""
+        """Return the history that two marks in the radix tree make together. A policy that raises
+        loses the upper one."""
         # None stands for a mark that the policy should have made, but raised instead.
         if upper is None or lower is None:
             return upper if lower is None else lower
@@ -255,8 +257,8 @@ class RadixTree:
             return lower
 
     def _marks(self, use: Use) -> list[tuple[int, Mark]]:
-        """Return (depth, mark) for all that the insertion of new pages leaves; the last is on the
-        last page."""
+        """Return (depth, mark) for all that the insertion of new pages leaves in the radix tree;
+        the last is on the last page."""
         try:
             marks = list(self.policy.insertion_marks(use))
             # A user's policy may return anything. A mark outside the new pages would break the
@@ -269,7 +271,8 @@ class RadixTree:
             return [(use.num_pages, None)]
 
     def _enqueue(self, leaf: TreeNode) -> None:
-        """Put an evictable leaf in the eviction queue, or move it after its history has changed."""
+        """Put an evictable leaf of the tree in the eviction queue, or move it after its history has
+        changed."""
         if leaf.mark is None:  # the policy did not say what its use leaves, so it has no rank
             forget(leaf)
             self._strays.add(leaf)
@@ -284,7 +287,8 @@ class RadixTree:
                 self._strays.add(leaf)
 
     def _hint(self, mark: Mark, continues: bool) -> None:
-        """Pass on to the eviction order whether the session of the use that left `mark` goes on."""
+        """Pass on from the tree to its eviction order whether the session of the use that left
+        `mark` goes on."""
         try:
             tick = self.policy.last_tick(mark)
             # The first hint wraps the policy's queue. `_hints` is set last: if anything raises
@@ -300,7 +304,8 @@ class RadixTree:
             self.errors.caught(error)
 
     def _expect(self, num_leaves: int) -> None:
-        """Tell the queue about how many leaves the coming eviction will take; 0 when it is over."""
+        """Tell the tree's eviction queue about how many leaves the coming eviction will take; 0
+        when it is over."""
         try:
             self._queue.expect(num_leaves, self._now_s)
         except Exception as error:
@@ -309,8 +314,8 @@ class RadixTree:
     # --- attaching -----------------------------------------------------------------------------
 
     def _new_pages(self, ids: Pages, num_old: int) -> Pages:
-        """Return the ids without the first `num_old`. Raises PageStateError if one of the rest
-        cannot be new."""
+        """Return the page ids to be attached to the tree, without the first `num_old`. Raises
+        PageStateError if one of the rest cannot be new."""
         new = ids[num_old:]
         if self._in_tree is not None:
             try:
@@ -336,7 +341,8 @@ class RadixTree:
         use: Use,
         lock: PrefixLock | None,
     ) -> TreeNode:
-        """Put new pages at `depth` of `node`, and return the node that ends with them.
+        """Put new pages into the radix tree at `depth` of `node`, and return the node that ends
+        with them.
 
         Nothing here may fail: the caller has checked everything.
 
@@ -399,7 +405,8 @@ class RadixTree:
         return node
 
     def _log_stored(self, node: TreeNode, pages_above: Packed, key: Packed, pages: Packed) -> None:
-        """Record for listeners that pages were stored after the last page of `pages_above`."""
+        """Record for listeners that pages were stored in the tree after the last page of
+        `pages_above`."""
         assert self._log is not None
         while node.parent is not None:
             node = node.parent
@@ -409,8 +416,8 @@ class RadixTree:
     # --- taking out ----------------------------------------------------------------------------
 
     def _victim(self) -> TreeNode | None:
-        """Return the leaf that loses a page next, or None. A wanted leaf goes only when there
-        is no other."""
+        """Return the leaf of the tree that loses a page next, or None. A wanted leaf goes only when
+        there is no other."""
         # 1. Leaves that the policy did not rank.
         # 2. The policy's first, passing over leaves with a last page that a request waits for.
         # 3. Those wanted leaves, the least recently used first.
@@ -438,8 +445,8 @@ class RadixTree:
     def _evict_in_order(
         self, num_pages: int, merge_candidates: dict[TreeNode, None]
     ) -> list[Packed]:
-        """Take exactly `num_pages` evictable pages, coldest leaf first, and return their packed
-        ids.
+        """Take exactly `num_pages` evictable pages from the tree, coldest leaf first, and return
+        their packed ids.
 
         Equals single steps that each take the last page of the first leaf; a step here takes as
         many pages of one leaf as such steps would take in a row.
@@ -489,7 +496,7 @@ class RadixTree:
         return taken
 
     def _floor(self, node: TreeNode, low: int) -> int:
-        """Return the depth down to which a leaf with steps may be cut in one go.
+        """Return the depth down to which a leaf of the tree with steps may be cut in one go.
 
         Pages above a step have another history, so it may not be their turn. The policy may allow
         more, when histories differ but ranks do not (`Policy.floor`).
@@ -510,8 +517,8 @@ class RadixTree:
         return node.parent.end if floor is None else floor
 
     def _trim(self, node: TreeNode, num_pages: int) -> bytes:
-        """Cut pages off the end of a leaf and return their ids. The leaf gets its new place in the
-        queue."""
+        """Cut pages off the end of a leaf of the tree and return their ids. The leaf gets its new
+        place in the queue."""
         end = node.end
         pages = node.trim(num_pages, self._page_bytes, self._fold)
         # A want is attached at the deepest page of it that the tree has: now this leaf's end.
@@ -546,16 +553,16 @@ class RadixTree:
             self._enqueue(parent)
 
     def _leave_queue(self, leaf: TreeNode) -> None:
-        """Remove the leaf that `_victim` chose from its queue, which may raise if its ranks do not
-        compare."""
+        """Remove the tree's leaf that `_victim` chose from its queue, which may raise if its ranks
+        do not compare."""
         try:
             leaf.entry[2].take(leaf)
         except Exception as error:
             self.errors.caught(error)
 
     def _order_is_free(self) -> bool:
-        """Return whether evicting everything leaves the same state in any order: true if it leaves
-        no ghosts.
+        """Return whether evicting everything from the tree leaves the same state in any order: true
+        if it leaves no ghosts.
 
         Whether events are recorded must not matter: only one of several ranks records them, and
         marks that fold in another order may round to other floats.
@@ -564,8 +571,8 @@ class RadixTree:
         return not (ghost_pages and any(node.end >= ghost_pages for node in self.nodes()))
 
     def _evict_all(self, merge_candidates: dict[TreeNode, None]) -> list[Packed]:
-        """Take out everything that no lock covers, and return its page ids, those of each branch
-        before what follows. The history of its uses goes to the page above."""
+        """Take out of the radix tree everything that no lock covers, and return its page ids, those
+        of each branch before what follows. The history of its uses goes to the page above."""
         freed: list[Packed] = []
         fold = self._fold
         for root in list(self._roots.values()):
@@ -606,7 +613,8 @@ class RadixTree:
         return freed
 
     def _release_orphan(self, node: TreeNode) -> Pages:
-        """Release an orphaned path, and return the pages that no lock holds any more.
+        """Release an orphaned path, of before a reset of the tree, and return the pages that no
+        lock holds any more.
 
         Like `_release`, but a node without holders is freed instead of becoming evictable: no match
         finds it, so keeping it would be of no use.

@@ -12,7 +12,7 @@ from prefixkv.cache.node import TreeNode, Want
 
 
 def attach(want: Want, node: TreeNode, depth: int) -> None:
-    """Attach a want at `depth`, which lies in `node`."""
+    """Attach a want at `depth`, which lies in `node` of the radix tree."""
     # The page that the want asks for next. Empty or partial at its end: no insertion asks for such
     # a page, so a complete want stays where it is.
     start = depth * want.page_bytes
@@ -28,7 +28,7 @@ def attach(want: Want, node: TreeNode, depth: int) -> None:
 
 
 def detach(want: Want) -> TreeNode:
-    """Detach a want from its node, and return that node."""
+    """Detach a want from its node of the radix tree, and return that node."""
     node, want.node = want.node, None
     assert node is not None
     assert node.wants is not None
@@ -44,13 +44,14 @@ def detach(want: Want) -> TreeNode:
 
 
 def deepest(node: TreeNode, limit: int) -> int:
-    """Return the depth of the deepest wanted page of `node` that is at most `limit`; 0 if none is.
-    O(places)."""
+    """Return the depth of the deepest page of `node` that a want is attached to, at most `limit`; 0
+    if none is. O(places)."""
     return max((depth for depth, _ in node.wants or () if depth <= limit), default=0)
 
 
 def served_by(node: TreeNode, depth: int, first_page: bytes) -> list[Want]:
-    """Detach and return the wants at `depth` of `node` that ask for `first_page` next.
+    """Detach and return the wants at `depth` of `node` of the radix tree that ask for `first_page`
+    next.
 
     They are attached nowhere until the caller attaches them again.
     """
@@ -63,7 +64,8 @@ def served_by(node: TreeNode, depth: int, first_page: bytes) -> list[Want]:
 
 
 def move(source: TreeNode, target: TreeNode, from_depth: int, to_depth: int, limit: int) -> None:
-    """Move the wants of `source` in (from_depth, to_depth] to `target`, none deeper than `limit`.
+    """Move the wants of tree node `source` in (from_depth, to_depth] to node `target`, none deeper
+    than `limit`.
 
     `source` may be `target`: then they only move up, because pages were cut off its end.
     """

@@ -33,8 +33,8 @@ class AxisNames(NamedTuple):
 def as_slabs(
     k: Sequence[torch.Tensor], v: Sequence[torch.Tensor] | None, description: AxisNames
 ) -> tuple[list[torch.Tensor], str]:
-    """Return views [page, token, head, dim] in the order of `KVLayout.slabs`, and the kind of
-    attention.
+    """Return an engine's tensors, by the names of their axes, as views [page, token, head, dim] in
+    the order of `KVLayout.slabs`, and the kind of attention.
 
     Raises:
         ConfigError: the tensors differ from each other or from their description.
@@ -64,7 +64,7 @@ def as_slabs(
 
 
 def _checked_axes(description: AxisNames, *, k_and_v: bool) -> tuple[str, ...]:
-    """Return the names of each tensor's axes, in its order. Raises ConfigError."""
+    """Return the names of each engine tensor's axes, in its order. Raises ConfigError."""
     if not isinstance(description.opaque, str):
         raise ConfigError(
             f"opaque is {description.opaque!r}, must be a str, the name of the format"
@@ -89,7 +89,8 @@ def _checked_axes(description: AxisNames, *, k_and_v: bool) -> tuple[str, ...]:
 
 
 def _check_alike(i: int, tensor: torch.Tensor, first: torch.Tensor) -> None:
-    """Raise ConfigError unless a tensor has shape, dtype and device of the first."""
+    """Raise ConfigError unless an engine's tensor has shape, dtype and device of the first, so that
+    their axes are alike."""
     for name in ("shape", "dtype", "device"):
         if getattr(tensor, name) != getattr(first, name):
             raise ConfigError(
@@ -99,8 +100,8 @@ def _check_alike(i: int, tensor: torch.Tensor, first: torch.Tensor) -> None:
 
 
 def _check_shape(tensor: torch.Tensor, axes: tuple[str, ...], description: AxisNames) -> None:
-    """Raise ConfigError unless the shape agrees with the description. All tensors have the same
-    shape."""
+    """Raise ConfigError unless the shape of an engine's tensors agrees with the description of
+    their axes. All tensors have the same shape."""
     if tensor.dim() != len(axes):
         raise ConfigError(
             f"the tensors have {tensor.dim()} dimensions, must have {len(axes)}: {', '.join(axes)}"
@@ -123,7 +124,7 @@ def _check_shape(tensor: torch.Tensor, axes: tuple[str, ...], description: AxisN
 def _plain_slab(
     i: int, tensor: torch.Tensor, axes: tuple[str, ...], description: AxisNames
 ) -> torch.Tensor:
-    """Return a tensor as a view [page, token, head, dim]."""
+    """Return an engine's tensor, by its axes, as a view [page, token, head, dim]."""
     if "head" not in axes:
         tensor, axes = tensor.unsqueeze(0), ("head", *axes)
     slab = tensor.permute([axes.index(axis) for axis in SLAB_AXES])
@@ -139,7 +140,8 @@ def _plain_slab(
 def _opaque_slab(
     i: int, tensor: torch.Tensor, axes: tuple[str, ...], description: AxisNames
 ) -> torch.Tensor:
-    """Return a tensor as a view [page, token, head, dim]. Its pages keep their bytes in order.
+    """Return an engine's opaque tensor, by its axes, as a view [page, token, head, dim]. Its pages
+    keep their bytes in order.
 
     The shape is that of plain pages of the same size; only the page axis has a meaning.
     """

@@ -37,8 +37,8 @@ _MOST_WORDS_WIDE: Final = 256
 
 @cache
 def _kernel(interpreted: bool) -> Any:
-    """Return the kernel, compiled or interpreted as Triton's settings are now. It reads them once
-    per kernel."""
+    """Return the Triton kernel, compiled or interpreted as Triton's settings are now. It reads them
+    once per kernel."""
     return triton.jit(_copy_rows)
 
 
@@ -47,7 +47,7 @@ def _copy_rows(
     row_words: tl.tensor, fold: tl.constexpr, rows_a_unit: tl.constexpr, alignment: tl.constexpr,
     word: tl.constexpr, tile_rows: tl.constexpr, tile_width: tl.constexpr, to_stage: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Copy rows between pool and stage.
+    """Copy rows between pool and stage, as a Triton kernel.
 
     `slabs` int64 [slab, 3]: base, page stride, unit stride. `offsets` int64 [slab, row of a unit].
     Both in bytes. `num_rows` per slab, `row_words` per row.
@@ -116,7 +116,8 @@ class TritonCopy:
         return iter(())
 
     def _copy(self, units: Pages, stage: torch.Tensor, to_stage: bool) -> None:
-        """Check the arguments, and queue the kernel on the current stream."""
+        """Check the arguments of a copy by Triton, and queue the kernel on the current CUDA
+        stream."""
         import torch
 
         plan = self._plan

@@ -50,7 +50,7 @@ class KVPool:
         device: str = "cpu",
         shared: bool = False,
     ) -> KVPool:
-        """Create a pool of zeros. O(bytes).
+        """Create a KV pool of zeros. O(bytes).
 
         Every memory page is touched, so that later timings include no page faults. On the CPU each
         tensor begins on a multiple of 4096 bytes.
@@ -117,7 +117,7 @@ class KVPool:
         opaque: str = "",
         regions: Sequence[tuple[int, int]] | None = None,
     ) -> KVPool:
-        """Describe an engine's own tensors, and keep them alive. Nothing is copied.
+        """Describe an engine's own tensors as a KV pool, and keep them alive. Nothing is copied.
 
         Without `page_size`, `num_kv_heads` and `head_dim` the shape is believed; if given they have
         to agree with it. So give them: tensors [page, head, token, dim] taken for [page, token,
@@ -165,11 +165,11 @@ class KVPool:
 
     @property
     def device(self) -> str:
-        """Device of the tensors: "cpu" or "cuda:INDEX"."""
+        """Device of the KV pool's tensors: "cpu" or "cuda:INDEX"."""
         return self.layout.device
 
     def k(self, layer: int) -> torch.Tensor:
-        """Return K of one layer: a view [num_pages, page_size, num_kv_heads, head_dim].
+        """Return K of one layer of the pool: a view [num_pages, page_size, num_kv_heads, head_dim].
 
         With MLA it is the latent vector, as one head. With opaque pages the bytes are in their own
         order.
@@ -177,11 +177,13 @@ class KVPool:
         return self._slab(layer, 0)
 
     def v(self, layer: int) -> torch.Tensor:
-        """Return V of one layer, like `k`. Raises ConfigError with MLA, which has none."""
+        """Return V of one layer of the pool, like `k`. Raises ConfigError with MLA, which has
+        none."""
         return self._slab(layer, 1)
 
     def latent(self, layer: int) -> torch.Tensor:
-        """Return MLA's latent vectors of one layer: a view [num_pages, page_size, head_dim].
+        """Return MLA's latent vectors of one layer of the pool: a view [num_pages, page_size,
+        head_dim].
 
         Raises ConfigError with other attention.
         """
@@ -196,7 +198,7 @@ class KVPool:
     # --- whole pages, as bytes --------------------------------------------------------------------
 
     def read_pages(self, pages: PageIds) -> torch.Tensor:
-        """Return a copy of the bytes of `pages`, on the CPU, whatever the layout.
+        """Return a copy of the bytes of `pages` of the KV pool, on the CPU, whatever the layout.
 
         Two pools of equal sizes hold the same KV if and only if these are equal.
 
@@ -212,7 +214,8 @@ class KVPool:
         return out.view(torch.uint8)
 
     def write_pages(self, pages: PageIds, data: torch.Tensor) -> None:
-        """Write bytes that `read_pages` returned. On a GPU it waits until they are there.
+        """Write into the KV pool bytes that `read_pages` returned. On a GPU it waits until they are
+        there.
 
         Args:
             data: uint8 [n, slabs, page_size, num_kv_heads, head_bytes], on any device.
@@ -248,7 +251,8 @@ class KVPool:
 
 
 def zeros(shape: tuple[int, ...], dtype: str, device: str) -> torch.Tensor:
-    """Return zeros of `dtype`, from a multiple of 4096 on.
+    """Return zeros of `dtype`, a tensor of a KV pool, a state pool or staging, from a multiple of
+    4096 on.
 
     They are made as bytes, since float8 has few operations of its own.
 
@@ -276,14 +280,15 @@ class ZerosFactory:
     """A maker of tensors like `zeros`, or of such in memory that a peer may map."""
 
     def __init__(self, dtype: str, device: str, shared: bool) -> None:
-        """Choose the kind of memory. Raises ConfigError for shared memory that is not on the
-        CPU."""
+        """Choose the kind of memory for tensors of a pool, or of staging. Raises ConfigError for
+        shared memory that is not on the CPU."""
         if shared and device != "cpu":
             raise ConfigError(f'device is {device!r}, memory that a peer may map is on the "cpu"')
         self._dtype, self._device, self._shared = dtype, device, shared
 
     def __call__(self, shape: tuple[int, ...], count: int = 1) -> list[torch.Tensor]:
-        """Return `count` tensors of this shape; shared ones lie in one block. Raises as `zeros`."""
+        """Return `count` tensors of this shape for a pool, or for staging; shared ones lie in one
+        block. Raises as `zeros`."""
         if not self._shared:
             return [zeros(shape, self._dtype, self._device) for _ in range(count)]
         element = getattr(torch, self._dtype)
@@ -297,8 +302,8 @@ class ZerosFactory:
 
 
 def _synchronize(device: torch.device) -> None:
-    """Wait until all that is queued on the current stream is done: NIXL uses the memory in no
-    stream."""
+    """Wait, for a pool's memory, until all that is queued on the current stream is done: NIXL uses
+    the memory in no stream."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
@@ -319,8 +324,8 @@ def _check_device(device: str) -> None:
 
 
 def _prefer_huge_pages(memory: torch.Tensor) -> None:
-    """Ask Linux for huge pages, before the memory is first touched. NIXL's copies then walk fewer
-    pages."""
+    """Ask Linux for huge pages for a pool's memory, before it is first touched. NIXL's copies then
+    walk fewer pages."""
     # Only whole huge pages inside the memory: its edges belong to others.
     start = -(-memory.data_ptr() // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
     num_bytes = (memory.data_ptr() + memory.nbytes - start) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
@@ -337,7 +342,7 @@ def _describe(
     regions: tuple[tuple[int, int], ...],
     opaque: str = "",
 ) -> KVLayout:
-    """Return the validated layout of 4-dimensional views."""
+    """Return the validated layout of a KV pool's 4-dimensional views."""
     num_pages, page_size, num_kv_heads, head_dim = slabs[0].shape
     size = slabs[0].itemsize
     # The views are alike, so the first gives the sizes; each gives its own address and strides, in
@@ -367,8 +372,8 @@ def _describe(
 
 
 def storages(views: Sequence[torch.Tensor]) -> tuple[tuple[int, int], ...]:
-    """Return the memory ranges of the views' storages as (address, bytes). Overlapping ones become
-    one."""
+    """Return the memory ranges of the storages of a pool's views as (address, bytes). Overlapping
+    ones become one."""
     # A set: views of one storage name it once.
     spans = sorted(
         {
@@ -386,8 +391,8 @@ def storages(views: Sequence[torch.Tensor]) -> tuple[tuple[int, int], ...]:
 
 
 def _as_words(layout: KVLayout, slabs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Return the slabs as views [num_pages, page_size, num_kv_heads, words] of the widest possible
-    word.
+    """Return the KV pool's slabs as views [num_pages, page_size, num_kv_heads, words] of the widest
+    possible word.
 
     Copying words instead of bytes is what makes `read_pages` fast: torch moves one element at a
     time.

@@ -42,7 +42,8 @@ class _Mapping(mmap.mmap):
 
 
 def shared_bytes(num_bytes: int) -> torch.Tensor:
-    """Return zeros that a peer may map, uint8 [num_bytes], from a multiple of 4096 on. O(bytes).
+    """Return zeros in shared memory, which a peer may map, uint8 [num_bytes], from a multiple of
+    4096 on. O(bytes).
 
     For an engine that makes its tensors itself: views of it go to `KVPool.from_tensors`, or
     `StatePool`. Forks of this process share it too.
@@ -82,7 +83,7 @@ def shared_bytes(num_bytes: int) -> torch.Tensor:
 
 
 def block_of(address: int, num_bytes: int) -> SharedBlock | None:
-    """Return the block that this memory lies in, None if it is not shared."""
+    """Return the block of shared memory that this memory lies in, None if it is not shared."""
     # A copy: a collection of garbage may remove entries meanwhile.
     for mapping in list(_blocks.values()):
         block = mapping.block
@@ -92,8 +93,8 @@ def block_of(address: int, num_bytes: int) -> SharedBlock | None:
 
 
 def blocks_of(ranges: Iterable[tuple[int, int]]) -> list[SharedBlock] | None:
-    """Return the blocks that these ranges lie in, each once, by address; None if one is not
-    shared."""
+    """Return the blocks of shared memory that these ranges lie in, each once, by address; None if
+    one is not shared."""
     found = set()
     for address, num_bytes in ranges:
         block = block_of(address, num_bytes)

@@ -43,11 +43,11 @@ class StagingCopy(Protocol):
     """
 
     def num_bytes(self, num_units: int) -> int:
-        """Return the bytes of staging memory that `num_units` unit pages take."""
+        """Return the bytes of staging memory that a copy of `num_units` unit pages takes."""
         ...
 
     def gather(self, units: Pages, stage: torch.Tensor) -> None:
-        """Copy the part of these unit pages into `stage`.
+        """Gather the part of these unit pages from the pool: copy it into `stage`.
 
         Args:
             units: int32 [n], n >= 1: unit j of page p is p * fold + j. With pages of one size, page
@@ -60,11 +60,13 @@ class StagingCopy(Protocol):
         ...
 
     def scatter(self, units: Pages, stage: torch.Tensor) -> None:
-        """Copy `stage` into these unit pages, each named once; the inverse of `gather`."""
+        """Scatter `stage` into these unit pages of the pool, each named once; the inverse of
+        `gather`."""
         ...
 
     def scatter_steps(self, units: Pages, stage: torch.Tensor) -> Iterator[None]:
-        """Scatter in small steps, as the result is iterated over, in the order of the stage.
+        """Scatter a stage into the pool in small steps, as the result is iterated over, in the
+        order of the stage.
 
         The arguments are checked at once. A copy that only queues its work may do so at once as
         well, and return no steps.
@@ -73,7 +75,8 @@ class StagingCopy(Protocol):
 
 
 def scatter_together(parts: Sequence[tuple[StagingCopy, torch.Tensor]], units: Pages) -> None:
-    """Scatter the stages of several parts into the same unit pages, each as its `scatter` would.
+    """Scatter the stages of several parts into the same unit pages of the pool, each as its
+    `scatter` would.
 
     It takes a few pages of each part in turn: parts of one token lie side by side in a pool, so the
     memory that one part has brought into the cache is there for the next.
@@ -89,7 +92,8 @@ def scatter_together(parts: Sequence[tuple[StagingCopy, torch.Tensor]], units: P
 def staging_copy(
     layout: KVLayout, part: Shard, unit_tokens: int, device: str = "cpu"
 ) -> StagingCopy:
-    """Return the copy of a part of a pool of ours, `part` in the pool's own numbers.
+    """Return the staging copy of a part of a pool of ours, by numpy or Triton, `part` in the pool's
+    own numbers.
 
     Raises:
         ConfigError: a part or a unit that does not fit the pool, or a device without a copy.
@@ -113,7 +117,8 @@ class _Pattern(NamedTuple):
     unit_strides: Int64s  # [slab, 1]
 
     def rows_of(self, page: Int64s, unit: Int64s) -> Int64s:
-        """Return the numbers of the rows, in the order of the stage."""
+        """Return the numbers of the pool's rows that a staging copy takes, in the order of the
+        stage."""
         places = page * self.page_strides + unit * self.unit_strides
         rows: Int64s = places[:, :, None] + self.offsets
         return rows.reshape(-1)
@@ -148,7 +153,7 @@ class CpuCopy:
             first += count
 
     def _group(self, first: int, count: int) -> _SlabGroup:
-        """Return `count` slabs from `first` on as one array of rows."""
+        """Return `count` slabs from `first` on as one array of rows, for the CPU's staging copy."""
         plan = self._plan
         num_pages = plan.layout.num_pages
         slabs = plan.slabs[first : first + count]
@@ -180,7 +185,8 @@ class CpuCopy:
         return _SlabGroup(first, count, rows, step == plan.row_bytes, pattern)
 
     def _pattern(self, new: _Pattern) -> int:
-        """Return the number of a pattern, stored once if groups share it."""
+        """Return the number of a pattern of rows in the CPU's staging copy, stored once if groups
+        share it."""
         for number, known in enumerate(self._patterns):
             if all(np.array_equal(a, b) for a, b in zip(known, new, strict=True)):
                 return number
@@ -209,7 +215,7 @@ class CpuCopy:
         return self._scatter_steps(units, stage.numpy().view(self._row))
 
     def _scatter_steps(self, units: Pages, staged: npt.NDArray[Any]) -> Iterator[None]:
-        """Copy some units of a group per step."""
+        """Scatter by the CPU some units of a group of slabs from the stage per step."""
         step = max(1, _STEP_BYTES // self._plan.unit_bytes) * self._plan.row_offsets.shape[1]
         for group, index, part in self._parts(units):
             rows = staged[part]
@@ -218,8 +224,8 @@ class CpuCopy:
                 yield
 
     def _parts(self, units: Pages) -> Iterator[tuple[_SlabGroup, Int64s, slice]]:
-        """Yield each group with the numbers of its rows in the pool, and their place in the
-        stage."""
+        """Yield each group of slabs with the numbers of its rows in the pool, and their place in
+        the stage, for the CPU's copy."""
         page, unit = (
             column.astype(np.int64) for column in np.divmod(units, np.int32(self._plan.fold))
         )

@@ -35,7 +35,7 @@ class StagePlan:
 
     @classmethod
     def of(cls, layout: KVLayout, part: Shard, unit_tokens: int) -> StagePlan:
-        """Plan the copies of `part` in units of `unit_tokens`. O(slabs).
+        """Plan the copies of `part` between pool and stage in units of `unit_tokens`. O(slabs).
 
         Raises:
             ConfigError: a part or a unit that does not fit the pool, or an invalid layout.
@@ -83,16 +83,16 @@ class StagePlan:
 
     @property
     def unit_bytes(self) -> int:
-        """Bytes of one unit page in one slab."""
+        """Bytes of one unit page in one slab, by the stage's plan."""
         return int(self.row_offsets.shape[1]) * self.row_bytes
 
     def num_bytes(self, num_units: int) -> int:
-        """Return the bytes of staging memory that `num_units` unit pages take."""
+        """Return the bytes of staging memory that `num_units` unit pages take by this plan."""
         return len(self.slabs) * num_units * self.unit_bytes
 
     def checked(self, units: Pages, stage: torch.Tensor, device: str) -> Pages:
-        """Return `units` as int32. Raises PageStateError or ConfigError if they cannot be copied to
-        `stage`."""
+        """Return `units` of a planned copy as int32. Raises PageStateError or ConfigError if they
+        cannot be copied to `stage`."""
         units = checked_pages(units, self.layout.num_pages * self.fold, "staged")
         # The copies write through raw addresses: a stage that is too small would mean writing past
         # it.

@@ -21,7 +21,7 @@ class StagingBuffer:
     def __init__(
         self, num_bytes: int, lease_bytes: int, device: str = "cpu", shared: bool = False
     ) -> None:
-        """Make the memory; `shared` as for `KVPool.create`.
+        """Make the memory of a rank's staging buffer; `shared` as for `KVPool.create`.
 
         Raises:
             ConfigError: sizes that no StagingArea has. CapacityError: the device has not enough
@@ -37,7 +37,8 @@ class StagingBuffer:
         return str(self._memory.device)
 
     def slice(self, offset: int, num_bytes: int) -> torch.Tensor:
-        """Return a view, uint8 [num_bytes]. Raises ConfigError if it is not inside."""
+        """Return a view of the staging buffer, uint8 [num_bytes]. Raises ConfigError if it is not
+        inside."""
         if offset < 0 or num_bytes < 0 or offset + num_bytes > self.area.num_bytes:
             raise ConfigError(
                 f"bytes {offset} to {offset + num_bytes} of a staging area of {self.area.num_bytes}"

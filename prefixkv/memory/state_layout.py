@@ -44,17 +44,18 @@ class StateTensor(msgspec.Struct, frozen=True, array_like=True):
         return prod(self.head_shape) * ITEMSIZE[self.dtype]
 
     def mesh(self, mesh: Mesh) -> Mesh:
-        """Return the mesh in which a worker's ranks share this tensor's heads."""
+        """Return the mesh in which a worker's ranks share this state tensor's heads."""
         return replace(mesh, num_kv_heads=self.num_heads)
 
     def shard(self, mesh: Mesh, rank: int) -> Shard | None:
-        """Return the heads that a rank holds; None if the layer is not in its stage."""
+        """Return the heads of this state tensor that a rank holds; None if the layer is not in its
+        stage."""
         shard = self.mesh(mesh).shard(rank)
         return shard if 0 <= self.layer - shard.first_layer < shard.num_layers else None
 
     def validate(self, mesh: Mesh) -> None:
-        """Raise ConfigError naming the value that is out of range, or heads that the mesh cannot
-        share."""
+        """Raise ConfigError naming the value of this state tensor that is out of range, or heads
+        that the mesh cannot share."""
         where = f"state tensor {self.name!r}"
         if self.dtype not in ITEMSIZE:
             raise ConfigError(
@@ -93,8 +94,8 @@ class StateLayout(msgspec.Struct, frozen=True, array_like=True):
     regions: Regions
 
     def validate(self) -> None:
-        """Check every value, and that slots share no byte. Raises ConfigError. Call it on a peer's
-        layout.
+        """Check every value of the state layout, and that slots share no byte. Raises ConfigError.
+        Call it on a peer's layout.
 
         Entries lie apart, or interleave with one stride.
         """
@@ -138,11 +139,12 @@ class StateLayout(msgspec.Struct, frozen=True, array_like=True):
                 raise ConfigError(f"state entries at {before.base:#x} and {entry.base:#x} overlap")
 
     def _extent(self, entry: StateEntry) -> int:
-        """Return the bytes from an entry's first slot to the end of its last."""
+        """Return the bytes of extra state from an entry's first slot to the end of its last."""
         return (self.num_slots - 1) * entry.slot_stride + entry.num_bytes
 
     def check_holds(self, tensors: Iterable[StateTensor], mesh: Mesh, rank: int) -> None:
-        """Raise HandshakeError unless this is what a rank of the mesh holds of the tensors."""
+        """Raise HandshakeError unless this state layout is what a rank of the mesh holds of the
+        tensors."""
         shards = [(tensor, tensor.shard(mesh, rank)) for tensor in tensors]
         expected = [
             tensor.head_bytes * shard.num_heads for tensor, shard in shards if shard is not None
@@ -175,8 +177,8 @@ class StateLink(NamedTuple):
 
 
 def check_state_pairs(tensors: Iterable[StateTensor], writers: Mesh, readers: Mesh) -> None:
-    """Refuse meshes that cannot share the tensors, and pairs in which a rank would send state to a
-    rank that it sends no KV.
+    """Refuse meshes that cannot share the state tensors, and pairs in which a rank would send state
+    to a rank that it sends no KV.
 
     The meshes have passed `check_meshes`.
 
@@ -201,7 +203,7 @@ def check_state_pairs(tensors: Iterable[StateTensor], writers: Mesh, readers: Me
 def state_blocks(
     tensors: Iterable[StateTensor], writers: Mesh, writer: int, readers: Mesh, reader: int
 ) -> tuple[StateBlock, ...]:
-    """Return the blocks that `writer` sends to `reader` of each slot.
+    """Return the blocks of extra state that `writer` sends to `reader` of each slot.
 
     Over all writers, each byte of a reader's slot comes once.
     """

@@ -30,7 +30,7 @@ class StatePool:
         regions: Sequence[tuple[int, int]] | None = None,
         num_slots: int = 0,
     ) -> None:
-        """Describe an engine's own tensors, and keep them alive.
+        """Describe an engine's own tensors of extra state, and keep them alive.
 
         Args:
             tensors: all of the model's state.
@@ -92,7 +92,7 @@ class StatePool:
         device: str = "cpu",
         shared: bool = False,
     ) -> StatePool:
-        """Create a pool of zeros; `shared` as for `KVPool.create`.
+        """Create a state pool of zeros; `shared` as for `KVPool.create`.
 
         Raises:
             ConfigError: a value out of range. CapacityError: the device has not enough memory.
@@ -110,15 +110,15 @@ class StatePool:
         return self.layout.num_slots
 
     def view(self, name: str, layer: int) -> torch.Tensor:
-        """Return the view [num_slots, heads of this rank, *head_shape]. Raises KeyError if this
-        rank has none."""
+        """Return the state pool's view [num_slots, heads of this rank, *head_shape] of a tensor.
+        Raises KeyError if this rank has none."""
         return self._views[name, layer]
 
 
 def _tensors_of_rank(
     tensors: Sequence[StateTensor], mesh: Mesh | None, rank: int
 ) -> list[tuple[StateTensor, tuple[int, ...]]]:
-    """Return the tensors of the rank's stage, each with the shape of a slot."""
+    """Return the state tensors of the rank's stage, each with the shape of a slot."""
     # Without a mesh a single rank holds every layer that is named.
     mesh = mesh or Mesh(1 + max((tensor.layer for tensor in tensors), default=0), 1)
     held = []

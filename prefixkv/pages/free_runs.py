@@ -49,7 +49,7 @@ class FreeRuns:
 
     @classmethod
     def of(cls, free: npt.NDArray[np.bool_]) -> FreeRuns:
-        """Build the runs of the pages that are free. O(num_pages)."""
+        """Build the free runs of the pages that are free. O(num_pages)."""
         runs = cls(len(free))
         # Empty it first: a new one has all pages free.
         runs.take(len(free))
@@ -59,19 +59,19 @@ class FreeRuns:
         return runs
 
     def __len__(self) -> int:
-        """Return the number of runs. O(1)."""
+        """Return the number of free runs. O(1)."""
         return self._num_runs
 
     def runs(self) -> list[tuple[int, int]]:
-        """Return all runs as (first page, pages), ascending. O(num_pages)."""
+        """Return all free runs as (first page, pages), ascending. O(num_pages)."""
         starts = np.flatnonzero(self._length_from)
         return list(zip(starts.tolist(), self._length_from[starts].tolist(), strict=True))
 
     # --- out --------------------------------------------------------------------------------------
 
     def take(self, num_pages: int) -> Index:
-        """Remove `num_pages` pages, at least one, and return their ids, ascending. About 0.1 us per
-        run."""
+        """Remove `num_pages` pages, at least one, from the free runs and return their ids,
+        ascending. About 0.1 us per run."""
         # Whole lengths first, then the part of a run that is left: the ends in the two arrays are
         # cleared below, for all runs at once.
         lengths = self._lengths
@@ -108,7 +108,7 @@ class FreeRuns:
         return pages
 
     def take_run(self, num_pages: int) -> int | None:
-        """Remove `num_pages` pages of one run and return the first. None if no run is so long:
+        """Remove `num_pages` pages of one free run and return the first. None if no run is so long:
         nothing is taken."""
         lengths = self._lengths
         at = bisect_left(lengths, num_pages)
@@ -127,7 +127,7 @@ class FreeRuns:
         return start
 
     def _pop(self, length: int, most: int) -> list[int]:
-        """Remove up to `most` runs of this length from the file, and return their first pages.
+        """Remove up to `most` free runs of this length from the file, and return their first pages.
 
         Both arrays still have the length at their ends: the caller clears these.
         """
@@ -141,14 +141,14 @@ class FreeRuns:
         return starts
 
     def _drop_length(self, length: int) -> None:
-        """Forget a length that no run has any more."""
+        """Forget a length that no free run has any more."""
         del self._by_length[length]
         del self._lengths[bisect_left(self._lengths, length)]
 
     # --- back -------------------------------------------------------------------------------------
 
     def add(self, pages: Where) -> None:
-        """Add `pages`, at least one, ascending. About 0.3 us per run."""
+        """Add `pages`, at least one, ascending, to the free runs. About 0.3 us per run."""
         if type(pages) is slice:
             self._add_run(pages.start, pages.stop)
             return
@@ -170,7 +170,7 @@ class FreeRuns:
             self._add_runs(starts, ends)
 
     def _add_run(self, start: int, end: int) -> None:
-        """Add the run [start, end), merged with free neighbours."""
+        """Add the run [start, end), merged with free neighbours, to the free runs."""
         # `_to[start]`: a run that ends just before. `_from[end]`: one that begins just behind.
         left, right = self._to[start], self._from[end]
         if left:
@@ -182,7 +182,7 @@ class FreeRuns:
         self._put(start, end - start)
 
     def _remove(self, start: int, length: int) -> None:
-        """Remove a run that becomes part of another."""
+        """Remove a free run that becomes part of another."""
         runs = self._by_length[length]
         del runs[start]
         if not runs:
@@ -191,7 +191,7 @@ class FreeRuns:
         self._num_runs -= 1
 
     def _add_runs(self, starts: Index, ends: Index) -> None:
-        """Add many runs, which ascend and do not touch each other. See `_add_run`."""
+        """Add many free runs, which ascend and do not touch each other. See `_add_run`."""
         meets = (self._length_to[starts] | self._length_from[ends]).astype(np.bool_)
         # 1. Those that touch a free run merge, one by one. Two of them may touch the same free run,
         #    so the second has to see what the first has made. The others still touch none then.
@@ -207,13 +207,13 @@ class FreeRuns:
         self._file(starts.tolist(), lengths.tolist())
 
     def _put(self, start: int, length: int) -> None:
-        """Enter a maximal run: both ends and the file."""
+        """Enter a maximal free run: both ends and the file."""
         self._from[start] = self._to[start + length] = length
         self._num_runs += 1
         self._file((start,), (length,))
 
     def _file(self, starts: Sequence[int], lengths: Sequence[int]) -> None:
-        """File runs by length. A length that is new is sorted in."""
+        """File free runs by length. A length that is new is sorted in."""
         by_length = self._by_length
         for start, length in zip(starts, lengths, strict=True):
             runs = by_length.get(length)
@@ -226,7 +226,8 @@ class FreeRuns:
     # --- laws -------------------------------------------------------------------------------------
 
     def check_invariants(self, free: npt.NDArray[np.bool_]) -> None:
-        """Check the runs against the pages that are free. O(num_pages). Raises InternalError."""
+        """Check the free runs against the pages that are free. O(num_pages). Raises
+        InternalError."""
         edges = np.diff(np.concatenate(([False], free, [False])).astype(np.int8))
         starts, ends = np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)
         expected = list(zip(starts.tolist(), ends.tolist(), strict=True))

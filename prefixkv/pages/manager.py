@@ -51,13 +51,13 @@ class RequestPages:
 
     @property
     def num_shared(self) -> int:
-        """Pages at the front that are not its own: the tree's, or another request's on their way
-        there."""
+        """Pages at the front of a request's row that are not its own: the tree's, or another
+        request's on their way there."""
         return self.num_locked + self.num_joined
 
     @property
     def num_own(self) -> int:
-        """Pages that only this request holds; ending it frees them."""
+        """Pages of a request's row that only it holds; ending it frees them."""
         return self.num_pages - self.num_locked - self.num_joined
 
 
@@ -104,22 +104,24 @@ class PageManager:
 
     @property
     def available_pages(self) -> int:
-        """Pages that could be taken now: free, or cached without a lock."""
+        """Pages that the page manager could take now: free, or cached without a lock."""
         return self.allocator.free_pages + self.cache.evictable_pages
 
     @property
     def can_open(self) -> bool:
-        """True if there is a row, and a slot, for one request more."""
+        """True if the page manager has a row, and a slot, for one request more."""
         return bool(self.table.free_rows and (self.slots is None or self.slots.free_pages))
 
     def pages(self, pages: RequestPages) -> Pages:
-        """Return a read-only view of all page ids of a request, int32, in order."""
+        """Return the page manager's read-only view of all page ids of a request, int32, in
+        order."""
         return self.table.pages(pages.row)
 
     # --- a request's life -------------------------------------------------------------------------
 
     def match(self, key: RadixKey, cacheable: bool = True) -> MatchResult | None:
-        """Return the longest cached prefix; None if caching is off. Changes nothing."""
+        """Return the longest cached prefix in the page manager's tree; None if caching is off.
+        Changes nothing."""
         return self.cache.match_prefix(key) if self.caching and cacheable else None
 
     def open(
@@ -131,7 +133,8 @@ class PageManager:
         joined: RequestPages | None = None,
         joined_end: int = 0,
     ) -> RequestPages:
-        """Lock the match of `key`, take new pages behind it, and return the request's pages.
+        """Lock the match of `key`, take new pages behind it from the allocator, and return the
+        request's pages, in a new row of the page table.
 
         Args:
             joined: a request on its way with the same first `joined_end` tokens' pages, more than
@@ -189,7 +192,7 @@ class PageManager:
         return RequestPages(row, lock, num_locked, num_joined, num_pages, self.epoch, slot)
 
     def lock_joined(self, pages: RequestPages, key: RadixKey, now_s: float) -> None:
-        """Lock the pages that the request joined, now that they have gone to the tree.
+        """Lock in the tree the pages that the request joined, now that they have gone there.
 
         Raises:
             InternalError: the tree does not have them. CallerError: the request has ended. Nothing
@@ -220,7 +223,7 @@ class PageManager:
         pages.num_joined = 0
 
     def grow_many(self, many: Sequence[RequestPages], now_s: float) -> None:
-        """Take one page at the end of each of these requests.
+        """Take one page of the allocator at the end of the row of each of these requests.
 
         Raises:
             OutOfPagesError. CallerError: a request has ended or is named twice. RequestError: a row
@@ -246,7 +249,8 @@ class PageManager:
         priority: int = 0,
         being_read: bool = False,
     ) -> None:
-        """Give the tree the request's whole pages, and extend its lock over them.
+        """Give the request's whole pages, while it runs, to the tree, and extend its lock over
+        them.
 
         Where the tree has a page already, the request's row is repointed to it and its own page is
         freed. With `being_read` (writes to a peer may still read it) that waits until the request
@@ -308,7 +312,8 @@ class PageManager:
         priority: int = 0,
         continues: bool | None = None,
     ) -> None:
-        """End the request: its whole pages become cached prefix, its tail is freed."""
+        """End the request in the page manager: its whole pages become cached prefix, its tail is
+        freed."""
         self.cache_unfinished(pages, key, now_s, priority=priority)
         # Before `drop`, which ends the lock that says where the use ended.
         if continues is not None:
@@ -316,29 +321,29 @@ class PageManager:
         self.drop(pages)
 
     def hint(self, pages: RequestPages, continues: bool) -> None:
-        """Tell the eviction policy whether the conversation will continue. See
-        `RadixCache.hint`."""
+        """Tell the eviction policy, by the request's pages, whether the conversation will continue.
+        See `RadixCache.hint`."""
         if pages.lock is not None and pages.epoch == self.epoch:
             self.cache.hint(pages.lock.node, continues=continues)
 
     def want(self, match: MatchResult) -> int:
-        """Evict the pages of a waiting request's tokens last, and return a number for `unwant`. See
-        `RadixCache.want`."""
+        """Let the page manager evict the pages of a waiting request's tokens last, and return a
+        number for `unwant`. See `RadixCache.want`."""
         return self.cache.want(match)
 
     def unwant(self, number: int) -> None:
-        """End a want: the request waits no longer."""
+        """End a want in the page manager's tree: the request waits no longer."""
         self.cache.unwant(number)
 
     def drop(self, pages: RequestPages) -> None:
-        """End the request and free its own pages, which no peer can write."""
+        """End the request in the page manager and free its own pages, which no peer can write."""
         self.allocator.free(self._close(pages))
         if self.slots is not None:
             self.slots.free([pages.slot])
 
     def hold(self, pages: RequestPages, owner: Hashable) -> None:
-        """End the request while a peer may still write its own pages: `owner` holds them until
-        `release`."""
+        """End the request in the page manager while a peer may still write its own pages: `owner`
+        holds them until `release`."""
         # First: it raises for an owner without a hash, which must change nothing.
         self.allocator.holds(owner)
         own = self._close(pages)
@@ -349,7 +354,8 @@ class PageManager:
             self.slots.hold([pages.slot], owner)
 
     def release(self, owner: Hashable) -> int:
-        """Free what `owner` holds, and return how many pages; 0 if the owner is unknown.
+        """Free the pages, and slots, that `owner` holds in the page manager, and return how many
+        pages; 0 if the owner is unknown.
 
         Only with proof that no write can land there any more.
         """
@@ -361,7 +367,8 @@ class PageManager:
         return self.allocator.release(owner)
 
     def quarantine(self, owner: Hashable) -> int:
-        """Mark what `owner` holds as overdue, and return how many pages: they stay held."""
+        """Mark the pages, and slots, that `owner` holds in the page manager as overdue, and return
+        how many pages: they stay held."""
         if not self.allocator.holds(owner):
             return 0
         if self.slots is not None:
@@ -369,11 +376,12 @@ class PageManager:
         return self.allocator.quarantine(owner)
 
     def holds(self, owner: Hashable) -> bool:
-        """Return whether `owner` has held or quarantined pages, or a slot."""
+        """Return whether `owner` has held or quarantined pages, or a slot, in the page manager."""
         return self.allocator.holds(owner)
 
     def flush(self) -> int:
-        """Empty the tree after a weight update, and return how many pages were freed at once.
+        """Empty the page manager's tree after a weight update, and return how many pages were freed
+        at once.
 
         Requests that run now finish, but cache nothing. Locked pages come back as their requests
         end.
@@ -387,8 +395,8 @@ class PageManager:
     # --- pages ------------------------------------------------------------------------------------
 
     def _take(self, num_pages: int, now_s: float) -> Pages:
-        """Allocate pages, evicting what is missing and the reserve. Raises OutOfPagesError, with
-        nothing evicted."""
+        """Allocate pages, evicting from the tree what is missing and the reserve. Raises
+        OutOfPagesError, with nothing evicted."""
         free = self.allocator.free_pages
         missing = num_pages - free
         if missing <= 0:
@@ -409,7 +417,8 @@ class PageManager:
         return taken
 
     def _evict(self, num_pages: int, now_s: float) -> Pages:
-        """Evict pages, and observe how long it took if there is a clock."""
+        """Evict pages from the page manager's tree, and observe how long it took if there is a
+        clock."""
         began_s = self.clock() if self.clock is not None else 0.0
         evicted = self.cache.evict(num_pages, now_s)
         self.evicted_pages += len(evicted)
@@ -418,8 +427,8 @@ class PageManager:
         return evicted
 
     def _close(self, pages: RequestPages) -> bytes:
-        """End the lock and the row, and return the request's own pages, packed, to be freed or
-        held."""
+        """End the lock and the row of a request's pages, and return its own pages, packed, to be
+        freed or held."""
         # Read before the row is emptied. It raises for a request that has ended: its row is -1.
         own = self.table.packed(pages.row, pages.num_shared, pages.num_pages)
         self.table.free_row(pages.row)
@@ -434,19 +443,21 @@ class PageManager:
         return own
 
     def _unlock(self, lock: PrefixLock | None) -> None:
-        """End a lock, if there is one, and free what only it held: pages of before a flush."""
+        """End a request's lock in the tree, if there is one, and free what only it held: pages of
+        before a flush."""
         if lock is not None:
             self._free_cached(self.cache.unlock(lock))
 
     def _free_cached(self, pages: Pages) -> None:
-        """Free pages that the tree has given up."""
+        """Free pages in the page manager's allocator that the tree has given up."""
         if len(pages):
             self.allocator.uncache(pages)
             self.allocator.free(pages)
             self.version += 1
 
     def check_invariants(self) -> None:
-        """Audit tree, allocator and table, and that they agree on how many pages are cached."""
+        """Audit the page manager's tree, allocator and table, and that they agree on how many pages
+        are cached."""
         self.cache.check_invariants()
         self.allocator.check_invariants()
         if self.slots is not None:

@@ -22,7 +22,7 @@ MAX_REASON_CHARS: Final = 1000
 
 
 def reason_of(error: BaseException | str) -> str:
-    """Return the text of an error as a peer is to read it, shortened. Never raises.
+    """Return the text of a paged request's error as a peer is to read it, shortened. Never raises.
 
     It runs in the middle of a change, and the error may be of the user's own class.
     """
@@ -33,13 +33,15 @@ def reason_of(error: BaseException | str) -> str:
 
 
 def check_reason(reason: object) -> None:
-    """Raise RequestError for a reason that no frame can carry."""
+    """Raise RequestError for a reason to end a paged request, of either side, that no frame can
+    carry."""
     if not isinstance(reason, str):
         raise RequestError(f"reason is a {type(reason).__name__}, a string is needed")
 
 
 def check_error(error: object) -> None:
-    """Raise CallerError for an error that is to end a request, and is no exception."""
+    """Raise CallerError for an error that is to end a paged request, of either side, and is no
+    exception."""
     if error is not None and not isinstance(error, Exception):
         raise CallerError(f"error is a {type(error).__name__}, an exception is needed")
 
@@ -73,7 +75,8 @@ class PagedRequest(Generic[State]):
         self._page_manager = pages
 
     def become(self, state: State) -> None:
-        """Move to another state. Raises InternalError if `TRANSITIONS` does not allow it."""
+        """Move a paged request, of either side, to another state. Raises InternalError if
+        `TRANSITIONS` does not allow it."""
         if state not in self.TRANSITIONS[self.state]:
             raise InternalError(
                 f"request {self.rid!r} cannot go from {self.state.value} to {state.value}"
@@ -82,29 +85,30 @@ class PagedRequest(Generic[State]):
 
     @property
     def room(self) -> int:
-        """Number of the request's room."""
+        """Number of the paged request's room."""
         return self.request.room
 
     @property
     def room_key(self) -> RoomKey:
-        """Room and generation: one attempt at the transfer."""
+        """Room and generation of a paged request, of either side: one attempt at the transfer."""
         return RoomKey(self.request.room, self.generation)
 
     @property
     def pages(self) -> Pages:
-        """Page ids of the request in order, int32; a read-only view, valid until the next call on
-        the node."""
+        """Page ids of a paged request in order, int32; a read-only view, valid until the next call
+        on the node."""
         if self.pages_held is None:
             return np.empty(0, dtype=np.int32)
         return self._page_manager.pages(self.pages_held)
 
     @property
     def row(self) -> int:
-        """Row of the page table, -1 while the request holds no pages."""
+        """Row of the page table that a paged request has, -1 while it holds no pages."""
         return -1 if self.pages_held is None else self.pages_held.row
 
     def timeline(self, side: str, outcome: str, peer: str, **found: int) -> dict[str, Any]:
-        """Return the request's history for a log, as JSON can hold it; `found` adds fields.
+        """Return a paged request's history, of either side, for a log, as JSON can hold it; `found`
+        adds fields.
 
         Times are seconds since the request arrived, or None.
         """
@@ -139,7 +143,8 @@ class BrokenEvent:
         self._event = event
 
     def query(self) -> bool:
-        """Return whether the device is done; False if the event raises again."""
+        """Return whether the device is done with a paged request's pages; False if the event, which
+        has raised before, raises again."""
         try:
             return self._event.query()
         except Exception:
@@ -147,7 +152,8 @@ class BrokenEvent:
 
 
 def still_pending(event: DeviceEvent, errors: UserErrors) -> DeviceEvent | None:
-    """Return None once the device is done, else the event to query next time.
+    """Return None once the device is done with a paged request's pages, else the event to query
+    next time.
 
     An event that raises has proved nothing, so its pages stay where they are.
     """
@@ -176,28 +182,32 @@ class PagedScheduler(Generic[Req, Command]):
         self._deadlines: Timers[Req] = Timers()  # the requests' own
 
     def _note_deadline(self, req: Req) -> None:
-        """Start the request's own deadline, if it has one."""
+        """Start a paged request's own deadline in the scheduler of either side, if it has one."""
         if req.request.deadline_s is not None:
             self._deadlines.wake(req, req.arrived_s + req.request.deadline_s)
 
     def take_commands(self) -> list[Command]:
-        """Return the commands for the control plane, in order, and forget them."""
+        """Return the commands of the paged scheduler, of either side, for its control plane, in
+        order, and forget them."""
         commands, self._commands = self._commands, []
         return commands
 
     def flush(self) -> int:
-        """Empty the cache after a weight update. Returns the pages freed at once."""
+        """Empty the cache of the paged scheduler, of either side, after a weight update. Returns
+        the pages freed at once."""
         return self.pages.flush()
 
     def holders(self) -> list[tuple[str, RequestPages]]:
-        """Return (request id, pages) of all requests that hold pages. Any thread may call it."""
+        """Return (request id, pages) of all requests of the paged scheduler that hold pages. Any
+        thread may call it."""
         # A copy of the values first: the scheduler may add and remove requests meanwhile. Each
         # request's field is read once, since it may become None.
         held = [(req.rid, req.pages_held) for req in list(self.requests.values())]
         return [(name, pages) for name, pages in held if pages is not None]
 
     def _check_new(self, request: Request, num_pages: int, needs: str) -> None:
-        """Raise RequestError for a request that cannot be accepted.
+        """Raise RequestError for a new request that the paged scheduler, of either side, cannot
+        accept.
 
         Args:
             num_pages: pages that it may need in all.

@@ -57,11 +57,12 @@ class PageTable:
 
     @property
     def free_rows(self) -> int:
-        """Number of rows that are not in use."""
+        """Number of rows of the page table that are not in use."""
         return len(self._free_rows)
 
     def alloc_row(self) -> int:
-        """Return a row without pages, now in use. Raises CapacityError if there is none."""
+        """Return a row of the page table without pages, now in use. Raises CapacityError if there
+        is none."""
         if not self._free_rows:
             raise CapacityError(f"all {len(self.array)} rows of the page table are in use")
         row = self._free_rows.pop()
@@ -69,7 +70,8 @@ class PageTable:
         return row
 
     def free_row(self, row: int) -> None:
-        """Empty the row and take it back. Raises CallerError if it is not in use."""
+        """Empty the row of the page table and take it back. Raises CallerError if it is not in
+        use."""
         # `length` raises for a free row: freed twice, it would be given to two requests. Only what
         # the row holds is overwritten; the rest is -1 already.
         start, size = _BYTES * row * self.array.shape[1], _BYTES * self.length(row)
@@ -78,20 +80,23 @@ class PageTable:
         self._free_rows.append(row)
 
     def length(self, row: int) -> int:
-        """Return the number of pages in the row. Raises CallerError if it is not in use."""
+        """Return the number of pages in the page table's row. Raises CallerError if it is not in
+        use."""
         # A row of -1 marks a request that has ended; numpy would take it for the last row.
         if not 0 <= row < len(self._length) or self._length[row] == _NO_ROW:
             raise CallerError(f"row {row} of the page table is not in use")
         return self._length[row]
 
     def pages(self, row: int) -> Pages:
-        """Return the row's page ids: a read-only view, valid until the row changes."""
+        """Return the page ids in the page table's row: a read-only view, valid until the row
+        changes."""
         view = self.array[row, : self.length(row)]
         view.flags.writeable = False
         return view
 
     def packed(self, row: int, start_page: int, end_page: int) -> bytes:
-        """Return the row's page ids at [start_page, end_page) as packed little-endian int32.
+        """Return the page ids at [start_page, end_page) of the page table's row as packed
+        little-endian int32.
 
         Raises CallerError if the row is not in use, or shorter.
         """
@@ -102,7 +107,8 @@ class PageTable:
         return self._packed[_BYTES * (at + start_page) : _BYTES * (at + end_page)].tobytes()
 
     def fill(self, row: int, runs: Iterable[bytes | bytearray | Pages]) -> int:
-        """Fill a row that has no pages with runs of ids, one after the other; return their number.
+        """Fill a row of the page table that has no pages with runs of ids, one after the other;
+        return their number.
 
         The ids are not checked: they come from the allocator and the tree.
 
@@ -124,14 +130,15 @@ class PageTable:
         return num_pages
 
     def check_fits(self, num_pages: int) -> None:
-        """Raise RequestError for more pages than a row can hold."""
+        """Raise RequestError for more pages than a row of the page table can hold."""
         if num_pages > self.array.shape[1]:
             raise RequestError(
                 f"a row would have {num_pages} pages, the limit is {self.array.shape[1]}"
             )
 
     def write(self, row: int, start_page: int, pages: PageIds) -> None:
-        """Put `pages` at positions start_page, start_page + 1, ... of the row, over what was there.
+        """Put `pages` at positions start_page, start_page + 1, ... of the page table's row, over
+        what was there.
 
         The first position may be at most the row's length, which grows if they reach beyond it.
 
@@ -159,7 +166,8 @@ class PageTable:
             self._length[row] = end
 
     def append_each(self, rows: npt.NDArray[np.integer] | Sequence[int], pages: PageIds) -> None:
-        """Append pages[i] to rows[i], for many requests that cross a page boundary in one step.
+        """Append pages[i] to rows[i] of the page table, for many requests that cross a page
+        boundary in one step.
 
         The rows are distinct. Raises as `write` does, with nothing changed.
         """
@@ -172,7 +180,8 @@ class PageTable:
         self.append_checked(growth, page_ids)
 
     def check_growth(self, rows: npt.NDArray[np.integer] | Sequence[int]) -> Growth:
-        """Check that each of these rows is in use, named once, and has room for one page more.
+        """Check that each of these rows of the page table is in use, named once, and has room for
+        one page more.
 
         So nothing can fail once the pages are taken. Raises CallerError, RequestError.
         """
@@ -203,7 +212,8 @@ class PageTable:
         return Growth(row_ids, lengths)
 
     def append_checked(self, growth: Growth, pages: Pages) -> None:
-        """Append one page of the allocator to each row that `check_growth` has checked.
+        """Append one page of the allocator to each row of the page table that `check_growth` has
+        checked.
 
         The rows must not have changed since.
         """
@@ -212,7 +222,7 @@ class PageTable:
         self._lengths[growth.rows] = growth.lengths + 1
 
     def check_invariants(self) -> None:
-        """Check every law. O(size of the table). Raises InternalError with the state."""
+        """Check every law of the page table. O(its size). Raises InternalError with the state."""
         rows, columns = self.array.shape
         in_use = np.arange(columns) < self._lengths[:, None]
         free = np.flatnonzero(self._lengths == _NO_ROW).tolist()

@@ -71,7 +71,7 @@ class Traits:
 
 
 def _traits(size: int, turn: int) -> Traits:
-    """Build the traits of a use by its size class and turn."""
+    """Build the adaptive policy's traits of a use by its size class and turn."""
     turn = min(turn, MOST_TURNS)
     new = kind_of(min(turn, 2), size)
     classes = [kind_of(visits, size) for visits in range(len(COUNTS))]
@@ -82,7 +82,8 @@ def _traits(size: int, turn: int) -> Traits:
 
 
 def kind_of(visits: int, size: int) -> int:
-    """Return the class of pages with this many visits, the last of them of this size class."""
+    """Return the adaptive policy's class of pages with this many visits, the last of them of this
+    size class."""
     return COUNTS[min(visits, MOST_TURNS)] * SIZES + size
 
 
@@ -99,8 +100,8 @@ NO_TRUNK: Trunk = (0, 0, 0, 0)
 
 
 def trunk_of(pages: int, length: int, times: int) -> Trunk:
-    """Return the trunk of `pages` pages, of size class `length`, from which paths parted `times`
-    times."""
+    """Return the adaptive policy's trunk of `pages` pages, of size class `length`, from which paths
+    parted `times` times."""
     kind = NUM_OWN + SIZES * length + TRUNK_COUNTS[times]
     return pages, times, SIZES * MOST_TURNS + kind - NUM_OWN, kind
 
@@ -123,7 +124,8 @@ time.
 
 
 def class_of(leaf: TreeNode) -> int:
-    """Return the class of a leaf's last page."""
+    """Return the adaptive policy's class of a leaf's last page: its trunk's, or by visits and its
+    last use."""
     _, visits, _, of_use, _, trunk = leaf.mark
     # Within a trunk the class is the trunk's; below it counts by how often it was visited.
     if leaf.end <= trunk[0]:
@@ -170,7 +172,8 @@ class Adaptive(GhostPolicy):
         return use.tick, 1 if use.visit else 0, use.now_s, of_use, end, trunk
 
     def marks_of_new(self, use: Use, found: list[Ghost]) -> Sequence[tuple[int, Seen]]:
-        """Return the marks that an insertion leaves; `found` are the ghosts of its new pages."""
+        """Return the adaptive policy's marks (visits, traits, trunk) that an insertion leaves;
+        `found` are the ghosts of its new pages."""
         of_use, end, trunk = self._begin(use, found)
         tick, now_s = use.tick, use.now_s
         # 1. Nothing is remembered: the new pages begin with one visit. If the request was counted
@@ -187,8 +190,8 @@ class Adaptive(GhostPolicy):
         return [(depth, (tick, visits, now_s, of_use, end, trunk)) for depth, visits in steps]
 
     def _begin(self, use: Use, found: list[Ghost] | None) -> tuple[Traits, int, Trunk]:
-        """Return the traits of a use, where its path ends, and its trunk. Counts the first use of a
-        request.
+        """Return the adaptive policy's traits of a use, where its path ends, and its trunk. Counts
+        the first use of a request.
 
         Args:
             found: the ghosts beyond its old pages; None if they were not looked up.
@@ -227,7 +230,8 @@ class Adaptive(GhostPolicy):
         return of_use, use.num_pages, trunk
 
     def _parts(self, history: Seen | None, known: int, now_s: float) -> Trunk:
-        """Count that a path parts from others after its `known` pages, and return their trunk.
+        """Count with the adaptive policy's hazards that a path parts from others after its `known`
+        pages, and return their trunk.
 
         No path ends there, so trunks have rows of their own.
 
@@ -245,7 +249,7 @@ class Adaptive(GhostPolicy):
         return trunk
 
     def fold(self, upper: Seen, lower: Seen) -> Seen:
-        """Take all of the later mark, with the visits of both."""
+        """Take all of the later of two adaptive marks, with the visits of both."""
         if upper[0] > lower[0]:
             tick, visits, now_s, of_use, end, trunk = upper
             return tick, visits + lower[1], now_s, of_use, end, trunk
@@ -261,7 +265,7 @@ class Adaptive(GhostPolicy):
         return LeastWorth(self.hazards, class_of)
 
     def floor(self, steps: Sequence[tuple[int, Seen]], mark: Seen, low: int) -> int | None:
-        """Return the first step from below where the class or the last use changes; see
+        """Return the first step from below where a page's adaptive class or last use changes; see
         `Policy.floor`."""
         tick, visits, _, of_use, _, (trunk_pages, *_) = mark
         classes = of_use.classes
@@ -280,7 +284,8 @@ class Adaptive(GhostPolicy):
         return None
 
     def evicted(self, node: TreeNode, num_pages: int) -> None:
-        """Leave ghosts of the pages. Path ends that are forgotten for them count as losses."""
+        """Leave ghosts of the pages. Path ends that are forgotten for them count as losses in the
+        adaptive policy's hazards."""
         hazards = self.hazards
         for ghost in self.add_ghosts(node, num_pages):
             last: Seen = ghost[0]

@@ -80,7 +80,7 @@ class Ghosts:
         return len(self._ghosts)
 
     def clear(self) -> None:
-        """Forget all ghosts."""
+        """Forget all ghosts of evicted pages."""
         self._ghosts.clear()
         self._ends.clear()
         self.num_pages = 0
@@ -200,7 +200,7 @@ class Ghosts:
         return found
 
     def none_beyond(self, data: bytes, old_pages: int) -> None:
-        """Note that the next look-up of this path finds nothing, without a search."""
+        """Note that the next look-up of this path finds no ghosts, without a search."""
         self._last = data, old_pages, []
 
     def remove_found(self, found: list[Ghost]) -> None:
@@ -216,7 +216,7 @@ class Ghosts:
             self._last = None
 
     def broken_laws(self) -> list[str]:
-        """Return every law that does not hold; for tests. O(ghosts)."""
+        """Return every law of the ghosts that does not hold; for tests. O(ghosts)."""
         ghosts = self._ghosts
         ends = Counter(ghost[4] for ghost in ghosts.values() if ghost[4] is not None)
         laws = {
@@ -240,21 +240,21 @@ class Ghosts:
         return ghost[2]
 
     def _leave_segment(self, segment: int) -> None:
-        """Count one path end less in a segment."""
+        """Count one path end less among the ghosts of a segment."""
         if self._ends[segment] == 1:
             del self._ends[segment]
         else:
             self._ends[segment] -= 1
 
     def _name(self, data: bytes, depth: int, num_bytes: int) -> int:
-        """Return the name of `depth` on a packed path: a hash of it and of up to `num_bytes` before
-        it."""
+        """Return the name that a ghost has at `depth` of a packed path: a hash of it and of up to
+        `num_bytes` before it."""
         end = depth * self._page_bytes
         return hash((depth, data[end - num_bytes if end > num_bytes else 0 : end]))
 
     def _name_in_tree(self, node: TreeNode, depth: int, num_bytes: int) -> int:
-        """Return `_name` for the path that `node` ends, read from the tree. O(nodes that hold the
-        bytes)."""
+        """Return a ghost's name, as `_name`, for the path that `node` ends, read from the tree.
+        O(nodes that hold the bytes)."""
         key = node.key
         end = len(key) - (node.end - depth) * self._page_bytes
         if end >= num_bytes:
@@ -313,12 +313,12 @@ class GhostPolicy(Policy):
 
     @abstractmethod
     def marks_of_new(self, use: Use, found: list[Ghost]) -> Sequence[tuple[int, Mark]]:
-        """Return the marks of an insertion, see `insertion_marks`; `found` are the ghosts of the
-        new pages."""
+        """Return the marks of an insertion for a policy with ghosts, see `insertion_marks`; `found`
+        are the ghosts of the new pages."""
 
     def goes_on(self, use: Use, found: list[Ghost]) -> tuple[Mark | None, int]:
-        """Return the last use that this first use of a request continues, or None, and the number
-        of new pages.
+        """Return the last use, in the tree or among the ghosts, that this first use of a request
+        continues, or None, and the number of new pages.
 
         It continues a use if it goes on where the last path that held the known pages ended. If
         `found`, the ghosts beyond the old pages, is not empty, that end is known to the block only.
@@ -371,7 +371,8 @@ def staircase(
     nothing: UseCount,
     less: Callable[[UseCount, UseCount], UseCount],
 ) -> list[tuple[int, UseCount]]:
-    """Return (depth, count added by a mark there), rising, so that each page gets its total.
+    """Return (depth, count added by a mark there), rising, so that each page whose ghost came back
+    gets its total.
 
     New pages down to a ghost have the ghost's count besides this visit, those below the last ghost
     have this visit. The old pages have at most this visit: what was added for the new ones is

@@ -117,7 +117,7 @@ class Hazards:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything that was seen."""
+        """Forget all starts, returns and losses that these hazards have counted."""
         num_rows = self._num_rows
         self.now_s = 0.0
         self._halves_s = self._half_life_s  # time of the next halving
@@ -140,7 +140,8 @@ class Hazards:
     # --- what happens -----------------------------------------------------------------------------
 
     def start(self, row: int, now_s: float) -> None:
-        """Note a start in `row`. O(1), and now and then a part of the work on the worths."""
+        """Note a start in `row` of the hazards. O(1), and now and then a part of the work on the
+        worths."""
         # Before the start is noted: it is of the new half-life.
         if now_s >= self._halves_s:
             self._halve(int(now_s // self._half_life_s))
@@ -154,20 +155,20 @@ class Hazards:
             self._go_on()
 
     def returned(self, row: int, start_s: float, now_s: float) -> None:
-        """Note that a start of `start_s` was followed by a return."""
+        """Note for the hazards that a start of `start_s` was followed by a return."""
         # The given time is that of the last use, which may be later than the last start of all:
         # `_count` needs a time at which starts were counted.
         began_s = self.now_s if start_s > self.now_s else start_s
         self._returned.append((row, began_s, now_s - start_s))
 
     def lost(self, row: int, start_s: float) -> None:
-        """Note that the ghost of a start was forgotten: its return would not be noticed any
-        more."""
+        """Note for the hazards that the ghost of a start was forgotten: its return would not be
+        noticed any more."""
         began_s = self.now_s if start_s > self.now_s else start_s
         self._lost.append((row, began_s, self.now_s - began_s))
 
     def _count(self) -> None:
-        """Count what was noted since the last time."""
+        """Count in the hazards' tables the starts, returns and losses noted since the last time."""
         # 1. Starts, in slots of at least a second. `_out` gets rows for the new slots.
         if self._started:
             times_s, slots = self._times_s, []
@@ -200,7 +201,7 @@ class Hazards:
             ends.clear()
 
     def _halve(self, times: int) -> None:
-        """Halve all counts until they have been halved `times` times in all."""
+        """Halve all counts of the hazards until they have been halved `times` times in all."""
         # First count what is noted: it is of the time before.
         self._count()
         share = ldexp(1.0, self._num_halved - times)
@@ -210,13 +211,13 @@ class Hazards:
             table *= share
 
     def counts(self) -> tuple[Table, Table, Table]:
-        """Return three float [classes, bins] tables: starts of each class that reached each bin,
-        starts that returned in it, and starts that were lost in it."""
+        """Return the hazards' counts as three float [classes, bins] tables: starts of each class
+        that reached each bin, starts that returned in it, and starts that were lost in it."""
         self._count()
         return self._entered(), self._by_class(self._returns), self._by_class(self._losses)
 
     def broken_laws(self) -> list[str]:
-        """Return every law that does not hold; for tests. O(classes x bins)."""
+        """Return every law of the hazards that does not hold; for tests. O(classes x bins)."""
         self._count()
         tables = {"returned": self._returns, "lost": self._losses}
         laws = {
@@ -238,7 +239,7 @@ class Hazards:
     # --- what it says -----------------------------------------------------------------------------
 
     def _thin_out(self) -> None:
-        """Merge slots of starts that lie closer together than their age requires."""
+        """Merge the hazards' slots of starts that lie closer together than their age requires."""
         kept_s: list[float] = []
         firsts: list[int] = []
         for at, time_s in enumerate(self._times_s):
@@ -252,8 +253,8 @@ class Hazards:
     # Worths are worked out in parts, of what was counted by the first of them.
 
     def _go_on(self) -> None:
-        """Do the next part of the work; all parts at once if worths are wanted more often than
-        parts fit in."""
+        """Do the next part of the work on the hazards' worths; all parts at once if worths are
+        wanted more often than parts fit in."""
         first = self._part
         self._part = first + 1 if self._period >= APART * len(_PARTS) else len(_PARTS)
         for part in _PARTS[first : self._part]:
@@ -265,16 +266,19 @@ class Hazards:
             self._part = 0
 
     def _prune_slots(self) -> None:
-        """Part: count what was noted, and keep the number of slots small."""
+        """Do a part of the hazards' work: count what was noted, and keep the number of slots
+        small."""
         self._count()
         self._thin_out()
 
     def _freeze_counts(self) -> None:
-        """Part: fix the counts that all later parts are worked out from."""
+        """Do a part of the hazards' work: fix the counts that all later parts are worked out
+        from."""
         self._seen = self._entered(), self._by_class(self._returns)
 
     def _estimate(self) -> None:
-        """Part: estimate the chances of each class, from all to groups to classes."""
+        """Do a part of the hazards' work: estimate the chances of each class, from all to groups to
+        classes."""
         entered, returns = self._seen
         # Each level starts from the one above, which counts as `trust` observations.
         of_all = slice(self._num_common)
@@ -287,13 +291,13 @@ class Hazards:
         self._ranked: list[Table] = []
 
     def _rank_slice(self) -> None:
-        """Part: the Gittins indices of the next slice of classes."""
+        """Do a part of the hazards' work: the Gittins indices of the next slice of classes."""
         first = len(self._ranked) * self._slice
         some = self._chances[first : first + self._slice]
         self._ranked.append(gittins_indices(some, self._scratch))
 
     def _rank(self) -> None:
-        """Part: publish the new worths.
+        """Do the last part of the hazards' work: publish the new worths.
 
         `worth[kind][bin]` rises up to `peak[kind]` and falls from there, so that the leaf of a
         class that is worth least is its oldest or its newest. Both lists are new objects (see
@@ -305,7 +309,8 @@ class Hazards:
         self.worth: list[Chances] = rise_and_fall(indices, peaks).tolist()
 
     def _entered(self) -> Table:
-        """Return float [classes, bins]: starts of each class that reached each bin.
+        """Return of the hazards a float [classes, bins] table: starts of each class that reached
+        each bin.
 
         These are the starts that ended in it or later, and those without an end that are old
         enough.
@@ -352,7 +357,7 @@ class _Sums:
 
 
 def _chances(entered: Table, returns: Table, before: Table, trust: float) -> Table:
-    """Return the chance that a start which reaches a bin returns in it.
+    """Return the hazard of each bin: the chance that a start which reaches it returns in it.
 
     `before`, the chance assumed without observations, counts as `trust` of them.
     """
@@ -360,13 +365,14 @@ def _chances(entered: Table, returns: Table, before: Table, trust: float) -> Tab
 
 
 def new_scratch(num_classes: int) -> Table:
-    """Return memory for `gittins_indices`. Getting that much from the system takes longer than
-    filling it."""
+    """Return memory for the hazards' `gittins_indices`. Getting that much from the system takes
+    longer than filling it."""
     return np.empty((2, num_classes, NUM_BINS, NUM_BINS + 1))
 
 
 def gittins_indices(chances: Table, scratch: Table | None = None) -> Table:
-    """Return the Gittins index of each class and bin. O(classes x bins squared), in numpy.
+    """Return the Gittins index of each class and bin from its hazards. O(classes x bins squared),
+    in numpy.
 
     It is the best ratio, over all times to keep a page, of expected uses to expected seconds.
 
@@ -398,7 +404,7 @@ def gittins_indices(chances: Table, scratch: Table | None = None) -> Table:
 
 
 def rise_and_fall(values: Table, peaks: Table) -> Table:
-    """Lift values so that each row rises to its peak and falls from there.
+    """Lift the hazards' values, in numpy, so that each row rises to its peak and falls from there.
 
     >>> rise_and_fall(np.array([[2, 1, 5, 3, 4]]), np.array([2])).tolist()
     [[2, 2, 5, 4, 4]]

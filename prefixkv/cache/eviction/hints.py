@@ -47,7 +47,7 @@ class Hints:
         self.clear()
 
     def note(self, tick: int, continues: bool, now_s: float) -> None:
-        """Note a hint about the use with this tick. O(1)."""
+        """Note a hint about the session whose last use has this tick. O(1)."""
         for hints in (self._in_force, self._open) if self._reports_returns else (self._in_force,):
             # Dictionaries keep the order of insertion: a repeated hint becomes the newest.
             hints.pop(tick, None)
@@ -61,7 +61,7 @@ class Hints:
                 self._count(continued, False)
 
     def came_back(self, tick: int) -> None:
-        """Note that another use continues the one with this tick."""
+        """Note, for the hint about the use with this tick, that another use continues it."""
         if (hint := self._open.pop(tick, None)) is not None:
             self._count(hint[0], True)
 
@@ -75,14 +75,16 @@ class Hints:
         self.believed = 2 * over <= goes_on
 
     def group(self, tick: int, now_s: float) -> tuple[int, float]:
-        """Return the group of a leaf with last tick `tick`, and the time of the hint."""
+        """Return the hint group (finished, unknown, continues) of a leaf with last tick `tick`, and
+        the time of the hint."""
         if (hint := self._in_force.get(tick)) is None:
             return _UNKNOWN, 0.0
         continues, since_s = hint
         return (_GOES_ON if continues and not self.broken(since_s, now_s) else _OVER), since_s
 
     def broken(self, since_s: float, now_s: float) -> bool:
-        """Return whether a promise made at `since_s` is broken unless the session has come back."""
+        """Return whether a hint's promise, made at `since_s`, is broken unless the session has come
+        back."""
         return now_s - since_s > self._promise_s
 
     def clear(self) -> None:
@@ -111,7 +113,7 @@ class HintedQueue:
         self._now_s = 0.0
 
     def add(self, leaf: TreeNode) -> None:
-        """Add or move a leaf, into the queue of its group."""
+        """Add or move a leaf, into the queue of its group of hints."""
         tick = self._last_tick(leaf.mark)
         group, since_s = self._hints.group(tick, self._now_s)
         if group == _GOES_ON:
@@ -120,8 +122,8 @@ class HintedQueue:
         self._queues[group].add(leaf)
 
     def first(self, now_s: float) -> TreeNode | None:
-        """Return the first leaf of the first group that has one; by the policy's rank while hints
-        are not believed."""
+        """Return the first leaf of the first group of hints that has one; by the policy's rank
+        while hints are not believed."""
         self._break_promises(now_s)
         found: tuple[LeafRank, TreeNode] | None = None
         for queue in self._queues:
@@ -140,7 +142,8 @@ class HintedQueue:
         leaf.entry[2].take(leaf)
 
     def count_dead(self) -> None:
-        """Refuse: `TreeNode.entry` always names one of the three inner queues."""
+        """Refuse to count for the hinted queue: `TreeNode.entry` always names one of the three
+        inner queues."""
         raise NotImplementedError("entries stand in one of the three queues")
 
     def expect(self, num_leaves: int, now_s: float) -> None:
@@ -152,7 +155,8 @@ class HintedQueue:
         return [law for queue in self._queues for law in queue.broken_laws()]
 
     def _break_promises(self, now_s: float) -> None:
-        """Move leaves of sessions that have not come back in time to those of finished sessions."""
+        """Move leaves of sessions that were hinted to continue, and have not come back in time, to
+        those of finished sessions."""
         self._now_s = max(self._now_s, now_s)
         promised = self._promised
         while promised and self._hints.broken(promised[0][0], self._now_s):

@@ -49,7 +49,7 @@ class Line:
         self.newest: list[tuple[int, Entry]] = []
 
     def add(self, entry: Entry) -> None:
-        """Add an entry. O(1) in order, else O(log leaves)."""
+        """Add an entry to the line of its class. O(1) in order, else O(log leaves)."""
         in_order = self.in_order
         # Dead entries at the end would push a living one out of order for nothing.
         while in_order and (last := in_order[-1])[0] >= entry[0] and last[1].entry is not last:
@@ -61,7 +61,7 @@ class Line:
             heappush(self.newest, (-entry[0], entry))
 
     def first(self) -> Entry | None:
-        """Return the oldest entry, or None. Drops dead entries before it."""
+        """Return the oldest entry of the class's line, or None. Drops dead entries before it."""
         # The usual case, with `_stands` written out: it runs for each page that is evicted.
         if not self.oldest:  # as a rule
             in_order = self.in_order
@@ -83,7 +83,8 @@ class Line:
         return in_order[0] if in_order else heap[0] if heap else None
 
     def last(self) -> Entry | None:
-        """Return the newest entry, or None. Drops dead entries behind it. The mirror of `first`."""
+        """Return the newest entry of the class's line, or None. Drops dead entries behind it. The
+        mirror of `first`."""
         if not self.newest:  # as a rule
             in_order = self.in_order
             while in_order:
@@ -103,7 +104,7 @@ class Line:
         return in_order[-1] if in_order else heap[0][1] if heap else None
 
     def sweep(self) -> None:
-        """Drop all dead entries. O(entries)."""
+        """Drop all dead entries from the line of one class. O(entries)."""
         self.in_order = deque(entry for entry in self.in_order if entry[1].entry is entry)
         self.oldest = [entry for entry in self.oldest if entry[1].entry is entry]
         heapify(self.oldest)
@@ -112,8 +113,8 @@ class Line:
 
 
 def _stands(entry: Entry) -> bool:
-    """Return whether this is still the place of an evictable leaf; if it just stopped being one,
-    count it dead."""
+    """Return whether an entry of a class's line is still the place of an evictable leaf; if it just
+    stopped being one, count it dead."""
     node = entry[1]
     if node.entry is not entry:
         return False
@@ -153,7 +154,8 @@ class LeastWorth(LeafOrders):
         self._all_hold_s = inf
 
     def add(self, leaf: TreeNode) -> None:
-        """Add or move a leaf. O(1) as a rule."""
+        """Add a leaf to the least-worth queue, in the line of its class, or move it there. O(1) as
+        a rule."""
         mark = leaf.mark
         kind, tick, old = self._class_of(leaf), mark[0], leaf.entry
         if old is not None:
@@ -171,8 +173,8 @@ class LeastWorth(LeafOrders):
             heappush(self._late, (self.rank_at(leaf, self._batch_s), leaf, entry))
 
     def choose(self, now_s: float) -> TreeNode | None:
-        """Return the leaf that is worth least at `now_s`. O(classes), and O(1) per class to look at
-        again."""
+        """Return the leaf that is worth least at `now_s`, by the offers of the classes. O(classes),
+        and O(1) per class to look at again."""
         # 1. New tables: no offer holds any more. `Hazards` makes new lists, so identity is enough.
         if self._hazards.worth is not self._worth:
             self._worth = self._hazards.worth
@@ -206,7 +208,8 @@ class LeastWorth(LeafOrders):
         return node
 
     def _update_offer(self, kind: int, now_s: float) -> None:
-        """Work out what a class offers."""
+        """Work out the leaf of least worth that a class offers, its oldest or its newest, and until
+        when that holds."""
         line = self._lines[kind]
         oldest = line.first()
         if oldest is None:
@@ -241,7 +244,8 @@ class LeastWorth(LeafOrders):
         self._holds_s[kind] = holds_s - MARGIN_S if now_s > 0 else WITH_A_CLOCK
 
     def rank_at(self, leaf: TreeNode, now_s: float) -> LeafRank:
-        """Return (worth, True if newer ones go first, +-tick): lowest first, at this time only."""
+        """Return a leaf's rank by least worth, (worth, True if newer ones go first, +-tick): lowest
+        first, at this time only."""
         tick, _, used_s, *_ = leaf.mark
         kind, hazards = self._class_of(leaf), self._hazards
         place = bisect_right(EDGES_S, now_s - used_s)
@@ -251,18 +255,19 @@ class LeastWorth(LeafOrders):
         return (hazards.worth[kind][place], rises, -tick if rises else tick)
 
     def count_dead_unswept(self) -> None:
-        """Count a dead entry while a line is being read. Unlike `count_dead` it never sweeps, which
-        would replace the line."""
+        """Count a dead entry of the least-worth queue while the line of a class is being read.
+        Unlike `count_dead` it never sweeps, which would replace the line."""
         self._num_entries -= 1
         self._num_dead += 1
 
     def _entries(self) -> Iterable[tuple[Any, ...]]:
-        """Iterate over all entries, each once: `newest` holds those of `oldest` again."""
+        """Iterate over all entries of the least-worth queue, each once: `newest` holds those of
+        `oldest` again."""
         return (entry for line in self._lines for part in (line.in_order, line.oldest)
                 for entry in part)  # fmt: skip
 
     def _sweep(self) -> None:
-        """Drop all dead entries from all lines. O(entries)."""
+        """Drop all dead entries from the least-worth queue's lines. O(entries)."""
         for line in self._lines:
             line.sweep()
         self._num_dead = 0

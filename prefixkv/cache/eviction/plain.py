@@ -155,7 +155,7 @@ class ByPriority(Policy):
         return history[1]  # type: ignore[no-any-return]
 
     def make_queue(self) -> EvictionQueue:
-        """Return a heap, or two orders if pages lose their priority as time passes."""
+        """Return a heap by priority, or two orders if pages lose their priority as time passes."""
         return LeafHeap(self.rank) if self.ttl_s is None else _ExpiringQueue(self.ttl_s)
 
 

@@ -91,7 +91,7 @@ class Policy(ABC):
     _serves_a_cache = False
 
     def serve(self, page_size: int, pool_pages: int | None) -> None:
-        """Start serving a cache. The cache calls it when it is built.
+        """Start to serve a cache with this policy. The cache calls it when it is built.
 
         Raises:
             ConfigError: the policy serves another cache already, and has counted its uses.
@@ -109,7 +109,7 @@ class Policy(ABC):
         self._serves_a_cache = False
 
     def another(self) -> Self:
-        """Return an object with the same settings that serves no cache: for another rank of a
+        """Return a policy with the same settings that serves no cache: for another rank of a
         worker.
 
         Raises:
@@ -125,14 +125,14 @@ class Policy(ABC):
         return deepcopy(self)
 
     def bind(self, page_size: int, pool_pages: int | None) -> None:  # noqa: B027
-        """Learn the sizes of the cache, before its first use. Called once."""
+        """Learn, as a policy, the sizes of the cache, before its first use. Called once."""
 
     @abstractmethod
     def mark(self, use: Use) -> Mark:
-        """Return the mark of this use, for the last page it covers."""
+        """Return the mark that the policy leaves for this use, on the last page it covers."""
 
     def insertion_marks(self, use: Use) -> Sequence[tuple[int, Mark]]:
-        """Return (depth, mark) for each mark that an insertion of new pages leaves.
+        """Return (depth, mark) for each mark that the policy leaves for an insertion of new pages.
 
         Depths rise from `old_pages` at least to `num_pages`, which is the last. A mark counts for
         all pages above it as well, so what is meant for the new pages alone has to be subtracted
@@ -142,10 +142,10 @@ class Policy(ABC):
 
     @abstractmethod
     def fold(self, upper: Mark, lower: Mark) -> Mark:
-        """Return the history that two marks make together. Must be associative."""
+        """Return the policy's history that two marks make together. Must be associative."""
 
     def rank(self, history: Mark) -> LeafRank:
-        """Return the rank of a page with this history: the lowest is evicted first.
+        """Return the policy's rank of a page with this history: the lowest is evicted first.
 
         No two leaves may have equal ranks. By default the history itself.
         """
@@ -153,19 +153,21 @@ class Policy(ABC):
 
     @abstractmethod
     def last_tick(self, history: Mark) -> int:
-        """Return the tick of the last use in a history."""
+        """Return the tick of the last use in a history of the policy's marks."""
 
     def describe(self, history: Mark) -> str:
-        """Return text for a dump, besides the age; it begins with a comma unless it is empty."""
+        """Return the policy's text about a history for a dump, besides the age; it begins with a
+        comma unless it is empty."""
         return ""
 
     def make_queue(self) -> EvictionQueue:
-        """Return an empty queue. One order, by rank, is enough for most policies."""
+        """Return an empty queue for the policy's leaves. One order, by rank, is enough for most
+        policies."""
         return LeafHeap(self.rank)
 
     def floor(self, steps: Sequence[tuple[int, Mark]], mark: Mark, low: int) -> int | None:
-        """Return how far up the pages of a leaf have the same rank, so that they go one after the
-        other.
+        """Return how far up the pages of a leaf have the same rank under the policy, so that they
+        go one after the other.
 
         Args:
             steps: (depth, mark) inside the leaf, rising, at least one: the page at `depth` and
@@ -179,13 +181,14 @@ class Policy(ABC):
         return steps[-1][0]
 
     def evicted(self, node: TreeNode, num_pages: int) -> None:  # noqa: B027
-        """Note that the last `num_pages` of a node, down to its `floor` at most, are about to go.
+        """Note, as a policy, that the last `num_pages` of a node, down to its `floor` at most, are
+        about to be evicted.
 
         The history of the last page is `node.mark`.
         """
 
     def reset(self) -> None:  # noqa: B027
-        """Forget everything that was learnt."""
+        """Forget everything that the policy has learnt."""
 
     def broken_laws(self) -> list[str]:
         """Return the broken laws of the policy's own state, for tests

@@ -25,31 +25,34 @@ class EvictionQueue(Protocol):
     """
 
     def add(self, leaf: TreeNode) -> None:
-        """Add a node that became an evictable leaf, or move a leaf after its history has
-        changed."""
+        """Add a node that became an evictable leaf to the queue, or move a leaf after its history
+        has changed."""
 
     def first(self, now_s: float) -> TreeNode | None:
-        """Return the leaf that goes first, and leave it in the queue; None if there is none."""
+        """Return the leaf that is evicted first, and leave it in the queue; None if there is
+        none."""
 
     def rank_at(self, leaf: TreeNode, now_s: float) -> LeafRank:
-        """Return the rank of a leaf in the queue: the lowest goes first. Used only if the policy
-        `reports_returns`."""
+        """Return the rank of a leaf in the eviction queue: the lowest goes first. Used only if the
+        policy `reports_returns`."""
 
     def take(self, leaf: TreeNode) -> None:
-        """Remove the leaf that `first` has just returned."""
+        """Remove from the eviction queue the leaf that `first` has just returned."""
 
     def count_dead(self) -> None:
-        """Count that one entry of this queue has died."""
+        """Count that one entry of this eviction queue has died."""
 
     def expect(self, num_leaves: int, now_s: float) -> None:
-        """Begin a batch in which about `num_leaves` will be taken; 0 ends it."""
+        """Begin a batch of evictions in which about `num_leaves` will be taken from the queue; 0
+        ends it."""
 
     def broken_laws(self) -> list[str]:
         """Return the queue's own laws that do not hold; for tests."""
 
 
 def forget(node: TreeNode) -> None:
-    """Remove a node from the queue that it is in, if any. O(1): the entry is left there, dead."""
+    """Remove a node from the eviction queue that it is in, if any. O(1): the entry is left there,
+    dead."""
     if node.entry is not None:
         queue: EvictionQueue = node.entry[2]
         node.entry = None
@@ -76,7 +79,7 @@ class LeafHeap:
         self._num_dead = 0
 
     def add(self, leaf: TreeNode) -> None:
-        """Add or move a leaf. O(1) if its rank has only risen."""
+        """Add or move a leaf in the eviction heap. O(1) if its rank has only risen."""
         rank = self._rank(leaf.mark)
         entry = leaf.entry
         if entry is not None:
@@ -88,7 +91,7 @@ class LeafHeap:
         heappush(self._heap, entry)
 
     def first(self, now_s: float = 0.0) -> TreeNode | None:
-        """Return the leaf with the lowest rank. Amortised O(log leaves)."""
+        """Return the leaf with the lowest rank in the eviction heap. Amortised O(log leaves)."""
         heap, run = self._heap, self._run
         while heap or run:
             in_run = not heap or (run and run[-1] < heap[0])
@@ -119,7 +122,8 @@ class LeafHeap:
         return self._rank(leaf.mark)
 
     def take(self, leaf: TreeNode) -> None:
-        """Remove the leaf that `first` has just returned; it is at one of the two heads."""
+        """Remove from the eviction heap the leaf that `first` has just returned; it is at one of
+        the two heads."""
         run = self._run
         if run and run[-1] is leaf.entry:
             run.pop()
@@ -128,7 +132,8 @@ class LeafHeap:
         leaf.entry = None
 
     def count_dead(self) -> None:
-        """Count a dead entry, and sweep when the dead are more than half. Amortised O(1)."""
+        """Count a dead entry of the eviction heap, and sweep when the dead are more than half.
+        Amortised O(1)."""
         self._num_dead += 1
         if self._num_dead > 1024 and 2 * self._num_dead > len(self._heap) + len(self._run):
             self._heap = [entry for entry in self._heap + self._run if entry[1].entry is entry]
@@ -140,7 +145,8 @@ class LeafHeap:
         return []
 
     def expect(self, num_leaves: int, now_s: float) -> None:
-        """Sort the queue before a large batch: quicker than a pop from the heap for each leaf."""
+        """Sort the eviction heap before a large batch: quicker than a pop from the heap for each
+        leaf."""
         if num_leaves > 64 and 4 * num_leaves > len(self._heap):
             self._run += self._heap
             self._run.sort(reverse=True)
@@ -176,19 +182,19 @@ class LeafOrders:
         ] = []  # those that became leaves in it: a heap
 
     def place(self, history: Mark) -> LeafPlace:
-        """Return the place of a leaf with this history."""
+        """Return the place in the queue's orders of a leaf with this history."""
         raise NotImplementedError
 
     def choose(self, now_s: float) -> TreeNode | None:
-        """Return the leaf that goes first, by the heads of the orders."""
+        """Return the leaf that is evicted first, by the heads of the queue's orders."""
         raise NotImplementedError
 
     def rank_at(self, leaf: TreeNode, now_s: float) -> LeafRank:
-        """Combine all orders into one rank at time `now_s`; the lowest goes first."""
+        """Combine all orders of the queue into one rank at time `now_s`; the lowest goes first."""
         raise NotImplementedError
 
     def add(self, leaf: TreeNode) -> None:
-        """Add or move a leaf. O(log leaves)."""
+        """Add or move a leaf in the orders of the eviction queue. O(log leaves)."""
         order, key, second = self.place(leaf.mark)
         entry = leaf.entry
         if entry is not None:
@@ -205,7 +211,7 @@ class LeafOrders:
             heappush(self._late, (self.rank_at(leaf, self._batch_s), leaf, entry))
 
     def first(self, now_s: float) -> TreeNode | None:
-        """Return the leaf that goes first: within a large batch from the sorted run, else by
+        """Return the leaf that is evicted first: within a large batch from the sorted run, else by
         `choose`."""
         if self._batch_s is None:
             return self.choose(now_s)
@@ -222,7 +228,7 @@ class LeafOrders:
         return None
 
     def head(self, order: int) -> TreeNode | None:
-        """Return the leaf that is first in one order; None if the order is empty."""
+        """Return the leaf that is first in one order of the queue; None if the order is empty."""
         heap = self._heaps[order]
         while heap:
             entry = _entry(heap[0])
@@ -238,21 +244,22 @@ class LeafOrders:
         return None
 
     def take(self, leaf: TreeNode) -> None:
-        """Remove the leaf that `first` has just returned."""
+        """Remove from the queue's orders the leaf that `first` has just returned."""
         # The entry may stand in several heaps: it only dies here.
         leaf.entry = None
         self.count_dead()
 
     def count_dead(self) -> None:
-        """Count a dead entry, and sweep when the dead outnumber the living, but not within a
-        batch."""
+        """Count a dead entry of the queue, and sweep when the dead outnumber the living, but not
+        within a batch."""
         self._num_entries -= 1
         self._num_dead += 1
         if self._num_dead > 1024 and self._num_dead > self._num_entries and self._batch_s is None:
             self._sweep()
 
     def expect(self, num_leaves: int, now_s: float) -> None:
-        """Begin a large batch by sorting all leaves at its time, or end it."""
+        """Begin a large batch of evictions by sorting all leaves of the queue at its time, or end
+        it."""
         if num_leaves > 64 and 4 * num_leaves > self._num_entries:
             rank_at = self.rank_at
             self._run = [
@@ -282,12 +289,12 @@ class LeafOrders:
         return [law for law, holds in laws.items() if not holds]
 
     def _entries(self) -> Iterable[tuple[Any, ...]]:
-        """Iterate over all entries, the dead included, each once."""
+        """Iterate over all entries of the queue's orders, the dead included, each once."""
         # An item of two is an entry's second place, behind another key.
         return (entry for heap in self._heaps for entry in heap if len(entry) == 4)
 
     def _sweep(self) -> None:
-        """Drop all dead entries. O(entries)."""
+        """Drop all dead entries from the queue's orders. O(entries)."""
         if not self._num_entries:
             self._heaps = [[] for _ in self._heaps]
         for order, heap in enumerate(self._heaps):
@@ -297,5 +304,6 @@ class LeafOrders:
 
 
 def _entry(item: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the entry of an item of a heap, in which it may stand behind another key."""
+    """Return the entry of an item of an eviction queue's heap, in which it may stand behind another
+    key."""
     return item if len(item) == 4 else item[1]

@@ -63,7 +63,7 @@ class ReturnTables:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything that was seen."""
+        """Forget all starts, returns and losses in these tables."""
         num_classes = sum(map(len, self._groups))
         self.now_s = 0.0
         self._num_starts = 0
@@ -78,7 +78,7 @@ class ReturnTables:
     # --- what happens -----------------------------------------------------------------------------
 
     def start(self, kind: int, now_s: float) -> None:
-        """Note a start of class `kind`."""
+        """Note a start of class `kind` in the return tables."""
         self._started[kind] += 1
         self.now_s = now_s
         if not self._snapshots or now_s - self._snapshots[-1][0] >= SNAPSHOT_S:
@@ -88,18 +88,19 @@ class ReturnTables:
             self._work_out()
 
     def returned(self, kind: int, age_s: float) -> None:
-        """Note that a start of this age was followed by a return."""
+        """Note in the tables that a start of this age was followed by a return."""
         self._returns[kind][bin_of(age_s)] += 1
 
     def lost(self, kind: int, age_s: float) -> None:
-        """Note that the ghost of a start of this age was forgotten."""
+        """Note in the return tables that the ghost of a start of this age was forgotten."""
         self._losses[kind][bin_of(age_s)] += 1
 
     # --- what it says -----------------------------------------------------------------------------
 
     def _work_out(self) -> None:
-        """Work out `worth[kind][bin]`, which rises up to `peak[kind]` and falls from there, so that
-        the leaf of a class that is worth least is its oldest or its newest."""
+        """Work out from the return tables `worth[kind][bin]`, which rises up to `peak[kind]` and
+        falls from there, so that the leaf of a class that is worth least is its oldest or its
+        newest."""
         num_classes = len(self._started)
         # Chances from all classes to groups to classes: each level starts from the one above.
         entered = self._entered()
@@ -120,7 +121,8 @@ class ReturnTables:
                 self.worth[kind] = _rise_and_fall(mixed, self.peak[kind])
 
     def _entered(self) -> list[Counts]:
-        """Return, per class and bin, the starts that were still out when they reached the bin."""
+        """Return from the return tables, per class and bin, the starts that were still out when
+        they reached the bin."""
         snapshots = self._snapshots
         # Keep one snapshot that is older than the last bin's beginning; what is older yet is of no
         # use.
@@ -145,15 +147,15 @@ class ReturnTables:
 
 
 def bin_of(age_s: float) -> int:
-    """Return the bin of an age."""
+    """Return the bin of the return tables that an age falls in."""
     return bisect_right(EDGES_S, age_s)
 
 
 def chances(
     entered: Counts, returns: Counts, before: Chances | tuple[float, ...], trust: float
 ) -> Chances:
-    """Return the chance that a start which reaches a bin returns in it; `before` counts as `trust`
-    observations."""
+    """Return from the return tables, for each bin, the chance that a start which reaches it returns
+    in it; `before` counts as `trust` observations."""
     return [
         (came_back + trust * chance) / (came + trust)
         for came, came_back, chance in zip(entered, returns, before, strict=True)
@@ -161,8 +163,8 @@ def chances(
 
 
 def gittins_index(chance: Chances) -> Chances:
-    """Return per bin the best ratio, over all times to keep a page, of expected uses to expected
-    seconds."""
+    """Return per bin of the return tables the best ratio, over all times to keep a page, of
+    expected uses to expected seconds."""
     index = []
     for first in range(NUM_BINS):
         still_out, uses, seconds, best = 1.0, 0.0, 0.0, 0.0
@@ -176,11 +178,12 @@ def gittins_index(chance: Chances) -> Chances:
 
 
 def _rise_and_fall(values: Chances, peak: int) -> Chances:
-    """Lift values so that they rise to the peak and fall from there."""
+    """Lift the worths of one class of the return tables so that they rise to the peak and fall from
+    there."""
     down_reversed = list(accumulate(values[:peak:-1], max))
     return [*accumulate(values[:peak], max), values[peak], *down_reversed[::-1]]
 
 
 def _total(rows: list[Counts]) -> Counts:
-    """Add rows up, column by column."""
+    """Add rows of the return tables up, column by column."""
     return [sum(column) for column in zip(*rows, strict=True)]
