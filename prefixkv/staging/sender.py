@@ -418,8 +418,7 @@ class StagingSender:
         return min(self._timers.next_s, self._poll_s)
 
     def _ask(self, stream: _Stream, now_s: float, out: list[StagedWriteAction]) -> None:
-        """Ask a reader for leases for prefill's next staged pieces, as many as the window allows.
-        """
+        """Ask a reader for leases for the sender's next pieces, as many as the window allows."""
         while not stream.failed and stream.queued and len(stream.open) < self._window:
             if not self._ready(stream.queued[0].job, now_s, out):
                 return
