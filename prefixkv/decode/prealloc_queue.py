@@ -237,7 +237,9 @@ class DecodePreallocQueue:
         return req in self._waiters
 
     def __iter__(self) -> Iterator[DecodeRequest]:
-        """Iterate over the requests that came back, the last first, then the others by arrival."""
+        """Iterate over the prealloc queue: the requests that came back, the last first, then the
+        others by arrival.
+        """
         waiters = self._waiters.values()
         returned = [waiter for waiter in waiters if waiter.is_returned]
         rest = [waiter for waiter in waiters if not waiter.is_returned]

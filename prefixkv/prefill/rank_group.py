@@ -45,7 +45,7 @@ class RankGroup(Generic[NodeT]):
     """The ranks of a prefill worker behind one object, kept in step. Used from one thread."""
 
     def __init__(self, nodes: Sequence[NodeT]) -> None:
-        """Begin without requests. `nodes`: by rank."""
+        """Begin a group of prefill ranks without requests. `nodes`: by rank."""
         self.nodes = nodes
         self._reqs: dict[str, list[PrefillRequest]] = {}
         self._begun: dict[str, int] = {}

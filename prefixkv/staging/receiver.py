@@ -420,8 +420,7 @@ class StagingReceiver:
 
 
 def _check_ask(room: _StagedRoom, rank: int, ask: LeaseAsk) -> None:
-    """Raise ProtocolError for a writer's ask that does not fit decode's staged room (see `on_ask`).
-    """
+    """Raise ProtocolError for a writer's ask that the staged room cannot take; see `on_ask`."""
     cut, same = room.plan.cut, room.pieces.get(ask.piece)
     first, count, end = ask.first_unit, ask.num_units, ask.first_unit + ask.num_units
     asks, piece = f"rank {rank} asks for", f"piece {ask.piece} is units {first} to {end}"
