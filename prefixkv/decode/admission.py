@@ -21,7 +21,7 @@ Rank: TypeAlias = Any
 
 
 class AdmissionPolicy:
-    """First come, first served, and the base of all policies."""
+    """First come, first served, and the base of all admission policies."""
 
     name = "fifo"
 
@@ -30,7 +30,8 @@ class AdmissionPolicy:
     estimate `new_pages`."""
 
     def rank(self, req: DecodeRequest, new_pages: int) -> Rank:
-        """Return the rank of a request. Called when the request comes, and after each new match.
+        """Return the rank by which this admission policy tries a waiting decode request. Called
+        when the request comes, and after each new match.
 
         `new_pages`: how many pages prefill would have to send. That is an estimate: the tree may
         have changed by the time the request is admitted.
@@ -45,18 +46,22 @@ P = TypeVar("P", bound=type[AdmissionPolicy])
 
 
 def register_admission(policy: P) -> P:
-    """Register a policy class under its `name` (decorator); it replaces one of the same name."""
+    """Register an admission policy's class under its `name` (decorator); it replaces one of the
+    same name.
+    """
     _POLICIES.add(policy)
     return policy
 
 
 def admission_names() -> list[str]:
-    """Return the names of all registered policies."""
+    """Return the names of all registered admission policies."""
     return _POLICIES.names()
 
 
 def make_admission(policy: str | Admission) -> Admission:
-    """Return a policy by name, or the object itself. Raises ConfigError for an unknown name."""
+    """Return an admission policy by name, or the object itself. Raises ConfigError for an unknown
+    name.
+    """
     return _POLICIES.make(cast("str | AdmissionPolicy", policy))
 
 
@@ -65,7 +70,9 @@ register_admission(AdmissionPolicy)
 
 @register_admission
 class FewestNewPages(AdmissionPolicy):
-    """Policy that tries the request that needs the fewest new pages first, and lets it overtake."""
+    """Admission policy that tries the request that needs the fewest new pages first, and lets it
+    overtake.
+    """
 
     # A request that needs few new pages has most of its prompt in the cache, or a short prompt: it
     # is served soonest, and takes least from the others. `patience_s` bounds how long it may
@@ -79,7 +86,7 @@ class FewestNewPages(AdmissionPolicy):
 
 @register_admission
 class HighestPriority(AdmissionPolicy):
-    """Policy that follows `Request.priority`, the highest first.
+    """Admission policy that follows `Request.priority`, the highest first.
 
     A request that does not fit is overtaken by those of higher priority only.
     """

@@ -27,7 +27,8 @@ def check_decode(
     requests: Collection[DecodeRequest],
     deferred: Collection[DecodeRequest],
 ) -> None:
-    """Check the parts of the scheduler against each other; each part checks itself elsewhere.
+    """Audit decode's scheduler: check its pages, budget, flights, rooms and requests against each
+    other; each part checks itself elsewhere.
 
     `requests` live, `waiting` of them are queued; the pages of `deferred` are released later.
     Raises InternalError.
@@ -92,7 +93,8 @@ def check_queue(
     aside: Sequence[Waiter],
     wants: Wants,
 ) -> None:
-    """Check the queue's orders against each other. Raises InternalError.
+    """Audit decode's waiting queue: check its lanes, orders, wants and requests aside against each
+    other. Raises InternalError.
 
     `waiters` are all that wait, `aside` those of them that stand in no lane.
     """

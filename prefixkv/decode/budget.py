@@ -52,7 +52,8 @@ class PreallocBudget:
         self._largest: list[tuple[int, str]] = []
 
     def start(self, rid: str, remaining_pages: int, private_pages: int) -> None:
-        """Count a request that may grow by `remaining_pages`; retracting it frees `private_pages`.
+        """Count a request in the admission budget that may grow by `remaining_pages`; retracting it
+        frees `private_pages`.
 
         Called when the request is admitted (with `private_pages` 0: it cannot be retracted yet),
         and again when its KV is complete. O(log active). Raises CallerError, with nothing changed,
@@ -79,7 +80,7 @@ class PreallocBudget:
             heapq.heapify(self._largest)
 
     def grow_many(self, rids: Sequence[str]) -> None:
-        """Count one page more for each of these running requests. O(of them).
+        """Count one page more in the budget for each of these running requests. O(of them).
 
         Raises CallerError, with nothing changed, for one that is not here.
         """
@@ -96,7 +97,7 @@ class PreallocBudget:
         self.private_pages += len(rids)
 
     def stop(self, rid: str) -> None:
-        """Forget a request that ended or was retracted. Unknown: no-op."""
+        """Take a request that ended or was retracted out of the budget's sums. Unknown: no-op."""
         reach = self._reach.pop(rid, None)
         if reach is not None:
             # Its entry stays in the heap, and is found to be out of date when it gets to the top.
@@ -107,12 +108,13 @@ class PreallocBudget:
 
     @property
     def active(self) -> int:
-        """Number of requests in transfer, waiting to run, or running."""
+        """Number of requests that the budget counts: in transfer, waiting to run, or running."""
         return len(self._private)
 
     @property
     def single(self) -> int:
-        """Pages that one admitted request may still need, less what retracting the others frees.
+        """Pages that the budget keeps for the neediest request: the most that one admitted request
+        may still need, less what retracting the others frees.
 
         O(1), but for entries of ended requests, each of which is dropped once.
         """
@@ -123,11 +125,13 @@ class PreallocBudget:
 
     @property
     def kept_back(self) -> int:
-        """Pages of the space that are for requests admitted already, as they grow."""
+        """Pages that the budget keeps back from new admissions, for requests admitted already to
+        grow into.
+        """
         return max(self.reserved_pages, self.single)
 
     def check_invariants(self) -> None:
-        """Raise InternalError if a counter disagrees with what it counts."""
+        """Check the budget's sums against the requests that they count. Raises InternalError."""
         if self.private_pages != sum(self._private.values()):
             raise InternalError(f"private_pages is {self.private_pages}, admitted: {self._private}")
         if self._private.keys() != self._reach.keys():

@@ -15,7 +15,9 @@ from prefixkv.request import DeviceEvent
 
 
 class _DeferredEnd(NamedTuple):
-    """A request that has ended, to be released once the device is done. An abort may come first."""
+    """A decode request that has ended, to be released once the device is done. An abort may come
+    first.
+    """
 
     req: DecodeRequest
     state: DecodeState  # at its end: FINISHED, RETRACTED or ABORTED
@@ -23,7 +25,7 @@ class _DeferredEnd(NamedTuple):
 
 
 class Deferred:
-    """Ended requests that wait for the device. Owned by a `DecodeScheduler`.
+    """Ended decode requests with a release that waits for the device. Owned by a `DecodeScheduler`.
 
     `queue_again` queues a request that was retracted, when its pages are released.
     """
@@ -37,17 +39,22 @@ class Deferred:
         return len(self._waiting)
 
     def requests(self) -> list[DecodeRequest]:
-        """Return the requests that wait to be released. Any thread may call it."""
+        """Return the ended requests with a deferred release, since the device may still use their
+        pages. Any thread may call it.
+        """
         # Copied first, in one step: the scheduler's thread may append meanwhile.
         return [ended.req for _, ended in self._waiting.copy()]
 
     def holders(self) -> list[tuple[str, RequestPages]]:
-        """Return the ids and pages of those requests. Any thread may call it."""
+        """Return the id and the pages of each request with a deferred release. Any thread may call
+        it.
+        """
         held = [(req.rid, req.pages_held) for req in self.requests()]
         return [(rid, pages) for rid, pages in held if pages is not None]
 
     def coming_pages(self, releases: Releases) -> int:
-        """Count the pages that are available again once the device is done. O(of these requests).
+        """Count the pages with a deferred release that are available again once the device is done.
+        O(requests that wait for the device).
 
         `releases` collects the locks that end with them.
         """
@@ -59,7 +66,9 @@ class Deferred:
         return sum(pages.num_own + releases.end(pages.lock) for pages in held if pages is not None)
 
     def stuck_pages(self, releases: Releases) -> int:
-        """Count the pages of requests with a broken event: nothing proves that they come back."""
+        """Count the pages with a deferred release that a broken device event keeps: nothing proves
+        that they come back.
+        """
         stuck = [
             ended.req.pages_held for event, ended in self._waiting if isinstance(event, BrokenEvent)
         ]
@@ -68,7 +77,9 @@ class Deferred:
     def release_after(
         self, after: DeviceEvent | None, req: DecodeRequest, continues: bool | None, now_s: float
     ) -> None:
-        """Release an ended request, as its state says, once `after` is done; None: at once."""
+        """Defer the release of an ended decode request, as its state says, until the device event
+        `after` is done; None: release it at once.
+        """
         # The state is copied: an abort may change it before the device is done, but what the
         # request has computed is cached as its first end asked for.
         ended = _DeferredEnd(req, req.state, continues)
@@ -78,7 +89,7 @@ class Deferred:
             self._release(ended, now_s)
 
     def release(self, now_s: float) -> None:
-        """Release the requests with which the device is done. O(of these requests)."""
+        """Release the deferred requests with which the device is done. O(deferred requests)."""
         if not self._waiting:
             return
         # A fresh list, since `_release` may queue a request again, and `still_pending` runs the
@@ -91,7 +102,9 @@ class Deferred:
                 self._waiting.append((left, ended))
 
     def _release(self, ended: _DeferredEnd, now_s: float) -> None:
-        """Hand a request's pages on, as its end asks for."""
+        """Hand on the pages of a request with a deferred release, as its end asks for: to the
+        cache, or free; queue it again if it was retracted.
+        """
         req, state, continues = ended
         # 1. A request that finished, or was retracted, leaves its whole pages to the cache; one
         # that was aborted or may not be cached leaves nothing.
@@ -114,7 +127,8 @@ class Deferred:
 
 
 def not_done(after: DeviceEvent | None) -> DeviceEvent | None:
-    """Return the event if there is something to wait for, else None.
+    """Return the device event that a release is to be deferred for, or None if there is none or it
+    is done.
 
     Called before anything changes, since `query` is the user's and may raise.
     """

@@ -26,7 +26,8 @@ def grow_for_next_token(
     deferred: Deferred,
     now_s: float,
 ) -> bool:
-    """Check that each request runs, and give it a page for one more token if it needs one.
+    """Grow running decode requests: check that each runs, and give it a page for one more token if
+    it needs one.
 
     Requests that were aborted are left out; returns True if there are some. `running` gives all
     that run, the oldest first; `deferred` has what the device is still busy with. O(of these
@@ -80,7 +81,8 @@ def grow_for_next_token(
 def _fewest_to_retract(
     running: Iterable[DecodeRequest], growing: set[str], missing: int, deferred: Deferred
 ) -> tuple[str, ...]:
-    """Return the fewest running requests that have the missing pages, the one with most first.
+    """Return the fewest running requests to retract for the pages by which growth falls short, the
+    one with most first.
 
     Never the oldest, so that one request always makes progress. Empty if all that is missing comes
     back by itself. O(running log running).

@@ -88,7 +88,7 @@ class InFlight:
         return iter(self._flights)
 
     def all(self) -> list[Flight]:
-        """Return all flights in the order of their numbers.
+        """Return all flights, of KV on its way to decode, in the order of their numbers.
 
         Any thread may call it: the copy is made in one step, as that of `list(self)` is not.
         """
@@ -214,7 +214,7 @@ class InFlight:
         return sorted(gone[1:], key=attrgetter("number"))
 
     def flush(self) -> list[Flight]:
-        """Take out and return the flights that a flush of the tree ends, by number.
+        """Take out and return the flights on their way that a flush of the tree ends, by number.
 
         None of their pages may go to the tree any more. The flights without an owner, and those
         that wait, end for that. The others continue for their own request alone, and can be joined
@@ -235,7 +235,7 @@ class InFlight:
         return gone
 
     def remove_all(self) -> list[Flight]:
-        """Take out every flight. Return them in the order of their numbers."""
+        """Take out every flight on its way. Return them in the order of their numbers."""
         gone = list(self._flights)
         for flight in gone:
             flight.joined = flight.start_key = None
@@ -246,13 +246,13 @@ class InFlight:
         return gone
 
     def _forget(self, flight: Flight) -> None:
-        """Drop a flight and its link from its owner."""
+        """Drop a flight from the table of flights, and its link from its owner."""
         del self._flights[flight]
         if flight.owner is not None:
             del self._by_owner[flight.owner]
 
     def _take_out(self, flight: Flight) -> None:
-        """Drop a flight, and its key if it can be joined."""
+        """Drop a flight, and its entry in the index of those that may be joined."""
         self._forget(flight)
         if flight.start_key is not None:
             bucket = self._by_start[flight.start_key]
@@ -263,7 +263,9 @@ class InFlight:
     # --- checks -----------------------------------------------------------------------------------
 
     def check_invariants(self) -> None:
-        """Check every law. Raises InternalError with the state."""
+        """Check every law of the flights, of what they join and of the index. Raises InternalError
+        with the state.
+        """
         flights, page_bytes = self._flights, self._page_bytes
         keys = {
             flight: start_key for start_key, bucket in self._by_start.items() for flight in bucket
@@ -311,5 +313,5 @@ class InFlight:
 
 
 def _page(flight: Flight, page_bytes: int) -> bytes:
-    """Return the page that a flight begins with, as it stands in its key."""
+    """Return the first page that a flight brings, as packed tokens of its key."""
     return flight.key.data[flight.start_pages * page_bytes :][:page_bytes]

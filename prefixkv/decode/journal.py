@@ -34,7 +34,8 @@ class DecodeJournal(Journal):
     def admitted(
         self, req: DecodeRequest, new_pages: int, shared_tokens: int, now_s: float
     ) -> None:
-        """Note that a request was admitted, and prefill is asked for `new_pages`.
+        """Write down in decode's journal that a request was admitted, and prefill is asked for
+        `new_pages`.
 
         Its prefix is locked; of that, `shared_tokens` are on their way with another flight.
         """
@@ -57,7 +58,7 @@ class DecodeJournal(Journal):
         self.found(req.request.key.namespace, req.fill_len, req.hit_tokens, shared_tokens)
 
     def transferred(self, flight: Flight, now_s: float) -> None:
-        """Note that all pages which the flight brings are there."""
+        """Write down in decode's journal that all pages which a flight brings are there."""
         self.transfer_ended(flight.prefill, "success")
         self.pages_received += flight.pages.num_own
         req = flight.owner
@@ -66,7 +67,9 @@ class DecodeJournal(Journal):
             self.waited("transfer", req.admitted_s, now_s)
 
     def committed(self, req: DecodeRequest, now_s: float) -> None:
-        """Note that the request's KV is in the tree, whole, and it may run."""
+        """Write down in decode's journal that a request's KV is whole in the tree, so that it may
+        run.
+        """
         if req.committed_s is not None:
             return
         req.committed_s = now_s
@@ -74,7 +77,9 @@ class DecodeJournal(Journal):
             self.waited("flight", req.transferred_s, now_s)
 
     def runs(self, req: DecodeRequest, now_s: float) -> None:
-        """Note that the engine has appended the request's first token. No-op after a retraction."""
+        """Write down the first token of a request, appended by the engine, in decode's journal.
+        No-op after a retraction.
+        """
         if req.first_token_s is None:
             req.first_token_s = now_s
             self.waited(
@@ -83,13 +88,15 @@ class DecodeJournal(Journal):
             self.waited("first_token", req.arrived_s, now_s)
 
     def ended(self, req: DecodeRequest, now_s: float) -> None:
-        """Note that the request has ended, and log it."""
+        """Write down the end of a decode request in the journal, and log it."""
         req.ended_s = now_s
         self.notify_ended(req, now_s)
 
 
 def timeline(req: DecodeRequest, page_bytes: int, page_size: int) -> dict[str, Any]:
-    """Return all that is known of a request, for JSON. Times: seconds since it arrived, or None."""
+    """Return decode's timeline of a request: all that its journal knows, for JSON. Times: seconds
+    since it arrived, or None.
+    """
     return req.timeline(
         "decode",
         req.state.value,

@@ -27,7 +27,7 @@ NOT_ENTERED, LEFT = 0, -1  # in place of a want's number: not entered yet; waits
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """A request in the queue, and the result of the last look at it.
+    """A request in a lane of decode's queue, or aside, and the result of the last look at it.
 
     `arrival` numbers the queue's waiters. `is_returned`: it was admitted before. `since_s` is when
     it came, None for one that came back since the last pass.
@@ -53,7 +53,7 @@ class Waiter:
 
     @property
     def place(self) -> tuple[Rank, int, Waiter]:
-        """Entry of the request in an order: by rank, then by arrival."""
+        """Entry of a waiter in its lane's order: by rank, then by arrival."""
         # Arrivals differ, so a comparison never reaches the waiter itself, which has no order.
         return self.rank, self.arrival, self
 
@@ -82,12 +82,16 @@ class Lane:
         return len(self.returned) + len(self.waiting)
 
     def waiters(self) -> Iterator[Waiter]:
-        """Iterate over the waiters in line: first those that came back, each group by arrival."""
+        """Iterate over the waiters in line in this lane: first those that came back, each group by
+        arrival.
+        """
         yield from self.returned.values()
         yield from self.waiting.values()
 
     def enter(self, waiter: Waiter) -> None:
-        """Enter a waiter in line. Raises what comparing ranks raises, with nothing changed."""
+        """Put a waiter in line in this prefill worker's lane. Raises what comparing ranks raises,
+        with nothing changed.
+        """
         if waiter.is_returned:
             self.returned[waiter.arrival] = waiter
             return
@@ -97,7 +101,7 @@ class Lane:
         self.estimated[waiter] = None
 
     def leave(self, waiter: Waiter) -> None:
-        """Take a waiter out of line. It must stand there."""
+        """Take a waiter out of this lane's line. It must stand there."""
         if waiter.is_returned:
             del self.returned[waiter.arrival]
             return
@@ -110,8 +114,8 @@ class Lane:
         del self.estimated[waiter]
 
     def unanswered(self, patience_s: float, now_s: float) -> tuple[list[Waiter], float]:
-        """Return the waiters that have waited `patience_s` for the worker to answer, and the time
-        at which the next one will have. O(of them).
+        """Return the waiters of this lane that have waited `patience_s` for its prefill worker to
+        answer, and the time at which the next one will have. O(of them).
         """
         found: list[Waiter] = []
         next_s = math.inf
@@ -144,23 +148,29 @@ class Lanes:
         self._timers: Timers[Lane] = Timers()  # closed lanes with waiters in line
 
     def get(self, address: str) -> Lane | None:
-        """Return the lane of an address, or None."""
+        """Return the lane of a prefill worker's address, or None if it has none."""
         return self._lanes.get(address)
 
     def of(self, address: str) -> Lane:
-        """Return the lane of an address; a new one is closed where they are gated."""
+        """Return the lane of a prefill worker's address, made if there is none; a new lane is
+        closed where they are gated.
+        """
         lane = self._lanes.get(address)
         if lane is None:
             lane = self._lanes[address] = Lane(address, not self.gated)
         return lane
 
     def max_tokens(self, address: str) -> int:
-        """Return the size of the worker's pool in tokens, 0 where that is not known."""
+        """Return the size of the pool, in tokens, of the prefill worker that has this lane; 0 where
+        that is not known.
+        """
         lane = self._lanes.get(address)
         return 0 if lane is None else lane.max_tokens
 
     def all(self) -> list[Lane]:
-        """Return all lanes. Any thread may call it."""
+        """Return all lanes, one for each prefill worker that requests go to. Any thread may call
+        it.
+        """
         return list(self._lanes.values())
 
     @property
@@ -170,14 +180,14 @@ class Lanes:
 
     @property
     def closed(self) -> set[str]:
-        """Addresses of workers that do not answer."""
+        """Addresses of the prefill workers with a closed lane, since they do not answer."""
         return {lane.address for lane in self._lanes.values() if not lane.is_open}
 
     # --- waiters in line --------------------------------------------------------------------------
 
     def enter(self, waiter: Waiter) -> None:
-        """Enter a waiter into its lane. Raises what comparing ranks raises, and then changes
-        nothing.
+        """Put a waiter in line in its lane, which is busy then if it is open; else time its wait
+        for the prefill worker. Raises what comparing ranks raises, and then changes nothing.
         """
         lane = waiter.lane
         if not waiter.is_returned:
@@ -202,13 +212,13 @@ class Lanes:
                 bool(place < other.order[0])
 
     def stamp(self, waiter: Waiter, now_s: float) -> None:
-        """Begin the waiting time of a request that has come back."""
+        """Begin the waiting time of a request that has come back to its lane."""
         waiter.since_s = now_s
         if not waiter.is_aside and not waiter.lane.is_open:
             self._timers.wake(waiter.lane, max(now_s, waiter.lane.away_s) + self._patience_s)
 
     def leave(self, waiter: Waiter) -> None:
-        """Take a waiter out of its lane."""
+        """Take a waiter out of its lane; a lane left empty is neither busy nor timed any more."""
         lane = waiter.lane
         lane.leave(waiter)
         # A pass walks the busy lanes, and a timer of an empty lane would wake the scheduler for
@@ -226,7 +236,7 @@ class Lanes:
             self._lanes.pop(lane.address, None)
 
     def forget_if_new(self, lane: Lane) -> None:
-        """Drop a lane that was made for a request which then was refused."""
+        """Drop a lane that was made for a request which decode's queue then refused."""
         # It may be older than that request: then something waits there, or was asked or learnt of
         # its worker.
         if not lane.num_waiters and not lane.is_met and not lane.max_tokens:
@@ -235,7 +245,7 @@ class Lanes:
     # --- state of the workers ---------------------------------------------------------------------
 
     def ready(self, lane: Lane, max_tokens: int) -> None:
-        """Open a lane: its worker answers, and its pool holds `max_tokens`."""
+        """Open a lane: its prefill worker answers, and its pool holds `max_tokens`."""
         lane.max_tokens = max_tokens
         lane.is_open = True
         self.version += 1
@@ -245,7 +255,7 @@ class Lanes:
             self._busy[lane] = None
 
     def away(self, lane: Lane, now_s: float) -> None:
-        """Close a lane: its worker has stopped answering."""
+        """Close a lane: its prefill worker has stopped answering."""
         lane.is_open, lane.away_s = False, now_s
         self.version += 1
         self._busy.pop(lane, None)
@@ -255,11 +265,14 @@ class Lanes:
 
     @property
     def wake_s(self) -> float:
-        """Time at which a request may have waited too long for a worker; infinity if none does."""
+        """Time at which a request in a closed lane may have waited too long for its prefill worker;
+        infinity if none does.
+        """
         return self._timers.next_s
 
     def unanswered(self, now_s: float) -> list[Waiter]:
-        """Return the waiters that have waited too long for a worker that does not answer.
+        """Return the waiters of all closed lanes that have waited too long for a prefill worker
+        that does not answer.
 
         They still have to be taken out, or to enter again. O(1) if there are none.
         """

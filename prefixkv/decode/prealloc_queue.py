@@ -120,8 +120,8 @@ class DecodePreallocQueue:
         self.stepped_aside = dict.fromkeys(ASIDE_REASONS, 0)  # counts, by reason
 
     def add(self, req: DecodeRequest, *, first: bool = False) -> None:
-        """Queue a request. With `first` it was admitted before: it goes before all others, and its
-        waiting time begins with the next pass.
+        """Queue a decode request until it is admitted. With `first` it was admitted before: it goes
+        before all others, and its waiting time begins with the next pass.
 
         Cost: O(log waiting), and a match where the policy lets requests overtake. Raises what the
         policy raises, with nothing changed.
@@ -155,7 +155,9 @@ class DecodePreallocQueue:
             self._deadlines.wake(req, req.arrived_s + self._waiting_timeout_s)
 
     def _enter(self, waiter: Waiter) -> None:
-        """Enter a waiter into its lane, or set it aside if it may need too many pages."""
+        """Put a request of the prealloc queue into its prefill worker's lane, or set it aside if it
+        may need too many pages.
+        """
         if waiter.req.max_pages > self._prospects.most_pages:
             if not waiter.is_returned:
                 # It will stand in its lane later, in the middle of a pass, where nothing may raise.
@@ -168,7 +170,7 @@ class DecodePreallocQueue:
             self.stepped_aside["prefill"] += 1
 
     def remove(self, req: DecodeRequest) -> None:
-        """Take a request out, wherever it stands."""
+        """Take a request out of decode's prealloc queue, wherever it stands."""
         # The next pass has to look again: this may be the request that held up the others.
         self._spent_at = -1
         waiter = self._waiters.pop(req)
@@ -180,7 +182,9 @@ class DecodePreallocQueue:
         self.wants.forget(waiter)
 
     def _leave(self, waiter: Waiter) -> None:
-        """Take a waiter out of the one place where it stands: its lane, or one kind of aside."""
+        """Take a waiter out of the one place of the prealloc queue where it stands: its lane, or
+        one kind of aside.
+        """
         if waiter.is_aside:
             waiter.is_aside = False
             if waiter in self._over_share:
@@ -191,7 +195,8 @@ class DecodePreallocQueue:
             self._lanes.leave(waiter)
 
     def check_move(self, req: DecodeRequest, prefill: str) -> None:
-        """Compare a request's rank with those at another prefill worker, before it moves there.
+        """Compare a queued request's rank with those at another prefill worker, before the prealloc
+        queue moves it there.
 
         Raises what that comparison raises. Not in the queue: no-op.
         """
@@ -205,7 +210,9 @@ class DecodePreallocQueue:
             lane.order.bisect(waiter.place)
 
     def move(self, req: DecodeRequest, prefill: str) -> None:
-        """Move a request to another prefill worker's lane. It keeps its place in time."""
+        """Move a request of the prealloc queue to another prefill worker's lane. It keeps its place
+        in time.
+        """
         waiter = self._waiters[req]
         self._leave(waiter)
         # Left before the lane changes, since `_leave` finds the place by `waiter.lane`; the former
@@ -218,7 +225,9 @@ class DecodePreallocQueue:
         self.look_again()
 
     def look_again(self) -> None:
-        """Make the next pass look again: a request may fit now that did not before."""
+        """Make the next pass of the prealloc queue look again: a request may fit now that did not
+        before.
+        """
         self._num_started += 1
 
     def __len__(self) -> int:
@@ -228,7 +237,9 @@ class DecodePreallocQueue:
         return req in self._waiters
 
     def __iter__(self) -> Iterator[DecodeRequest]:
-        """Iterate over the requests that came back, the last first, then the others by arrival."""
+        """Iterate over the prealloc queue: the requests that came back, the last first, then the
+        others by arrival.
+        """
         waiters = self._waiters.values()
         returned = [waiter for waiter in waiters if waiter.is_returned]
         rest = [waiter for waiter in waiters if not waiter.is_returned]
@@ -237,12 +248,16 @@ class DecodePreallocQueue:
         return iter([waiter.req for waiter in [*returned, *rest]])
 
     def at(self, prefill: str) -> list[DecodeRequest]:
-        """Return what waits for this prefill worker, aside or not, by arrival. O(waiting)."""
+        """Return the requests of the prealloc queue that wait for this prefill worker, aside or
+        not, by arrival. O(waiting).
+        """
         waiters = [one for one in self._waiters.values() if one.lane.address == prefill]
         return [waiter.req for waiter in sorted(waiters, key=_arrival)]
 
     def aside(self) -> dict[str, int]:
-        """Count requests that wait without holding up others, by reason. Any thread may call it."""
+        """Count the requests of the prealloc queue that wait without holding up others, by reason.
+        Any thread may call it.
+        """
         # Copies, since the scheduler's thread may change these while another thread counts.
         lanes = self._lanes.all()
         return {
@@ -254,18 +269,21 @@ class DecodePreallocQueue:
 
     @property
     def may_admit(self) -> bool:
-        """True if a pass may admit a request. O(1)."""
+        """True if a pass of the prealloc queue may admit a request. O(1)."""
         return bool(self._waiters and self._spent_at != self._version and self._pages.can_open)
 
     # --- deadlines --------------------------------------------------------------------------------
 
     @property
     def wake_s(self) -> float:
-        """Time of the next deadline, or a little earlier; infinity if there is none."""
+        """Time at which the next request of the prealloc queue has waited too long, or a little
+        earlier; infinity if none waits.
+        """
         return min(self._deadlines.next_s, self._lanes.wake_s)
 
     def expired(self, now_s: float) -> list[tuple[DecodeRequest, str]]:
-        """Return the requests that have waited too long, each with the reason in words.
+        """Return the requests that have waited too long to be admitted from the prealloc queue,
+        each with the reason in words.
 
         They still have to be removed. O(1) if there are none.
         """
@@ -284,14 +302,15 @@ class DecodePreallocQueue:
         return [(waiter.req, self.why(waiter.req, now_s)) for waiter in late]
 
     def unanswered(self, now_s: float) -> list[DecodeRequest]:
-        """Return the requests that have waited too long for a prefill worker that does not answer.
+        """Return the requests of the prealloc queue that have waited too long for a prefill worker
+        that does not answer.
 
         They still have to be removed. O(1) if there are none.
         """
         return [waiter.req for waiter in self._lanes.unanswered(now_s)]
 
     def why(self, req: DecodeRequest, now_s: float) -> str:
-        """Describe in words for what a request has waited, and how long."""
+        """Describe in words for what a request in the prealloc queue has waited, and how long."""
         waiter = self._waiters[req]
         since_s = now_s if waiter.since_s is None else waiter.since_s
         waited = f"waited {now_s - since_s:.3f} s"
@@ -311,7 +330,9 @@ class DecodePreallocQueue:
         return f"{waited} for pages"
 
     def check_invariants(self) -> None:
-        """Check the orders against each other. Raises InternalError."""
+        """Check the prealloc queue's lanes, orders and deadlines against each other. Raises
+        InternalError.
+        """
         aside = [*(waiter for _, _, waiter in self._aside), *self._over_share]
         check_queue(self._pages, self._lanes, list(self._waiters.values()), aside, self.wants)
         if len(self._deadlines) > len(self._waiters):
@@ -320,8 +341,8 @@ class DecodePreallocQueue:
     # --- a pass -----------------------------------------------------------------------------------
 
     def admit(self, now_s: float) -> None:
-        """Admit what fits: lock prefixes, take pages, write rows. `take_admitted` returns the
-        requests.
+        """Make a pass of the prealloc queue, which admits what fits: lock prefixes, take pages,
+        write rows. `take_admitted` returns the requests.
 
         A request for which a user's policy fails to give a rank keeps the rank it has.
         """
@@ -336,7 +357,7 @@ class DecodePreallocQueue:
             self.wants.enter()
 
     def _admit_what_fits(self, now_s: float) -> None:
-        """Make one pass over those that may fit."""
+        """Make one pass over those in the prealloc queue that may fit."""
         pages = self._pages
         if not self._waiters:
             return
@@ -368,7 +389,9 @@ class DecodePreallocQueue:
                 self._spent_at = self._version
 
     def _admit_alone(self, now_s: float) -> None:
-        """Make the pass for a single request: there is nothing to overtake, and no choice."""
+        """Make the pass for a single request in the prealloc queue: there is nothing to overtake,
+        and no choice.
+        """
         (waiter,) = self._waiters.values()
         version = self._version
         if self._spent_at == version or not self._pages.can_open:
@@ -383,12 +406,15 @@ class DecodePreallocQueue:
         self._spent_at = version
 
     def take_admitted(self) -> list[DecodeRequest]:
-        """Return the requests admitted since the last call, in that order."""
+        """Return the requests that the prealloc queue has admitted since the last call, in that
+        order.
+        """
         admitted, self._admitted = self._admitted, []
         return admitted
 
     def _bring_back(self) -> bool:
-        """Put requests that are aside back into their lanes where enough pages may come back.
+        """Put requests of the prealloc queue that are aside back into their lanes where enough
+        pages may come back.
 
         Returns False if more of them may, which the next pass takes in; a pass moves `MAX_WALK` at
         most.
@@ -413,8 +439,8 @@ class DecodePreallocQueue:
         return False
 
     def _try_set_aside(self, waiter: Waiter) -> bool:
-        """Set aside a request that did not fit, if waiting for the running ones cannot help it.
-        True if so: then it holds up no other.
+        """Set a request of the prealloc queue aside that did not fit, if waiting for the running
+        ones cannot help it. True if so: then it holds up no other.
         """
         # 1. More pages than can come back without a proof.
         if waiter.req.max_pages > self._most_pages:
@@ -439,13 +465,15 @@ class DecodePreallocQueue:
         return True
 
     def _set_aside(self, waiter: Waiter) -> None:
-        """Set a waiter aside for pages. It has left its lane, or never entered it."""
+        """Set a waiter of the prealloc queue aside for pages. It has left its lane, or never
+        entered it.
+        """
         waiter.is_aside = True
         self._aside.add((waiter.req.max_pages, waiter.arrival, waiter))
         self.stepped_aside["pages"] += 1
 
     def _first_of_all(self, now_s: float) -> Waiter | None:
-        """Return the request that nothing may overtake now, if there is one."""
+        """Return the request of the prealloc queue that nothing may overtake now, or None."""
         # Limited lanes are left out: they wait for their worker's share, which is no reason for
         # others to wait. The cases, in order:
         # 1. The last to come back.
@@ -469,7 +497,9 @@ class DecodePreallocQueue:
         return None
 
     def _admit_in_order(self, now_s: float) -> None:
-        """Admit requests that fit by their estimates; if none does, renew the oldest estimates."""
+        """Admit requests from the prealloc queue that fit by their estimates; if none does, renew
+        the oldest estimates.
+        """
         # Each round searches from the front again: `_renew_rank` may reorder, and an admission
         # leaves less space for all the others. Looks that admit nothing count down, so that a pass
         # is bounded.
@@ -488,7 +518,9 @@ class DecodePreallocQueue:
             looks -= len(lanes)
 
     def _renew(self, lane: Lane, now_s: float) -> bool:
-        """Renew the oldest estimate of a lane. Return False if none is older than this version."""
+        """Renew the oldest estimate of a lane of the prealloc queue, by another look at its waiter.
+        Return False if none is older than this version.
+        """
         waiter = next(iter(lane.estimated), None)
         if waiter is None or waiter.seen_at == self._version:
             return False
@@ -499,7 +531,8 @@ class DecodePreallocQueue:
         return True
 
     def _first_that_may_fit(self) -> Waiter | None:
-        """Return the first of the order that fits by its estimate and got no look at this version.
+        """Return the first in the admission order of the prealloc queue that fits by its estimate
+        and got no look at this version.
 
         Walks at most `MAX_WALK` places.
         """
@@ -525,17 +558,20 @@ class DecodePreallocQueue:
 
     @property
     def _version(self) -> int:
-        """Number that grows whenever a request may fit that did not before."""
+        """Number that grows whenever a request in this queue may fit that did not before."""
         pages, budget = self._pages.version, self._budget.version
         return pages + budget + self._num_started + self._shares.version + self._lanes.version
 
     def _limits(self) -> tuple[int, int]:
-        """Return the largest `Waiter.needed_pages` and `Waiter.most_pages` that fit, in pages."""
+        """Return the largest `Waiter.needed_pages` and `Waiter.most_pages` that the prealloc queue
+        can admit now, in pages.
+        """
         available = self._pages.available_pages
         return available - self._budget.kept_back, available + self._budget.private_pages
 
     def _look(self, waiter: Waiter) -> tuple[Flight | None, int]:
-        """Compute the pages that admitting a request takes now, and note them in its waiter.
+        """Look at a request in the prealloc queue: compute the pages that admitting it takes now,
+        and note them in its waiter.
 
         Returns the flight that it would join behind its match in the tree, and the end of both
         together, in pages.
@@ -563,7 +599,9 @@ class DecodePreallocQueue:
         return joined, shared_pages
 
     def _renew_rank(self, waiter: Waiter) -> bool:
-        """Enter a new estimate into the order. Return True if its place is behind the old one."""
+        """Rank a request of the prealloc queue by its new estimate, and move it in its lane's
+        order. Return True if its place is behind the old one.
+        """
         lane, before = waiter.lane, waiter.rank
         # Before the policy is called: one that raises each time would else stay the oldest, and get
         # all looks.
@@ -584,7 +622,9 @@ class DecodePreallocQueue:
         return falls_back
 
     def _try(self, waiter: Waiter, joined: Flight | None, shared_pages: int, now_s: float) -> bool:
-        """Admit a request that was just looked at, if it fits. Return True if it was admitted."""
+        """Admit a request of the prealloc queue that was just looked at, if it fits. Return True if
+        it was admitted.
+        """
         pages, req, match = self._pages, waiter.req, waiter.match
         # 1. Measure. It fits if what it needs now leaves what is kept back, and all that it may
         # become could be had by retracting.
@@ -624,12 +664,14 @@ class DecodePreallocQueue:
 
 
 def _checked(rank: Rank) -> Rank:
-    """Return the rank. Raise ValueError for NaN, which has no place in an order."""
+    """Return the rank that an admission policy gave. Raise ValueError for NaN, which has no place
+    in the queue's order.
+    """
     if rank != rank:
         raise ValueError(f"the admission policy ranks a request {rank!r}")
     return rank
 
 
 def _arrival(waiter: Waiter) -> int:
-    """Return the number by which waiters are sorted."""
+    """Return the number by which waiters of the prealloc queue are sorted."""
     return waiter.arrival

@@ -18,7 +18,7 @@ from prefixkv.pages.manager import PageManager
 
 
 class Unproved(NamedTuple):
-    """Pages that no request gives back, by reason."""
+    """Pages without prospects: no request gives them back; by reason."""
 
     held: int  # by rooms that have failed, until they are drained
     away: int  # promised to prefill workers that do not answer, and the prefixes locked for them
@@ -26,12 +26,13 @@ class Unproved(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Sum of the three."""
+        """Number of pages without prospects: the sum of those held, away and stuck."""
         return self.held + self.away + self.stuck
 
 
 class Prospects:
-    """Estimate of the pages that can come back. Owned by the scheduler's thread.
+    """Estimate of the pages that can come back to a request that waits on decode. Owned by the
+    scheduler's thread.
 
     Args:
         stuck: returns the pages of requests with a device event that has raised, and enters the
@@ -50,7 +51,8 @@ class Prospects:
         self._flights, self._stuck = flights, stuck
 
     def unproved(self) -> Unproved:
-        """Count the pages that no running request gives back.
+        """Count the pages without prospects of coming back, since no running request gives them
+        back.
 
         O(closed lanes, and requests that the device is busy with); where a lane is closed, also
         O(flights).
@@ -68,11 +70,15 @@ class Prospects:
 
     @property
     def most_pages(self) -> int:
-        """Number of pages that a single request can come to have at most."""
+        """Number of pages that a single waiting request has prospects of: those it can come to have
+        at most.
+        """
         return self._pages.num_pages - self.unproved().total
 
     def why(self) -> str:
-        """Describe in words which pages are missing, and where they are; "" where none is."""
+        """Describe in words which pages have no prospects of coming back, and where they are; ""
+        where none is missing.
+        """
         held, away, stuck = self.unproved()
         of = ", ".join(self._shares.owners())
         parts = [

@@ -30,23 +30,27 @@ class RoomNumbers:
         return room in self._live or room in self._undrained
 
     def is_live(self, room: int) -> bool:
-        """Return True if a live request uses the number."""
+        """Return True if a live request uses this room number."""
         return room in self._live
 
     def add(self, room: int) -> None:
-        """Reserve the number for a live request."""
+        """Reserve a room number for a live request."""
         self._live.add(room)
 
     def remove(self, room: int) -> None:
-        """Note that the live request of this number has ended."""
+        """Note that the live request of a room number has ended; the number is free if no room of
+        it is undrained.
+        """
         self._live.discard(room)
 
     def await_drained(self, key: RoomKey) -> None:
-        """Keep the number in use until this room is drained."""
+        """Keep the number of this room in use until the room is drained."""
         self._undrained.setdefault(key.room, set()).add(key.generation)
 
     def drained(self, key: RoomKey) -> None:
-        """Note that the room is drained. Not awaited: no-op."""
+        """Note that a room is drained: its number is free again if nothing else uses it. Not
+        awaited: no-op.
+        """
         generations = self._undrained.get(key.room, set())
         generations.discard(key.generation)
         if not generations:
@@ -54,11 +58,11 @@ class RoomNumbers:
 
     @property
     def any_undrained(self) -> bool:
-        """True if a room is awaited. O(1)."""
+        """True if the number of a room that is not drained is kept in use. O(1)."""
         return bool(self._undrained)
 
     def undrained(self) -> set[RoomKey]:
-        """Return all rooms that are awaited. O(of them)."""
+        """Return all rooms with a number that is kept in use until they are drained. O(of them)."""
         return {RoomKey(room, gen) for room, gens in self._undrained.items() for gen in gens}
 
     def __repr__(self) -> str:

@@ -148,7 +148,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     # --- calls of the engine ----------------------------------------------------------------------
 
     def add(self, request: Request, now_s: float) -> DecodeRequest:
-        """Queue a request.
+        """Queue a request with decode's scheduler, where it waits for pages.
 
         Cost: O(log waiting), and a match of the prompt where the admission policy lets requests
         overtake.
@@ -184,8 +184,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         return req
 
     def pop_preallocated(self, now_s: float) -> list[DecodeRequest]:
-        """Admit the waiting requests that fit, and return them: prefix locked, pages taken, prefill
-        asked for the rest.
+        """Admit the requests that fit from decode's waiting queue, and return them: prefix locked,
+        pages taken, prefill asked for the rest.
 
         Ends what is past its deadline first. Raises what a policy, a log handler or an event of the
         user's has raised since the last call, once all state is consistent again. Requests that
@@ -223,7 +223,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         return admitted
 
     def pop_transferred(self, now_s: float) -> list[DecodeRequest]:
-        """Commit the requests with complete KV to the tree, and return them, ready to run."""
+        """Commit the requests with complete KV to decode's tree, and return them, ready to run."""
         check_time(now_s)
         committed = self.arriving.pop_transferred(now_s)
         for req in committed:
@@ -239,19 +239,22 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         return committed
 
     def pop_failed(self) -> list[DecodeRequest]:
-        """Return the requests that failed or were aborted since the last call; `error` says why."""
+        """Return the requests that failed or were aborted in decode's scheduler since the last
+        call; `error` says why.
+        """
         failed, self._failed = self._failed, []
         return failed
 
     def pop_needs_prefill(self) -> list[PrefillAsk]:
-        """Return prompts that the engine should submit to a prefill worker again."""
+        """Return prompts that decode's engine should submit to a prefill worker again."""
         asks, self._asks = self._asks, []
         return asks
 
     def append_many(
         self, reqs: Sequence[DecodeRequest], token_ids: Sequence[int], now_s: float
     ) -> None:
-        """Add each request's newly sampled token; the KV of the token before it is written by now.
+        """Append each running request's newly sampled token on decode; the KV of the token before
+        it is written by now.
 
         Afterwards every request has the page that the next step writes to. A request that has its
         `max_new_tokens` is to be finished, and has no page for another step. A request that was
@@ -306,7 +309,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         after: DeviceEvent | None = None,
         continues: bool | None = None,
     ) -> None:
-        """End a request that has generated all it will: its KV becomes cached prefix.
+        """End in decode's scheduler a request that has generated all it will: its KV becomes cached
+        prefix.
 
         Args:
             after: nothing is released before its `query()` is True.
@@ -325,7 +329,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._deferred.release_after(after, req, continues, now_s)
 
     def retract(self, rid: str, now_s: float, after: DeviceEvent | None = None) -> None:
-        """Take a running request's pages back and queue it again, in front, to resume where it was.
+        """Retract a running request: take its pages back and queue it again with decode's
+        scheduler, in front, to resume where it was.
 
         Raises RequestError if the request does not run, or is the oldest that does: so one request
         always makes progress.
@@ -353,7 +358,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         error: Exception | None = None,
         after: DeviceEvent | None = None,
     ) -> bool:
-        """End a request in whichever state it is. Unknown or ended: no-op, False."""
+        """Abort a request in decode's scheduler, in whichever state it is. Unknown or ended: no-op,
+        False.
+        """
         check_time(now_s)
         check_error(error)
         req = self.requests.get(rid)
@@ -367,7 +374,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         return True
 
     def retarget(self, rid: str, prefill: str) -> None:
-        """Send a request to another prefill worker from its next attempt on.
+        """Send a request of decode's scheduler to another prefill worker from its next attempt on.
 
         A request that was never admitted is refused at the worker that it named;
         `pop_needs_prefill` returns it when it is admitted. Raises RequestError, with nothing
@@ -396,7 +403,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._go_to(req, prefill)
 
     def _go_to(self, req: DecodeRequest, prefill: str) -> None:
-        """Point a request at another prefill worker, and move it to that lane if it waits."""
+        """Point a decode request at another prefill worker; if it waits, move it to that lane."""
         self.shares.name(prefill)
         req.prefill = prefill
         # A request that runs, or still has to queue again, is in no lane: `_queue_again` enters it
@@ -406,7 +413,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self._meet(prefill)
 
     def refuse(self, request: Request, error: Exception) -> None:
-        """Tell prefill at once that decode will not take this request, as after a refusal by `add`.
+        """Tell prefill at once that decode's scheduler will not take this request, as after a
+        refusal by `add`.
 
         Where a former request of its number has ended, prefill is told once the room of that one is
         drained. Raises RequestError, with nothing changed: its room is a live request's here, the
@@ -425,7 +433,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self._late_refusals[key] = request.prefill, error, request.digest
 
     def flush(self) -> int:
-        """Empty the cache after a weight update. Return the number of pages freed at once.
+        """Empty decode's cache after a weight update. Return the number of pages freed at once.
 
         Requests that wait for another's pages ask prefill again: those pages are of the old
         weights.
@@ -437,7 +445,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     def move_weights(
         self, weights_version: str, now_s: float, after: DeviceEvent | None = None
     ) -> None:
-        """Take over weights of another version from now on; `flush` has to follow at once.
+        """Take over weights of another version in decode's scheduler from now on; `flush` has to
+        follow at once.
 
         A request that has KV of the former version, or output, ends as aborted with a
         WeightsVersionError: it runs, is on its way, or was retracted. A request that only waits
@@ -463,19 +472,25 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     @property
     def has_results(self) -> bool:
-        """True if one of the `pop_*` calls returns something, or may admit. O(1)."""
+        """True if one of the `pop_*` calls of decode's scheduler returns something, or may admit.
+        O(1).
+        """
         complete = self.arriving.num_complete
         return bool(self._failed or self._asks or complete or self.waiting.may_admit)
 
     @property
     def idle(self) -> bool:
-        """True if nothing is left: no request, nothing to pop, no undrained room. O(1)."""
+        """True if nothing is left in decode's scheduler: no request, nothing to pop, no undrained
+        room. O(1).
+        """
         left = self.requests, self._failed, self._asks, self._deferred, self.rooms.any_undrained
         return not any(left) and not len(self.flights)
 
     @property
     def wake_s(self) -> float:
-        """Time at which the next waiting request may pass its deadline; infinity if none waits."""
+        """Time at which the next waiting request of decode's scheduler may pass its deadline;
+        infinity if none waits.
+        """
         return min(self.waiting.wake_s, self._deadlines.next_s)
 
     # --- calls of the control plane ---------------------------------------------------------------
@@ -483,7 +498,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     def room_ended(
         self, key: RoomKey, poll: KVPoll, error: Exception | None, aux: bytes, now_s: float
     ) -> None:
-        """Take note that a room has reached its terminal state.
+        """Take note in decode's scheduler that a room has reached its terminal state: its KV has
+        arrived, or its request tries again or fails.
 
         Args:
             poll: SUCCESS, or else the room failed with `error`.
@@ -517,8 +533,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._try_again(req, error, now_s)
 
     def prefill_ready(self, address: str, max_tokens: int, now_s: float) -> None:
-        """Open the lane of a prefill worker that answers; fail the requests that its pool cannot
-        hold.
+        """Take note in decode's scheduler that a prefill worker answers: open its lane, and fail
+        the requests that its pool cannot hold.
 
         These fail before any page is promised. `max_tokens` is the size of its pool, 0 if the
         worker does not say.
@@ -534,16 +550,16 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
                 self._end(req, DecodeState.FAILED, error, now_s)
 
     def prefill_away(self, address: str, now_s: float) -> None:
-        """Close the lane of a prefill worker that does not answer: its requests hold up no
-        others.
+        """Take note in decode's scheduler that a prefill worker does not answer: its lane is
+        closed, and its requests hold up no others.
         """
         lane = self.lanes.get(address)
         if lane is not None:
             self.lanes.away(lane, now_s)
 
     def prefill_lost(self, address: str, error: Exception, now_s: float) -> None:
-        """Try again, or fail, the requests of an address where nothing answers, or a peer is
-        refused.
+        """Try again, or fail, the requests of decode's scheduler for an address where no prefill
+        worker answers, or a peer is refused.
         """
         lane = self.lanes.get(address)
         if lane is None:
@@ -558,7 +574,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.lanes.forget_if_idle(lane)
 
     def room_drained(self, key: RoomKey) -> None:
-        """Release a room's held pages and its number: no write can land in its pages any more."""
+        """Release in decode's scheduler a room's held pages and its number: no write can land in
+        its pages any more.
+        """
         self.shares.release(key)
         self.pages.release(key)
         self.rooms.drained(key)
@@ -573,30 +591,36 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
                 self._refuse(late, *self._late_refusals.pop(late))
 
     def room_overdue(self, key: RoomKey) -> None:
-        """Count a room's pages as quarantined: it is not drained by its deadline. They stay
-        held.
+        """Count a room's pages as quarantined in decode's scheduler: it is not drained by its
+        deadline. They stay held.
         """
         self.counters["quarantined_pages"] += self.pages.quarantine(key)
 
     def release_deferred(self, now_s: float) -> None:
-        """Release the pages of ended requests with which the device is done."""
+        """Release the pages of ended requests in decode's scheduler once the device is done with
+        them.
+        """
         self._deferred.release(now_s)
 
     @property
     def num_deferred(self) -> int:
-        """Number of ended requests with pages that the device may still touch."""
+        """Number of ended requests of decode's scheduler with pages that the device may still
+        touch.
+        """
         return len(self._deferred)
 
     def holders(self) -> list[tuple[str, RequestPages]]:
-        """Return what holds pages, by name: requests, and flights without one. Any thread may call
-        it.
+        """Return what holds decode's pages, by name: requests, and flights without one. Any thread
+        may call it.
         """
         orphans = [flight for flight in self.flights.all() if flight.owner is None]
         held = super().holders() + self._deferred.holders()
         return held + [(f"flight of room {one.room_key.room}", one.pages) for one in orphans]
 
     def check_invariants(self) -> None:
-        """Check every part, and the parts against each other. Raises InternalError."""
+        """Check every part of decode's scheduler, and the parts against each other. Raises
+        InternalError.
+        """
         self.pages.check_invariants()
         self.budget.check_invariants()
         self.waiting.check_invariants()
@@ -618,14 +642,17 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     # --- admission --------------------------------------------------------------------------------
 
     def _meet(self, address: str) -> None:
-        """Ask the control plane whether a prefill worker answers, unless it was asked already."""
+        """Ask the control plane, for decode's scheduler, whether a prefill worker answers, unless
+        it was asked already.
+        """
         lane = self.lanes.get(address)
         if self.lanes.gated and lane is not None and not lane.is_met:
             lane.is_met = True
             self._commands.append(MeetPrefill(address))
 
     def _check_prefill_holds(self, rid: str, num_tokens: int, address: str) -> None:
-        """Raise RequestError where the prefill worker is known to hold fewer than `num_tokens`.
+        """Raise RequestError where the prefill worker of a decode request is known to hold fewer
+        than `num_tokens`.
 
         All that the request may become counts. A request that was retracted late may have to be
         computed again in full: it would fail with half of its answer given.
@@ -638,7 +665,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             )
 
     def _retry_unanswered(self, req: DecodeRequest, error: Exception, now_s: float) -> None:
-        """Take out a request of a prefill worker that does not answer, and try again.
+        """Take a request for a prefill worker that does not answer out of decode's waiting queue,
+        and try again.
 
         That worker was promised nothing, so it is sent nothing.
         """
@@ -646,8 +674,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._try_again(req, error, now_s)
 
     def _try_again(self, req: DecodeRequest, error: Exception, now_s: float) -> None:
-        """Ask prefill again after a transfer that failed or could not begin; else fail the
-        request.
+        """Ask prefill again for a decode request after a transfer that failed or could not begin;
+        else fail the request.
         """
         if req.retries < self._retries.most:
             self.counters["retries"] += 1
@@ -668,7 +696,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._end(req, DecodeState.FAILED, error, now_s)
 
     def _ask(self, req: DecodeRequest, now_s: float) -> None:
-        """Open the room of an admitted request, by which prefill sends what it lacks."""
+        """Open the room of a request that decode has admitted, by which prefill sends what it
+        lacks.
+        """
         flight = self.flights.of(req)
         assert flight is not None
         pages, page_size = flight.pages, self.pages.page_size
@@ -703,7 +733,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     # --- ends -------------------------------------------------------------------------------------
 
     def _end(self, req: DecodeRequest, state: DecodeState, error: Exception, now_s: float) -> None:
-        """End a live request with an error, and hand on its flight or its place in the queue.
+        """End a live request of decode's scheduler with an error, and hand on its flight or its
+        place in the queue.
 
         A request that runs keeps `pages_held`; the caller releases them.
         """
@@ -726,7 +757,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     def _cut_short(
         self, req: DecodeRequest, error: Exception, now_s: float, after: DeviceEvent | None
     ) -> None:
-        """End a request as aborted, in any state. `after`: None if the device is done with it."""
+        """End a decode request as aborted, in any state, and hand on its pages. `after`: None if
+        the device is done with it.
+        """
         self._end(req, DecodeState.ABORTED, error, now_s)
         # One that ran still holds its pages. One that was retracted, and waits for the device, is
         # released by that entry: a second one would free its pages twice.
@@ -734,7 +767,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self._deferred.release_after(after, req, None, now_s)
 
     def _too_late(self, req: DecodeRequest, now_s: float) -> None:
-        """Fail a request without its KV at its own deadline, unless it only waits to be popped."""
+        """Fail a decode request without its KV at its own deadline, unless it only waits to be
+        popped.
+        """
         flight = self.flights.of(req)
         if flight is not None and self.arriving.is_complete(flight):
             return
@@ -746,7 +781,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._end(req, DecodeState.FAILED, error, now_s)
 
     def _check_can_open(self, request: Request, to_refuse: bool = False) -> bool:
-        """Return True if the room of `request` is free. Raise RequestError if it cannot be taken.
+        """Return True if the room of `request` is free on decode. Raise RequestError if decode's
+        scheduler cannot take it.
 
         With `to_refuse` a room that is not drained yet passes too, and gives False.
         """
@@ -760,7 +796,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         return is_free
 
     def _refuse(self, key: RoomKey, prefill: str, error: Exception, digest: bytes) -> None:
-        """Tell prefill that decode does not take a request, which it may have, with KV for it.
+        """Command that prefill be told that decode's scheduler does not take a request, which it
+        may have, with KV for it.
 
         The room's number is in use until prefill has answered.
         """
@@ -772,7 +809,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._commands.append(command)
 
     def _leave_flight(self, flight: Flight, error: Exception) -> None:
-        """End the request of a flight. If others wait for the flight, it continues for them."""
+        """End the decode request of a flight; the flight continues if others wait for it."""
         if not flight.waiters:
             self._cancel(flight, error)
             return
@@ -786,8 +823,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self.rooms.await_drained(flight.room_key)
 
     def _cancel(self, flight: Flight, error: Exception | None) -> None:
-        """End a flight that will not be committed: abort its room with `error`; None: it has
-        failed.
+        """End a flight that decode's scheduler will not commit: abort its room with `error`; None:
+        it has failed.
 
         Its owner stays for the caller to decide about. Flights that waited for it fall back.
         """
@@ -797,8 +834,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._fall_back(others)
 
     def _fall_back(self, flights: list[Flight]) -> None:
-        """End flights that will not be committed though they did not fail; their owners ask again,
-        in order of arrival.
+        """End flights that decode's scheduler will not commit though they did not fail; their
+        owners ask again, in order of arrival.
         """
         for flight in flights:
             reason = "what it waited for will not come, or nothing waits for it anymore"
@@ -811,7 +848,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self._ask_again(req)
 
     def _end_flight(self, flight: Flight, error: Exception | None) -> None:
-        """End a flight's room; the room holds the pages as long as a peer may write them.
+        """End the room of a flight to decode; the room holds the pages as long as a peer may write
+        them.
 
         The room's number stays in use as long, also without pages: the control plane still has to
         report its end.
@@ -834,7 +872,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             flight.owner.pages_held = None
 
     def _ask_again(self, req: DecodeRequest) -> None:
-        """Queue a request for another attempt, as retracted."""
+        """Queue a decode request for another attempt, as retracted, and drop it from the budget."""
         if req.state is not DecodeState.RETRACTED:  # else it was not admitted since
             req.become(DecodeState.RETRACTED)
         # It may still be counted as admitted. The flight has handed its pages on, so there is
@@ -843,7 +881,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._queue_again(req)
 
     def _queue_again(self, req: DecodeRequest) -> None:
-        """Enter a request in front of the queue, under a new generation."""
+        """Enter a decode request in front of the waiting queue, under a new generation."""
         # A new generation, so that what peers still send about the former attempt is not taken for
         # this one. All the tokens so far count as prompt; how many are cached is for the next
         # admission to find.
@@ -854,7 +892,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._meet(req.prefill)
 
     def _leave(self, req: DecodeRequest, now_s: float) -> None:
-        """Forget an ended request everywhere but in the page accounts."""
+        """Forget an ended request everywhere in decode's scheduler but in the page accounts."""
         self.budget.stop(req.rid)
         self._deadlines.forget(req)
         # The number stays in use where a room of it is not drained; see `RoomNumbers`.
@@ -863,17 +901,17 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.journal.ended(req, now_s)
 
     def _check_runs(self, req: DecodeRequest) -> None:
-        """Raise RequestError if the request does not run here."""
+        """Raise RequestError if the request does not run in this decode scheduler."""
         if self.requests.get(req.rid) is not req or req.state not in CAN_RUN:
             raise RequestError(f"request {req.rid!r} is {req.state.value}, it does not run")
 
     def _running(self) -> Iterator[DecodeRequest]:
-        """Iterate over the requests that run, the oldest first."""
+        """Iterate over the requests that run on decode, the oldest first."""
         return (req for req in self.requests.values() if req.state in CAN_RUN)
 
 
 def _most_asked(req: DecodeRequest) -> int:
-    """Return how many tokens the prefill worker of a request has to hold.
+    """Return how many tokens the prefill worker of a decode request has to hold.
 
     Of a request that runs, or ran, only what it has so far: half of its answer is given, so what it
     may still become is no reason to refuse it.

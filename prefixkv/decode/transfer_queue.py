@@ -30,18 +30,20 @@ class DecodeTransferQueue:
         self._complete: deque[Flight] = deque()
 
     def add(self, flight: Flight) -> None:
-        """Enter the flight of an admitted request; its room is open."""
+        """Enter the flight of an admitted request in decode's transfer queue; its room is open."""
         key = flight.room_key
         if key in self._open:
             raise InternalError(f"{key} is in transfer twice")
         self._open[key] = flight
 
     def get(self, key: RoomKey) -> Flight | None:
-        """Return the flight of an open room, or None."""
+        """Return the flight of an open room of the transfer queue, or None."""
         return self._open.get(key)
 
     def succeed(self, key: RoomKey, aux: bytes) -> Flight | None:
-        """Note that a room's pages are all written. Return its flight; None if it was aborted."""
+        """Note in the transfer queue that a room's pages are all written. Return its flight; None
+        if it was aborted.
+        """
         flight = self._open.pop(key, None)
         if flight is not None:
             if flight.owner is not None:
@@ -50,18 +52,24 @@ class DecodeTransferQueue:
         return flight
 
     def arrived(self, flight: Flight) -> None:
-        """Note that a flight's own pages are there; it may still wait for the flight it joined."""
+        """Note in the transfer queue that a flight's own pages are there; it may still wait for the
+        flight it joined.
+        """
         flight.is_open = False
         # Else `pop_transferred` appends it, when the joined flight is committed.
         if flight.joined is None:
             self._complete.append(flight)
 
     def is_complete(self, flight: Flight) -> bool:
-        """Return True if `pop_transferred` will commit the flight."""
+        """Return True if a flight has arrived and waits for no other, so that `pop_transferred`
+        will commit it.
+        """
         return not flight.is_open and flight.joined is None
 
     def remove(self, flight: Flight) -> bool:
-        """Take out a flight that will not be committed. Return True if its room was still open."""
+        """Take a flight that will not be committed out of the transfer queue. Return True if its
+        room was still open.
+        """
         if flight.is_open:
             del self._open[flight.room_key]
             return True
@@ -71,19 +79,19 @@ class DecodeTransferQueue:
 
     @property
     def num_open(self) -> int:
-        """Number of rooms with pages that are still being written."""
+        """Number of rooms in the transfer queue with pages that are still being written."""
         return len(self._open)
 
     @property
     def num_complete(self) -> int:
-        """Number of flights that `pop_transferred` will commit."""
+        """Number of flights in the transfer queue that `pop_transferred` will commit."""
         return len(self._complete)
 
     def __len__(self) -> int:
         return len(self._flights)
 
     def pop_transferred(self, now_s: float) -> list[DecodeRequest]:
-        """Commit the complete flights, and return their requests.
+        """Commit the complete flights of the transfer queue, and return their requests.
 
         The whole pages of each become cached prefix, which its request holds by a lock.
         """
@@ -112,7 +120,9 @@ class DecodeTransferQueue:
         return committed
 
     def check_invariants(self) -> None:
-        """Check every law, those of the flights included. Raises InternalError."""
+        """Check every law of the transfer queue, those of the flights included. Raises
+        InternalError.
+        """
         self._flights.check_invariants()
         arrived = [flight for flight in self._flights if not flight.is_open]
         complete = [flight for flight in arrived if flight.joined is None]

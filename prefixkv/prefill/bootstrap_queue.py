@@ -22,7 +22,8 @@ can continue from. Behind those it has no extra state."""
 
 
 class PrefillBootstrapQueue:
-    """Promised requests that wait for pages here. Owned by the scheduler's thread.
+    """Requests of prefill that decode has promised pages for, and that wait for pages here. Owned
+    by the scheduler's thread.
 
     `usable_prefix` is called for each hit; None: every hit is used whole, and requests follow
     others (`SharedPrefixes`).
@@ -42,21 +43,25 @@ class PrefillBootstrapQueue:
         self._look_due = False  # one came, or a leader moved, since a whole pass
 
     def add(self, req: PrefillRequest, decode_prefix_len: int) -> None:
-        """Enter a request of which decode has `decode_prefix_len` tokens and waits for the rest."""
+        """Enter a promised request in prefill's bootstrap queue; decode has `decode_prefix_len`
+        tokens of it and waits for the rest.
+        """
         req.become(PrefillState.BOOTSTRAPPED)
         req.decode_prefix_len = decode_prefix_len
         self._ready[req] = None
         self._look_due = True
 
     def remove(self, req: PrefillRequest) -> None:
-        """Take out a request that has ended."""
+        """Take a request that has ended out of prefill's bootstrap queue."""
         del self._ready[req]
         self._shared_prefixes.forget(req)
         # It may be the one that did not fit, and held up those behind it.
         self.look_again()
 
     def look_again(self) -> None:
-        """Make the next pass look at all: a prefix may be there now, or will not come."""
+        """Make the next pass of the bootstrap queue look at all: a prefix may be there now, or will
+        not come.
+        """
         self._blocked_at = -1
         self._look_due = True
 
@@ -68,20 +73,23 @@ class PrefillBootstrapQueue:
 
     @property
     def may_open(self) -> bool:
-        """True if a pass may hand out a request. O(1)."""
+        """True if a pass of the bootstrap queue may hand out a request. O(1)."""
         may_fit = self._blocked_at != self._pages.version and self._pages.table.free_rows
         return bool(self._ready and self._look_due and may_fit)
 
     @property
     def wake_s(self) -> float:
-        """Time at which a wait for another's prefix ends, so that a request may be handed out."""
+        """Time at which a wait for another's prefix ends, so that the bootstrap queue may hand out
+        a request.
+        """
         # Waking earlier would be for nothing: the first that may start lacks pages or a row.
         if self._blocked_at == self._pages.version or not self._pages.table.free_rows:
             return math.inf
         return self._shared_prefixes.wake_s
 
     def pop_bootstrapped(self, now_s: float, limit: int | None = None) -> list[PrefillRequest]:
-        """Hand out requests that the engine may compute now, at most `limit`.
+        """Hand out requests from prefill's bootstrap queue that the engine may compute now, at most
+        `limit`.
 
         The own prefix of each is locked, and pages for all of its prompt are taken. A request that
         follows another is passed over. One that does not fit is not: others would overtake it each
@@ -122,7 +130,9 @@ class PrefillBootstrapQueue:
         return popped
 
     def _open(self, req: PrefillRequest, match: MatchResult | None, now_s: float) -> bool:
-        """Take a request's pages. Return False, and change nothing, if too few are available."""
+        """Take pages for a request of the bootstrap queue. Return False, and change nothing, if too
+        few are available.
+        """
         pages, page_size = self._pages, self._pages.page_size
         prefix_len = match.prefix_len if match is not None else 0
         unprotected = match.unprotected_pages if match is not None else 0
@@ -138,7 +148,8 @@ class PrefillBootstrapQueue:
         return True
 
     def _match(self, req: PrefillRequest) -> MatchResult | None:
-        """Return the cached prefix that the engine can continue from.
+        """Return the cached prefix of a bootstrapped request that prefill's engine can continue
+        from.
 
         Never the last token: the engine has to compute that one to sample the next.
         """

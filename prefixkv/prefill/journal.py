@@ -23,13 +23,13 @@ class PrefillJournal(Journal):
         super().__init__(REASONS)
 
     def promised(self, req: PrefillRequest, peer: str, now_s: float) -> None:
-        """Note that decode (`peer`) has named the pages."""
+        """Write down in prefill's journal that decode (`peer`) has named the pages."""
         req.peer = peer
         req.promised_s = now_s
         self.waited("decode", req.arrived_s, now_s)
 
     def started(self, req: PrefillRequest, now_s: float) -> None:
-        """Note that the engine may compute the request."""
+        """Write down in prefill's journal that the engine may compute a request."""
         self.counters["prompt_tokens"] += req.num_tokens
         self.counters["hit_tokens"] += req.prefix_len
         self.counters["decode_hit_tokens"] += req.decode_prefix_len
@@ -38,7 +38,7 @@ class PrefillJournal(Journal):
         self.found(req.key.namespace, req.num_tokens, req.prefix_len)
 
     def chunk(self, req: PrefillRequest, pages: int, last: bool, now_s: float) -> None:
-        """Note a chunk of `pages`."""
+        """Write down a chunk of `pages` in prefill's journal."""
         req.num_chunks += 1
         req.sent_pages += pages
         if last:
@@ -46,7 +46,7 @@ class PrefillJournal(Journal):
             self.waited("compute", req.started_s, now_s)
 
     def ended(self, req: PrefillRequest, now_s: float) -> None:
-        """Note that the request has ended, and log it."""
+        """Write down the end of a prefill request in the journal, and log it."""
         req.ended_s = now_s
         if req.state is PrefillState.SENT:
             self.waited("send", req.computed_s, now_s)
@@ -58,14 +58,16 @@ class PrefillJournal(Journal):
 
 
 def outcome(req: PrefillRequest) -> str:
-    """Return how a request ended, as a label of metrics."""
+    """Return how a prefill request ended, as a label of metrics."""
     if req.state is PrefillState.FAILED and isinstance(req.error, AbortedError):
         return "aborted"
     return req.state.value
 
 
 def timeline(req: PrefillRequest, page_bytes: int, page_size: int) -> dict[str, Any]:
-    """Return all that is known of a request, for JSON. Times: seconds since it arrived, or None."""
+    """Return prefill's timeline of a request: all that its journal knows, for JSON. Times: seconds
+    since it arrived, or None.
+    """
     return req.timeline(
         "prefill",
         outcome(req),

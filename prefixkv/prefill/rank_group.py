@@ -16,7 +16,7 @@ from prefixkv.request import DeviceEvent, Request
 
 
 class PrefillCalls(Protocol):
-    """Calls of an engine to one rank: see PrefillNode."""
+    """Calls of an engine to one rank of a prefill worker: see PrefillNode."""
 
     def add(self, request: Request) -> PrefillRequest: ...
 
@@ -45,7 +45,7 @@ class RankGroup(Generic[NodeT]):
     """The ranks of a prefill worker behind one object, kept in step. Used from one thread."""
 
     def __init__(self, nodes: Sequence[NodeT]) -> None:
-        """Begin without requests. `nodes`: by rank."""
+        """Begin a group of prefill ranks without requests. `nodes`: by rank."""
         self.nodes = nodes
         self._reqs: dict[str, list[PrefillRequest]] = {}
         self._begun: dict[str, int] = {}
@@ -57,7 +57,7 @@ class RankGroup(Generic[NodeT]):
         self._to_return_failed: list[PrefillRequest] = []
 
     def add(self, request: Request) -> PrefillRequest:
-        """Add a request on every rank or on none. See `PrefillNode.add`."""
+        """Add a request on every prefill rank of the group, or on none. See `PrefillNode.add`."""
         reqs: list[PrefillRequest] = []
         try:
             for node in self.nodes:
@@ -72,16 +72,19 @@ class RankGroup(Generic[NodeT]):
         return reqs[0]
 
     def refuse(self, request: Request, reason: str = "refused") -> None:
-        """Refuse a request on every rank. See `PrefillNode.refuse`."""
+        """Refuse a request on every prefill rank of the group. See `PrefillNode.refuse`."""
         for node in self.nodes:
             node.refuse(request, reason)
 
     def ranks_of(self, rid: str) -> list[PrefillRequest]:
-        """Return the request on each rank, until it is popped as sent or failed."""
+        """Return the request on each prefill rank of the group, until it is popped as sent or
+        failed.
+        """
         return self._reqs[rid]
 
     def pop_bootstrapped(self, limit: int | None = None) -> list[PrefillRequest]:
-        """Return the requests that every rank has handed out. See `PrefillNode.pop_bootstrapped`.
+        """Return the requests that every prefill rank of the group has handed out. See
+        `PrefillNode.pop_bootstrapped`.
 
         A request that one rank hands out early is kept for later.
         """
@@ -98,7 +101,9 @@ class RankGroup(Generic[NodeT]):
         self, req: PrefillRequest, end: int, last: bool = False, aux: bytes = b"",
         ready: DeviceEvent | None = None, state_slot: int = -1,
     ) -> int:  # fmt: skip
-        """Send a chunk on every rank; return the sum of the pages. See `PrefillNode.send_chunk`."""
+        """Send a chunk on every prefill rank of the group; return the sum of the pages. See
+        `PrefillNode.send_chunk`.
+        """
         # It is being aborted on the other ranks: another chunk would write for a room that ends.
         if req.rid in self._failed:
             return 0
@@ -106,7 +111,7 @@ class RankGroup(Generic[NodeT]):
         return sum(node.send_chunk(mine, end, last, aux, ready, state_slot) for node, mine in pairs)
 
     def pop_sent(self) -> list[PrefillRequest]:
-        """Return the requests that every rank has sent."""
+        """Return the requests that every prefill rank of the group has sent."""
         for node in self.nodes:
             for req in node.pop_sent():
                 failed = req.rid in self._failed
@@ -117,7 +122,8 @@ class RankGroup(Generic[NodeT]):
         return sent
 
     def pop_failed(self, after: DeviceEvent | None = None) -> list[PrefillRequest]:
-        """Return the requests that failed on a rank, and abort each on the others.
+        """Return the requests that failed on a prefill rank of the group, and abort each on the
+        other ranks.
 
         See `PrefillNode.pop_failed`.
         """
@@ -142,17 +148,21 @@ class RankGroup(Generic[NodeT]):
         return failed
 
     def abort(self, rid: str) -> bool:
-        """Abort a request on every rank. See `PrefillNode.abort`."""
+        """Abort a request on every prefill rank of the group. See `PrefillNode.abort`."""
         # A list, not a generator: `any` would stop at the first rank that knows the request.
         aborted = [node.abort(rid) for node in self.nodes]
         return any(aborted)
 
     def flush(self, weights_version: str | None = None) -> int:
-        """Flush every rank; return the sum of their pages. See `PrefillNode.flush`."""
+        """Flush every prefill rank of the group; return the sum of their pages. See
+        `PrefillNode.flush`.
+        """
         return sum(node.flush(weights_version) for node in self.nodes)
 
     def _end(self, rid: str) -> PrefillRequest | None:
-        """Count a rank on which the request has ended; return the request if that was the last."""
+        """Count a prefill rank of the group on which the request has ended; return the request if
+        that was the last.
+        """
         self._num_ended[rid] += 1
         if self._num_ended[rid] < len(self.nodes):
             return None

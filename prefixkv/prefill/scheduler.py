@@ -71,9 +71,10 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         in_step: bool = False,
         weights_version: str = "",
     ) -> None:
-        """`num_slots`: of the engine's extra state, a slot of which is sent with every request; 0:
-        there is none. `follow_s`: see PrefillConfig. `in_step`: with the other ranks of a worker.
-        `weights_version`: of the weights that it begins with.
+        """Begin prefill's scheduler without requests. `num_slots`: of the engine's extra state, a
+        slot of which is sent with every request; 0: there is none. `follow_s`: see PrefillConfig.
+        `in_step`: with the other ranks of a worker. `weights_version`: of the weights that it
+        begins with.
         """
         self.journal = PrefillJournal()
         super().__init__(pages, self.journal, weights_version)
@@ -97,7 +98,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
     # --- calls of the engine ----------------------------------------------------------------------
 
     def add(self, request: Request, now_s: float) -> PrefillRequest:
-        """Take a request; it waits for decode's promise.
+        """Take a request into prefill's scheduler; it waits for decode's promise.
 
         Raises RequestError, with nothing changed: a duplicate id, a room in use, a decode worker
         that is not named, a prompt that the pool could never hold; DrainingError for any request
@@ -136,7 +137,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         return req
 
     def refuse(self, request: Request, reason: str) -> None:
-        """Let decode know that this request will not be taken.
+        """Let decode know that prefill's scheduler will not take this request.
 
         Raises RequestError where the room is in use, the request names no decode worker, or the
         reason is no string.
@@ -146,7 +147,9 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         self._commands.append(DeclineRoom(key, reason_of(reason), request.digest))
 
     def _free_room(self, request: Request) -> RoomKey:
-        """Return the request's room key. Raise RequestError if it is in use or names no worker."""
+        """Return the key of the room for a new prefill request. Raise RequestError if it is in use
+        or names no worker.
+        """
         if not request.decode:
             raise RequestError(f"request {request.rid!r} names no decode worker")
         key = self._key_of(request)
@@ -159,11 +162,12 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         return key
 
     def _key_of(self, request: Request) -> RoomKey:
-        """Return the key of a request's room."""
+        """Return the key of the room that a prefill request names, by number and decode worker."""
         return RoomKey(request.room, request.generation, request.decode)
 
     def pop_bootstrapped(self, now_s: float, limit: int | None = None) -> list[PrefillRequest]:
-        """Return the requests that the engine may compute now, at most `limit`.
+        """Return the requests that prefill's engine may compute now, at most `limit`, after a pass
+        of the scheduler.
 
         KV that is computed goes to the tree before. Raises first, with nothing changed, what a
         policy, a log handler or an event of the user's has raised since the last call. Raises
@@ -200,7 +204,8 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         ready: DeviceEvent | None = None,
         state_slot: int = -1,
     ) -> int:
-        """Send what decode lacks of the computed KV, up to token `end`. Return the pages queued.
+        """Send decode what it lacks of the KV that prefill's engine has computed, up to token
+        `end`. Return the pages queued.
 
         With `last` the outcome follows, and `aux` and `state_slot` with it. A request that has
         failed meanwhile takes no chunk: the call returns 0, and `pop_failed` says why; KV that was
@@ -257,12 +262,12 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         return len(src_pages)
 
     def pop_sent(self, now_s: float) -> list[PrefillRequest]:
-        """Return the requests with their KV at decode, whole."""
+        """Return the requests of prefill's scheduler with their KV at decode, whole."""
         return self._pop(self._sent, None, now_s)
 
     def pop_failed(self, now_s: float, after: DeviceEvent | None = None) -> list[PrefillRequest]:
-        """Return the requests that failed or were aborted; `error` says why. The engine stops
-        computing them.
+        """Return the requests that failed or were aborted in prefill's scheduler; `error` says why.
+        The engine stops computing them.
 
         A request that had handed over a state slot comes when no write reads it any more. `after`:
         device work launched for the requests before this call is done once its `query()` is True;
@@ -271,7 +276,8 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         return self._pop(self._failed, after, now_s)
 
     def abort(self, rid: str, now_s: float, error: Exception | None = None) -> bool:
-        """End a request. Return False, and do nothing, if it is unknown or has ended.
+        """Abort a request in prefill's scheduler. Return False, and do nothing, if it is unknown or
+        has ended.
 
         A request with its last chunk handed over may have succeeded already, and decode may know:
         then it does succeed.
@@ -292,17 +298,19 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
 
     @property
     def has_results(self) -> bool:
-        """True if one of the `pop_*` calls returns something. O(1)."""
+        """True if one of the `pop_*` calls of prefill's scheduler returns something. O(1)."""
         return bool(self._failed or self._sent or self.bootstrapped.may_open)
 
     @property
     def idle(self) -> bool:
-        """True if nothing lives here: no request, and nothing to pop. O(1)."""
+        """True if nothing lives in prefill's scheduler: no request, and nothing to pop. O(1)."""
         return not (self.requests or self._failed or self._sent or self._deferred)
 
     @property
     def wake_s(self) -> float:
-        """Time at which a request may have waited long enough, for another's prefix or at all."""
+        """Time at which a request of prefill's scheduler may have waited long enough, for another's
+        prefix or at all.
+        """
         return min(self.bootstrapped.wake_s, self._deadlines.next_s)
 
     # --- calls of the control plane ---------------------------------------------------------------
@@ -310,7 +318,9 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
     def room_bootstrapped(
         self, key: RoomKey, decode_prefix_len: int, peer: str, now_s: float
     ) -> None:
-        """Queue the request of a room for which the decode worker `peer` has promised pages."""
+        """Queue the prefill request of a room for which the decode worker `peer` has promised
+        pages.
+        """
         req = self._rooms.get(key)
         # It may have been aborted while the event was on its way.
         if req is not None and req.state is PrefillState.BOOTSTRAPPING:
@@ -318,7 +328,9 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
             self.journal.promised(req, peer, now_s)
 
     def room_ended(self, key: RoomKey, poll: KVPoll, error: Exception | None, now_s: float) -> None:
-        """End the request of a room that has reached its terminal state."""
+        """End the prefill request of a room that has reached its terminal state, as sent or as
+        failed.
+        """
         req = self._rooms.get(key)
         if req is None or req.state.ended:
             return
@@ -331,8 +343,8 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
             self._fail(req, error or InternalError(f"{key} failed without a reason"), now_s)
 
     def source_free(self, key: RoomKey, now_s: float) -> None:
-        """Note that no write reads the room's pages any more; release them once the engine is
-        done.
+        """Note in prefill's scheduler that no write reads a room's source pages any more; release
+        them once the engine is done.
         """
         req = self._rooms.get(key)
         if req is not None:
@@ -344,7 +356,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
             self._maybe_release(req, now_s)
 
     def settle_deferred(self, now_s: float) -> None:
-        """Release the pages of popped requests with which the device is done."""
+        """Release the pages of popped prefill requests with which the device is done."""
         waiting, self._deferred = self._deferred, []
         for event, req in waiting:
             if (left := still_pending(event, self.pages.errors)) is None:
@@ -354,14 +366,15 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
                 self._deferred.append((left, req))
 
     def flush(self) -> int:
-        """Empty the cache after a weight update. Return the number of pages freed at once."""
+        """Empty prefill's cache after a weight update. Return the number of pages freed at once."""
         # First, so that no request waits for KV of the old weights.
         self.shared_prefixes.flush()
         self.bootstrapped.look_again()
         return super().flush()
 
     def move_weights(self, weights_version: str, now_s: float) -> None:
-        """Take over weights of another version from now on; `flush` has to follow at once.
+        """Take over weights of another version in prefill's scheduler from now on; `flush` has to
+        follow at once.
 
         A request that was promised pages under the former version, or is computed with it, fails
         with a WeightsVersionError. One that waits for its promise stays. One with its last chunk
@@ -378,7 +391,9 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         self._commands.append(MoveWeights(weights_version, ends_waiting=False))
 
     def check_invariants(self) -> None:
-        """Check pages and requests against each other. Raises InternalError."""
+        """Check the pages, rooms and requests of prefill's scheduler against each other. Raises
+        InternalError.
+        """
         self.pages.check_invariants()
         self.shared_prefixes.check_invariants()
         held = [pages for _, pages in self.holders()]
@@ -406,7 +421,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
     # --- ends -------------------------------------------------------------------------------------
 
     def _fail(self, req: PrefillRequest, error: Exception, now_s: float) -> None:
-        """End a request as failed; it is returned by `pop_failed`."""
+        """End a prefill request as failed; it is returned by `pop_failed`."""
         if req.state is PrefillState.BOOTSTRAPPED:
             self.bootstrapped.remove(req)
         self._computes_no_more(req)
@@ -422,7 +437,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
     def _pop(
         self, ended: list[PrefillRequest], after: DeviceEvent | None, now_s: float
     ) -> list[PrefillRequest]:
-        """Hand out ended requests, and release each once the device is done (`after`)."""
+        """Hand out ended prefill requests, and release each once the device is done (`after`)."""
         check_time(now_s)
         is_done = after is None or after.query()  # before anything changes: `query` may raise
         reqs = ended.copy()
@@ -436,13 +451,15 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         return reqs
 
     def _computes_no_more(self, req: PrefillRequest) -> None:
-        """Take a request from the leaders; those that followed it look again."""
+        """Take a prefill request from the leaders of shared prefixes; those that followed it look
+        again.
+        """
         self.shared_prefixes.end(req)
         if len(self.shared_prefixes):
             self.bootstrapped.look_again()
 
     def _cache(self, req: PrefillRequest, now_s: float) -> None:
-        """Give the tree what a request has computed since the last time."""
+        """Give the tree what prefill's engine has computed of a request since the last time."""
         del self._computed[req]
         if req.pages_held is None or req.plan is None:
             return
@@ -458,7 +475,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
             )  # fmt: skip
 
     def _maybe_release(self, req: PrefillRequest, now_s: float) -> None:
-        """Release an ended request's pages once no write and no kernel uses them."""
+        """Release the pages of an ended prefill request once no write and no kernel uses them."""
         # All three, in whichever order they come: the last one releases.
         if not (req.source_free and req.popped and req.state.ended):
             return
@@ -479,10 +496,14 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
 
 
 def _computed(req: PrefillRequest) -> RadixKey:
-    """Return the tokens of a request's prompt that have KV, as far as the engine has reported."""
+    """Return the tokens of a prefill request's prompt that have KV, as far as the engine has
+    reported.
+    """
     return req.key.prefix(req.plan.computed if req.plan is not None else 0)
 
 
 def _no_prefix(req: PrefillRequest, prefix_len: int) -> int:
-    """Use nothing of a hit: an engine with extra state cannot, unless it says otherwise."""
+    """Use nothing of a hit in prefill's cache: an engine with extra state cannot, unless it says
+    otherwise.
+    """
     return 0

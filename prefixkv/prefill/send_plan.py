@@ -18,7 +18,7 @@ class Span(NamedTuple):
 
 
 class SendPlan:
-    """The cursor of one request.
+    """The cursor of one prefill request over the pages that its chunks send.
 
     A chunk inside what decode has sends nothing. A page partly computed waits for its rest. The
     last send is always made, even without pages, since the outcome and aux travel with it. Where
@@ -44,7 +44,8 @@ class SendPlan:
         self.ended = False
 
     def send(self, end: int, last: bool = False) -> Span:
-        """Return the pages to send now that KV is computed up to token `end`.
+        """Return the pages that a chunk is to send by this plan, now that KV is computed up to
+        token `end`.
 
         Raises RequestError, with nothing changed: after the last send; an `end` below the one
         before or beyond the request; a last send before its end.
@@ -72,7 +73,8 @@ class SendPlan:
 def checked_chunk(
     end: int, state_slot: int, aux: bytes, last: bool, ready: DeviceEvent | None
 ) -> tuple[int, int, bytes]:
-    """Return `end`, `state_slot` and `aux` as the types that travel.
+    """Return a chunk's `end`, `state_slot` and `aux`, which prefill's engine has passed for
+    sending, as the types that travel.
 
     Raises RequestError for one of another type, an `aux` without `last`, and a `ready` without
     `query()`.
@@ -93,7 +95,8 @@ def checked_chunk(
 def plan_sends(
     ends: Iterable[int], num_tokens: int, decode_prefix_len: int, page_size: int
 ) -> list[Span]:
-    """Return the spans of chunks that end at these tokens; one at the request's end is the last.
+    """Return the spans of pages that chunks which end at these tokens are to send; one at the
+    request's end is the last.
 
     >>> plan_sends([40, 100], num_tokens=100, decode_prefix_len=16, page_size=16)
     [Span(first_page=1, end_page=2), Span(first_page=2, end_page=7)]

@@ -80,12 +80,16 @@ class SharedPrefixes:
         self.progress_s = -math.inf  # time at which anything was computed last
 
     def __len__(self) -> int:
-        """Return the number of followers."""
+        """Return the number of followers, which wait for a prefix that another prefill request
+        computes.
+        """
         return len(self._waits)
 
     @property
     def wake_s(self) -> float:
-        """Time at which a wait ends unless something is computed. O(1)."""
+        """Time at which a follower's wait for a shared prefix ends unless something is computed.
+        O(1).
+        """
         # The first has begun first, so it ends first.
         for wait in self._waits.values():
             return max(wait.since_s, self.progress_s) + self._stall_s
@@ -94,7 +98,7 @@ class SharedPrefixes:
     # --- those in the queue -----------------------------------------------------------------------
 
     def waits(self, req: PrefillRequest, now_s: float) -> bool:
-        """Return True if the prefix that the request waits for is still to come. O(1).
+        """Return True if the shared prefix that a follower waits for is still to come. O(1).
 
         False makes the queue match it again.
         """
@@ -111,7 +115,8 @@ class SharedPrefixes:
         return not wait.is_over
 
     def follow(self, req: PrefillRequest, num_pages: int, now_s: float) -> bool:
-        """Let the request wait if another continues from the `num_pages` that the tree has of it.
+        """Let a prefill request follow another that computes a shared prefix from the `num_pages`
+        on that the tree has of it.
 
         Returns True if it waits. O(leaders at that page), and a memcmp each.
         """
@@ -146,20 +151,24 @@ class SharedPrefixes:
         return False
 
     def _end_wait(self, wait: _Wait) -> None:
-        """End a wait for a leader that the engine has passed over. Repeated: no-op."""
+        """End a follower's wait for the prefix of a leader that the engine has passed over.
+        Repeated: no-op.
+        """
         if not wait.is_over:
             wait.is_over = True
             wait.passed_over.add(wait.leader)
             self._counters["overtaken"] += 1
 
     def forget(self, req: PrefillRequest) -> None:
-        """Drop the wait of a request that leaves the queue."""
+        """Drop the wait of a follower that leaves prefill's queue."""
         self._waits.pop(req, None)
 
     # --- those that the engine has ----------------------------------------------------------------
 
     def handed_out(self, req: PrefillRequest, caches: bool) -> None:
-        """Enter a request that the engine has now. `caches`: what it computes goes to the tree."""
+        """Enter a request that prefill's engine has now among the leaders. `caches`: what it
+        computes goes to the tree, so that others with the same prefix may follow it.
+        """
         self.forget(req)
         self._handed_out += 1
         self._leads[req] = lead = _Lead(self._handed_out)
@@ -169,7 +178,9 @@ class SharedPrefixes:
             self._set_next_page(req, lead, req.prefix_len)
 
     def advance(self, req: PrefillRequest, computed: int) -> None:
-        """Note that the first `computed` tokens of a request are there. O(waits)."""
+        """Note that the first `computed` tokens of a request with the engine are there: a leader
+        leads from there, and followers that it has overtaken wait no longer. O(waits).
+        """
         lead = self._leads.get(req)
         if lead is None:
             return
@@ -183,18 +194,24 @@ class SharedPrefixes:
             self._set_next_page(req, lead, max(computed, req.prefix_len))
 
     def end(self, req: PrefillRequest) -> None:
-        """Drop a request that computes nothing any more. Repeated, or never handed out: no-op."""
+        """Drop the leader of a shared prefix that computes nothing any more. Repeated, or never
+        handed out: no-op.
+        """
         lead = self._leads.pop(req, None)
         if lead is not None:
             self._clear_next_page(req, lead)
 
     def flush(self) -> None:
-        """Let no leader be found any more: what they compute goes to no tree any more."""
+        """Let followers find no leader of a shared prefix any more: what leaders compute goes to no
+        tree any more.
+        """
         for req, lead in self._leads.items():
             self._clear_next_page(req, lead)
 
     def _set_next_page(self, req: PrefillRequest, lead: _Lead, num_tokens: int) -> None:
-        """Let a leader be found by its page after `num_tokens`, if a whole one is left."""
+        """Let followers find a leader with the same prefix by its page after `num_tokens`, if a
+        whole one is left.
+        """
         self._clear_next_page(req, lead)
         num_pages = num_tokens // self._page_size
         if (num_pages + 1) * self._page_size <= req.num_tokens:
@@ -204,7 +221,7 @@ class SharedPrefixes:
             self._by_next_page.setdefault(next_page, []).append(req)
 
     def _clear_next_page(self, req: PrefillRequest, lead: _Lead) -> None:
-        """Let a leader not be found any more, if it was."""
+        """Let followers not find a leader by its next page any more, if they could."""
         if lead.next_page is None:
             return
         leaders = self._by_next_page[lead.next_page]
@@ -216,7 +233,9 @@ class SharedPrefixes:
     # --- checks -----------------------------------------------------------------------------------
 
     def check_invariants(self) -> None:
-        """Check every law. Raises InternalError with the state."""
+        """Check every law of the leaders and followers of shared prefixes. Raises InternalError
+        with the state.
+        """
         found = {req: page for page, reqs in self._by_next_page.items() for req in reqs}
         laws = {
             "what is found leads, from there": all(

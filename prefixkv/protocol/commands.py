@@ -14,7 +14,7 @@ from prefixkv.request import DeviceEvent
 
 
 class _Command(msgspec.Struct, frozen=True, array_like=True, tag_field="kind"):
-    """Base of the commands that travel."""
+    """Base of a scheduler's commands that travel."""
 
 
 class OpenRoom(_Command, frozen=True, tag="open"):

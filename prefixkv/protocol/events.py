@@ -17,7 +17,7 @@ MAX_ERROR_CHARS = 1000
 
 
 class _Event(msgspec.Struct, frozen=True, array_like=True, tag_field="kind"):
-    """Base of the events."""
+    """Base of the events that a control object reports to its scheduler."""
 
 
 class RoomEnded(_Event, frozen=True, tag="ended"):
@@ -88,7 +88,7 @@ RoomEvent = RoomEnded | RoomDrained | RoomOverdue | Bootstrapped | SourceFree | 
 
 
 def encode_error(value: Any) -> tuple[Any, ...]:
-    """Return an exception as the name of its class and its text; a msgspec `enc_hook`.
+    """Return the exception of an event as the name of its class and its text; a msgspec `enc_hook`.
 
     The text is cut to MAX_ERROR_CHARS. The peer that was lost, or the two versions, come with it.
     """
@@ -103,7 +103,7 @@ def encode_error(value: Any) -> tuple[Any, ...]:
 
 
 def decode_error(kind: type, value: Any) -> Exception:
-    """Return the exception that `encode_error` has encoded; a msgspec `dec_hook`.
+    """Return the exception of an event that `encode_error` has encoded; a msgspec `dec_hook`.
 
     An exception of any other class than our TransferErrors comes back as a TransferError.
 

@@ -36,7 +36,9 @@ class RoomKey(NamedTuple):
 
     @property
     def numbers(self) -> tuple[int, int]:
-        """Fields that frames and tags carry; `decode` is known from the peer that sends them."""
+        """Numbers of a room's key, which frames and tags carry; `decode` is known from the peer
+        that sends them.
+        """
         return self.room, self.generation
 
 
@@ -51,5 +53,5 @@ class KVPoll(enum.IntEnum):
 
     @property
     def ended(self) -> bool:
-        """True in the two terminal states."""
+        """True in the two terminal states of KVPoll."""
         return self >= KVPoll.SUCCESS

@@ -40,8 +40,8 @@ class RoomTick(msgspec.Struct, frozen=True):
 
 
 class Step(NamedTuple):
-    """One entry of a table: `method(machine, event, now_s)` takes the event and returns actions.
-    Then the machine is in one of `next_states`.
+    """One entry of a room machine's table: `method(machine, event, now_s)` takes the event and
+    returns actions. Then the machine is in one of `next_states`.
     """
 
     method: Callable[..., list[Any]] | None
@@ -55,7 +55,7 @@ Table = Mapping[KVPoll, Row]
 
 
 class _Machine(Protocol):
-    """The part of a machine that `run` needs."""
+    """The part of a room machine that `run` needs."""
 
     @property
     def key(self) -> RoomKey: ...
@@ -64,7 +64,7 @@ class _Machine(Protocol):
 
 
 def run(machine: _Machine, table: Table, event: object, now_s: float) -> list[Any]:
-    """Take one event as `table` says; return the actions, in order.
+    """Run a room machine by one event, as its `table` says; return the actions, in order.
 
     Raises InternalError for an event that the state's row does not name (nothing has changed), and
     for a step into a state that its row does not list.
@@ -88,7 +88,7 @@ def run(machine: _Machine, table: Table, event: object, now_s: float) -> list[An
 
 
 def fault(machine: _Machine, event: object, why: str = "") -> InternalError:
-    """Return the error of an event that must not come in the machine's present state."""
+    """Return the error of an event that must not come in a room machine's present state."""
     return InternalError(
         f"{type(machine).__name__} of {machine.key}: {type(event).__name__} must not come in "
         f"{machine.poll.name}" + (f": {why}" if why else "")
@@ -96,7 +96,7 @@ def fault(machine: _Machine, event: object, why: str = "") -> InternalError:
 
 
 def mermaid(table: Table) -> str:
-    """Return the table as a mermaid state diagram.
+    """Return a room machine's table as a mermaid state diagram.
 
     An arrow names the events that may lead along it, a note those that its state ignores. An event
     that a state names in neither must not come in it.
@@ -116,7 +116,9 @@ def mermaid(table: Table) -> str:
 
 
 def diagrams() -> dict[str, str]:
-    """Return the diagrams of both machines, by the name of the class."""
+    """Return the mermaid diagrams of both room machines, the receiver's and the sender's, by the
+    name of the class.
+    """
     found = {}
     for side in ("Receiver", "Sender"):  # by name: those modules import this one
         module = import_module(f"prefixkv.protocol.{side.lower()}_machine")

@@ -61,7 +61,8 @@ Version = Annotated[str, msgspec.Meta(max_length=MAX_VERSION_CHARS)]
 
 
 class ModelDigest(msgspec.Struct, frozen=True, array_like=True):
-    """Fields that must be equal on both sides for KV and extra state to mean the same.
+    """Fields of a handshake that must be equal on both sides for KV and extra state to mean the
+    same.
 
     Heads are those of all ranks. `opaque` is the pool's tag (`KVLayout.opaque`).
     """
@@ -77,7 +78,9 @@ class ModelDigest(msgspec.Struct, frozen=True, array_like=True):
     state: Tensors = ()
 
     def check(self, theirs: ModelDigest) -> None:
-        """Raise HandshakeError for the first field that differs."""
+        """Compare this model digest with the peer's of the handshake. Raise HandshakeError for the
+        first field that differs.
+        """
         # `opaque` first: it is the reason where `attention` or `head_dim` differ too. Not `state`.
         _check_fields(self, theirs, ("opaque", *self.__struct_fields__[:-1]))
         for i, (mine, other) in enumerate(zip_longest(self.state, theirs.state)):
@@ -89,15 +92,17 @@ class ModelDigest(msgspec.Struct, frozen=True, array_like=True):
 def _check_fields(
     ours: msgspec.Struct, theirs: msgspec.Struct, fields: tuple[str, ...], of: str = ""
 ) -> None:
-    """Raise HandshakeError for the first field that differs; `of` is put before its name."""
+    """Compare fields of two structs of a handshake's messages. Raise HandshakeError for the first
+    field that differs; `of` is put before its name.
+    """
     for field in fields:
         if getattr(ours, field) != getattr(theirs, field):
             raise HandshakeError(of + field, getattr(ours, field), getattr(theirs, field))
 
 
 class Topology(msgspec.Struct, frozen=True, array_like=True):
-    """Fields that may differ and are negotiated: how a side's ranks share the model, and its page
-    size in tokens.
+    """Fields of a handshake that may differ and are negotiated: how a side's ranks share the model,
+    and its page size in tokens.
     """
 
     page_size: Count
@@ -106,8 +111,8 @@ class Topology(msgspec.Struct, frozen=True, array_like=True):
     stage_layers: Stages = ()
 
     def mesh(self, digest: ModelDigest) -> Mesh:
-        """Return how the model of `digest` is shared out; a peer's still has to pass
-        `check_meshes`.
+        """Return how the model of `digest` is shared out over the ranks of this message's topology;
+        a peer's still has to pass `check_meshes`.
         """
         return Mesh(
             digest.num_layers,
@@ -136,7 +141,9 @@ class ProcessLife(msgspec.Struct, frozen=True, array_like=True):
     opened_ns: U64 = 0
 
     def is_before(self, other: ProcessLife) -> bool:
-        """Return True if this one was made first; False where that is not known."""
+        """Return True if this process, as its message tells, was made before the other; False where
+        that is not known.
+        """
         same = self.boot == other.boot
         # Times of different boots do not compare.
         return same and 0 < self.opened_ns < other.opened_ns
@@ -224,7 +231,9 @@ class RoomBody(Body, frozen=True):
 
     @property
     def key(self) -> RoomKey:
-        """Key of the room; on prefill the decode worker's name is still to be added."""
+        """Key of the room that a message is about; on prefill the decode worker's name is still to
+        be added.
+        """
         return RoomKey(self.room, self.generation)
 
 
@@ -245,7 +254,7 @@ class Promise(RoomBody, frozen=True, tag="promise"):
     weights_version: Version = ""
 
     def page_ids(self) -> npt.NDArray[np.int32]:
-        """Return the destination pages, int32.
+        """Return the destination pages that a Promise message names, int32.
 
         Raises ProtocolError if the bytes are no whole number of ids.
         """
@@ -294,7 +303,7 @@ class FailureCode(enum.IntEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> FailureCode:
-        """Return OTHER for a code that is unknown here."""
+        """Return OTHER for a failure code of a message that is unknown here."""
         # A peer of a later release may send codes that are unknown here: its frame still counts.
         return cls.OTHER
 
@@ -365,7 +374,7 @@ AnyBody = Hello | HelloReply | HelloWanted | HelloRefused | RoomWord | Heartbeat
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True):
-    """One message as it travels."""
+    """One message of the control plane as it travels."""
 
     version: Count
     name: Name
@@ -393,12 +402,12 @@ _envelope = msgspec.msgpack.Decoder(_Envelope)
 
 
 def encode(sender: PeerId, seq: int, body: AnyBody) -> bytes:
-    """Return a frame's bytes."""
+    """Encode a message of the control plane; return the bytes of its frame."""
     return _encoder.encode(Frame(PROTOCOL_VERSION, sender.name, sender.incarnation, seq, body))
 
 
 def decode(raw: bytes) -> Frame:
-    """Return the frame of these bytes, which `encode` has made.
+    """Decode a frame of the control plane from these bytes, which `encode` has made.
 
     Raises VersionError for a frame of another version, whatever its body is like there, and
     ProtocolError for anything that is no frame.
@@ -418,7 +427,7 @@ def decode(raw: bytes) -> Frame:
 
 
 def _version(raw: bytes) -> int:
-    """Return the version that a frame begins with; ours where it begins with none."""
+    """Return the protocol version that a frame begins with; ours where it begins with none."""
     try:
         return _envelope.decode(raw).version
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -426,6 +435,6 @@ def _version(raw: bytes) -> int:
 
 
 def _check_version(theirs: int) -> None:
-    """Raise VersionError for a version that is not ours."""
+    """Raise VersionError for a frame's protocol version that is not ours."""
     if theirs != PROTOCOL_VERSION:
         raise VersionError(theirs, PROTOCOL_VERSION)

@@ -19,7 +19,7 @@ from prefixkv.protocol.timers import Backoff, Wait
 
 
 class RefusalMachine:
-    """One (room, generation) that is refused. Pure; owned by the control object that holds it.
+    """One (room, generation) that decode refuses. Pure; owned by the control object that holds it.
 
     It has one state, FAILED, and no table: it ends once (`over`), and takes nothing after that.
 
@@ -57,11 +57,13 @@ class RefusalMachine:
 
     @property
     def wake_s(self) -> float:
-        """Latest time at which the next Tick is wanted."""
+        """Latest time at which the refusal's next RoomTick is wanted."""
         return float("inf") if self.over else min(self._wait.due_s, self._resend.due_s)
 
     def on(self, event: receiver.ReceiverEvent, now_s: float) -> list[receiver.ReceiverAction]:
-        """Take one event; return the actions. Raises InternalError for a second PeerReady."""
+        """Take one event of a room that decode refuses; return the actions. Raises InternalError
+        for a second PeerReady.
+        """
         match event:
             case receiver.PeerReady(ranks):
                 if self._unanswered or self.over:
@@ -94,12 +96,14 @@ class RefusalMachine:
         return []
 
     def _aborts(self) -> list[receiver.ReceiverAction]:
-        """Return an Abort for each rank that has not answered."""
+        """Return an Abort, by which decode refuses the room, for each prefill rank that has not
+        answered.
+        """
         abort = Abort(*self.key.numbers, self._reason, self.ticket, self._versions)
         return [receiver.SendToRank(rank, abort) for rank in sorted(self._unanswered)]
 
     def _end(self) -> list[receiver.ReceiverAction]:
-        """End the room, once."""
+        """End the refusal of a room, once."""
         if self.over:
             return []
         self.over = True

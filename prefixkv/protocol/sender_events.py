@@ -56,7 +56,8 @@ class Promised(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     weights_version: str = ""
 
     def span(self, chunk: SendChunk, page_size: int) -> tuple[int, int, int]:
-        """Return a chunk's units, counted behind the promised prefix: (first, end, units per page).
+        """Return the units of a chunk that prefill sends, counted behind the promised prefix:
+        (first, end, units per page).
 
         `first` is negative where decode has some of them.
         """
@@ -66,16 +67,20 @@ class Promised(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return first, first + len(chunk.src_pages) * fold, fold
 
     def units(self, start: int, stop: int) -> Pages:
-        """Return the unit pages from `start` to `stop`, counted from the first."""
+        """Return the promised unit pages of a reader's pool from `start` to `stop`, counted from
+        the first.
+        """
         return unit_pages(self.pages, self.fold, start, stop)
 
     def repeats(self, other: Promised) -> bool:
-        """Return True if the same peer promises the same pages for the same prompt."""
+        """Return True if this Promised event repeats another: the same peer promises the same pages
+        for the same prompt.
+        """
         same = self.peer == other.peer and self.proof == other.proof
         return same and np.array_equal(self.pages, other.pages)
 
     def agrees_with(self, other: Promised) -> bool:
-        """Return True if two readers promise the same, each in units of its own pool."""
+        """Return True if the Promised events of two readers agree, each in its own pool's units."""
         mine = (self.ticket, self.fill_len, self.prefix_len, self.state_slot)
         others = (other.ticket, other.fill_len, other.prefix_len, other.state_slot)
         same = self.weights_version == other.weights_version
@@ -108,12 +113,12 @@ class AbortSaid(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def error(self) -> TransferError:
-        """The error that the room ends with for this abort."""
+        """Error with which the sender's room ends for this event, a reader's abort."""
         return abort_error(self.reason, self.versions)
 
 
 def abort_error(reason: str, versions: tuple[str, str] | None) -> TransferError:
-    """Return the error for a request here that decode's Abort stands for."""
+    """Return the error for the sender's request that decode's Abort stands for."""
     if versions is None:
         return AbortedError(f"decode: {reason}")
     return WeightsVersionError(*versions, "decode")

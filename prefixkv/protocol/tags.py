@@ -36,7 +36,7 @@ class ChunkTag(NamedTuple):
     num_pages: int = 0
 
     def pack(self) -> bytes:
-        """Return the tag as bytes.
+        """Return a chunk's tag as the bytes that a notification carries.
 
         >>> len(ChunkTag(incarnation=1, room=7, generation=0, rank=0, chunk=2).pack()) == TAG_BYTES
         True
@@ -45,7 +45,7 @@ class ChunkTag(NamedTuple):
 
     @classmethod
     def unpack(cls, raw: bytes) -> ChunkTag:
-        """Return the tag in `raw`. Raises ProtocolError for bytes that are no tag of ours."""
+        """Return the chunk tag in `raw`. Raises ProtocolError for bytes that are no tag of ours."""
         if len(raw) != TAG_BYTES or raw[:4] != _MAGIC:
             raise ProtocolError(f"{len(raw)} bytes are no chunk tag")
         tag = cls(*_FORMAT.unpack(raw)[1:])

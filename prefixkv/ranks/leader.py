@@ -66,7 +66,7 @@ class RankLeader:
         self.rooms = RankRooms(num_ranks) if num_ranks > 1 else None
 
     def command(self, command: DecodeCommand) -> None:
-        """Send a command to every rank.
+        """Send a command of rank 0's scheduler, the leader, to the control object of every rank.
 
         But rank 0 alone asks which prefill workers answer; the others greet them with their first
         room.
@@ -76,7 +76,9 @@ class RankLeader:
             self._log.rooms.append(command)
 
     def on(self, event: DecodeEvent | WorkerEvent, now_s: float) -> None:
-        """Take an event of rank 0's control object."""
+        """Take an event of rank 0's own control object: pass it to the leader's scheduler, or join
+        it with the other ranks' first.
+        """
         match event:
             # 1. About a prefill worker: only rank 0 asks, so nothing is to be joined.
             # 2. About a room, with one rank: it is the scheduler's as it is.
@@ -93,7 +95,7 @@ class RankLeader:
                 self._on_rank_event(self.rooms, 0, event, now_s)
 
     def on_rank_events(self, raw: bytes, now_s: float) -> None:
-        """Take another rank's message; b"" holds no event.
+        """Take another rank's message of events to the leader, rank 0; b"" holds no event.
 
         Each rank's messages have to come in order, and none may be left out: else CallerError.
         """
@@ -105,7 +107,7 @@ class RankLeader:
             self._on_rank_event(self.rooms, rank, event, now_s)
 
     def _on_rank_event(self, rooms: RankRooms, rank: int, event: DecodeEvent, now_s: float) -> None:
-        """Join a rank's event with those of the others, and pass on what follows."""
+        """Join a rank's event with those of the others at the leader, and pass on what follows."""
         joined, commands = rooms.on(rank, event)
         # Before the scheduler hears: it may open a new room at once, and the log keeps the order in
         # which ranks see both.
@@ -115,7 +117,7 @@ class RankLeader:
             self._on_joined_event(joined_event, now_s)
 
     def _on_joined_event(self, event: DecodeEvent, now_s: float) -> None:
-        """Pass a joined event to the scheduler."""
+        """Pass an event that the leader has joined from all ranks to rank 0's scheduler."""
         match event:
             case RoomEnded():
                 self._scheduler.room_ended(event.key, event.poll, event.error, event.aux, now_s)

@@ -29,7 +29,7 @@ from prefixkv.protocol.ids import RoomKey
 
 
 class _Op(msgspec.Struct, frozen=True, array_like=True, tag_field="op"):
-    """Base of the operations."""
+    """Base of the operations in the log."""
 
 
 class Opened(_Op, frozen=True, tag="open"):
@@ -283,7 +283,9 @@ class ReplicatedPageManager(PageManager):
 
     @staticmethod
     def _room(owner: Hashable) -> RoomKey:
-        """Return the owner as a room. Raises InternalError for any other: it could not travel."""
+        """Return the owner of held pages as a room. Raises InternalError for any other: it could
+        not travel in the operation log.
+        """
         if not isinstance(owner, RoomKey):
             raise InternalError(f"{owner!r} holds pages and is no room")
         return owner
@@ -300,15 +302,19 @@ class Replica:
         self._requests: dict[int, tuple[RadixKey, RequestPages]] = {}
 
     def pages(self, row: int) -> Pages:
-        """Return the page ids of the request in this row."""
+        """Return the page ids, on this replica, of the request in this row."""
         return self.page_manager.pages(self._requests[row][1])
 
     def slot(self, row: int) -> int:
-        """Return the slot of extra state of the request in this row, -1 if there is none."""
+        """Return the slot of extra state, on this replica, of the request in this row, -1 if there
+        is none.
+        """
         return self._requests[row][1].slot
 
     def apply(self, op: AnyOp) -> None:
-        """Do what rank 0 did. Raises InternalError if this rank comes to other pages."""
+        """Apply one operation of rank 0's log to this replica. Raises InternalError if this rank
+        comes to other pages.
+        """
         page_manager, requests = self.page_manager, self._requests
         # Each case decides again from this rank's own state, and compares: a difference shows at
         # the operation that caused it, not when a kernel reads a wrong page.
@@ -374,25 +380,29 @@ class Replica:
                 assert_never(op)
 
     def _joined(self, row: int) -> RequestPages | None:
-        """Return the pages of the request in this row; None for row -1."""
+        """Return the pages, on this replica, of the request in a row that an operation joins; None
+        for row -1.
+        """
         return self._requests[row][1] if row >= 0 else None
 
     def _compare(self, theirs: object, ours: object, op: AnyOp) -> None:
-        """Raise InternalError where this rank's result differs from rank 0's."""
+        """Raise InternalError where an operation's result on this replica differs from rank 0's."""
         if theirs != ours:
             raise InternalError(f"this rank came to {ours!r} where rank 0 has {theirs!r}: {op}")
 
 
 def _packed(page_manager: PageManager, pages: RequestPages) -> bytes:
-    """Return a request's page ids as they travel: int32, little-endian."""
+    """Return a request's page ids as they travel in the operation log: int32, little-endian."""
     return page_manager.pages(pages).astype("<i4").tobytes()
 
 
 def _key(op: Opened | Refused | Wanted) -> RadixKey:
-    """Return the key of the operation's tokens."""
+    """Return the key of the tokens that a logged operation names."""
     return RadixKey(np.frombuffer(op.tokens, "<i4"), _as_sent(op.namespace))
 
 
 def _as_sent(namespace: Any) -> Any:
-    """Return a namespace as it was before msgpack, which makes lists of tuples."""
+    """Return the namespace of a logged operation as it was before msgpack, which makes lists of
+    tuples.
+    """
     return tuple(map(_as_sent, namespace)) if isinstance(namespace, list) else namespace

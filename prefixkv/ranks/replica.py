@@ -31,7 +31,9 @@ from prefixkv.request import Request
 
 
 class _Batch(msgspec.Struct, frozen=True, array_like=True):
-    """One message. `sizes` and `digests` are rank 0's after it; `settings` come with the first."""
+    """One message of rank 0's log. `sizes` and `digests` are rank 0's after it; `settings` come
+    with the first.
+    """
 
     number: int
     ops: list[AnyOp]
@@ -46,7 +48,9 @@ _decode = msgspec.msgpack.Decoder(_Batch).decode
 
 
 def sizes(page_manager: PageManager) -> dict[str, int]:
-    """Return counts of the pages' state, each O(1). Managers that diverge soon differ in one."""
+    """Return counts of the pages' state on one rank, each O(1). Replicas that diverge soon differ
+    in one.
+    """
     cache, pages = page_manager.cache, page_manager.allocator
     return {
         "free": pages.free_pages, "owned": pages.owned_pages, "cached": pages.cached_pages,
@@ -60,7 +64,9 @@ def sizes(page_manager: PageManager) -> dict[str, int]:
 
 
 def digests(page_manager: PageManager) -> dict[str, bytes]:
-    """Return 16 bytes each of tree (with recency and locks), page table and allocator. O(pool)."""
+    """Return 16 bytes each of tree (with recency and locks), page table and allocator, by which
+    replicas are compared. O(pool).
+    """
     tree = hashlib.blake2b(digest_size=16)
     # By first page, which identifies a node: a page is in the tree once.
     for node in sorted(page_manager.cache.nodes(), key=lambda node: bytes(node.pages[:4])):
@@ -81,7 +87,7 @@ def digests(page_manager: PageManager) -> dict[str, bytes]:
 
 
 def _settings(pages: PageManager) -> dict[str, int | str | bool]:
-    """Return the settings that have to be equal on all ranks."""
+    """Return the settings that have to be equal on rank 0 and all replicas."""
     max_requests, max_pages = pages.table.array.shape
     return {
         "num_pages": pages.num_pages, "page_size": pages.page_size, "max_running": max_requests,
@@ -92,7 +98,9 @@ def _settings(pages: PageManager) -> dict[str, int | str | bool]:
 
 
 def _described(policy: Policy) -> str:
-    """Return a policy's name, with its settings where it is a dataclass."""
+    """Return an eviction policy's name for comparing replicas' settings, with its own settings
+    where it is a dataclass.
+    """
     return f"{policy.name} {asdict(policy)}" if is_dataclass(policy) else policy.name
 
 
@@ -119,12 +127,12 @@ class RankLog:
         self.rooms: list[DecodeCommand] = []  # commands for every rank's control object
 
     def __bool__(self) -> bool:
-        """Return True if the next message has an operation or a room in it."""
+        """Return True if the next message to the replicas has an operation or a room in it."""
         return bool(self._ops or self.rooms)
 
     def check(self, request: Request) -> None:
-        """Raise RequestError if the request's namespace cannot travel: None, str, int, bytes and
-        tuples of them can.
+        """Raise RequestError if the request's namespace cannot travel to the replicas: None, str,
+        int, bytes and tuples of them can.
         """
         if not _can_travel(request.key.namespace):
             raise RequestError(
@@ -133,7 +141,7 @@ class RankLog:
             )
 
     def take(self, pages: PageManager) -> bytes:
-        """Return the message of this pass.
+        """Return rank 0's message of this pass, for the replicas to apply.
 
         Every rank has to apply every message, in order, also one without operations.
         """
@@ -183,26 +191,27 @@ class DecodeReplica:
 
     @property
     def page_table(self) -> Pages:
-        """Page ids, int32 [max_running, num_pages], by `DecodeRequest.row`, -1 where unused. Its
-        memory never moves.
+        """Page ids of this replica, int32 [max_running, num_pages], by `DecodeRequest.row`, -1
+        where unused. Its memory never moves.
         """
         return self.page_manager.table.array
 
     def pages(self, row: int) -> Pages:
-        """Return the page ids of the request in this row, in order.
+        """Return the page ids, on this replica rank, of the request in this row, in order.
 
         They are a view that is valid until the next `apply`.
         """
         return self._replica.pages(row)
 
     def state_slot(self, row: int) -> int:
-        """Return the slot of extra state of the request in this row. See
+        """Return the slot of extra state, on this replica rank, of the request in this row. See
         `DecodeRequest.state_slot`.
         """
         return self._replica.slot(row)
 
     def apply(self, raw: bytes) -> list[DecodeCommand]:
-        """Do what rank 0 did in one pass. Return the commands for this rank's control object.
+        """Apply rank 0's message of one pass to this replica. Return the commands for this rank's
+        control object.
 
         Raises:
             CallerError: a message that is none, was left out, or comes twice. Nothing was changed.
@@ -240,25 +249,29 @@ class DecodeReplica:
         return batch.rooms
 
     def audit(self) -> None:
-        """Check every law of tree, allocator and page table. Slow. Raises InternalError."""
+        """Check every law of this replica's tree, allocator and page table. Slow. Raises
+        InternalError.
+        """
         self.page_manager.check_invariants()
 
     def _check_settings(self, theirs: dict[str, int | str | bool]) -> None:
-        """Raise ConfigError for the first setting that differs from rank 0's."""
+        """Raise ConfigError for the first setting of this replica that differs from rank 0's."""
         for name, value in _settings(self.page_manager).items():
             if value != theirs.get(name):
                 raise ConfigError(f"{name} is {value} on this rank, {theirs.get(name)} on rank 0")
 
 
 def _can_travel(namespace: object) -> bool:
-    """Return True if msgpack gives back what it was given."""
+    """Return True if msgpack gives a replica the namespace that it was given."""
     if isinstance(namespace, tuple):
         return all(map(_can_travel, namespace))
     return namespace is None or type(namespace) in (str, int, bytes)
 
 
 def _compare(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
-    """Raise InternalError with the entries that differ."""
+    """Compare rank 0's sizes or digests with this replica's. Raise InternalError with the entries
+    that differ.
+    """
     if different := {
         name: (value, ours.get(name)) for name, value in theirs.items() if value != ours.get(name)
     }:

@@ -32,7 +32,7 @@ from prefixkv.protocol.ids import KVPoll, RoomKey
 
 @dataclass(slots=True)
 class _RankReports:
-    """Ranks of one room by what they have reported."""
+    """Ranks of one room of a decode worker by what they have reported."""
 
     succeeded: set[int] = field(default_factory=set)
     drained: set[int] = field(default_factory=set)
@@ -50,11 +50,13 @@ class RankRooms:
         self._num_unpacked = [0] * num_ranks  # messages unpacked, by rank
 
     def __len__(self) -> int:
-        """Return the number of rooms that some rank has reported on, and that are not over."""
+        """Return the number of rooms that some rank has reported on, and that are not over on all
+        ranks.
+        """
         return len(self._rooms)
 
     def unpack(self, raw: bytes) -> Iterator[tuple[int, DecodeEvent]]:
-        """Return the events of a rank's message, as (rank, event) for `on`.
+        """Return the room events of another rank's message to rank 0, as (rank, event) for `on`.
 
         Each rank's messages have to come in order, and none may be left out: else it raises
         CallerError, with nothing changed.
@@ -73,7 +75,9 @@ class RankRooms:
         return ((message.rank, event) for event in message.events)
 
     def on(self, rank: int, event: DecodeEvent) -> tuple[list[DecodeEvent], list[AbortRoom]]:
-        """Take a rank's event; return events for the scheduler, and commands for all ranks."""
+        """Join a rank's event of a room with those of the other ranks; return events for the
+        scheduler, and commands for all ranks.
+        """
         room = self._rooms.setdefault(event.key, _RankReports())
         events: list[DecodeEvent] = []
         commands: list[AbortRoom] = []
@@ -114,7 +118,9 @@ class RankRooms:
 
 
 def _with_rank(rank: int, error: Exception | None) -> TransferError:
-    """Return another rank's error, of the same class where it is a transfer's."""
+    """Return the error of a room on another rank, for rank 0's scheduler: of the same class where
+    it is a transfer's.
+    """
     text = f"decode rank {rank}: {error}"
     if isinstance(error, PeerLostError):
         return PeerLostError(text, error.peer)
@@ -136,5 +142,7 @@ _decode = msgspec.msgpack.Decoder(RankEvents, dec_hook=decode_error).decode
 
 
 def pack_rank_events(rank: int, number: int, events: list[DecodeEvent]) -> bytes:
-    """Return rank `rank`'s message `number`, counted from 0, as bytes."""
+    """Return the room events of rank `rank` as the bytes of its message `number` to rank 0, counted
+    from 0.
+    """
     return _encode(RankEvents(rank, number, events))

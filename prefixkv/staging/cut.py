@@ -20,7 +20,7 @@ from prefixkv.memory.staging_area import StagingArea, whole_blocks
 
 
 class Section(NamedTuple):
-    """Bytes of a lease that one writer writes: `num_bytes` at `offset`."""
+    """Bytes of a staging lease that one writer writes: `num_bytes` at `offset`."""
 
     rank: int
     offset: int
@@ -29,7 +29,9 @@ class Section(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LeaseCut:
-    """The cut for one reader. `shares` are (rank, bytes of one unit page) for each writer."""
+    """The cut of chunks into leases for one reader. `shares` are (rank, bytes of one unit page) for
+    each writer.
+    """
 
     shares: tuple[tuple[int, int], ...]
     units_per_piece: int
@@ -39,7 +41,8 @@ class LeaseCut:
     def of(
         cls, writers: Mesh, readers: Mesh, reader: int, unit_head_bytes: int, area: StagingArea
     ) -> LeaseCut:
-        """Compute the cut for rank `reader`, which has the staging area `area`.
+        """Compute the cut of chunks into leases for rank `reader`, which has the staging area
+        `area`.
 
         The meshes have passed `check_meshes`. O(log units per lease), with a sum over the writers
         each.
@@ -71,11 +74,12 @@ class LeaseCut:
 
     @property
     def ranks(self) -> frozenset[int]:
-        """Ranks of the writers."""
+        """Ranks of the writers that have a section in each lease of this cut."""
         return frozenset(rank for rank, _ in self.shares)
 
     def pieces(self, num_units: int) -> Iterator[tuple[int, int]]:
-        """Iterate over the pieces of a chunk, as (first unit of the chunk, number of units).
+        """Cut a chunk into pieces for a lease each; iterate over (first unit of the chunk, number
+        of units).
 
         >>> list(LeaseCut(((0, 4096),), units_per_piece=4, area_bytes=16384).pieces(9))
         [(0, 4), (4, 4), (8, 1)]
@@ -84,7 +88,8 @@ class LeaseCut:
             yield first, min(self.units_per_piece, num_units - first)
 
     def sections(self, num_units: int, offset: int = 0) -> dict[int, Section]:
-        """Return each writer's section of a lease of `num_units` unit pages at `offset`, by rank.
+        """Return each writer's section by this cut, by rank, in a lease of `num_units` unit pages
+        at `offset`.
 
         Offsets are whole blocks.
 
@@ -99,13 +104,14 @@ class LeaseCut:
         return sections
 
     def lease_bytes(self, num_units: int) -> int:
-        """Return the bytes of a lease of `num_units` unit pages: its sections, each in whole
-        blocks.
+        """Return the bytes of a lease of `num_units` unit pages by this cut: its sections, each in
+        whole blocks.
         """
         return sum(whole_blocks(num_units * unit_bytes) for _, unit_bytes in self.shares)
 
     def check_slots(self, rank: int, slot_bytes: int) -> None:
-        """Raise HandshakeError where a writer's largest section does not fit into one of its slots.
+        """Raise HandshakeError where a writer's largest section of this cut does not fit into one
+        of its slots.
 
         Smaller pieces would be no help: all writers have to cut alike.
         """

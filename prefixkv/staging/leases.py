@@ -83,7 +83,7 @@ class LeaseTable:
     """
 
     def __init__(self, capacity_bytes: int) -> None:
-        """Begin with a free area. The capacity is whole blocks."""
+        """Begin the table of leases with a free staging area. The capacity is whole blocks."""
         self.capacity_bytes = capacity_bytes
         # Waiting asks by room, granted leases by id and by offset; a lease that is gone is in none
         # of them.
@@ -93,7 +93,8 @@ class LeaseTable:
         self._last_id = 0
 
     def ask(self, key: RoomKey, piece: int, num_bytes: int, writers: frozenset[int]) -> list[Lease]:
-        """Ask for a lease for the room's next piece, to be written by these ranks.
+        """Ask the table for a lease of staging memory for the room's next piece, to be written by
+        these ranks.
 
         It is granted now or by a later call, once. Raises LeaseError for more bytes than the area
         has, which would wait without end.
@@ -105,7 +106,7 @@ class LeaseTable:
         return self._grant()
 
     def arrived(self, lease: Lease, writer: int) -> list[Lease]:
-        """Note that all bytes of a missing writer are in the lease.
+        """Note in the table of leases that all bytes of a missing writer are in this lease.
 
         With the last writer's it has landed, to be scattered and then ended; or, where it was held,
         that was the proof, and it is gone.
@@ -131,7 +132,8 @@ class LeaseTable:
         return self._grant()
 
     def close(self, key: RoomKey) -> list[Lease]:
-        """Drop the waiting pieces of a room that has ended, and hold the leases granted to it.
+        """Close a room that has ended in the table of leases: drop its waiting pieces, and hold the
+        leases granted to it.
 
         Leases are granted too: a piece that barred others is gone.
         """
@@ -155,15 +157,15 @@ class LeaseTable:
 
     @property
     def num_waiting(self) -> int:
-        """Number of pieces that wait for a lease."""
+        """Number of pieces that wait for a lease of the staging area."""
         return sum(len(asks) for asks in self._waiting.values())
 
     def get(self, lease_id: int) -> Lease | None:
-        """Return the lease, unless it is gone."""
+        """Return the lease of this id, unless it is gone."""
         return self._leases.get(lease_id)
 
     def all(self) -> list[Lease]:
-        """Return the leases that are not gone, by offset."""
+        """Return the leases of the staging area that are not gone, by offset."""
         return list(self._by_offset)
 
     def of_room(self, key: RoomKey) -> list[Lease]:
@@ -172,14 +174,16 @@ class LeaseTable:
         return sorted(mine, key=lambda lease: lease.piece)
 
     def _grant(self) -> list[Lease]:
-        """Grant leases while one fits."""
+        """Grant leases to waiting pieces while one fits into the staging area."""
         granted: list[Lease] = []
         while self._waiting and (lease := self._grant_one()) is not None:
             granted.append(lease)
         return granted
 
     def _grant_one(self) -> Lease | None:
-        """Grant the first piece in turn that fits, if no room before it bars the way. O(leases)."""
+        """Grant a lease to the first piece in turn that fits, if no room before it bars the way.
+        O(leases).
+        """
         gaps = _gaps(self._by_offset, self.capacity_bytes)
         largest = max((end - start for start, end in gaps), default=0)
         overtaken: list[_Ask] = []
@@ -201,7 +205,7 @@ class LeaseTable:
         return None
 
     def _take(self, key: RoomKey, offset: int) -> Lease:
-        """Grant the room's next piece the bytes at `offset`."""
+        """Grant a lease of the bytes at `offset` to the room's next piece."""
         asks = self._waiting.pop(key)
         ask = asks.popleft()
         if asks:
@@ -217,7 +221,7 @@ class LeaseTable:
         return lease
 
     def _free(self, lease: Lease) -> None:
-        """Remove a lease from both indexes."""
+        """Remove a lease from the table, by id and by offset."""
         del self._leases[lease.lease_id]
         del self._by_offset[bisect_left(self._by_offset, lease.offset, key=attrgetter("offset"))]
 
@@ -227,7 +231,9 @@ class LeaseTable:
         return bool(held) and not _fits(ask, _gaps(held, self.capacity_bytes))
 
     def check_invariants(self) -> None:
-        """Check every law. Raises InternalError that names the broken one, with the state."""
+        """Check every law of the table of leases. Raises InternalError that names the broken one,
+        with the state.
+        """
         for lease in self._by_offset:
             odd_bytes = lease.offset % BLOCK_BYTES + lease.num_bytes % BLOCK_BYTES
             landed = lease.state is LeaseState.LANDED
@@ -252,12 +258,14 @@ class LeaseTable:
 
 
 def _gaps(leases: list[Lease], capacity_bytes: int) -> list[tuple[int, int]]:
-    """Return the free ranges (start, end) between leases that are sorted by offset."""
+    """Return the free ranges (start, end) of the staging area between leases that are sorted by
+    offset.
+    """
     starts = [0, *(lease.end for lease in leases)]
     ends = [*(lease.offset for lease in leases), capacity_bytes]
     return [(start, end) for start, end in zip(starts, ends, strict=True) if start < end]
 
 
 def _fits(ask: _Ask, gaps: list[tuple[int, int]]) -> bool:
-    """Return True if a gap can take the piece."""
+    """Return True if a gap between leases can take the piece."""
     return any(ask.num_bytes <= end - start for start, end in gaps)

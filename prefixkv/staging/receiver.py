@@ -39,7 +39,7 @@ class StagingPlan(NamedTuple):
 
     @classmethod
     def of(cls, hello: Hello, reply: HelloReply) -> StagingPlan:
-        """Compute the plan from our Hello and the worker's answer.
+        """Compute the staging plan of one prefill worker from our Hello and the worker's answer.
 
         Raises HandshakeError where a lease takes no unit page.
         """
@@ -104,7 +104,7 @@ StagedRoomAction = Grant | Scatter | SectionArrived | BreakRoom | Ending
 
 @dataclass(slots=True, eq=False)
 class _RoomPiece:
-    """One piece of a room: units, and how far its writers are."""
+    """One piece of a staged room of decode: units, and how far its writers are."""
 
     first_unit: int
     num_units: int
@@ -119,7 +119,9 @@ class _RoomPiece:
 
 @dataclass(slots=True, eq=False)
 class _StagedRoom:
-    """A room from its promise until its end was passed on: SUCCESS, or RoomDrained."""
+    """A staged room of decode from its promise until its end was passed on: SUCCESS, or
+    RoomDrained.
+    """
 
     key: RoomKey
     ticket: int
@@ -134,7 +136,9 @@ class _StagedRoom:
 
     @property
     def complete(self) -> bool:
-        """True if every unit was scattered, so that the room may succeed."""
+        """True if every unit of a staged room of decode was scattered, so that the room may
+        succeed.
+        """
         return self.num_scattered == len(self.units) and not self.broken
 
 
@@ -157,8 +161,8 @@ class StagingReceiver:
     """
 
     def __init__(self, area: StagingArea) -> None:
-        """Begin with a free area; ConfigError for one that cannot be. `leases` is only for
-        reading.
+        """Begin staging on decode with a free area; ConfigError for one that cannot be. `leases` is
+        only for reading.
         """
         area.validate()
         self.counters: Counter[str] = Counter()
@@ -166,7 +170,7 @@ class StagingReceiver:
         self._rooms: dict[RoomKey, _StagedRoom] = {}
 
     def open(self, promise: Promise, page_size: int, plan: StagingPlan) -> list[StagedRoomAction]:
-        """Enter a room with pages that were promised to the writers of `plan`.
+        """Enter a staged room with pages of decode that were promised to the writers of `plan`.
 
         Raises: LeaseError while the number's last use is open, or not drained.
         """
@@ -179,7 +183,9 @@ class StagingReceiver:
         return []
 
     def pass_on(self, ending: Ending) -> list[StagedRoomAction]:
-        """Return the machine's event of a room's end, if it may pass now, and what follows."""
+        """Return the machine's event of the end of decode's staged room, if the receiver may pass
+        it on now, and what follows.
+        """
         room = self._rooms.get(ending.key)
         if room is None or isinstance(ending, RoomOverdue):
             return [ending]
@@ -190,8 +196,8 @@ class StagingReceiver:
     # --- input ------------------------------------------------------------------------------------
 
     def on_ask(self, rank: int, ask: LeaseAsk) -> list[StagedRoomAction]:
-        """Take a writer's ask for a piece. Of a closed or unknown room, or another use of it:
-        counted, no-op.
+        """Take a writer's ask for a piece of a staged room of decode. Of a closed or unknown room,
+        or another use of it: counted, no-op.
 
         Raises: ProtocolError for a rank that is no writer, for units not promised, or a piece that
         differs from the one that another writer asked for or does not join its neighbours. Nothing
@@ -223,8 +229,8 @@ class StagingReceiver:
         return out
 
     def on_arrival(self, tag: ChunkTag) -> list[StagedRoomAction]:
-        """Take the notification of a part of a staged write. Late, double, of no lease or writer:
-        counted, no-op.
+        """Take the notification of a part of a staged write into decode's area. Late, double, of no
+        lease or writer: counted, no-op.
         """
         out: list[StagedRoomAction] = []
         lease = self.leases.get(tag.lease_id)
@@ -251,7 +257,9 @@ class StagingReceiver:
         return out
 
     def on_scattered(self, lease_id: int, error: Exception | None) -> list[StagedRoomAction]:
-        """Take the end of a Scatter. Unknown: no-op."""
+        """Take the end of a Scatter, the receiver's copy from a lease into our pages. Unknown:
+        no-op.
+        """
         out: list[StagedRoomAction] = []
         if (lease := self.leases.get(lease_id)) is None:
             return out
@@ -272,7 +280,9 @@ class StagingReceiver:
     def _send_grants(
         self, leases: list[Lease], out: list[StagedRoomAction], only: int | None = None
     ) -> None:
-        """Send each lease to all ranks that have yet to write it, or to one of them."""
+        """Grant each lease of decode's staged rooms to all writers that have yet to write it, or to
+        one of them.
+        """
         for lease in leases:
             ticket = self._rooms[lease.key].ticket
             grant = LeaseGrant(
@@ -282,7 +292,9 @@ class StagingReceiver:
             out += [Grant(lease.key, rank, grant) for rank in ranks]
 
     def _arrived(self, lease: Lease, rank: int, out: list[StagedRoomAction]) -> None:
-        """Note that all of a writer's bytes are in the lease; scatter it if that was the last."""
+        """Note that all of a writer's bytes of a staged piece are in the lease; scatter it into
+        decode's pages if that was the last.
+        """
         room = self._rooms[lease.key]
         piece = room.pieces[lease.piece]
         piece.parts.pop(rank, None)
@@ -296,25 +308,29 @@ class StagingReceiver:
         out.append(SectionArrived(lease.key, rank, piece.num_units))
 
     def _blocks(self, lease: Lease, rank: int) -> int:
-        """Return how many blocks this writer writes of a lease."""
+        """Return how many blocks of a lease this writer owes the staging receiver."""
         room = self._rooms[lease.key]
         num_units = room.pieces[lease.piece].num_units
         return -(-room.plan.cut.sections(num_units)[rank].num_bytes // BLOCK_BYTES)
 
     def _num_landed(self, room: _StagedRoom) -> int:
-        """Count the units that are whole in leases, and not scattered yet."""
+        """Count the units of a staged room of decode that are whole in leases, and not scattered
+        yet.
+        """
         leases = self.leases.of_room(room.key)
         landed = [lease.piece for lease in leases if lease.state is LeaseState.LANDED]
         return sum(room.pieces[piece].num_units for piece in landed)
 
     def _copied(self, room: _StagedRoom) -> bool:
-        """Return True if a copy of ours writes the room's pages."""
+        """Return True if a copy out of a lease still writes the pages of decode's staged room."""
         return any(lease.state is LeaseState.LANDED for lease in self.leases.of_room(room.key))
 
     def _pass_on(
         self, room: _StagedRoom, ending: RoomEnded | RoomDrained, out: list[StagedRoomAction]
     ) -> None:
-        """Report the end, or hold it back."""
+        """Report the end of decode's staged room, or hold it back until the receiver's copies are
+        done.
+        """
         # FAILED is reported at once. SUCCESS waits for units that are not scattered, RoomDrained
         # for copies that still write the pages: the machine's proof is of writes into leases, not
         # of our copies.
@@ -341,7 +357,7 @@ class StagingReceiver:
                 del self._rooms[room.key]
 
     def _break(self, room: _StagedRoom, error: Exception, out: list[StagedRoomAction]) -> None:
-        """Fail a room that cannot succeed, once.
+        """Fail a staged room of decode that cannot succeed, once.
 
         Where SUCCESS was held back, nothing of its writers can land, and only our copy failed: the
         room ends and drains here.
@@ -357,22 +373,24 @@ class StagingReceiver:
 
     @property
     def num_rooms(self) -> int:
-        """Number of rooms with a last end that has not been passed on."""
+        """Number of decode's staged rooms with a last end that has not been passed on."""
         return len(self._rooms)
 
     @property
     def num_waiting(self) -> int:
-        """Number of rooms with an end that is held back."""
+        """Number of decode's staged rooms with an end that is held back."""
         return sum(room.held is not None for room in self._rooms.values())
 
     def sections_of(self, lease: Lease) -> tuple[Section, ...]:
-        """Return each writer's section of a lease, by rank."""
+        """Return each writer's section of a lease of a staged room of decode, by rank."""
         room = self._rooms[lease.key]
         num_units = room.pieces[lease.piece].num_units
         return tuple(room.plan.cut.sections(num_units, lease.offset).values())
 
     def check_invariants(self) -> None:
-        """Check every law. Raises InternalError that names the broken one, with the state."""
+        """Check every law of decode's staged rooms and their leases. Raises InternalError that
+        names the broken one, with the state.
+        """
         self.leases.check_invariants()
         for lease in self.leases.all():
             check_laws({"a lease is of a room": lease.key in self._rooms}, lease)
@@ -402,7 +420,7 @@ class StagingReceiver:
 
 
 def _check_ask(room: _StagedRoom, rank: int, ask: LeaseAsk) -> None:
-    """Raise ProtocolError for an ask that does not fit the room, see `on_ask`."""
+    """Raise ProtocolError for a writer's ask that the staged room cannot take; see `on_ask`."""
     cut, same = room.plan.cut, room.pieces.get(ask.piece)
     first, count, end = ask.first_unit, ask.num_units, ask.first_unit + ask.num_units
     asks, piece = f"rank {rank} asks for", f"piece {ask.piece} is units {first} to {end}"

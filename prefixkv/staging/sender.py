@@ -95,7 +95,7 @@ class PieceState(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class _Stream:
-    """The pieces of one room for one reader."""
+    """The staged pieces of one prefill room for one reader."""
 
     key: RoomKey
     peer: PeerId
@@ -109,13 +109,13 @@ class _Stream:
     failed: bool = False  # a job of it failed, so there is a gap in what was written
 
     def pieces_of(self, job: _ChunkJob) -> list[_ChunkPiece]:
-        """Return the open pieces of a job."""
+        """Return the open pieces of a job of the staging sender."""
         return [piece for piece in self.open.values() if piece.job is job]
 
 
 @dataclass(slots=True, eq=False)
 class _ChunkJob:
-    """A chunk for one reader."""
+    """The job of a staged chunk of prefill for one reader."""
 
     job_id: int
     stream: _Stream
@@ -162,7 +162,7 @@ class StagingSender:
     def __init__(
         self, rank: int, slots: int, slot_bytes: int, window: int, resend_s: float, next_id: NextId
     ) -> None:
-        """Begin without readers.
+        """Begin prefill's staged writes without readers.
 
         `next_id` names gathers and writes. The machines' jobs draw from it too, so that no two
         collide. Raises ConfigError for slots of no whole blocks, or a number that is not positive.
@@ -188,7 +188,7 @@ class StagingSender:
         self._timers: Timers[_Stream] = Timers()
 
     def add_peer(self, peer: PeerId, cut: LeaseCut) -> None:
-        """Take jobs for this reader.
+        """Let prefill stage writes for this reader from now on.
 
         Raises HandshakeError where our section of its leases does not fit into a slot.
         """
@@ -196,7 +196,9 @@ class StagingSender:
         self.peers[peer] = cut
 
     def remove_peer(self, peer: PeerId) -> list[StagedWriteAction]:
-        """Cancel a reader's jobs; they end once their gathers and writes have. Unknown: no-op."""
+        """Cancel the jobs of prefill's staged writes for a reader; they end once their gathers and
+        writes have. Unknown: no-op.
+        """
         out: list[StagedWriteAction] = []
         if self.peers.pop(peer, None) is not None:
             for job in [job for job in self._jobs.values() if job.stream.peer == peer]:
@@ -215,7 +217,8 @@ class StagingSender:
         ready: Any,
         now_s: float,
     ) -> list[StagedWriteAction]:
-        """Write a chunk: unit pages of our pool, from `first_unit` behind the promised prefix on.
+        """Stage a chunk for a reader: unit pages of prefill's pool, from `first_unit` behind the
+        promised prefix on.
 
         The chunks of a room for one reader come in order. A JobEnded follows. Raises InternalError
         for a chunk out of order, or of another use of a room that was not forgotten.
@@ -256,7 +259,7 @@ class StagingSender:
         return out
 
     def cancel(self, job_id: int) -> list[StagedWriteAction]:
-        """Start nothing more of a job. Unknown: no-op.
+        """Cancel the job of a staged write of prefill: start nothing more of it. Unknown: no-op.
 
         It ends when its gathers and writes have; without an error if these were all of it.
         """
@@ -266,7 +269,9 @@ class StagingSender:
         return out
 
     def forget(self, key: RoomKey) -> None:
-        """Drop a room that is over. Unknown: no-op. Raises InternalError if a job has not ended."""
+        """Drop a room that is over from prefill's staged writes. Unknown: no-op. Raises
+        InternalError if a job has not ended.
+        """
         streams = self._streams.get(key, {}).values()
         if any(stream.queued or stream.open for stream in streams):
             raise InternalError(f"{key} is over and has jobs under way: {list(streams)}")
@@ -276,14 +281,18 @@ class StagingSender:
         self._streams.pop(key, None)
 
     def owns(self, write_id: int) -> bool:
-        """Return True if this write is to be reported to `on_write_ended` or `on_write_drained`."""
+        """Return True if this write is a staged one of prefill, to be reported to `on_write_ended`
+        or `on_write_drained`.
+        """
         piece = self._holding.get(write_id)
         return piece is not None and piece.state is not PieceState.GATHERING
 
     # --- input ------------------------------------------------------------------------------------
 
     def on_grant(self, peer: PeerId, key: RoomKey, grant: LeaseGrant) -> list[StagedWriteAction]:
-        """Take a grant. For a piece that awaits none, or outside the area: counted, no-op."""
+        """Take decode's grant of a lease, into which prefill writes the staged piece. For a piece
+        that awaits none, or outside the area: counted, no-op.
+        """
         out: list[StagedWriteAction] = []
         stream = self._streams.get(key, {}).get(peer)
         piece = None if stream is None else stream.open.get(grant.piece)
@@ -313,7 +322,9 @@ class StagingSender:
     def on_gathered(
         self, gather_id: int, error: Exception | None, now_s: float
     ) -> list[StagedWriteAction]:
-        """Take the end of a Gather: write what it copied. Unknown: no-op."""
+        """Take the end of a Gather: write the slot that the sender has filled into the lease of its
+        piece. Unknown: no-op.
+        """
         out: list[StagedWriteAction] = []
         if (piece := self._let_go(gather_id, PieceState.GATHERING)) is None:
             return out
@@ -342,7 +353,9 @@ class StagingSender:
     def on_write_ended(
         self, write_id: int, error: Exception | None, drained: bool, now_s: float
     ) -> list[StagedWriteAction]:
-        """Take the end of a PostStaged, as WriteDone or WriteFailed report it. Unknown: no-op."""
+        """Take the end of a PostStaged, a staged write of prefill, as WriteDone or WriteFailed
+        report it. Unknown: no-op.
+        """
         out: list[StagedWriteAction] = []
         if (piece := self._let_go(write_id, PieceState.WRITING)) is None:
             return out
@@ -368,7 +381,9 @@ class StagingSender:
         return out
 
     def on_write_drained(self, write_id: int) -> list[StagedWriteAction]:
-        """Take the proof that a write which ended undrained can land no more. Unknown: no-op."""
+        """Take the proof that a staged write of prefill which ended undrained can land no more: its
+        slot is free. Unknown: no-op.
+        """
         out: list[StagedWriteAction] = []
         if (piece := self._let_go(write_id, PieceState.UNDRAINED)) is not None:
             self._free_slots.append(piece.slot)
@@ -377,7 +392,9 @@ class StagingSender:
         return out
 
     def tick(self, now_s: float) -> list[StagedWriteAction]:
-        """Let time pass: repeat asks that have no answer, look whether KV is ready."""
+        """Let time pass for prefill's staged writes: send a LeaseAsk again that has no grant, look
+        whether KV is ready.
+        """
         out: list[StagedWriteAction] = []
         for stream in self._timers.due(now_s):
             asked = [piece for piece in stream.open.values() if piece.state is PieceState.ASKED]
@@ -397,11 +414,11 @@ class StagingSender:
 
     @property
     def wake_s(self) -> float:
-        """Time at which `tick` is wanted next, infinity if never."""
+        """Time at which the staging sender wants its next `tick`, infinity if never."""
         return min(self._timers.next_s, self._poll_s)
 
     def _ask(self, stream: _Stream, now_s: float, out: list[StagedWriteAction]) -> None:
-        """Ask for as many pieces as the window allows."""
+        """Ask a reader for leases for the sender's next pieces, as many as the window allows."""
         while not stream.failed and stream.queued and len(stream.open) < self._window:
             if not self._ready(stream.queued[0].job, now_s, out):
                 return
@@ -418,7 +435,9 @@ class StagingSender:
             out.append(self._send_ask(piece))
 
     def _ready(self, job: _ChunkJob, now_s: float, out: list[StagedWriteAction]) -> bool:
-        """Return True if the job's KV is computed. Else it is looked at again, or the job fails."""
+        """Return True if the KV of a job of the staging sender is computed. Else it is looked at
+        again, or the job fails.
+        """
         try:
             if job.ready is None or job.ready.query():
                 job.ready = None
@@ -431,7 +450,7 @@ class StagingSender:
         return False
 
     def _send_ask(self, piece: _ChunkPiece) -> SendLeaseAsk:
-        """Return the ask for a piece."""
+        """Return the LeaseAsk for a staged piece of prefill, addressed to its reader."""
         stream = piece.job.stream
         ask = LeaseAsk(
             *stream.key.numbers,
@@ -444,18 +463,24 @@ class StagingSender:
         return SendLeaseAsk(stream.peer, ask)
 
     def _hold(self, piece: _ChunkPiece, state: PieceState) -> int:
-        """Enter a new gather or write of the piece, which holds its slot; return its id."""
+        """Enter a new gather or write of a staged piece of prefill, which holds its slot; return
+        its id.
+        """
         action_id = self._next_id()
         piece.state, self._holding[action_id] = state, piece
         return action_id
 
     def _let_go(self, action_id: int, state: PieceState) -> _ChunkPiece | None:
-        """Take out the piece that holds a slot for this gather or write; None if there is none."""
+        """Take out the staged piece of prefill that holds a slot for this gather or write; None if
+        there is none.
+        """
         piece = self._holding.get(action_id)
         return self._holding.pop(action_id) if piece is not None and piece.state is state else None
 
     def _take_slots(self, out: list[StagedWriteAction]) -> None:
-        """Gather the pieces next in order, as far as their readers may have one more slot."""
+        """Gather prefill's next staged pieces in order into free slots, as far as their readers may
+        have one more slot.
+        """
         while self._free_slots and (piece := self._next_to_gather()) is not None:
             del self._granted[piece]
             piece.slot = self._free_slots.pop()
@@ -463,13 +488,17 @@ class StagingSender:
             out.append(Gather(gather_id, peer, piece.src_units, piece.slot, piece.num_bytes))
 
     def _next_to_gather(self) -> _ChunkPiece | None:
-        """Return the first granted piece of a reader below its limit of slots, or None."""
+        """Return the first granted piece for the sender to gather, of a reader below its limit of
+        slots, or None.
+        """
         limit = self.num_slots if len(self.peers) == 1 else (self.num_slots + 1) // 2
         slots_of = Counter(piece.job.stream.peer for piece in self._holding.values())
         return next((p for p in self._granted if slots_of[p.job.stream.peer] < limit), None)
 
     def _fail(self, job: _ChunkJob, error: Exception, out: list[StagedWriteAction]) -> None:
-        """Start nothing more of the job; end it if nothing is under way. Its first error counts."""
+        """Start nothing more of a job of the staging sender; end it if nothing is under way. Its
+        first error counts.
+        """
         if job.error is None:
             job.error = error
             stream = job.stream
@@ -490,7 +519,8 @@ class StagingSender:
         self._end(job, out)
 
     def _end(self, job: _ChunkJob, out: list[StagedWriteAction]) -> None:
-        """Report that the job has ended or is drained, where that has just come true.
+        """Report that a job of the staging sender has ended or is drained, where that has just come
+        true.
 
         An ended job holds slots for undrained writes alone.
         """
@@ -507,21 +537,23 @@ class StagingSender:
 
     @property
     def num_jobs(self) -> int:
-        """Number of jobs that have not ended."""
+        """Number of jobs of prefill's staged writes that have not ended."""
         return len(self._jobs)
 
     @property
     def num_rooms(self) -> int:
-        """Number of rooms that have not been forgotten."""
+        """Number of rooms with staged writes of prefill that have not been forgotten."""
         return len(self._streams)
 
     @property
     def free_slots(self) -> int:
-        """Number of slots that hold nothing."""
+        """Number of the sender's staging slots that hold nothing."""
         return len(self._free_slots)
 
     def check_invariants(self) -> None:
-        """Check every law. Raises InternalError that names the broken one, with the state."""
+        """Check every law of prefill's staged writes, their pieces and slots. Raises InternalError
+        that names the broken one, with the state.
+        """
         streams = [stream for by_peer in self._streams.values() for stream in by_peer.values()]
         opened = [piece for stream in streams for piece in stream.open.values()]
         queued = [piece for stream in streams for piece in stream.queued]
