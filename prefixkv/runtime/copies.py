@@ -66,13 +66,13 @@ class CopyPool:
             thread.start()
 
     def submit(self, copy_id: int, copy: Callable[[], None]) -> None:
-        """Queue a copy for the pool's threads. Raises ClosedError after `close`."""
+        """Queue a staging copy for the pool's threads. Raises ClosedError after `close`."""
         if self._closed:
             raise ClosedError("the copy pool is closed")
         self._jobs.put(_CopyJob(copy_id, copy))
 
     def close(self) -> None:
-        """Let the copies that run end, start no others, join the copy pool's threads.
+        """Let the staging copies that run end, start no others, join the pool's threads.
         Idempotent."""
         # Set first: jobs in the queue before the None entries then end without being run.
         self._closed = True
@@ -83,14 +83,14 @@ class CopyPool:
         self._threads.clear()
 
     def _run(self, settle: Callable[[], None] | None = None) -> None:
-        """Run a thread of the copy pool: one copy after the other until None comes. `settle` waits
-        for the device."""
+        """Run a thread of the copy pool: one staging copy after the other until None comes.
+        `settle` waits for the device."""
         while (job := self._jobs.get()) is not None:
             self._sink(CopyDone(job.copy_id, self._copy(job, settle)))
 
     def _copy(self, job: _CopyJob, settle: Callable[[], None] | None) -> Exception | None:
-        """Run one copy on a thread of the pool; return the first error of it or of `settle`, None
-        if there was none."""
+        """Run one staging copy on a thread of the pool; return the first error of it or of
+        `settle`, None if there was none."""
         if self._closed:
             return ClosedError("the copy pool was closed before the copy began")
         error: Exception | None = None

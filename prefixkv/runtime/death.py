@@ -64,8 +64,8 @@ class HeldLife:
 
 
 def is_dead(life: ProcessLife) -> bool:
-    """Return True if the kernel proves this process dead, and every fork of it that runs no other
-    program. False if that cannot be found out."""
+    """Return True if the kernel proves the process with this identity dead, and every fork of it
+    that runs no other program. False if that cannot be found out."""
     try:
         # 1. The same boot and namespaces, or its process id and socket name mean something else
         # here.
