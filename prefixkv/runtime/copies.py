@@ -185,7 +185,7 @@ class StagingCopies:
         self._workers.submit(effect.lease_id, run)
 
     def close(self) -> None:
-        """Close the copy threads that gather and scatter."""
+        """Close the workers that run the staging copies."""
         self._workers.close()
 
     def _copy_of(self, part: Shard, unit_tokens: int) -> StagingCopy:

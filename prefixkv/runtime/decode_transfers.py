@@ -258,8 +258,8 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         return self.control.peers(time.monotonic())
 
     def lost_peers(self) -> LostPeers:
-        """Return the prefill processes that decode's transfers should have fenced if they are dead:
-        suspect or over, and may still write pages.
+        """Return the prefill processes to think of fencing in decode's transfers: suspect or over,
+        and may still write pages.
 
         Over means replaced, fenced, or left. For each: what is wrong, and how many pages.
         """

@@ -392,8 +392,8 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         return self.control.peers(time.monotonic())
 
     def lost_peers(self) -> LostPeers:
-        """Return the decode processes that prefill's transfers should have fenced if they are dead:
-        suspect or over, and still in rooms here.
+        """Return the decode processes to think of fencing in prefill's transfers: suspect or over,
+        and still in rooms here.
 
         Over means replaced, fenced, or left. For each: what is wrong, and how many rooms.
         """

@@ -143,7 +143,7 @@ class Transfers(Closing, Generic[C, To, E]):
         self.thread.submit(command)
 
     def move_weights(self, weights_version: str) -> None:
-        """Move a rank's transfers to another version of the weights.
+        """Move either side's transfers to another version of the weights.
 
         Every room of the former version ends, with a RoomEnded and a WeightsVersionError, here and
         at the other side; so does one that is begun later under a version that the other side does
@@ -180,12 +180,12 @@ class Transfers(Closing, Generic[C, To, E]):
         return events
 
     def _follow_event(self, event: E) -> None:
-        """Follow an event that the engine is about to get from the transfers: a room that it opened
-        may be over."""
+        """Follow an event that the engine is about to get from either side's transfers: a room that
+        it opened may be over."""
 
     def take_raw(self) -> tuple[list[E], Exception | None]:
-        """Return the events that came to the transfers since the last call, and the first error of
-        their control thread.
+        """Return the events that came to either side's transfers since the last call, and the first
+        error of their control thread.
 
         For a node, which knows its rooms itself.
         """
@@ -206,30 +206,30 @@ class Transfers(Closing, Generic[C, To, E]):
 
     @property
     def pending(self) -> bool:
-        """True if the transfers' `take_events` has something, or its descriptor has to be
-        cleared."""
+        """True if `take_events` of either side's transfers has something, or the descriptor has to
+        be cleared."""
         return bool(self._undelivered) or self.thread.events.pending
 
     def notify(self) -> None:
-        """Make the transfers' descriptor readable until the next `take_events`."""
+        """Make the descriptor of either side's transfers readable until the next `take_events`."""
         self.thread.events.notify()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Block until the transfers may have events, at most `timeout_s`; return True if there may
-        be some."""
+        """Block until either side's transfers may have events, at most `timeout_s`; return True if
+        there may be some."""
         self.check_open()
         return bool(self._undelivered) or self.thread.events.wait(timeout_s)
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable while the transfers have events, for the engine's
-        own poller."""
+        """Return a descriptor that is readable while either side's transfers have events, for the
+        engine's own poller."""
         self.check_open()
         return self.thread.events.fd
 
     @property
     def num_rooms(self) -> int:
-        """Number of rooms of these transfers that are open, or that a peer may still write or speak
-        for. Any thread may ask."""
+        """Number of rooms of either side's transfers that are open, or that a peer may still write
+        or speak for. Any thread may ask."""
         return self.thread.control.num_rooms
 
     def stats(self) -> dict[str, int]:
@@ -248,8 +248,8 @@ class Transfers(Closing, Generic[C, To, E]):
         }
 
     def dropped_frames(self) -> dict[str, int]:
-        """Return the number of control frames that a rank's transfers have dropped, by reason. Any
-        thread may ask.
+        """Return the number of control frames that either side's transfers have dropped, by reason.
+        Any thread may ask.
 
         Received ones ("dropped: ..."), those not sent ("frames_not_sent: ..."), those that no
         peer's socket sends ("frames_malformed"), and those of a peer that sends more than is read
@@ -261,17 +261,17 @@ class Transfers(Closing, Generic[C, To, E]):
 
     @property
     def _staging_counters(self) -> Mapping[str, int]:
-        """Counters of the staging machine of these transfers, empty without one."""
+        """Counters of the staging machine of either side's transfers, empty without one."""
         raise NotImplementedError
 
     def check_open(self) -> None:
-        """Raise ClosedError after `close` of the transfers."""
+        """Raise ClosedError after `close` of either side's transfers."""
         if self._closed:
             raise ClosedError("the node is closed")
 
     @property
     def closed(self) -> bool:
-        """True once `close` of the transfers was called."""
+        """True once `close` of either side's transfers was called."""
         return self._closed
 
     def close(self) -> None:
