@@ -93,8 +93,8 @@ class Node(Closing, Generic[C, To, E]):
             self.kv_events.dialect.check(request.key.namespace)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Block until a `pop_*` of either kind of node may have something for the engine, at most
-        `timeout_s`.
+        """Block until a `pop_*` of the node, decode's or prefill's, may have something for the
+        engine, at most `timeout_s`.
 
         Returns True if one may.
         """
@@ -104,8 +104,8 @@ class Node(Closing, Generic[C, To, E]):
         return self.scheduler.has_results or self._wait(self.transfers.wait, timeout_s)
 
     def _wait(self, wait: Callable[[float | None], bool], timeout_s: float | None) -> bool:
-        """Wait by `wait` for either kind of node, but not beyond the time when a request may fail
-        for having waited."""
+        """Wait for the node, decode's or prefill's, by `wait`, but not beyond the time when a
+        request may fail for having waited."""
         left_s = self.scheduler.wake_s - time.monotonic()
         # No event comes for a deadline of the scheduler's, so the wait has to end at it.
         if left_s < (math.inf if timeout_s is None else timeout_s):
@@ -113,8 +113,8 @@ class Node(Closing, Generic[C, To, E]):
         return wait(timeout_s)
 
     def drain(self, timeout_s: float = 0.0) -> bool:
-        """Take no new requests on either kind of node from now on (`add` raises DrainingError);
-        return True once all have ended.
+        """Take no new requests on the node, decode's or prefill's, from now on (`add` raises
+        DrainingError); return True once all have ended.
 
         True once no request lives, nothing is left to pop, and no peer may still write here or read
         from here: then `close` harms nothing. Waits for that up to `timeout_s`, but not while a
@@ -137,8 +137,8 @@ class Node(Closing, Generic[C, To, E]):
             self.transfers.wait(min(end_s - now_s, 0.05))
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable while a `pop_*` of either kind of node may have
-        something, for the engine's own poller.
+        """Return a descriptor that is readable while a `pop_*` of the node, decode's or prefill's,
+        may have something, for the engine's own poller.
 
         Now and then it is readable once more when all has been popped already. It does not become
         readable when a request has waited too long: call `pop_preallocated` from time to time.
@@ -153,11 +153,12 @@ class Node(Closing, Generic[C, To, E]):
 
     @abstractmethod
     def flush(self, weights_version: str | None = None) -> int:
-        """Empty the prefix cache of either kind of node. Returns the pages freed at once."""
+        """Empty the prefix cache of the node, decode's or prefill's. Returns the pages freed at
+        once."""
 
     def _flush(self, weights_version: str | None, move: Callable[[str, float], None]) -> int:
-        """Empty the node's prefix cache; call `move` first if the version differs from the present
-        one."""
+        """Empty the prefix cache of the node, decode's or prefill's; call `move` first if the
+        version differs from the present one."""
         # The version is checked before anything changes; events that have come are taken in under
         # the old one.
         if weights_version is not None:
@@ -170,14 +171,14 @@ class Node(Closing, Generic[C, To, E]):
         return freed
 
     def audit(self) -> None:
-        """Check every law of either kind of node: tree, allocator, page table and requests. Slow.
-        Raises InternalError."""
+        """Check every law of the node, decode's or prefill's: tree, allocator, page table and
+        requests. Slow. Raises InternalError."""
         self._pump()
         self.scheduler.check_invariants()
 
     def take_cache_events(self, snapshot: bool = False) -> EventBatch:
-        """Return what the prefix cache of either kind of node stored and removed since the last
-        call, for a router (`BoundedAffinityRouter.apply`).
+        """Return what the node's prefix cache, on decode or prefill, stored and removed since the
+        last call, for a router (`BoundedAffinityRouter.apply`).
 
         The first batch, and one with `snapshot`, gives the whole content. Before the first call
         nothing is recorded.
@@ -187,17 +188,18 @@ class Node(Closing, Generic[C, To, E]):
 
     @property
     def closed(self) -> bool:
-        """True once `close` of the node, of either kind, was called."""
+        """True once `close` of the node, decode's or prefill's, was called."""
         return self.transfers.closed
 
     @property
     def num_rooms(self) -> int:
-        """Number of rooms of either kind of node that are open, or not drained yet. Any thread may
-        ask."""
+        """Number of rooms of the node, decode's or prefill's, that are open, or not drained yet.
+        Any thread may ask."""
         return self.transfers.num_rooms
 
     def stats(self) -> dict[str, int]:
-        """Return the counters of either kind of node, and how many pages are in each state.
+        """Return the counters of the node, decode's or prefill's, and how many pages are in each
+        state.
 
         All keys are there from the start, but for `dropped: ...` and rare ones of staging.
         """
@@ -224,8 +226,8 @@ class Node(Closing, Generic[C, To, E]):
         }
 
     def close(self) -> None:
-        """Close either kind of node: destroy the transport's agent, tell the peers, join every
-        thread. Idempotent.
+        """Close the node, decode's or prefill's: destroy the transport's agent, tell the peers,
+        join every thread. Idempotent.
 
         A peer that is writing into this pool over shared memory is not stopped by it: keep the
         pool's memory until its requests have ended there.
@@ -240,7 +242,8 @@ class Node(Closing, Generic[C, To, E]):
                 self.kv_events.close()
 
     def _pump(self) -> float:
-        """Take in what the control thread has to say to either kind of node; return the time.
+        """Take in what the control thread has to say to the node, decode's or prefill's; return the
+        time.
 
         Every call of the engine begins with this, so that it sees the present state.
 
@@ -263,8 +266,8 @@ class Node(Closing, Generic[C, To, E]):
         return now_s
 
     def _tell(self) -> None:
-        """Hand the commands of either node's scheduler to the control thread, and mark what is left
-        for the engine.
+        """Hand the commands of the node's scheduler, decode's or prefill's, to the control thread,
+        and mark what is left for the engine.
 
         Any call takes in what has happened, but only some pop it: the descriptor has been read by
         then, so it is made readable again.
@@ -279,17 +282,18 @@ class Node(Closing, Generic[C, To, E]):
             self._feed.pass_on()
 
     def _check_open(self) -> None:
-        """Raise ClosedError after `close` of the node."""
+        """Raise ClosedError after `close` of the node, decode's or prefill's."""
         self.transfers.check_open()
 
     def _command(self, command: C) -> None:
-        """Hand one command of either node's scheduler to the control thread."""
+        """Hand one command of the node's scheduler, decode's or prefill's, to the control
+        thread."""
         self.transfers.submit(command)
 
     @abstractmethod
     def _take_commands(self) -> list[C]:
-        """Return and remove the commands of either node's scheduler."""
+        """Return and remove the commands of the node's scheduler, decode's or prefill's."""
 
     @abstractmethod
     def _take(self, event: E, now_s: float) -> None:
-        """Tell either node's scheduler what became of a room."""
+        """Tell the node's scheduler, decode's or prefill's, what became of a room."""

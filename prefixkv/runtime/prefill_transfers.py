@@ -195,7 +195,7 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         return self.control.counters["bytes_sent"]
 
     def add(self, room: int, generation: int, num_tokens: int, decode: str, digest: bytes) -> None:
-        """Add a room on the prefill side, that the engine has the request of. Bootstrapped follows
+        """Add a room, whose request the engine has, to prefill's transfers. Bootstrapped follows
         once decode has promised its pages; chunks may be handed over before.
 
         Args:
@@ -230,8 +230,8 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         state_slot: int = -1,
         generation: int | None = None,
     ) -> None:
-        """Send what decode lacks of a room's KV in prefill's `pages` up to token `end`, computed
-        once `ready.query()` is True.
+        """Send what decode lacks of the KV in the engine's `pages`, by prefill's transfers, up to
+        token `end`, computed once `ready.query()` is True.
 
         Args:
             room, decode, generation: as added; None: the generation that was added last. One that

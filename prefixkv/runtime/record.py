@@ -190,8 +190,8 @@ class Recorder:
         return (json.dumps(entry, separators=(",", ":")) + "\n").encode()
 
     def _ids(self, ended: _EndedRequest) -> list[int]:
-        """Return the ids of the prompt's blocks for its line of the record: 52 bits each, which
-        every reader of JSON takes as they are."""
+        """Return the ids of the prompt's blocks for a line of the record: 52 bits each, which every
+        reader of JSON takes as they are."""
         size = TOKEN_BYTES * self.block_tokens
         # Each id depends on all blocks before it and the namespace, like the tree's own paths.
         above = prompt_digest([], ended.namespace)

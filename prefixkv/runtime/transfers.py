@@ -52,15 +52,15 @@ SECRET_BYTES: Final = 32
 
 
 def room_key(room: int, generation: int, decode: str = "") -> RoomKey:
-    """Return the key of a room that either side's transfers use. Raise RequestError for numbers
-    that no frame carries."""
+    """Return the key of a room for a call of the transfers, decode's or prefill's. Raise
+    RequestError for numbers that no frame carries."""
     room = whole_number("room", room, 0, 2**64)
     generation = whole_number("generation", generation, 0, 2**31)
     return RoomKey(room, generation, decode)
 
 
 def peer_id(peer: str, incarnation: int) -> PeerId:
-    """Return the identity of a peer's process that a call of either side's transfers names. Raise
+    """Return the identity of a peer's process that a caller of the transfers names. Raise
     RequestError for what names none.
 
     Checked here, since an error in the control thread could not be raised by the call that caused
@@ -72,8 +72,8 @@ def peer_id(peer: str, incarnation: int) -> PeerId:
 
 
 def secret_number() -> int:
-    """Return 63 random bits, never 0: the incarnation of either side's transfers as they start, or
-    a ticket."""
+    """Return 63 random bits, never 0: the incarnation of a rank's transfers as they start, or a
+    ticket."""
     return secrets.randbits(63) or 1
 
 
@@ -138,12 +138,12 @@ class Transfers(Closing, Generic[C, To, E]):
         self._closed = False
 
     def submit(self, command: C) -> None:
-        """Hand a command of either side's transfers to their control thread. Raises ClosedError
-        after `close`."""
+        """Hand a command of a rank's transfers to their control thread. Raises ClosedError after
+        `close`."""
         self.thread.submit(command)
 
     def move_weights(self, weights_version: str) -> None:
-        """Move either side's transfers to another version of the weights.
+        """Move a rank's transfers, decode's or prefill's, to another version of the weights.
 
         Every room of the former version ends, with a RoomEnded and a WeightsVersionError, here and
         at the other side; so does one that is begun later under a version that the other side does
@@ -160,8 +160,8 @@ class Transfers(Closing, Generic[C, To, E]):
         self._weights_version = weights_version
 
     def take_events(self) -> list[E]:
-        """Return the events of either side's transfers since the last call, in order: what became
-        of rooms.
+        """Return the events of a rank's transfers since the last call, in order: what became of
+        rooms.
 
         Raises:
             InternalError: an exception in the control thread; the events come next time.
@@ -180,11 +180,11 @@ class Transfers(Closing, Generic[C, To, E]):
         return events
 
     def _follow_event(self, event: E) -> None:
-        """Follow an event that the engine is about to get from either side's transfers: a room that
-        it opened may be over."""
+        """Follow an event that the engine is about to get from a rank's transfers, decode's or
+        prefill's: a room that it opened may be over."""
 
     def take_raw(self) -> tuple[list[E], Exception | None]:
-        """Return the events that came to either side's transfers since the last call, and the first
+        """Return the events that came to a rank's transfers since the last call, and the first
         error of their control thread.
 
         For a node, which knows its rooms itself.
@@ -206,35 +206,35 @@ class Transfers(Closing, Generic[C, To, E]):
 
     @property
     def pending(self) -> bool:
-        """True if `take_events` of either side's transfers has something, or the descriptor has to
-        be cleared."""
+        """True if `take_events` of a rank's transfers has something, or their descriptor has to be
+        cleared."""
         return bool(self._undelivered) or self.thread.events.pending
 
     def notify(self) -> None:
-        """Make the descriptor of either side's transfers readable until the next `take_events`."""
+        """Make the descriptor of a rank's transfers readable until the next `take_events`."""
         self.thread.events.notify()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Block until either side's transfers may have events, at most `timeout_s`; return True if
-        there may be some."""
+        """Block until a rank's transfers may have events, at most `timeout_s`; return True if there
+        may be some."""
         self.check_open()
         return bool(self._undelivered) or self.thread.events.wait(timeout_s)
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable while either side's transfers have events, for the
-        engine's own poller."""
+        """Return a descriptor that is readable while a rank's transfers, decode's or prefill's,
+        have events, for the engine's own poller."""
         self.check_open()
         return self.thread.events.fd
 
     @property
     def num_rooms(self) -> int:
-        """Number of rooms of either side's transfers that are open, or that a peer may still write
-        or speak for. Any thread may ask."""
+        """Number of rooms of a rank's transfers that are open, or that a peer may still write or
+        speak for. Any thread may ask."""
         return self.thread.control.num_rooms
 
     def stats(self) -> dict[str, int]:
-        """Return the counters of either side's transfers: control object, staging, sockets and
-        thread. Any thread may ask."""
+        """Return the counters of a rank's transfers, decode's or prefill's: control object,
+        staging, sockets and thread. Any thread may ask."""
         control = self.thread.control
         # Copies made in one step: the control thread counts on.
         staging = dict(self._staging_counters)
@@ -248,8 +248,8 @@ class Transfers(Closing, Generic[C, To, E]):
         }
 
     def dropped_frames(self) -> dict[str, int]:
-        """Return the number of control frames that either side's transfers have dropped, by reason.
-        Any thread may ask.
+        """Return the number of control frames that a rank's transfers have dropped, by reason. Any
+        thread may ask.
 
         Received ones ("dropped: ..."), those not sent ("frames_not_sent: ..."), those that no
         peer's socket sends ("frames_malformed"), and those of a peer that sends more than is read
@@ -261,22 +261,22 @@ class Transfers(Closing, Generic[C, To, E]):
 
     @property
     def _staging_counters(self) -> Mapping[str, int]:
-        """Counters of the staging machine of either side's transfers, empty without one."""
+        """Counters of the staging machine of a rank's transfers, empty without one."""
         raise NotImplementedError
 
     def check_open(self) -> None:
-        """Raise ClosedError after `close` of either side's transfers."""
+        """Raise ClosedError after `close` of a rank's transfers."""
         if self._closed:
             raise ClosedError("the node is closed")
 
     @property
     def closed(self) -> bool:
-        """True once `close` of either side's transfers was called."""
+        """True once `close` of a rank's transfers was called."""
         return self._closed
 
     def close(self) -> None:
-        """Close either side's transfers: destroy the transport's agent, tell the peers, join every
-        thread. Idempotent.
+        """Close a rank's transfers, decode's or prefill's: destroy the transport's agent, tell the
+        peers, join every thread. Idempotent.
 
         A peer that is writing into this pool over shared memory is not stopped by it: keep the
         pool's memory until its requests have ended there.
