@@ -54,12 +54,14 @@ class _Allowed:
         self._keys = frozenset(curve.allowed_clients)
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Return whether this client key is on the list."""
+        """Return whether this CURVE key is on the list of clients that prefill's ROUTER socket lets
+        in."""
         return key.decode("ascii") in self._keys
 
 
 def _came_from(frame: zmq.Frame) -> str:
-    """Return the address of the other end, "" if the socket does not know it."""
+    """Return the address from which a frame came over its ZeroMQ socket, "" if the socket does not
+    know it."""
     try:
         host = str(frame.get("Peer-Address"))
     except zmq.ZMQError:
@@ -82,8 +84,8 @@ class _Channel(Closing):
         self._poller.register(wake_fd, zmq.POLLIN)
 
     def _socket(self, kind: int, address: str) -> zmq.Socket[bytes]:
-        """Return a socket with every option set. Raises ValueError or ZMQError; nothing is left
-        open."""
+        """Return a ZeroMQ socket of a control channel with every option set. Raises ValueError or
+        ZMQError; nothing is left open."""
         check_address(address)
         sock = self._context.socket(kind)
         try:
@@ -94,7 +96,8 @@ class _Channel(Closing):
         return sock
 
     def _set_options(self, sock: zmq.Socket[bytes], address: str) -> None:
-        """Set the options that both kinds of sockets share."""
+        """Set the options that ROUTER and DEALER sockets share: length of the queue, pauses between
+        reconnections, CURVE keys."""
         # Options take effect only before bind or connect.
         sock.setsockopt(zmq.IPV6, "[" in address)
         sock.setsockopt(zmq.LINGER, 0)
@@ -106,7 +109,7 @@ class _Channel(Closing):
             sock.curve_secretkey = self._config.curve.secret_key.encode()
 
     def _bounds(self) -> Bounds:
-        """Return the bounds that `connections` holds a socket to."""
+        """Return the bounds that `connections` holds each ZeroMQ socket of a channel to."""
         # What is beyond the queue waits with the kernel, and then in the peer's own queue.
         return Bounds(
             MAX_MESSAGE_BYTES, min(_QUEUED_MESSAGES, self._config.max_queued_frames),
@@ -114,7 +117,8 @@ class _Channel(Closing):
         )  # fmt: skip
 
     def _poll(self, timeout_s: float) -> list[Any]:
-        """Wait, and return what is ready: descriptors of watched sockets, and monitors."""
+        """Wait on the channel's zmq poller, and return what is ready: descriptors of watched
+        sockets, and monitors."""
         # zmq waits in whole milliseconds: round up, so that a short wait is not a busy one.
         timeout_ms = (
             None if timeout_s == float("inf") else max(0, int(timeout_s * 1000) + (timeout_s > 0))
@@ -123,11 +127,12 @@ class _Channel(Closing):
         return [sock for sock, _ in ready if sock != self._wake_fd]
 
     def _drop(self, why: str) -> None:
-        """Count a frame that could not be sent."""
+        """Count a frame that the channel could not send, by the reason."""
         self.counters[f"frames_not_sent: {why}"] += 1
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Close every socket; frames that are queued may leave for `linger_s` more."""
+        """Close every ZeroMQ socket of the channel; frames that are queued may leave for `linger_s`
+        more."""
         # The watcher first: it holds duplicates of the sockets' descriptors and reads their
         # monitors.
         self._watcher.close()
@@ -183,7 +188,8 @@ class RouterChannel(_Channel):
         self._poller.register(self._watched.fd, zmq.POLLIN)
 
     def poll(self, timeout_s: float) -> list[FrameReceived[bytes]]:
-        """Wait for frames or the wake-up descriptor, and return the frames.
+        """Wait for decode workers' frames on the ROUTER socket, or for the wake-up descriptor, and
+        return the frames.
 
         One worker's frames beyond its bytes per poll are dropped: all workers share the socket.
         """
@@ -241,7 +247,7 @@ class RouterChannel(_Channel):
         return frames
 
     def _note(self, route: bytes, connection: Connection | None) -> None:
-        """Remember by which connection this route's last message came."""
+        """Remember by which connection the last message of this ROUTER route came."""
         if connection is None or self._connections.get(route) is connection:
             return
         self._connections[route] = connection
@@ -254,12 +260,13 @@ class RouterChannel(_Channel):
                     self._joiner.forget(other)
 
     def _credential(self, frame: zmq.Frame) -> str:
-        """Return the CURVE key that the sender has proved, "" without keys."""
+        """Return the CURVE key that the sender of a frame to the ROUTER socket has proved, ""
+        without keys."""
         return str(frame.get("User-Id")) if self._config.curve is not None else ""
 
     def send(self, route: bytes, raw: bytes) -> None:
-        """Queue a frame for the worker behind `route`. One that cannot be queued is counted and
-        dropped."""
+        """Queue a frame on the ROUTER socket for the decode worker behind `route`. One that cannot
+        be queued is counted and dropped."""
         assert self._sock is not None
         connection = self._connections.get(route)
         try:
@@ -273,7 +280,8 @@ class RouterChannel(_Channel):
             self._drop(str(error.strerror))
 
     def close(self, linger_s: float = 0.0) -> None:
-        """See `_Channel.close`."""
+        """Stop the CURVE authenticator and the monitor, then close the ROUTER socket. See
+        `_Channel.close`."""
         # The authenticator has its own thread and uses the context, so it stops first. The monitor
         # is ended before the watcher, which reads it: libzmq may wait for that.
         if self._authenticator is not None:
@@ -301,7 +309,8 @@ class DealerChannel(_Channel):
         self._joiner: Joiner[str] = Joiner()
 
     def connect(self, address: str) -> None:
-        """Open a socket for `address`, if it has none; connecting goes on by itself.
+        """Open a DEALER socket for the prefill worker at `address`, if it has none; connecting goes
+        on by itself.
 
         Raises:
             ConfigError: it is no address, or `check` refuses it; nothing is left open.
@@ -338,7 +347,8 @@ class DealerChannel(_Channel):
             self._poller.register(one, zmq.POLLIN)
 
     def disconnect(self, address: str) -> None:
-        """Close the address's socket; frames that are queued may still leave for a second."""
+        """Close the DEALER socket for this address; frames that are queued may still leave for a
+        second."""
         sock = self._socks.pop(address, None)
         if sock is not None:
             monitor = self._monitors.pop(address)
@@ -354,8 +364,8 @@ class DealerChannel(_Channel):
             sock.close(linger=1000)
 
     def poll(self, timeout_s: float) -> list[FrameReceived[str] | Reached | Unreached]:
-        """Wait, and return frames, changes of connections, or nothing if the wake-up descriptor
-        ended it."""
+        """Wait on the DEALER sockets, and return frames, changes of connections, or nothing if the
+        wake-up descriptor ended it."""
         frames: list[FrameReceived[str] | Reached | Unreached] = []
         # Sockets that hold something already: their descriptors do not become readable for it.
         full = [
@@ -402,8 +412,8 @@ class DealerChannel(_Channel):
     def _monitor_changes(
         self, monitor: zmq.Socket[bytes], address: str
     ) -> Iterator[Reached | Unreached]:
-        """Yield the last change that the monitor reports for the connection, and pass all to the
-        watcher."""
+        """Yield the last change that a DEALER socket's zmq monitor reports for its connection, and
+        pass all to the watcher."""
         last: Reached | Unreached | None = None
         with suppress(zmq.Again):
             while True:
@@ -425,8 +435,8 @@ class DealerChannel(_Channel):
             yield last
 
     def send(self, address: str, raw: bytes) -> None:
-        """Queue a frame for the worker at `address`. One that cannot be queued is counted and
-        dropped."""
+        """Queue a frame on the DEALER socket of the prefill worker at `address`. One that cannot be
+        queued is counted and dropped."""
         sock = self._socks.get(address)
         if sock is None:
             self._drop("not connected")

@@ -168,7 +168,8 @@ class ControlThread(Generic[Command, To]):
         trial: Callable[[Tell], Trial] | None = None,
         prover: Prover | None = None,
     ) -> None:
-        """Create all parts and start the thread.
+        """Create the control thread's parts (transport, control object, copies, trial, sockets) and
+        start it.
 
         Args:
             transport: makes the transport, given where its events go.
@@ -216,13 +217,15 @@ class ControlThread(Generic[Command, To]):
             undo.pop_all()
 
     def submit(self, command: Command) -> None:
-        """Queue a command. Raises ClosedError after `close`."""
+        """Queue a command of the scheduler's thread for the control thread. Raises ClosedError
+        after `close`."""
         if self._closed:
             raise ClosedError("the node is closed")
         self.inbox.put(command)
 
     def close(self) -> None:
-        """Destroy the transport's agent, send the farewell, join the thread.
+        """End the control thread: destroy the transport's agent, send the farewell, join the
+        thread.
 
         No-op if called again, and in a process forked from this one: the inboxes' descriptors are
         its parent's.
@@ -243,14 +246,14 @@ class ControlThread(Generic[Command, To]):
             raise self._close_error
 
     def _close_inboxes(self) -> None:
-        """Close both inboxes."""
+        """Close the control thread's inbox, and that of its events for the scheduler's thread."""
         self.inbox.close()
         self.events.close()
 
     # --- the thread -------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Run the thread: steps until it is stopped, then the end in its order."""
+        """Run the control thread: steps until it is stopped, then the end in its order."""
         while not self._stopping:
             try:
                 self._step(time.monotonic())
@@ -283,7 +286,8 @@ class ControlThread(Generic[Command, To]):
             self.channel.close(linger_s=_FAREWELL_S)
 
     def _step(self, now_s: float) -> None:
-        """Make one step: wait, take commands and events, then frames, then look at deadlines."""
+        """Make one step of the control thread: wait, take commands and events, then frames, then
+        look at deadlines."""
         frames = self.channel.poll(self.control.wake_s - now_s)
         # The time after the wait: deadlines are compared with it.
         now_s = time.monotonic()
@@ -302,22 +306,23 @@ class ControlThread(Generic[Command, To]):
             self._log_news(now_s)
 
     def _log_news(self, now_s: float) -> None:
-        """Write what has become of peers to the log."""
+        """Write what the control object reports of peers to the log, by `PeerLog`; a log handler's
+        exception is only counted."""
         try:
             self._peer_log.write(self.control.news.take(), now_s)
         except Exception:  # a handler's, which is the user's
             self.num_log_errors += 1
 
     def _log_error(self, error: Exception, text: str, *args: object) -> None:
-        """Log an error; what a handler raises is only counted."""
+        """Log an error of the control thread; what a log handler raises is only counted."""
         try:
             _log.error(text, *args, exc_info=error)
         except Exception:
             self.num_log_errors += 1
 
     def _take(self, what: Command | FrameReceived[To] | Common, now_s: float) -> None:
-        """Give one input to the control object and carry out its effects, also those before an
-        exception."""
+        """Give one input of the control thread to its control object and carry out the effects,
+        also those before an exception."""
         try:
             self.control.on(what, now_s)
         except Exception as error:
@@ -332,7 +337,7 @@ class ControlThread(Generic[Command, To]):
         self._carry_out(self.control.last_effects)
 
     def _fail_frame(self, frame: FrameReceived[To], error: Exception, now_s: float) -> None:
-        """Log a frame that raised, and end the room that it names."""
+        """Log a peer's frame that raised in the control thread, and end the room that it names."""
         self._log_error(error, "a frame from %r raised", frame.source)
         try:
             self.control.on(FrameFailed(frame, error), now_s)
@@ -340,7 +345,8 @@ class ControlThread(Generic[Command, To]):
             self._log_error(another, "nor can its room be ended")
 
     def _carry_out(self, effects: Sequence[Effect[To]]) -> None:
-        """Carry out effects: events first, then the others in order."""
+        """Carry out the control object's effects on the control thread: events for the scheduler
+        first, then the others in order."""
         # First what the scheduler waits for: a send wakes zmq's own thread and may cost 0.2 ms, and
         # nothing that the scheduler does depends on it.
         rest: list[Effect[To]] = []
@@ -356,12 +362,13 @@ class ControlThread(Generic[Command, To]):
                 self._failed(error)
 
     def _failed(self, error: Exception) -> None:
-        """Hand an exception to the scheduler's thread."""
+        """Hand an exception in the control thread to the scheduler's thread, and count it."""
         self.num_errors += 1
         self.events.put(ControlFailed(error))
 
     def _do(self, effect: Effect[To]) -> None:
-        """Carry out one effect."""
+        """Carry out one effect of the control object: call sockets, transport, copies, trial or
+        prover for it."""
         # Sockets, transport, copy threads, trial and prover carry them out. No call here waits for
         # that; the result is an input later.
         match effect:
@@ -417,11 +424,13 @@ class ControlThread(Generic[Command, To]):
                 assert_never(effect)
 
     def _tried(self, peer: PeerId, error: Exception | None) -> None:
-        """Take the trial's verdict, on the trial's thread."""
+        """Put the trial's verdict on a peer into the control thread's inbox; called on the trial's
+        thread."""
         self.inbox.put(PeerTried(peer, error))
 
     def _connect(self, address: str) -> None:
-        """Connect; a failure is an input at once, since rooms wait for the address."""
+        """Connect decode's channel to an address, on the control thread; a failure is an input at
+        once, since rooms wait for the address."""
         try:
             self._dealer.connect(address)
         except ConfigError as error:
@@ -429,14 +438,15 @@ class ControlThread(Generic[Command, To]):
 
     @property
     def _staging(self) -> StagingCopies:
-        """The staging copies; InternalError if there are none."""
+        """Staging copies that the control thread queues its gathers and scatters in; InternalError
+        if there are none."""
         if self._copies is None:
             raise InternalError("a copy is wanted where nothing is staged")
         return self._copies
 
     @property
     def _dealer(self) -> DealerChannel:
-        """Decode's channel; InternalError on prefill."""
+        """Decode's channel, which the control thread owns; InternalError on prefill."""
         if not isinstance(self.channel, DealerChannel):
             raise InternalError("only decode connects")
         return self.channel

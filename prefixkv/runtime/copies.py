@@ -50,7 +50,7 @@ class CopyPool:
     def __init__(
         self, num_threads: int, sink: CopySink, device: str = "cpu", name: str = "node"
     ) -> None:
-        """Start the threads. Raises ConfigError if `num_threads` is not positive."""
+        """Start the copy pool's threads. Raises ConfigError if `num_threads` is not positive."""
         if num_threads < 1:
             raise ConfigError(f"num_threads is {num_threads}, must be at least 1")
         self._sink = sink
@@ -66,13 +66,14 @@ class CopyPool:
             thread.start()
 
     def submit(self, copy_id: int, copy: Callable[[], None]) -> None:
-        """Queue a job. Raises ClosedError after `close`."""
+        """Queue a staging copy for the pool's threads. Raises ClosedError after `close`."""
         if self._closed:
             raise ClosedError("the copy pool is closed")
         self._jobs.put(_CopyJob(copy_id, copy))
 
     def close(self) -> None:
-        """Let the running jobs end, start no others, join the threads. Idempotent."""
+        """Let the staging copies that run end, start no others, join the pool's threads.
+        Idempotent."""
         # Set first: jobs in the queue before the None entries then end without being run.
         self._closed = True
         for _ in self._threads:
@@ -82,12 +83,14 @@ class CopyPool:
         self._threads.clear()
 
     def _run(self, settle: Callable[[], None] | None = None) -> None:
-        """Run a worker: one job after the other until None comes. `settle` waits for the device."""
+        """Run a thread of the copy pool: one staging copy after the other until None comes.
+        `settle` waits for the device."""
         while (job := self._jobs.get()) is not None:
             self._sink(CopyDone(job.copy_id, self._copy(job, settle)))
 
     def _copy(self, job: _CopyJob, settle: Callable[[], None] | None) -> Exception | None:
-        """Run a job; return the first error of it or of `settle`, None if there was none."""
+        """Run one staging copy on a thread of the pool; return the first error of it or of
+        `settle`, None if there was none."""
         if self._closed:
             return ClosedError("the copy pool was closed before the copy began")
         error: Exception | None = None
@@ -102,7 +105,7 @@ class CopyPool:
         return error
 
     def _run_cuda(self, device: str) -> None:
-        """Run a worker on a CUDA device."""
+        """Run a thread of the copy pool on a CUDA device, with a stream of its own."""
         import torch
 
         cuda: Any = torch.cuda  # in parts untyped
@@ -141,20 +144,22 @@ class StagingCopies:
 
     @property
     def num_peers(self) -> int:
-        """Number of readers that slices are gathered for."""
+        """Number of readers that the staging copies gather slices for."""
         return len(self._to_peers)
 
     def add_peer(self, added: AddPeer) -> None:
-        """Prepare to gather for a peer, if what goes to it is staged."""
+        """Prepare the staging copies that gather for a peer, if what goes to it is staged."""
         if added.staged:
             self._to_peers[added.peer] = self._copy_of(added.parts[0], added.unit_tokens)
 
     def remove_peer(self, peer: PeerId) -> None:
-        """Forget a peer. A gather for it that has not started fails, by its CopyDone."""
+        """Forget a peer in the staging copies. A gather for it that has not started fails, by its
+        CopyDone."""
         self._to_peers.pop(peer, None)
 
     def gather(self, effect: Gather) -> None:
-        """Queue a gather into its slot. All errors come back in its CopyDone, as with `scatter`."""
+        """Queue a gather into its slot of the staging buffer on the copy threads. All errors come
+        back in its CopyDone, as with `scatter`."""
 
         def run() -> None:
             # In the worker, so that a peer that is removed meanwhile fails this copy alone.
@@ -164,7 +169,8 @@ class StagingCopies:
         self._workers.submit(effect.gather_id, run)
 
     def scatter(self, effect: Scatter) -> None:
-        """Queue a scatter of a lease's sections into pages."""
+        """Queue a scatter of a lease's sections of the staging buffer into pages on the copy
+        threads."""
 
         def run() -> None:
             parts = [
@@ -179,12 +185,12 @@ class StagingCopies:
         self._workers.submit(effect.lease_id, run)
 
     def close(self) -> None:
-        """Close the workers."""
+        """Close the workers that run the staging copies."""
         self._workers.close()
 
     def _copy_of(self, part: Shard, unit_tokens: int) -> StagingCopy:
-        """Return the copy for this part, built on first use since it holds tables of the whole
-        pool.
+        """Return the staging copy for this part of the KV, built on first use since it holds tables
+        of the whole pool.
 
         Two threads may both build one at the same time; one of them is kept.
         """

@@ -34,8 +34,8 @@ class HeldLife:
     """The identity of this process, held as long as it, or a fork of it, lives. One descriptor."""
 
     def __init__(self) -> None:
-        """Bind the socket that shows this process alive. Raises OSError if the kernel lacks any of
-        it."""
+        """Bind the abstract socket that shows this process alive. Raises OSError if the kernel
+        lacks any of it."""
         began = _began(os.getpid())
         if began is None:
             raise OSError("/proc has nothing of this process")
@@ -53,7 +53,7 @@ class HeldLife:
             raise
 
     def close(self, *, ended: bool = True) -> None:
-        """Let the socket go, since writes of this process are over.
+        """Let go of the abstract socket that shows this process alive, since its writes are over.
 
         If they are not (`ended` False), it stays open until the process ends.
         """
@@ -64,8 +64,8 @@ class HeldLife:
 
 
 def is_dead(life: ProcessLife) -> bool:
-    """Return True if this process is proved to have ended, with every fork of it that runs no other
-    program. False if that cannot be found out."""
+    """Return True if the kernel proves the process with this identity dead, and every fork of it
+    that runs no other program. False if that cannot be found out."""
     try:
         # 1. The same boot and namespaces, or its process id and socket name mean something else
         # here.
@@ -85,7 +85,7 @@ def is_dead(life: ProcessLife) -> bool:
 
 
 def has_read_the_dead() -> bool:
-    """Return True if this process has read all that ended processes of this network namespace sent
+    """Return True if this process has read all that dead processes of this network namespace sent
     over its TCP connections. False if that cannot be found out."""
     try:
         return not any(_may_bring_more())
@@ -94,8 +94,8 @@ def has_read_the_dead() -> bool:
 
 
 def _may_bring_more() -> Iterator[bool]:
-    """Yield, per TCP socket of ours without a living owner at the other end, whether more may
-    come."""
+    """Yield, per TCP socket of ours without a living owner at the other end, whether more may come
+    from a dead process."""
     ours = _own_sockets()
     rows = [row for name in ("tcp", "tcp6") for row in _connections(name)]
     other_ends = {(row.local, row.remote): row for row in rows}
@@ -138,7 +138,8 @@ class _Connection(NamedTuple):
 
 
 def _connections(name: str) -> Iterator[_Connection]:
-    """Yield the rows of one table. Raises OSError if it cannot be read."""
+    """Yield the rows of a table of TCP connections in /proc. Raises OSError if it cannot be
+    read."""
     try:
         lines = (_PROC / "thread-self" / "net" / name).read_text().splitlines()[1:]
     except FileNotFoundError:
@@ -152,7 +153,7 @@ def _connections(name: str) -> Iterator[_Connection]:
 
 
 def _is_here(end: str) -> bool:
-    """Return whether an address in the table's hexadecimal form is one of this network
+    """Return whether an address as /proc/net/tcp has it, in hexadecimal, is one of this network
     namespace."""
     digits = end.partition(":")[0]
     words = [int(digits[at : at + 8], 16) for at in range(0, len(digits), 8)]
@@ -172,7 +173,7 @@ def _is_here(end: str) -> bool:
 
 
 def _own_sockets() -> dict[int, int]:
-    """Return a descriptor of each of this process's sockets, by inode."""
+    """Return a descriptor of each socket that /proc lists for this process, by inode."""
     found = {}
     for link in (_PROC / "self" / "fd").iterdir():
         with suppress(FileNotFoundError):  # it was closed meanwhile
@@ -183,7 +184,8 @@ def _own_sockets() -> dict[int, int]:
 
 
 def _unread_bytes_of_tcp(fd: int) -> int:
-    """Return the bytes that wait to be read, 0 if it is no TCP socket, or none any more."""
+    """Return the bytes that the kernel holds unread in this TCP socket, 0 if it is no TCP socket,
+    or none any more."""
     number = array.array("i", [0])
     with suppress(OSError):
         # Answered by TCP sockets alone, so it tells them from others.
@@ -194,7 +196,8 @@ def _unread_bytes_of_tcp(fd: int) -> int:
 
 
 def _place() -> tuple[str, int, int]:
-    """Return the boot, and the namespaces in which this thread looks up process ids and sockets.
+    """Return the machine's boot id, and the namespaces in which this thread looks up process ids
+    and sockets.
 
     Raises OSError if /proc is that of another pid namespace.
     """
@@ -206,7 +209,8 @@ def _place() -> tuple[str, int, int]:
 
 
 def _began(pid: int) -> int | None:
-    """Return when the process began, in clock ticks since boot; None if there is none.
+    """Return when the process with this id began, as /proc says it, in clock ticks since boot; None
+    if there is none.
 
     A zombie still counts: it may be a leader with other threads that run on.
     """

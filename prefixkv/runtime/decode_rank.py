@@ -62,14 +62,14 @@ class DecodeRank(Closing):
         self._num_messages = 0  # counts batches of events, so that rank 0 notices a missing one
 
     def apply(self, raw: bytes) -> None:
-        """Apply what rank 0 did in one pass (`DecodeNode.take_log`). Raises as
-        `DecodeReplica.apply`."""
+        """Apply to this decode rank's replica and rooms what rank 0 did in one pass
+        (`DecodeNode.take_log`). Raises as `DecodeReplica.apply`."""
         # The tree and the page table first, then the rooms: their pages are taken by now.
         for command in self.replica.apply(raw):
             self.transfers.submit(command)
 
     def take_rank_events(self) -> bytes:
-        """Return what became of this rank's rooms since the last call, packed for
+        """Return what became of this decode rank's rooms since the last call, packed for
         `DecodeNode.apply_rank_events`.
 
         Each result has to be applied, in order; empty if nothing happened. Raises InternalError for
@@ -82,39 +82,44 @@ class DecodeRank(Closing):
         return pack_rank_events(self.rank, self._num_messages - 1, events)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Block until there may be events, at most `timeout_s`; return True if there may be
-        some."""
+        """Block until this decode rank may have events for rank 0, at most `timeout_s`; return True
+        if it may have some."""
         return self.transfers.wait(timeout_s)
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable while there are events."""
+        """Return a descriptor that is readable while this decode rank has events for rank 0."""
         return self.transfers.fileno()
 
     def pages(self, row: int) -> npt.NDArray[np.int32]:
-        """Return the page ids of the request in this row; see `DecodeReplica.pages`."""
+        """Return this decode rank's page ids for the request in this row; see
+        `DecodeReplica.pages`."""
         return self.replica.pages(row)
 
     def state_slot(self, row: int) -> int:
-        """Return the state slot of the request in this row; see `DecodeRequest.state_slot`."""
+        """Return this decode rank's state slot for the request in this row; see
+        `DecodeRequest.state_slot`."""
         return self.replica.state_slot(row)
 
     def audit(self) -> None:
-        """Check every law of tree, allocator and page table. Slow. Raises InternalError."""
+        """Check every law of this decode rank's tree, allocator and page table. Slow. Raises
+        InternalError."""
         self.replica.audit()
 
     def lost_peers(self) -> LostPeers:
-        """Return the lost prefill ranks that write here; see `DecodeNode.lost_peers`."""
+        """Return the lost prefill ranks that write to this decode rank; see
+        `DecodeNode.lost_peers`."""
         return self.transfers.lost_peers()
 
     @property
     def num_rooms(self) -> int:
-        """Number of rooms that are open here, or not drained yet. Any thread may ask."""
+        """Number of rooms that are open on this decode rank, or not drained yet. Any thread may
+        ask."""
         return self.transfers.num_rooms
 
     def stats(self) -> dict[str, int]:
-        """Return the counters of the control thread."""
+        """Return the counters of this decode rank's control thread."""
         return self.transfers.stats()
 
     def close(self) -> None:
-        """See `DecodeNode.close`."""
+        """Close this decode rank's transfer side, with its threads. See `DecodeNode.close`."""
         self.transfers.close()

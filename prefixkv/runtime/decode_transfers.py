@@ -120,12 +120,14 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         )
 
     def _proved(self, peer: PeerId) -> None:
-        """Fence a peer that is proved dead. Called by the prover's thread, so by the inbox."""
+        """Fence a prefill process that is proved dead, for decode's transfers. Called by the
+        prover's thread, so by the inbox."""
         self.thread.inbox.put(Fence(peer, proved=True))
 
     @property
     def control(self) -> DecodeControl:
-        """The control object, for audits; it belongs to the control thread."""
+        """Control object of this decode rank's transfers, for audits; it belongs to the control
+        thread."""
         return cast(DecodeControl, self.thread.control)
 
     @property
@@ -144,7 +146,8 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         state_slot: int = -1,
         ticket: int | None = None,
     ) -> None:
-        """Promise pages to a prefill worker, for the KV of tokens `prefix_len` to `num_tokens`.
+        """Open a room on the decode side: promise pages to a prefill worker, for the KV of tokens
+        `prefix_len` to `num_tokens`.
 
         Args:
             room, generation: the transfer, and which attempt at it.
@@ -195,7 +198,8 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         self.submit(OpenRoom(promise, prefill, digest))
 
     def abort(self, room: int, generation: int, reason: str = "aborted") -> None:
-        """End a room; its pages come back with RoomDrained. Unknown or ended: no-op."""
+        """End a room of decode's transfers; its pages come back with RoomDrained. Unknown or ended:
+        no-op."""
         check_reason(reason)
         self.submit(AbortRoom(room_key(room, generation), reason))
 
@@ -208,7 +212,7 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         ticket: int | None = None,
         digest: bytes = b"",
     ) -> None:
-        """Tell prefill at once that this room will not be opened here. RoomDrained follows.
+        """Tell prefill at once that this decode rank will not open the room. RoomDrained follows.
 
         `ticket` and `digest` are as for `open`. Without the digest any request with this number
         that prefill has, or gets next, is refused.
@@ -226,7 +230,7 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         self.submit(RefuseRoom(key, ticket, prefill, reason, digest))
 
     def _begin(self, key: RoomKey) -> None:
-        """Take a room's number. Raise RequestError if it is in use."""
+        """Take a room's number among decode's transfers. Raise RequestError if it is in use."""
         if key in self._keys:
             raise RequestError(f"room {key.room} generation {key.generation} is not over yet")
         # Before the number is taken: a closed side would never give it back.
@@ -234,7 +238,8 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         self._keys.add(key)
 
     def _follow_event(self, event: DecodeEvent) -> None:
-        """Give a room's number back with the event that ends it: drained, or succeeded."""
+        """Give a room's number back to decode's transfers with the event that ends it: drained, or
+        succeeded."""
         # A failed room keeps its number until it is drained: a peer may still write its pages.
         if isinstance(event, RoomDrained) or (
             isinstance(event, RoomEnded) and event.poll is KVPoll.SUCCESS
@@ -242,19 +247,19 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
             self._keys.discard(event.key)
 
     def fence(self, peer: str, incarnation: int) -> None:
-        """Take the caller's word that this prefill process is dead: its rooms end, and are
-        drained."""
+        """Take the caller's word that this prefill process is dead: its rooms among decode's
+        transfers end, and are drained."""
         self.submit(Fence(peer_id(peer, incarnation)))
 
     def peers(self) -> dict[str, tuple[PeerId | None, str]]:
-        """Return, by address of the prefill worker, its identity, and "ready", "suspect" or
-        "connecting"."""
+        """Return the prefill workers of this decode rank's transfers: by address, the identity, and
+        "ready", "suspect" or "connecting"."""
         self.check_open()
         return self.control.peers(time.monotonic())
 
     def lost_peers(self) -> LostPeers:
-        """Return the prefill processes to think of fencing: suspect or over, and may still write
-        pages.
+        """Return the prefill processes to think of fencing in decode's transfers: suspect or over,
+        and may still write pages.
 
         Over means replaced, fenced, or left. For each: what is wrong, and how many pages.
         """
@@ -262,5 +267,6 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         return self.control.lost_peers(time.monotonic())
 
     def peer_states(self) -> list[str]:
-        """Return the state of each prefill rank known, as `peers` says it."""
+        """Return the state of each prefill rank that decode's transfers know, as `peers` says
+        it."""
         return [state for _, state in self.peers().values()]

@@ -32,7 +32,7 @@ class FragmentError(Exception):
 
 
 def cut(raw: bytes) -> list[bytes]:
-    """Return a frame's messages.
+    """Return a frame cut into messages: itself if it is small, or else its fragments.
 
     >>> [len(message) for message in cut(bytes(70_000))]
     [65545, 4473]
@@ -60,7 +60,8 @@ class Joiner(Generic[From]):
         self._num_bytes = 0
 
     def join(self, sender: From, message: bytes) -> bytes | None:
-        """Return the frame that this message ends, or None if it is not the last fragment.
+        """Return the frame that this message completes, joined of its fragments, or None if it is
+        not the last fragment.
 
         A message that only resembles a fragment counts as a whole frame, which decoding then
         refuses.
@@ -101,7 +102,8 @@ class Joiner(Generic[From]):
         return raw
 
     def forget(self, sender: From) -> None:
-        """Drop what the sender had begun: it has gone, or begins another frame."""
+        """Drop the fragments of the frame that the sender had begun: it has gone, or begins another
+        frame."""
         self._num_bytes -= sum(map(len, self._begun.pop(sender, ())))
 
 

@@ -49,7 +49,8 @@ def _rank_configs(config: Config, num_ranks: int) -> list[Config]:
 def _check_ranks(
     pools: Sequence[KVPool], states: Sequence[StatePool | None], num_ranks: int
 ) -> list[StatePool | None]:
-    """Return the states, one per rank.
+    """Check that the pools and states of a group's ranks are alike; return the states, one per
+    rank.
 
     Raises:
         ConfigError: the ranks differ in pages, page size or slots: one would refuse what another
@@ -69,23 +70,24 @@ def _check_ranks(
 
 
 class _Readiness:
-    """One descriptor that is readable while any of several is."""
+    """One descriptor for a group, readable while that of any of its ranks is."""
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
 
     def watch(self, fds: Sequence[int]) -> None:
-        """Watch these descriptors too."""
+        """Watch the descriptors of a group's ranks too."""
         for fd in fds:
             self._epoll.register(fd, select.EPOLLIN)
 
     @property
     def fd(self) -> int:
-        """The descriptor to poll."""
+        """Descriptor to poll for all ranks of a group."""
         return self._epoll.fileno()
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Wait until one is readable, at most `timeout_s`; return whether one is."""
+        """Wait until a rank of the group has its descriptor readable, at most `timeout_s`; return
+        whether one has."""
         until_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         # `wait_readable` may return early, for a signal.
         while not wait_readable(self.fd, left_s := until_s - time.monotonic()):
@@ -94,7 +96,7 @@ class _Readiness:
         return True
 
     def close(self) -> None:
-        """Close the descriptor; those that are watched stay open."""
+        """Close the group's descriptor; those of its ranks, which are watched, stay open."""
         self._epoll.close()
 
 
@@ -144,7 +146,7 @@ class DecodeGroup(DecodeNode):
         self._readiness.watch([self.transfers.fileno(), *(other.fileno() for other in self.others)])
 
     def _pump(self) -> float:
-        """Take in what happened on all ranks."""
+        """Take in what happened on all ranks of the decode group; return the time."""
         now_s = super()._pump()
         if self.others:
             for other in self.others:
@@ -153,12 +155,13 @@ class DecodeGroup(DecodeNode):
         return now_s
 
     def _tell(self) -> None:
-        """Hand on commands, and the log of what rank 0 has done."""
+        """Hand on commands, and to the decode group's other ranks the log of what rank 0 has
+        done."""
         super()._tell()
         self._hand_log()
 
     def _hand_log(self) -> None:
-        """Apply the log on all other ranks, if there is anything in it."""
+        """Apply rank 0's log on all other ranks of the decode group, if there is anything in it."""
         if self.others and self._log:
             # Taken once, applied by each: all ranks do the same operations in the same order.
             raw = self.take_log()
@@ -166,33 +169,36 @@ class DecodeGroup(DecodeNode):
                 other.apply(raw)
 
     def pages_of(self, req: DecodeRequest) -> list[Pages]:
-        """Return the request's page ids as each rank knows them."""
+        """Return the request's page ids as each rank of the decode group knows them."""
         self._hand_log()
         return [req.pages, *(other.pages(req.row) for other in self.others)]
 
     def lost_peers(self) -> LostPeers:
-        """Return the lost peers of all ranks, merged; see `DecodeNode.lost_peers`."""
+        """Return the lost peers of all ranks of the decode group, merged; see
+        `DecodeNode.lost_peers`."""
         return merged_lost_peers(
             [super().lost_peers(), *(rank.lost_peers() for rank in self.others)]
         )
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for events of any rank; see `DecodeNode.wait`."""
+        """Wait for events of any rank of the decode group; see `DecodeNode.wait`."""
         self._check_open()
         return self.scheduler.has_results or self._wait(self._readiness.wait, timeout_s)
 
     def fileno(self) -> int:
-        """See `Node.fileno`; readable for any rank."""
+        """Return a descriptor that is readable for any rank of the decode group. See
+        `Node.fileno`."""
         return self._readiness.fd if self.others else super().fileno()
 
     def audit(self) -> None:
-        """Check the laws on every rank. Raises InternalError."""
+        """Check the laws on every rank of the decode group. Raises InternalError."""
         super().audit()
         for other in self.others:
             other.audit()
 
     def close(self) -> None:
-        """Close every rank, rank 0 first: its scheduler tells the others nothing after that."""
+        """Close every rank of the decode group, rank 0 first: its scheduler tells the others
+        nothing after that."""
         # Callbacks run in reverse: readiness, rank 0, then the others. All run even if one raises.
         with ExitStack() as closing:
             for other in self.others:
@@ -212,7 +218,7 @@ class PrefillGroup(RankGroup[PrefillNode], Closing):
         states: Sequence[StatePool | None] = (),
         usable_prefix: UsablePrefix | None = None,
     ) -> None:
-        """Build every rank, the last one first.
+        """Build every rank of the prefill group in this process, the last one first.
 
         `states` are by rank, where requests have extra state. `usable_prefix` is as for
         PrefillNode; each rank asks it.
@@ -238,31 +244,33 @@ class PrefillGroup(RankGroup[PrefillNode], Closing):
 
     @property
     def endpoint(self) -> str:
-        """Address of rank 0, which `Request.prefill` names."""
+        """Address of the prefill group's rank 0, which `Request.prefill` names."""
         return self.nodes[0].endpoint
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for events of any rank; see `PrefillNode.wait`."""
+        """Wait for events of any rank of the prefill group; see `PrefillNode.wait`."""
         if self._ready or any(node.scheduler.has_results for node in self.nodes):
             return True
         return self.nodes[0]._wait(self._readiness.wait, timeout_s)
 
     def fileno(self) -> int:
-        """See `Node.fileno`; readable for any rank."""
+        """Return a descriptor that is readable for any rank of the prefill group. See
+        `Node.fileno`."""
         return self._readiness.fd
 
     def stats(self) -> dict[str, int]:
-        """Return the counters, summed over the ranks."""
+        """Return the counters of the prefill group's nodes, summed over the ranks."""
         all_stats = [node.stats() for node in self.nodes]
         return {name: sum(stats.get(name, 0) for stats in all_stats) for name in all_stats[0]}
 
     def audit(self) -> None:
-        """Check the laws on every rank. Raises InternalError."""
+        """Check the laws on every rank of the prefill group. Raises InternalError."""
         for node in self.nodes:
             node.audit()
 
     def close(self) -> None:
-        """Close every rank. An InternalError comes once all are closed; others are its context."""
+        """Close every rank of the prefill group. An InternalError comes once all are closed; others
+        are its context."""
         with ExitStack() as closing:
             for node in self.nodes:
                 closing.callback(node.close)

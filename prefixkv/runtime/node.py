@@ -52,11 +52,12 @@ class Node(Closing, Generic[C, To, E]):
     _counters: tuple[str, ...]
 
     def __init__(self, pool: KVPool, state: StatePool | None) -> None:
-        """Remember the memory; the subclass builds scheduler and transfers."""
+        """Remember the memory of a node; the subclass builds scheduler and transfers."""
         self.pool, self.state = pool, state
 
     def _observe(self, timeline: Callable[[Any, int, int], dict[str, Any]]) -> None:
-        """Let the scheduler's journal write to the request log, and put a clock around eviction."""
+        """Let the journal of the node's scheduler write to the request log, and put a clock around
+        eviction."""
         layout, pages = self.pool.layout, self.scheduler.pages
         log = RequestLog(
             self.peer_id, lambda req: timeline(req, layout.page_bytes, layout.page_size)
@@ -67,7 +68,8 @@ class Node(Closing, Generic[C, To, E]):
         self._feed = EventFeed(pages.cache, *self.peer_id)
 
     def _publish_events(self, config: DecodeConfig | PrefillConfig) -> None:
-        """Publish cache events, if that is asked for. Called last of all in a constructor.
+        """Publish the node's cache events, if that is asked for. Called last of all in a node's
+        constructor.
 
         Raises:
             ConfigError: with the node closed.
@@ -85,13 +87,14 @@ class Node(Closing, Generic[C, To, E]):
         self._feed.listen(self.kv_events)
 
     def _check_namespace(self, request: Request) -> None:
-        """Raise RequestError for a namespace that the published events cannot express, if any are
-        published."""
+        """Raise RequestError for a namespace that the node's published events cannot express, if
+        any are published."""
         if self.kv_events is not None and request.cacheable:
             self.kv_events.dialect.check(request.key.namespace)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Block until a `pop_*` may have something for the engine, at most `timeout_s`.
+        """Block until a `pop_*` of the node, decode's or prefill's, may have something for the
+        engine, at most `timeout_s`.
 
         Returns True if one may.
         """
@@ -101,7 +104,8 @@ class Node(Closing, Generic[C, To, E]):
         return self.scheduler.has_results or self._wait(self.transfers.wait, timeout_s)
 
     def _wait(self, wait: Callable[[float | None], bool], timeout_s: float | None) -> bool:
-        """Wait by `wait`, but not beyond the time when a request may fail for having waited."""
+        """Wait for the node, decode's or prefill's, by `wait`, but not beyond the time when a
+        request may fail for having waited."""
         left_s = self.scheduler.wake_s - time.monotonic()
         # No event comes for a deadline of the scheduler's, so the wait has to end at it.
         if left_s < (math.inf if timeout_s is None else timeout_s):
@@ -109,8 +113,8 @@ class Node(Closing, Generic[C, To, E]):
         return wait(timeout_s)
 
     def drain(self, timeout_s: float = 0.0) -> bool:
-        """Take no new requests from now on (`add` raises DrainingError); return True once all have
-        ended.
+        """Take no new requests on the node, decode's or prefill's, from now on (`add` raises
+        DrainingError); return True once all have ended.
 
         True once no request lives, nothing is left to pop, and no peer may still write here or read
         from here: then `close` harms nothing. Waits for that up to `timeout_s`, but not while a
@@ -133,8 +137,8 @@ class Node(Closing, Generic[C, To, E]):
             self.transfers.wait(min(end_s - now_s, 0.05))
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable while a `pop_*` may have something, for the engine's
-        own poller.
+        """Return a descriptor that is readable while a `pop_*` of the node, decode's or prefill's,
+        may have something, for the engine's own poller.
 
         Now and then it is readable once more when all has been popped already. It does not become
         readable when a request has waited too long: call `pop_preallocated` from time to time.
@@ -143,16 +147,18 @@ class Node(Closing, Generic[C, To, E]):
 
     @property
     def weights_version(self) -> str:
-        """Version of the weights that KV is computed with and cached for:
+        """Version of the weights that the node computes and caches KV for:
         `ModelConfig.weights_version`, until `flush` moves it."""
         return self.scheduler.weights_version
 
     @abstractmethod
     def flush(self, weights_version: str | None = None) -> int:
-        """Empty the prefix cache. Returns the pages freed at once."""
+        """Empty the prefix cache of the node, decode's or prefill's. Returns the pages freed at
+        once."""
 
     def _flush(self, weights_version: str | None, move: Callable[[str, float], None]) -> int:
-        """Empty the prefix cache; call `move` first if the version differs from the present one."""
+        """Empty the prefix cache of the node, decode's or prefill's; call `move` first if the
+        version differs from the present one."""
         # The version is checked before anything changes; events that have come are taken in under
         # the old one.
         if weights_version is not None:
@@ -165,14 +171,14 @@ class Node(Closing, Generic[C, To, E]):
         return freed
 
     def audit(self) -> None:
-        """Check every law of tree, allocator, page table and requests. Slow. Raises
-        InternalError."""
+        """Check every law of the node, decode's or prefill's: tree, allocator, page table and
+        requests. Slow. Raises InternalError."""
         self._pump()
         self.scheduler.check_invariants()
 
     def take_cache_events(self, snapshot: bool = False) -> EventBatch:
-        """Return what the prefix cache stored and removed since the last call, for a router
-        (`BoundedAffinityRouter.apply`).
+        """Return what the node's prefix cache, on decode or prefill, stored and removed since the
+        last call, for a router (`BoundedAffinityRouter.apply`).
 
         The first batch, and one with `snapshot`, gives the whole content. Before the first call
         nothing is recorded.
@@ -182,16 +188,18 @@ class Node(Closing, Generic[C, To, E]):
 
     @property
     def closed(self) -> bool:
-        """True once `close` was called."""
+        """True once `close` of the node, decode's or prefill's, was called."""
         return self.transfers.closed
 
     @property
     def num_rooms(self) -> int:
-        """Number of rooms that are open, or not drained yet. Any thread may ask."""
+        """Number of rooms of the node, decode's or prefill's, that are open, or not drained yet.
+        Any thread may ask."""
         return self.transfers.num_rooms
 
     def stats(self) -> dict[str, int]:
-        """Return counters, and how many pages are in each state.
+        """Return the counters of the node, decode's or prefill's, and how many pages are in each
+        state.
 
         All keys are there from the start, but for `dropped: ...` and rare ones of staging.
         """
@@ -218,7 +226,8 @@ class Node(Closing, Generic[C, To, E]):
         }
 
     def close(self) -> None:
-        """Destroy the transport's agent, tell the peers, join every thread. Idempotent.
+        """Close the node, decode's or prefill's: destroy the transport's agent, tell the peers,
+        join every thread. Idempotent.
 
         A peer that is writing into this pool over shared memory is not stopped by it: keep the
         pool's memory until its requests have ended there.
@@ -233,7 +242,8 @@ class Node(Closing, Generic[C, To, E]):
                 self.kv_events.close()
 
     def _pump(self) -> float:
-        """Take in what the control thread has to say; return the time.
+        """Take in what the control thread has to say to the node, decode's or prefill's; return the
+        time.
 
         Every call of the engine begins with this, so that it sees the present state.
 
@@ -256,8 +266,8 @@ class Node(Closing, Generic[C, To, E]):
         return now_s
 
     def _tell(self) -> None:
-        """Hand the scheduler's commands to the control thread, and mark what is left for the
-        engine.
+        """Hand the commands of the node's scheduler, decode's or prefill's, to the control thread,
+        and mark what is left for the engine.
 
         Any call takes in what has happened, but only some pop it: the descriptor has been read by
         then, so it is made readable again.
@@ -272,17 +282,18 @@ class Node(Closing, Generic[C, To, E]):
             self._feed.pass_on()
 
     def _check_open(self) -> None:
-        """Raise ClosedError after `close`."""
+        """Raise ClosedError after `close` of the node, decode's or prefill's."""
         self.transfers.check_open()
 
     def _command(self, command: C) -> None:
-        """Hand one command to the control thread."""
+        """Hand one command of the node's scheduler, decode's or prefill's, to the control
+        thread."""
         self.transfers.submit(command)
 
     @abstractmethod
     def _take_commands(self) -> list[C]:
-        """Return and remove the scheduler's commands."""
+        """Return and remove the commands of the node's scheduler, decode's or prefill's."""
 
     @abstractmethod
     def _take(self, event: E, now_s: float) -> None:
-        """Tell the scheduler what became of a room."""
+        """Tell the node's scheduler, decode's or prefill's, what became of a room."""

@@ -150,7 +150,8 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         self._publish_events(config)
 
     def _record(self, config: DecodeConfig, bytes_per_token: int) -> Recorder | None:
-        """Let the scheduler's journal write to the recorder too, if one is asked for."""
+        """Let the journal of the decode node's scheduler write to the recorder too, if one is asked
+        for."""
         if config.record is None:
             return None
         # Threads run already, and the caller gets no node to close.
@@ -178,7 +179,7 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         return recorder
 
     def close(self) -> None:
-        """See `Node.close`. The recorder is closed last: it writes what waits."""
+        """Close the decode node, its recorder last: that writes what waits. See `Node.close`."""
         try:
             super().close()
         finally:
@@ -186,7 +187,7 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
                 self._recorder.close()
 
     def add(self, request: Request) -> DecodeRequest:
-        """Queue a request.
+        """Queue a request of the engine on the decode node.
 
         Raises:
             RequestError: it cannot be taken; DrainingError is one of them. Nothing was changed, and
@@ -200,7 +201,8 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         return req
 
     def refuse(self, request: Request, reason: str = "refused") -> None:
-        """Tell prefill at once that this request will not be taken here; `add` has refused it, say.
+        """Tell prefill at once that the decode node will not take this request, as when `add` has
+        refused it.
 
         Its room's number is in use here until prefill has answered.
 
@@ -213,7 +215,8 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         self._tell()
 
     def pop_preallocated(self) -> list[DecodeRequest]:
-        """Return the requests admitted now: prefix locked, pages taken, the rest asked of prefill.
+        """Return the requests that the decode node admits now: prefix locked, pages taken, the rest
+        asked of prefill.
 
         Call it once per pass. The first request to a prefill worker is admitted when that has
         answered, by a later call, and `wait` returns for it.
@@ -223,14 +226,15 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         return admitted
 
     def pop_transferred(self) -> list[DecodeRequest]:
-        """Return the requests with KV complete in `req.pages`; `req.aux` came with it.
+        """Return the decode node's requests with KV complete in `req.pages`; `req.aux` came with
+        it.
 
         They run from now on.
         """
         return self.scheduler.pop_transferred(self._pump())
 
     def pop_failed(self) -> list[DecodeRequest]:
-        """Return the requests that failed or were aborted; `req.error` says why.
+        """Return the decode node's requests that failed or were aborted; `req.error` says why.
 
         Their pages must not be touched.
         """
@@ -238,12 +242,13 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         return self.scheduler.pop_failed()
 
     def pop_needs_prefill(self) -> list[PrefillAsk]:
-        """Return the requests to submit to a prefill worker again."""
+        """Return the decode node's requests for the engine to submit to a prefill worker again."""
         self._pump()
         return self.scheduler.pop_needs_prefill()
 
     def append_many(self, reqs: Sequence[DecodeRequest], token_ids: Sequence[int]) -> None:
-        """Add the newly sampled token of each request; afterwards the page for its KV is there.
+        """Add the token that the engine has newly sampled to each request of the decode node;
+        afterwards the page for its KV is there.
 
         The exception is the token that completes `max_new_tokens`: finish that request, no step
         writes its KV. Requests that were aborted meanwhile are left out.
@@ -257,7 +262,7 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
     def finish(
         self, req: DecodeRequest, after: DeviceEvent | None = None, continues: bool | None = None
     ) -> None:
-        """End a request that is done: what has KV becomes cached prefix.
+        """End a request that is done on the decode node: what has KV becomes cached prefix.
 
         Nothing is released before `after.query()` is True. `continues` says whether the
         conversation will go on, if known.
@@ -266,12 +271,13 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         self._tell()
 
     def retract(self, rid: str, after: DeviceEvent | None = None) -> None:
-        """Take a running request's pages back; it queues again and resumes where it was."""
+        """Take a running request's pages back on the decode node; it queues again and resumes where
+        it was."""
         self.scheduler.retract(rid, self._pump(), after)
         self._tell()
 
     def abort(self, rid: str, after: DeviceEvent | None = None) -> bool:
-        """End a request wherever it is; it comes out of `pop_failed`.
+        """End a request wherever it is in the decode node; it comes out of `pop_failed`.
 
         Returns False if it is unknown or has ended.
         """
@@ -280,7 +286,8 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         return known
 
     def flush(self, weights_version: str | None = None, after: DeviceEvent | None = None) -> int:
-        """Empty the prefix cache, after a weight update. Returns the pages freed at once.
+        """Empty the decode node's prefix cache, after a weight update. Returns the pages freed at
+        once.
 
         Without `weights_version`, or with the version that the node has already, requests that run
         now finish but cache nothing. With another version everything that has KV or output of the
@@ -303,7 +310,8 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         )
 
     def retarget(self, rid: str, prefill: str) -> None:
-        """Send a request to the prefill worker at another address from its next attempt on.
+        """Send a request of the decode node to the prefill worker at another address from its next
+        attempt on.
 
         One that waits to be admitted is refused where it was submitted, and comes out of
         `pop_needs_prefill` once admitted.
@@ -316,8 +324,8 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         self._tell()
 
     def stats(self) -> dict[str, int]:
-        """Counters, and pages by state. `skipped_tokens` counts tokens on their way with another's
-        flight too, `DecodeRequest.hit_tokens` does not."""
+        """Return the decode node's counters, and pages by state. `skipped_tokens` counts tokens on
+        their way with another's flight too, `DecodeRequest.hit_tokens` does not."""
         stats = super().stats()
         if (recorder := self._recorder) is not None:
             stats |= {"recorded": recorder.recorded, "record_lost": recorder.lost}
@@ -327,8 +335,8 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         return stats
 
     def take_log(self) -> bytes:
-        """Return what the other tensor-parallel ranks have to apply, for the engine to broadcast
-        once per pass.
+        """Return what the other tensor-parallel ranks have to apply of this decode node's pass, for
+        the engine to broadcast once per pass.
 
         Raises:
             CallerError: the node was built without `ranks`.
@@ -338,19 +346,19 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         return self._ranks.take(self.scheduler.pages)
 
     def fence(self, peer: str, incarnation: int) -> None:
-        """Take the caller's word that this prefill process is dead: its rooms end, and their held
-        pages come back."""
+        """Take the caller's word that this prefill process is dead: its rooms on the decode node
+        end, and their held pages come back."""
         self._check_open()
         self._command(Fence(peer_id(peer, incarnation)))
 
     def peers(self) -> dict[str, tuple[PeerId | None, str]]:
-        """Return, by address of the prefill worker, its identity, and "ready", "suspect" or
-        "connecting"."""
+        """Return the prefill workers of the decode node: by address, the identity, and "ready",
+        "suspect" or "connecting"."""
         return self.transfers.peers()
 
     def lost_peers(self) -> LostPeers:
-        """Return the prefill processes to think of fencing: suspect or over, and may still write
-        pages.
+        """Return the prefill processes to think of fencing on the decode node: suspect or over, and
+        may still write pages.
 
         Over means replaced, fenced, or left. For each: what is wrong, and how many pages. Fence
         those that are dead.
@@ -358,20 +366,21 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         return self.transfers.lost_peers()
 
     def _ready(self) -> list[str]:
-        """Return the addresses of the prefill workers that answer now."""
+        """Return the addresses of the prefill workers that answer the decode node now."""
         return [address for address, (_, state) in self.peers().items() if state == "ready"]
 
     def _take_commands(self) -> list[DecodeCommand]:
-        """Return and remove the scheduler's commands."""
+        """Return and remove the commands of the decode node's scheduler."""
         return self.scheduler.take_commands()
 
     def _take(self, event: DecodeEvent | WorkerEvent, now_s: float) -> None:
-        """Hand an event to the leader, which waits for the other ranks before the scheduler hears
-        it."""
+        """Hand an event of a room to the decode node's leader, which waits for the other ranks
+        before the scheduler hears it."""
         self._leader.on(event, now_s)
 
     def apply_rank_events(self, raw: bytes) -> None:
-        """Take the events of a `DecodeRank` (its `take_rank_events`); b"" is nothing.
+        """Take the events of a `DecodeRank` (its `take_rank_events`) into the decode node, rank 0;
+        b"" is nothing.
 
         Raises:
             CallerError: a batch of this rank is missing or doubled: each has to come, in order.
@@ -380,7 +389,7 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         self._tell()
 
     def _command(self, command: DecodeCommand) -> None:
-        """Hand a command to the leader, which logs it for the other ranks too."""
+        """Hand a command to the decode node's leader, which logs it for the other ranks too."""
         self._leader.command(command)
 
 
@@ -461,11 +470,11 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
 
     @property
     def endpoint(self) -> str:
-        """The bound address, which `Request.prefill` names."""
+        """Bound address of the prefill node, which `Request.prefill` names."""
         return self.transfers.endpoint
 
     def add(self, request: Request) -> PrefillRequest:
-        """Take a request; it waits for decode's promise.
+        """Take a request of the engine into the prefill node; it waits for decode's promise.
 
         Raises:
             RequestError: nothing was changed here. Decode hears of it as by `refuse`, unless the
@@ -483,7 +492,7 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
             self._tell()
 
     def refuse(self, request: Request, reason: str = "refused") -> None:
-        """Tell decode at once that this request will not be taken here.
+        """Tell decode at once that the prefill node will not take this request.
 
         If decode promises its pages later, it hears it then, for `parked_timeout_s`.
 
@@ -495,8 +504,8 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         self._tell()
 
     def pop_bootstrapped(self, limit: int | None = None) -> list[PrefillRequest]:
-        """Return the requests to compute now: `decode_prefix_len` and `prefix_len` are known,
-        `pages` are there.
+        """Return the requests for the prefill node's engine to compute now: `decode_prefix_len` and
+        `prefix_len` are known, `pages` are there.
 
         At most `limit`, first come first served. But one that needs a prefix which another request
         computes comes when that is there, or will not come.
@@ -509,8 +518,8 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         self, req: PrefillRequest, end: int, last: bool = False, aux: bytes = b"",
         ready: DeviceEvent | None = None, state_slot: int = -1,
     ) -> int:  # fmt: skip
-        """Send what decode lacks of the KV up to token `end`, computed once `ready.query()` is
-        True.
+        """Send from the prefill node what decode lacks of a request's KV up to token `end`,
+        computed once `ready.query()` is True.
 
         With `last`, the extra state in `state_slot`, the outcome and `aux` follow. Returns the
         number of pages queued.
@@ -523,11 +532,11 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         return queued
 
     def pop_sent(self) -> list[PrefillRequest]:
-        """Return the requests that are done here: decode has all of their KV."""
+        """Return the requests that are done on the prefill node: decode has all of their KV."""
         return self.scheduler.pop_sent(self._pump())
 
     def pop_failed(self, after: DeviceEvent | None = None) -> list[PrefillRequest]:
-        """Return the requests that failed or were aborted; `req.error` says why.
+        """Return the prefill node's requests that failed or were aborted; `req.error` says why.
 
         The engine has to stop computing them. One with extra state handed over comes when no write
         reads that any more. `after`: device work launched for them before this call has ended once
@@ -536,14 +545,15 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         return self.scheduler.pop_failed(self._pump(), after)
 
     def abort(self, rid: str) -> bool:
-        """End a request; it comes out of `pop_failed`. Returns False if it is unknown or has
-        ended."""
+        """End a request of the prefill node; it comes out of `pop_failed`. Returns False if it is
+        unknown or has ended."""
         known = self.scheduler.abort(rid, self._pump())
         self._tell()
         return known
 
     def flush(self, weights_version: str | None = None) -> int:
-        """Empty the prefix cache, after a weight update. Returns the pages freed at once.
+        """Empty the prefill node's prefix cache, after a weight update. Returns the pages freed at
+        once.
 
         Without `weights_version`, or with the version that the node has already, requests that run
         now finish but cache nothing. With another version everything that was promised pages under
@@ -561,17 +571,18 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         return self._flush(weights_version, self.scheduler.move_weights)
 
     def fence(self, peer: str, incarnation: int) -> None:
-        """Take the caller's word that this decode process is dead: its requests fail."""
+        """Take the caller's word that this decode process is dead: its requests on the prefill node
+        fail."""
         self._check_open()
         self._command(Fence(peer_id(peer, incarnation)))
 
     def peers(self) -> dict[PeerId, str]:
-        """Return "ready" or "suspect" for each decode rank known."""
+        """Return "ready" or "suspect" for each decode rank that the prefill node knows."""
         return self.transfers.peers()
 
     def lost_peers(self) -> LostPeers:
-        """Return the decode processes to think of fencing: suspect or over, and still in rooms
-        here.
+        """Return the decode processes to think of fencing on the prefill node: suspect or over, and
+        still in rooms here.
 
         Over means replaced, fenced, or left. For each: what is wrong, and how many rooms.
         """
@@ -579,12 +590,12 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
 
     @property
     def bytes_sent(self) -> int:
-        """KV bytes written to decode workers. Any thread may ask."""
+        """KV bytes that the prefill node has written to decode workers. Any thread may ask."""
         return self.transfers.bytes_sent
 
     def stats(self) -> dict[str, int]:
-        """Return counters, pages by state, and the bytes that were not sent because decode had
-        them."""
+        """Return the prefill node's counters, pages by state, and the bytes that were not sent
+        because decode had them."""
         stats = super().stats()
         layout = self.pool.layout
         skipped_pages = stats.get("decode_hit_tokens", 0) // layout.page_size
@@ -592,11 +603,12 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         return stats
 
     def _take_commands(self) -> list[PrefillCommand]:
-        """Return and remove the scheduler's commands."""
+        """Return and remove the commands of the prefill node's scheduler."""
         return self.scheduler.take_commands()
 
     def _take(self, event: PrefillEvent, now_s: float) -> None:
-        """Tell the scheduler what became of a room."""
+        """Tell the prefill node's scheduler what became of a room: bootstrapped, ended, or its
+        source free."""
         match event:
             case Bootstrapped():
                 peer = event.peer.name

@@ -59,8 +59,8 @@ _STAGING_WINDOW = 4  # leases under way at once, per room and pair of ranks
 
 
 def _key(room: int, generation: int, decode: str) -> RoomKey:
-    """Return the key of a room of this decode worker. Raise RequestError for numbers or names that
-    cannot be."""
+    """Return the key of a room between prefill and this decode worker. Raise RequestError for
+    numbers or names that cannot be."""
     if not decode or not isinstance(decode, str):
         raise RequestError(f"decode is {decode!r}, the decode worker's name is needed")
     return room_key(room, generation, decode)
@@ -169,12 +169,14 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         )
 
     def _proved(self, peer: PeerId) -> None:
-        """Fence a peer that is proved dead. Called by the prover's thread, so by the inbox."""
+        """Fence a decode process that is proved dead, for prefill's transfers. Called by the
+        prover's thread, so by the inbox."""
         self.thread.inbox.put(Fence(peer, proved=True))
 
     @property
     def control(self) -> PrefillControl:
-        """The control object, for audits; it belongs to the control thread."""
+        """Control object of this prefill rank's transfers, for audits; it belongs to the control
+        thread."""
         return cast(PrefillControl, self.thread.control)
 
     @property
@@ -183,17 +185,18 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
 
     @property
     def endpoint(self) -> str:
-        """The bound address, which `DecodeTransfers.open` names."""
+        """Bound address of this prefill rank's transfers, which `DecodeTransfers.open` names."""
         return self._router.endpoint
 
     @property
     def bytes_sent(self) -> int:
-        """KV bytes written to decode workers. Any thread may ask."""
+        """KV bytes that this prefill rank's transfers have written to decode workers. Any thread
+        may ask."""
         return self.control.counters["bytes_sent"]
 
     def add(self, room: int, generation: int, num_tokens: int, decode: str, digest: bytes) -> None:
-        """Add a room that the engine has the request of. Bootstrapped follows once decode has
-        promised its pages; chunks may be handed over before.
+        """Add a room, whose request the engine has, to prefill's transfers. Bootstrapped follows
+        once decode has promised its pages; chunks may be handed over before.
 
         Args:
             room, generation: the transfer, and which attempt at it.
@@ -227,8 +230,8 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         state_slot: int = -1,
         generation: int | None = None,
     ) -> None:
-        """Send what decode lacks of the KV up to token `end`, computed once `ready.query()` is
-        True.
+        """Send what decode lacks of the KV in the engine's `pages`, by prefill's transfers, up to
+        token `end`, computed once `ready.query()` is True.
 
         Args:
             room, decode, generation: as added; None: the generation that was added last. One that
@@ -286,14 +289,16 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
             self.submit(chunk)
 
     def abort(self, room: int, generation: int, reason: str = "aborted", *, decode: str) -> None:
-        """End a room; RoomEnded and SourceFree follow. Not added or ended: no-op."""
+        """End a room of prefill's transfers; RoomEnded and SourceFree follow. Not added or ended:
+        no-op."""
         check_reason(reason)
         key = _key(room, generation, decode)
         if key in self._rooms:
             self.submit(AbortRoom(key, reason))
 
     def refuse(self, room: int, generation: int, reason: str = "refused", *, decode: str) -> None:
-        """Tell decode that this room will not be served here, now or when it promises pages for it.
+        """Tell decode that this prefill rank will not serve the room, now or when decode promises
+        pages for it.
 
         RoomEnded and SourceFree follow.
 
@@ -311,8 +316,8 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
     def offer(
         self, room: int, generation: int, num_tokens: int, digest: bytes, timeout_s: float
     ) -> None:
-        """Offer a room, drawn by the engine for a prompt that it has computed, to any decode
-        worker.
+        """Offer a room of prefill's transfers, drawn by the engine for a prompt that it has
+        computed, to any decode worker.
 
         The engine has named it where the request is placed. The first decode worker with a promise
         that proves the digest opens the room; from then on it is like one that was added for that
@@ -342,7 +347,8 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         self.submit(OfferRoom(key, num_tokens, digest, float(timeout_s)))
 
     def withdraw(self, room: int, generation: int, reason: str = "withdrawn") -> None:
-        """Withdraw an offer; RoomEnded and SourceFree follow for the key without a name.
+        """Withdraw an offer of prefill's transfers; RoomEnded and SourceFree follow for the key
+        without a name.
 
         Not offered, ended, or opened meanwhile: no-op, and Bootstrapped or the other events say so.
         """
@@ -350,7 +356,7 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         self.submit(WithdrawRoom(room_key(room, generation), reason))
 
     def _begin(self, key: RoomKey, plan: SendPlan | None) -> None:
-        """Take a room's number. Raise RequestError if it is in use."""
+        """Take a room's number among prefill's transfers. Raise RequestError if it is in use."""
         if key in self._rooms:
             of = f"{key.generation} of {key.decode!r}"
             raise RequestError(f"room {key.room} generation {of} is here already")
@@ -359,7 +365,8 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         self._rooms[key] = plan
 
     def _follow_event(self, event: PrefillEvent) -> None:
-        """Follow an event that the engine gets: an offer is opened, a room ends or is free."""
+        """Follow an event of prefill's transfers that the engine gets: an offer is opened, a room
+        ends or is free."""
         # An offer has no decode worker in its key; the first event of its room brings the name.
         offered = RoomKey(*event.key.numbers)
         if event.key not in self._rooms and offered in self._rooms:  # a decode worker opens it
@@ -375,17 +382,18 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
                 del self._last[number]
 
     def fence(self, peer: str, incarnation: int) -> None:
-        """Take the caller's word that this decode process is dead: its rooms end."""
+        """Take the caller's word that this decode process is dead: its rooms among prefill's
+        transfers end."""
         self.submit(Fence(peer_id(peer, incarnation)))
 
     def peers(self) -> dict[PeerId, str]:
-        """Return "ready" or "suspect" for each decode rank known."""
+        """Return "ready" or "suspect" for each decode rank that prefill's transfers know."""
         self.check_open()
         return self.control.peers(time.monotonic())
 
     def lost_peers(self) -> LostPeers:
-        """Return the decode processes to think of fencing: suspect or over, and still in rooms
-        here.
+        """Return the decode processes to think of fencing in prefill's transfers: suspect or over,
+        and still in rooms here.
 
         Over means replaced, fenced, or left. For each: what is wrong, and how many rooms.
         """
@@ -393,5 +401,6 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         return self.control.lost_peers(time.monotonic())
 
     def peer_states(self) -> list[str]:
-        """Return the state of each decode rank known, as `peers` says it."""
+        """Return the state of each decode rank that prefill's transfers know, as `peers` says
+        it."""
         return list(self.peers().values())

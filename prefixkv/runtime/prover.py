@@ -54,11 +54,12 @@ class Prover:
 
     @property
     def life(self) -> ProcessLife | None:
-        """Identity of this process as Hello says it, None if it is not said."""
+        """Identity of this process as the prover gives it to Hello, None if it is not said."""
         return None if self._own_life is None else self._own_life.life
 
     def submit(self, peer: PeerId, life: ProcessLife) -> None:
-        """Look at a process soon. No-op while it is queued or being looked at."""
+        """Have the prover's thread look soon whether a peer's process is dead. No-op while it is
+        queued or being looked at."""
         if peer in self._asked:
             return
         # Started on the first use: most nodes never doubt a peer.
@@ -76,7 +77,7 @@ class Prover:
         self._queue.put((peer, life))
 
     def close(self, *, ended: bool = True) -> None:
-        """Join the thread, and let this process's identity go. Idempotent. `ended`: as for
+        """Join the prover's thread, and let this process's identity go. Idempotent. `ended`: as for
         `HeldLife.close`."""
         # Behind all that is queued: looks that have begun are finished.
         self._queue.put(None)
@@ -87,7 +88,7 @@ class Prover:
             self._own_life = None
 
     def _run(self) -> None:
-        """Run the thread: one look after the other, until None comes."""
+        """Run the prover's thread: one look at a process after the other, until None comes."""
         while (asked := self._queue.get()) is not None:
             peer, life = asked
             try:

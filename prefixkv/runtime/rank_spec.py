@@ -22,7 +22,8 @@ Config = TypeVar("Config", DecodeConfig, PrefillConfig)
 
 
 def checked_config(config: Config | None, kind: type[Config]) -> Config:
-    """Return the config, or the default one. Raise ConfigError for an object of another class."""
+    """Return the config of a rank's worker, or the default one. Raise ConfigError for an object of
+    another class."""
     if config is None:
         return kind()
     check_kind("config", config, kind)
@@ -79,17 +80,17 @@ class RankSpec:
 
     @property
     def num_slots(self) -> int:
-        """Slots for extra state, 0 without."""
+        """Slots for extra state in this rank's state pool, 0 without."""
         return 0 if self.state is None else self.state.num_slots
 
     @property
     def state_layout(self) -> StateLayout | None:
-        """Layout of the extra state, None without."""
+        """Layout of this rank's extra state, None without."""
         return None if self.state is None else self.state.layout
 
     @property
     def digest(self) -> ModelDigest:
-        """The model's properties that two workers compare."""
+        """Properties of this rank's model that two workers compare in the handshake."""
         layout, model, mesh = self.layout, self.model, self.mesh
         return ModelDigest(
             model.model, model.kv_scales, layout.dtype, layout.attention,
@@ -99,7 +100,8 @@ class RankSpec:
 
     @property
     def topology(self) -> Topology:
-        """The way in which this worker shares the model out over its ranks."""
+        """Way in which this rank's worker shares the model out over its ranks, for the
+        handshake."""
         mesh = self.mesh
         return Topology(self.layout.page_size, mesh.tp_size, mesh.pp_size, mesh.stage_layers)
 
@@ -111,7 +113,7 @@ class RankSpec:
         area: StagingArea | None,
         life: ProcessLife | None,
     ) -> Hello:
-        """Return a decode rank's Hello; `worker` is rank 0's identity."""
+        """Return a decode rank's Hello, filled from its spec; `worker` is rank 0's identity."""
         return Hello(
             self.digest,
             self.topology,

@@ -100,8 +100,8 @@ class Recorder:
             raise ConfigError(f"record is {str(path)!r}, which cannot be written: {why}") from error
 
     def ended(self, req: Any, now_s: float) -> None:
-        """Queue a request that has ended. One that was never admitted, or must not be cached, is
-        left out."""
+        """Queue a request that has ended for the recorder's thread. One that was never admitted, or
+        must not be cached, is left out."""
         if req.admitted_s is None or not req.request.cacheable:
             return
         key = req.request.key
@@ -119,7 +119,7 @@ class Recorder:
             self._lose("it cannot keep up")
 
     def close(self) -> None:
-        """Write what waits, for some seconds at most. Idempotent."""
+        """Write what waits to the record's file, for some seconds at most. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -133,7 +133,8 @@ class Recorder:
     # --- the recorder's thread --------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Run the thread until it is closed; a line that cannot be written is counted as lost."""
+        """Run the recorder's thread until it is closed; a line that cannot be written is counted as
+        lost."""
         while True:
             try:
                 ended = self._queue.get(timeout=_POLL_S)
@@ -173,12 +174,12 @@ class Recorder:
         self.recorded += 1
 
     def _guess(self, ended: _EndedRequest) -> int:
-        """Return an upper bound of the bytes in the request's line."""
+        """Return an upper bound of the bytes in the request's line of the record."""
         num_blocks = len(ended.data) // (TOKEN_BYTES * self.block_tokens) + 1
         return 200 + 18 * num_blocks
 
     def _line(self, ended: _EndedRequest) -> bytes:
-        """Return a request's line."""
+        """Return a request's line of the record, in JSON."""
         entry = {
             "timestamp": ended.arrived_ms,
             "input_length": len(ended.data) // TOKEN_BYTES,
@@ -189,8 +190,8 @@ class Recorder:
         return (json.dumps(entry, separators=(",", ":")) + "\n").encode()
 
     def _ids(self, ended: _EndedRequest) -> list[int]:
-        """Return the ids of the prompt's blocks: 52 bits each, which every reader of JSON takes as
-        they are."""
+        """Return the ids of the prompt's blocks for a line of the record: 52 bits each, which every
+        reader of JSON takes as they are."""
         size = TOKEN_BYTES * self.block_tokens
         # Each id depends on all blocks before it and the namespace, like the tree's own paths.
         above = prompt_digest([], ended.namespace)
@@ -203,7 +204,8 @@ class Recorder:
         return ids
 
     def _begin_file(self) -> None:
-        """Begin the next file: those before it move on by one number, and the last is deleted."""
+        """Begin the next file of the record: those before it move on by one number, and the last is
+        deleted."""
         self._close_file()
         path = self._path
         if path.exists():
@@ -223,13 +225,13 @@ class Recorder:
         self._salt = secrets.token_bytes(32)
 
     def _close_file(self) -> None:
-        """Close the file, if one is open."""
+        """Close the record's file, if one is open."""
         if self._file >= 0:
             file, self._file = self._file, -1
             os.close(file)
 
     def _lose(self, why: str) -> None:
-        """Count a lost request; warn of the first one."""
+        """Count a request that the recorder has lost; warn of the first one."""
         self.lost += 1
         if self.lost == 1:
             _log.warning("%s: a request is not recorded: %s; further ones are counted only",

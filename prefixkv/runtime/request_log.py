@@ -32,7 +32,7 @@ class RequestLog:
         self._timeline = timeline
 
     def __call__(self, req: Any, now_s: float) -> None:
-        """Log one request that has ended."""
+        """Write one request that has ended to the request log, as a JSON object."""
         # Before anything is computed: this runs on the scheduler's thread, for each request.
         if not LOGGER.isEnabledFor(logging.INFO):
             return
