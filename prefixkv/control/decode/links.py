@@ -116,7 +116,8 @@ class Links:
         self._changed: set[str] = set()  # leaders that may be ready now, or may not be any more
 
     def take_changed(self) -> set[str]:
-        """Return and reset the addresses of leaders at whose links something has changed."""
+        """Return and reset the addresses of the links to leaders for which something has
+        changed."""
         changed, self._changed = self._changed, set()
         return changed
 
