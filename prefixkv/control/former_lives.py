@@ -97,14 +97,14 @@ class IncarnationHistory:
             self.supersede(before, life)
 
     def last_silent(self, name: str) -> PeerId | None:
-        """Return the life of this name that was forgotten for its silence and may come back, if
+        """Return the last life of a peer of this name that was forgotten for its silence, if
         any."""
         return self._silent.get(name)
 
 
 def nonce(me: PeerId, them: PeerId, known: PeerId | None) -> int:
-    """Return the number (nonce) that a Hello of the life `them` has to repeat to replace the life
-    `known`.
+    """Return the number (nonce) that a Hello of the life `them` has to repeat to make the life
+    `known` a former one.
 
     It is derived from the three lives, so nothing has to be stored for strangers. It changes with
     `known`, so an answer from before the present life came is of no use. Never 0, which says

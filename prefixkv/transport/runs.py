@@ -298,7 +298,7 @@ def _position_step(firsts: _Pieces, num_pages: int, fold: int, num_runs: int) ->
 
 
 def _is_dense(table: RunTable) -> Bools:
-    """Return, for each run, whether the blocks of neighbouring positions touch."""
+    """Return, for each run, whether it is dense: the blocks of neighbouring positions touch."""
     dense: Bools = table[:, 0, 3] == table[:, 0, 1]
     return dense
 

@@ -37,24 +37,24 @@ class QueuedCalls(ABC, Generic[L]):
         parts: tuple[Shard, Shard] | None = None, staging: StagingArea | None = None,
         state: StateLink | None = None,
     ) -> None:  # fmt: skip
-        """Queue a new peer as a command for the transport's one thread. See
+        """Queue a new peer as a command for a threaded transport's loop. See
         `base.Transport.add_peer`."""
         memory = PeerMemory(layout, parts, staging, state)
         self._call(lambda loop: loop.add_peer(peer, metadata, memory))
 
     def remove_peer(self, peer: PeerId) -> None:
-        """Queue the removal of a peer as a command for the transport's one thread. See
+        """Queue the removal of a peer as a command for a threaded transport's loop. See
         `base.Transport.remove_peer`."""
         # Closing has ended all jobs and forgotten all peers: nothing to raise about, here and in
         # `cancel`.
         self._call(lambda loop: loop.remove_peer(peer), or_raise=False)
 
     def write(self, job: WriteJob) -> None:
-        """Queue a job as a command for the transport's one thread. See `base.Transport.write`."""
+        """Queue a job as a command for a threaded transport's loop. See `base.Transport.write`."""
         self._call(lambda loop: loop.write(job))
 
     def cancel(self, job_id: int) -> None:
-        """Queue the cancelling of a job as a command for the transport's one thread. See
+        """Queue the cancelling of a job as a command for a threaded transport's loop. See
         `base.Transport.cancel`."""
         self._call(lambda loop: loop.cancel(job_id), or_raise=False)
 

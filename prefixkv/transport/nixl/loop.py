@@ -170,8 +170,8 @@ class NixlLoop(TransportLoop[NixlPeer]):
         return pause_s(self._config, quiet_s, bool(self._jobs) or renewing)
 
     def _progress(self) -> bool:
-        """Make one NIXL post per peer, check each post once, poll once; return whether anything
-        moved."""
+        """Make one step of NIXL's loop: one post per peer, each post checked once, one poll; return
+        whether anything moved."""
         moved = False
         # Posts before checks, so that a small one may be found DONE in the same turn.
         if self._jobs:
@@ -214,12 +214,13 @@ class NixlLoop(TransportLoop[NixlPeer]):
         return NixlPeer(peer_id, metadata, memory)
 
     def _connect_again(self, peer: NixlPeer) -> None:
-        """Have the NIXL lists of a peer built again before its next post: posts may be using them
-        now."""
+        """Have NIXL's loop build the peer's lists again before its next post: posts may be using
+        them now."""
         peer.routes, peer.retry_at = None, 0.0
 
     def _connect(self, peer: NixlPeer) -> None:
-        """Make the peer known to NIXL, again if need be, and prepare its lists.
+        """Connect NIXL's loop to the peer: make it known to the agent, again if need be, and
+        prepare its lists.
 
         Never with a post in flight: NIXL forgets the state of a handle if its peer is removed.
         """
@@ -235,7 +236,8 @@ class NixlLoop(TransportLoop[NixlPeer]):
         self._jobs.start_parked(peer.outbox, routes)
 
     def _lose(self, peer: NixlPeer, error: Exception) -> None:
-        """Treat the peer as gone for NIXL: what waits for it fails, a later write tries again."""
+        """Treat the peer as gone for NIXL's loop: what waits for it fails, a later write tries
+        again."""
         # `routes` None makes the next write connect; not at once, since each attempt may hold the
         # thread for 20 ms.
         peer.routes = None
@@ -245,8 +247,8 @@ class NixlLoop(TransportLoop[NixlPeer]):
             self.emit(PeerUnreachable(peer.peer, error))
 
     def _forget_if_unused(self, peer: NixlPeer) -> None:
-        """Drop a removed peer once none of its NIXL posts is under way: until then its lists are in
-        use."""
+        """Drop a removed peer from NIXL's loop once none of its posts is under way: until then its
+        lists are in use."""
         if peer.removed and peer.in_flight == 0 and self._peers.get(peer.peer) is peer:
             del self._peers[peer.peer]
             try:
@@ -264,7 +266,8 @@ class NixlLoop(TransportLoop[NixlPeer]):
         return peer.in_flight < self._config.window
 
     def _transfer(self, peer: NixlPeer, job: ActiveJob) -> None:
-        """Post the next part of a job to NIXL, and note how that ended if it did so at once."""
+        """Post the next part of a job to NIXL in its loop, and note how that ended if it did so at
+        once."""
         number = job.next_part
         part = job.parts[number]
         # Counted before the post, so that every way out below ends in exactly one `part_ended`.
@@ -293,7 +296,7 @@ class NixlLoop(TransportLoop[NixlPeer]):
             self._part_ended(post, error, may_land)
 
     def _check_posts(self) -> bool:
-        """Check all NIXL posts under way; return whether one has ended."""
+        """Check all posts of NIXL's loop that are under way; return whether one has ended."""
         ended: list[tuple[Post, Exception | None]] = []
         going: list[Post] = []
         for post in self._posts:
@@ -314,7 +317,7 @@ class NixlLoop(TransportLoop[NixlPeer]):
         return bool(ended)
 
     def _part_ended(self, post: Post, error: Exception | None, may_land: bool) -> None:
-        """Note the end of a part that was posted to NIXL: in its peer, its agent, and its job."""
+        """Note in NIXL's loop the end of a posted part: in its peer, its agent, and its job."""
         peer = post.peer
         current = post.agent is self._agent  # a former agent's posts were taken off `in_flight`
         if current:
@@ -333,7 +336,7 @@ class NixlLoop(TransportLoop[NixlPeer]):
         self._forget_if_unused(peer)
 
     def _release(self, post: Post) -> None:
-        """Release the NIXL handle of a post; a failure is logged and not fatal."""
+        """Release the NIXL handle of a post of the loop; a failure is logged and not fatal."""
         if post.handle is not None:
             try:
                 post.handle.release()
@@ -345,7 +348,7 @@ class NixlLoop(TransportLoop[NixlPeer]):
     # --- notifications and events -----------------------------------------------------------------
 
     def _poll_notifications(self) -> bool:
-        """Poll NIXL's notifications once; return whether any came.
+        """Poll the notifications of the loop's NIXL agent once; return whether any came.
 
         This is also what makes NIXL progress on a side that only receives.
         """
@@ -369,7 +372,7 @@ class NixlLoop(TransportLoop[NixlPeer]):
         return bool(arrived)
 
     def _tell_settled(self) -> None:
-        """Emit Settled for the tokens for which NIXL has been polled for long enough."""
+        """Emit Settled for the tokens for which NIXL's loop has polled for long enough."""
         due = [token for until_s, token in self._settling if until_s <= self._polled_s]
         self._settling = [waiting for waiting in self._settling if waiting[0] > self._polled_s]
         for token in due:
@@ -387,7 +390,8 @@ class NixlLoop(TransportLoop[NixlPeer]):
 
     @property
     def _agents(self) -> list[NixlAgent]:
-        """The NIXL agent that posts, and the one that it replaced until that is destroyed."""
+        """The NIXL agents of the loop: the one that posts, and the one that it replaced until that
+        is destroyed."""
         return [self._agent] if self._former_agent is None else [self._agent, self._former_agent]
 
     def _new_agent(self, name: str) -> NixlAgent:
@@ -420,7 +424,8 @@ class NixlLoop(TransportLoop[NixlPeer]):
             self._forget_if_unused(peer)
 
     def _end_former(self, former: NixlAgent) -> None:
-        """Destroy the replaced NIXL agent once its posts have ended or have had their time.
+        """Destroy the NIXL agent that the loop has replaced, once its posts have ended or have had
+        their time.
 
         Then none of them can land any more. The order of the steps matters; the reasons stand at
         each.
@@ -462,7 +467,7 @@ class NixlLoop(TransportLoop[NixlPeer]):
             self._part_ended(post, error, may_land=not destroyed)
 
     def _tell_if_proven(self, job_id: int) -> None:
-        """Emit WriteDrained if no NIXL agent is left that could still write for the job.
+        """Emit WriteDrained if the loop has no NIXL agent left that could still write for the job.
 
         Called when the job has ended, and when an agent was destroyed. The later of the two finds
         no such agent and emits; the earlier one finds one and does nothing. So there is one

@@ -255,7 +255,7 @@ class ShmLoop(TransportLoop[ShmPeer]):
     # --- copies -----------------------------------------------------------------------------------
 
     def _transfer(self, peer: ShmPeer, job: ActiveJob) -> None:
-        """Copy the next part of a job into the peer's shared memory and send its tag."""
+        """Copy the next part of a job into the peer's memory in shm's loop, and send its tag."""
         number = job.next_part
         part = job.parts[number]
         self._jobs.part_posted(job)
