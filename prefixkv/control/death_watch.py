@@ -54,7 +54,7 @@ class DeathWatch:
         self._doubted: dict[PeerId, float] = {}  # until when each is looked at for that alone
 
     def met(self, peer: PeerId, life: ProcessLife | None, is_local: bool, now_s: float) -> None:
-        """Record which process an accepted handshake names as the peer's.
+        """Record for the death watch which process an accepted handshake names as the peer's.
 
         `is_local` says that the connection does not leave this machine: a process id means nothing
         elsewhere.
@@ -71,7 +71,8 @@ class DeathWatch:
             self._lives[peer] = None
 
     def doubt(self, peer: PeerId | None, now_s: float) -> None:
-        """Look at a peer's process from now on: it is silent, unreachable, or replaced.
+        """Put a peer on the death watch, so that its process is examined from now on: it is silent,
+        unreachable, or replaced.
 
         It is examined for `suspect_after_s`, and beyond that while `lost` reports it.
         """
@@ -80,7 +81,8 @@ class DeathWatch:
             self.due_s = min(self.due_s, now_s)
 
     def fenced(self, peer: PeerId) -> bool:
-        """Stop examining a fenced peer; return False if there was nothing to examine."""
+        """Take a fenced peer off the death watch; return False if there was no process of it to
+        examine."""
         self._doubted.pop(peer, None)
         known = self._lives.get(peer) is not None
         if known:
@@ -88,12 +90,14 @@ class DeathWatch:
         return known
 
     def forget(self, peer: PeerId) -> None:
-        """Drop what is known of the process of a peer that the control object forgets."""
+        """Drop what the death watch knows of the process of a peer that the control object
+        forgets."""
         self._doubted.pop(peer, None)
         self._lives.pop(peer, None)
 
     def tick(self, now_s: float) -> None:
-        """Have the processes examined whose time has come, and set `due_s` for the next look."""
+        """Have the processes of doubted and lost peers examined for their death, if it is time, and
+        set `due_s` for the next look."""
         if now_s < self.due_s:
             return
         self.due_s = math.inf
@@ -103,7 +107,8 @@ class DeathWatch:
                 self.due_s = now_s + EXAMINE_S
 
     def _forget_others(self, now_s: float) -> Iterable[PeerId]:
-        """Drop the peers without a link with which nothing is wrong; return those to ask about."""
+        """Drop from the death watch the peers without a link with which nothing is wrong; return
+        those to ask about."""
         self._doubted = {peer: end_s for peer, end_s in self._doubted.items() if now_s < end_s}
         asked = dict.fromkeys((*self._doubted, *self._lost(now_s)))
         kept = {*asked, *self._current()}
@@ -112,7 +117,7 @@ class DeathWatch:
 
 
 def merged_lost_peers(ranks: Iterable[LostPeers]) -> LostPeers:
-    """Merge the lost peers of all ranks of a decode worker.
+    """Merge the lost peers of all ranks of a decode worker: those whose death is asked about.
 
     Pages are the maximum over the ranks and not the sum: all ranks hold the same page ids.
     """

@@ -116,11 +116,12 @@ class EffectList(Generic[E]):
         self.effects: list[E] = []
 
     def begin(self) -> None:
-        """Start the list of the next input. The last one is the caller's."""
+        """Start the list of effects of the control object's next input. The last one is the
+        caller's."""
         self.effects = []
 
     def add(self, effect: E) -> None:
-        """Append an effect."""
+        """Append an effect to the list of the control object's present input."""
         self.effects.append(effect)
 
 

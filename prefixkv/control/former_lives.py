@@ -40,7 +40,8 @@ class IncarnationHistory:
         self._silent: OrderedDict[str, PeerId] = OrderedDict()
 
     def end(self, life: PeerId, how: str) -> None:
-        """Record that a life is over; `how` completes a sentence about it: "was fenced", `LEFT`."""
+        """Record that a life of a peer is over, a former one from now on; `how` completes a
+        sentence about it: "was fenced", `LEFT`."""
         lives = self._over.setdefault(life.name, OrderedDict())
         # The first end stands: a later word must not turn "was fenced" into something weaker.
         if life.incarnation not in lives:
@@ -54,52 +55,56 @@ class IncarnationHistory:
             self._over.popitem(last=False)
 
     def supersede(self, life: PeerId, by: PeerId) -> None:
-        """Record that `life` is over because `by` was accepted under its name."""
+        """Record that `life` is a former one, because `by` was accepted under its name."""
         self.end(life, f"was superseded by life {by.incarnation:x}")
 
     def has_former(self, name: str) -> bool:
-        """Return whether a life of this name is over."""
+        """Return whether a former life of this name is known, one that is over."""
         return name in self._over
 
     def check(self, life: PeerId) -> None:
-        """Raise FormerLifeError if the life is over."""
+        """Raise FormerLifeError if this life of a peer is a former one, which is over."""
         if how := self.how(life):
             # It still speaks, so keep it among those remembered longest.
             self._heard(life)
             raise FormerLifeError(f"{life} {how}")
 
     def how(self, life: PeerId) -> str:
-        """Return how the life ended, "" if it has not. Any thread may ask."""
+        """Return how a former life of a peer ended, "" if the life is not over. Any thread may
+        ask."""
         return self._over.get(life.name, _NONE).get(life.incarnation, "")
 
     def _heard(self, life: PeerId) -> None:
-        """Move a recorded life behind all others, so that it is forgotten last."""
+        """Move a former life behind all others, so that it is forgotten last."""
         self._over.move_to_end(life.name)
         self._over[life.name].move_to_end(life.incarnation)
 
     # --- lives that were forgotten for their silence ----------------------------------------------
 
     def silent(self, life: PeerId) -> None:
-        """Remember a life that is forgotten for its silence; it may come back unless another
-        comes."""
+        """Remember a peer's life that is forgotten for its silence: it is no former one yet, and
+        may come back unless another comes."""
         self._silent[life.name] = life
         self._silent.move_to_end(life.name)
         if len(self._silent) > MAX_NAMES:
             self._silent.popitem(last=False)
 
     def begin(self, life: PeerId) -> None:
-        """Record that the life was accepted; a silent one that it replaces is over."""
+        """Record that a peer's life was accepted; a silent one that it replaces is a former life
+        now."""
         before = self._silent.pop(life.name, life)
         if before != life:
             self.supersede(before, life)
 
     def last_silent(self, name: str) -> PeerId | None:
-        """Return the life of this name that was forgotten for its silence, if any."""
+        """Return the last life of a peer of this name that was forgotten for its silence, if
+        any."""
         return self._silent.get(name)
 
 
 def nonce(me: PeerId, them: PeerId, known: PeerId | None) -> int:
-    """Return the number that a Hello of `them` has to repeat to replace `known`.
+    """Return the number (nonce) that a Hello of the life `them` has to repeat to make the life
+    `known` a former one.
 
     It is derived from the three lives, so nothing has to be stored for strangers. It changes with
     `known`, so an answer from before the present life came is of no use. Never 0, which says

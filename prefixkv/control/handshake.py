@@ -36,12 +36,14 @@ from prefixkv.transport.offers import MetadataOffers, usable
 
 
 def named(error: Exception, option_names: Mapping[str, str]) -> Exception:
-    """Return the refusal as the engine's user reads it: with the engine's option for the field."""
+    """Return the refusal of a handshake as the engine's user reads it: with the engine's option for
+    the field."""
     return error.named(option_names) if isinstance(error, HandshakeError) else error
 
 
 def named_end(ended: RoomEnded, option_names: Mapping[str, str]) -> RoomEnded:
-    """Return the end of a room with its error named likewise; see `named`."""
+    """Return the end of a room with the engine's option named in a WeightsVersionError, as `named`
+    does for a handshake's refusal."""
     if not isinstance(ended.error, WeightsVersionError) or not option_names:
         return ended
     return msgspec.structs.replace(ended, error=ended.error.named(option_names))
@@ -50,7 +52,7 @@ def named_end(ended: RoomEnded, option_names: Mapping[str, str]) -> RoomEnded:
 def check_pair(
     ours: ModelDigest, our_topology: Topology, theirs: ModelDigest, their_topology: Topology
 ) -> None:
-    """Check that two workers can exchange KV at all.
+    """Check in the handshake that two workers can exchange KV at all: model, meshes and page sizes.
 
     Raises:
         HandshakeError: for the first thing that keeps them apart.
@@ -69,7 +71,8 @@ def check_pair(
 
 
 def check_reply(hello: Hello, reply: HelloReply) -> None:
-    """Raise HandshakeError or ConfigError for a prefill worker that this one cannot work with."""
+    """Raise HandshakeError or ConfigError for the HelloReply of a prefill worker that this decode
+    rank cannot work with."""
     # Before `refused`: what differs says more than the refusal that prefill answers for it.
     check_pair(hello.digest, hello.topology, reply.digest, reply.topology)
     if reply.refused:
@@ -77,7 +80,8 @@ def check_reply(hello: Hello, reply: HelloReply) -> None:
 
 
 def addresses_told(hello: Hello, address: str, reply: HelloReply) -> dict[int, str]:
-    """Return, by rank, the address of each rank that our pages are promised to.
+    """Return, by rank, the address that a prefill leader told in the handshake for each rank that
+    our pages are promised to.
 
     `address` is that of rank 0, the leader, which answered with `reply`.
 
@@ -94,8 +98,8 @@ def addresses_told(hello: Hello, address: str, reply: HelloReply) -> dict[int, s
 
 
 def check_rank(address: str, reply: HelloReply, rank: int, leader: HelloReply) -> None:
-    """Raise HandshakeError if the rank or topology that answers at `address` is not what its leader
-    said."""
+    """Raise HandshakeError if the rank or topology that the prefill rank at `address` says in its
+    handshake is not what its leader said."""
     for name, expected in (("rank", rank), ("topology", leader.topology)):
         if getattr(reply, name) != expected:
             raise HandshakeError(name, expected, getattr(reply, name), f"of {address} differs")
@@ -104,7 +108,8 @@ def check_rank(address: str, reply: HelloReply, rank: int, leader: HelloReply) -
 def staging_plan(
     hello: Hello, leader: HelloReply, replies: dict[int, HelloReply]
 ) -> StagingPlan | None:
-    """Return how the worker of `leader` stages what it writes to us; None if nothing is staged.
+    """Return, from the handshakes, how the prefill worker of `leader` stages what it writes to us;
+    None if nothing is staged.
 
     `replies` are by rank, of all ranks that write to us.
 
@@ -137,7 +142,8 @@ class Accepted(NamedTuple):
 
 
 def ranges(hello: Hello) -> tuple[tuple[int, int], ...]:
-    """Return address and length in bytes of all memory that a decode rank names."""
+    """Return address and length in bytes of all memory that a decode rank names in its
+    handshake."""
     found = [*hello.layout.regions]
     if hello.staging is not None:
         found.append((hello.staging.base, hello.staging.num_bytes))
@@ -167,12 +173,13 @@ class OurSide(NamedTuple):
 
     @property
     def mesh(self) -> Mesh:
-        """Split of the model over this worker's ranks."""
+        """Split of the model over this prefill worker's ranks, as the handshake compares it."""
         return self.topology.mesh(self.digest)
 
 
 def accept(ours: OurSide, peer: PeerId, hello: Hello) -> Accepted:
-    """Check a decode rank's Hello, and return what follows from it.
+    """Check the handshake of a decode rank (its Hello) on prefill, and return what follows from it:
+    its memory as a target, staging, readers.
 
     Raises:
         HandshakeError, ConfigError: nothing can be written to the peer.
@@ -230,8 +237,8 @@ def accept(ours: OurSide, peer: PeerId, hello: Hello) -> Accepted:
 
 
 def _state_link(ours: OurSide, hello: Hello, theirs: Mesh) -> StateLink | None:
-    """Return what of our extra state goes to this rank, None if nothing does. Raises as
-    `accept`."""
+    """Check what a decode rank's handshake says of extra state, and return what of ours goes there,
+    None if nothing does. Raises as `accept`."""
     tensors = ours.digest.state
     if (hello.state is None) != (not tensors):
         raise HandshakeError("state", tensors, hello.state, "is there on one side only")

@@ -35,11 +35,11 @@ class PeerChanges:
         self._silent: set[PeerId] = set()
 
     def say(self, kind: str, peer: PeerId | str, why: str = "") -> None:
-        """Record a change."""
+        """Record a change of a peer, for the log: its kind, the peer, and why."""
         self._kept.append(PeerChange(kind, peer, why))
 
     def silent(self, peer: PeerId, is_silent: bool) -> bool:
-        """Record that a peer has become silent, or is heard again; return whether that is a change.
+        """Record the change of a peer to silent, or to heard again; return whether it is a change.
 
         May be called on every look at the peer: without a change it does nothing.
         """
@@ -54,11 +54,11 @@ class PeerChanges:
         return True
 
     def forget(self, peer: PeerId) -> None:
-        """Drop whether the peer was silent, once it is known no more."""
+        """Drop from the changes of peers whether this one was silent, once it is known no more."""
         self._silent.discard(peer)
 
     def take(self) -> list[PeerChange]:
-        """Return and remove all that was recorded, in order."""
+        """Return and remove all changes of peers that were recorded for the log, in order."""
         taken = []
         # One by one, so that an entry added meanwhile by another thread is neither lost nor
         # doubled.

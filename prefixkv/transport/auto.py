@@ -35,7 +35,8 @@ def make_transport(
     me: PeerId, layout: KVLayout, sink: Sink, config: TransportConfig = _DEFAULTS,
     staging: StagingArea | None = None, state: StateLayout | None = None,
 ) -> Transport:  # fmt: skip
-    """Return the transport of `config.backend`. Raises what its constructor raises."""
+    """Return the transport of `config.backend`: NIXL, shm, or both side by side (auto). Raises what
+    its constructor raises."""
     parts = me, layout, sink, config, staging, state
     if config.backend == "nixl":
         return NixlTransport(*parts)
@@ -68,7 +69,7 @@ class AutoTransport:
         self, me: PeerId, layout: KVLayout, sink: Sink, config: TransportConfig = _DEFAULTS,
         staging: StagingArea | None = None, state: StateLayout | None = None,
     ) -> None:  # fmt: skip
-        """Start both transports. Raises what either raises."""
+        """Start both transports, NIXL and shm. Raises what either raises."""
         self._sink = sink
         self._telling = threading.Lock()  # held around each call of the sink
         self._sink_thread: int | None = None  # the thread that is in the sink
@@ -92,7 +93,8 @@ class AutoTransport:
         parts: tuple[Shard, Shard] | None = None, staging: StagingArea | None = None,
         state: StateLink | None = None,
     ) -> None:  # fmt: skip
-        """See `base.Transport.add_peer`."""
+        """Add the peer to one of the two transports: to shm while that may map its memory, else to
+        NIXL. See `base.Transport.add_peer`."""
         memory = PeerMemory(layout, parts, staging, state)
         offers = split_offers(metadata)
         with self._lock:
@@ -120,8 +122,8 @@ class AutoTransport:
             self._add(peer, made)
 
     def remove_peer(self, peer: PeerId) -> None:
-        """See `base.Transport.remove_peer`. Both are asked: shm may know the peer only to find out
-        its way."""
+        """Remove the peer from both transports: shm may know it only to find out its way. See
+        `base.Transport.remove_peer`."""
         with self._lock:
             known = self._peers.pop(peer, None)
             self._nixl.remove_peer(peer)
@@ -130,7 +132,8 @@ class AutoTransport:
                 self._end(job, AbortedError(f"peer {peer.name} was removed"))
 
     def write(self, job: WriteJob) -> None:
-        """See `base.Transport.write`."""
+        """Queue a job at the one of the two transports that writes to its peer, or keep it until
+        that is settled. See `base.Transport.write`."""
         with self._lock:
             known = self._peers.get(job.peer)
             if known is not None and known.backend is None and not self._closed:
@@ -141,7 +144,8 @@ class AutoTransport:
                 (self._shm if by_shm else self._nixl).write(job)
 
     def cancel(self, job_id: int) -> None:
-        """See `base.Transport.cancel`."""
+        """Cancel a job that waits here, or at whichever of the two transports has it. See
+        `base.Transport.cancel`."""
         with self._lock:
             for known in self._peers.values():
                 for job in known.waiting:
@@ -154,20 +158,24 @@ class AutoTransport:
             self._nixl.cancel(job_id)
 
     def expect(self, num_rooms: int) -> None:
-        """See `base.Transport.expect`."""
+        """Tell both transports, shm and NIXL, how many rooms peers may be writing now. See
+        `base.Transport.expect`."""
         self._shm.expect(num_rooms)
         self._nixl.expect(num_rooms)
 
     def settle(self, token: Hashable, for_s: float) -> None:
-        """See `base.Transport.settle`: by shm first, then by NIXL, see `_hear_shm`."""
+        """Settle both transports: shm first, then NIXL, see `_hear_shm`. See
+        `base.Transport.settle`."""
         self._shm.settle(_SettleNext(token, for_s), for_s)
 
     def renew(self) -> None:
-        """See `base.Transport.renew`. Jobs by shm always end drained."""
+        """Renew only NIXL of the two transports, since jobs by shm always end drained. See
+        `base.Transport.renew`."""
         self._nixl.renew()
 
     def close(self) -> None:
-        """See `base.Transport.close`. May be called again.
+        """Close both transports, shm and NIXL, after the jobs that wait here have ended. See
+        `base.Transport.close`. May be called again.
 
         Raises:
             CallerError: called from the sink.
@@ -193,7 +201,8 @@ class AutoTransport:
     # --- inside the lock --------------------------------------------------------------------------
 
     def _add(self, peer: PeerId, known: _AutoPeer) -> None:
-        """Add the peer to its transport; to shm while its way is not settled, to find out."""
+        """Add the peer to the one of the two transports that writes to it; to shm while that is not
+        settled, to find out."""
         offers = split_offers(known.metadata)
         if known.backend == "nixl":
             self._nixl.add_peer(peer, offers.nixl, *known.memory)
@@ -201,14 +210,15 @@ class AutoTransport:
             self._shm.add_peer(peer, offers.shm, *known.memory)
 
     def _end(self, job: WriteJob, error: Exception) -> None:
-        """End a job that no transport has. Queued, since the sink is called by our threads only."""
+        """End a job that neither of the two transports has. Queued at shm's, since the sink is
+        called by our threads only."""
         self._shm.say(WriteFailed(job.job_id, error, drained=True))
 
     # --- shm's thread -----------------------------------------------------------------------------
 
     def _met(self, peer: PeerId, error: Exception | None) -> bool:
-        """Settle a peer's backend: mapped, or not for the reason `error`. Return True if NIXL takes
-        it.
+        """Settle which of the two transports writes to a peer: shm has mapped its memory, or has
+        not for the reason `error`. Return True if NIXL takes it.
 
         Called by shm's thread.
         """
@@ -233,8 +243,8 @@ class AutoTransport:
             return goes_by_nixl
 
     def _hear_shm(self, event: TransportEvent) -> None:
-        """Take an event of shm's; a `_SettleNext` becomes NIXL's `settle`, all else goes to the
-        sink."""
+        """Take an event of shm, one of the two transports; a `_SettleNext` becomes NIXL's `settle`,
+        all else goes to the sink."""
         if isinstance(event, Settled) and isinstance(event.token, _SettleNext):
             with suppress(ClosedError):
                 self._nixl.settle(*event.token)
@@ -242,7 +252,7 @@ class AutoTransport:
             self._tell(event)
 
     def _tell(self, event: TransportEvent) -> None:
-        """Call the sink, from one thread at a time."""
+        """Call the sink of both transports, from one thread at a time."""
         with self._telling:
             self._sink_thread = threading.get_ident()
             try:

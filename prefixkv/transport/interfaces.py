@@ -24,15 +24,15 @@ _environment = threading.RLock()  # held while the variable may be ours
 
 
 def net_devices(interface: str) -> str:
-    """Return the value of UCX's NET_DEVICES for `TransportConfig.interface`; "" if the user
-    set it."""
+    """Return the network interfaces that UCX may use (its NET_DEVICES) for
+    `TransportConfig.interface`; "" if the user set them."""
     # Under the lock, since `ucx_options` may have set the variable for a moment.
     with _environment:
         return "" if _VARIABLE in os.environ else interface or LOOPBACK
 
 
 def check_interface(interface: str, what: str, is_local: bool) -> None:
-    """Raise ConfigError unless an address is local or an interface for KV has been named.
+    """Raise ConfigError unless an address is local or a network interface for KV has been named.
 
     `what` names the address (bind, or a prefill's) in the message, which says what to set.
     """
@@ -45,7 +45,7 @@ def check_interface(interface: str, what: str, is_local: bool) -> None:
 
 
 def warn_if_open(interface: str) -> None:
-    """Log a warning if UCX will listen beyond the loopback interface."""
+    """Log a warning if UCX will listen on interfaces beyond the loopback."""
     devices = os.environ.get(_VARIABLE) or interface or LOOPBACK
     if devices != LOOPBACK:
         _log.warning(
@@ -57,7 +57,8 @@ def warn_if_open(interface: str) -> None:
 
 @contextmanager
 def ucx_options(interface: str) -> Iterator[dict[str, str]]:
-    """Yield the options to create NIXL's UCX backend with, inside this context.
+    """Yield the options that keep NIXL's UCX backend to the named interfaces; it is created inside
+    this context.
 
     One interface is an option of the backend. Several cannot be, since NIXL splits its options at
     commas: they are put into the environment while the backend is created.

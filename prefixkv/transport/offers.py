@@ -24,14 +24,14 @@ class MetadataOffers(NamedTuple):
     shm: bytes
 
     def join(self) -> bytes:
-        """Return both in one; one alone stays as it is."""
+        """Return both offers, NIXL's and shm's, in one; one alone stays as it is."""
         if not (self.nixl and self.shm):
             return self.nixl or self.shm
         return _BOTH + len(self.nixl).to_bytes(_LENGTH_BYTES, "little") + self.nixl + self.shm
 
 
 def split_offers(metadata: bytes) -> MetadataOffers:
-    """Return the offers that `MetadataOffers.join` has put together.
+    """Return the two offers, NIXL's and shm's, that `MetadataOffers.join` has put together.
 
     >>> split_offers(MetadataOffers(b"nixlSerDes|...", b"pkvshm1|...").join())
     MetadataOffers(nixl=b'nixlSerDes|...', shm=b'pkvshm1|...')
@@ -48,7 +48,8 @@ def split_offers(metadata: bytes) -> MetadataOffers:
 
 
 def usable(backend: Backend, offers: MetadataOffers) -> bytes:
-    """Return what a prefill rank with this `TransportConfig.backend` can use of the offers.
+    """Return what a prefill rank with this `TransportConfig.backend` can use of a decode rank's
+    offers: NIXL's, shm's or both.
 
     Raises:
         HandshakeError: nothing of them.

@@ -29,7 +29,7 @@ class Part(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all blocks of the part."""
+        """Bytes of all blocks of this part of a write."""
         return (self.stop - self.start) * self.group.block_bytes
 
 
@@ -39,8 +39,8 @@ class Part(NamedTuple):
 def flat_indices(
     pages: Pages, num_runs: int, num_pages: int, start: int = 0, stop: int | None = None
 ) -> Pages:
-    """Return the indices `run * num_pages + page` for every run and page, run by run, or a slice of
-    that sequence.
+    """Return the indices `run * num_pages + page` of a write's blocks, for every run and page, run
+    by run, or a slice of that sequence for one part.
 
     The slice is computed without the rest, so a part of a large job costs only itself.
 
@@ -68,8 +68,8 @@ def flat_indices(
 
 
 def part_indices(runs: Runs, part: Part, src_pages: Pages, dst_pages: Pages) -> tuple[Pages, Pages]:
-    """Return the int32 indices of a part into the prepared lists of both sides; pair i is one
-    block."""
+    """Return the int32 indices of a part of a write into the prepared lists of both sides; pair i
+    is one block."""
     first = part.group.first_run * len(src_pages)
     start, stop = first + part.start, first + part.stop
     src, dst = runs.src_positions, runs.dst_positions
@@ -85,7 +85,7 @@ def part_indices(runs: Runs, part: Part, src_pages: Pages, dst_pages: Pages) -> 
 def cut_parts(
     runs: Runs, src_pages: Pages, dst_pages: Pages, max_bytes: int, max_descriptors: int
 ) -> list[Part]:
-    """Cut a job into parts of at most `max_bytes` and `max_descriptors` after merging, each at
+    """Cut a write into parts of at most `max_bytes` and `max_descriptors` after merging, each at
     least one block.
 
     A post blocks its thread for its whole copy on some transports, and no other peer is served
@@ -110,8 +110,8 @@ def _group_parts(
     max_bytes: int,
     max_descriptors: int,
 ) -> Iterator[Part]:
-    """Yield the parts of one group; `breaks` are the positions in `pages` that begin a
-    descriptor."""
+    """Yield the parts of a write in one group of runs; `breaks` are the positions in `pages` that
+    begin a descriptor."""
     end = group.num_runs * num_pages
     most_blocks = max(1, max_bytes // group.block_bytes)
     # Blocks that do not touch never merge: one descriptor each.

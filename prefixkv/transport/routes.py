@@ -47,7 +47,8 @@ class Routes(NamedTuple):
     state: Runs | None = None
 
     def of(self, job: WriteJob) -> Runs:
-        """Return the runs of the job's route. Raise ConfigError if there are none."""
+        """Return the runs of a write's route: pages, staging or state. Raise ConfigError if there
+        are none."""
         runs: Runs | None = getattr(self, job.route)
         if runs is None:
             raise ConfigError(
@@ -62,7 +63,7 @@ def routes_to(
     staging: StagingArea | None,
     state: StateLayout | None = None,
 ) -> Routes:
-    """Return the runs from our pool, staging area and state to a peer's.
+    """Return the routes to a peer: the runs from our pool, staging area and state to its.
 
     Raises:
         HandshakeError: see `paired_runs`.
@@ -82,27 +83,27 @@ def routes_to(
 
 
 def staging_runs(src: StagingArea, dst: StagingArea, src_device: int, dst_device: int) -> Runs:
-    """Return one run: block i of either area. Raise ConfigError for more blocks than an int32
-    names."""
+    """Return the runs of the staging route, one alone: block i of either area. Raise ConfigError
+    for more blocks than an int32 names."""
     group = RunGroup(0, 1, BLOCK_BYTES, dense=True)
     tables = _table(src, src_device), _table(dst, dst_device)
     return Runs(*tables, (group,), 1, _positions(src), _positions(dst))
 
 
 def _table(area: StagingArea, device: int) -> RunTable:
-    """Return the table row of an area."""
+    """Return the table of the staging route's run in one area: a single row."""
     check_index_range(1, area.num_blocks)
     row = [area.base, BLOCK_BYTES, device, BLOCK_BYTES, area.num_blocks]
     return np.array([row], dtype=np.uint64)
 
 
 def _positions(area: StagingArea) -> Positions:
-    """Return the positions of an area: a block's number is its position."""
+    """Return the positions of the staging route in one area: a block's number is its position."""
     return Positions.stepping(area.num_blocks, fold=1, step=1)
 
 
 def state_runs(src: StateLayout, link: StateLink, src_device: int, dst_device: int) -> Runs:
-    """Return a run for each block of state that goes to a peer.
+    """Return the runs of the state route, one for each block of state that goes to a peer.
 
     Raises:
         ConfigError: the peer's layout breaks a law, or a block is not inside a slot.
@@ -143,7 +144,8 @@ def state_runs(src: StateLayout, link: StateLink, src_device: int, dst_device: i
 
 
 def _state_table(layout: StateLayout, blocks: list[tuple[int, int, int]], device: int) -> RunTable:
-    """Return the table rows of one side; `blocks` are (entry, offset, bytes)."""
+    """Return the table of the state route's runs on one side; `blocks` are (entry, offset,
+    bytes)."""
     check_index_range(len(blocks), layout.num_slots)
     rows = [
         (

@@ -60,13 +60,15 @@ class Positions(NamedTuple):
 
     @classmethod
     def stepping(cls, num_pages: int, fold: int, step: int) -> Positions:
-        """Return the positions with this step, and as many of them as reach the last unit."""
+        """Return the positions of a run with this step, and as many of them as reach the last
+        unit."""
         return cls(
             num_pages, fold, step, (num_pages - 1) * step + fold if step else num_pages * fold
         )
 
     def of(self, units: Pages) -> Pages:
-        """Return the positions (int32) of unit pages that were checked to lie in the pool."""
+        """Return the positions (int32) in each run of unit pages that were checked to lie in the
+        pool."""
         # Three cases: position equals unit; units stepped through by one stride; one row per unit.
         if self.step == self.fold:
             return units
@@ -94,17 +96,17 @@ class Runs:
 
     @property
     def src_num_pages(self) -> int:
-        """Unit pages of the source pool."""
+        """Unit pages of the source pool of these runs."""
         return self.src_positions.num_pages * self.src_positions.fold
 
     @property
     def dst_num_pages(self) -> int:
-        """Unit pages of the target pool."""
+        """Unit pages of the target pool of these runs."""
         return self.dst_positions.num_pages * self.dst_positions.fold
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one unit page, summed over all runs."""
+        """Bytes of one unit page, summed over all runs of a pair of pools."""
         return sum(group.num_runs * group.block_bytes for group in self.groups)
 
 
@@ -114,7 +116,8 @@ def paired_runs(
     src_part: Shard | None = None,
     dst_part: Shard | None = None,
 ) -> Runs:
-    """Return runs of the largest blocks that are contiguous in a page of both pools.
+    """Return the runs that pair two pools, of the largest blocks that are contiguous in a page of
+    both.
 
     Found by walking the smallest pieces (one head of one token of one slab) in the order of the
     source's addresses and joining neighbours that are neighbours on the target too: whole pages
@@ -176,7 +179,7 @@ def paired_runs(
 
 
 def _check_equal(name: str, ours: object, theirs: object) -> None:
-    """Raise HandshakeError if the two differ."""
+    """Raise HandshakeError if two pools whose runs are to be paired differ in the field `name`."""
     if ours != theirs:
         raise HandshakeError(name, ours, theirs)
 
@@ -193,12 +196,12 @@ class _Pieces(NamedTuple):
     strides: Int64s
 
     def take(self, order: npt.NDArray[np.intp]) -> _Pieces:
-        """Return the entries in this order."""
+        """Return the pieces, from which runs are joined, in this order."""
         return _Pieces(self.address[order], self.kind[order], self.strides)
 
     def continues(self, head_bytes: int) -> Bools:
-        """Return, for each i, whether piece i + 1 follows piece i without a gap in every unit of
-        every page.
+        """Return, for each i, whether piece i + 1 can join piece i in a run: it follows without a
+        gap in every unit of every page.
 
         Regions that touch stay apart: NIXL refuses a descriptor across two registrations.
         """
@@ -208,19 +211,20 @@ class _Pieces(NamedTuple):
 
     @property
     def page_stride(self) -> Int64s:
-        """Page stride of each piece, in bytes."""
+        """Page stride of each piece of which runs are made, in bytes."""
         strides: Int64s = self.strides[self.kind, 0]
         return strides
 
     @property
     def unit_stride(self) -> Int64s:
-        """Unit stride of each piece, in bytes."""
+        """Unit stride of each piece of which runs are made, in bytes."""
         strides: Int64s = self.strides[self.kind, 1]
         return strides
 
 
 def _pieces(layout: KVLayout, part: Shard, unit_tokens: int) -> _Pieces:
-    """Return the pieces of the part. Raise ConfigError if it is not inside the pool."""
+    """Return the smallest pieces of a pool's part, from which runs are joined. Raise ConfigError if
+    the part is not inside the pool."""
     whole = Shard.whole(layout)
     if part.overlap(whole) != part:
         raise ConfigError(
@@ -260,7 +264,8 @@ def _pieces(layout: KVLayout, part: Shard, unit_tokens: int) -> _Pieces:
 def _side(
     layout: KVLayout, firsts: _Pieces, lengths: Int64s, unit_tokens: int
 ) -> tuple[Positions, RunTable]:
-    """Return how one side's positions are counted, and its table [runs, rows, 5]."""
+    """Return how one side's positions in its runs are counted, and the run table [runs, rows,
+    5]."""
     num_runs, num_pages, fold = len(lengths), layout.num_pages, layout.page_size // unit_tokens
     positions = Positions.stepping(
         num_pages, fold, _position_step(firsts, num_pages, fold, num_runs)
@@ -281,8 +286,8 @@ def _side(
 
 
 def _position_step(firsts: _Pieces, num_pages: int, fold: int, num_runs: int) -> int:
-    """Return the units from page to page; 0 if they are not the same whole number in every run, or
-    the positions do not fit into an index."""
+    """Return the units from page to page in a run; 0 if they are not the same whole number in every
+    run, or the positions do not fit into an index."""
     if fold == 1 or num_pages == 1:
         return fold
     page, unit = firsts.page_stride, firsts.unit_stride
@@ -293,13 +298,13 @@ def _position_step(firsts: _Pieces, num_pages: int, fold: int, num_runs: int) ->
 
 
 def _is_dense(table: RunTable) -> Bools:
-    """Return, for each run, whether the blocks of neighbouring positions touch."""
+    """Return, for each run, whether it is dense: the blocks of neighbouring positions touch."""
     dense: Bools = table[:, 0, 3] == table[:, 0, 1]
     return dense
 
 
 def _groups(lengths: Int64s, dense: Bools) -> Iterator[RunGroup]:
-    """Yield the groups: a new one begins where the length or the density changes."""
+    """Yield the groups of runs: a new one begins where the length or the density changes."""
     changes = np.flatnonzero((np.diff(lengths) != 0) | (np.diff(dense.astype(np.int8)) != 0)) + 1
     edges = [0, *changes.tolist(), len(lengths)]
     for first, end in pairwise(edges):
@@ -307,7 +312,8 @@ def _groups(lengths: Int64s, dense: Bools) -> Iterator[RunGroup]:
 
 
 def check_index_range(num_runs: int, num_positions: int) -> None:
-    """Raise ConfigError if a flat index would not fit into an int32, the width that NIXL takes."""
+    """Raise ConfigError if a flat index of blocks in runs would not fit into an int32, the width
+    that NIXL takes."""
     if num_runs * num_positions - 1 > MAX_INDEX:
         raise ConfigError(
             f"{num_runs} runs of {num_positions} pages are {num_runs * num_positions} blocks, "

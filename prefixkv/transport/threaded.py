@@ -29,30 +29,33 @@ class QueuedCalls(ABC, Generic[L]):
 
     @abstractmethod
     def _call(self, command: Callable[[L], None], or_raise: bool = True) -> None:
-        """Queue a command behind all before it. Closed: ClosedError, or nothing with `or_raise`
-        False."""
+        """Queue a command for a threaded transport's loop, behind all before it. Closed:
+        ClosedError, or nothing with `or_raise` False."""
 
     def add_peer(
         self, peer: PeerId, metadata: bytes, layout: KVLayout,
         parts: tuple[Shard, Shard] | None = None, staging: StagingArea | None = None,
         state: StateLink | None = None,
     ) -> None:  # fmt: skip
-        """See `base.Transport.add_peer`."""
+        """Queue a new peer as a command for a threaded transport's loop. See
+        `base.Transport.add_peer`."""
         memory = PeerMemory(layout, parts, staging, state)
         self._call(lambda loop: loop.add_peer(peer, metadata, memory))
 
     def remove_peer(self, peer: PeerId) -> None:
-        """See `base.Transport.remove_peer`."""
+        """Queue the removal of a peer as a command for a threaded transport's loop. See
+        `base.Transport.remove_peer`."""
         # Closing has ended all jobs and forgotten all peers: nothing to raise about, here and in
         # `cancel`.
         self._call(lambda loop: loop.remove_peer(peer), or_raise=False)
 
     def write(self, job: WriteJob) -> None:
-        """See `base.Transport.write`."""
+        """Queue a job as a command for a threaded transport's loop. See `base.Transport.write`."""
         self._call(lambda loop: loop.write(job))
 
     def cancel(self, job_id: int) -> None:
-        """See `base.Transport.cancel`."""
+        """Queue the cancelling of a job as a command for a threaded transport's loop. See
+        `base.Transport.cancel`."""
         self._call(lambda loop: loop.cancel(job_id), or_raise=False)
 
 
@@ -63,7 +66,7 @@ class ThreadedTransport(QueuedCalls[L]):
     def __init__(
         self, me: PeerId, layout: KVLayout, staging: StagingArea | None, state: StateLayout | None
     ) -> None:
-        """Check the memory; the subclass makes the thread.
+        """Check the memory of a transport with one thread; the subclass makes the thread.
 
         Raises ConfigError where a layout or an area breaks its laws.
         """
@@ -81,7 +84,8 @@ class ThreadedTransport(QueuedCalls[L]):
         self._thread: threading.Thread
 
     def _call(self, command: Callable[[L], None], or_raise: bool = True) -> None:
-        """Queue a command for the thread. Closed: ClosedError, or nothing with `or_raise` False."""
+        """Queue a command for the transport's one thread. Closed: ClosedError, or nothing with
+        `or_raise` False."""
         with self._lock:
             if not self._closed:
                 self._inbox.put(command)
@@ -89,7 +93,8 @@ class ThreadedTransport(QueuedCalls[L]):
                 raise ClosedError(f"the transport of {self._me.name} is closed")
 
     def close(self) -> None:
-        """See `base.Transport.close`. May be called again.
+        """End the transport's one thread by a last command, and join it. See
+        `base.Transport.close`. May be called again.
 
         Raises:
             CallerError: called from the sink, by the very thread that is to be joined.

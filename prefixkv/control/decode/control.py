@@ -150,7 +150,8 @@ class DecodeControl:
         self._said_expected = 0
 
     def on(self, what: DecodeInput, now_s: float) -> list[DecodeEffect]:
-        """Take one input and return what to do about it, in order."""
+        """Take one input of a decode rank's control object and return what to do about it, in
+        order."""
         self._out.begin()
         match what:
             case OpenRoom():
@@ -206,45 +207,50 @@ class DecodeControl:
 
     @property
     def last_effects(self) -> list[DecodeEffect]:
-        """Effects of the last `on`. Where it raised, those from before the exception: they go with
-        state that has changed here, so the thread must carry them out all the same."""
+        """Effects of the last `on` of decode's control object. Where it raised, those from before
+        the exception: they go with state that has changed here, so the thread must carry them out
+        all the same."""
         return self._out.effects
 
     @property
     def wake_s(self) -> float:
-        """Time at which the next Tick is wanted, infinity if never."""
+        """Time at which decode's control object wants its next Tick, infinity if never."""
         return min(self._timers.next_s, self._links.deaths.due_s)
 
     @property
     def num_expected(self) -> int:
-        """Number of rooms that peers may be writing now."""
+        """Number of rooms of decode's control object that peers may be writing now."""
         return self._rooms.num_expected
 
     @property
     def num_rooms(self) -> int:
-        """Number of rooms that are open or not drained yet. Any thread may ask."""
+        """Number of rooms of decode's control object that are open or not drained yet. Any thread
+        may ask."""
         return len(self._rooms)
 
     def rooms(self) -> Iterable[ReceiverMachine]:
-        """Return the machines of all open or undrained rooms, for audits."""
+        """Return the machines of all open or undrained rooms of decode's control object, for
+        audits."""
         machines = [room.machine for room in self._rooms.all()]
         return [machine for machine in machines if isinstance(machine, ReceiverMachine)]
 
     def poll(self, key: RoomKey) -> KVPoll | None:
-        """Return how far a room is; None once it has ended and is drained."""
+        """Return how far a room of decode's control object is; None once it has ended and is
+        drained."""
         room = self._rooms.get(key)
         return None if room is None else room.machine.poll
 
     def peers(self, now_s: float) -> dict[str, tuple[PeerId | None, str]]:
-        """Return, by address, which process answers there, and "ready", "suspect" or "connecting".
+        """Return what decode's control object knows of prefill ranks: by address, which process
+        answers there, and "ready", "suspect" or "connecting".
 
         Any thread may ask.
         """
         return self._links.peers(now_s)
 
     def lost_peers(self, now_s: float) -> LostPeers:
-        """Return the prefill processes that are suspect or over, what is wrong with each, and how
-        many pages it may still write. Any thread may ask."""
+        """Return the prefill processes that are suspect or over for decode's control object, what
+        is wrong with each, and how many pages it may still write. Any thread may ask."""
 
         def wrong(peer: PeerId, link: Link) -> str:
             return self._lives.how(peer) or self._links.trouble(link, peer, now_s)
@@ -254,7 +260,8 @@ class DecodeControl:
     # --- commands ---------------------------------------------------------------------------------
 
     def _open(self, command: OpenRoom, now_s: float) -> None:
-        """Open a room: promise its pages once the prefill worker answers."""
+        """Take OpenRoom, a command to decode's control: promise the room's pages once the prefill
+        worker answers."""
         machine = ReceiverMachine(command.promise, self._timing, now_s, command.address)
         try:
             self._enter(machine, command.address, now_s, command.digest)
@@ -263,8 +270,8 @@ class DecodeControl:
             self._out.add(RoomDrained(machine.key))
 
     def _watch_worker(self, address: str, now_s: float) -> None:
-        """Connect to a prefill worker that the scheduler asks about, and report once whether it
-        answers."""
+        """Take MeetPrefill, a command to decode's control: connect to a prefill worker that the
+        scheduler asks about, and report once whether it answers."""
         self._links.open(address, now_s)
         self._asked_workers[address] = (
             False  # so that the present state is reported, though it was before
@@ -274,7 +281,8 @@ class DecodeControl:
         self._links.note_change(link)
 
     def _refuse(self, command: RefuseRoom, now_s: float) -> None:
-        """Tell prefill that no promise will come for a request that it may have."""
+        """Take RefuseRoom, a command to decode's control: tell prefill that no promise will come
+        for a request that it may have."""
         machine = RefusalMachine(command.key, command.ticket, command.reason, self._timing, now_s)
         self._enter(machine, command.address, now_s, command.digest)
 
@@ -285,7 +293,8 @@ class DecodeControl:
         now_s: float,
         digest: bytes = b"",
     ) -> None:
-        """Let a new room wait at its leader's link. Raise RequestError if its number is in use."""
+        """Let a new room of decode's control wait at its leader's link. Raise RequestError if its
+        number is in use."""
         key = machine.key
         known = self._rooms.get(key)
         if known is not None:
@@ -303,13 +312,15 @@ class DecodeControl:
         self._promote(link, now_s)
 
     def _abort(self, command: AbortRoom, now_s: float) -> None:
-        """End a room that the scheduler wants no more. Unknown or a refusal: no-op."""
+        """Take AbortRoom, a command to decode's control: end a room that the scheduler wants no
+        more. Unknown or a refusal: no-op."""
         room = self._rooms.get(command.key)
         if room is not None and isinstance(room.machine, ReceiverMachine):
             self._give_up(room, room.machine, AbortedError(command.reason), now_s)
 
     def _move_weights(self, command: MoveWeights, now_s: float) -> None:
-        """End the open rooms of another weights version: their KV is not taken any more."""
+        """Take MoveWeights, a command to decode's control: end the open rooms of another weights
+        version, whose KV is not taken any more."""
         now = command.weights_version
         for room in self._rooms.all():
             machine = room.machine
@@ -325,7 +336,7 @@ class DecodeControl:
         error: TransferError,
         now_s: float,
     ) -> None:
-        """End a room from this side, and let prefill know."""
+        """End a room of decode's control from this side, and let prefill know."""
         # A room that was promised says so to its ranks itself.
         self._rooms.on(room, Fail(error), now_s)
         if not room.peers:
@@ -344,8 +355,8 @@ class DecodeControl:
             self._enter(refusal, room.link.address, now_s, room.digest)
 
     def _fence(self, peer: PeerId, how: str, now_s: float) -> None:
-        """End the rooms of a process that is proved unable to write any more, and drain them soon
-        after.
+        """Take Fence, a command to decode's control: end the rooms of a process that is proved
+        unable to write any more, and drain them soon after.
 
         Not at once: over TCP the kernels may still hold what it sent before, and that lands as our
         own transport reads it. So rooms stay undrained until it has been at that for
@@ -366,7 +377,7 @@ class DecodeControl:
     # --- what the transport and the copies say ----------------------------------------------------
 
     def _arrived(self, raw_tag: bytes, now_s: float) -> None:
-        """Take a notification: a part of a write has landed.
+        """Take a notification in decode's control: a part of a write has landed.
 
         Late, repeated and foreign ones are counted and dropped. They can do no harm, since nothing
         is freed by a notification; a room that lacks one does not succeed.
@@ -392,12 +403,14 @@ class DecodeControl:
             self._rooms.staged(self.staging.on_arrival(tag), now_s)
 
     def _scattered(self, done: CopyDone, now_s: float) -> None:
-        """Take the end of a scatter: its units are in the pages, or the room fails."""
+        """Take the end of a scatter in decode's control: its units are in the pages, or the room
+        fails."""
         if self.staging is not None:
             self._rooms.staged(self.staging.on_scattered(done.copy_id, done.error), now_s)
 
     def _tick(self, now_s: float) -> None:
-        """Look at the links and rooms that are due, then at processes to examine."""
+        """Look, in decode's control, at the links and rooms that are due, then at processes to
+        examine."""
 
         def look(key: str | RoomKey) -> None:
             if isinstance(key, str):
@@ -414,8 +427,8 @@ class DecodeControl:
     # --- frames -----------------------------------------------------------------------------------
 
     def _frame(self, received: FrameReceived[str], now_s: float) -> None:
-        """Decode a frame and take it. Malformed, stale and foreign frames are counted and
-        dropped."""
+        """Decode a frame that came to decode's control, and take it. Malformed, stale and foreign
+        frames are counted and dropped."""
         link = self._links.get(received.source)
         try:
             frame = messages.decode(received.raw)
@@ -435,7 +448,7 @@ class DecodeControl:
                 self._refuse_link(link, refused, now_s)
 
     def _frame_failed(self, what: FrameFailed[str], now_s: float) -> None:
-        """End the room that a frame names, after an exception while it was taken.
+        """End the room that a frame names, after an exception while decode's control took it.
 
         Only if the room was promised to the sender, so that no peer can end rooms of another.
         """
@@ -448,7 +461,8 @@ class DecodeControl:
                 self._rooms.on(room, Fail(error), now_s)
 
     def _take(self, link: Link, frame: Frame, now_s: float) -> None:
-        """Take a decoded frame: handshakes from any process, all else only from the link's peer."""
+        """Take a decoded frame in decode's control: handshakes from any process, all else only from
+        the link's peer."""
         body = frame.body
         # 1. A handshake may come from a process that is to replace the peer.
         if isinstance(body, HelloReply | HelloWanted):
@@ -484,7 +498,8 @@ class DecodeControl:
         self._promote(link, now_s)
 
     def _take_outcome(self, link: Link, outcome: Outcome, now_s: float) -> None:
-        """Take how a room ended at prefill; acknowledge it even if the room is over here."""
+        """Take, in decode's control, how a room ended at prefill; acknowledge it even if the room
+        is over here."""
         room = self._rooms.get(outcome.key)
         if room is None or room.machine.ticket != outcome.ticket:
             # That use of the room has ended and is drained here; only the acknowledgement was lost.
@@ -499,8 +514,8 @@ class DecodeControl:
                 self._said_expected = -1
 
     def _take_drained(self, link: Link, drained: Drained, now_s: float) -> None:
-        """Take a rank's word that it no longer writes the room; let settle first if it asks for
-        that."""
+        """Take, in decode's control, a prefill rank's word that it no longer writes the room; let
+        settle first if it asks for that."""
         room = self._room_of(link, drained)
         # Only once the room has ended: until then its pages are in use, and nothing is freed.
         if room is not None and drained.settle and room.machine.poll.ended:
@@ -509,7 +524,8 @@ class DecodeControl:
             self._rooms.on(room, receiver.DrainedSaid(drained.rank), now_s)
 
     def _take_ask(self, link: Link, ask: LeaseAsk, now_s: float) -> None:
-        """Take a writer's request for a lease. A request that cannot be honest ends the room."""
+        """Take, in decode's control, a writer's request for a lease. A request that cannot be
+        honest ends the room."""
         room = self._room_of(link, ask)
         if room is None:
             return
@@ -528,13 +544,13 @@ class DecodeControl:
         event: receiver.ReceiverEvent,
         now_s: float,
     ) -> None:
-        """Give an event to the room that a frame is about, if it lives."""
+        """Give an event to the room of decode's control that a frame is about, if it lives."""
         room = self._room_of(link, body)
         if room is not None:
             self._rooms.on(room, event, now_s)
 
     def _room_of(self, link: Link, body: Outcome | PromiseAck | Drained | LeaseAsk) -> Room | None:
-        """Return the room that a frame is about, None if it is over.
+        """Return the room of decode's control that a frame is about, None if it is over.
 
         Raises:
             ProtocolError: the room was not promised to the sender as this rank, or the frame is
@@ -562,7 +578,8 @@ class DecodeControl:
         body: HelloReply | HelloWanted,
         now_s: float,
     ) -> None:
-        """Take a HelloReply, or the HelloWanted of a rank that does not know us.
+        """Take, in decode's control, a HelloReply, or the HelloWanted of a prefill rank that does
+        not know us.
 
         It was restarted, or has forgotten us.
         """
@@ -600,7 +617,8 @@ class DecodeControl:
         self._promote(link, now_s)
 
     def _lose_peer(self, link: Link, newer: PeerId, now_s: float) -> None:
-        """End what was promised here to a process that another has replaced at this address."""
+        """End in decode's control what was promised to a prefill process that another has replaced
+        at this address."""
         lost = self._links.replace_peer(link, newer, now_s)
         if lost is None:
             return
@@ -614,7 +632,8 @@ class DecodeControl:
         self._rooms.fail_of(lost, error, now_s, link.address)
 
     def _take_farewell(self, link: Link, peer: PeerId, now_s: float) -> None:
-        """Take a rank's word that it can write no more: end and drain what was promised to it here.
+        """Take, in decode's control, a prefill rank's word that it can write no more: end and drain
+        what was promised to it here.
 
         Only here: any process may answer under any name, so its word proves nothing about the
         process that answers elsewhere.
@@ -629,12 +648,13 @@ class DecodeControl:
         self._rooms.settle(Left(peer, link.address), now_s)
 
     def _is_elsewhere(self, peer: PeerId, link: Link) -> bool:
-        """Return whether another address leads to this process too, or to one that uses its
-        name."""
+        """Return whether another link of decode's control leads to this process too, or to one that
+        uses its name."""
         return any(other.peer == peer for other in self._links.all() if other is not link)
 
     def _promote(self, link: Link, now_s: float) -> None:
-        """Promise the rooms that waited only for this rank to answer."""
+        """Promise the rooms of decode's control that waited only for this prefill rank to
+        answer."""
         for leader in self._links.leaders(link):
             if leader.waiting and leader.ready:
                 self._promote_rooms(leader, now_s)
@@ -643,8 +663,9 @@ class DecodeControl:
                 self._links.note_change(leader)
 
     def _ranks_ready(self, leader: Link, now_s: float) -> dict[int, Link] | None:
-        """Return the links of the ranks that rooms of this leader are promised to, None if one of
-        them does not answer. Opens those that are missing; a rank that does not fit is refused."""
+        """Return the links of the prefill ranks to which decode's control promises rooms of this
+        leader, None if one of them does not answer. Opens those that are missing; a rank that does
+        not fit is refused."""
         links = self._links.promised_links(leader, now_s)
         try:
             return links if self._links.ready(leader, links, now_s) else None
@@ -653,8 +674,8 @@ class DecodeControl:
             return None
 
     def _report_workers(self, changed: set[str], now_s: float) -> None:
-        """Tell the scheduler which workers that it asked about answer now, and which do so no
-        more."""
+        """Tell the scheduler, from decode's control, which prefill workers that it asked about
+        answer now, and which do so no more."""
         # Sorted, so that a run from a seed replays exactly.
         for address in sorted(changed & self._asked_workers.keys()):
             leader = self._links.get(address)
@@ -671,12 +692,14 @@ class DecodeControl:
                 self._out.add(PrefillReady(address, most) if is_ready else PrefillAway(address))
 
     def _lose_worker(self, address: str, error: Exception) -> None:
-        """Report that a worker which the scheduler asked about is lost, once."""
+        """Report, from decode's control, that a prefill worker which the scheduler asked about is
+        lost, once."""
         if self._asked_workers.pop(address, None) is not None:
             self._out.add(PrefillLost(address, error))
 
     def _promote_rooms(self, leader: Link, now_s: float) -> None:
-        """Promise every room that waits at this leader, if all its ranks answer."""
+        """Promise every room of decode's control that waits at this leader, if all its ranks
+        answer."""
         links = self._ranks_ready(leader, now_s)
         if links is None:
             return
@@ -707,7 +730,8 @@ class DecodeControl:
         refused: HandshakeError | ConfigError,
         now_s: float,
     ) -> None:
-        """Refuse a rank that answered and does not fit, and fail the rooms that wait for it."""
+        """Refuse, in decode's control, a prefill rank that answered and does not fit, and fail the
+        rooms that wait for it."""
         error = handshake.named(refused, self._option_names)
         self.counters["handshakes_refused"] += 1
         if life is not None:
@@ -715,7 +739,8 @@ class DecodeControl:
         self._refuse_link(link, error, now_s)
 
     def _refuse_link(self, link: Link, error: Exception, now_s: float) -> None:
-        """Fail the rooms that wait for this rank, at its link and at those of its leaders."""
+        """Fail the rooms of decode's control that wait for this prefill rank, at its link and at
+        those of its leaders."""
         kind = "lost" if isinstance(error, PeerLostError) else "refused"
         self.news.say(kind, link.peer or link.address, str(error))
         # `close` below removes the link, so its leaders are collected first, each once.

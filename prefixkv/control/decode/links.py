@@ -80,8 +80,8 @@ class Link:
 
     @property
     def known(self) -> int:
-        """Incarnation that answered last, 0 if none has. Our Hello says it, and only a reply that
-        repeats it may replace that incarnation."""
+        """Incarnation that answered last at the link to a prefill rank, 0 if none has. Our Hello
+        says it, and only a reply that repeats it may replace that incarnation."""
         return 0 if self.peer is None else self.peer.incarnation
 
 
@@ -102,8 +102,8 @@ class Links:
         out: EffectList[DecodeEffect],
         born_s: float | None = None,
     ) -> None:
-        """Start without links; `timers` wake links by address and are shared with rooms, `lost` is
-        as for `DeathWatch`, `born_s` as for `DecodeControl`."""
+        """Start without links to prefill ranks; `timers` wake links by address and are shared with
+        rooms, `lost` is as for `DeathWatch`, `born_s` as for `DecodeControl`."""
         self._born_s = born_s
         self.news = news
         self._out = out
@@ -116,36 +116,38 @@ class Links:
         self._changed: set[str] = set()  # leaders that may be ready now, or may not be any more
 
     def take_changed(self) -> set[str]:
-        """Return and reset the addresses of leaders for which something has changed."""
+        """Return and reset the addresses of the links to leaders for which something has
+        changed."""
         changed, self._changed = self._changed, set()
         return changed
 
     def note_change(self, link: Link) -> None:
-        """Note that this link's leaders may have become ready, or may be ready no more."""
+        """Note that the leaders of this link to a prefill rank may have become ready, or may be
+        ready no more."""
         self._changed.add(link.address)
         self._changed |= link.leaders
 
     def get(self, address: str) -> Link | None:
-        """Return the link to this address, if there is one."""
+        """Return decode's link to this prefill rank's address, if there is one."""
         return self._links.get(address)
 
     def all(self) -> list[Link]:
-        """Return a copy of the list of links."""
+        """Return a copy of the list of decode's links to prefill ranks."""
         return list(self._links.values())  # in one step: the scheduler's thread calls `peers`
 
     def peers(self, now_s: float) -> dict[str, tuple[PeerId | None, str]]:
-        """Return, by address, which process answers there, and "ready", "suspect" or
-        "connecting"."""
+        """Return, for decode's links by address, which prefill process answers there, and "ready",
+        "suspect" or "connecting"."""
         return {link.address: (link.peer, self._state(link, now_s)) for link in self.all()}
 
     def _state(self, link: Link, now_s: float) -> str:
-        """Return the state of a link as `peers` says it."""
+        """Return the state of a link to a prefill rank as `peers` says it."""
         if not link.ready:
             return "connecting"
         return "suspect" if link.live.suspect(self._timing, now_s) else "ready"
 
     def trouble(self, link: Link, peer: PeerId, now_s: float) -> str:
-        """Return what is wrong with a process that this link leads to or led to, "" if
+        """Return what is wrong with a prefill process that this link leads to or led to, "" if
         nothing is."""
         if link.peer != peer:
             return "was replaced"
@@ -154,7 +156,8 @@ class Links:
     # --- what is said -----------------------------------------------------------------------------
 
     def open(self, address: str, now_s: float) -> None:
-        """Connect to the address and say Hello, unless there is a link to it already."""
+        """Open decode's link to a prefill rank's address: connect and say Hello, unless there is a
+        link already."""
         if address in self._links:
             return
         link = Link(address, PeerClock(now_s, now_s), Backoff(self._timing.resend_s))
@@ -163,14 +166,15 @@ class Links:
         self.greet(link, now_s)
 
     def greet(self, link: Link, now_s: float) -> None:
-        """Say Hello, and repeat it until it is answered."""
+        """Say Hello to the prefill rank of a link, and repeat it until it is answered."""
         # The backoff starts first: its first repeat is what the timer is set for.
         link.hello.start(now_s)
         self._say_hello(link, now_s)
         self._timers.wake(link.address, link.hello.due_s)
 
     def _say_hello(self, link: Link, now_s: float) -> None:
-        """Send a Hello with what has changed since the last one: nonce, incarnation, age."""
+        """Send a Hello over the link to a prefill rank, with what has changed since the last one:
+        nonce, incarnation, age."""
         # As it is now, and not as it was when the worker was made: the other side subtracts it from
         # its own clock.
         age_ms = None if self._born_s is None else max(0, int(1000 * (now_s - self._born_s)))
@@ -179,12 +183,13 @@ class Links:
         self.send(link, hello, now_s)
 
     def send(self, link: Link, body: AnyBody, now_s: float) -> None:
-        """Send a frame to the link's rank, and note when it was spoken to."""
+        """Send a frame to the prefill rank of a link, and note when it was spoken to."""
         link.live.sent_s = now_s
         self._out.add(SendFrame(link.address, self._stamp.frame(body)))
 
     def heard_of(self, what: Reached | Unreached, now_s: float) -> None:
-        """Note that there is a connection to the address, or that there is none."""
+        """Note at a link that there is a connection to its prefill rank's address, or that there is
+        none."""
         link = self._links.get(what.address)
         if link is None:
             return
@@ -197,21 +202,22 @@ class Links:
             self._timers.wake(link.address, link.gone_s + self._timing.connect_timeout_s)
 
     def gone(self, link: Link, now_s: float) -> PeerLostError | None:
-        """Return an error if the address has had no connection for `connect_timeout_s`, else
-        None."""
+        """Return an error if the address of a link has had no connection for `connect_timeout_s`,
+        else None."""
         if now_s < link.gone_s + self._timing.connect_timeout_s:
             return None
         return PeerLostError(f"prefill worker {link.address}: {link.gone_why}", link.peer)
 
     def with_proof(self, link: Link, word: Word, digest: bytes) -> Word:
-        """Return the frame body with the proof for this link; its rank must have answered the
-        handshake."""
+        """Return the frame body with the proof for this link; its prefill rank must have answered
+        the handshake."""
         assert link.reply is not None
         proof = prove(digest, self._hello.secret, link.reply.secret)
         return msgspec.structs.replace(word, proof=proof)
 
     def tick(self, address: str, now_s: float) -> None:
-        """Repeat a Hello, say a Heartbeat, or close a link that is silent and has no rooms."""
+        """Repeat a Hello over a link, say a Heartbeat, or close a link that is silent and has no
+        rooms."""
         link = self._links.get(address)
         if link is None:
             return
@@ -245,7 +251,8 @@ class Links:
         error: Exception,
         now_s: float,
     ) -> None:
-        """Tell a process that we do not work with it, unless it has refused us itself."""
+        """Tell the prefill process at a link that we do not work with it, unless it has refused us
+        itself."""
         if isinstance(reply, HelloReply) and reply.refused:
             return
         is_over = isinstance(error, FormerLifeError)
@@ -255,7 +262,7 @@ class Links:
         self.send(link, refusal, now_s)
 
     def farewell(self) -> None:
-        """Send a Fenced to every rank that answered: this process leaves."""
+        """Send a Fenced over every link whose prefill rank answered: this decode process leaves."""
         for link in self._links.values():
             if link.peer is not None:
                 self._out.add(SendFrame(link.address, self._stamp.frame(Fenced())))
@@ -263,7 +270,7 @@ class Links:
     # --- handshake --------------------------------------------------------------------------------
 
     def accept(self, link: Link, frame: Frame, reply: HelloReply, now_s: float) -> None:
-        """Make the rank that answered the link's.
+        """Make the prefill rank that answered with a HelloReply the link's.
 
         Raises:
             HandshakeError, ConfigError: the two cannot work together; the link is unchanged.
@@ -288,7 +295,8 @@ class Links:
         self._timers.wake(link.address, link.live.heartbeat_due_s(self._timing))
 
     def on_hello_wanted(self, link: Link, nonce: int, now_s: float) -> None:
-        """Say Hello to a rank that does not know us, unless one with this nonce is on its way."""
+        """Say Hello over a link to a prefill rank that does not know us, unless one with this nonce
+        is on its way."""
         # A Hello with this nonce is being repeated already: one more for each HelloWanted would
         # only multiply frames. Nonce 0: the rank could not read the frame that it answers.
         if not link.ready and link.hello.due_s != math.inf and nonce in (0, link.nonce):
@@ -299,7 +307,7 @@ class Links:
         self.greet(link, now_s)
 
     def replace_peer(self, link: Link, newer: PeerId | None, now_s: float) -> PeerId | None:
-        """Note that another process answers at the link (`newer`), or none; return the one
+        """Note that another prefill process answers at the link (`newer`), or none; return the one
         before."""
         former, link.peer, link.ready = link.peer, newer, False
         self.note_change(link)
@@ -309,12 +317,12 @@ class Links:
         return former
 
     def _current(self) -> list[PeerId]:
-        """Return the processes that links lead to now."""
+        """Return the prefill processes that decode's links lead to now."""
         return [link.peer for link in self._links.values() if link.peer is not None]
 
     def promised_links(self, leader: Link, now_s: float) -> dict[int, Link]:
-        """Return, by rank, the links to the ranks that rooms of this leader are promised to; open
-        those that do not exist yet."""
+        """Return, by rank, the links to the prefill ranks that rooms of this leader are promised
+        to; open those that do not exist yet."""
         links: dict[int, Link] = {}
         for rank, address in leader.rank_addresses.items():
             self.open(address, now_s)
@@ -323,7 +331,8 @@ class Links:
         return links
 
     def ready(self, leader: Link, links: dict[int, Link], now_s: float) -> bool:
-        """Return whether every rank that learns of a room is known and answers.
+        """Return whether every prefill rank that learns of a leader's rooms is known and answers at
+        its link.
 
         Raises:
             HandshakeError: a rank is not what the leader said, or only some of the ranks stage.
@@ -347,14 +356,15 @@ class Links:
         return True
 
     def max_tokens(self, leader: Link) -> int:
-        """Return the smallest token capacity that the worker's ranks say they have, 0 if none says
-        one."""
+        """Return the smallest token capacity that the ranks of a prefill worker say they have over
+        their links, 0 if none says one."""
         links = [leader, *(self._links[address] for address in leader.rank_addresses.values())]
         said = [link.reply.max_tokens for link in links if link.reply is not None]
         return min(filter(None, said), default=0)
 
     def leaders(self, link: Link) -> Iterator[Link]:
-        """Yield the links at which rooms may wait for this one: itself, then its leaders."""
+        """Yield the links at which rooms may wait for this prefill rank: its own, then those of its
+        leaders."""
         # Sorted, so that a run from a seed replays exactly.
         for address in (link.address, *sorted(link.leaders)):
             if (leader := self._links.get(address)) is not None:
@@ -363,7 +373,7 @@ class Links:
     # --- ends -------------------------------------------------------------------------------------
 
     def suspend(self, link: Link, now_s: float) -> None:
-        """Give the rank no new rooms until it has answered another Hello.
+        """Give the prefill rank of a link no new rooms until it has answered another Hello.
 
         The link stays open, since its word on the old rooms is still needed to drain them.
         """
@@ -374,7 +384,7 @@ class Links:
             self._timers.wake(link.address, link.hello.due_s)
 
     def close(self, link: Link, now_s: float) -> None:
-        """Close the link and forget the address.
+        """Close decode's link to a prefill rank and forget the address.
 
         Undrained rooms of an earlier peer keep the `Link` object; only a fence can drain them then.
         """

@@ -50,8 +50,8 @@ class Room:
     peers: dict[int, PeerId] = field(default_factory=dict)
 
     def ranks_of(self, peer: PeerId, address: str | None = None) -> list[int]:
-        """Return the ranks of the room that this process is; with `address`, only those promised to
-        it there."""
+        """Return the prefill ranks of the decode room that this process is; with `address`, only
+        those promised to it there."""
         return [
             rank
             for rank, known in self.peers.items()
@@ -60,7 +60,7 @@ class Room:
 
     @property
     def heard_s(self) -> float:
-        """The time by which every rank of the room had been heard.
+        """The time by which every prefill rank of the decode room had been heard.
 
         -infinity if it was promised to none yet, or if another process answers on one's link.
         """
@@ -71,8 +71,8 @@ class Room:
         return min(times, default=-math.inf)
 
     def writers(self) -> Iterator[tuple[PeerId, Link]]:
-        """Yield the processes that may still write the room's pages, each with its link. Any thread
-        may ask."""
+        """Yield the prefill processes that may still write the decode room's pages, each with its
+        link. Any thread may ask."""
         if isinstance(self.machine, ReceiverMachine):
             for rank in self.machine.undrained:
                 # A rank may be undrained before `peers` has it: then nothing was promised to it
@@ -81,8 +81,8 @@ class Room:
                     yield self.peers[rank], self.links[rank]
 
     def tell_overdue(self, news: PeerChanges) -> None:
-        """Report each process that has not proved in time that it no longer writes the room's
-        pages."""
+        """Report each prefill process that has not proved in time that it no longer writes the
+        decode room's pages."""
         for peer, _ in self.writers():
             key, pages = self.machine.key, getattr(self.machine, "num_pages", 0)
             room = f"of room {key.room} generation {key.generation}"
@@ -90,8 +90,8 @@ class Room:
 
 
 def lost_peers(rooms: Iterable[Room], wrong: Callable[[PeerId, Link], str]) -> LostPeers:
-    """Return, for each writer with which something is `wrong`, the reason and the pages it
-    holds."""
+    """Return, for each writer of decode's rooms with which something is `wrong`, the reason and the
+    pages it holds."""
     found: LostPeers = {}
     for room in rooms:
         for peer, link in room.writers():
@@ -141,15 +141,15 @@ class ReceiverRooms:
         return self._rooms[key]
 
     def get(self, key: RoomKey) -> Room | None:
-        """Return the open or undrained room of this key, if any."""
+        """Return decode's open or undrained room of this key, if any."""
         return self._rooms.get(key)
 
     def all(self) -> list[Room]:
-        """Return a copy of the list of rooms."""
+        """Return a copy of the list of decode's rooms that are open or not drained."""
         return list(self._rooms.values())  # in one step: any thread may call this
 
     def add(self, room: Room) -> None:
-        """Let a room wait at its leader's link until it can be promised."""
+        """Let a decode room wait at its leader's link until it can be promised."""
         key, link = room.machine.key, room.link
         self._rooms[key] = room
         link.rooms.add(key)
@@ -157,8 +157,8 @@ class ReceiverRooms:
         self._timers.wake(key, room.machine.wake_s)
 
     def on(self, room: Room, event: receiver.ReceiverEvent, now_s: float) -> None:
-        """Give an event to the room's machine and carry out its actions; drop the room once it is
-        over."""
+        """Give an event to a decode room's machine and carry out its actions; drop the room once it
+        is over."""
         machine = room.machine
         expected = machine.is_written
         # The count is corrected even if an action raises: the transport must go on listening for
@@ -192,14 +192,15 @@ class ReceiverRooms:
         now_s: float,
         address: str | None = None,
     ) -> None:
-        """End the rooms that were promised to this process; with `address`, only those promised
-        there."""
+        """End the decode rooms that were promised to this prefill process; with `address`, only
+        those promised there."""
         for room in self.all():
             for rank in room.ranks_of(peer, address):
                 self.on(room, Fail(error, gone=rank), now_s)
 
     def settle(self, token: PeerId | Left | RankDrained, now_s: float) -> None:
-        """Drain what a writer holds, once the transport has read what kernels may still hold of it.
+        """Drain what a writer holds of decode's rooms, once the transport has read what kernels may
+        still hold of it.
 
         The writer's agent is gone, as the token says. A token that is settling already is not
         repeated.
@@ -211,13 +212,14 @@ class ReceiverRooms:
             self._out.add(Settle(token, self._timing.fence_settle_s))
 
     def settled(self, token: Hashable, now_s: float) -> None:
-        """Drain what the token names: the transport has read for long enough. Unknown: no-op."""
+        """Drain what the token names of decode's rooms: the transport has read for long enough.
+        Unknown: no-op."""
         if token in self.settling:
             self.settling.discard(token)
             self._drain(token, now_s)
 
     def _drain(self, token: Hashable, now_s: float) -> None:
-        """Tell the rooms that the token names that its writes are over."""
+        """Tell the decode rooms that the token names that its writes are over."""
         if isinstance(token, RankDrained):
             drained = self._rooms.get(token.key)
             # One rank, one use of a room. The number may be in use again: then the ticket differs.
@@ -234,7 +236,8 @@ class ReceiverRooms:
                     self.on(room, receiver.FencedOff(rank), now_s)
 
     def staged(self, actions: list[StagedRoomAction], now_s: float) -> None:
-        """Carry out what staging wants: grants for writers, arrivals and failures for rooms."""
+        """Carry out what staging wants of decode's rooms: grants for writers, arrivals and failures
+        for rooms."""
         for action in actions:
             match action:
                 case Grant():
@@ -254,7 +257,8 @@ class ReceiverRooms:
                     assert_never(action)
 
     def _say(self, room: Room, rank: int, body: messages.AnyBody, now_s: float) -> None:
-        """Send a frame to the process that a rank of the room was promised to."""
+        """Send a frame about a decode room to the process that a rank of the room was promised
+        to."""
         link = room.links[rank]
         if link.peer != room.peers[rank]:  # the one it is meant for listens there no more
             if isinstance(body, messages.Abort) and link.ready and room.digest:
@@ -270,7 +274,7 @@ class ReceiverRooms:
         self._links.send(link, body, now_s)
 
     def drop(self, room: Room) -> None:
-        """Forget a room that is over, here and at all links that it held on to."""
+        """Forget a decode room that is over, here and at all links that it held on to."""
         key = room.machine.key
         del self._rooms[key]
         for link in (room.link, *room.links.values()):

@@ -49,7 +49,8 @@ class Trials:
         self._under_way: dict[PeerId, tuple[str, int]] = {}
 
     def begin(self, arrived: OnTrial) -> TryPeer | None:
-        """Return the trial to start; none if one of this life is under way.
+        """Return the trial to start before a decode rank is admitted as prefill's peer; none if one
+        of this life is under way.
 
         Then the Hello was repeated: what is tried stays, and only where the answer goes is updated.
 
@@ -88,7 +89,8 @@ class Trials:
         return TryPeer(frame.sender, hello.agent_metadata, ranges(hello))
 
     def end(self, tried: PeerTried) -> OnTrial | None:
-        """Remove and return what was on trial; None if another life has replaced it meanwhile."""
+        """Remove and return the decode rank whose trial before admission has ended; None if another
+        life has replaced it meanwhile."""
         self._under_way.pop(tried.peer, None)
         arrived = self._on_trial.get(tried.peer.name)
         if arrived is None or arrived.frame.sender != tried.peer:
@@ -125,8 +127,8 @@ class PeerAdmission:
         hello: Hello,
         now_s: float,
     ) -> OnTrial | None:
-        """Check the Hello of a decode rank, and start the trial of what the transport would load of
-        it."""
+        """Check the Hello of a decode rank before it is admitted as prefill's peer, and start the
+        trial of what the transport would load of it."""
         # 1. Can the two work together, and is the sender what it says it is? Both before the trial:
         # a trial costs a child process, which a stranger must not be able to start.
         try:
@@ -144,7 +146,8 @@ class PeerAdmission:
         return None
 
     def tried(self, tried: PeerTried) -> OnTrial | None:
-        """Take the end of a trial: return the rank if it may be admitted, refuse it otherwise."""
+        """Take the end of a trial: return the decode rank if it may be admitted as prefill's peer,
+        refuse it otherwise."""
         arrived = self._trials.end(tried)
         if arrived is None:
             return None
@@ -167,7 +170,8 @@ class PeerAdmission:
         hello: Hello,
         error: Exception,
     ) -> None:
-        """Answer with the reason, count it, and say it in the log."""
+        """Answer a decode rank that is not admitted as prefill's peer with the reason, count it,
+        and say it in the log."""
         error = handshake.named(error, self._ours.option_names)
         self.counters["handshakes_refused"] += 1
         self._peers.news.say("refused", frame.sender, str(error))

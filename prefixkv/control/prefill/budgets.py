@@ -24,7 +24,7 @@ _RANGE_BYTES: Final = 256  # one slab, region or tensor of a Hello
 
 
 def hello_bytes(hello: Hello) -> int:
-    """Return roughly how many bytes a Hello takes while it is kept."""
+    """Return roughly how many bytes of a decode worker's budget a Hello takes while it is kept."""
     lists: list[Collection[object]] = [hello.layout.slabs, hello.layout.regions]
     if hello.state is not None:
         lists += [hello.state.entries, hello.state.regions]
@@ -44,7 +44,8 @@ class Budget:
         self.num_bytes = 0
 
     def check(self, num_bytes: int) -> None:
-        """Raise BudgetError if `num_bytes` more would exceed the limit. Nothing is counted yet."""
+        """Raise BudgetError if `num_bytes` more would exceed the limit of what prefill holds for a
+        decode worker. Nothing is counted yet."""
         if self.num_bytes + num_bytes > self.limit:
             raise BudgetError(
                 f"{self.num_bytes} bytes are held for this decode worker and {num_bytes} more are "
@@ -56,8 +57,8 @@ class RankClaims:
     """The rooms that one decode rank has named, with the number of pages it promised in each."""
 
     def __init__(self, num_pages: int, budget: Budget) -> None:
-        """Start with no rooms; `num_pages` is the size of the rank's pool, `budget` its
-        worker's."""
+        """Start with no rooms claimed by the decode rank; `num_pages` is the size of its pool,
+        `budget` its worker's."""
         self.rooms: dict[RoomKey, int] = {}  # pages promised in each, 0 for an abort
         self.num_undrained = 0  # pages that our writes may still reach: the sum over `_undrained`
         self._num_pages = num_pages
@@ -66,7 +67,8 @@ class RankClaims:
         self._undrained: dict[RoomKey, int] = {}
 
     def check(self, key: RoomKey, num_pages: int) -> None:
-        """Check that a promise of `num_pages` fits, before anything is read of its pages.
+        """Check that a decode rank's promise of `num_pages` fits its pool and its worker's budget,
+        before anything is read of its pages.
 
         A promise that is repeated, or that is for the next use of the number, replaces the one
         before, so that one's pages and bytes are not counted against it.
@@ -84,8 +86,8 @@ class RankClaims:
         self._budget.check(self._cost(num_pages) - self._cost(self.rooms.get(key)))
 
     def add(self, key: RoomKey, num_pages: int) -> None:
-        """Count a room that was checked: a first or repeated promise, or an abort, which has no
-        pages."""
+        """Count as claimed by a decode rank, and in its worker's budget, a room that was checked: a
+        first or repeated promise, or an abort, which has no pages."""
         known = self.rooms.get(key)
         if known is not None and not num_pages:
             return  # an abort leaves the promise as it is
@@ -94,25 +96,28 @@ class RankClaims:
         self.rooms[key] = self._undrained[key] = num_pages
 
     def drained(self, key: RoomKey) -> None:
-        """Stop counting the room's pages as undrained: they may be promised again."""
+        """Stop counting the pages of a room that a decode rank claims as undrained: they may be
+        promised again."""
         self.num_undrained -= self._undrained.pop(key, 0)
 
     def drop(self, key: RoomKey) -> None:
-        """Stop counting a room, its pages and its bytes. Unknown: no-op."""
+        """Stop counting a decode rank's claim on a room, its pages and its bytes in the budget.
+        Unknown: no-op."""
         # Pages first: a room may leave `rooms` only when `_undrained` counts no page of it.
         self.drained(key)
         self._budget.num_bytes -= self._cost(self.rooms.pop(key, None))
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of this rank's rooms within the worker's budget."""
+        """Bytes of the rooms that this decode rank claims, within its worker's budget."""
         return sum(map(self._cost, self.rooms.values()))
 
     def _cost(self, num_pages: int | None) -> int:
         return 0 if num_pages is None else ROOM_BYTES + PAGE_BYTES * num_pages
 
     def check_invariants(self, is_drained: Mapping[RoomKey, bool]) -> None:
-        """Raise AssertionError if a count differs from the rooms; `is_drained` is by room."""
+        """Raise AssertionError if what is counted of this decode rank's claims differs from its
+        rooms; `is_drained` is by room."""
         undrained = {key: num for key, num in self.rooms.items() if not is_drained[key]}
         laws = {
             "what is not drained is what was promised and may land": self._undrained == undrained,

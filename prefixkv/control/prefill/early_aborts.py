@@ -30,7 +30,8 @@ class _Early(NamedTuple):
     budget: Budget
 
     def is_of(self, digest: bytes) -> bool:
-        """Return whether the abort may be about this prompt: yes where either side names none."""
+        """Return whether the early abort may be about this prompt: yes where either side names
+        none."""
         return not (self.proof and digest) or proves(self.proof, digest, *self.secrets)
 
 
@@ -38,7 +39,7 @@ class EarlyAborts:
     """Owned by a `PrefillControl`."""
 
     def __init__(self, timing: ControlConfig, secret: bytes) -> None:
-        """Start empty; `secret` is this process's, as for `PrefillControl`."""
+        """Start without early aborts; `secret` is this process's, as for `PrefillControl`."""
         self._timing = timing
         self._secret = secret
         # By the decode worker's name, so that no other worker can fill its limit. Within one, in
@@ -46,8 +47,8 @@ class EarlyAborts:
         self._aborted: dict[str, dict[RoomKey, _Early]] = {}
 
     def keep(self, key: RoomKey, abort: Abort, peer: Peer, now_s: float) -> None:
-        """Remember an abort until `parked_timeout_s`, so that one request added later fails at
-        once.
+        """Remember an early abort for `parked_timeout_s`, so that the engine's request for its room
+        fails at once when it comes.
 
         Bounded per worker.
         """
@@ -57,8 +58,8 @@ class EarlyAborts:
     def keep_end(
         self, key: RoomKey, error: TransferError, use: tuple[int, bytes], peer: Peer, now_s: float
     ) -> None:
-        """Remember that a use of the room has ended with `error`; `use` is its ticket and the proof
-        of its prompt. See `keep`."""
+        """Remember, like an early abort, that a use of the room has ended with `error`; `use` is
+        its ticket and the proof of its prompt. See `keep`."""
         ticket, proof = use
         # Even if the abort finds no space below, the use is over: a late promise for it is refused.
         peer.past.add((key, ticket), answered=True)
@@ -106,7 +107,8 @@ class EarlyAborts:
                 del self._aborted[name]
 
     def held_bytes(self) -> dict[Budget, int]:
-        """Return the bytes held for each worker, recounted: for audits."""
+        """Return the bytes that early aborts hold of each decode worker's budget, recounted: for
+        audits."""
         held: dict[Budget, int] = {}
         for kept in self._aborted.values():
             for early in kept.values():
@@ -114,5 +116,6 @@ class EarlyAborts:
         return held
 
     def all(self) -> dict[RoomKey, str]:
-        """Return the rooms that an abort is kept for, and the decode worker of each: for audits."""
+        """Return the rooms that an early abort is kept for, and the decode worker of each: for
+        audits."""
         return {key: name for name, kept in self._aborted.items() for key in kept}

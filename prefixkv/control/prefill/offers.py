@@ -24,7 +24,7 @@ class Offer(NamedTuple):
     until_s: float
 
     def proved_by(self, promise: Promised) -> bool:
-        """Return whether the sender of this promise knows the prompt.
+        """Return whether the sender of this promise knows the prompt of the offered room.
 
         The number of a room proves nothing: it travels through routers, and can be guessed or
         repeated.
@@ -57,21 +57,23 @@ class Offers:
         return len(self._open)
 
     def begin(self, numbers: Numbers, offer: Offer) -> None:
-        """Open an offer; a closed one of the same numbers is forgotten."""
+        """Open the offer of a room that prefill has drawn itself; a closed one of the same numbers
+        is forgotten."""
         self._closed.pop(numbers, None)
         self._open[numbers] = offer
 
     def all(self) -> list[Numbers]:
-        """Return the numbers of the open offers."""
+        """Return the room numbers of this prefill rank's open offers."""
         return list(self._open)
 
     def get(self, key: RoomKey) -> Offer | None:
-        """Return the open offer with the numbers of this key, whichever decode worker it names."""
+        """Return the open offer with the room numbers of this key, whichever decode worker it
+        names."""
         return self._open.get(key.numbers)
 
     def end(self, numbers: Numbers, why: str, now_s: float) -> bool:
-        """Close the offer and remember why until `parked_timeout_s`; return False if it was not
-        open."""
+        """Close the offer of a room and remember why for `parked_timeout_s`; return False if it was
+        not open."""
         if self._open.pop(numbers, None) is None:
             return False
         self._closed[numbers] = _Closed(why, now_s + self._timing.parked_timeout_s)
@@ -81,7 +83,8 @@ class Offers:
         return True
 
     def check(self, key: RoomKey, promise: Promised, now_s: float) -> Offer | None:
-        """Return the offer that this first promise of a worker takes, None if its room is no offer.
+        """Return the offer that this first promise of a decode worker takes, None if its room is no
+        offer.
 
         Raises:
             ProtocolError: the promise does not prove the prompt, which leaves the offer to others;

@@ -70,28 +70,30 @@ class Peer:
 
     @property
     def rooms(self) -> Mapping[RoomKey, int]:
-        """The rooms it has named, with the number of pages promised in each."""
+        """The rooms that this peer, a decode rank, has named, with the number of pages promised in
+        each."""
         return self.claimed.rooms
 
     @property
     def worker(self) -> PeerId:
-        """Identity of rank 0 of its worker, which is the worker's."""
+        """Identity of rank 0 of this peer's decode worker, which is the worker's."""
         return self.hello.worker or self.id
 
     def check_parked(self, limit: int) -> None:
-        """Raise ProtocolError if `limit` promises of this rank wait for their requests already."""
+        """Raise ProtocolError if `limit` promises of this peer, a decode rank, wait for their
+        requests already."""
         if self.num_parked >= limit:
             raise ProtocolError(
                 f"{self.num_parked} promises wait for their requests, the limit is reached"
             )
 
     def secrets(self, ours: bytes) -> tuple[bytes, bytes]:
-        """Return the two secrets that proofs on the link to this peer are keyed with: its own, and
-        ours."""
+        """Return the two secrets that this peer's proofs of a prompt are keyed with: the decode
+        rank's own, and ours."""
         return self.hello.secret, ours
 
     def key(self, word: RoomBody) -> RoomKey:
-        """Return the key of the room that a frame of this peer is about.
+        """Return the key of the room that a frame of this peer, a decode rank, is about.
 
         The decode worker in it is the peer's own, whatever the frame says: so no peer can name a
         room of another worker.
@@ -99,7 +101,8 @@ class Peer:
         return RoomKey(word.room, word.generation, self.worker.name)
 
     def promised(self, promise: Promise, our_page_size: int, our_secret: bytes) -> Promised:
-        """Check a promise and return it with page ids that are safe to turn into addresses.
+        """Check a promise of this peer, a decode rank, and return it with page ids that are safe to
+        turn into addresses.
 
         Raises:
             BudgetError: it has more pages than fit; raised before an array is made of them.
@@ -160,7 +163,7 @@ class Peer:
 
 
 def _has_repeats(pages: npt.NDArray[np.int32], num_pages: int) -> bool:
-    """Return whether a page id in [0, num_pages) occurs twice.
+    """Return whether a page id in [0, num_pages) occurs twice in a peer's promise.
 
     O(pages + pool): a mark for each page of the pool. Few pages of a large pool are sorted instead.
     """
@@ -187,8 +190,8 @@ class Peers:
         lost: Callable[[float], Iterable[PeerId]],
         actions: EffectList[RoomAction],
     ) -> None:
-        """Start with no peer; `timers` wake peers by name and are shared with rooms, `lost` is as
-        for `DeathWatch`."""
+        """Start with no peer of this prefill rank; `timers` wake peers by name and are shared with
+        rooms, `lost` is as for `DeathWatch`."""
         self._me = me
         self.news = PeerChanges()
         self.lives = IncarnationHistory(self.news)
@@ -206,20 +209,21 @@ class Peers:
         return len(self._peers)
 
     def get(self, name: str) -> Peer | None:
-        """Return the peer of this name, whichever of its incarnations it is."""
+        """Return prefill's peer of this name, whichever of its incarnations it is."""
         return self._peers.get(name)
 
     def find(self, peer_id: PeerId) -> Peer | None:
-        """Return the peer if exactly this incarnation is the one known, else None."""
+        """Return prefill's peer if exactly this incarnation is the one known, else None."""
         peer = self._peers.get(peer_id.name)
         return peer if peer is not None and peer.id == peer_id else None
 
     def all(self) -> list[Peer]:
-        """Return a copy of the list of peers."""
+        """Return a copy of the list of prefill's peers."""
         return list(self._peers.values())  # in one step: the scheduler's thread calls `states`
 
     def heard_s(self, worker: str, ranks: Iterable[int], since: int) -> float:
-        """Return the time by which all `ranks` of a decode worker had been heard.
+        """Return the time by which all `ranks` of a decode worker had been heard, as peers of
+        prefill.
 
         -infinity if one of them is not known, or replaced a former life after `since` (a value of
         `num_met`): the new life knows nothing of what the former one was to promise.
@@ -235,19 +239,21 @@ class Peers:
         return [peer.id for peer in self._peers.values()]
 
     def states(self, now_s: float) -> dict[PeerId, str]:
-        """Return "ready" or "suspect" for each peer. Any thread may ask."""
+        """Return "ready" or "suspect" for each of prefill's peers. Any thread may ask."""
         return {
             peer.id: "suspect" if peer.live.suspect(self._timing, now_s) else "ready"
             for peer in self.all()
         }
 
     def trouble(self, peer: Peer, now_s: float) -> str:
-        """Return what is wrong with the peer, "" if nothing is. Any thread may ask."""
+        """Return what is wrong with one of prefill's peers, "" if nothing is. Any thread may
+        ask."""
         suspect = "suspect" if peer.live.suspect(self._timing, now_s) else ""
         return self.lives.how(peer.id) or suspect
 
     def speaker(self, frame: Frame, credential: str) -> Peer | None:
-        """Return the peer that the frame claims to be from, None if no peer has that name yet.
+        """Return the peer that a frame which came to prefill claims to be from, None if no peer has
+        that name yet.
 
         Raises:
             ProtocolError: the name does not belong to the key that the connection proved.
@@ -266,7 +272,8 @@ class Peers:
         return peer
 
     def check_worker(self, frame: Frame, credential: str, hello: Hello) -> None:
-        """Check that a rank belongs to the worker that it says it belongs to.
+        """Check that a decode rank, before it becomes prefill's peer, belongs to the worker that it
+        says it belongs to.
 
         The messages of refusals mention no other worker.
 
@@ -307,7 +314,8 @@ class Peers:
             raise HandshakeError("bytes held for it", most, held, "are more than max_peer_bytes")
 
     def _check_later(self, sender: PeerId, hello: Hello) -> None:
-        """Raise HandshakeError if the Hello is of an older process than the peer that has its name.
+        """Raise HandshakeError if the Hello is of an older decode process than the peer that has
+        its name.
 
         The older one may not know yet that it was replaced, and we may have been started after
         both, so that `lives` does not list it as over.
@@ -328,7 +336,8 @@ class Peers:
         hello: Hello,
         now_s: float,
     ) -> None:
-        """Make a rank that passed the handshake a peer; `received` is its route and its credential.
+        """Make a decode rank that passed the handshake prefill's peer; `received` is its route and
+        its credential.
 
         A former life under its name must have been removed before (`PrefillControl._admit`).
         """
@@ -365,7 +374,8 @@ class Peers:
     def reply(
         self, route: bytes, hello: Hello | None, refused: str = "", staged: bool = False
     ) -> None:
-        """Answer a Hello, or refuse it or another frame."""
+        """Answer the Hello of a decode rank that is or becomes a peer, or refuse it or another
+        frame."""
         ours, known = self._ours, hello.known if hello is not None else 0
         said = ours.secret, refused[:1000], ours.rank, staged, known
         most = ours.max_tokens
@@ -373,30 +383,34 @@ class Peers:
         self._actions.add(SendFrame(route, self._stamp.frame(body)))
 
     def hello_wanted(self, route: bytes, sender: PeerId | None = None) -> None:
-        """Ask for a Hello; `sender` is None if the frame could not be read."""
+        """Ask a decode rank for the Hello that makes it prefill's peer; `sender` is None if the
+        frame could not be read."""
         wanted = HelloWanted(0 if sender is None else self.nonce(sender))
         self._actions.add(SendFrame(route, self._stamp.frame(wanted)))
 
     def nonce(self, sender: PeerId) -> int:
-        """Return the number that a Hello of `sender` has to repeat; see `lives.nonce`."""
+        """Return the number that a Hello of `sender` has to repeat to become prefill's peer; see
+        `former_lives.nonce`."""
         peer = self._peers.get(sender.name)
         known = self.lives.last_silent(sender.name) if peer is None else peer.id
         return nonce(self._me, sender, known)
 
     def send(self, peer: Peer, body: AnyBody, now_s: float) -> None:
-        """Send a frame to the peer. Gone: no-op."""
+        """Send a frame to one of prefill's peers. Gone: no-op."""
         # Its route may lead to the life that replaced it, which must not get these words.
         if not peer.gone:
             peer.live.sent_s = now_s
             self._actions.add(SendFrame(peer.route, self._stamp.frame(body)))
 
     def farewell(self) -> None:
-        """Send a Fenced to every decode rank: our agent is gone, so no write of ours can land."""
+        """Send a Fenced to each of prefill's peers, the decode ranks: our agent is gone, so no
+        write of ours can land."""
         for peer in self._peers.values():
             self._actions.add(SendFrame(peer.route, self._stamp.frame(Fenced())))
 
     def tick(self, name: str, now_s: float) -> None:
-        """Say a Heartbeat if one is due, or forget a peer that is silent and has no rooms."""
+        """Say a Heartbeat to a decode rank if one is due, or forget a peer that is silent and has
+        no rooms."""
         peer = self._peers.get(name)
         if peer is None:
             return
@@ -416,7 +430,7 @@ class Peers:
         self._timers.wake(name, peer.live.heartbeat_due_s(self._timing))
 
     def forget(self, peer: Peer) -> None:
-        """Remove the peer here and from the transport.
+        """Remove a decode rank from prefill's peers and from the transport.
 
         Its name may belong to another life already; that one stays.
         """
@@ -430,7 +444,7 @@ class Peers:
 
 
 def _may_speak(allowed: Mapping[str, str], credential: str, name: str) -> bool:
-    """Return whether the key may use the name.
+    """Return whether a peer's key may use the name of a decode rank.
 
     It may if the name is listed for it. A name that is listed for no key may be used by a further
     rank ("worker/3") of the worker that the key is listed for.

@@ -31,15 +31,16 @@ class RetiredTickets:
         return use in self._unanswered or use in self._answered
 
     def add(self, use: Use, *, answered: bool = False) -> None:
-        """Record a use that is over; `answered` says that the rank has acknowledged or aborted
-        it."""
+        """Retire the ticket of a room's use that is over; `answered` says that the decode rank has
+        acknowledged or aborted it."""
         known = self._answered if answered else self._unanswered
         known[use] = None
         if len(known) > self._most:
             del known[next(iter(known))]
 
     def answer(self, use: Use) -> None:
-        """Note that the rank has acknowledged or aborted a recorded use. Not recorded: no-op."""
+        """Note that the decode rank has acknowledged or aborted a use whose ticket is retired. Not
+        recorded: no-op."""
         if use in self._unanswered:
             del self._unanswered[use]
             self.add(use, answered=True)

@@ -87,7 +87,8 @@ class Writes:
         drained: bool,
         now_s: float,
     ) -> None:
-        """Take the end of a write: a staged piece's goes to staging, any other to its room."""
+        """Take the end of one of prefill's writes: a staged piece's goes to staging, any other to
+        its room."""
         if self._staging is not None and self._staging.owns(job_id):
             ended = self._staging.on_write_ended(job_id, error, drained, now_s)
             self.stage(ended, now_s)
@@ -96,7 +97,8 @@ class Writes:
             self.flush(now_s)
 
     def drained(self, job_id: int, now_s: float) -> None:
-        """Take the proof that nothing can land any more of a write that had ended undrained."""
+        """Take the proof that nothing can land any more of one of prefill's writes that had ended
+        undrained."""
         if self._staging is not None and self._staging.owns(job_id):
             self.stage(self._staging.on_write_drained(job_id), now_s)
         else:
@@ -104,8 +106,8 @@ class Writes:
             self.flush(now_s)
 
     def flush(self, now_s: float) -> None:
-        """Turn what was added to `actions` into effects, with staging between rooms and
-        transport."""
+        """Turn the `actions` of prefill's rooms and peers into effects: writes go to the transport,
+        straight or by staging."""
         actions = self._actions.effects
         if not actions:
             return
@@ -148,8 +150,8 @@ class Writes:
                     assert_never(action)
 
     def _write(self, action: PostWrite, now_s: float) -> None:
-        """Post a room's write: by staging if its peer takes slices of what we hold, else into
-        pages."""
+        """Post a prefill room's write: by staging if its peer takes slices of what we hold, else
+        into pages."""
         staging = self._staging
         # Extra state is never staged: it goes straight to its slot.
         if staging is not None and action.peer in staging.peers and not action.state:
@@ -165,7 +167,8 @@ class Writes:
         self._out.add(WriteJob(action.job_id, action.peer, *pages, tag, action.ready, route))
 
     def stage(self, actions: list[StagedWriteAction], now_s: float) -> None:
-        """Turn what staging wants into effects; ends of jobs go back to their rooms."""
+        """Turn what staging wants of prefill's writes into effects; ends of jobs go back to their
+        rooms."""
         for action in actions:
             match action:
                 case SendLeaseAsk():
@@ -191,7 +194,7 @@ class Writes:
                     assert_never(action)
 
     def _staged_write(self, post: PostStaged) -> WriteJob:
-        """Return the write of one gathered slot into a lease, in blocks of BLOCK_BYTES."""
+        """Return prefill's write of one gathered slot into a lease, in blocks of BLOCK_BYTES."""
         # Rounded up: slots and leases are whole blocks, so the last one stays inside both.
         blocks = np.arange(-(-post.num_bytes // BLOCK_BYTES), dtype=np.int32)
         src = blocks + np.int32(post.slot * self._slot_blocks)

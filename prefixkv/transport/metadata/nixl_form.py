@@ -39,14 +39,14 @@ class AgentMetadata(NamedTuple):
 
 
 def nixl_name(peer: PeerId) -> str:
-    """Return the peer's agent name; it has the incarnation in it, so that a restarted peer is never
-    taken for its former self."""
+    """Return the peer's name as a NIXL agent; it has the incarnation in it, so that a restarted
+    peer is never taken for its former self."""
     return f"{peer.name}#{peer.incarnation}"
 
 
 def check_metadata(raw: bytes, peer: PeerId, ranges: Collection[Range]) -> None:
-    """Check a peer's metadata: of its agent, with the memory that its Hello names registered, and
-    no other.
+    """Check a peer's NIXL metadata, without NIXL: of its agent, with the memory that its Hello
+    names registered, and no other.
 
     Raises:
         MetadataError: it is anything else.
@@ -66,7 +66,8 @@ def check_metadata(raw: bytes, peer: PeerId, ranges: Collection[Range]) -> None:
 
 
 def read_metadata(raw: bytes, max_descriptors: int = 1 << 20) -> AgentMetadata:
-    """Read all of it. O(descriptors). Raise MetadataError for anything unknown."""
+    """Read all of a NIXL agent's metadata, without NIXL. O(descriptors). Raise MetadataError for
+    anything unknown."""
     fields = _FieldReader(raw)
     # 1. The name, and exactly one UCX connection, which is what keys are checked against.
     name = fields.take(b"Agent", _MAX_NAME_BYTES)
@@ -117,7 +118,8 @@ class _FieldReader:
         self._at = len(_HEAD)
 
     def take(self, tag: bytes, max_bytes: int) -> bytes:
-        """Return the next field's value, which has this tag and at most `max_bytes` bytes."""
+        """Return the value of the next field of NIXL metadata, which has this tag and at most
+        `max_bytes` bytes."""
         start = self._at + len(tag) + 8
         if not self._raw.startswith(tag, self._at) or start > len(self._raw):
             raise MetadataError(f"no field {tag.decode()!r} at byte {self._at}")
@@ -130,25 +132,26 @@ class _FieldReader:
         return self._raw[start:end]
 
     def expect(self, tag: bytes, value: bytes) -> None:
-        """Read a field that must have this value."""
+        """Read a field of NIXL metadata that must have this value."""
         if (found := self.take(tag, len(value))) != value:
             raise MetadataError(f"{found!r} where {value.decode()!r} is known")
 
     def number(self, tag: bytes, size: int) -> int:
-        """Return a field that is a little-endian number of exactly `size` bytes."""
+        """Return a field of NIXL metadata that is a little-endian number of exactly `size`
+        bytes."""
         value = self.take(tag, size)
         if len(value) != size:
             raise MetadataError(f"a number of {len(value)} bytes, {size} are known")
         return int.from_bytes(value, "little")
 
     def count(self, tag: bytes, at_most: int) -> int:
-        """Return a field that is a count of 8 bytes, at most `at_most`."""
+        """Return a field of NIXL metadata that is a count of 8 bytes, at most `at_most`."""
         number = self.number(tag, 8)
         if number > at_most:
             raise MetadataError(f"{number} of {tag.decode()!r}, at most {at_most} can be")
         return number
 
     def end(self) -> None:
-        """Raise MetadataError if bytes are left."""
+        """Raise MetadataError if bytes of NIXL metadata are left."""
         if self._at != len(self._raw):
             raise MetadataError(f"{len(self._raw) - self._at} bytes behind its end")

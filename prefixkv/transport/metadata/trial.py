@@ -54,7 +54,7 @@ class Trial:
     """
 
     def __init__(self, name: str, tell: Tell, interface: str, in_child: bool) -> None:
-        """Start the thread, and the child with it.
+        """Start the trial's thread, and the child process with it.
 
         Args:
             interface: as `TransportConfig.interface`.
@@ -77,7 +77,7 @@ class Trial:
 
     @property
     def child_pid(self) -> int | None:
-        """Process id of the child, None while there is none."""
+        """Process id of the trial's child, None while there is none."""
         child = self._child
         return None if child is None else child.process.pid
 
@@ -89,7 +89,7 @@ class Trial:
         self._requests.put(_Request(peer, metadata, ranges))
 
     def close(self) -> None:
-        """End the child and the thread. Idempotent."""
+        """End the trial's child process and thread. Idempotent."""
         # Under the lock, so that no child is started after this one was killed.
         with self._lock:
             self._closed = True
@@ -100,7 +100,7 @@ class Trial:
         self._thread.join(_JOIN_LIMIT_S)
 
     def _run(self) -> None:
-        """Run the thread: one trial at a time, with the next child started between two."""
+        """Run the trial's thread: one trial at a time, with the next child started between two."""
         try:
             self._keep_ready()
             while (request := self._requests.get()) is not None and not self._closed:
@@ -113,7 +113,7 @@ class Trial:
             self._drop_child()
 
     def _verdict(self, request: _Request) -> MetadataError | None:
-        """Return the reason why the metadata must not be loaded, None if it may be."""
+        """Return the reason why the metadata on trial must not be loaded, None if it may be."""
         # Our own check first: what it refuses never costs a child.
         try:
             check_metadata(request.metadata, request.peer, request.ranges)
@@ -126,7 +126,7 @@ class Trial:
         return None
 
     def _load(self, metadata: bytes) -> None:
-        """Load the metadata in the child.
+        """Load the metadata on trial in the child process.
 
         Raises:
             MetadataError: the child refuses it, dies of it or takes too long.
@@ -151,8 +151,8 @@ class Trial:
             raise MetadataError(f"its trial failed: {answer.removeprefix('no ')}")
 
     def _ready_child(self) -> _Child:
-        """Return a child that waits for a trial; one that has died since the last is replaced,
-        once."""
+        """Return a child process that waits for a trial; one that has died since the last is
+        replaced, once."""
         for attempt in range(2):
             child = self._child or self._start()
             try:
@@ -165,7 +165,8 @@ class Trial:
         raise OSError(f"the trial process does not start: {ended}")
 
     def _keep_ready(self) -> None:
-        """Start a child if there is none. It becomes ready while this thread waits."""
+        """Start a child process for the next trial if there is none. It becomes ready while this
+        thread waits."""
         if self._in_child and self._child is None:
             try:
                 self._start()
@@ -173,7 +174,7 @@ class Trial:
                 _log.warning("the trial process could not be started: %r", error)
 
     def _start(self) -> _Child:
-        """Start a child, unless closed."""
+        """Start a child process for trials, unless closed."""
         with self._lock:
             if self._closed:
                 raise OSError("the node is closed")
@@ -181,7 +182,7 @@ class Trial:
             return self._child
 
     def _drop_child(self) -> str:
-        """End the child; return how it ended."""
+        """End the trial's child process; return how it ended."""
         # Only the handover is locked: `end` waits, and `close` must not wait for that.
         with self._lock:
             child, self._child = self._child, None
@@ -192,7 +193,7 @@ class _Child:
     """The child process and the socket to it. Owned by the trial's thread."""
 
     def __init__(self, interface: str) -> None:
-        """Start the process. Raises OSError."""
+        """Start the child process that a trial needs. Raises OSError."""
         self.words, theirs = socket.socketpair()
         self._is_ready = False
         self._received = b""
@@ -215,7 +216,7 @@ class _Child:
             undo.pop_all()
 
     def is_ready(self) -> bool:
-        """Wait until the child is ready for a trial; return whether it is.
+        """Wait until the child process is ready for a trial; return whether it is.
 
         Raises OSError or TimeoutError if it never will be.
         """
@@ -229,7 +230,8 @@ class _Child:
         return self._is_ready
 
     def line(self) -> str:
-        """Return the next line that the child says, "" if it has died. Raises TimeoutError."""
+        """Return the next line that the trial's child process says, "" if it has died. Raises
+        TimeoutError."""
         while b"\n" not in self._received:
             some = self.words.recv(4096)
             if not some:
@@ -240,7 +242,7 @@ class _Child:
         return line.decode(errors="replace")
 
     def end(self) -> str:
-        """End the process and return how it ended."""
+        """End the child process of trials and return how it ended."""
         self.words.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(0.5)  # it may be dying by itself: then its end says of what

@@ -24,7 +24,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Serve trials until the parent closes the socket or ends."""
+    """Serve trials of metadata, as the child process, until the parent closes the socket or
+    ends."""
     bindings_file, parent, limit_s = sys.argv[1:]
     # Whatever becomes of the parent, this process ends with it, also out of a native call. Checked
     # after that: a parent that ended before would have sent no signal.
@@ -62,7 +63,8 @@ def main() -> None:
 
 
 def _agent(bindings: Any, name: str) -> tuple[Any, Any]:
-    """Return an agent with a UCX backend, as the serving process has one."""
+    """Return an agent for a trial in the child process, with a UCX backend, as the serving process
+    has one."""
     config = bindings.nixlAgentConfig()
     config.useProgThread = config.useListenThread = False
     config.syncMode = bindings.NIXL_THREAD_SYNC_RW
@@ -71,7 +73,8 @@ def _agent(bindings: Any, name: str) -> tuple[Any, Any]:
 
 
 def _receive(words: socket.socket, num_bytes: int) -> bytes:
-    """Receive exactly this many bytes; end the process if the parent has closed the socket."""
+    """Receive exactly this many bytes in the child process of trials; end it if the parent has
+    closed the socket."""
     received = bytearray()
     while len(received) < num_bytes:
         some = words.recv(num_bytes - len(received))

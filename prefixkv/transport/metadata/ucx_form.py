@@ -75,7 +75,8 @@ class _Transport(NamedTuple):
 
 
 def read_address(raw: bytes) -> UcxAddress:
-    """Read a packed worker address. O(its bytes). Raise MetadataError for anything unknown.
+    """Read the address of a UCX worker, as it is packed. O(its bytes). Raise MetadataError for
+    anything unknown.
 
     Transports that are not in the table have a form of their own, and only their lengths are read:
     UCX skips them unless it has them itself.
@@ -126,7 +127,7 @@ def read_address(raw: bytes) -> UcxAddress:
 
 
 def read_key(raw: bytes, address: UcxAddress) -> KeyKind:
-    """Read a packed memory key of the worker with this address. O(its bytes).
+    """Read a packed UCX key to the memory of the worker with this address. O(its bytes).
 
     Raises:
         MetadataError: for anything unknown.
@@ -150,7 +151,8 @@ def read_key(raw: bytes, address: UcxAddress) -> KeyKind:
 
 
 def _read_head(data: _ByteReader) -> bool:
-    """Read the head; return True for the second version of the form (UCX_ADDRESS_VERSION=v2)."""
+    """Read the head of a UCX address; return True for the second version of the form
+    (UCX_ADDRESS_VERSION=v2)."""
     first = data.byte()
     version, high = first & 0xF, first >> 4
     if version > 1:
@@ -169,8 +171,8 @@ def _read_head(data: _ByteReader) -> bool:
 def _read_transport(
     data: _ByteReader, device: bytes, is_second: bool
 ) -> tuple[_Transport | None, bool]:
-    """Read one transport of a device; return its entry in the table, None if it has none, and
-    whether it is the device's last."""
+    """Read one transport of a device in a UCX address; return its entry in the table, None if it
+    has none, and whether it is the device's last."""
     checksum = int.from_bytes(data.take(2), "little")
     # 1. Its attributes: UCX computes with them, so NaN and senseless speeds are refused.
     if is_second:
@@ -206,7 +208,7 @@ def _read_transport(
 
 
 def _read_distances(data: _ByteReader, address: UcxAddress) -> None:
-    """Read the distances from the memory to system devices, in the order of these.
+    """Read the distances in a UCX key from the memory to system devices, in the order of these.
 
     Each is latency and bandwidth, floats of 8 bits.
     """
@@ -222,21 +224,21 @@ def _read_distances(data: _ByteReader, address: UcxAddress) -> None:
 
 
 def _is_nan(packed: int) -> bool:
-    """Return whether the float is not a number. Infinity is one: a device of unknown bandwidth has
-    it."""
+    """Return whether UCX's packed float is not a number. Infinity is one: a device of unknown
+    bandwidth has it."""
     return packed & 0xF == 0xF and packed > 0xF
 
 
 def _is_tcp(device: bytes, address: bytes) -> bool:
-    """Return whether this is TCP's address: flags, family, and an IP address or, on the loopback
-    interface, the host's identity."""
+    """Return whether this is TCP's address in UCX's form: flags, family, and an IP address or, on
+    the loopback interface, the host's identity."""
     sizes = {(0, 2): 6, (0, 10): 18, (1, 2): 14, (1, 10): 14}
     return sizes.get((device[0], device[1])) == len(device)
 
 
 def _is_posix(device: bytes, address: bytes) -> bool:
-    """Return whether this is a posix segment with what opens it: nothing, a namespace or a
-    folder."""
+    """Return whether this is a posix segment in UCX's form, with what opens it: nothing, a
+    namespace or a folder."""
     kind = address[7] >> 4
     if kind & 0b1000:  # a descriptor of the process
         return len(address) == (12 if kind & 1 else 8)
@@ -253,11 +255,11 @@ class _ByteReader:
         self._at = 0
 
     def wrong(self, why: str) -> MetadataError:
-        """Return the error for what was read last."""
+        """Return the error for what was read last of the bytes that UCX packed."""
         return MetadataError(f"in {self._what}, before byte {self._at}: {why}")
 
     def take(self, num_bytes: int) -> bytes:
-        """Return the next bytes."""
+        """Return the next bytes of what UCX packed."""
         end = self._at + num_bytes
         if end > len(self._raw):
             raise self.wrong(f"{num_bytes} bytes, {len(self._raw) - self._at} are left")
@@ -266,11 +268,11 @@ class _ByteReader:
         return taken
 
     def byte(self) -> int:
-        """Return the next byte as a number."""
+        """Return the next byte of what UCX packed, as a number."""
         return self.take(1)[0]
 
     def packed(self, mask: int, is_extended: bool) -> tuple[int, int]:
-        """Return a number in the low bits of a byte, and the flags above it.
+        """Return a number that UCX packed in the low bits of a byte, and the flags above it.
 
         In the second version a number that has no room there is in the byte behind. One that would
         have had room is refused: UCX never packs it so.
@@ -282,13 +284,13 @@ class _ByteReader:
         return number, first & ~mask
 
     def end(self) -> None:
-        """Raise MetadataError if bytes are left."""
+        """Raise MetadataError if bytes of what UCX packed are left."""
         if self._at != len(self._raw):
             raise self.wrong(f"{len(self._raw) - self._at} bytes behind its end")
 
 
 def transport_checksum(name: str) -> int:
-    """Return the number by which an address names a transport: CRC-16 of its name, as of X.25.
+    """Return the number by which a UCX address names a transport: CRC-16 of its name, as of X.25.
 
     >>> hex(transport_checksum("tcp"))
     '0x19cf'

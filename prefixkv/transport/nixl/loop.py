@@ -68,7 +68,8 @@ _RENEW_S: Final = 0.25  # between two renewals, each of which holds it for 70 ms
 
 
 def pause_s(config: TransportConfig, quiet_s: float, sending: bool) -> float:
-    """Return how long to sleep between two polls; the last `quiet_s` seconds of polls were empty.
+    """Return how long NIXL's loop sleeps between two polls; the last `quiet_s` seconds of polls
+    were empty.
 
     A side that only receives may wait for a prefill that takes seconds, so its sleeps grow with the
     quiet. One that writes has to make progress for what it has posted: its sleeps grow too, since
@@ -99,7 +100,7 @@ class NixlLoop(TransportLoop[NixlPeer]):
         self, me: PeerId, layout: KVLayout, sink: Sink, config: TransportConfig,
         staging: StagingArea | None = None, state: StateLayout | None = None,
     ) -> None:  # fmt: skip
-        """Create the agent. Raises what NIXL raises."""
+        """Create the NIXL agent of the loop. Raises what NIXL raises."""
         super().__init__(layout, sink, config, staging, state, config.post_descriptors)
         self._name = nixl_name(me)
         warn_if_open(config.interface)
@@ -124,7 +125,8 @@ class NixlLoop(TransportLoop[NixlPeer]):
     # --- the loop ---------------------------------------------------------------------------------
 
     def serve(self, inbox: Inbox[Callable[[NixlLoop], None] | None]) -> None:
-        """Obey commands and make progress until None comes, the command that closes."""
+        """Run NIXL's loop: obey commands and make progress until None comes, the command that
+        closes."""
         commands: deque[Callable[[NixlLoop], None] | None] = deque()
         quiet_since: float | None = None
         while True:
@@ -151,8 +153,8 @@ class NixlLoop(TransportLoop[NixlPeer]):
                 quiet_since = time.monotonic()
 
     def _wait_s(self, quiet_since: float | None) -> float | None:
-        """Return how long to wait for a command: 0 to poll at once, None if only a command brings
-        work."""
+        """Return how long NIXL's loop is to wait for a command: 0 to poll at once, None if only a
+        command brings work."""
         now = time.monotonic()
         renewing = self._renew_wanted or self._former_agent is not None
         # Each of these needs polls: posts, expected notifications, settling, an agent to be
@@ -168,8 +170,8 @@ class NixlLoop(TransportLoop[NixlPeer]):
         return pause_s(self._config, quiet_s, bool(self._jobs) or renewing)
 
     def _progress(self) -> bool:
-        """Make one post per peer, check each post once, poll once; return whether anything
-        moved."""
+        """Make one step of NIXL's loop: one post per peer, each post checked once, one poll; return
+        whether anything moved."""
         moved = False
         # Posts before checks, so that a small one may be found DONE in the same turn.
         if self._jobs:
@@ -191,16 +193,19 @@ class NixlLoop(TransportLoop[NixlPeer]):
     # --- commands ---------------------------------------------------------------------------------
 
     def expect(self, num_rooms: int) -> None:
-        """See `base.Transport.expect`."""
+        """Set for how many rooms NIXL's loop expects notifications: above 0 it polls for them. See
+        `base.Transport.expect`."""
         self._expected = num_rooms
 
     def settle(self, token: Hashable, for_s: float) -> None:
-        """See `base.Transport.settle`."""
+        """Have NIXL's loop emit Settled once it has polled for `for_s` seconds. See
+        `base.Transport.settle`."""
         # In time that was spent polling, see `_poll_notifications`.
         self._settling.append((self._polled_s + for_s, token))
 
     def renew(self) -> None:
-        """See `base.Transport.renew`."""
+        """Have NIXL's loop replace its agent in one of its next steps. See
+        `base.Transport.renew`."""
         self._renew_wanted = True
 
     # --- peers ------------------------------------------------------------------------------------
@@ -209,11 +214,13 @@ class NixlLoop(TransportLoop[NixlPeer]):
         return NixlPeer(peer_id, metadata, memory)
 
     def _connect_again(self, peer: NixlPeer) -> None:
-        """Have the peer's lists built again before its next post: posts may be using them now."""
+        """Have NIXL's loop build the peer's lists again before its next post: posts may be using
+        them now."""
         peer.routes, peer.retry_at = None, 0.0
 
     def _connect(self, peer: NixlPeer) -> None:
-        """Make the peer known to NIXL, again if need be, and prepare its lists.
+        """Connect NIXL's loop to the peer: make it known to the agent, again if need be, and
+        prepare its lists.
 
         Never with a post in flight: NIXL forgets the state of a handle if its peer is removed.
         """
@@ -229,7 +236,8 @@ class NixlLoop(TransportLoop[NixlPeer]):
         self._jobs.start_parked(peer.outbox, routes)
 
     def _lose(self, peer: NixlPeer, error: Exception) -> None:
-        """Treat the peer as gone: what waits for it fails, a later write tries again."""
+        """Treat the peer as gone for NIXL's loop: what waits for it fails, a later write tries
+        again."""
         # `routes` None makes the next write connect; not at once, since each attempt may hold the
         # thread for 20 ms.
         peer.routes = None
@@ -239,8 +247,8 @@ class NixlLoop(TransportLoop[NixlPeer]):
             self.emit(PeerUnreachable(peer.peer, error))
 
     def _forget_if_unused(self, peer: NixlPeer) -> None:
-        """Drop a removed peer once none of its posts is under way: until then its lists are
-        in use."""
+        """Drop a removed peer from NIXL's loop once none of its posts is under way: until then its
+        lists are in use."""
         if peer.removed and peer.in_flight == 0 and self._peers.get(peer.peer) is peer:
             del self._peers[peer.peer]
             try:
@@ -258,7 +266,8 @@ class NixlLoop(TransportLoop[NixlPeer]):
         return peer.in_flight < self._config.window
 
     def _transfer(self, peer: NixlPeer, job: ActiveJob) -> None:
-        """Post the next part of a job, and note how that ended if it did so at once."""
+        """Post the next part of a job to NIXL in its loop, and note how that ended if it did so at
+        once."""
         number = job.next_part
         part = job.parts[number]
         # Counted before the post, so that every way out below ends in exactly one `part_ended`.
@@ -287,7 +296,7 @@ class NixlLoop(TransportLoop[NixlPeer]):
             self._part_ended(post, error, may_land)
 
     def _check_posts(self) -> bool:
-        """Check all posts under way; return whether one has ended."""
+        """Check all posts of NIXL's loop that are under way; return whether one has ended."""
         ended: list[tuple[Post, Exception | None]] = []
         going: list[Post] = []
         for post in self._posts:
@@ -308,7 +317,7 @@ class NixlLoop(TransportLoop[NixlPeer]):
         return bool(ended)
 
     def _part_ended(self, post: Post, error: Exception | None, may_land: bool) -> None:
-        """Note the end of a posted part: in its peer, its agent, and its job."""
+        """Note in NIXL's loop the end of a posted part: in its peer, its agent, and its job."""
         peer = post.peer
         current = post.agent is self._agent  # a former agent's posts were taken off `in_flight`
         if current:
@@ -327,7 +336,7 @@ class NixlLoop(TransportLoop[NixlPeer]):
         self._forget_if_unused(peer)
 
     def _release(self, post: Post) -> None:
-        """Release a post's handle; a failure is logged and not fatal."""
+        """Release the NIXL handle of a post of the loop; a failure is logged and not fatal."""
         if post.handle is not None:
             try:
                 post.handle.release()
@@ -339,7 +348,7 @@ class NixlLoop(TransportLoop[NixlPeer]):
     # --- notifications and events -----------------------------------------------------------------
 
     def _poll_notifications(self) -> bool:
-        """Poll notifications once; return whether any came.
+        """Poll the notifications of the loop's NIXL agent once; return whether any came.
 
         This is also what makes NIXL progress on a side that only receives.
         """
@@ -363,14 +372,15 @@ class NixlLoop(TransportLoop[NixlPeer]):
         return bool(arrived)
 
     def _tell_settled(self) -> None:
-        """Emit Settled for the tokens that have been polled for long enough."""
+        """Emit Settled for the tokens for which NIXL's loop has polled for long enough."""
         due = [token for until_s, token in self._settling if until_s <= self._polled_s]
         self._settling = [waiting for waiting in self._settling if waiting[0] > self._polled_s]
         for token in due:
             self.emit(Settled(token))
 
     def emit(self, event: TransportEvent) -> None:
-        """Hand an event to the sink, and a WriteDrained behind a failure that is proved already."""
+        """Hand an event of NIXL's loop to the sink, and a WriteDrained behind a failure that is
+        proved already."""
         super().emit(event)
         # The agent may be gone already when the job ends. So WriteDrained follows at once then.
         if isinstance(event, WriteFailed) and not event.drained:
@@ -380,16 +390,17 @@ class NixlLoop(TransportLoop[NixlPeer]):
 
     @property
     def _agents(self) -> list[NixlAgent]:
-        """The agent that posts, and the one that it replaced until that is destroyed."""
+        """The NIXL agents of the loop: the one that posts, and the one that it replaced until that
+        is destroyed."""
         return [self._agent] if self._former_agent is None else [self._agent, self._former_agent]
 
     def _new_agent(self, name: str) -> NixlAgent:
-        """Create an agent with all our memory registered."""
+        """Create a NIXL agent for the loop, with all our memory registered."""
         interface = self._config.interface
         return NixlAgent(name, self._layout, self._staging, self._state, interface)
 
     def _renew(self) -> None:
-        """Replace the agent, if a job has failed undrained on it.
+        """Replace the NIXL agent of the loop, if a job has failed undrained on it.
 
         If none can be created, the present one goes on, and another attempt follows.
         """
@@ -413,7 +424,8 @@ class NixlLoop(TransportLoop[NixlPeer]):
             self._forget_if_unused(peer)
 
     def _end_former(self, former: NixlAgent) -> None:
-        """Destroy the replaced agent once its posts have ended or have had their time.
+        """Destroy the NIXL agent that the loop has replaced, once its posts have ended or have had
+        their time.
 
         Then none of them can land any more. The order of the steps matters; the reasons stand at
         each.
@@ -455,7 +467,7 @@ class NixlLoop(TransportLoop[NixlPeer]):
             self._part_ended(post, error, may_land=not destroyed)
 
     def _tell_if_proven(self, job_id: int) -> None:
-        """Emit WriteDrained if no agent is left that could still write for the job.
+        """Emit WriteDrained if the loop has no NIXL agent left that could still write for the job.
 
         Called when the job has ended, and when an agent was destroyed. The later of the two finds
         no such agent and emits; the earlier one finds one and does nothing. So there is one
@@ -467,7 +479,8 @@ class NixlLoop(TransportLoop[NixlPeer]):
     # --- the end ----------------------------------------------------------------------------------
 
     def destroy(self) -> Exception | None:
-        """Drop every handle, destroy the agents, then end every job; from then on nothing can land.
+        """End NIXL's loop: drop every handle, destroy the agents, then end every job; from then on
+        nothing can land.
 
         Returns the InternalError to raise if an agent could not be destroyed, else None.
         """

@@ -44,7 +44,7 @@ class Mapped(NamedTuple):
 
 
 def moved(table: RunTable, mapped: Sequence[Mapped]) -> RunTable:
-    """Return the peer's run table with our addresses.
+    """Return the peer's run table with our addresses, as shm copies need it.
 
     Raises:
         HandshakeError: a row is not inside what is mapped.
@@ -84,7 +84,8 @@ class _Side(NamedTuple):
     rows: Any
 
     def places(self, first_run: int, num_runs: int, units: Pages) -> Int64s:
-        """Return [unit pages, runs]: the place of each block, in units from `base`."""
+        """Return [unit pages, runs]: the place of each block of an shm copy on this side, in units
+        from `base`."""
         runs = slice(first_run, first_run + num_runs)
         at = self.positions.of(units).astype(np.int64)[:, None]
         first, stride = self.first[runs].T, self.stride[runs].T  # [rows, runs]
@@ -95,7 +96,7 @@ class _Side(NamedTuple):
         return first[row[:, 0]] + stride[row[:, 0]] * at
 
     def thinned(self, step: int) -> _Side:
-        """Return this side with the first of each `step` runs only."""
+        """Return this side of an shm copy with the first of each `step` runs only."""
         return self._replace(first=self.first[::step], stride=self.stride[::step])
 
 
@@ -124,7 +125,8 @@ class CopyPlan:
     """
 
     def __init__(self, runs: Runs, dst: RunTable) -> None:
-        """Plan the copies; `dst` is that of `runs` with addresses of this process (`moved`)."""
+        """Plan the copies to an shm peer; `dst` is that of `runs` with addresses of this process
+        (`moved`)."""
         self._first_run = [group.first_run for group in runs.groups]
         self._plans = [
             _plan(group, _rows(runs.src, runs), _rows(dst, runs), runs) for group in runs.groups
@@ -132,8 +134,8 @@ class CopyPlan:
         self._scratch: dict[int, Any] = {}  # buffers by unit, reused by each copy
 
     def copy(self, part: Part, src_pages: Pages, dst_pages: Pages) -> None:
-        """Copy blocks `part.start` to `part.stop` of the part's group. The pages are checked
-        already."""
+        """Copy blocks `part.start` to `part.stop` of the part's group into the mapped memory of an
+        shm peer. The pages are checked already."""
         plan = self._plans[self._first_run.index(part.group.first_run)]
         # 1. Bundles at equal steps: strided copies.
         if plan.heads is not None:
@@ -152,8 +154,8 @@ class CopyPlan:
             self._by_rows(plan, src, dst)
 
     def _move(self, plan: _GroupPlan, src: Int64s, dst: Int64s, counts: Int64s) -> None:
-        """Move joined stretches, each by one memmove; places and counts become addresses and
-        bytes."""
+        """Copy joined stretches to an shm peer, each by one memmove; places and counts become
+        addresses and bytes."""
         here = (src * plan.unit + plan.src.base).tolist()
         there = (dst * plan.unit + plan.dst.base).tolist()
         lengths = (counts * (plan.unit * plan.num_units)).tolist()
@@ -163,7 +165,8 @@ class CopyPlan:
     def _by_strides(
         self, plan: _GroupPlan, heads: _GroupPlan, part: Part, src_pages: Pages, dst_pages: Pages
     ) -> None:
-        """Copy with one strided copy per page, or per pages that continue in the same steps."""
+        """Copy to an shm peer with one strided copy per page, or per pages that continue in the
+        same steps."""
         assert plan.steps is not None
         size, (src_step, dst_step) = plan.bundle, plan.steps
         # 1. The bundles that the part touches, as blocks of the plan `heads`.
@@ -191,8 +194,8 @@ class CopyPlan:
             targets[d:d_end:dst_step] = sources[s:s_end:src_step]
 
     def _by_rows(self, plan: _GroupPlan, src: Int64s, dst: Int64s) -> None:
-        """Gather small blocks into the scratch buffer and scatter them from there, piece by
-        piece."""
+        """Copy small blocks to an shm peer: gather them into the scratch buffer and scatter them
+        from there, piece by piece."""
         if plan.num_units > 1:
             inner = np.arange(plan.num_units, dtype=np.int64)
             src, dst = (src[:, None] + inner).ravel(), (dst[:, None] + inner).ravel()
@@ -210,13 +213,14 @@ class CopyPlan:
 
 
 def _rows(table: RunTable, runs: Runs) -> Int64s:
-    """Return the table as [runs, rows of each, 5], signed."""
+    """Return the run table as an shm copy's plan reads it: [runs, rows of each, 5], signed."""
     rows: Int64s = table.astype(np.int64).reshape(runs.num_runs, -1, 5)
     return rows
 
 
 def _plan(group: RunGroup, src: Int64s, dst: Int64s, runs: Runs) -> _GroupPlan:
-    """Plan one group: the largest unit that divides everything, its sides, and its bundles."""
+    """Plan the shm copies of one group of runs: the largest unit that divides everything, its
+    sides, and its bundles."""
     mine = slice(group.first_run, group.first_run + group.num_runs)
     src, dst = src[mine], dst[mine]
     # Units count from the lowest address of each side, so that places fit numpy's indices.
@@ -239,8 +243,8 @@ def _plan(group: RunGroup, src: Int64s, dst: Int64s, runs: Runs) -> _GroupPlan:
 
 
 def _step(side: _Side, bundle: int) -> int:
-    """Return the units from each run of a bundle to the next if they are the same everywhere, else
-    0."""
+    """Return, for strided shm copies, the units from each run of a bundle to the next if they are
+    the same everywhere, else 0."""
     if bundle < 2:
         return 0
     bundles = side.first.reshape(-1, bundle, side.first.shape[1])
@@ -250,7 +254,7 @@ def _step(side: _Side, bundle: int) -> int:
 
 
 def _side(table: Int64s, base: int, unit: int, positions: Positions) -> _Side:
-    """Return one side of a group, with its memory as an array of units."""
+    """Return one side of a group of shm copies, with its memory as an array of units."""
     # Up to the end of the last block, in whole units: nothing behind it may be reached.
     ends = table[:, :, 0] + (table[:, :, 4] - 1) * table[:, :, 3] + table[:, :, 1]
     num_bytes = (int(ends.max()) - base) // unit * unit
@@ -260,7 +264,8 @@ def _side(table: Int64s, base: int, unit: int, positions: Positions) -> _Side:
 
 
 def _bundle(group: RunGroup, src: Int64s) -> int:
-    """Return the number of neighbouring runs that begin within one stride of the first of them.
+    """Return, for the plan of an shm copy, the number of neighbouring runs that begin within one
+    stride of the first of them.
 
     1 if it is not the same in the whole group.
     """
@@ -279,7 +284,7 @@ def _bundle(group: RunGroup, src: Int64s) -> int:
 def _places(
     plan: _GroupPlan, part: Part, src_pages: Pages, dst_pages: Pages
 ) -> tuple[Int64s, Int64s]:
-    """Return the places of the part's blocks on both sides, in units.
+    """Return the places on both sides, in units, of the blocks that an shm copy of the part moves.
 
     Ordered bundle by bundle, page by page inside a bundle, run by run inside a page.
     """
@@ -298,8 +303,8 @@ def _places(
     num_runs = (last + 1 - first) * size
 
     def ordered(places: Int64s) -> Int64s:
-        """Return the places as [bundle, page, run], flat, cut to the part; given [page, bundle,
-        run]."""
+        """Return the places of an shm copy's blocks as [bundle, page, run], flat, cut to the part;
+        given [page, bundle, run]."""
         return places.reshape(num_pages, -1, size).swapaxes(0, 1).ravel()[start:stop]
 
     return (

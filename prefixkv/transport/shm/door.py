@@ -56,7 +56,8 @@ class ShmListener:
         ranges: Sequence[tuple[int, int]],
         epoll: select.epoll,
     ) -> None:
-        """Start to listen; `ranges` of the blocks may be written.
+        """Open the door of the shm transport: start to listen for writers; `ranges` of the blocks
+        may be written.
 
         Raises OSError if the system has no such sockets.
         """
@@ -78,16 +79,17 @@ class ShmListener:
 
     @property
     def num_writers(self) -> int:
-        """Number of connections that have said the token."""
+        """Number of connections at the shm door that have said the token."""
         return sum(until_s is None for _, until_s in self._links.values())
 
     def wake_s(self) -> float | None:
-        """Return when a stranger's time is over or the listener is watched again; None: neither."""
+        """Return when a stranger's time at the shm door is over or the listener is watched again;
+        None: neither."""
         times = [self._unwatched_until_s, *(until_s for _, until_s in self._links.values())]
         return min((time_s for time_s in times if time_s is not None), default=None)
 
     def on_ready(self, fd: int, arrived: Callable[[bytes], None]) -> bool:
-        """Take what came at this descriptor; return False if it is none of this door's."""
+        """Take what came at this descriptor; return False if it is none of the shm door's."""
         if fd == self._listener.fileno():
             self._accept(arrived)
         elif fd in self._links:
@@ -97,7 +99,7 @@ class ShmListener:
         return True
 
     def read_all(self, arrived: Callable[[bytes], None]) -> None:
-        """Read everything that writers have sent so far."""
+        """Read everything that writers have sent to the shm door so far."""
         # Only writers: a stranger has sent no tags. Over a copy, since a link may be dropped on the
         # way.
         for fd in list(self._links):
@@ -105,8 +107,8 @@ class ShmListener:
                 self._read(fd, arrived, 1 << 20)
 
     def turn_out(self, now_s: float) -> None:
-        """Close the links that have not said the token in time; watch the listener again if it is
-        time."""
+        """Close the links at the shm door that have not said the token in time; watch the listener
+        again if it is time."""
         if self._unwatched_until_s is not None and self._unwatched_until_s <= now_s:
             self._unwatched_until_s = None
             self._epoll.modify(self._listener.fileno(), select.EPOLLIN)
@@ -115,7 +117,7 @@ class ShmListener:
                 self._drop(fd)
 
     def close(self) -> None:
-        """Close the listener and all links: writers see that this side is gone."""
+        """Close the shm door, its listener and all links: writers see that this side is gone."""
         for fd in list(self._links):
             self._drop(fd)
         self._listener.close()
@@ -148,7 +150,7 @@ class ShmListener:
         self._read(link.fileno(), arrived, 1)
 
     def _make_room(self) -> None:
-        """Close the oldest stranger if there are too many links or strangers.
+        """Close the oldest stranger at the shm door if there are too many links or strangers.
 
         Raises HandshakeError if all links are writers.
         """
@@ -160,7 +162,7 @@ class ShmListener:
         self._drop(strangers[0])
 
     def _read(self, fd: int, arrived: Callable[[bytes], None], limit: int) -> None:
-        """Read up to `limit` packets of a link: its token first, then tags."""
+        """Read up to `limit` packets of a link at the shm door: its token first, then tags."""
         link, until_s = self._links[fd]
         try:
             for _ in range(limit):
@@ -185,14 +187,14 @@ class ShmListener:
             self._drop(fd)
 
     def _greet(self, link: socket.socket, packet: bytes) -> None:
-        """Hand the memory over to a writer that says the token."""
+        """Hand the memory over to a writer that says the token at the shm door."""
         # In constant time, so that the token cannot be guessed byte by byte.
         if not hmac.compare_digest(packet, MAGIC + self._token):
             raise HandshakeError("shm token", "that of the Hello", "another")
         hand_over(link, self._blocks, self._ranges)
 
     def _drop(self, fd: int) -> None:
-        """Close a link and stop watching it."""
+        """Close a link at the shm door and stop watching it."""
         link, _ = self._links.pop(fd)
         with contextlib.suppress(OSError):
             self._epoll.unregister(fd)

@@ -51,8 +51,8 @@ class ShmLoop(TransportLoop[ShmPeer]):
         self, me: PeerId, layout: KVLayout, sink: Sink, config: TransportConfig,
         staging: StagingArea | None, state: StateLayout | None, met: Met | None = None,
     ) -> None:  # fmt: skip
-        """Open the door, if all memory is shared. Raises OSError if the system lacks what this
-        needs."""
+        """Start shm's loop and open its door, if all memory is shared. Raises OSError if the system
+        lacks what this needs."""
         super().__init__(layout, sink, config, staging, state, _BLOCKS_A_PART)
         self._met = met
         self._epoll = select.epoll()
@@ -74,7 +74,7 @@ class ShmLoop(TransportLoop[ShmPeer]):
     # --- the loop ---------------------------------------------------------------------------------
 
     def serve(self, inbox: Inbox[Callable[[ShmLoop], None] | None]) -> None:
-        """Obey commands and make progress until None comes."""
+        """Run shm's loop: obey commands and make progress until None comes."""
         self._epoll.register(inbox.fd, select.EPOLLIN)
         idle_since: float | None = None
         while True:
@@ -92,7 +92,8 @@ class ShmLoop(TransportLoop[ShmPeer]):
     def turn(
         self, ready: Iterable[tuple[int, int]], commands: Iterable[Callable[[ShmLoop], None] | None]
     ) -> bool | None:
-        """Make one round: what came at sockets, then commands, then a part for each peer.
+        """Make one round of shm's loop: what came at sockets, then commands, then a part for each
+        peer.
 
         Returns whether anything was done for peers; None if a command was to end.
         """
@@ -105,7 +106,8 @@ class ShmLoop(TransportLoop[ShmPeer]):
         return bool(self._guarded(self._progress))
 
     def _ready(self, idle_since: float | None) -> list[tuple[int, int]]:
-        """Return what came at sockets, after waiting as long as nothing else is to be done."""
+        """Return what came at the sockets of shm's loop, after waiting as long as nothing else is
+        to be done."""
         # Four cases. 1. Something to do at once: only look.
         if self._settling or (
             idle_since is None and any(peer.outbox for peer in self._peers.values())
@@ -136,7 +138,8 @@ class ShmLoop(TransportLoop[ShmPeer]):
         return self._epoll.poll(None if not times else max(0.0, min(times) - now))
 
     def _on_ready(self, fd: int, events: int) -> None:
-        """Give what came at a descriptor to the door or to the peer that it belongs to."""
+        """Give what came at a descriptor of shm's loop to the door or to the peer that it belongs
+        to."""
         if self._door is not None and self._door.on_ready(fd, self._arrived):
             return
         for peer in list(self._peers.values()):
@@ -149,7 +152,7 @@ class ShmLoop(TransportLoop[ShmPeer]):
                     self._lose(peer, error)
 
     def _progress(self) -> bool:
-        """Make one step for each peer; return whether anything moved."""
+        """Make one step of shm's loop for each peer; return whether anything moved."""
         now, moved = time.monotonic(), False
         for peer in list(self._peers.values()):
             if peer.link is not None and peer.routes is None:
@@ -165,7 +168,7 @@ class ShmLoop(TransportLoop[ShmPeer]):
     # --- commands ---------------------------------------------------------------------------------
 
     def settle(self, token: Hashable) -> None:
-        """Answer in the next step, see `_tell_settled`."""
+        """Have shm's loop answer in its next step, see `_tell_settled`."""
         self._settling.append(token)
 
     # --- peers ------------------------------------------------------------------------------------
@@ -174,17 +177,19 @@ class ShmLoop(TransportLoop[ShmPeer]):
         return ShmPeer(peer_id, metadata, memory)
 
     def _connect_again(self, peer: ShmPeer) -> None:
-        """Connect at once: no copy is under way."""
+        """Connect shm's loop to a peer again, at once: no copy is under way."""
         self._connect(peer)
 
     def _forget_if_unused(self, peer: ShmPeer) -> None:
-        """Drop a removed peer and give its memory back at once: no copy is under way."""
+        """Drop a removed peer from shm's loop and give its memory back at once: no copy is under
+        way."""
         if peer.removed and self._peers.get(peer.peer) is peer:
             del self._peers[peer.peer]
             peer.disconnect()
 
     def _connect(self, peer: ShmPeer) -> None:
-        """Begin to connect to a peer; `_advance_connect` continues once it has answered."""
+        """Begin to connect shm's loop to a peer; `_advance_connect` continues once it has
+        answered."""
         peer.disconnect()
         try:
             # First of all, so that a layout that does not fit is refused by its own reason, and not
@@ -197,7 +202,8 @@ class ShmLoop(TransportLoop[ShmPeer]):
             self._lose(peer, error)
 
     def _advance_connect(self, peer: ShmPeer, now: float) -> bool:
-        """Make the next step for a peer that is not connected yet; return whether it moved.
+        """Make the next step for a peer that shm's loop is not connected to yet; return whether it
+        moved.
 
         Its answer, then its pages a stretch at a time, then its routes.
         """
@@ -226,7 +232,8 @@ class ShmLoop(TransportLoop[ShmPeer]):
         return True
 
     def _lose(self, peer: ShmPeer, error: Exception) -> None:
-        """Treat the peer as gone: what waits for it fails, a later write tries again.
+        """Treat the peer as gone for shm's loop: what waits for it fails, a later write tries
+        again.
 
         If it was connected and nothing waits, nothing is reported: the next write finds out.
         """
@@ -248,7 +255,7 @@ class ShmLoop(TransportLoop[ShmPeer]):
     # --- copies -----------------------------------------------------------------------------------
 
     def _transfer(self, peer: ShmPeer, job: ActiveJob) -> None:
-        """Copy the next part of a job and send its tag."""
+        """Copy the next part of a job into the peer's memory in shm's loop, and send its tag."""
         number = job.next_part
         part = job.parts[number]
         self._jobs.part_posted(job)
@@ -268,12 +275,12 @@ class ShmLoop(TransportLoop[ShmPeer]):
     # --- events -----------------------------------------------------------------------------------
 
     def _arrived(self, tag: bytes) -> None:
-        """Emit a tag of a writer's."""
+        """Emit a tag that a writer sent to shm's loop."""
         self.emit(Arrived(tag))
 
     def _tell_settled(self) -> None:
-        """Read all that writers have sent, then emit Settled: a copy lands at once, and its tag
-        after it."""
+        """Read all that shm's writers have sent, then emit Settled: a copy lands at once, and its
+        tag after it."""
         if self._door is not None:
             self._door.read_all(self._arrived)
         tokens, self._settling = self._settling, []
@@ -281,8 +288,8 @@ class ShmLoop(TransportLoop[ShmPeer]):
             self.emit(Settled(token))
 
     def destroy(self) -> None:
-        """Give all memory of peers back, then end every job: nothing of ours can land from
-        now on."""
+        """End shm's loop: give all memory of peers back, then end every job: nothing of ours can
+        land from now on."""
         # Unmapped before the jobs end as drained.
         for peer in self._peers.values():
             peer.disconnect()
@@ -293,5 +300,5 @@ class ShmLoop(TransportLoop[ShmPeer]):
 
 
 def _is_greeting(peer: ShmPeer) -> bool:
-    """Return whether the peer has not answered at its door yet."""
+    """Return whether the peer has not answered the greeting of shm's loop at its door yet."""
     return peer.link is not None and not peer.link.answered

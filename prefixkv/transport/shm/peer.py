@@ -48,7 +48,7 @@ class ShmLink:
     """One connection to a peer's door, from the greeting on."""
 
     def __init__(self, peer: PeerId, offer: bytes, memory: PeerMemory, epoll: select.epoll) -> None:
-        """Connect and say the token. Raises HandshakeError or OSError."""
+        """Connect to an shm peer's door and say the token. Raises HandshakeError or OSError."""
         found = read_offer(offer, peer)
         self._peer = peer
         self._epoll = epoll
@@ -76,11 +76,12 @@ class ShmLink:
 
     @property
     def is_whole(self) -> bool:
-        """True once the memory is mapped and every page of it is there."""
+        """True once the shm peer's memory is mapped and every page of it is there."""
         return self.answered and not self._unpopulated
 
     def on_ready(self, events: int) -> None:
-        """Take what came: the answer to the greeting, room for more tags, or the end.
+        """Take what came from an shm peer: the answer to the greeting, room for more tags, or the
+        end.
 
         Raises BlockingIOError if nothing came, HandshakeError, or PeerLostError.
         """
@@ -115,7 +116,8 @@ class ShmLink:
         self._watch(0)
 
     def _map(self, block: SharedBlock) -> int:
-        """Map a block; return the difference between our address of it and the peer's."""
+        """Map a block of an shm peer; return the difference between our address of it and the
+        peer's."""
         try:
             memory = mmap.mmap(block.fd, block.num_bytes, mmap.MAP_SHARED)
         except (OSError, ValueError, OverflowError) as error:
@@ -129,7 +131,7 @@ class ShmLink:
         return here - block.address
 
     def populate(self) -> None:
-        """Bring one stretch of the peer's pages into this process's page table.
+        """Bring one stretch of the shm peer's pages into this process's page table.
 
         So no copy waits for that later. Only pages that the Hello names, and only those that the
         peer has itself.
@@ -167,7 +169,7 @@ class ShmLink:
             self._close_files()
 
     def plans(self, routes: Routes) -> dict[str, CopyPlan]:
-        """Return the plans of all copies, by route.
+        """Return the plans of all copies into an shm peer's memory, by route.
 
         Raises:
             HandshakeError: the peer has handed over less than it has named.
@@ -181,7 +183,7 @@ class ShmLink:
     # --- tags -------------------------------------------------------------------------------------
 
     def tell(self, tag: bytes) -> None:
-        """Send a tag, now or once the peer reads again.
+        """Send a tag to an shm peer, now or once the peer reads again.
 
         Raises:
             PeerLostError: the connection is gone.
@@ -195,7 +197,7 @@ class ShmLink:
             self._flush()
 
     def _flush(self) -> None:
-        """Send the tags that wait, as many as the socket takes."""
+        """Send the tags that wait for an shm peer, as many as the socket takes."""
         try:
             while self._unsent:
                 # Removed only after the send, so that none is lost where the socket is full.
@@ -211,16 +213,17 @@ class ShmLink:
         self._watch(0)
 
     def _first(self, count: int) -> Iterable[bytes]:
-        """Return the first tags that wait, without removing them."""
+        """Return the first tags that wait for an shm peer, without removing them."""
         return (self._unsent[at] for at in range(count))
 
     def _watch(self, more: int) -> None:
-        """Watch for the end of the connection, and for `more`."""
+        """Watch for the end of the connection to an shm peer, and for `more`."""
         # Not for input: the peer has nothing to say any more.
         self._epoll.modify(self.fd, select.EPOLLRDHUP | more)
 
     def close(self) -> None:
-        """Close the connection and unmap the memory; plans of it must not be used any more.
+        """Close the connection to an shm peer and unmap its memory; plans of it must not be used
+        any more.
 
         They hold addresses, not the maps.
         """
@@ -246,7 +249,7 @@ class _Stretch(NamedTuple):
 
 
 def _ranges_of(memory: PeerMemory) -> list[tuple[int, int]]:
-    """Return [address, bytes] of what the peer's Hello names and this rank writes to."""
+    """Return [address, bytes] of what the shm peer's Hello names and this rank writes to."""
     ranges = [*memory.layout.regions]
     if memory.staging is not None:
         ranges.append((memory.staging.base, memory.staging.num_bytes))
@@ -264,7 +267,7 @@ class ShmPeer(LoopPeer):
         self.plans: dict[str, CopyPlan] = {}
 
     def disconnect(self) -> None:
-        """Close the connection and give the memory back."""
+        """Close the connection to an shm peer and give its memory back."""
         # The plans go first: they hold addresses of what is unmapped below.
         self.routes = None
         self.plans.clear()

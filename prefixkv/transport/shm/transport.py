@@ -36,7 +36,8 @@ class ShmTransport(ThreadedTransport[ShmLoop]):
         staging: StagingArea | None = None, state: StateLayout | None = None,
         met: Met | None = None,
     ) -> None:  # fmt: skip
-        """Start the thread; the memory is offered to peers if all of it is shared.
+        """Start the thread of the shm transport; the memory is offered to peers if all of it is
+        shared.
 
         `met` is called by the thread for each peer that was added or connected again: with None
         once its memory is mapped, else with the reason why it is not. If it returns True for one
@@ -62,24 +63,27 @@ class ShmTransport(ThreadedTransport[ShmLoop]):
         self._thread.start()
 
     def expect(self, num_rooms: int) -> None:
-        """Do nothing but check that the transport is open: tags wake the thread by themselves."""
+        """Do nothing but check that the shm transport is open: tags wake its thread by
+        themselves."""
         self._call(lambda loop: None)
 
     def settle(self, token: Hashable, for_s: float) -> None:
-        """See `base.Transport.settle`; answered as soon as all tags that were sent are read.
+        """Have the shm transport's thread emit Settled as soon as all tags that were sent are read.
+        See `base.Transport.settle`.
 
         No kernel holds a copy back, so `for_s` is not needed.
         """
         self._call(lambda loop: loop.settle(token))
 
     def say(self, event: TransportEvent) -> None:
-        """Give the sink an event from the transport's thread. Closed: no-op."""
+        """Give the sink an event from the shm transport's thread. Closed: no-op."""
         self._call(lambda loop: loop.emit(event), or_raise=False)
 
     def renew(self) -> None:
-        """Do nothing: no job ends undrained here."""
+        """Do nothing: no job of the shm transport ends undrained."""
 
     def _run(self) -> None:
-        """Run the thread; the loop's objects are created by the constructor and used only here."""
+        """Run the thread of the shm transport; the loop's objects are created by the constructor
+        and used only here."""
         self._loop.serve(self._inbox)
         self._loop.destroy()

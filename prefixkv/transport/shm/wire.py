@@ -81,12 +81,12 @@ class Handed(NamedTuple):
 
 
 def pack_offer(offer: ShmOffer) -> bytes:
-    """Return the offer as bytes."""
+    """Return the offer of an shm transport as bytes."""
     return MAGIC + msgspec.msgpack.encode(offer)
 
 
 def read_offer(raw: bytes, peer: PeerId) -> ShmOffer:
-    """Return the offer in these bytes.
+    """Return the offer of an shm transport in these bytes.
 
     Raises:
         HandshakeError: they are no offer, or that of another peer or another machine.
@@ -105,7 +105,7 @@ def read_offer(raw: bytes, peer: PeerId) -> ShmOffer:
 
 
 def boot_id() -> str:
-    """Return the kernel's id of this boot, "" if it does not say."""
+    """Return the kernel's id of this boot, which an shm offer names, "" if it does not say."""
     try:
         return _BOOT.read_text().strip()
     except OSError:
@@ -116,7 +116,7 @@ def boot_id() -> str:
 
 
 def listen(door: str) -> socket.socket:
-    """Return a socket that listens at this door. Raises OSError."""
+    """Return a socket that listens at this shm door. Raises OSError."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
     try:
         listener.bind(_DOOR + door)
@@ -128,7 +128,7 @@ def listen(door: str) -> socket.socket:
 
 
 def connect(door: str) -> socket.socket:
-    """Return a connection to this door.
+    """Return a connection to this door of another shm transport.
 
     Raises OSError if there is no listener, HandshakeError if it runs as another user.
     """
@@ -144,7 +144,8 @@ def connect(door: str) -> socket.socket:
 
 
 def check_user(link: socket.socket) -> None:
-    """Raise HandshakeError unless the process at the other end runs as this process's user.
+    """Raise HandshakeError unless the process at the other end of an shm connection runs as this
+    process's user.
 
     The kernel remembers the user from when the other end connected, or began to listen.
     """
@@ -157,8 +158,8 @@ def check_user(link: socket.socket) -> None:
 def hand_over(
     link: socket.socket, blocks: Sequence[SharedBlock], ranges: Sequence[tuple[int, int]]
 ) -> None:
-    """Send the descriptors of the memory, and say which parts of it may be written. Raises
-    OSError."""
+    """Send the descriptors of our shared memory over an shm connection, and say which parts of it
+    may be written. Raises OSError."""
     words = _Memory(tuple(block[:2] for block in blocks), tuple(ranges))
     fds = array.array("i", [block.fd for block in blocks])
     rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, fds.tobytes())
@@ -166,7 +167,8 @@ def hand_over(
 
 
 def take(link: socket.socket, max_ranges: int) -> Handed:
-    """Receive what `hand_over` sent, and check it.
+    """Receive what `hand_over` sent over an shm connection, descriptors of the peer's memory, and
+    check it.
 
     Args:
         max_ranges: number of ranges that the peer has named; it may hand over no more, nor more
@@ -215,7 +217,8 @@ def take(link: socket.socket, max_ranges: int) -> Handed:
 
 
 def check_file(block: SharedBlock) -> None:
-    """Raise HandshakeError unless the file is as long as was said and can never become shorter.
+    """Raise HandshakeError unless the file that an shm peer handed over is as long as was said and
+    can never become shorter.
 
     Otherwise the peer could cut it, and a copy into it would end this process by SIGBUS.
     """
@@ -235,7 +238,8 @@ def check_file(block: SharedBlock) -> None:
 
 
 def _check_places(blocks: Iterable[SharedBlock], ranges: Iterable[tuple[int, int]]) -> None:
-    """Raise HandshakeError for blocks that overlap, or a range that is not inside one."""
+    """Raise HandshakeError for blocks of an shm peer that overlap, or a range that is not inside
+    one."""
     # In the order of addresses, so that each block is compared with its predecessor alone.
     ends: dict[int, int] = {}
     end = 0
@@ -251,14 +255,16 @@ def _check_places(blocks: Iterable[SharedBlock], ranges: Iterable[tuple[int, int
 
 
 def close_all(fds: Iterable[int]) -> None:
-    """Close all descriptors; one that cannot be closed is passed over."""
+    """Close all descriptors that came over an shm connection; one that cannot be closed is passed
+    over."""
     for fd in fds:
         with contextlib.suppress(OSError):
             os.close(fd)
 
 
 def tags_of(packet: bytes) -> list[bytes]:
-    """Return the tags in a packet. Raise HandshakeError if it is no packet of tags."""
+    """Return the tags in a packet of an shm connection. Raise HandshakeError if it is no packet of
+    tags."""
     if not packet or len(packet) % TAG_BYTES:
         raise HandshakeError("bytes of tags", TAG_BYTES, len(packet), "is no whole number of them")
     return [packet[at : at + TAG_BYTES] for at in range(0, len(packet), TAG_BYTES)]
