@@ -472,6 +472,7 @@ def test_every_public_call_is_tried(make: Callable[[], World]) -> None:
     world.finish()  # undisturbed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", WORLDS, ids=lambda make: make.kind.__name__)
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(data=st.data())

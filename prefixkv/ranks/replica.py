@@ -141,7 +141,8 @@ class RankLog:
             )
 
     def take(self, pages: PageManager) -> bytes:
-        """Return rank 0's message of this pass, for the replicas to apply.
+        """Take the operations gathered for the replicas, as one message that a replica's `apply`
+        reads.
 
         Every rank has to apply every message, in order, also one without operations.
         """

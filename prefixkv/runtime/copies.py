@@ -148,7 +148,7 @@ class StagingCopies:
         return len(self._to_peers)
 
     def add_peer(self, added: AddPeer) -> None:
-        """Prepare the staging copies that gather for a peer, if what goes to it is staged."""
+        """Prepare the gathers that the copy threads will run for a peer, if it is staged to."""
         if added.staged:
             self._to_peers[added.peer] = self._copy_of(added.parts[0], added.unit_tokens)
 

@@ -297,8 +297,8 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
             self.submit(AbortRoom(key, reason))
 
     def refuse(self, room: int, generation: int, reason: str = "refused", *, decode: str) -> None:
-        """Tell decode that this prefill rank will not serve the room, now or when decode promises
-        pages for it.
+        """Refuse a room in prefill's transfers: decode is told now, or once it promises pages for
+        it.
 
         RoomEnded and SourceFree follow.
 

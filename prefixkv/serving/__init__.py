@@ -31,7 +31,7 @@ def check_extra(*, with_model: bool = True) -> None:
 
 
 def is_there(name: str) -> bool:
-    """Return whether a package that serving may need is installed."""
+    """Return whether a package can be imported, for serving's check of its extra `serve`."""
     try:
         return find_spec(name) is not None
     except ValueError:  # sys.modules has None for it, which blocks its import

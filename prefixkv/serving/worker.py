@@ -601,7 +601,8 @@ def _tokens(tokens: list[int]) -> Any:
 
 
 def _rid_of(job: str) -> str:
-    """Return the decode request's part of a job's rid, "worker/request/sample.generation"."""
+    """Return the id of a prefill job's request on its decode worker, out of the worker's job id
+    "worker/request/sample.generation"."""
     return job.rsplit("/", 2)[1]
 
 

@@ -90,6 +90,7 @@ def test_a_bare_python_lists_them_and_explains_env() -> None:
     assert "--folder" in told.stdout
 
 
+@pytest.mark.slow
 def test_a_bare_python_builds_an_environment(tmp_path: Path) -> None:
     """As far as pip, which may look nowhere here."""
     folder = tmp_path / "env"

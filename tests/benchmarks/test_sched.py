@@ -37,6 +37,7 @@ def test_yardsticks_are_two_loops(monkeypatch):
     assert [(row["name"], row["samples"]) for row in rows] == [("yardstick", 20)] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("admission", ["hit_aware", "fifo", "priority"])
 def test_a_blocked_pass_admits_nothing(admission, monkeypatch):
     monkeypatch.setattr(sched.Bench, "_rounds", lambda self, many: 2)
@@ -46,6 +47,7 @@ def test_a_blocked_pass_admits_nothing(admission, monkeypatch):
     assert {row["admission"] for row in rows} == {admission}
 
 
+@pytest.mark.slow
 def test_the_allocator_is_measured_after_it_has_been_through_a_lot(monkeypatch):
     monkeypatch.setattr(sched.Bench, "_rounds", lambda self, many: 2_000)
     rows = []

@@ -34,6 +34,7 @@ def test_a_session_goes_on_where_a_prompt_ended_beyond_the_common_block() -> Non
     assert after == {0: [3], 3: [4]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("protect", [False, True])
 def test_every_request_is_served_and_as_many_wait_as_asked_for(protect: bool) -> None:
     trace = make_trace("retrieval", generate("retrieval")[:400])
@@ -50,6 +51,7 @@ def test_protection_brings_hits_where_questions_to_the_same_documents_wait() -> 
     assert with_it.block_hit_ratio > 1.1 * without.block_hit_ratio
 
 
+@pytest.mark.slow
 def test_it_writes_rows_and_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "WAITING", (4,))
     path = tmp_path / "chats.jsonl"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from benchmarks.policies.gated import Gated
 from prefixkv.cache.radix_cache import RadixCache
@@ -32,6 +33,7 @@ def test_dump_is_cut_and_says_so():
     assert small().dump(max_nodes=2).splitlines()[-1] == "and 2 more nodes"
 
 
+@pytest.mark.slow
 def test_a_deep_chain_can_be_shown():
     cache = RadixCache(page_size=1, policy="lru")
     run = np.arange(2000)

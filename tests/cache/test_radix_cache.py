@@ -470,6 +470,7 @@ def test_recency_of_a_branch_passes_to_its_stem():
     assert sorted(cache.evict(2).tolist()) == [20, 21]
 
 
+@pytest.mark.slow
 def test_a_deep_chain_is_no_recursion_error():
     cache = RadixCache(page_size=1, policy="lru")
     depth = 1 << 17

@@ -1,8 +1,12 @@
-"""The radix cache against its naive model, eviction for eviction, one machine a policy."""
+"""The radix cache against its naive model, eviction for eviction, one machine per policy."""
 
+import pytest
 from hypothesis import settings
 
 from tests.models.radix_machine import POLICIES, RadixMachine
+
+# The machines of the others take as long, and find the same kind of fault.
+_FAST = ("adaptive", "lru")
 
 
 def _machine(policy: str) -> type:
@@ -10,6 +14,8 @@ def _machine(policy: str) -> type:
     case.settings = settings(
         case.settings, max_examples=case.settings.max_examples // 2
     )  # there are ten of them
+    if policy not in _FAST:
+        case.pytestmark = [pytest.mark.slow]
     return case
 
 

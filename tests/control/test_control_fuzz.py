@@ -678,6 +678,7 @@ PREFILL_FEED: Feed = {
 }
 
 
+@pytest.mark.slow
 @given(steps_of(PREFILL_FEED), st.booleans())
 @example([(CopyDone, (0, True)), (WriteFailed, (0, False)), (Tick, (11.0,))], True)
 @example([(AddRoom, (RoomKey(0, 0),)), (SendChunk, (RoomKey(0, 0), 2, True, False))], True)

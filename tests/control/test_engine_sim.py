@@ -18,6 +18,7 @@ def seeds(quick: int, *more: int) -> Any:
     return pytest.mark.parametrize("seed", [*range(quick), *slow])
 
 
+@pytest.mark.slow
 @seeds(1, 1, 11)  # 11: "late frames" writes to freed pages if stale frames were taken
 @pytest.mark.parametrize("storm", STORMS)
 def test_pair_ends_with_nothing_lost(storm: str, seed: int) -> None:
@@ -56,6 +57,7 @@ def test_same_seed_same_run() -> None:
     assert runs[0] == runs[1]
 
 
+@pytest.mark.slow
 @seeds(2, 3, 40, 53)  # 1: a fence that other ranks must hear of
 def test_ranks_and_staging_end_with_nothing_lost(seed: int) -> None:
     simulation(seed).run()

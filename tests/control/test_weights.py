@@ -203,6 +203,7 @@ def test_no_answer_is_of_two_versions(seed: int) -> None:
     works_again(sim)
 
 
+@pytest.mark.slow
 def test_what_ends_for_a_move_ends_by_name_and_not_by_a_deadline() -> None:
     found: dict[str, set[str]] = {"decode": set(), "prefill": set()}
     for seed in range(4):

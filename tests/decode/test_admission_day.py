@@ -30,6 +30,7 @@ def test_a_day_of_loads_that_cannot_all_be_admitted(admission: str) -> None:
         assert waits, kind
 
 
+@pytest.mark.slow
 @settings(max_examples=6)
 @given(
     seed=st.integers(0, 2**32),

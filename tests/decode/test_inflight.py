@@ -178,6 +178,7 @@ def test_after_a_flush_no_flight_waits_and_none_is_found() -> None:
     assert air.flights.remove(alone) == []
 
 
+@pytest.mark.slow
 def test_a_long_chain_needs_no_deep_stack() -> None:
     air = Air()
     flights = [air.start("ab" * length, check=False) for length in range(1, 1_200)]

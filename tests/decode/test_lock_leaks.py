@@ -7,4 +7,5 @@ from tests.models.lock_machine import LockMachine
 
 TestLockLeaks = LockMachine.TestCase
 TestLockLeaks.pytestmark = [pytest.mark.slow]  # type: ignore[attr-defined]
+TestLockLeaks.pytestmark = [pytest.mark.slow]  # type: ignore[attr-defined]
 TestLockLeaks.settings = settings(max_examples=150, stateful_step_count=50)

@@ -115,6 +115,7 @@ def two_hosts(
 relayed = pytest.mark.parametrize("two_hosts", [True], indirect=True, ids=["relayed"])
 
 
+@pytest.mark.slow
 def test_a_slow_wire_carries_what_decode_lacks_and_every_byte_is_right(two_hosts: TwoHosts) -> None:
     two_hosts.a.limit(SLOW)
     begun_s = time.monotonic()
@@ -130,6 +131,7 @@ def test_a_slow_wire_carries_what_decode_lacks_and_every_byte_is_right(two_hosts
     assert two_hosts.decode.call("get", "prefix_lens")["3.1"] == [320]
 
 
+@pytest.mark.slow
 @relayed
 def test_packets_that_are_late_or_lost_cost_time_alone(two_hosts: TwoHosts) -> None:
     assert two_hosts.relay is not None
@@ -154,6 +156,7 @@ def begin_slowly(two_hosts: TwoHosts, rid: str, seed: int) -> None:
     assert not two_hosts.ended(rid)
 
 
+@pytest.mark.slow
 def test_a_cut_that_is_mended_costs_time_alone(two_hosts: TwoHosts) -> None:
     begin_slowly(two_hosts, "in the middle", 1)
     two_hosts.a.run("ip link set wire down")
@@ -167,6 +170,7 @@ def test_a_cut_that_is_mended_costs_time_alone(two_hosts: TwoHosts) -> None:
     assert {*two_hosts.decode.call("get", "ended").values()} == {None}
 
 
+@pytest.mark.slow
 def test_pages_behind_a_cut_come_back_by_proof_alone(two_hosts: TwoHosts) -> None:
     """Requests end at their deadline. What the cut has held up lands in pages that nobody has."""
     two_hosts.run(("before", 3, 480))
@@ -191,6 +195,7 @@ def test_pages_behind_a_cut_come_back_by_proof_alone(two_hosts: TwoHosts) -> Non
     assert two_hosts.decode.call("get", "prefix_lens")["before, again"] == [480]
 
 
+@pytest.mark.slow
 def test_prefill_dies_and_another_takes_its_place(two_hosts: TwoHosts) -> None:
     two_hosts.run(("before", 3, 480))
     begin_slowly(two_hosts, "in the middle", 1)

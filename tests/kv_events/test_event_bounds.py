@@ -115,6 +115,7 @@ def test_subscriptions(publishing: Publishing, chunk: bytes, num: int) -> None:
     publishing.follows()
 
 
+@pytest.mark.slow
 def test_subscriptions_of_many_that_stay(publishing: Publishing) -> None:
     many_descriptors(4096)
     memory = Memory(publishing.pid)

@@ -323,6 +323,7 @@ def test_without_the_other_two_sockets_events_are_published_all_the_same(make: M
 # --- those who do not read, come back, or have gone -----------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_subscriber_that_does_not_read_misses_events_and_sees_it(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -142,6 +142,7 @@ def test_many_unfinished_messages_that_are_small(served: Served) -> None:
         assert memory.grown() < MANY_SENDERS_BYTES
 
 
+@pytest.mark.slow
 def test_whole_messages_of_many_parts(served: Served) -> None:
     """Each costs the control thread some time, so its sender is ended after the first, and others
     are served meanwhile."""
@@ -261,6 +262,7 @@ def curve_keys() -> tuple[CurveConfig, CurveConfig]:
     return CurveConfig(public, secret, "", {client: "decode-0"}), CurveConfig(client, own, public)
 
 
+@pytest.mark.slow
 def test_an_allowed_client_under_keys_is_bounded_too() -> None:
     ours, theirs = curve_keys()
     control = ControlConfig(curve=ours)

@@ -119,6 +119,7 @@ def serve(pair: NodePair, rid: str, seed: int) -> None:
     assert pair.d.ended[rid] is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checked", [True, False], ids=["checked first", "in the child alone"])
 def test_a_changed_ucx_address_is_refused_by_name_and_others_are_served(
     pair: NodePair, attacker: Attacker, checked: bool, monkeypatch: pytest.MonkeyPatch
@@ -148,6 +149,7 @@ def test_a_key_for_memory_of_no_known_type_is_refused_by_the_form(
     serve(pair, "r", 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", [0x22, 0x07, 0x97])
 def test_an_address_that_does_not_end_is_refused_by_the_form(
     pair: NodePair, attacker: Attacker, end: int
@@ -161,6 +163,7 @@ def test_an_address_that_does_not_end_is_refused_by_the_form(
     serve(pair, "r", 1)
 
 
+@pytest.mark.slow
 def test_random_changes_end_nothing_and_others_are_served(
     pair: NodePair, attacker: Attacker
 ) -> None:

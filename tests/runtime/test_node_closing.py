@@ -44,6 +44,7 @@ def test_every_cycle_gives_back_what_it_took() -> None:
     assert open_descriptors() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bind", ["tcp://127.0.0.1:99999", "tcp://*:*", "nonsense"])
 def test_a_node_that_cannot_bind_leaves_nothing_behind(bind: str) -> None:
     def attempt() -> None:

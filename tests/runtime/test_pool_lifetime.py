@@ -17,6 +17,7 @@ from prefixkv.transfer import DecodeTransfers, PrefillTransfers
 TENSORS = [StateTensor("conv", 0, 2, (8,))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [DecodeTransfers, PrefillTransfers])
 @pytest.mark.parametrize("backend", ["nixl", "shm"])
 def test_a_pool_without_another_reference_stays_until_it_has_closed(

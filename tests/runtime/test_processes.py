@@ -140,6 +140,7 @@ def test_prefill_is_killed(
     there.child.call("check_at_rest")
 
 
+@pytest.mark.slow
 def test_prefill_stands_still_past_every_deadline_and_goes_on(
     start: Any, stack: ExitStack, clock: SkippableClock
 ) -> None:

@@ -75,6 +75,7 @@ def looked_again(verdicts: list[bool]) -> Callable[[], bool]:
     return lambda: len(verdicts) >= enough
 
 
+@pytest.mark.slow
 def test_prefill_is_killed(
     start: Start, stack: ExitStack, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -148,6 +149,7 @@ def test_a_prefill_whose_fork_lives_is_not_fenced_before_that_has_ended(
     assert there.node.stats()["peers_proved_dead"] == 1
 
 
+@pytest.mark.slow
 def test_where_it_is_switched_off_no_process_is_named_or_looked_at(
     start: Start, stack: ExitStack, clock: SkippableClock, verdicts: list[bool]
 ) -> None:

@@ -104,6 +104,7 @@ def calls(pair: NodePair) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

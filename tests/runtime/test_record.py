@@ -244,6 +244,7 @@ def check_recovered(counts: list[int], stderr: str) -> None:
     assert stderr.count("not recorded") == 1
 
 
+@pytest.mark.slow
 def test_a_limit_on_the_files_size_is_counted_and_warned_of_once(tmp_path):
     limit = "resource.setrlimit(resource.RLIMIT_FSIZE, ({}, resource.RLIM_INFINITY))"
     counts, stderr = in_child(
@@ -253,6 +254,7 @@ def test_a_limit_on_the_files_size_is_counted_and_warned_of_once(tmp_path):
     assert "File too large" in stderr
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_counted_and_warned_of_once(tmp_path):
     mount = ["unshare", "-rm", "sh", "-c", f'mount -t tmpfs -o size=48k none {tmp_path} && "$@"',
              "sh"]  # fmt: skip

@@ -136,6 +136,7 @@ def pair() -> Iterator[Pair]:
     assert not node_threads()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_wire")
 @pytest.mark.parametrize("prefix_pages", [0, 3, 7])
 def test_the_path_of_one_room(pair: Pair, prefix_pages: int) -> None:

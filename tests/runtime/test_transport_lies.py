@@ -63,6 +63,7 @@ def lies() -> Iterator[tuple[NodePair, Liar]]:
         yield pair, liar
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["nothing", "first half", "second half"])
 def test_what_was_not_written_is_not_believed(lies: tuple[NodePair, Liar], how: str) -> None:
     pair, liar = lies

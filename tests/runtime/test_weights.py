@@ -141,6 +141,7 @@ def test_the_option_of_the_engine_is_named() -> None:
         assert "weights_version (--weights) differs" in str(pair.d.ended["r"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", [3, b"v2", "x" * 257, "a\nb", "\ud800"])
 def test_what_is_no_version_changes_nothing(pair: NodePair, wrong: Any) -> None:
     works(pair, "before")

@@ -175,6 +175,7 @@ def test_a_request_says_where_its_prefill_is() -> None:
     run(scene, [well], 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [fails, says_nothing, 503, 500])
 def test_what_has_failed_is_not_asked_again(way: Say | int) -> None:
     """Two of three decode workers fail: an attempt each at most, with another prefill worker."""

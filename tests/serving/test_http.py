@@ -187,6 +187,7 @@ def test_without_the_key_nothing_is_answered_but_what_is_open() -> None:
     serve(use, api_key="secret")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("headers", "code"),
     [

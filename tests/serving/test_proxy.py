@@ -443,6 +443,7 @@ def test_while_decode_is_not_reached_nothing_is_asked_of_prefill(
     run(scene)
 
 
+@pytest.mark.slow
 def test_decodes_answer_ends_prefills_request() -> None:
     """Whatever it says: a room that it did not load is nobody's."""
 
@@ -477,6 +478,7 @@ def test_the_first_piece_of_a_stream_ends_prefills_request(
     run(scene, [never], [stream])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [
@@ -495,6 +497,7 @@ def test_what_decode_computes_by_itself_has_no_room(more: dict[str, Any]) -> Non
     run(scene)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "has_room"),
     [
@@ -608,6 +611,7 @@ def _usage(cached: int | None, said: int | None) -> Say:
     return say
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cached", "said", "passed_on"), [(8, 0, 0), (None, 0, 0), (4, None, 4), (None, None, None)]
 )
@@ -691,6 +695,7 @@ def test_a_stream_whose_server_dies_ends_with_an_error() -> None:
     run(scene, None, [dies])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("prompt", "num_samples", "brought"),
     [
@@ -766,6 +771,7 @@ def test_the_next_turn_goes_where_the_first_went() -> None:
     run(scene, None, [well, well])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "param"),
     [

@@ -181,6 +181,7 @@ HEAVY = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", HEAVY)
 def test_a_body_of_very_many_things(front: Serving, what: str) -> None:
     body = HEAVY[what]()
@@ -201,6 +202,7 @@ TEXTS = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TEXTS)
 def test_a_text_of_megabytes_is_not_kept(front: Serving, name: str) -> None:
     memory = Memory(front.pid)

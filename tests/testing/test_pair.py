@@ -20,6 +20,7 @@ def answer(pair, req, count):
     pair.decode.finish(req)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefill_mesh", [None, Mesh(2, 2, tp_size=2)])
 def test_the_bytes_are_right_and_a_later_turn_finds_them(prefill_mesh):
     with NodePair(prefill_mesh=prefill_mesh) as pair:

@@ -27,6 +27,7 @@ def some_pages(count: int) -> list[int]:
     return [int(p) for p in RNG.permutation(NUM_PAGES)[:count]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("src_order", "dst_order"),
     [

@@ -71,10 +71,12 @@ def listens(interface: str, **environment: str) -> list[set[str]]:
     return [set(line.split()) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.slow
 def test_by_default_nothing_but_loopback_listens() -> None:
     assert listens("") == [{LOOPBACK}, {LOOPBACK}]
 
 
+@pytest.mark.slow
 def test_a_named_interface_is_the_only_one_beside_the_control_plane() -> None:
     for prefill, decode in [listens(other_interface())]:
         assert len(decode) == 1
@@ -82,6 +84,7 @@ def test_a_named_interface_is_the_only_one_beside_the_control_plane() -> None:
         assert prefill == decode | {LOOPBACK}, "the control plane is bound to loopback"
 
 
+@pytest.mark.slow
 def test_several_interfaces_can_be_named() -> None:
     _, decode = listens(f"lo,{other_interface()}")
     assert len(decode) == 2

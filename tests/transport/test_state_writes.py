@@ -35,6 +35,7 @@ def memory_of(node: Node) -> Any:
     return [raw.copy() for raw in node.state.raw]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (1, 2), (4, 2), (2, 4)], ids=str)
 def test_all_writers_together_fill_the_slot_and_nothing_else(
     driver: Driver, sizes: tuple[int, int]

@@ -354,7 +354,8 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
     # --- shared -----------------------------------------------------------------------------------
 
     def key_of_waiting(self, req: Any) -> RadixKey:
-        """Return the key in SGLang's tree cache of a waiting request: its packed prompt."""
+        """Return the key under which SGLang's tree cache looks up a request's prompt before it
+        runs."""
         return self._key_of(req).cover(req.origin_input_ids, len(req.origin_input_ids))
 
     def _lock(self, node: Handle) -> PrefixLock | None:

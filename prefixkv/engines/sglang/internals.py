@@ -91,7 +91,7 @@ def fake_host() -> str:
 
 
 def refuse_request(queue: Any, req: Any, reason: str) -> None:
-    """Refuse a request with status 400, by the internals of SGLang's decode queue."""
+    """Refuse a request with status 400, by SGLang's internals, for the tree plug-in."""
     prepare_abort = import_module(TRANSFER_UTILS).prepare_abort
     prepare_abort(req, reason, status_code=HTTPStatus.BAD_REQUEST)
     queue.scheduler.output_streamer.stream_output([req], req.return_logprob)

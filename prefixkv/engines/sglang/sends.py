@@ -52,8 +52,8 @@ class DeclinedHalf(NamedTuple):
     reason: str
 
     def is_half_of(self, announced: Announcement) -> bool:
-        """Return whether a half that ended on SGLang's prefill and an announcement are of one
-        prompt.
+        """Return whether a request that ended on SGLang's sending side is of an
+        announcement's prompt.
 
         An unknown digest fits any.
         """

@@ -53,6 +53,7 @@ def child() -> Iterator[Command]:
         yield process
 
 
+@pytest.mark.slow
 def test_pages_that_a_dead_process_held_come_back_when_the_operator_says_so(
     child: Command, folder: Path
 ) -> None:

@@ -183,6 +183,7 @@ def test_every_rank_gets_its_share() -> None:
         prefill.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block_sizes", [(4, 8), (8, 4), (4, 4)])
 @pytest.mark.parametrize("ranks", [(1, 2), (2, 1), (1, 1)])
 def test_plain_blocks_go_between_other_sizes(

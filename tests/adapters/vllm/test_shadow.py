@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -117,6 +118,7 @@ class ShadowedPool(RuleBasedStateMachine):
 
 ShadowedPool.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 TestShadow = ShadowedPool.TestCase
+TestShadow.pytestmark = [pytest.mark.slow]  # type: ignore[attr-defined]
 
 
 def test_the_policy_decides() -> None:

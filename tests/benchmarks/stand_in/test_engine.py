@@ -321,6 +321,7 @@ def test_answers_and_bytes_are_right_with_the_cache_on_and_off(cache, expected):
     assert sum(continues for _, _, continues in pair.finished_tokens.values()) == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("squeeze", [2, 3, 7])
 def test_retraction_changes_no_answer(squeeze, expected):
     pair = FakePair(cache=False, squeeze=squeeze)

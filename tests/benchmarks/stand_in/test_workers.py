@@ -185,6 +185,7 @@ sys.exit(run(["stand_in", *sys.argv[1:]]))
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_waits_until_a_worker_has_been_started():
     """Else the worker would find no parent and end with a traceback of its own."""
     command = [sys.executable, "-c", INTERRUPTED_WHILE_A_WORKER_STARTS, *SMALL.split()]

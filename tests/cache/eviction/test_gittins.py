@@ -136,6 +136,7 @@ def test_those_still_out_count_as_not_having_come_back():
     assert entered[-1] == 0
 
 
+@pytest.mark.slow
 def test_snapshots_are_bounded():
     tables = ReturnTables([[0]], power=0.7, trust=1.0, period=50)
     for at in range(20_000):

@@ -92,6 +92,7 @@ def test_metadata_that_is_not_as_known_never_reaches_the_child(tried: Tried) -> 
     assert tried.pid == pid
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_unchecked")
 def test_what_ends_a_process_ends_the_child_and_the_next_peer_is_tried_in_another(
     tried: Tried,
@@ -109,6 +110,7 @@ def test_what_nixl_refuses_is_refused_with_its_words(tried: Tried) -> None:
     assert tried.verdict() is None
 
 
+@pytest.mark.slow
 def test_a_child_that_is_killed_in_the_middle_refuses_that_peer_alone(tried: Tried) -> None:
     assert tried.verdict() is None  # it is ready for the next one soon
     until(lambda: len(os.listdir(f"/proc/{tried.pid}/task")) >= 1)
@@ -130,6 +132,7 @@ def test_a_child_that_was_killed_between_two_trials_harms_no_peer(tried: Tried) 
     assert tried.verdict() is None
 
 
+@pytest.mark.slow
 def test_a_trial_that_takes_too_long_is_a_refusal(
     tried: Tried, monkeypatch: pytest.MonkeyPatch
 ) -> None:

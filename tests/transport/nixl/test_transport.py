@@ -176,6 +176,7 @@ def test_memory_that_is_not_there_is_an_error_at_start() -> None:
     assert not transport_threads()
 
 
+@pytest.mark.slow
 def test_a_killed_peer_fails_its_own_jobs_only_and_may_come_back(nixl_driver: NixlDriver) -> None:
     """SIGKILL, then a restart under the same name, then one under the same identity with new
     metadata."""

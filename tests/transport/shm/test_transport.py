@@ -379,6 +379,7 @@ def test_what_the_owner_punches_out_or_cuts_off_ends_no_process(
     link.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "field"),
     [
