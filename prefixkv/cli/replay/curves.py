@@ -34,7 +34,7 @@ def middle(capacities: Sequence[int]) -> int:
 
 
 def amount(num_bytes: float) -> str:
-    """Format a number of bytes for the replay's table and recommendation.
+    """Format a size in bytes, for the recommendation at a capacity and the replay's table.
 
     >>> amount(3 << 20), amount(1536), amount(12)
     ('3.0 MiB', '1.5 KiB', '12 B')

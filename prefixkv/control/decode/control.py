@@ -207,41 +207,41 @@ class DecodeControl:
 
     @property
     def last_effects(self) -> list[DecodeEffect]:
-        """Effects of the last `on` of decode's control object. Where it raised, those from before
+        """Effects of the last `on` of the `DecodeControl`. Where it raised, those from before
         the exception: they go with state that has changed here, so the thread must carry them out
         all the same."""
         return self._out.effects
 
     @property
     def wake_s(self) -> float:
-        """Time at which decode's control object wants its next Tick, infinity if never."""
+        """Time at which the `DecodeControl` wants its next Tick, infinity if never."""
         return min(self._timers.next_s, self._links.deaths.due_s)
 
     @property
     def num_expected(self) -> int:
-        """Number of rooms of decode's control object that peers may be writing now."""
+        """Number of rooms of the `DecodeControl` that peers may be writing now."""
         return self._rooms.num_expected
 
     @property
     def num_rooms(self) -> int:
-        """Number of rooms of decode's control object that are open or not drained yet. Any thread
+        """Number of rooms of the `DecodeControl` that are open or not drained yet. Any thread
         may ask."""
         return len(self._rooms)
 
     def rooms(self) -> Iterable[ReceiverMachine]:
-        """Return the machines of all open or undrained rooms of decode's control object, for
+        """Return the machines of all open or undrained rooms of the `DecodeControl`, for
         audits."""
         machines = [room.machine for room in self._rooms.all()]
         return [machine for machine in machines if isinstance(machine, ReceiverMachine)]
 
     def poll(self, key: RoomKey) -> KVPoll | None:
-        """Return how far a room of decode's control object is; None once it has ended and is
+        """Return how far a room of the `DecodeControl` is; None once it has ended and is
         drained."""
         room = self._rooms.get(key)
         return None if room is None else room.machine.poll
 
     def peers(self, now_s: float) -> dict[str, tuple[PeerId | None, str]]:
-        """Return what decode's control object knows of prefill ranks: by address, which process
+        """Return what the `DecodeControl` knows of prefill ranks: by address, which process
         answers there, and "ready", "suspect" or "connecting".
 
         Any thread may ask.
@@ -249,7 +249,7 @@ class DecodeControl:
         return self._links.peers(now_s)
 
     def lost_peers(self, now_s: float) -> LostPeers:
-        """Return the prefill processes that are suspect or over for decode's control object, what
+        """Return the prefill processes that are suspect or over for the `DecodeControl`, what
         is wrong with each, and how many pages it may still write. Any thread may ask."""
 
         def wrong(peer: PeerId, link: Link) -> str:
@@ -260,7 +260,7 @@ class DecodeControl:
     # --- commands ---------------------------------------------------------------------------------
 
     def _open(self, command: OpenRoom, now_s: float) -> None:
-        """Take OpenRoom, a command to decode's control: promise the room's pages once the prefill
+        """Take OpenRoom, a command to `DecodeControl`: promise the room's pages once the prefill
         worker answers."""
         machine = ReceiverMachine(command.promise, self._timing, now_s, command.address)
         try:
@@ -270,7 +270,7 @@ class DecodeControl:
             self._out.add(RoomDrained(machine.key))
 
     def _watch_worker(self, address: str, now_s: float) -> None:
-        """Take MeetPrefill, a command to decode's control: connect to a prefill worker that the
+        """Take MeetPrefill, a command to `DecodeControl`: connect to a prefill worker that the
         scheduler asks about, and report once whether it answers."""
         self._links.open(address, now_s)
         self._asked_workers[address] = (
@@ -281,7 +281,7 @@ class DecodeControl:
         self._links.note_change(link)
 
     def _refuse(self, command: RefuseRoom, now_s: float) -> None:
-        """Take RefuseRoom, a command to decode's control: tell prefill that no promise will come
+        """Take RefuseRoom, a command to `DecodeControl`: tell prefill that no promise will come
         for a request that it may have."""
         machine = RefusalMachine(command.key, command.ticket, command.reason, self._timing, now_s)
         self._enter(machine, command.address, now_s, command.digest)
@@ -293,7 +293,7 @@ class DecodeControl:
         now_s: float,
         digest: bytes = b"",
     ) -> None:
-        """Let a new room of decode's control wait at its leader's link. Raise RequestError if its
+        """Let a new room of `DecodeControl` wait at its leader's link. Raise RequestError if its
         number is in use."""
         key = machine.key
         known = self._rooms.get(key)
@@ -312,14 +312,14 @@ class DecodeControl:
         self._promote(link, now_s)
 
     def _abort(self, command: AbortRoom, now_s: float) -> None:
-        """Take AbortRoom, a command to decode's control: end a room that the scheduler wants no
+        """Take AbortRoom, a command to `DecodeControl`: end a room that the scheduler wants no
         more. Unknown or a refusal: no-op."""
         room = self._rooms.get(command.key)
         if room is not None and isinstance(room.machine, ReceiverMachine):
             self._give_up(room, room.machine, AbortedError(command.reason), now_s)
 
     def _move_weights(self, command: MoveWeights, now_s: float) -> None:
-        """Take MoveWeights, a command to decode's control: end the open rooms of another weights
+        """Take MoveWeights, a command to `DecodeControl`: end the open rooms of another weights
         version, whose KV is not taken any more."""
         now = command.weights_version
         for room in self._rooms.all():
@@ -336,7 +336,7 @@ class DecodeControl:
         error: TransferError,
         now_s: float,
     ) -> None:
-        """End a room of decode's control from this side, and let prefill know."""
+        """End a room of `DecodeControl` from this side, and let prefill know."""
         # A room that was promised says so to its ranks itself.
         self._rooms.on(room, Fail(error), now_s)
         if not room.peers:
@@ -355,7 +355,7 @@ class DecodeControl:
             self._enter(refusal, room.link.address, now_s, room.digest)
 
     def _fence(self, peer: PeerId, how: str, now_s: float) -> None:
-        """Take Fence, a command to decode's control: end the rooms of a process that is proved
+        """Take Fence, a command to `DecodeControl`: end the rooms of a process that is proved
         unable to write any more, and drain them soon after.
 
         Not at once: over TCP the kernels may still hold what it sent before, and that lands as our
@@ -377,7 +377,7 @@ class DecodeControl:
     # --- what the transport and the copies say ----------------------------------------------------
 
     def _arrived(self, raw_tag: bytes, now_s: float) -> None:
-        """Take a notification in decode's control: a part of a write has landed.
+        """Take a notification in `DecodeControl`: a part of a write has landed.
 
         Late, repeated and foreign ones are counted and dropped. They can do no harm, since nothing
         is freed by a notification; a room that lacks one does not succeed.
@@ -403,13 +403,13 @@ class DecodeControl:
             self._rooms.staged(self.staging.on_arrival(tag), now_s)
 
     def _scattered(self, done: CopyDone, now_s: float) -> None:
-        """Take the end of a scatter in decode's control: its units are in the pages, or the room
+        """Take the end of a scatter in `DecodeControl`: its units are in the pages, or the room
         fails."""
         if self.staging is not None:
             self._rooms.staged(self.staging.on_scattered(done.copy_id, done.error), now_s)
 
     def _tick(self, now_s: float) -> None:
-        """Look, in decode's control, at the links and rooms that are due, then at processes to
+        """Look, in `DecodeControl`, at the links and rooms that are due, then at processes to
         examine."""
 
         def look(key: str | RoomKey) -> None:
@@ -427,7 +427,7 @@ class DecodeControl:
     # --- frames -----------------------------------------------------------------------------------
 
     def _frame(self, received: FrameReceived[str], now_s: float) -> None:
-        """Decode a frame that came to decode's control, and take it. Malformed, stale and foreign
+        """Decode a frame that came to `DecodeControl`, and take it. Malformed, stale and foreign
         frames are counted and dropped."""
         link = self._links.get(received.source)
         try:
@@ -448,7 +448,7 @@ class DecodeControl:
                 self._refuse_link(link, refused, now_s)
 
     def _frame_failed(self, what: FrameFailed[str], now_s: float) -> None:
-        """End the room that a frame names, after an exception while decode's control took it.
+        """End the room that a frame names, after an exception while `DecodeControl` took it.
 
         Only if the room was promised to the sender, so that no peer can end rooms of another.
         """
@@ -461,7 +461,7 @@ class DecodeControl:
                 self._rooms.on(room, Fail(error), now_s)
 
     def _take(self, link: Link, frame: Frame, now_s: float) -> None:
-        """Take a decoded frame in decode's control: handshakes from any process, all else only from
+        """Take a decoded frame in `DecodeControl`: handshakes from any process, all else only from
         the link's peer."""
         body = frame.body
         # 1. A handshake may come from a process that is to replace the peer.
@@ -498,7 +498,7 @@ class DecodeControl:
         self._promote(link, now_s)
 
     def _take_outcome(self, link: Link, outcome: Outcome, now_s: float) -> None:
-        """Take, in decode's control, how a room ended at prefill; acknowledge it even if the room
+        """Take, in `DecodeControl`, how a room ended at prefill; acknowledge it even if the room
         is over here."""
         room = self._rooms.get(outcome.key)
         if room is None or room.machine.ticket != outcome.ticket:
@@ -514,7 +514,7 @@ class DecodeControl:
                 self._said_expected = -1
 
     def _take_drained(self, link: Link, drained: Drained, now_s: float) -> None:
-        """Take, in decode's control, a prefill rank's word that it no longer writes the room; let
+        """Take, in `DecodeControl`, a prefill rank's word that it no longer writes the room; let
         settle first if it asks for that."""
         room = self._room_of(link, drained)
         # Only once the room has ended: until then its pages are in use, and nothing is freed.
@@ -524,7 +524,7 @@ class DecodeControl:
             self._rooms.on(room, receiver.DrainedSaid(drained.rank), now_s)
 
     def _take_ask(self, link: Link, ask: LeaseAsk, now_s: float) -> None:
-        """Take, in decode's control, a writer's request for a lease. A request that cannot be
+        """Take, in `DecodeControl`, a writer's request for a lease. A request that cannot be
         honest ends the room."""
         room = self._room_of(link, ask)
         if room is None:
@@ -544,13 +544,13 @@ class DecodeControl:
         event: receiver.ReceiverEvent,
         now_s: float,
     ) -> None:
-        """Give an event to the room of decode's control that a frame is about, if it lives."""
+        """Give an event to the room of `DecodeControl` that a frame is about, if it lives."""
         room = self._room_of(link, body)
         if room is not None:
             self._rooms.on(room, event, now_s)
 
     def _room_of(self, link: Link, body: Outcome | PromiseAck | Drained | LeaseAsk) -> Room | None:
-        """Return the room of decode's control that a frame is about, None if it is over.
+        """Return the room of `DecodeControl` that a frame is about, None if it is over.
 
         Raises:
             ProtocolError: the room was not promised to the sender as this rank, or the frame is
@@ -578,7 +578,7 @@ class DecodeControl:
         body: HelloReply | HelloWanted,
         now_s: float,
     ) -> None:
-        """Take, in decode's control, a HelloReply, or the HelloWanted of a prefill rank that does
+        """Take, in `DecodeControl`, a HelloReply, or the HelloWanted of a prefill rank that does
         not know us.
 
         It was restarted, or has forgotten us.
@@ -617,7 +617,7 @@ class DecodeControl:
         self._promote(link, now_s)
 
     def _lose_peer(self, link: Link, newer: PeerId, now_s: float) -> None:
-        """End in decode's control what was promised to a prefill process that another has replaced
+        """End in `DecodeControl` what was promised to a prefill process that another has replaced
         at this address."""
         lost = self._links.replace_peer(link, newer, now_s)
         if lost is None:
@@ -632,7 +632,7 @@ class DecodeControl:
         self._rooms.fail_of(lost, error, now_s, link.address)
 
     def _take_farewell(self, link: Link, peer: PeerId, now_s: float) -> None:
-        """Take, in decode's control, a prefill rank's word that it can write no more: end and drain
+        """Take, in `DecodeControl`, a prefill rank's word that it can write no more: end and drain
         what was promised to it here.
 
         Only here: any process may answer under any name, so its word proves nothing about the
@@ -648,12 +648,12 @@ class DecodeControl:
         self._rooms.settle(Left(peer, link.address), now_s)
 
     def _is_elsewhere(self, peer: PeerId, link: Link) -> bool:
-        """Return whether another link of decode's control leads to this process too, or to one that
+        """Return whether another link of `DecodeControl` leads to this process too, or to one that
         uses its name."""
         return any(other.peer == peer for other in self._links.all() if other is not link)
 
     def _promote(self, link: Link, now_s: float) -> None:
-        """Promise the rooms of decode's control that waited only for this prefill rank to
+        """Promise the rooms of `DecodeControl` that waited only for this prefill rank to
         answer."""
         for leader in self._links.leaders(link):
             if leader.waiting and leader.ready:
@@ -663,7 +663,7 @@ class DecodeControl:
                 self._links.note_change(leader)
 
     def _ranks_ready(self, leader: Link, now_s: float) -> dict[int, Link] | None:
-        """Return the links of the prefill ranks to which decode's control promises rooms of this
+        """Return the links of the prefill ranks to which `DecodeControl` promises rooms of this
         leader, None if one of them does not answer. Opens those that are missing; a rank that does
         not fit is refused."""
         links = self._links.promised_links(leader, now_s)
@@ -674,7 +674,7 @@ class DecodeControl:
             return None
 
     def _report_workers(self, changed: set[str], now_s: float) -> None:
-        """Tell the scheduler, from decode's control, which prefill workers that it asked about
+        """Tell the scheduler, from `DecodeControl`, which prefill workers that it asked about
         answer now, and which do so no more."""
         # Sorted, so that a run from a seed replays exactly.
         for address in sorted(changed & self._asked_workers.keys()):
@@ -692,13 +692,13 @@ class DecodeControl:
                 self._out.add(PrefillReady(address, most) if is_ready else PrefillAway(address))
 
     def _lose_worker(self, address: str, error: Exception) -> None:
-        """Report, from decode's control, that a prefill worker which the scheduler asked about is
+        """Report, from `DecodeControl`, that a prefill worker which the scheduler asked about is
         lost, once."""
         if self._asked_workers.pop(address, None) is not None:
             self._out.add(PrefillLost(address, error))
 
     def _promote_rooms(self, leader: Link, now_s: float) -> None:
-        """Promise every room of decode's control that waits at this leader, if all its ranks
+        """Promise every room of `DecodeControl` that waits at this leader, if all its ranks
         answer."""
         links = self._ranks_ready(leader, now_s)
         if links is None:
@@ -730,7 +730,7 @@ class DecodeControl:
         refused: HandshakeError | ConfigError,
         now_s: float,
     ) -> None:
-        """Refuse, in decode's control, a prefill rank that answered and does not fit, and fail the
+        """Refuse, in `DecodeControl`, a prefill rank that answered and does not fit, and fail the
         rooms that wait for it."""
         error = handshake.named(refused, self._option_names)
         self.counters["handshakes_refused"] += 1
@@ -739,7 +739,7 @@ class DecodeControl:
         self._refuse_link(link, error, now_s)
 
     def _refuse_link(self, link: Link, error: Exception, now_s: float) -> None:
-        """Fail the rooms of decode's control that wait for this prefill rank, at its link and at
+        """Fail the rooms of `DecodeControl` that wait for this prefill rank, at its link and at
         those of its leaders."""
         kind = "lost" if isinstance(error, PeerLostError) else "refused"
         self.news.say(kind, link.peer or link.address, str(error))

@@ -192,7 +192,7 @@ class PrefillControl:
 
     @property
     def last_effects(self) -> list[PrefillEffect]:
-        """Effects of the last `on` of prefill's control object, those from before an exception
+        """Effects of the last `on` of the `PrefillControl`, those from before an exception
         too."""
         return self._out.effects
 
@@ -262,13 +262,13 @@ class PrefillControl:
 
     @property
     def wake_s(self) -> float:
-        """Time at which prefill's control object wants its next Tick, infinity if never."""
+        """Time at which the `PrefillControl` wants its next Tick, infinity if never."""
         wake_s = min(self._timers.next_s, self._peers.deaths.due_s)
         return wake_s if self.staging is None else min(wake_s, self.staging.wake_s)
 
     @property
     def num_rooms(self) -> int:
-        """Number of rooms and offers of prefill's control object that an engine or a peer still has
+        """Number of rooms and offers of the `PrefillControl` that an engine or a peer still has
         something to do with.
 
         Any thread may ask.
@@ -276,28 +276,28 @@ class PrefillControl:
         return self._rooms.num_claimed + len(self._offers)
 
     def rooms(self) -> Iterable[SenderRoom]:
-        """Return the machines of all rooms of prefill's control object, for audits."""
+        """Return the machines of all rooms of the `PrefillControl`, for audits."""
         return self._rooms.all()
 
     def peers(self, now_s: float) -> dict[PeerId, str]:
-        """Return "ready" or "suspect" for each decode rank that prefill's control object knows. Any
+        """Return "ready" or "suspect" for each decode rank that the `PrefillControl` knows. Any
         thread may ask."""
         return self._peers.states(now_s)
 
     def check_invariants(self) -> None:
-        """Raise AssertionError if what prefill's control object counts for decode ranks differs
+        """Raise AssertionError if what the `PrefillControl` counts for decode ranks differs
         from what is held."""
         self._rooms.check_invariants(self._peers.all(), self._aborts.held_bytes())
 
     def lost_peers(self, now_s: float) -> LostPeers:
-        """Return the decode ranks that are suspect or over for prefill's control object, what is
+        """Return the decode ranks that are suspect or over for the `PrefillControl`, what is
         wrong with each, and how many rooms it is still in. Any thread may ask."""
         return self._rooms.lost_peers(lambda peer: self._peers.trouble(peer, now_s))
 
     # --- commands ---------------------------------------------------------------------------------
 
     def _add(self, command: AddRoom, now_s: float) -> None:
-        """Take AddRoom, a command to prefill's control: the engine's request for a room, new or
+        """Take AddRoom, a command to `PrefillControl`: the engine's request for a room, new or
         promised already.
 
         Raises:
@@ -338,7 +338,7 @@ class PrefillControl:
             self._rooms.on(room, Fail(early), now_s)
 
     def _offer(self, command: OfferRoom, now_s: float) -> None:
-        """Take OfferRoom, a command to prefill's control: a room that the engine has drawn for a
+        """Take OfferRoom, a command to `PrefillControl`: a room that the engine has drawn for a
         computed prompt.
 
         Promises for it may be here already: the first that proves the prompt opens it, rooms of the
@@ -369,7 +369,7 @@ class PrefillControl:
             self._close_offer(command.key, early, now_s)
 
     def _open_offer(self, key: RoomKey, offer: Offer, now_s: float) -> None:
-        """Give an offer of prefill's control to the decode worker of `key`, which has proved the
+        """Give an offer of `PrefillControl` to the decode worker of `key`, which has proved the
         prompt."""
         # Closed first, so that the next promise is refused and not taken for a second opening.
         why = f"room {key.room} was opened by another decode worker"
@@ -378,7 +378,7 @@ class PrefillControl:
         self._add(AddRoom(key, offer.num_tokens, offer.digest), now_s)
 
     def _close_offer(self, key: RoomKey, error: Exception, now_s: float) -> bool:
-        """Close an offer of prefill's control that no decode worker has opened; it ends with
+        """Close an offer of `PrefillControl` that no decode worker has opened; it ends with
         `error`. Return False, and do nothing, if it is not open."""
         if not self._offers.end(key.numbers, str(error), now_s):
             return False
@@ -389,7 +389,7 @@ class PrefillControl:
         return True
 
     def _decline(self, command: DeclineRoom, now_s: float) -> None:
-        """Take DeclineRoom, a command to prefill's control: refuse a request for the engine, so
+        """Take DeclineRoom, a command to `PrefillControl`: refuse a request for the engine, so
         that decode hears why, now or when it promises.
 
         A room that the engine has added is not touched.
@@ -407,20 +407,20 @@ class PrefillControl:
                 self._rooms.on(room, Fail(AbortedError(command.reason)), now_s)
 
     def _chunk(self, command: SendChunk, now_s: float) -> None:
-        """Take SendChunk, a command to prefill's control: pass pages that the engine hands over to
+        """Take SendChunk, a command to `PrefillControl`: pass pages that the engine hands over to
         their room. Ended or unknown: no-op."""
         if (room := self._rooms.get(command.key)) is not None:
             self._rooms.on(room, command, now_s)
 
     def _abort(self, command: AbortRoom, now_s: float) -> None:
-        """Take AbortRoom, a command to prefill's control: end a room that the engine wants no more.
+        """Take AbortRoom, a command to `PrefillControl`: end a room that the engine wants no more.
         Unknown: no-op."""
         room = self._rooms.get(command.key)
         if room is not None:
             self._rooms.on(room, Fail(AbortedError(command.reason)), now_s)
 
     def _move_weights(self, command: MoveWeights, now_s: float) -> None:
-        """Move prefill's control to another weights version: KV computed or promised under the old
+        """Move `PrefillControl` to another weights version: KV computed or promised under the old
         one is not sent.
 
         Rooms that the engine has added and that nothing was computed or promised for move with it,
@@ -447,13 +447,13 @@ class PrefillControl:
     def _remember(
         self, key: RoomKey, event: Promised, error: TransferError, peer: Peer | None, now_s: float
     ) -> None:
-        """Remember in prefill's control that a promise was answered with `error`: a request that
+        """Remember in `PrefillControl` that a promise was answered with `error`: a request that
         comes for it ends so, at once."""
         if peer is not None:
             self._aborts.keep_end(key, error, (event.ticket, event.proof), peer, now_s)
 
     def _fence(self, command: Fence, now_s: float) -> None:
-        """Take Fence, a command to prefill's control: end all rooms of a decode process that is
+        """Take Fence, a command to `PrefillControl`: end all rooms of a decode process that is
         dead, and refuse it from now on."""
         peer_id, how = command.peer, FENCED_DEAD if command.proved else FENCED
         # First: forgetting the peer below drops what is known of its process, and the death would
@@ -467,7 +467,7 @@ class PrefillControl:
             self._lose_peer(peer, PeerLostError(f"{peer_id} {how}", peer_id), now_s)
 
     def _tick(self, now_s: float) -> None:
-        """Look, in prefill's control, at the peers, rooms and offers that are due, at early aborts,
+        """Look, in `PrefillControl`, at the peers, rooms and offers that are due, at early aborts,
         and at processes to examine."""
 
         def look(key: str | RoomKey) -> None:
@@ -491,7 +491,7 @@ class PrefillControl:
     # --- frames -----------------------------------------------------------------------------------
 
     def _frame(self, received: FrameReceived[bytes], now_s: float) -> None:
-        """Decode a frame that came to prefill's control, and take it. Malformed, stale and foreign
+        """Decode a frame that came to `PrefillControl`, and take it. Malformed, stale and foreign
         frames are counted and dropped."""
         try:
             frame = messages.decode(received.raw)
@@ -507,7 +507,7 @@ class PrefillControl:
                 self._peers.reply(received.source, None, str(error))
 
     def _frame_failed(self, what: FrameFailed[bytes], now_s: float) -> None:
-        """End the room that a frame names, after an exception while prefill's control took it.
+        """End the room that a frame names, after an exception while `PrefillControl` took it.
 
         Only if its sender has named the room: no peer can end rooms of another.
         """
@@ -524,7 +524,7 @@ class PrefillControl:
                 self._rooms.on(room, Fail(error), now_s)
 
     def _take(self, received: FrameReceived[bytes], frame: Frame, now_s: float) -> None:
-        """Take a decoded frame in prefill's control: introductions from any process, all else only
+        """Take a decoded frame in `PrefillControl`: introductions from any process, all else only
         from known peers."""
         route, body = received.source, frame.body
         # 1. Is the name the sender's to use, and its life not over?
@@ -587,7 +587,7 @@ class PrefillControl:
         hello: Hello,
         now_s: float,
     ) -> None:
-        """Take a Hello in prefill's control: of a peer that repeats it, of a stranger, or of a
+        """Take a Hello in `PrefillControl`: of a peer that repeats it, of a stranger, or of a
         peer's next life."""
         route = received.source
         # 1. The peer repeats itself: it has not had our reply. Nothing else changes.
@@ -605,16 +605,16 @@ class PrefillControl:
         self._greeted(self._admission.hello(received, frame, hello, now_s), now_s)
 
     def _tried(self, tried: PeerTried, now_s: float) -> None:
-        """Take the end of a trial in prefill's control: a decode rank that passed is admitted."""
+        """Take the end of a trial in `PrefillControl`: a decode rank that passed is admitted."""
         self._greeted(self._admission.tried(tried), now_s)
 
     def _greeted(self, arrived: OnTrial | None, now_s: float) -> None:
-        """Admit to prefill's control the decode rank that has passed all checks, if one has."""
+        """Admit to `PrefillControl` the decode rank that has passed all checks, if one has."""
         if arrived is not None:
             self._admit(arrived, now_s)
 
     def _admit(self, arrived: OnTrial, now_s: float) -> None:
-        """Make a decode rank a peer of prefill's control, in the place of its former life."""
+        """Make a decode rank a peer of `PrefillControl`, in the place of its former life."""
         accepted, received, frame, hello, came_s = arrived
         # 1. The former life goes first, while the name still leads to it: otherwise the bytes of
         # its Hello would stay counted.
@@ -648,7 +648,7 @@ class PrefillControl:
                 self._rooms.on(room, sender.LifeBegan(life, until_s), now_s)
 
     def _take_refusal(self, frame: Frame, word: HelloRefused, now_s: float) -> None:
-        """Take in prefill's control a decode rank's refusal to work with this process. It is never
+        """Take in `PrefillControl` a decode rank's refusal to work with this process. It is never
         answered, lest two processes refuse each other without end."""
         # A refusal names the life that it is for. One meant for a former life of ours says nothing.
         if word.life != self.me.incarnation:
@@ -667,7 +667,7 @@ class PrefillControl:
             self._peers.forget(peer)
 
     def _lose_peer(self, peer: Peer, error: Exception, now_s: float) -> None:
-        """End in prefill's control the rooms of a peer that has left or was replaced, and forget
+        """End in `PrefillControl` the rooms of a peer that has left or was replaced, and forget
         it."""
         # Before its rooms end, so that nothing more is sent to it, and each room sees whether all
         # its ranks are gone.
@@ -677,7 +677,7 @@ class PrefillControl:
         self._peers.forget(peer)
 
     def _take_promise(self, peer: Peer, promise: Promise, now_s: float) -> None:
-        """Take a promise of pages in prefill's control: for a room of the engine, an offer, or a
+        """Take a promise of pages in `PrefillControl`: for a room of the engine, an offer, or a
         request that is to come.
 
         Raises:
@@ -740,7 +740,7 @@ class PrefillControl:
             self._open_offer(key, offer, now_s)
 
     def _check_weights(self, peer: Peer, event: Promised, key: RoomKey, now_s: float) -> None:
-        """Raise ProtocolError in prefill's control for a promise of other weights than ours.
+        """Raise ProtocolError in `PrefillControl` for a promise of other weights than ours.
 
         A request that comes later ends likewise, and so does the offer that the promise would have
         opened.
@@ -756,7 +756,7 @@ class PrefillControl:
         raise ProtocolError(str(error))
 
     def _refuse_promise(self, peer: Peer, promise: Promise, why: str, now_s: float) -> None:
-        """Answer a promise that prefill's control has refused; its pages are drained as far as this
+        """Answer a promise that `PrefillControl` has refused; its pages are drained as far as this
         rank goes.
 
         No write for it is under way. If another promise of this room stands, decode has ended that
@@ -776,12 +776,12 @@ class PrefillControl:
             self._peers.send(peer, refusal, now_s)
 
     def _may_speak(self, peer: Peer, key: RoomKey, ticket: int, room: SenderRoom | None) -> bool:
-        """Return whether prefill's control lets this rank speak about this use of the room: it may
+        """Return whether `PrefillControl` lets this rank speak about this use of the room: it may
         not if the use is over here, or if the room does not admit it."""
         return (key, ticket) not in peer.past and (room is None or room.admits(peer))
 
     def _take_abort(self, peer: Peer, abort: Abort, now_s: float) -> None:
-        """Take decode's abort of a room in prefill's control: end it, remember it for a request to
+        """Take decode's abort of a room in `PrefillControl`: end it, remember it for a request to
         come, answer Drained."""
         key = peer.key(abort)
         # 1. Does this use of the room belong to the sender?

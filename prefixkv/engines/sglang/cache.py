@@ -354,8 +354,7 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
     # --- shared -----------------------------------------------------------------------------------
 
     def key_of_waiting(self, req: Any) -> RadixKey:
-        """Return the key under which SGLang's tree cache looks up a request's prompt before it
-        runs."""
+        """Return the key of a waiting request in SGLang's tree cache: its whole prompt, packed."""
         return self._key_of(req).cover(req.origin_input_ids, len(req.origin_input_ids))
 
     def _lock(self, node: Handle) -> PrefixLock | None:

@@ -459,7 +459,7 @@ def _around_normalize(original: Any, asked: Any, *args: Any, **named: Any) -> An
 
 
 def _check_rooms(asked: Any) -> None:
-    """Raise ValueError, in a hook of SGLang, for room numbers that cannot be opened.
+    """Raise ValueError, in the plug-in for SGLang, if `bootstrap_room` cannot be opened.
 
     A request without any room is left to SGLang, which refuses it itself.
     """

@@ -521,7 +521,7 @@ def gather(given: object) -> list[object]:
 
 
 def event_on(kv_caches: Mapping[str, torch.Tensor]) -> Any:
-    """Return an event after all that vLLM has queued on the device so far; None on a CPU."""
+    """Record a CUDA event on vLLM's current stream, and return it; None on a CPU."""
     # On a CPU the forward pass has returned when this is called, so its KV is written.
     device = next(iter(kv_caches.values())).device
     if device.type != "cuda":
