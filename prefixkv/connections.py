@@ -211,9 +211,9 @@ def descriptor(frame: zmq.Frame) -> int:
 def receive(sock: _Socket, watched: Watched) -> tuple[list[zmq.Frame], Connection | None] | None:
     """Return the next message of a watched ZeroMQ socket, and the connection that it came by.
 
-    One of more than `MOST_PARTS` is dropped, and its connection is cut before the rest of it is
-    read: no frames are returned. Part by part that takes a microsecond or two each, so a turn, from
-    one `may_sleep` to the next, takes a bounded number of them.
+    One of more than `MOST_PARTS` is dropped, and its connection, once the watcher knows it, is cut
+    before the rest of it is read: no frames are returned. Part by part that takes a microsecond or
+    two each, so a turn, from one `may_sleep` to the next, takes a bounded number of them.
 
     Returns None if the turn has taken that many: the rest is for the next one. Raises zmq.Again if
     there is no message.
