@@ -83,6 +83,15 @@ class ThreadedTransport(QueuedCalls[L]):
         self._close_error: Exception | None = None
         self._thread: threading.Thread
 
+    def _start_thread(self) -> None:
+        """Start the transport's one thread. Where that fails, the inbox is closed: no thread ever
+        will."""
+        try:
+            self._thread.start()
+        except BaseException:
+            self._inbox.close()
+            raise
+
     def _call(self, command: Callable[[L], None], or_raise: bool = True) -> None:
         """Queue a command for the transport's one thread. Closed: ClosedError, or nothing with
         `or_raise` False."""

@@ -54,10 +54,13 @@ class NixlTransport(ThreadedTransport[NixlLoop]):
         )
         # NIXL's objects are created, used and destroyed by this thread alone. A failure to start
         # comes back through `started`, so that the caller gets it as its own exception.
-        self._thread.start()
+        self._start_thread()
         try:
             outcome = started.get(timeout=_START_TIMEOUT_S)
         except queue.Empty:
+            # It ends as soon as it has started; until then it may wait on the inbox's descriptor.
+            self._closed = True
+            self._inbox.put(None)
             raise TransferTimeoutError(f"NIXL did not start within {_START_TIMEOUT_S} s") from None
         if isinstance(outcome, Exception):
             self._closed = True

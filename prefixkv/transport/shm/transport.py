@@ -60,7 +60,11 @@ class ShmTransport(ThreadedTransport[ShmLoop]):
         self._thread = threading.Thread(
             target=self._run, name=f"prefixkv-shm-{me.name}", daemon=True
         )
-        self._thread.start()
+        try:
+            self._start_thread()
+        except BaseException:
+            self._loop.destroy()
+            raise
 
     def expect(self, num_rooms: int) -> None:
         """Do nothing but check that the shm transport is open: tags wake its thread by
