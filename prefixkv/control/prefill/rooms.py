@@ -1,4 +1,5 @@
-"""Prefill's rooms: events go to a room's machine, and what it wants comes out."""
+"""Prefill's rooms: events go to a room's machine, and what it wants comes out. A room holds its
+claimants, the decode ranks that have named it."""
 
 from __future__ import annotations
 
