@@ -184,6 +184,10 @@ class TransportConfig:
     `backend`: "nixl"; "shm", which copies into mapped memory of the peer, for two workers of one
     user on one host, with decode's pool and state made with `shared=True`; or "auto": shm where
     both sides can, else NIXL.
+
+    `max_bytes_per_s` bounds what this rank sends, to all its peers together, so that KV leaves room
+    for other traffic of its network: a token bucket over parts of 2 ms, or 64 KiB if that is more.
+    A room has to arrive within its deadline at this rate, too. 0: as fast as the network takes it.
     """
 
     post_bytes: Bytes = 8 << 20
@@ -199,6 +203,9 @@ class TransportConfig:
     interface: Annotated[str, doc('Network that KV travels on, "eth0"; none: this machine.')] = ""
     trial_peers: bool = True
     backend: Annotated[Backend, doc("nixl, shm (memory of this host), or auto.")] = "nixl"
+    max_bytes_per_s: Annotated[
+        BytesOrZero, doc("Most bytes of KV sent per second, to all peers together; 0: no limit.")
+    ] = 0
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -40,6 +40,14 @@ def demo(
     cache: Annotated[
         CacheSetting, typer.Option(help="Decode's prefix cache; prefill's own is always on.")
     ] = CacheSetting.both,
+    link: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="RATE",
+            help="Chat over a link of this rate as well: 1Gbit (the default), 500Mbit; repeat it. "
+            "none: only as fast as this machine is.",
+        ),
+    ] = None,
     json: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write all figures to FILE.")
     ] = None,
@@ -47,20 +55,24 @@ def demo(
     """Chat with a small model over two processes and NIXL, decode's prefix cache on and off.
 
     The model has random weights. Every answer is compared with that of transformers, and one
-    conversation is shown turn by turn.
+    conversation is shown turn by turn. A link is modelled by limiting prefill's transport to its
+    rate.
     """
     check_range("--seed", seed, 0, 2**63 - 1)
     check_packages()
     from rich.console import Console
 
-    from prefixkv.cli.chats.command import run
+    from prefixkv.cli.chats.command import LINKS, run
+    from prefixkv.cli.chats.rates import link_of
 
+    rates = link or LINKS
+    links = [] if "none" in rates else [link_of(rate) for rate in rates]
     caches = {
         CacheSetting.on: (True,),
         CacheSetting.off: (False,),
         CacheSetting.both: (True, False),
     }[cache]
-    return run(seed, caches, Console(), json)
+    return run(seed, caches, links, Console(), json)
 
 
 add_commands(app)
