@@ -74,8 +74,8 @@ class PrefillJob:
     """A decode worker's request to the prefill worker at `prefill`.
 
     Prefill computes the prompt, sends its KV, and samples the next token, unless decode knows that
-    token already (`is_known`). After `deadline_s` seconds without a promise of decode, or without
-    the end of it, the job fails there.
+    token already (`is_known`). A job that is not sent
+    within `deadline_s` fails there.
     """
 
     rid: str
