@@ -25,7 +25,7 @@ from prefixkv import (
     PrefillRequest,
     Request,
 )
-from prefixkv.spi import CallerError, InternalError, pages_for
+from prefixkv.spi import CallerError, InternalError, Pages, pages_for
 
 ByteArray = npt.NDArray[np.uint8]
 Tell = Callable[[str, str], None]  # law, what was seen
@@ -42,7 +42,7 @@ def fill_with_junk(pool: KVPool, random: np.random.Generator) -> None:
     pool.write_pages(pages, data)
 
 
-def _token_bytes(pool: KVPool, pages: Sequence[int], start: int, end: int) -> ByteArray:
+def _token_bytes(pool: KVPool, pages: Pages | list[int], start: int, end: int) -> ByteArray:
     """Return the KV of tokens [start, end) of a request as the witness compares it: [tokens,
     bytes]."""
     size = pool.layout.page_size
