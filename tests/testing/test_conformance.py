@@ -18,6 +18,8 @@ from prefixkv.testing.sides import LAWS, AnswerLog, Prompt
 from prefixkv.testing.toy import ToyDecode, ToyModel, ToyPrefill, ToySides, toy_answer
 from prefixkv.testing.witness import fill_with_junk
 from tests.models.patience import PATIENCE_S
+from tests.models.processes import Child, children
+from tests.models.toy_process import TwoProcesses
 
 LOCAL = {"backend": "shm", "patience_s": PATIENCE_S}
 STALLS = {"backend": "shm", "patience_s": 5.0}
@@ -34,6 +36,23 @@ def test_the_toy_keeps_every_law(case: conformance.Case) -> None:
 )
 def test_the_toy_keeps_the_laws_of_these(name: str) -> None:
     conformance.Case(name, 0).check(ToySides, **LOCAL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    ["prefill restarts", "decode restarts", "turns of a chat", "aborts on prefill", "all of it"],
+)
+def test_prefill_may_be_a_process_that_is_killed(name: str) -> None:
+    made: list[TwoProcesses] = []
+
+    def make(settings: Any) -> TwoProcesses:
+        made.append(TwoProcesses(start, settings))
+        return made[-1]
+
+    with children(Child) as start:
+        conformance.Case(name, 0).check(make, patience_s=PATIENCE_S)
+    assert made[0].killed == (3 if name == "prefill restarts" else 0)
 
 
 # --- engines with a fault -------------------------------------------------------------------------
