@@ -148,11 +148,12 @@ class _Watch:
 
 
 class _Slot(NamedTuple):
-    """A slot with junk in it, which the next step has to write."""
+    """A slot of a request with junk in it, and the KV that it had before."""
 
     position: int
     page: int
     junk: ByteArray
+    before: ByteArray
 
 
 class DecodeWitness(_Watch):
@@ -175,7 +176,8 @@ class DecodeWitness(_Watch):
         # Tokens that found no page, by request, with their position.
         self._owed: dict[DecodeRequest, tuple[int, int]] = {}
         self._named: Counter[str] = Counter()  # to be retracted, and not retracted yet
-        self._slots: dict[DecodeRequest, _Slot] = {}
+        self._slots: dict[DecodeRequest, _Slot] = {}  # the next step has to write these
+        self._written: dict[DecodeRequest, _Slot] = {}  # the step that found no page wrote these
 
     def _after_add(self, result: DecodeRequest, request: Request) -> None:
         self.requests[result.rid] = result
@@ -183,13 +185,14 @@ class DecodeWitness(_Watch):
     def _after_pop_transferred(self, result: list[DecodeRequest]) -> None:
         for req in result:
             if req.resumed:
-                self._mark_next(req)
+                self._mark(req, self._slots)
 
     def _after_pop_needs_prefill(self, result: list[PrefillAsk]) -> None:
         for ask in result:
             self.asks[ask.room, ask.generation] = ask
 
     def _before_append_many(self, reqs: Sequence[DecodeRequest], token_ids: Sequence[int]) -> None:
+        self._check_not_again()
         for req, token in zip(reqs, token_ids, strict=False):
             owed = self._owed.get(req)
             if owed is not None and owed[0] == len(req.output) and owed[1] != token:
@@ -200,25 +203,52 @@ class DecodeWitness(_Watch):
     def _check_next(self, req: DecodeRequest) -> None:
         """Tell if the step before this append has not written the newest token's KV."""
         slot = self._slots.pop(req, None)
-        if slot is None or req.state.ended or slot.position != req.kv_len:
-            return
-        size = self._pool.layout.page_size
-        if int(req.pages[slot.position // size]) != slot.page:
-            return
-        now = _token_bytes(self._pool, req.pages, slot.position, slot.position + 1)
-        if np.array_equal(now[0], slot.junk):
+        if slot is not None and self._has_junk(req, slot):
             self._tell("law 8", f"{req.rid}: a token was appended, and the KV of the one before "
                        f"it, at position {slot.position}, was not written")  # fmt: skip
 
-    def _mark_next(self, req: DecodeRequest) -> None:
-        """Put junk into the slot that the request's next step has to write."""
+    def _check_not_again(self) -> None:
+        """Put back the KV that junk has hidden since a step found no page; tell if that step was
+        made again."""
+        size = self._pool.layout.page_size
+        for req, slot in self._written.items():
+            if self._has_junk(req, slot):
+                data = self._pool.read_pages([slot.page])
+                kept = data.numpy()[0, :, slot.position % size]
+                kept[:] = slot.before.reshape(kept.shape)
+                self._pool.write_pages([slot.page], data)
+            elif not req.state.ended and req.kv_len == slot.position and req.pages_held is not None:
+                what = (
+                    f"{req.rid}: its step at position {slot.position} found no page for the token"
+                )
+                self._tell("tokens", f"{what}, and was made again: the token was not kept")
+        self._written.clear()
+
+    def _has_junk(self, req: DecodeRequest, slot: _Slot) -> bool:
+        """Return whether a decode request's slot still is as `_mark` has left it; False if it is
+        not the request's next one any more."""
+        size = self._pool.layout.page_size
+        if req.pages_held is None or slot.position != req.kv_len:
+            return False
+        if int(req.pages[slot.position // size]) != slot.page:
+            return False
+        now = _token_bytes(self._pool, req.pages, slot.position, slot.position + 1)
+        return np.array_equal(now[0], slot.junk)
+
+    def _mark(self, req: DecodeRequest, slots: dict[DecodeRequest, _Slot]) -> None:
+        """Put junk into the slot at the request's `kv_len`, and remember it in `slots`."""
         size, position = self._pool.layout.page_size, req.kv_len
         if not self.probe or not self._one_token or position // size >= len(req.pages):
             return
         page = int(req.pages[position // size])
-        self._put_junk([page], position % size)
+        before = _token_bytes(self._pool, req.pages, position, position + 1)[0]
+        # One slot alone: what lies behind it may be a draft's.
+        data = self._pool.read_pages([page])
+        part = data.numpy()[0, :, position % size]
+        part[:] = self._random.integers(0, _JUNK_BYTES, part.shape, np.uint8)
+        self._pool.write_pages([page], data)
         junk = _token_bytes(self._pool, req.pages, position, position + 1)[0]
-        self._slots[req] = _Slot(position, page, junk)
+        slots[req] = _Slot(position, page, junk, before)
 
     def _after_append_many(
         self, result: None, reqs: Sequence[DecodeRequest], token_ids: Sequence[int]
@@ -226,7 +256,7 @@ class DecodeWitness(_Watch):
         for req in reqs:
             self._owed.pop(req, None)
             if not req.state.ended:
-                self._mark_next(req)
+                self._mark(req, self._slots)
 
     def _short(self, error: OutOfPagesError, *args: Any, **options: Any) -> None:
         reqs, token_ids = args
@@ -237,6 +267,11 @@ class DecodeWitness(_Watch):
             for req, token in zip(reqs, token_ids, strict=True) if not req.state.ended
         )  # fmt: skip
         self._named.update(error.retract[:1])
+        # The step has written the newest tokens' KV. Nothing reads it before the tokens are
+        # appended, so junk may lie there until then: it shows a step that is made again.
+        for req in reqs:
+            if not req.state.ended and req.output:
+                self._mark(req, self._written)
 
     def _after_retract(self, result: None, rid: str, *args: Any, **options: Any) -> None:
         self._forget_owed(rid)
@@ -251,9 +286,9 @@ class DecodeWitness(_Watch):
 
     def _forget_owed(self, rid: str) -> None:
         """Owe no token to a decode request that does not run any more."""
-        for req in [req for req in [*self._owed, *self._slots] if req.rid == rid]:
-            self._owed.pop(req, None)
-            self._slots.pop(req, None)
+        for kept in (self._owed, self._slots, self._written):
+            for req in [req for req in kept if req.rid == rid]:
+                kept.pop(req)
 
     def explain(self) -> list[tuple[str, str]]:
         """Return the reasons for which decode may not come to rest: (law, text) each."""

@@ -55,6 +55,18 @@ def test_prefill_may_be_a_process_that_is_killed(name: str) -> None:
     assert made[0].killed == (3 if name == "prefill restarts" else 0)
 
 
+def test_the_toy_runs_out_of_pages_where_pools_are_tiny() -> None:
+    """Else those scenarios would show nothing."""
+    made: list[ToySides] = []
+
+    def make(settings: Any) -> ToySides:
+        made.append(ToySides(settings))
+        return made[-1]
+
+    assert conformance.run(make, only=["tiny decode pool", "several tokens per step"], **LOCAL).ok
+    assert [one.decode.scheduler.counters["retracted"] > 0 for one in made] == [True, True]
+
+
 # --- engines with a fault -------------------------------------------------------------------------
 
 
@@ -124,6 +136,23 @@ class DropsSampledTokens(ToyDecode):
     def retract(self, rid: str) -> None:
         super().retract(rid)
         del self.says[rid]
+
+
+class MakesTheStepAgain(ToyDecode):
+    """Tokens come out the same, so that no answer shows it."""
+
+    def append(self) -> None:
+        tokens = {req: new[0] for req, new in self.sampled.items()}
+        self.sampled = {}
+        try:
+            self.node.append_many([*tokens], [*tokens.values()])
+        except OutOfPagesError as error:
+            for rid in error.retract[:1]:
+                self.retract(rid)
+            return
+        for req, token in tokens.items():
+            if not req.state.ended:
+                self.answers[req.rid].token(token)
 
 
 class IgnoresRetraction(ToyDecode):
@@ -263,6 +292,7 @@ MUTANTS = [
     Mutant(WritesBeyondItsPages, "one prompt", "law 4", "wrote page"),
     Mutant(DoesNotWriteTheNewestTokensKV, "one prompt", "law 8", "was not written"),
     Mutant(DropsSampledTokens, TINY, "tokens", "when it found no page"),
+    Mutant(MakesTheStepAgain, TINY, "tokens", "was made again: the token was not kept"),
     Mutant(IgnoresRetraction, TINY, "order", "was not retracted", True),
     Mutant(NeverAsksAgain, TINY, "order", "never asked for", True),
     Mutant(AsksAgainWithThePromptOnly, TINY, "order", "with another tokens"),
