@@ -36,7 +36,7 @@ from prefixkv.memory import kv_layout, state_layout
 from prefixkv.memory.kv_layout import ITEMSIZE
 from prefixkv.protocol import messages
 from prefixkv.request import Request
-from prefixkv.testing.sides import LAWS
+from prefixkv.testing.sides import LAWS, Prompt, ScenarioSettings
 from tests.models.patience import PATIENCE_S
 from tests.protocol.rooms import assert_diagrams
 from tests.test_example_scheduler import serve
@@ -445,6 +445,23 @@ def test_every_field_of_a_request_is_told_with_its_default() -> None:
     found = {
         one.name: "" if one.default is dataclasses.MISSING else repr(one.default).replace("'", '"')
         for one in fields
+    }
+    assert told == found
+
+
+@pytest.mark.parametrize("kind", [ScenarioSettings, Prompt])
+def test_what_the_kit_gives_an_engine_is_told_with_its_defaults(kind: type) -> None:
+    mark = re.sub(r"(?<=[a-z])(?=[A-Z])", "-", kind.__name__).lower()
+    told = {}
+    for names, defaults, _ in table_below(read("docs/integrate.md"), mark):
+        values = re.findall(r"`([^`]+)`", defaults)
+        for i, name in enumerate(re.findall(r"`(\w+)`", names)):
+            told[name] = values[i] if values else ""
+    found = {
+        one.name: ""
+        if one.default is dataclasses.MISSING or dataclasses.is_dataclass(one.default)
+        else repr(one.default)
+        for one in dataclasses.fields(kind)
     }
     assert told == found
 

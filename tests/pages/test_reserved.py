@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.errors import CallerError, ConfigError, OutOfPagesError, PageStateError, RequestError
@@ -63,3 +64,15 @@ def test_a_node_with_reserved_pages(node: type, config: type) -> None:
             one.add(Request("a", range(16), 1, room=1, **where))
         one.add(Request("b", range(12), 1, room=2, **where))
         one.audit()
+
+
+def test_a_page_behind_the_pool_is_the_engine_s_too() -> None:
+    """docs/integrate.md, Padding: views of tensors that have one page more."""
+    blocks = [torch.zeros(5, 2, 4, 1, 16) for _ in range(2)]
+    axes = ("page", "kv", "token", "head", "dim")
+    pool = KVPool.from_tensors([one[:4] for one in blocks], axes=axes, page_size=4)
+    assert pool.layout.num_pages == 4
+    with DecodeNode(pool) as node:
+        assert node.stats()["pages_free"] == 4
+        blocks[0][4] = 1.0
+        assert not pool.read_pages(range(4)).any()
