@@ -245,6 +245,15 @@ class PageSettings(TypedDict, total=False):
     policy: str | Policy
     evict_reserve_pages: int
     num_slots: int
+    reserved_pages: int
+
+
+def check_reserved(reserved_pages: int, num_pages: int) -> int:
+    """Return the reserved pages of a configured worker. Raises ConfigError if its pool of
+    `num_pages` has no others."""
+    if reserved_pages >= num_pages:
+        raise ConfigError(f"reserved_pages: {reserved_pages} leaves none of {num_pages} pages")
+    return reserved_pages
 
 
 class Retarget(Protocol):
@@ -326,6 +335,9 @@ class DecodeConfig:
     not admitted within `waiting_timeout_s` fails, and prefill is told. None:
     `control.longest_wait_s`, the most that is allowed, since prefill waits no longer either.
 
+    The first `reserved_pages` of the pool are the engine's: no request gets them. A padded batch
+    writes its padding there.
+
     An eviction frees `evict_reserve` of the pool beyond the missing pages, so that new pages lie
     together; 0: only the missing ones.
 
@@ -354,6 +366,7 @@ class DecodeConfig:
     patience_s: SecondsOrZero = 5.0
     waiting_timeout_s: Seconds | None = None
     evict_reserve: Share = 1 / 256
+    reserved_pages: CountOrZero = 0
     prefill_share: Share = 0.5
     record: Annotated[
         Annotated[str, Meta(min_length=1)] | Path | None,
@@ -384,6 +397,7 @@ class DecodeConfig:
             "policy": self.policy,
             "evict_reserve_pages": int(self.evict_reserve * num_pages),
             "num_slots": num_slots,
+            "reserved_pages": check_reserved(self.reserved_pages, num_pages),
         }
 
     @property
@@ -412,8 +426,8 @@ class PrefillConfig:
     """A prefill worker. `bind` is its ROUTER's address; a port of `*` takes a free one.
 
     A request whose prefix another computes waits for it, but not once nothing has been computed for
-    `follow_s`; 0: each computes its own. `kv_events` as on decode; of several ranks the first
-    publishes.
+    `follow_s`; 0: each computes its own. `reserved_pages` and `kv_events` as on decode; of
+    several ranks the first publishes events.
     """
 
     name: Name = "prefill-0"
@@ -424,6 +438,7 @@ class PrefillConfig:
     cache: Annotated[bool, doc("Keep and match prefixes.")] = True
     policy: PolicyName = "adaptive"
     follow_s: SecondsOrZero = 1.0
+    reserved_pages: CountOrZero = 0
     model: ModelConfig = ModelConfig()
     control: ControlConfig = ControlConfig()
     transport: TransportConfig = TransportConfig()

@@ -71,11 +71,17 @@ TOO_LOW: dict[type, dict[str, Any]] = {
         "patience_s": -1e-9,
         "waiting_timeout_s": 0,
         "evict_reserve": -1e-9,
+        "reserved_pages": -1,
         "prefill_share": -1e-9,
         "record": "",
         "record_bytes": 4095,
     },
-    PrefillConfig: {"max_running": 0, "follow_s": -0.1, "name": "x" * 257},
+    PrefillConfig: {
+        "max_running": 0,
+        "follow_s": -0.1,
+        "reserved_pages": -1,
+        "name": "x" * 257,
+    },
     ModelConfig: {},
     KVEventsConfig: {
         "dp_rank": -1,

@@ -29,7 +29,7 @@ from prefixkv.engines.hf.models import PagedModel
 from prefixkv.engines.hf.requests import Finish, Generate, Output, PrefillJob, unpack_first
 from prefixkv.engines.hf.sampling import Choice, Sampling, choose
 from prefixkv.engines.hf.text import AnswerText
-from prefixkv.spi import RequestError, whole_number
+from prefixkv.spi import RequestError, secret_number, whole_number
 
 OnOutput = Callable[[Output], None]
 
@@ -84,7 +84,8 @@ class DecodeEngine:
         # missing: then no forward runs until they are appended.
         self._sampled: list[tuple[DecodeRequest, int]] = []
         self._jobs: list[PrefillJob] = []
-        self._rooms = 0
+        # A former life of this worker may still have rooms on prefill, so no number is used twice.
+        self._rooms = secret_number()
         self._counters = {"steps": 0, "tokens": 0, "retractions": 0, "blocked_steps": 0}
 
     # --- what a client asks -----------------------------------------------------------------------
@@ -291,6 +292,7 @@ class DecodeEngine:
         return PrefillJob(
             f"{decode}/{req.rid}.0", req.request.key.tokens(), ask.prefill, decode, req.room,
             namespace=ask.namespace, cacheable=ask.cacheable, choice=answer.choice,
+            deadline_s=ask.deadline_s,
         )  # fmt: skip
 
     def _queue_retry_job(self, ask: PrefillAsk) -> None:
@@ -300,7 +302,7 @@ class DecodeEngine:
             PrefillJob(
                 f"{ask.decode}/{ask.rid}.{ask.generation}", ask.tokens, ask.prefill, ask.decode,
                 ask.room, ask.generation, ask.namespace, ask.cacheable, answer.choice,
-                ask.known_token is not None,
+                ask.known_token is not None, answer.ask.deadline_s,
             )
         )  # fmt: skip
 
