@@ -169,7 +169,7 @@ def test_a_request_says_where_its_prefill_is() -> None:
     async def scene(stage: Stage) -> None:
         assert await stage.said(salt="s") == [TOKEN, END]
         (asked,), (prefill,) = stage.decode[0].asked, stage.prefill
-        assert asked == Ask("r-0", PROMPT, "tcp://p0", prefill.server.url, 2, salt="s")
+        assert asked == Ask("r#0", PROMPT, "tcp://p0", prefill.server.url, 2, salt="s")
         assert stage.fleet.retried == 0
 
     run(scene, [well], 1)
@@ -213,7 +213,7 @@ def test_a_worker_that_is_the_only_one_is_asked_again() -> None:
     async def scene(stage: Stage) -> None:
         with pytest.raises(ApiError):
             await stage.said()
-        assert [ask.rid for ask in stage.decode[0].asked] == ["r-0", "r-1", "r-2"]
+        assert [ask.rid for ask in stage.decode[0].asked] == ["r#0", "r#1", "r#2"]
 
     run(scene, [says_nothing], 1)
 

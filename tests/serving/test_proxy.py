@@ -577,7 +577,7 @@ def test_rooms_that_wait_are_on_the_metrics() -> None:
 def test_requests_that_are_refused_are_counted_by_status() -> None:
     async def scene(stage: Stage) -> None:
         await stage.complete()
-        assert await stage.counter('prefixkv_proxy_refused_total{status="422"}') == 1
+        assert await stage.counter('prefixkv_proxy_refused_total{reason="server",status="422"}') == 1
 
     run(scene, None, [refusing(422)])
 
@@ -590,8 +590,9 @@ def test_a_stream_that_is_refused_and_one_that_fails_are_errors_and_counted() ->
         assert (await stage.complete(stream=True)).status_code == 503
         for outcome in ("refused", "failed"):
             assert await stage.counter(f'prefixkv_proxy_requests_total{{outcome="{outcome}"}}') == 1
-        for status in (400, 503):
-            assert await stage.counter(f'prefixkv_proxy_refused_total{{status="{status}"}}') == 1
+        for reason, status in (("server", 400), ("not_ready", 503)):
+            labels = f'reason="{reason}",status="{status}"'
+            assert await stage.counter(f"prefixkv_proxy_refused_total{{{labels}}}") == 1
         stage.proxy.draining = True
         told = (await stage.complete()).json()["error"]
         assert (told["type"], told["code"]) == ("server_error", "not_ready")
