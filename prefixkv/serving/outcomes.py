@@ -24,6 +24,7 @@ MAX_REASONS: Final = 64
 """Most pairs of status and reason that are counted by themselves; further reasons are "other"."""
 
 _LINE: Final = "prefixkv.line"
+_SERVER: Final = "server"  # the reason of an error that is another server's
 _REASON: Final = re.compile(r"[A-Za-z][\w.-]{0,63}")
 _ID: Final = re.compile(rb"[\x21-\x7e]{1,256}")
 _CLIENT_LEFT: Final = 499  # `run_until_disconnect`: this answer is never seen
@@ -120,8 +121,8 @@ class Outcomes(Collector):
             {
                 **self._who, "id": "", "outcome": outcome,
                 "path": f"{scope['method']} {scope['path']}", "status": status,
-                "reason": scope.get(REASON), **line.fields, "answer_bytes": answer_bytes,
-                "arrived_at": round(line.arrived_at, 6),
+                "reason": scope.get(REASON, _SERVER if refused else None), **line.fields,
+                "answer_bytes": answer_bytes, "arrived_at": round(line.arrived_at, 6),
             }
         )  # fmt: skip
 
@@ -168,7 +169,7 @@ class _WatchedApp:
                     line.fields["request_id"] = request_id
                 # Counted before it is sent: its client finds it counted.
                 if status >= 400 and status != _CLIENT_LEFT:
-                    self._outcomes.refused(status, scope.get(REASON, "server"))
+                    self._outcomes.refused(status, scope.get(REASON, _SERVER))
             else:
                 answer_bytes += len(message.get("body", b""))
                 whole = whole or not message.get("more_body", False)
