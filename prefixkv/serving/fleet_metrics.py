@@ -59,9 +59,7 @@ class FleetMetrics:
         url: returns the address of the front's status port.
     """
 
-    def __init__(
-        self, fleet: Fleet, front: CollectorRegistry, url: Callable[[], str],
-    ) -> None:  # fmt: skip
+    def __init__(self, fleet: Fleet, front: CollectorRegistry, url: Callable[[], str]) -> None:
         self._fleet, self._front, self._url = fleet, front, url
         # One round at a time, for all who ask meanwhile: scrapers cost no worker more than one.
         self._round: asyncio.Task[bytes] | None = None
@@ -79,7 +77,7 @@ class FleetMetrics:
         """Answer GET /metrics of the front's status port for the whole fleet."""
         if self._round is None or self._round.done():
             self._round = asyncio.create_task(self._all())
-        # Shielded: a scraper that leaves must not end the round of others.
+        # Shielded: a request that is cut must not end the round of others.
         return Response(await asyncio.shield(self._round), media_type=CONTENT_TYPE_LATEST)
 
     def _show_front(self, _: Request) -> Response:  # not async, so Starlette runs it in a thread
@@ -139,15 +137,11 @@ def _merged(front: CollectorRegistry, scraped: Iterable[_Scraped]) -> bytes:
         is_up = text is not None
         if text is not None:
             labels = {"worker": worker, "role": role}
-            # All of a worker's rows or none: a text that ends in the middle is no answer.
-            found: dict[str, Metric] = {}
             try:
-                _add(found, text, labels)
+                _add(families, text, labels)
             except ValueError as error:
                 logger.warning("the metrics of %s are not understood: %s", worker, error)
                 is_up = False
-            else:
-                _join(families, found)
         up.add_metric([worker, role], float(is_up))
     return generate_latest(_Families([*families.values(), up]))
 
@@ -155,6 +149,7 @@ def _merged(front: CollectorRegistry, scraped: Iterable[_Scraped]) -> bytes:
 def _add(families: dict[str, Metric], text: str, labels: Mapping[str, str]) -> None:
     """Add the fleet's metrics in an exposition to `families`, with `labels` on each sample. Raises
     ValueError for a text that is no exposition."""
+    # All rows or none: a text that ends in the middle is no answer.
     found: dict[str, Metric] = {}
     for family in text_string_to_metric_families(text):
         family.samples = [

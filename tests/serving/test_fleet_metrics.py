@@ -76,7 +76,7 @@ async def fails(name: str) -> Response:
 
 
 async def is_torn(name: str) -> Response:
-    return Response(TEXT.replace("NAME", name)[:120])
+    return Response(TEXT.replace("NAME", name)[:-12])
 
 
 async def is_nonsense(name: str) -> Response:
