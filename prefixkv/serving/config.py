@@ -94,6 +94,9 @@ class ListenSettings:
     drain_timeout_s: Annotated[
         SecondsOrZero, doc("Seconds that requests may take to end after SIGTERM.")
     ] = 30.0
+    request_log: Annotated[
+        str, doc("File that gets one JSON line per request that has ended; none: no file.")
+    ] = ""
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from prometheus_client import Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from starlette.requests import Request
 from starlette.responses import Response
@@ -24,6 +24,7 @@ from prefixkv import PrefixKVError
 from prefixkv.serving.config import ListenSettings
 from prefixkv.serving.failures import failed
 from prefixkv.serving.fleet import Fleet
+from prefixkv.serving.fleet_metrics import FleetMetrics
 from prefixkv.serving.http import (
     ApiError,
     Stream,
@@ -46,7 +47,9 @@ from prefixkv.serving.openai import (
     too_long,
     unknown_model,
 )
+from prefixkv.serving.outcomes import Outcomes, RequestLine, line_of
 from prefixkv.serving.page import page_route
+from prefixkv.serving.request_file import RequestFile
 from prefixkv.serving.status import bind, status_app
 from prefixkv.serving.text import TextError, Texts, TooManyTokensError
 from prefixkv.serving.wire import Ask, TokenEvent, salt_digest
@@ -86,6 +89,8 @@ class Front:
         # Request ids: unique over fronts by the prefix, within this one by the number.
         self._prefix, self._num = secrets.token_hex(8), 0
         self.metrics = _FrontMetrics(fleet)
+        self._file = RequestFile(listen.request_log) if listen.request_log else None
+        self._outcomes = Outcomes("front", {"node": "front", "side": "front"}, self._file)
         everything = [
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
             Route("/v1/completions", self._complete, methods=["POST"]),
@@ -97,8 +102,9 @@ class Front:
         limits = listen.limits
         most = limits.max_requests_per_client, limits.max_bodies_bytes
         app = make_app(everything, listen.api_key, ("/", *open_paths), *most)
-        status = status_app(self.health, (), listen, self.metrics.collectors, status_routes)
-        self.server, self.status = bind(app, status, listen)
+        collectors = [*self.metrics.collectors, self._outcomes]
+        status = status_app(self.health, (), listen, collectors, status_routes, self._fleet_routes)
+        self.server, self.status = bind(self._outcomes.watch(app), status, listen)
 
     def health(self) -> tuple[bool, dict[str, Any]]:
         """Return whether the front accepts requests, and the state of its fleet's workers."""
@@ -127,6 +133,12 @@ class Front:
         await self.server.stop(grace_s)
         await self.status.stop()
         await self.fleet.close()
+        if self._file is not None:
+            await asyncio.to_thread(self._file.close)
+
+    def _fleet_routes(self, front: CollectorRegistry) -> list[Route]:
+        """Return the routes of the front's status port with the metrics of the whole fleet."""
+        return FleetMetrics(self.fleet, front, lambda: self.status.url).routes
 
     # --- what is asked ----------------------------------------------------------------------------
 
@@ -234,20 +246,30 @@ class Front:
         salt = salt_digest(asked.cache_salt) if asked.cache_salt else ""
         ask = Ask(rid, tokens, "", "", most, asked.num_samples, asked.sampling(), salt)
         answers = Answers(rid, self.name, int(time.time()), isinstance(asked, ChatRequest))
-        run = _FrontRequest(self, ask, answers, asked.streams_usage)
+        line = line_of(request.scope)
+        line.fields |= {"id": rid, "stream": asked.streams, "samples": asked.num_samples}
+        run = _FrontRequest(self, ask, answers, asked.streams_usage, line)
         return await run_until_disconnect(request, run.stream() if asked.streams else run.whole())
 
 
 class _FrontRequest:
     """One request that is being answered: its outputs, its usage and its metrics."""
 
-    def __init__(self, front: Front, ask: Ask, answers: Answers, tells_usage: bool) -> None:
-        self._limits, self._metrics = front._limits, front.metrics
+    def __init__(
+        self, front: Front, ask: Ask, answers: Answers, tells_usage: bool, line: RequestLine
+    ) -> None:
+        self._limits, self._metrics, self._line = front._limits, front.metrics, line
         self._answers, self._tells_usage = answers, tells_usage
         self._num = ask.num_samples
         self._usage = Usage(len(ask.tokens))
         self._begun_s = time.monotonic()
-        self._outputs = self._measured(front.fleet.generate(ask))
+        self._outputs = self._measured(front.fleet.generate(ask, self._note_attempt))
+
+    def _note_attempt(self, decode: str, prefill: str) -> None:
+        """Write down in the front's line of the request where an attempt goes."""
+        self._line.mark("asked")
+        self._line.fields |= {"decode": decode, "prefill": prefill}
+        self._line.add(attempts=1)
 
     async def whole(self) -> Response:
         """Return the front's answer in one body, once the fleet has ended it."""
@@ -316,6 +338,7 @@ class _FrontRequest:
                     if output.token is not None:
                         if not usage.completion_tokens:
                             metrics.ttft.observe(time.monotonic() - self._begun_s)
+                            self._line.mark("first_token")
                         usage.completion_tokens += 1
                     # All samples share one prompt, so its hits count once.
                     if output.sample == 0:
@@ -334,6 +357,12 @@ class _FrontRequest:
         finally:
             metrics.requests.labels(outcome).inc()
             metrics.count(usage)
+            self._line.fields["outcome"] = outcome
+            self._line.add(
+                prompt_tokens=usage.prompt_tokens, output_tokens=usage.completion_tokens,
+                decode_hit_tokens=usage.decode_hit_tokens, shared_tokens=usage.shared_tokens,
+                prefill_hit_tokens=usage.prefill_hit_tokens,
+            )  # fmt: skip
 
 
 def _raise_error(output: TokenEvent) -> None:
@@ -358,6 +387,10 @@ class _FrontMetrics:
             "Tokens: of prompts, those of them that were hit on decode and on prefill, of answers.",
             ["kind"], registry=None,
         )  # fmt: skip
+        # All rows are there from the start, so that a rate sees the first request that fails.
+        for outcome in ("finished", "failed", "aborted"):
+            self.requests.labels(outcome)
+        self.count(Usage(0))
         self.collectors = [self.requests, self.ttft, self._tokens, self]
 
     def count(self, usage: Usage) -> None:

@@ -273,6 +273,8 @@ class Launch:
             "num_pages": config.prefill_pages if role == "prefill" else config.decode_pages,
             "host": "127.0.0.1", "port": 0, "status_host": "127.0.0.1", "status_port": 0,
             "api_key": self._key, "parent": os.getpid(),
+            # One file for all: each line names its worker.
+            "request_log": os.path.abspath(log) if (log := config.listen.request_log) else "",
         }  # fmt: skip
         if role == "prefill":
             settings["chunk_tokens"] = config.chunk_tokens
