@@ -191,8 +191,10 @@ class Launch:
         fleet = Fleet(self._key)
         try:
             front = Front(
-                fleet, texts, name, listen, config.answer_tokens, status_routes=self._routes(fleet)
-            )
+                fleet, texts, name, listen, config.answer_tokens, status_routes=self._routes(fleet),
+                # The small model is there to show hits: drawn tokens that are no words hit less.
+                temperature=1.0 if models.model else 0.0,
+            )  # fmt: skip
         except BaseException:
             await fleet.close()
             raise

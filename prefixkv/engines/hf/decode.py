@@ -102,9 +102,7 @@ class DecodeEngine:
         """
         self._check(ask)
         seed = ask.sampling.seeded(ask.rid)
-        ends = frozenset(ask.sampling.stop_tokens)
-        if not ask.sampling.ignore_end:
-            ends |= frozenset(self.model.end_tokens)
+        ends = ask.sampling.ends(self.model.end_tokens)
         answers: list[_Answer] = []
         try:
             for i in range(ask.num_samples):
@@ -219,7 +217,7 @@ class DecodeEngine:
         )
         choices = [replace(self._answers[req.rid].choice, position=len(req.output)) for req in reqs]
         self._counters["steps"] += 1
-        return list(zip(reqs, choose(logits, choices), strict=True))
+        return list(zip(reqs, choose(logits, choices, self.model.end_tokens), strict=True))
 
     def _append(self, outputs: list[tuple[OnOutput, Output]]) -> bool:
         """Append the tokens that the HF model sampled on the node, and report them to clients.
@@ -267,7 +265,9 @@ class DecodeEngine:
         if token in answer.ends:
             finish = "stop"
         elif answer.text is not None:
-            text, stopped = answer.text.add(token)
+            # Text of the least tokens ends nothing, and is not looked at again.
+            counts = len(req.output) > answer.choice.sampling.min_tokens
+            text, stopped = answer.text.add(token, counts)
             finish = "stop" if stopped else None
         if finish is None and len(req.output) >= req.max_new_tokens:
             finish = "length"
@@ -355,6 +355,9 @@ class DecodeEngine:
             raise RequestError(f"sampling is {ask.sampling!r}, a Sampling is needed")
         if ask.sampling.stop and self._tokenizer is None:
             raise RequestError("stop strings need an engine with a tokenizer")
+        ends = ask.sampling.ends(self.model.end_tokens)
+        if ask.sampling.min_tokens and len(ends) >= self.model.vocab_size:
+            raise RequestError("every token ends the answer, so it cannot have min_tokens")
         whole_number("num_samples", ask.num_samples, 1, 1025)
 
     def _check_tokens(
