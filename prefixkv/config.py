@@ -14,7 +14,8 @@ from typing import Annotated, Any, Final, Literal, Protocol, TypedDict
 from msgspec import Meta
 
 from prefixkv.addresses import check_address
-from prefixkv.cache.eviction.policy import Policy
+from prefixkv.admission import Admission, explain_admission
+from prefixkv.cache.eviction.policy import Policy, explain_policy
 from prefixkv.errors import ConfigError
 from prefixkv.settings import (
     MAX_BYTES,
@@ -246,13 +247,13 @@ class Retarget(Protocol):
     def __call__(self, req: Any, error: Exception) -> str | None: ...
 
 
-class Admission(Protocol):
-    """An `AdmissionPolicy` (decode/admission.py)."""
-
-    name: str
-    overtakes: bool
-
-    def rank(self, req: Any, new_pages: int) -> Any: ...
+def _check_names(policy: str | Policy, admission: str | Admission = "fifo") -> None:
+    """Raise ConfigError, with the nearest name, if a worker's config names an eviction or admission
+    policy that is not registered."""
+    if isinstance(policy, str) and (why := explain_policy(policy)):
+        raise ConfigError(f"policy: {why}")
+    if isinstance(admission, str) and (why := explain_admission(admission)):
+        raise ConfigError(f"admission: {why}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,6 +364,7 @@ class DecodeConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        _check_names(self.policy, self.admission)
         if self.waiting_timeout_s is not None:
             # Prefill has given a request up by then, so its pages would be taken for nothing.
             check_order(self, "waiting_timeout_s", "control.longest_wait_s")
@@ -424,5 +426,6 @@ class PrefillConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        _check_names(self.policy)
         # Decode waits no longer for the first chunk.
         check_order(self, "follow_s", "control.longest_wait_s")
