@@ -312,13 +312,14 @@ class DecodeConfig:
     `reserve_tokens` is the space kept for each request's output before it is admitted.
     `cache=False` turns the prefix cache off: nothing is matched, nothing kept.
 
-    `policy` chooses the cached pages that are evicted first: a name, or a `Policy` with settings of
-    its own (`Adaptive(trust=20)`), which serves one cache; ranks need a name. `admission` chooses
-    the request that is admitted first: "hit_aware", "fifo", "priority", a registered name, or an
-    `AdmissionPolicy`. No other overtakes a request that has waited `patience_s`, unless that steps
-    aside because the running ones cannot make room for it. A request without a `deadline_s` that is
-    not admitted within `waiting_timeout_s` fails, and prefill is told. None:
-    `control.longest_wait_s`, the most that is allowed, since prefill waits no longer either.
+    `policy` chooses the cached pages that are evicted first: a registered name, or a `Policy` with
+    settings of its own (`Adaptive(trust=20)`), which serves one cache; ranks need a name.
+    `admission` chooses the request that is admitted first: "hit_aware", "fifo", "priority", a
+    registered name, or an `AdmissionPolicy`. No other overtakes a request that has waited
+    `patience_s`, unless that steps aside because the running ones cannot make room for it. A
+    request without a `deadline_s` that is not admitted within `waiting_timeout_s` fails, and
+    prefill is told. None: `control.longest_wait_s`, the most that is allowed, since prefill waits
+    no longer either.
 
     An eviction frees `evict_reserve` of the pool beyond the missing pages, so that new pages lie
     together; 0: only the missing ones.
