@@ -14,7 +14,8 @@ from typing import Annotated, Any, Final, Literal, Protocol, TypedDict
 from msgspec import Meta
 
 from prefixkv.addresses import check_address
-from prefixkv.cache.eviction.policy import Policy
+from prefixkv.admission import Admission, explain_admission
+from prefixkv.cache.eviction.policy import Policy, explain_policy
 from prefixkv.errors import ConfigError
 from prefixkv.settings import (
     MAX_BYTES,
@@ -262,13 +263,13 @@ class Retarget(Protocol):
     def __call__(self, req: Any, error: Exception) -> str | None: ...
 
 
-class Admission(Protocol):
-    """An `AdmissionPolicy` (decode/admission.py)."""
-
-    name: str
-    overtakes: bool
-
-    def rank(self, req: Any, new_pages: int) -> Any: ...
+def _check_names(policy: str | Policy, admission: str | Admission = "fifo") -> None:
+    """Raise ConfigError, with the nearest name, if a worker's config names an eviction or admission
+    policy that is not registered."""
+    if isinstance(policy, str) and (why := explain_policy(policy)):
+        raise ConfigError(f"policy: {why}")
+    if isinstance(admission, str) and (why := explain_admission(admission)):
+        raise ConfigError(f"admission: {why}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,13 +328,14 @@ class DecodeConfig:
     `reserve_tokens` is the space kept for each request's output before it is admitted.
     `cache=False` turns the prefix cache off: nothing is matched, nothing kept.
 
-    `policy` chooses the cached pages that are evicted first: a name, or a `Policy` with settings of
-    its own (`Adaptive(trust=20)`), which serves one cache; ranks need a name. `admission` chooses
-    the request that is admitted first: "hit_aware", "fifo", "priority", a registered name, or an
-    `AdmissionPolicy`. No other overtakes a request that has waited `patience_s`, unless that steps
-    aside because the running ones cannot make room for it. A request without a `deadline_s` that is
-    not admitted within `waiting_timeout_s` fails, and prefill is told. None:
-    `control.longest_wait_s`, the most that is allowed, since prefill waits no longer either.
+    `policy` chooses the cached pages that are evicted first: a registered name, or a `Policy` with
+    settings of its own (`Adaptive(trust=20)`), which serves one cache; ranks need a name.
+    `admission` chooses the request that is admitted first: "hit_aware", "fifo", "priority", a
+    registered name, or an `AdmissionPolicy`. No other overtakes a request that has waited
+    `patience_s`, unless that steps aside because the running ones cannot make room for it. A
+    request without a `deadline_s` that is not admitted within `waiting_timeout_s` fails, and
+    prefill is told. None: `control.longest_wait_s`, the most that is allowed, since prefill waits
+    no longer either.
 
     The first `reserved_pages` of the pool are the engine's: no request gets them. A padded batch
     writes its padding there.
@@ -383,6 +385,7 @@ class DecodeConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        _check_names(self.policy, self.admission)
         if self.waiting_timeout_s is not None:
             # Prefill has given a request up by then, so its pages would be taken for nothing.
             check_order(self, "waiting_timeout_s", "control.longest_wait_s")
@@ -446,5 +449,6 @@ class PrefillConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        _check_names(self.policy)
         # Decode waits no longer for the first chunk.
         check_order(self, "follow_s", "control.longest_wait_s")

@@ -19,9 +19,9 @@ from operator import attrgetter
 import numpy as np
 
 from prefixkv.addresses import check_prefill
+from prefixkv.admission import DEFAULT_ADMISSION, Admission
 from prefixkv.cache.radix_key import check_packed, pack
-from prefixkv.config import Admission, Retarget, check_version
-from prefixkv.decode.admission import DEFAULT_ADMISSION
+from prefixkv.config import Retarget, check_version
 from prefixkv.decode.audit import check_decode
 from prefixkv.decode.budget import PreallocBudget
 from prefixkv.decode.deferred import Deferred, not_done
