@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -163,7 +164,7 @@ CHATS: list[list[dict[str, Any]]] = [
             "tool_calls": [
                 {
                     "id": "c1", "type": "function",
-                    "function": {"name": "weather", "arguments": {"at": "Köln", "n": [1, 2.5, None]}},
+                    "function": {"name": "weather", "arguments": {"at": "Köln", "n": [1, None]}},
                 }
             ],
         },
@@ -177,8 +178,8 @@ CHATS: list[list[dict[str, Any]]] = [
 TOOL = {
     "type": "function",
     "function": {
-        "name": "weather", "description": "Tells the weather – anywhere.",
-        "parameters": {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]},
+        "name": "weather", "description": "Tells the weather → anywhere.",
+        "parameters": {"type": "object", "properties": {"at": {"type": "string"}}},
     },
 }  # fmt: skip
 VARIABLES: list[dict[str, Any]] = [
@@ -186,7 +187,7 @@ VARIABLES: list[dict[str, Any]] = [
     {"tools": [TOOL], "documents": [{"title": "T", "text": "ü"}, {"title": "U"}]},
     {"tools": [], "add_generation_prompt": False, "bos_token": "<mine>"},
     {"enable_thinking": False, "reasoning_effort": "high", "nested": {"a": [{"b": None}]}},
-    {"self": 1, "args": 2, "context": 3, "date_string": "today", "raise_exception": 4},
+    {"args": 2, "context": 3, "date_string": "today", "raise_exception": 4},
 ]
 
 
@@ -201,7 +202,10 @@ class FixedDate(datetime):
 def folder_of(path: Path, template: Any, **config: Any) -> Path:
     small_tokenizer().save(str(path / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", **config}
-    config |= {"bos_token": {"content": "<s>", "__type": "AddedToken"}, "chat_template": template}
+    config |= {
+        "bos_token": {"content": "<|system|>", "__type": "AddedToken"},
+        "chat_template": template,
+    }
     (path / "tokenizer_config.json").write_text(json.dumps(config))
     return path
 
@@ -216,7 +220,6 @@ def compare(texts: Texts, theirs: Any, chat: Any, variables: dict[str, Any]) -> 
             texts.chat(chat, variables=variables)
         assert not isinstance(error, AssertionError)
         return False
-    # Compared as text: the tokenizer adds its own special tokens only where it is told to.
     assert texts._templates.render(chat, variables) == text
     assert texts.chat(chat, variables=variables) == theirs.encode(text, add_special_tokens=False)
     return True
@@ -255,7 +258,9 @@ def test_templates_have_names_and_files(tmp_path: Path) -> None:
             if variables.get("chat_template") not in (None, *files) and files:
                 continue  # to transformers it is a template itself
             assert compare(texts, theirs, CHATS[0], variables)
-    with pytest.raises(TextError, match="no chat template '{{ 1 }}', it has default, rag, tool_us"):
+    with pytest.raises(
+        TextError, match=r"no chat template '\{\{ 1 \}\}', it has default, rag, tool_us"
+    ):
         texts.chat(CHATS[0], variables={"chat_template": "{{ 1 }}"})
     alone = Texts(small_tokenizer(), {"rag": "x"})
     with pytest.raises(TextError, match="no chat template 'default', it has rag"):
@@ -264,13 +269,13 @@ def test_templates_have_names_and_files(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").unlink()
     for file in (tmp_path / "additional_chat_templates").iterdir():
         file.unlink()
-    with pytest.raises(ConfigError, match="chat_template in .* is not read"):
+    with pytest.raises(ConfigError, match=r"chat_template in .* is not read"):
         load_texts(str(tmp_path))
 
 
 def test_special_tokens_of_an_older_folder(tmp_path: Path) -> None:
     folder_of(tmp_path, "{{ bos_token }}{{ sep_token }}{{ eos_token }}")
-    old = {"bos_token": "<old>", "sep_token": {"content": "<sep>", "lstrip": False}}
+    old = {"bos_token": "<|user|>", "sep_token": {"content": "<|end|>", "lstrip": False}}
     (tmp_path / "special_tokens_map.json").write_text(json.dumps(old))
     theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
     assert compare(load_texts(str(tmp_path)), theirs, CHATS[0], {})
@@ -319,8 +324,6 @@ def test_rendering_changes_nothing_that_was_given() -> None:
     before = json.dumps([chat, variables])
     source = "{{ messages[0].thinking }}{{ messages[0].update(a=1) }}"
     for template in (source, "{{ a.b.append(1) }}", "{% set a.b = 1 %}", "{{ a }}"):
-        try:
+        with suppress(TextError):
             Texts(small_tokenizer(), template).chat(chat, variables=variables)
-        except TextError:
-            pass
         assert json.dumps([chat, variables]) == before
