@@ -111,10 +111,11 @@ class DecodeEngine:
                     prefill=ask.prefill, namespace=ask.namespace, cacheable=ask.cacheable,
                     priority=ask.priority, deadline_s=ask.deadline_s,
                 )  # fmt: skip
-                self._check_tokens(ask, request.key.tokens())
+                prompt = request.key.tokens()
+                self._check_tokens(ask, prompt)
                 choice = Choice(ask.sampling, seed, i)
                 req = self.node.add(request)
-                text = self._tokenizer and AnswerText(self._tokenizer, ask.sampling.stop)
+                text = self._tokenizer and AnswerText(self._tokenizer, ask.sampling.stop, prompt)
                 answers.append(_Answer(ask, i, on_output, choice, ends, req, text))
                 self._rooms += 1
         except PrefixKVError:
