@@ -41,6 +41,7 @@ from prefixkv.serving.http import (
     read_body,
     run_until_disconnect,
 )
+from prefixkv.serving.ids import HEADER, current_id
 from prefixkv.serving.openai import event, refused
 from prefixkv.serving.passing import (
     ANSWER_BYTES,
@@ -438,7 +439,12 @@ class Proxy:
 
         async with contextlib.AsyncExitStack() as stack:
             content = msgspec.json.encode(body)
-            head = {"content-type": "application/json"}
+            # One id per request to a server: clients may use one again, and engines name requests
+            # by it.
+            head = {
+                "content-type": "application/json",
+                HEADER: f"{current_id()[:100]}-{secrets.token_hex(4)}",
+            }
             request = self._client.stream(
                 "POST", url, content=content, headers=head, extensions={"trace": trace}
             )
