@@ -41,6 +41,7 @@ from prefixkv.serving.http import (
     read_body,
     run_until_disconnect,
 )
+from prefixkv.serving.ids import HEADER, current_id
 from prefixkv.serving.openai import event, refused
 from prefixkv.serving.outcomes import Outcomes, RequestLine, line_of
 from prefixkv.serving.passing import (
@@ -314,7 +315,9 @@ class Proxy:
             raise ApiError(503, "the proxy is ending", "server_error", "not_ready")
         line = line_of(request.scope)
         self._num += 1
-        line.fields |= {"id": f"{self._prefix}-{self._num}", "stream": bool(body.get("stream"))}
+        # Clients may use an id again, and engines name requests by it.
+        rid = f"{current_id()[:100]}-{self._prefix}-{self._num}"
+        line.fields |= {"id": rid, "stream": bool(body.get("stream"))}
         return await run_until_disconnect(
             request, self._answer(request.url.path, body, prompt_field, line)
         )
@@ -458,7 +461,7 @@ class Proxy:
 
         async with contextlib.AsyncExitStack() as stack:
             content = msgspec.json.encode(body)
-            head = {"content-type": "application/json", "x-request-id": rid}
+            head = {"content-type": "application/json", HEADER: rid}
             request = self._client.stream(
                 "POST", url, content=content, headers=head, extensions={"trace": trace}
             )

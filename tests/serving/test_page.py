@@ -42,5 +42,10 @@ def test_it_is_one_file_that_loads_nothing_and_runs_its_own_script_alone() -> No
     assert answer.headers["x-content-type-options"] == "nosniff"
 
 
+def test_it_says_what_a_grey_bar_is() -> None:
+    text = " ".join(re.sub(r"<[^>]+>", "", page().text.partition("<body>")[2]).split())
+    assert "Grey is what decode did not have: prefill sent it." in text
+
+
 def test_it_is_shown_without_a_key() -> None:
     assert page("secret").status_code == 200

@@ -229,6 +229,52 @@ def test_both_servers_are_asked_with_one_room() -> None:
     run(scene, [never], [never])
 
 
+def test_an_id_of_a_request_reaches_both_servers_and_is_used_once() -> None:
+    async def scene(stage: Stage) -> None:
+        for path in ("/v1/completions", "/v1/completions", "/v1/nowhere"):
+            answer = await stage.client.post(
+                path, json={"prompt": "hello"}, headers={"x-request-id": "mine"}
+            )
+            assert answer.headers["x-request-id"] == "mine"
+        for server in (stage.prefill[0], stage.decode[0]):
+            assert len(set(server.ids)) == len(server.ids)
+            assert all(one.startswith("mine-") for one in server.ids)
+        assert len(stage.decode[0].ids) == 2
+
+    run(scene)
+
+
+def test_parameters_of_the_prompt_reach_both_servers_and_the_others_decode_alone() -> None:
+    of_prompt = {
+        "chat_template_kwargs": {"thinking": True}, "documents": [{"text": "x"}],
+        "reasoning_effort": "low", "tools": [{"type": "function", "function": {"name": "f"}}],
+        "add_generation_prompt": True,
+    }  # fmt: skip
+    of_answer = {
+        "min_tokens": 2, "stop_token_ids": [7], "stream_options": {"include_usage": True},
+        "skip_special_tokens": True, "user": None,
+    }  # fmt: skip
+
+    async def scene(stage: Stage) -> None:
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        messages = [
+            {"role": "user", "content": "hi"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c", "content": "7"},
+        ]
+        body = {"messages": messages, **of_prompt, **of_answer}
+        asking = asyncio.create_task(stage.client.post("/v1/chat/completions", json=body))
+        await until(lambda: stage.prefill[0].asked and stage.decode[0].asked)
+        (send,), (load,) = stage.prefill[0].asked, stage.decode[0].asked
+        assert body.items() <= load.items()
+        assert send["messages"] == messages
+        assert of_prompt.items() <= send.items()
+        assert not {"min_tokens", "stop_token_ids", "stream_options"} & send.keys()
+        asking.cancel()
+
+    run(scene, [never], [never])
+
+
 def test_what_decode_answers_is_passed_on_as_it_is() -> None:
     async def scene(stage: Stage) -> None:
         answer = await stage.complete(user="me")

@@ -163,6 +163,25 @@ def test_what_is_refused_half_way_leaves_nothing(
         world.at_rest()
 
 
+def test_least_tokens_hold_through_a_retraction(model: PagedModel, reference: Reference) -> None:
+    """The first two tokens that it would say end the answer: the first comes from prefill."""
+    prompts = [range(20 * i, 20 * i + 20) for i in range(4)]
+    answers = []
+    for pages in (64, 10):
+        with World(model, pages=pages) as world:
+            for i, prompt in enumerate(prompts):
+                ends = tuple(reference.greedy(prompt, 2))
+                sampling = Sampling(0.9, seed=i, stop_tokens=ends, min_tokens=30)
+                world.ask(f"{i}", prompt, max_new_tokens=40, sampling=sampling)
+            world.run()
+            assert (world.decode.stats()["retractions"] > 0) == (pages == 10)
+            answers.append([answer.tokens[0] for answer in world.answers])
+            for prompt, tokens in zip(prompts, answers[-1], strict=True):
+                assert len(tokens) >= 30
+                assert not {*tokens[:30]} & {*reference.greedy(prompt, 2)}
+    assert answers[0] == answers[1]
+
+
 def test_a_prefill_job_may_travel_to_another_process(model: PagedModel) -> None:
     with World(model) as world:
         sampling = Sampling(temperature=0.5, seed=3, stop_tokens=(7,))

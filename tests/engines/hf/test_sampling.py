@@ -59,6 +59,19 @@ def test_a_token_without_a_share_is_never_drawn(dtype: torch.dtype) -> None:
     assert {*said} == {3, 5}
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_would_end_it_is_not_chosen_before_its_least_tokens(temperature: float) -> None:
+    """Neither a stop token nor an end of the model's; one beyond the vocabulary is no matter."""
+    logits = torch.tensor([0.0, 9.0, 8.0, 1.0])
+    early = Sampling(temperature, stop_tokens=(1, 7), min_tokens=3)
+    said = choose(logits.expand(6, -1), [Choice(early, 0, 0, i) for i in range(6)], (2,))
+    assert {*said[:3]} <= {0, 3}
+    assert {*said[3:]} <= {1, 2}
+    assert logits.tolist() == [0.0, 9.0, 8.0, 1.0]
+    kept = Sampling(temperature, stop_tokens=(1,), min_tokens=3, ignore_end=True)
+    assert choose(logits[None], [Choice(kept)], (2,)) == [2]  # it ends nothing
+
+
 def test_draws_differ_by_seed_sample_and_position_and_are_uniform() -> None:
     drawn = [draw(s, i, p) for s in range(20) for i in range(20) for p in range(20)]
     assert len({*drawn}) == 20**3
@@ -77,7 +90,8 @@ def test_without_a_seed_it_follows_from_the_request() -> None:
     [
         {"temperature": -0.1}, {"temperature": float("nan")}, {"temperature": float("inf")},
         {"temperature": "1"}, {"top_p": 0}, {"top_p": 1.1}, {"top_k": -1}, {"top_k": 1.5},
-        {"seed": -1}, {"seed": 2**64}, {"stop_tokens": (-1,)},
+        {"min_tokens": -1}, {"min_tokens": 1.5}, {"seed": -1}, {"seed": 2**64},
+        {"stop_tokens": (-1,)},
     ],
 )  # fmt: skip
 def test_what_is_out_of_range_is_refused(wrong: dict) -> None:

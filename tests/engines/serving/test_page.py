@@ -103,6 +103,22 @@ def test_two_turns_are_answered_and_the_second_shows_its_hits(
             assert part.rect["width"] == pytest.approx(whole * numbers[name] / num, abs=3)
 
 
+def test_the_temperature_begins_as_the_server_has_it_and_then_is_the_readers(
+    chromium: Browser, serve: Serve, expected: Expected
+) -> None:
+    chromium.open(page_of(serve))
+    until(lambda: chromium.one("#temperature").get_attribute("value") == "0")
+    chromium.fill("#most", "12")
+    chromium.ask(HELLO)
+    ended(chromium, 1)
+    assert chromium.texts(".answer") == [expected.chat([user(HELLO)], 12).strip()]
+    chromium.fill("#temperature", "")
+    chromium.ask("And?")
+    ended(chromium, 2)
+    assert chromium.one("#temperature").get_attribute("value") == ""
+    assert not chromium.all(".error")
+
+
 def test_an_answer_grows_as_it_comes_and_stop_ends_it_on_the_workers(
     page: Browser, serve: Serve
 ) -> None:
