@@ -49,6 +49,7 @@ from prefixkv.serving.openai import (
 from prefixkv.serving.page import page_route
 from prefixkv.serving.status import bind, status_app
 from prefixkv.serving.text import TextError, Texts, TooManyTokensError
+from prefixkv.serving.tracing import current, make_tracing, traced
 from prefixkv.serving.wire import Ask, TokenEvent, salt_digest
 
 _SHORT: Final = 4096  # characters of a text that is tokenized in the event loop
@@ -86,9 +87,10 @@ class Front:
         # Request ids: unique over fronts by the prefix, within this one by the number.
         self._prefix, self._num = secrets.token_hex(8), 0
         self.metrics = _FrontMetrics(fleet)
+        tracing = self._tracing = make_tracing("front")
         everything = [
-            Route("/v1/chat/completions", self._chat, methods=["POST"]),
-            Route("/v1/completions", self._complete, methods=["POST"]),
+            Route("/v1/chat/completions", traced(tracing, self._chat), methods=["POST"]),
+            Route("/v1/completions", traced(tracing, self._complete), methods=["POST"]),
             Route("/v1/models", self._models, methods=["GET"]),
             Route("/v1/models/{name:path}", self._model, methods=["GET"]),
             page_route("/"),
@@ -127,6 +129,8 @@ class Front:
         await self.server.stop(grace_s)
         await self.status.stop()
         await self.fleet.close()
+        if self._tracing is not None:
+            await self._tracing.close()
 
     # --- what is asked ----------------------------------------------------------------------------
 
@@ -233,6 +237,7 @@ class Front:
         # The salt is the client's secret: workers and their caches see only a digest of it.
         salt = salt_digest(asked.cache_salt) if asked.cache_salt else ""
         ask = Ask(rid, tokens, "", "", most, asked.num_samples, asked.sampling(), salt)
+        current().describe_ask(ask, self.name, isinstance(asked, ChatRequest), asked.streams)
         answers = Answers(rid, self.name, int(time.time()), isinstance(asked, ChatRequest))
         run = _FrontRequest(self, ask, answers, asked.streams_usage)
         return await run_until_disconnect(request, run.stream() if asked.streams else run.whole())
@@ -310,30 +315,39 @@ class _FrontRequest:
         """Yield the fleet's outputs, and count tokens, hits and the outcome in the front's
         metrics."""
         usage, metrics, outcome = self._usage, self._metrics, "aborted"
+        trace, ttft_s, finishes = current(), None, []
         try:
             async with contextlib.aclosing(stream):
                 async for output in stream:
                     if output.token is not None:
                         if not usage.completion_tokens:
-                            metrics.ttft.observe(time.monotonic() - self._begun_s)
+                            ttft_s = time.monotonic() - self._begun_s
+                            metrics.ttft.observe(ttft_s)
                         usage.completion_tokens += 1
                     # All samples share one prompt, so its hits count once.
                     if output.sample == 0:
                         usage.decode_hit_tokens = output.hit_tokens
                         usage.prefill_hit_tokens = output.prefill_hit_tokens
                         usage.shared_tokens = output.shared_tokens
+                    if output.finish is not None:
+                        finishes.append(output.finish)
                     if output.finish == "error":
                         outcome = "failed"
+                        trace.fail(output.error)
                     yield output
             # Reached only at the end of the stream: a client that leaves raises at `yield`, and the
             # outcome stays "aborted".
             outcome = "finished" if outcome == "aborted" else outcome
-        except (ApiError, PrefixKVError):
+        except (ApiError, PrefixKVError) as error:
             outcome = "failed"
+            # A refusal is the client's mistake; its status says so.
+            if not isinstance(error, ApiError) or error.status >= 500:
+                trace.fail(str(error), type(error).__name__)
             raise
         finally:
             metrics.requests.labels(outcome).inc()
             metrics.count(usage)
+            trace.describe_answer(usage, finishes, ttft_s)
 
 
 def _raise_error(output: TokenEvent) -> None:

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import os
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any, Final, TypeVar
 
@@ -42,6 +42,7 @@ from prefixkv.serving.http import (
     read_body,
 )
 from prefixkv.serving.status import bind, status_app
+from prefixkv.serving.tracing import make_node_spans
 from prefixkv.serving.waits import wait_set
 from prefixkv.serving.wire import (
     LIFE_SIGN_S,
@@ -80,6 +81,7 @@ class Worker:
         self.config, self.settings = config, config.worker
         self._stop = asyncio.Event()  # set once the grace of `drain` is over
         self._servers: list[HttpServer] = []
+        self._spans = make_node_spans(self.role, config.node.name)
 
     async def start(self) -> None:
         """Load the worker's model and serve. Raises ConfigError, with nothing left open."""
@@ -91,6 +93,7 @@ class Worker:
         try:
             self.loop: EngineLoop[Any] = EngineLoop(self.engine, self._after_step, name=self.role)
             self._bind()
+            self._spans.follow(self.engine.node, self._asyncio)
             self.loop.start()
         except BaseException:
             # The engine's thread does not run yet, so this thread may close the engine.
@@ -167,6 +170,8 @@ class Worker:
         servers, self._servers = self._servers, []
         for server in servers:
             await server.stop(grace_s=1.0)
+        # Last: the ends of requests that the engine's thread has reported are handled by now.
+        await self._spans.close()
 
     def health(self) -> tuple[bool, dict[str, Any]]:
         """Return whether the worker accepts requests, and its state with its `info`."""
@@ -303,7 +308,8 @@ class PrefillWorker(Worker):
     async def _job(self, request: Request) -> Response:
         """Answer a prefill worker's POST /jobs: accept a prompt to compute."""
         job = _prefill_job(await self._read(request, Job))
-        await self._call(lambda engine: engine.submit(job))
+        with self._spans.begin(request.headers, job.rid):
+            await self._call(lambda engine: engine.submit(job))
         return Response(status_code=202)
 
     async def _abort(self, request: Request) -> Response:
@@ -325,6 +331,7 @@ class _OpenRequest:
         self.left = ask.num_samples  # samples that have not ended
         self.jobs: list[str] = []  # rids of jobs sent to prefill and not aborted
         self.error = ""  # why this worker aborted it, if it did
+        self.headers: Mapping[str, str] = {}  # that carry its trace to prefill
 
     def queue_output(self, output: TokenEvent) -> None:
         """Queue one output of the decode worker's engine for the client. An abort that this worker
@@ -388,7 +395,9 @@ class DecodeWorker(Worker):
         # Registered before it is submitted: outputs may come before `_call` returns.
         one = self._open[ask.rid] = _OpenRequest(ask)
         try:
-            await self._call(lambda engine: engine.submit(wanted, self._collect_output))
+            with self._spans.begin(request.headers, ask.rid, ask.num_samples) as span:
+                one.headers = span.headers
+                await self._call(lambda engine: engine.submit(wanted, self._collect_output))
         except BaseException:
             await self._end_request(one)
             raise
@@ -468,7 +477,7 @@ class DecodeWorker(Worker):
         url = one.ask.prefill_url
         try:
             body = msgspec.json.encode(_job_of(job))
-            answer = await self._client.post(f"{url}/jobs", content=body)
+            answer = await self._client.post(f"{url}/jobs", content=body, headers=one.headers)
             why = "" if answer.status_code == 202 else f"{answer.status_code} {answer.text[:500]}"
         except httpx.HTTPError as error:
             why = f"{type(error).__name__} {error}"

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -33,6 +34,7 @@ class Engine:
     def __init__(self, name: str, say: Say, port: int = 0) -> None:
         self.name, self.say = name, say
         self.asked: list[dict[str, Any]] = []
+        self.heads: list[Headers] = []
         self.under_way = 0
         routes = [
             Route("/v1/completions", self._take, methods=["POST"]),
@@ -48,6 +50,7 @@ class Engine:
     async def _take(self, request: Request) -> Response:
         body = json.loads(await request.body())
         self.asked.append(body)
+        self.heads.append(request.headers)
         self.under_way += 1
         work = asyncio.create_task(self._leave_with(request, body))
         try:
