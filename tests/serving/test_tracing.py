@@ -29,7 +29,8 @@ from prefixkv.serving.http import Stream
 from prefixkv.serving.openai import Usage
 from prefixkv.serving.tracing import PHASES, Tracing, asked_by, make_tracing, phases_of
 from prefixkv.serving.wire import Ask, SamplingParams
-from tests.models.patience import PATIENCE_S
+from tests.models.collector import Collector
+from tests.models.patience import NEVER_S, PATIENCE_S
 from tests.serving.test_proxy import LIMITS, Engine, Say, Stage, never, refusing, run, until, well
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -393,6 +394,25 @@ def test_the_resource_is_what_the_environment_says_and_else_ours(
     given = about()
     assert (given["service.name"], given["service.version"]) == ("chat", "7")
     assert given["deployment.environment"] == "a"
+
+
+def test_the_last_spans_are_sent_at_the_end_which_does_not_wait_for_a_collector_that_hangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with Collector() as collector:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
+        monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", str(round(1000 * NEVER_S)))
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", str(NEVER_S))
+        for is_open in (True, False):
+            if not is_open:
+                collector.open.clear()
+            tracing = make_tracing("front")
+            assert tracing is not None
+            tracing.start(f"open {is_open}", tracing.extract(Headers({}))).end()
+            monkeypatch.setattr(traces, "_CLOSE_S", PATIENCE_S if is_open else 0.2)
+            asyncio.run(asyncio.wait_for(tracing.close(), PATIENCE_S))
+            assert [span.name for span in collector.spans] == ["open True"]
+        collector.open.set()
 
 
 def python(program: str, **environ: str) -> subprocess.CompletedProcess[str]:
