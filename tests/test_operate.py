@@ -35,6 +35,7 @@ from prefixkv.routing import BoundedAffinityRouter
 from prefixkv.runtime import metrics
 from prefixkv.runtime.node import Node
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
+from prefixkv.serving.tracing import PHASES
 from tests.models.node_pair import NodePair, make_pool, tokens_of
 from tests.models.patience import PATIENCE_S
 
@@ -223,3 +224,16 @@ def test_a_node_leaves_once_what_it_serves_has_ended() -> None:
         assert scope["leave"](decode, pair.step, timeout_s=PATIENCE_S)
         assert decode.closed
         assert req.state is DecodeState.FINISHED
+
+
+def test_every_span_of_a_nodes_request_is_there_with_the_field_of_its_end() -> None:
+    told: dict[str, list[list[str]]] = {"decode": [], "prefill": []}
+    for cells in table_after("<!-- spans -->"):
+        told.get(cells[0], []).append(cells)
+    for side, phases in PHASES.items():
+        above, *rows = told[side]  # the span of the whole request comes first
+        assert code(above[1])[0] in ("generate", "prefill")
+        assert [code(cells[1])[0] for cells in rows] == [name for name, _, _ in phases]
+        ends = [[name for name in code(cells[2]) if name.endswith("_s")] for cells in rows]
+        fields = [[] if field == "ended_s" else [field] for _, field, _ in phases]
+        assert ends == fields

@@ -59,13 +59,27 @@ class Node(Closing, Generic[C, To, E]):
         """Let the journal of the node's scheduler write to the request log, and put a clock around
         eviction."""
         layout, pages = self.pool.layout, self.scheduler.pages
-        log = RequestLog(
+        self._request_log = RequestLog(
             self.peer_id, lambda req: timeline(req, layout.page_bytes, layout.page_size)
         )
-        self.scheduler.journal.on_ended = log
+        self.scheduler.journal.on_ended = self._request_log
         # Scheduler and pages have no clock of their own.
         pages.clock, self.evictions = time.perf_counter, pages.evictions
         self._feed = EventFeed(pages.cache, *self.peer_id)
+
+    def on_ended(self, listener: Callable[[dict[str, Any], float], object]) -> None:
+        """Have the node, decode's or prefill's, call `listener(record, arrived_s)` for each request
+        that ends from now on.
+
+        It is called on the node's thread, in the middle of the request's end: it must be quick, and
+        call nothing of the node. What it raises comes out of a later call of the engine's, as of a
+        policy, and is counted as `user_errors`.
+
+        Args:
+            listener: gets the request's record as the request log has it, whether that is on or
+                not, and the time of `time.monotonic` at which the request arrived.
+        """
+        self._request_log.listeners.append(listener)
 
     def _publish_events(self, config: DecodeConfig | PrefillConfig) -> None:
         """Publish the node's cache events, if that is asked for. Called last of all in a node's

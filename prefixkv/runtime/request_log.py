@@ -25,16 +25,23 @@ LOGGER = logging.getLogger("prefixkv.requests")
 
 
 class RequestLog:
-    """The `on_ended` of a journal. Costs next to nothing while the logger is off."""
+    """The `on_ended` of a journal. Costs next to nothing while the logger is off, and nothing
+    listens.
+
+    Each of `listeners` gets every record, and when its request arrived, by `time.monotonic`.
+    """
 
     def __init__(self, me: PeerId, timeline: Callable[[Any], dict[str, Any]]) -> None:
         self._me = me
         self._timeline = timeline
+        self.listeners: list[Callable[[dict[str, Any], float], object]] = []
 
     def __call__(self, req: Any, now_s: float) -> None:
-        """Write one request that has ended to the request log, as a JSON object."""
+        """Write one request that has ended to the request log, as a JSON object, and report it to
+        the listeners."""
         # Before anything is computed: this runs on the scheduler's thread, for each request.
-        if not LOGGER.isEnabledFor(logging.INFO):
+        is_logged = LOGGER.isEnabledFor(logging.INFO)
+        if not is_logged and not self.listeners:
             return
         record = {
             "node": self._me.name,
@@ -43,4 +50,8 @@ class RequestLog:
             # Requests have the monotonic clock; an operator wants the time of day.
             "arrived_at": round(time.time() - (now_s - req.arrived_s), 6),
         }
-        LOGGER.info("%s", json.dumps(record), extra={"request": record})
+        # Listeners first: a handler of the logger that raises is one of the user's.
+        for listener in self.listeners:
+            listener(record, req.arrived_s)
+        if is_logged:
+            LOGGER.info("%s", json.dumps(record), extra={"request": record})

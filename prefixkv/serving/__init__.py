@@ -10,6 +10,7 @@ proxy` run. The extra `serve`.
 - `worker`: one process with one node; `fleet`: the workers as a front sees them; `front`: the
   OpenAI interface over a fleet; `launch`: all of it as processes of this machine.
 - `proxy`: the OpenAI interface over prefill and decode servers of another engine.
+- `tracing`: spans of requests in all of these (the extra `otel`).
 - `actors`, `cluster`: the workers as actors of a Ray cluster (the extra `ray`).
 """
 

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Collection
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Collection, Mapping
 from typing import Final
 
 import httpx
@@ -21,6 +21,7 @@ import msgspec
 from prefixkv.serving.failures import ApiError, failed, is_inner
 from prefixkv.serving.feed import batches_of
 from prefixkv.serving.streams import read_all, read_some
+from prefixkv.serving.tracing import current
 from prefixkv.serving.wire import (
     SILENCE_S,
     Ask,
@@ -108,6 +109,12 @@ class _WorkerPair:
         self._fleet, self._routes = fleet, (decode, prefill)
         self.decode = fleet.workers[decode.worker]
         self.prefill = fleet.workers[prefill.worker]
+        self.facts = {  # for its spans
+            "prefixkv.decode": decode.worker,
+            "prefixkv.decode_matched_pages": decode.matched_pages,
+            "prefixkv.prefill": prefill.worker,
+            "prefixkv.prefill_matched_pages": prefill.matched_pages,
+        }
         self._members = [fleet.members[info.name] for info in (self.decode, self.prefill)]
 
     async def first(self, stream: AsyncGenerator[TokenEvent, None]) -> TokenEvent:
@@ -321,20 +328,28 @@ class Fleet:
         """
         lost: set[str] = set()
         for attempt in range(_ATTEMPTS):
-            pair = self._choose_pair(ask, lost)
+            with current().part("routing", {"prefixkv.attempt": attempt}) as step:
+                pair = self._choose_pair(ask, lost)
+                step.add(pair.facts)
             begun = False
             try:
                 on_attempt(pair.decode.name, pair.prefill.name)
-                async with contextlib.aclosing(self._stream(ask, pair, attempt)) as stream:
-                    output = await pair.first(stream)
-                    if output.finish == "error":
-                        raise WorkerLostError(f"{pair.decode.name} failed", output.error)
-                    # From here on a repeat would send tokens twice: a failure now goes to the
-                    # client.
-                    begun = True
-                    yield output
-                    async for output in stream:
+                with current().call(
+                    "generate", {"prefixkv.attempt": attempt, **pair.facts}
+                ) as step:
+                    tokens = self._stream(ask, pair, attempt, step.headers)
+                    async with contextlib.aclosing(tokens) as stream:
+                        output = await pair.first(stream)
+                        if output.finish == "error":
+                            raise WorkerLostError(f"{pair.decode.name} failed", output.error)
+                        # From here on a repeat would send tokens twice: a failure now goes to the
+                        # client.
+                        begun = True
                         yield output
+                        async for output in stream:
+                            if output.error:
+                                step.fail(output.error)
+                            yield output
                 return
             except WorkerLostError as error:
                 if begun or attempt == _ATTEMPTS - 1:
@@ -373,10 +388,10 @@ class Fleet:
         return _WorkerPair(self, *routes)
 
     async def _stream(
-        self, ask: Ask, pair: _WorkerPair, attempt: int
+        self, ask: Ask, pair: _WorkerPair, attempt: int, headers: Mapping[str, str]
     ) -> AsyncGenerator[TokenEvent, None]:
-        """Yield the outputs of one attempt, as the decode worker of a pair streams them. Raises
-        WorkerLostError, or ApiError if the worker refuses the request."""
+        """Yield the outputs of one attempt, as the decode worker of a pair streams them. `headers`
+        carry its trace. Raises WorkerLostError, or ApiError if the worker refuses the request."""
         body = msgspec.json.encode(
             msgspec.structs.replace(
                 # A rid per attempt: an earlier one may still be ending on the same worker.
@@ -386,7 +401,8 @@ class Fleet:
         )  # fmt: skip
         url, left = f"{pair.decode.url}/generate", ask.num_samples
         try:
-            async with self._client.stream("POST", url, content=body) as answer:
+            request = self._client.stream("POST", url, content=body, headers=headers)
+            async with request as answer:
                 if answer.status_code != 200:
                     refusal = await read_some(answer.aiter_raw(), _REFUSAL_BYTES)
                     raise _refusal_error(pair.decode.name, answer.status_code, refusal)

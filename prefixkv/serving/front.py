@@ -55,6 +55,7 @@ from prefixkv.serving.request_file import RequestFile
 from prefixkv.serving.status import bind, status_app
 from prefixkv.serving.streams import numbered
 from prefixkv.serving.text import TextError, Texts, TooManyTokensError
+from prefixkv.serving.tracing import current, make_tracing, traced
 from prefixkv.serving.wire import Ask, TokenEvent, salt_digest
 
 _SHORT: Final = 4096  # characters of a text that is tokenized in the event loop
@@ -96,9 +97,10 @@ class Front:
         self.metrics = _FrontMetrics(fleet)
         self._file = RequestFile(listen.request_log) if listen.request_log else None
         self._outcomes = Outcomes("front", {"node": "front", "side": "front"}, self._file)
+        tracing = self._tracing = make_tracing("front")
         everything = [
-            Route("/v1/chat/completions", self._chat, methods=["POST"]),
-            Route("/v1/completions", self._complete, methods=["POST"]),
+            Route("/v1/chat/completions", traced(tracing, self._chat), methods=["POST"]),
+            Route("/v1/completions", traced(tracing, self._complete), methods=["POST"]),
             Route("/v1/models", self._models, methods=["GET"]),
             Route("/v1/models/{name:path}", self._model, methods=["GET"]),
             Route("/health", self._show_health, methods=["GET"]),
@@ -141,6 +143,8 @@ class Front:
         await self.fleet.close()
         if self._file is not None:
             await asyncio.to_thread(self._file.close)
+        if self._tracing is not None:
+            await self._tracing.close()
 
     def _fleet_routes(self, front: CollectorRegistry) -> list[Route]:
         """Return the routes of the front's status port with the metrics of the whole fleet."""
@@ -263,7 +267,9 @@ class Front:
         for tokens in prompts:
             most = self._most_tokens(len(tokens), asked, param)
             rid = self._new_rid(id_of(request.scope))
-            asks.append(Ask(rid, tokens, "", "", most, asked.num_samples, sampling, salt))
+            ask = Ask(rid, tokens, "", "", most, asked.num_samples, sampling, salt)
+            current().describe_ask(ask, self.name, isinstance(asked, ChatRequest), asked.streams)
+            asks.append(ask)
         answers = Answers(asks[0].rid, self.name, int(time.time()), isinstance(asked, ChatRequest))
         line = line_of(request.scope)
         line.fields |= {
@@ -390,13 +396,15 @@ class _FrontRequest:
         """Yield the fleet's outputs, with their samples numbered over all prompts, and count
         tokens, hits and the outcome in the front's metrics."""
         metrics, outcome, begun = self._metrics, "aborted", False
+        trace, ttft_s, finishes = current(), None, []
         try:
             async with contextlib.aclosing(stream):
                 async for number, output in stream:
                     usage = self._usages[number]
                     if output.token is not None:
                         if not begun:
-                            metrics.ttft.observe(time.monotonic() - self._begun_s)
+                            ttft_s = time.monotonic() - self._begun_s
+                            metrics.ttft.observe(ttft_s)
                             self._line.mark("first_token")
                         begun = True
                         usage.completion_tokens += 1
@@ -405,8 +413,11 @@ class _FrontRequest:
                         usage.decode_hit_tokens = output.hit_tokens
                         usage.prefill_hit_tokens = output.prefill_hit_tokens
                         usage.shared_tokens = output.shared_tokens
+                    if output.finish is not None:
+                        finishes.append(output.finish)
                     if output.finish == "error":
                         outcome = "failed"
+                        trace.fail(output.error)
                     if number:
                         sample = number * num_samples + output.sample
                         output = msgspec.structs.replace(output, sample=sample)
@@ -414,8 +425,11 @@ class _FrontRequest:
             # Reached only at the end of the stream: a client that leaves raises at `yield`, and the
             # outcome stays "aborted".
             outcome = "finished" if outcome == "aborted" else outcome
-        except (ApiError, PrefixKVError):
+        except (ApiError, PrefixKVError) as error:
             outcome = "failed"
+            # A refusal is the client's mistake; its status says so.
+            if not isinstance(error, ApiError) or error.status >= 500:
+                trace.fail(str(error), type(error).__name__)
             raise
         finally:
             metrics.requests.labels(outcome).inc()
@@ -427,6 +441,7 @@ class _FrontRequest:
                 decode_hit_tokens=usage.decode_hit_tokens, shared_tokens=usage.shared_tokens,
                 prefill_hit_tokens=usage.prefill_hit_tokens,
             )  # fmt: skip
+            trace.describe_answer(usage, finishes, ttft_s)
 
 
 def _raise_error(output: TokenEvent) -> None:

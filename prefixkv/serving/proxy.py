@@ -57,6 +57,7 @@ from prefixkv.serving.process import log_to_stderr
 from prefixkv.serving.request_file import RequestFile
 from prefixkv.serving.status import bind, status_app
 from prefixkv.serving.streams import TooMuchError, read_all
+from prefixkv.serving.tracing import current, make_tracing, pass_on, traced
 from prefixkv.serving.wire import attempt_rid
 from prefixkv.spi import TOKEN_BYTES, BoundedAffinityRouter, ConfigError, page_keys
 from prefixkv.spi import Route as ServerRoute
@@ -180,12 +181,13 @@ class Proxy:
         self._outcomes = Outcomes("proxy", {"node": "proxy", "side": "proxy"}, self._file)
         # Request ids: unique over proxies by the prefix, within this one by the number.
         self._prefix, self._num = secrets.token_hex(8), 0
+        tracing = self._tracing = make_tracing("proxy")
         # Probes of load balancers carry no key, so /health and /ping are open. The last route
         # answers every other path by an error in OpenAI's form.
         app = make_app(
             [
-                Route("/v1/chat/completions", self._chat, methods=["POST"]),
-                Route("/v1/completions", self._complete, methods=["POST"]),
+                Route("/v1/chat/completions", traced(tracing, self._chat), methods=["POST"]),
+                Route("/v1/completions", traced(tracing, self._complete), methods=["POST"]),
                 Route("/v1/models", self._models, methods=["GET"]),
                 Route("/health", self._health, methods=["GET"]),
                 Route("/ping", self._health, methods=["GET", "POST"]),
@@ -242,6 +244,8 @@ class Proxy:
         await self._client.aclose()
         if self._file is not None:
             await asyncio.to_thread(self._file.close)
+        if self._tracing is not None:
+            await self._tracing.close()
 
     # --- what is asked ----------------------------------------------------------------------------
 
@@ -301,7 +305,10 @@ class Proxy:
     async def _serve(self, request: Request, prompt_field: str) -> Response:
         """Check the few parameters that steer the proxy itself, then answer. `prompt_field` names
         the prompt's parameter. Raises ApiError 400, or 503 while the proxy ends."""
+        if self._tracing is None:
+            pass_on(request.headers)
         body = parameters_of(await read_body(request, self._limits))
+        current().describe_body(request.url.path, body)
         if prompt_field not in body:
             raise refused(prompt_field, "is missing")
         # A client that set them would choose the room and the peers that the engines use.
@@ -363,8 +370,10 @@ class Proxy:
                 self, path, body, data_of(body[prompt_field]), line, transfers=transfers
             )
             answer = await run.answer()
-            self.metrics.ttft.observe(time.monotonic() - begun_s)
+            ttft_s = time.monotonic() - begun_s
+            self.metrics.ttft.observe(ttft_s)
             line.mark("first_token")
+            current().add({"gen_ai.response.time_to_first_chunk": ttft_s})
             status = answer.status
             outcome = "finished" if status < 400 else "refused"
             if body.get("stream") and status < 400:
@@ -442,17 +451,18 @@ class Proxy:
         except (httpx.HTTPError, TooMuchError) as error:
             self.metrics.cut.inc()
             line.fields["outcome"] = "failed"
+            current().fail(f"decode was lost: {error!r}", type(error).__name__)
             yield event(failed(502, "decode was lost", repr(error), "worker_lost").body())
 
     # --- one request on two servers ---------------------------------------------------------------
 
     async def ask(
-        self, url: str, body: dict[str, Any], whole: bool, rid: str,
+        self, role: Role, url: str, body: dict[str, Any], whole: bool, rid: str,
         sent: asyncio.Event | None = None,
     ) -> ServerAnswer:  # fmt: skip
-        """POST `body` to one prefill or decode server. Returns when the answer's first piece is
-        here, or all of it for `whole` and for errors. `rid` is the request's id there; `sent` is
-        set once the request has left. Raises httpx.HTTPError, or TooMuchError for more than
+        """POST `body` to one server of `role`. Returns when the answer's first piece is here, or
+        all of it for `whole` and for errors. `rid` is the request's id there; `sent` is set once
+        the request has left. Raises httpx.HTTPError, or TooMuchError for more than
         `ANSWER_BYTES`."""
 
         async def trace(name: str, info: Any) -> None:
@@ -461,11 +471,18 @@ class Proxy:
 
         async with contextlib.AsyncExitStack() as stack:
             content = msgspec.json.encode(body)
-            head = {"content-type": "application/json", HEADER: rid}
+            # Its span ends when the answer is closed. Prefill is cut once decode has its KV.
+            step = stack.enter_context(
+                current().call(role, {"url.full": url}, may_be_cut=role == "prefill")
+            )
+            head = {"content-type": "application/json", HEADER: rid, **step.headers}
             request = self._client.stream(
                 "POST", url, content=content, headers=head, extensions={"trace": trace}
             )
             response = await stack.enter_async_context(request)
+            step.add({"http.response.status_code": response.status_code})
+            if response.status_code >= 400:
+                step.fail(f"status {response.status_code}", str(response.status_code))
             rest = response.aiter_raw()
             if whole or response.status_code >= 400:
                 first = await read_all(rest, ANSWER_BYTES)
@@ -550,9 +567,11 @@ class _ProxiedRequest:
         """Choose a server of one role for the proxied request and count the request there until
         `_release_routes`. None if all are lost."""
         side = self._proxy.sides[role]
-        route = side.choose(self._keys, lost)
-        if route is None:
-            return None
+        with current().part("routing", {"prefixkv.role": role}) as step:
+            route = side.choose(self._keys, lost)
+            if route is None:
+                return None
+            step.add({"prefixkv.server": route.worker, "prefixkv.pages": route.matched_pages})
         self._routes.append((side, route))
         return side.servers[route.worker]
 
@@ -576,7 +595,7 @@ class _ProxiedRequest:
             }  # fmt: skip
         sent = asyncio.Event()
         url = decode.url + self._path
-        loading = asyncio.create_task(proxy.ask(url, body, self._whole, rid, sent))
+        loading = asyncio.create_task(proxy.ask("decode", url, body, self._whole, rid, sent))
         proxy.waiting[self] = "" if prefill is None else prefill.name, time.time()
         answer: ServerAnswer | None = None
         try:
@@ -586,7 +605,7 @@ class _ProxiedRequest:
             # Decode already done means it failed or refused: prefill has nothing to send.
             if prefill is not None and not loading.done():
                 url = prefill.url + self._path
-                self._sending = asyncio.create_task(proxy.ask(url, send, True, rid))
+                self._sending = asyncio.create_task(proxy.ask("prefill", url, send, True, rid))
                 both = (self._sending, loading)
                 await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
                 # Prefill answered first, so its outcome decides whether decode is worth waiting

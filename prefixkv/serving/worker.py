@@ -12,7 +12,7 @@ import contextlib
 import logging
 import os
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any, Final, TypeVar
 
@@ -44,6 +44,7 @@ from prefixkv.serving.http import (
 from prefixkv.serving.outcomes import Outcomes, line_of
 from prefixkv.serving.request_file import RequestFile, follow_node
 from prefixkv.serving.status import bind, status_app
+from prefixkv.serving.tracing import make_node_spans
 from prefixkv.serving.waits import wait_set
 from prefixkv.serving.wire import (
     LIFE_SIGN_S,
@@ -84,6 +85,7 @@ class Worker:
         self._servers: list[HttpServer] = []
         self._file: RequestFile | None = None
         self._unfollow: Callable[[], object] = lambda: None  # ends the node's lines in `_file`
+        self._spans = make_node_spans(self.role, config.node.name)
 
     async def start(self) -> None:
         """Load the worker's model and serve. Raises ConfigError, with nothing left open."""
@@ -95,6 +97,7 @@ class Worker:
         try:
             self.loop: EngineLoop[Any] = EngineLoop(self.engine, self._after_step, name=self.role)
             self._bind()
+            self._spans.follow(self.engine.node, self._asyncio)
             self.loop.start()
         except BaseException:
             # The engine's thread does not run yet, so this thread may close the engine.
@@ -183,6 +186,8 @@ class Worker:
         if file is not None:
             self._unfollow()
             await asyncio.to_thread(file.close)
+        # Last: the ends of requests that the engine's thread has reported are handled by now.
+        await self._spans.close()
 
     def health(self) -> tuple[bool, dict[str, Any]]:
         """Return whether the worker accepts requests, and its state with its `info`."""
@@ -317,7 +322,8 @@ class PrefillWorker(Worker):
         sent = await self._read(request, Job)
         line_of(request.scope).fields["id"] = front_rid(sent.rid)
         job = _prefill_job(sent)
-        await self._call(lambda engine: engine.submit(job))
+        with self._spans.begin(request.headers, job.rid):
+            await self._call(lambda engine: engine.submit(job))
         return Response(status_code=202)
 
     async def _abort(self, request: Request) -> Response:
@@ -339,6 +345,7 @@ class _OpenRequest:
         self.left = ask.num_samples  # samples that have not ended
         self.jobs: list[str] = []  # rids of jobs sent to prefill and not aborted
         self.error = ""  # why this worker aborted it, if it did
+        self.headers: Mapping[str, str] = {}  # that carry its trace to prefill
 
     def queue_output(self, output: TokenEvent) -> None:
         """Queue one output of the decode worker's engine for the client. An abort that this worker
@@ -403,7 +410,9 @@ class DecodeWorker(Worker):
         # Registered before it is submitted: outputs may come before `_call` returns.
         one = self._open[ask.rid] = _OpenRequest(ask)
         try:
-            await self._call(lambda engine: engine.submit(wanted, self._collect_output))
+            with self._spans.begin(request.headers, ask.rid, ask.num_samples) as span:
+                one.headers = span.headers
+                await self._call(lambda engine: engine.submit(wanted, self._collect_output))
         except BaseException:
             await self._end_request(one)
             raise
@@ -483,7 +492,7 @@ class DecodeWorker(Worker):
         url = one.ask.prefill_url
         try:
             body = msgspec.json.encode(_job_of(job))
-            answer = await self._client.post(f"{url}/jobs", content=body)
+            answer = await self._client.post(f"{url}/jobs", content=body, headers=one.headers)
             why = "" if answer.status_code == 202 else f"{answer.status_code} {answer.text[:500]}"
         except httpx.HTTPError as error:
             why = f"{type(error).__name__} {error}"

@@ -7,6 +7,7 @@ import json
 import logging
 import re
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -239,6 +240,10 @@ def test_one_record_a_request_on_either_side(
 ) -> None:
     submit(pair, "quiet", tokens_of(1, 40))
     pair.run("quiet")
+    heard: list[tuple[dict[str, Any], float]] = []
+    for node in (pair.decode, pair.prefill):
+        node.on_ended(lambda record, arrived_s: heard.append((record, arrived_s)))
+    before_s = time.monotonic()
     with caplog.at_level(logging.INFO, logger="prefixkv.requests"):
         submit(pair, "a", tokens_of(1, 54), room=77)
         pair.run("a")
@@ -250,6 +255,10 @@ def test_one_record_a_request_on_either_side(
         pair.run("b")
     records = [json.loads(record.getMessage()) for record in caplog.records]
     assert [record.request for record in caplog.records] == records  # type: ignore[attr-defined]
+    # Listeners get the same, and the time on the clock that a process's own times are of.
+    assert [record for record, _ in heard] == records
+    for record, arrived_s in heard:
+        assert before_s <= arrived_s <= arrived_s + record["ended_s"] <= time.monotonic()
     by = {(record["side"], record["rid"]): record for record in records}
     assert len(by) == len(records) == 4
     decode, prefill = by["decode", "a"], by["prefill", "a"]
@@ -269,6 +278,24 @@ def test_one_record_a_request_on_either_side(
     assert by["decode", "b"]["outcome"] == by["prefill", "b"]["outcome"] == "aborted"
     assert by["decode", "b"]["first_token_s"] is None
     assert by["decode", "b"]["error"].startswith("AbortedError")
+
+
+def test_a_listener_gets_records_where_the_log_is_off_and_what_it_raises_is_counted(
+    pair: NodePair,
+) -> None:
+    heard: list[str] = []
+
+    def ended(record: dict[str, Any], arrived_s: float) -> None:
+        heard.append(record["rid"])
+        raise ValueError("of the listener")
+
+    pair.decode.on_ended(ended)
+    submit(pair, "a", tokens_of(1, 40))
+    with pytest.raises(ValueError, match="of the listener"):
+        pair.run("a")
+    pair.run("a")
+    assert heard == ["a"]
+    assert pair.decode.stats()["user_errors"] == 1
 
 
 def test_every_counter_is_in_the_stats_from_the_start(pair: NodePair) -> None:

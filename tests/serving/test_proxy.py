@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -34,6 +35,7 @@ class Engine:
         self.name, self.say = name, say
         self.asked: list[dict[str, Any]] = []
         self.ids: list[str] = []  # X-Request-Id of each
+        self.heads: list[Headers] = []
         self.under_way = 0
         routes = [
             Route("/v1/completions", self._take, methods=["POST"]),
@@ -50,6 +52,7 @@ class Engine:
         body = json.loads(await request.body())
         self.asked.append(body)
         self.ids.append(request.headers.get("x-request-id", ""))
+        self.heads.append(request.headers)
         self.under_way += 1
         work = asyncio.create_task(self._leave_with(request, body))
         try:

@@ -1,0 +1,746 @@
+"""Spans of requests for OpenTelemetry, the extra `otel`: one trace per request over all processes.
+
+    front    chat NAME
+             - routing, generate                                  each attempt
+    decode     - generate                                         one request on its worker
+                 - queue, transfer, flight, first token, decode   between the times of its record
+    prefill        - prefill                                      one job
+                     - promise, queue, compute, send
+
+A proxy writes `chat NAME`, `routing`, and `decode` and `prefill` for what it asks of servers. The
+trace context travels in the headers of W3C, from the client and to each worker or server.
+
+The standard variables of OpenTelemetry turn it on (`asked_by`) and set it; the SDK does the rest:
+propagation, sampling, batches, export. Without them nothing of it is imported, and every method
+that a request meets does nothing. Spans of a node are made once its request has ended, from the
+times of its record in the request log, so that no step of an engine waits for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, Final
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import request_response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from prefixkv import __version__
+from prefixkv.spi import ConfigError
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.trace import Span, SpanKind
+
+    from prefixkv.serving.openai import Usage
+    from prefixkv.serving.wire import Ask
+
+EXTRA: Final = ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http")
+
+_CLOSE_S: Final = 3.0  # for the last spans to reach the collector, at the end of a process
+_WHY_CHARS: Final = 500
+_NAME_CHARS: Final = 256
+_EXPORTERS: Final = "opentelemetry_traces_exporter"  # entry points of the SDK
+_BY_PROTOCOL: Final = {"http/protobuf": "otlp_proto_http", "grpc": "otlp_proto_grpc"}
+_LOGS_OF_HEADERS: Final = ("opentelemetry.trace.span", "opentelemetry.baggage.propagation")
+
+# What a process passes on that writes no spans itself: one trace parent, and a list.
+_PARENT: Final = re.compile(r"[0-9a-f]{2}(-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2})(-[!-~]{0,128})?")
+_PASSWORD: Final = re.compile(r"//[^/\s@]*@")
+_STATE: Final = re.compile(r"[ -~\t]{1,4096}")
+
+Attributes = Mapping[str, Any]
+NO_FACTS: Final[Attributes] = {}
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+# --- what a request meets, of a process that writes no spans --------------------------------------
+
+
+class TracedStep:
+    """One span while its work goes on; this one is not written.
+
+    `headers` carry the trace on, for a call to another process.
+    """
+
+    headers: Mapping[str, str] = {}
+
+    def add(self, attributes: Attributes) -> None:
+        """Add attributes to the span of a step."""
+
+    def fail(self, why: str, kind: str = "failed") -> None:
+        """Have the span of a step end as an error; the first call counts."""
+
+
+class RequestTrace(TracedStep):
+    """The trace of one request in a front or a proxy; this one is not written."""
+
+    def part(
+        self, name: str, attributes: Attributes = NO_FACTS
+    ) -> AbstractContextManager[TracedStep]:
+        """Return a context: a span of this process's own work for the request."""
+        return _NO_STEP
+
+    def call(
+        self, name: str, attributes: Attributes = NO_FACTS, *, may_be_cut: bool = False
+    ) -> AbstractContextManager[TracedStep]:  # fmt: skip
+        """Return a context: a span of a request to another process, until its answer has ended.
+
+        Args:
+            may_be_cut: giving it up before its end is no error.
+        """
+        return _NO_STEP
+
+    def describe_ask(self, ask: Ask, model: str, chat: bool, streamed: bool) -> None:
+        """Add what a front's client has asked for."""
+
+    def describe_body(self, path: str, body: Attributes) -> None:
+        """Add what a proxy's client has asked for."""
+
+    def describe_answer(self, usage: Usage, finishes: Sequence[str], ttft_s: float | None) -> None:
+        """Add what a front's client has got. Of several answers to one request the tokens add
+        up."""
+
+
+class NodeSpans:
+    """Spans of the requests of a worker's node; this one writes none."""
+
+    def follow(self, node: Any, loop: asyncio.AbstractEventLoop) -> None:
+        """Have a worker's node report requests that have ended. Before the engine's thread
+        starts."""
+
+    def begin(
+        self, headers: Headers, rid: str, num: int = 1
+    ) -> AbstractContextManager[TracedStep]:  # fmt: skip
+        """Return a context in which a request is handed to a worker's engine: an exception ends its
+        span, which otherwise ends with the last of its `num` answers.
+
+        Args:
+            headers: of the HTTP request.
+            rid: as a `Generate` or a `PrefillJob` has it.
+        """
+        return _NO_STEP
+
+    async def close(self) -> None:
+        """End what is open, and send the last spans of a worker. Idempotent."""
+
+
+_NO_STEP: Final = nullcontext(TracedStep())
+_NO_TRACE: Final = RequestTrace()
+_current: Final[ContextVar[RequestTrace]] = ContextVar("prefixkv_trace", default=_NO_TRACE)
+
+
+def current() -> RequestTrace:
+    """Return the trace of the request that this task serves; tasks that it starts have the same."""
+    return _current.get()
+
+
+class _PassedTrace(RequestTrace):
+    """The trace of a request whose client is traced, in a process that writes no spans."""
+
+    def __init__(self, headers: Mapping[str, str]) -> None:
+        step = TracedStep()
+        step.headers = headers
+        self._step = nullcontext(step)
+
+    def call(
+        self, name: str, attributes: Attributes = NO_FACTS, *, may_be_cut: bool = False
+    ) -> AbstractContextManager[TracedStep]:  # fmt: skip
+        return self._step
+
+
+def pass_on(headers: Headers) -> None:
+    """Have calls that this task makes carry its client's trace context as it is: a process that
+    writes no spans must not break the trace."""
+    parent = headers.get("traceparent", "")
+    if not _PARENT.fullmatch(parent):
+        return
+    found = {"traceparent": parent}
+    state = ",".join(headers.getlist("tracestate"))
+    if _STATE.fullmatch(state):
+        found["tracestate"] = state
+    _current.set(_PassedTrace(found))
+
+
+# --- whether and where to spans go ----------------------------------------------------------------
+
+
+def asked_by() -> str:
+    """Return the variable of the environment that asks for traces; "" if none does.
+
+    These are `OTEL_TRACES_EXPORTER`, unless it is "none", and the addresses of a collector;
+    `OTEL_SDK_DISABLED=true` overrides them. Empty is the same as not set, by OpenTelemetry's rules.
+    """
+    given = {name: text.strip() for name, text in os.environ.items() if name.startswith("OTEL_")}
+    exporters = given.get("OTEL_TRACES_EXPORTER", "")
+    if given.get("OTEL_SDK_DISABLED", "").lower() == "true" or exporters.lower() == "none":
+        return ""
+    names = (
+        "OTEL_TRACES_EXPORTER", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"
+    )  # fmt: skip
+    return next((name for name in names if given.get(name)), "")
+
+
+def make_tracing(role: str, name: str = "") -> Tracing | None:
+    """Make what writes a process's spans, or None where no variable asks for traces.
+
+    Args:
+        role: "front", "proxy", "decode" or "prefill": `service.name` is prefixkv-ROLE unless a
+            variable names it.
+        name: the worker's, the resource's `prefixkv.worker`.
+    Raises: ConfigError if a package is missing, or a variable has a value that cannot be used.
+    """
+    variable = asked_by()
+    if not variable:
+        return None
+    try:
+        return Tracing(_provider(role, name))
+    except ImportError as error:
+        raise ConfigError(
+            f"{variable} asks for traces, which need {', '.join(EXTRA)} ({error}): "
+            "pip install 'prefixkv[otel]', or set OTEL_TRACES_EXPORTER=none"
+        ) from None
+    # The SDK raises what its parsers and other packages' exporters raise.
+    except (ValueError, RuntimeError, TypeError, OSError) as error:
+        raise ConfigError(f"{variable} asks for traces: {error}") from None
+
+
+def make_node_spans(role: str, name: str) -> NodeSpans:
+    """Make what writes the spans of a worker's node, as the environment asks. Raises
+    ConfigError."""
+    tracing = make_tracing(role, name)
+    return NodeSpans() if tracing is None else _NodeSpans(tracing, role)
+
+
+def _provider(role: str, name: str) -> TracerProvider:
+    """Make the SDK's provider for a traced process, with its resource and exporters. Raises
+    ImportError, and what the SDK raises for a variable."""
+    # Reads the variable of the propagators, and may raise: before anything has a thread.
+    import opentelemetry.propagate  # noqa: F401
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    # All exporters are made before the first processor, which starts a thread.
+    exporters = [_exporter(one.strip())() for one in _exporter_names()]
+    given = Resource.create().attributes
+    ours = {
+        "service.name": f"prefixkv-{role}",
+        "service.version": __version__,
+        **({"prefixkv.worker": name} if name else {}),
+    }
+    # `create` prefers its arguments to the environment, so what the environment says is left out.
+    unset = {
+        key: text for key, text in ours.items()
+        if str(given.get(key, "unknown_service")).startswith("unknown_service")
+    }  # fmt: skip
+    # Not at exit: a collector that does not answer would hold the process.
+    provider = TracerProvider(resource=Resource.create(unset), shutdown_on_exit=False)
+    for exporter in exporters:
+        provider.add_span_processor(BatchSpanProcessor(exporter))
+    return provider
+
+
+def _exporter_names() -> list[str]:
+    """Return the names of the exporters that a traced process is asked to use."""
+    return (os.environ.get("OTEL_TRACES_EXPORTER", "").strip() or "otlp").split(",")
+
+
+def _exporter(name: str) -> Any:
+    """Return the class of one exporter of traces by its name in the environment. Raises ValueError
+    for one that is not installed."""
+    if name == "otlp":
+        variables = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+        given = (os.environ.get(variable, "").strip() for variable in variables)
+        protocol = next(filter(None, given), "http/protobuf")
+        if protocol not in _BY_PROTOCOL:
+            raise ValueError(f"protocol {protocol!r}: it is one of {', '.join(_BY_PROTOCOL)}")
+        name = _BY_PROTOCOL[protocol]
+    found = [*entry_points(group=_EXPORTERS, name=name)]
+    if not found:
+        names = ", ".join(sorted({"otlp", "none", *entry_points(group=_EXPORTERS).names}))
+        # The name is that of OpenTelemetry's package for it, for all that it publishes itself.
+        why = f"exporter {name!r} is not installed; there are {names}"
+        if name == "otlp_proto_grpc":
+            why += ": pip install opentelemetry-exporter-otlp-proto-grpc, or http/protobuf"
+        elif name == "otlp_proto_http":
+            raise ImportError(f"no {EXTRA[1]}")
+        raise ValueError(why)
+    return found[0].load()
+
+
+class Tracing:
+    """The spans of one process. Used on one event loop, but for `provider`, which has a thread that
+    sends them: a collector that is slow or gone costs spans, and requests nothing.
+
+    Args:
+        provider: the SDK's, with its exporters.
+    """
+
+    def __init__(self, provider: TracerProvider) -> None:
+        from opentelemetry import propagate, trace
+
+        self._trace, self._propagator = trace, propagate.get_global_textmap()
+        self._provider, self._closed = provider, False
+        self._tracer = provider.get_tracer("prefixkv", __version__)
+        # Each says at WARNING what is wrong with a client's header: clients could fill the log.
+        for name in _LOGS_OF_HEADERS:
+            logging.getLogger(name).setLevel(logging.ERROR)
+
+    def extract(self, headers: Headers) -> Context:
+        """Return the trace context that a client's headers carry, as the SDK's propagators take it;
+        an empty one if it is malformed."""
+        names = [name for name in self._propagator.fields if name in headers]
+        return self._propagator.extract({name: headers.getlist(name) for name in names})
+
+    def inject(self, context: Context) -> dict[str, str]:
+        """Return the headers that carry a trace context to another process."""
+        headers: dict[str, str] = {}
+        self._propagator.inject(headers, context)
+        return headers
+
+    def start(
+        self, name: str, context: Context, kind: SpanKind | None = None,
+        attributes: Attributes = NO_FACTS, start_ns: int | None = None,
+    ) -> OpenSpan:  # fmt: skip
+        """Start a span below `context`.
+
+        Args:
+            start_ns: when it began, in nanoseconds since 1970; by default now.
+        """
+        span = self._tracer.start_span(
+            name, context, kind or self._trace.SpanKind.INTERNAL,
+            attributes=_sendable(attributes), start_time=start_ns,
+        )  # fmt: skip
+        return OpenSpan(self, span, self._trace.set_span_in_context(span, context))
+
+    @property
+    def kinds(self) -> type[SpanKind]:
+        """The SDK's kinds of spans."""
+        return self._trace.SpanKind
+
+    async def close(self) -> None:
+        """Send the spans that are left, for `_CLOSE_S` at most. Spans that end later are dropped.
+        Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        # A thread that may be left behind: the exporter's own time-out is longer.
+        closing = threading.Thread(target=self._provider.shutdown, name="traces", daemon=True)
+        closing.start()
+        until_s = time.monotonic() + _CLOSE_S
+        while closing.is_alive() and time.monotonic() < until_s:
+            await asyncio.sleep(0.01)
+
+
+class OpenSpan(TracedStep):
+    """A span that is written when it ends."""
+
+    def __init__(self, tracing: Tracing, span: Span, context: Context) -> None:
+        self.context, self._tracing, self._span = context, tracing, span
+        self.failed = False
+        # Made once, at the start: `inject` follows the context's sampling flag too.
+        self.headers = tracing.inject(context)
+
+    @property
+    def is_recording(self) -> bool:
+        """True unless the sampler has left the span out."""
+        return self._span.is_recording()
+
+    def add(self, attributes: Attributes) -> None:
+        """Add attributes to an open span; values that cannot be sent are left out. See
+        `TracedStep.add`."""
+        self._span.set_attributes(_sendable(attributes))
+
+    def rename(self, name: str) -> None:
+        """Give an open span another name."""
+        self._span.update_name(name)
+
+    def fail(self, why: str, kind: str = "failed") -> None:
+        """Have an open span end as an error, of class `kind`. See `TracedStep.fail`."""
+        if self.failed:
+            return
+        self.failed = True
+        self.add({"error.type": kind})
+        text = _clean(why[:_WHY_CHARS])
+        self._span.set_status(self._tracing._trace.StatusCode.ERROR, text)
+
+    def end(self, end_ns: int | None = None) -> None:
+        """End an open span, now or at a time in nanoseconds since 1970. It is written."""
+        self._span.end(end_ns)
+
+
+def _sendable(attributes: Attributes) -> dict[str, Any]:
+    """Return a span's attributes without those that no protocol of OpenTelemetry carries: None, and
+    integers beyond 64 bits, one of which would cost the whole batch."""
+    return {
+        name: _clean(value) if isinstance(value, str) else value
+        for name, value in attributes.items()
+        if value is not None and not (isinstance(value, int) and not -(2**63) <= value < 2**63)
+    }  # fmt: skip
+
+
+def _clean(text: str) -> str:
+    """Return a text for a span: as UTF-8 can carry it, and without names and passwords in URLs.
+
+    >>> _clean("http://me:secret@10.0.0.1:8000/v1 said 503")
+    'http://10.0.0.1:8000/v1 said 503'
+    """
+    # One lone surrogate would cost the whole batch.
+    if not text.isascii():
+        text = text.encode("utf-8", "replace").decode()
+    return _PASSWORD.sub("//", text) if "@" in text else text
+
+
+def _why_cut(error: BaseException) -> tuple[str, str]:
+    """Return why a step's span fails, and the class of the error, for what ended it."""
+    if isinstance(error, asyncio.CancelledError | GeneratorExit):
+        return "given up", "aborted"
+    return str(error), type(error).__name__
+
+
+# --- a front's and a proxy's requests -------------------------------------------------------------
+
+
+def traced(tracing: Tracing | None, handler: Handler) -> Any:
+    """Return an endpoint for Starlette's `Route`: `handler` itself, or, where spans are written, an
+    application that runs it within a span, `current`, until its answer has been sent."""
+    return handler if tracing is None else _TracedEndpoint(tracing, handler)
+
+
+class _TracedEndpoint:
+    """An endpoint of a front or a proxy whose requests have a span each."""
+
+    def __init__(self, tracing: Tracing, handler: Handler) -> None:
+        self._tracing = tracing
+        self._app: ASGIApp = request_response(handler)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        span = self._tracing.start(
+            f"{scope['method']} {scope['path']}",
+            self._tracing.extract(Headers(scope=scope)),
+            self._tracing.kinds.SERVER,
+            {"http.request.method": scope["method"], "url.path": scope["path"],
+             "url.scheme": scope["scheme"]},
+        )  # fmt: skip
+        status, is_whole = 0, False
+
+        async def watch(message: Message) -> None:
+            nonlocal status, is_whole
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+            is_whole = message["type"] == "http.response.body" and not message.get("more_body")
+
+        token = _current.set(_SpanTrace(self._tracing, span))
+        try:
+            await self._app(scope, receive, watch)
+            _end_answer(span, status, is_whole)
+        except BaseException as error:
+            span.fail(*_why_cut(error))
+            raise
+        finally:
+            _current.reset(token)
+            span.end()
+
+
+def _end_answer(span: OpenSpan, status: int, is_whole: bool) -> None:
+    """Set the status of a request's span by its answer, unless it has failed before."""
+    # 1. 499 is made up where the client has left before there was an answer; it was not sent.
+    # 2. A stream that was not sent to its end: the client has left too.
+    # 3. By OpenTelemetry's conventions a server's span is no error where the client is at fault.
+    if status == 499 or not is_whole:
+        span.fail("the client left", "aborted")
+        return
+    span.add({"http.response.status_code": status})
+    if status >= 500:
+        span.fail(f"status {status}", str(status))
+    elif status >= 400:
+        span.add({"error.type": str(status)})
+
+
+class _SpanTrace(RequestTrace):
+    """The trace of a request whose spans are written."""
+
+    def __init__(self, tracing: Tracing, span: OpenSpan) -> None:
+        self._tracing, self._span = tracing, span
+        self._tokens: dict[str, int] = {}
+        self._finishes: list[str] = []
+        self.headers = span.headers
+
+    def add(self, attributes: Attributes) -> None:
+        self._span.add(attributes)
+
+    def fail(self, why: str, kind: str = "failed") -> None:
+        self._span.fail(why, kind)
+
+    def part(
+        self, name: str, attributes: Attributes = NO_FACTS
+    ) -> AbstractContextManager[TracedStep]:
+        return self._step(name, self._tracing.kinds.INTERNAL, attributes, False)
+
+    def call(
+        self, name: str, attributes: Attributes = NO_FACTS, *, may_be_cut: bool = False
+    ) -> AbstractContextManager[TracedStep]:  # fmt: skip
+        return self._step(name, self._tracing.kinds.CLIENT, attributes, may_be_cut)
+
+    @contextmanager
+    def _step(
+        self, name: str, kind: SpanKind, attributes: Attributes, may_be_cut: bool
+    ) -> Iterator[TracedStep]:
+        """Run a step of the traced request within a span; what ends it early is its error."""
+        step = self._tracing.start(name, self._span.context, kind, attributes)
+        try:
+            yield step
+        except BaseException as error:
+            why = _why_cut(error)
+            if not (may_be_cut and why[1] == "aborted"):
+                step.fail(*why)
+            raise
+        finally:
+            step.end()
+
+    def describe_ask(self, ask: Ask, model: str, chat: bool, streamed: bool) -> None:
+        """Add the attributes of a traced request by the conventions for generative models. See
+        `RequestTrace.describe_ask`."""
+        operation, sampling = "chat" if chat else "text_completion", ask.sampling
+        self._span.rename(f"{operation} {model[:_NAME_CHARS]}")
+        self.add(
+            {
+                "gen_ai.operation.name": operation,
+                "gen_ai.provider.name": "prefixkv",
+                "gen_ai.request.model": model[:_NAME_CHARS],
+                "gen_ai.request.max_tokens": ask.max_new_tokens,
+                "gen_ai.request.temperature": float(sampling.temperature),
+                "gen_ai.request.top_p": float(sampling.top_p),
+                "gen_ai.request.top_k": sampling.top_k or None,
+                "gen_ai.request.seed": sampling.seed,
+                "gen_ai.request.choice.count": ask.num_samples if ask.num_samples > 1 else None,
+                "gen_ai.request.stream": streamed,
+                "gen_ai.response.model": model[:_NAME_CHARS],
+                "prefixkv.rid": ask.rid,
+            }
+        )
+
+    def describe_body(self, path: str, body: Attributes) -> None:
+        """Add the few attributes of a traced request that a proxy has decoded. See
+        `RequestTrace.describe_body`."""
+        operation = "chat" if path.endswith("/chat/completions") else "text_completion"
+        # A client's own values, which nothing has checked: of another type they are left out.
+        model, most, n = (body.get(name) for name in ("model", "max_tokens", "n"))
+        model = model[:_NAME_CHARS] if isinstance(model, str) else None
+        self._span.rename(operation)  # clients choose the model's name
+        self.add(
+            {
+                "gen_ai.operation.name": operation,
+                "gen_ai.request.model": model,
+                "gen_ai.request.max_tokens": most if type(most) is int else None,
+                "gen_ai.request.choice.count": n if type(n) is int and n > 1 else None,
+                "gen_ai.request.stream": bool(body.get("stream")),
+            }
+        )
+
+    def describe_answer(self, usage: Usage, finishes: Sequence[str], ttft_s: float | None) -> None:
+        """Add the usage of a traced request: OpenAI's by the conventions, and ours. See
+        `RequestTrace.describe_answer`."""
+        told = usage.body()
+        found = {
+            "gen_ai.usage.input_tokens": told["prompt_tokens"],
+            "gen_ai.usage.output_tokens": told["completion_tokens"],
+            "gen_ai.usage.cache_read.input_tokens": told["prompt_tokens_details"]["cached_tokens"],
+            **{f"prefixkv.{name}": number for name, number in told["prefixkv"].items()},
+        }
+        for name, number in found.items():
+            self._tokens[name] = self._tokens.get(name, 0) + number
+        self._finishes += finishes
+        self.add(
+            {
+                **self._tokens,
+                "gen_ai.response.finish_reasons": self._finishes,
+                "gen_ai.response.time_to_first_chunk": ttft_s,
+            }
+        )
+
+
+# --- a worker's requests --------------------------------------------------------------------------
+
+PHASES: Final = {
+    "decode": (
+        ("queue", "admitted_s", ("hit_tokens", "shared_tokens")),
+        ("transfer", "transferred_s", ("peer", "asked_bytes", "skipped_bytes", "retries")),
+        ("flight", "committed_s", ("shared_tokens",)),
+        ("first token", "first_token_s", ()),
+        ("decode", "ended_s", ("output_tokens", "retractions")),
+    ),
+    "prefill": (
+        ("promise", "promised_s", ("peer", "decode_hit_tokens")),
+        ("queue", "started_s", ()),
+        ("compute", "computed_s", ("prompt_tokens", "hit_tokens", "chunks")),
+        ("send", "ended_s", ("peer", "sent_bytes", "skipped_bytes")),
+    ),
+}
+"""By side, its spans in order: the name, the field of the record with the time at which it ends,
+and the fields that it shows as `prefixkv.FIELD`. The first begins when the request arrives, each
+other one where the one before it ends."""
+
+_SHOWN: Final = (
+    "room", "generation", "outcome", "peer", "prompt_tokens", "hit_tokens", "shared_tokens",
+    "decode_hit_tokens", "output_tokens", "asked_bytes", "sent_bytes", "skipped_bytes", "chunks",
+    "retries", "retractions",
+)  # fmt: skip
+
+
+def phases_of(record: Attributes) -> list[tuple[str, float, float, Sequence[str]]]:
+    """Return the spans of a record of the request log: (name, begin, end, fields), in seconds since
+    the request arrived. The last one is the one that was under way when the request ended.
+
+    >>> phases_of({"side": "prefill", "promised_s": 1.0, "started_s": None, "computed_s": None,
+    ...            "ended_s": 1.5})[1]
+    ('queue', 1.0, 1.5, ())
+    """
+    ended_s = record["ended_s"]
+    found: list[tuple[str, float, float, Sequence[str]]] = []
+    begun_s = 0.0
+    for name, until, fields in PHASES[record["side"]]:
+        # Without a flight of another request the KV is in the tree as soon as it is here.
+        if name == "flight" and not record["shared_tokens"]:
+            continue
+        until_s = record[until]
+        if until_s is None:
+            found.append((name, begun_s, ended_s, fields))
+            break
+        # A request that is admitted again may have one of its first times after a later step's.
+        until_s = max(begun_s, until_s)
+        found.append((name, begun_s, until_s, fields))
+        begun_s = until_s
+    return found
+
+
+class _LiveRequest:
+    """One request of a worker that has not ended, and its span."""
+
+    def __init__(self, span: OpenSpan, num: int) -> None:
+        self.span, self.num = span, num
+        self.left = num  # answers that have not ended
+        self.end_ns = 0
+        # One offset for all times of a request: two clocks could put a step outside of it.
+        self.offset_ns = time.time_ns() - time.monotonic_ns()
+
+
+class _NodeSpans(NodeSpans):
+    """Spans of a worker's requests. Used on its event loop, but for what `follow` hands to the
+    node, which the engine's thread calls.
+
+    Args:
+        tracing: what writes them.
+        role: "decode" or "prefill".
+    """
+
+    def __init__(self, tracing: Tracing, role: str) -> None:
+        self._tracing, self._role = tracing, role
+        self._live: dict[str, _LiveRequest] = {}
+
+    def follow(self, node: Any, loop: asyncio.AbstractEventLoop) -> None:
+        """Have a traced worker's node report requests that have ended. See `NodeSpans.follow`."""
+
+        def ended(record: dict[str, Any], arrived_s: float) -> None:
+            # The engine goes on at once: spans are made on the event loop. It may have ended.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._write, record, arrived_s)
+
+        node.on_ended(ended)
+
+    @contextmanager
+    def begin(self, headers: Headers, rid: str, num: int = 1) -> Iterator[TracedStep]:
+        """Start the span of a traced worker's request. See `NodeSpans.begin`."""
+        tracing = self._tracing
+        span = tracing.start(
+            "generate" if self._role == "decode" else "prefill", tracing.extract(headers),
+            tracing.kinds.SERVER, {"prefixkv.rid": rid[:_NAME_CHARS]}, time.time_ns(),
+        )  # fmt: skip
+        # One that is here already is refused by the engine, and must not take the other's place.
+        # What the sampler leaves out has no steps either.
+        is_kept = span.is_recording and rid not in self._live
+        if is_kept:
+            # Before the engine has it: it may end before the call returns.
+            self._live[rid] = _LiveRequest(span, num)
+        try:
+            yield span
+        except BaseException as error:
+            span.fail(*_why_cut(error))
+            if is_kept:
+                self._live.pop(rid, None)
+            is_kept = False
+            raise
+        finally:
+            if not is_kept:
+                span.end()
+
+    def _write(self, record: dict[str, Any], arrived_s: float) -> None:
+        """Write the spans of one request of a node that has ended, and of the traced worker's
+        request with the last of its answers."""
+        rid, sample = record["rid"], ""
+        if self._role == "decode":
+            rid, _, sample = rid.rpartition("/")
+        live = self._live.get(rid)
+        if live is None:
+            return  # not sampled, or of a request that was refused
+        begun_ns = live.offset_ns + round(arrived_s * 1e9)
+        end_ns = begun_ns + round(record["ended_s"] * 1e9)
+        # Several answers to one prompt are requests of their own on the node: a span for each.
+        several = live.num > 1
+        span = live.span
+        if several:
+            facts = {"prefixkv.sample": int(sample)}
+            span = self._tracing.start("answer", span.context, None, facts, begun_ns)
+        self._fill(span, record, begun_ns)
+        if several:
+            span.end(end_ns)
+            if span.failed:
+                live.span.fail("an answer has failed", record["outcome"])
+        live.end_ns = max(live.end_ns, end_ns)
+        live.left -= 1
+        if not live.left:
+            del self._live[rid]
+            live.span.end(live.end_ns)
+
+    def _fill(self, span: OpenSpan, record: dict[str, Any], begun_ns: int) -> None:
+        """Write what a record says to its span, and the spans below it. An outcome that is an error
+        is one of the step that was under way too."""
+        # A room is a number of 64 bits without a sign, which the protocol does not carry.
+        shown = {**record, "room": str(record["room"])}
+        span.add({f"prefixkv.{name}": shown[name] for name in _SHOWN if name in shown})
+        is_error = record["outcome"] in ("failed", "aborted")
+        why = record["error"] or record["outcome"]
+        if is_error:
+            span.fail(why, record["outcome"])
+        phases = phases_of(record)
+        for name, from_s, to_s, fields in phases:
+            facts = {f"prefixkv.{field}": shown[field] for field in fields}
+            from_ns, to_ns = (begun_ns + round(second * 1e9) for second in (from_s, to_s))
+            step = self._tracing.start(name, span.context, None, facts, from_ns)
+            if is_error and name == phases[-1][0]:
+                step.fail(why, record["outcome"])
+            step.end(to_ns)
+
+    async def close(self) -> None:
+        """End the spans of what a traced worker has not answered, and send the last ones. See
+        `NodeSpans.close`."""
+        live, self._live = self._live, {}
+        for one in live.values():
+            one.span.fail("the worker has ended", "aborted")
+            one.span.end()
+        await self._tracing.close()
