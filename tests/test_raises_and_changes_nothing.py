@@ -345,6 +345,7 @@ class DecodeWorld(World):
             "pop_failed": ([], {}),
             "pop_needs_prefill": ([], {}),
             "append_many": ([both, [1, 2], 3.0], {}),
+            "reserve_many": ([both, 3, 3.0], {}),
             "finish": ([self.younger, 3.0, None, True], {}),
             "retract": (["younger", 3.0, None], {}),
             "abort": (["waits", 3.0, None, None], {}),

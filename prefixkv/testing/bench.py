@@ -39,6 +39,7 @@ class ScenarioRun:
     Args:
         name, seed: of the scenario; every choice of `random` follows from them.
         settings: what the workers are like.
+        factor: every number of tokens that a scenario says is multiplied by it.
         make: makes them.
         patience_s: how long nothing at all may happen before the engine counts as stalled.
         probe: read and write bytes of pages, see `witness`.
@@ -46,9 +47,10 @@ class ScenarioRun:
 
     def __init__(
         self, name: str, seed: int, settings: ScenarioSettings, make: MakeSides,
-        patience_s: float, probe: bool,
+        patience_s: float, probe: bool, factor: int = 1,
     ) -> None:  # fmt: skip
         self.name, self.seed, self.settings = name, seed, settings
+        self.factor = factor
         self.random = np.random.default_rng([zlib.crc32(name.encode()), seed])
         self.findings: list[Finding] = []
         self.answers: list[AnswerLog] = []
@@ -82,9 +84,10 @@ class ScenarioRun:
     # --- what a scenario does ---------------------------------------------------------------------
 
     def prompt(self, num_tokens: int) -> list[int]:
-        """Return tokens by chance, out of the engine's vocabulary."""
+        """Return `num_tokens` times `factor` tokens by chance, out of the engine's vocabulary."""
         words = self.sides.vocabulary
-        found: list[int] = self.random.integers(words.start, words.stop, num_tokens).tolist()
+        num = num_tokens * self.factor
+        found: list[int] = self.random.integers(words.start, words.stop, num).tolist()
         return found
 
     def ask(
@@ -92,11 +95,12 @@ class ScenarioRun:
         namespace: Hashable = None, cacheable: bool = True, deadline_s: float | None = None,
     ) -> AnswerLog:  # fmt: skip
         """Submit a prompt to the engine of this run. `end_at`: the position of a token of the
-        answer that is to end it."""
+        answer that is to end it. `factor` multiplies both lengths of the answer."""
+        max_new_tokens *= self.factor
         expected = self.sides.expected(tokens, max_new_tokens)
         end_token = None
         if end_at is not None:
-            end_token = expected[end_at]
+            end_token = expected[end_at * self.factor]
             expected = expected[: expected.index(end_token) + 1]
         rid = f"r{len(self.answers)}"
         prompt = Prompt(

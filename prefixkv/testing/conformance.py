@@ -40,6 +40,8 @@ Backend = Literal["nixl", "shm", "auto"]
 PATIENCE_S: Final = 30.0
 """How long nothing at all may happen before an engine counts as stalled, in seconds."""
 
+_PAGE_SIZE: Final = 4  # of most scenarios
+
 
 @dataclass(slots=True)
 class ConformanceReport:
@@ -88,7 +90,7 @@ class Case(NamedTuple):
 
     def check(
         self, make: MakeSides, *, patience_s: float = PATIENCE_S, probe: bool = True,
-        backend: Backend = "nixl",
+        backend: Backend = "nixl", page_size: int = _PAGE_SIZE,
     ) -> None:  # fmt: skip
         """Run the case on an engine. Raises AssertionError, with the report, if a law is broken.
 
@@ -97,7 +99,7 @@ class Case(NamedTuple):
         """
         report = run(
             make, only=[self.scenario], seeds=[self.seed], patience_s=patience_s, probe=probe,
-            backend=backend,
+            backend=backend, page_size=page_size,
         )  # fmt: skip
         if not report.ok:
             raise AssertionError(str(report))
@@ -111,6 +113,7 @@ def scenarios(seeds: Iterable[int] = (0,)) -> list[Case]:
 def run(
     make: MakeSides, *, only: Sequence[str] = (), seeds: Iterable[int] = (0,),
     patience_s: float = PATIENCE_S, probe: bool = True, backend: Backend = "nixl",
+    page_size: int = _PAGE_SIZE,
 ) -> ConformanceReport:  # fmt: skip
     """Run an engine through the conformance scenarios. About a minute for all of them.
 
@@ -125,29 +128,38 @@ def run(
             returns, and that gives no `ready=`.
         backend: transport between the two workers (`TransportConfig.backend`). With "shm" and
             "auto" the pools have to be shared memory (`ScenarioSettings.shared`).
+        page_size: tokens per page in most scenarios, a multiple of 4; all other sizes grow with it.
+            A few have pages of a quarter or of half of it, or twice as large.
 
     Returns: the report; nothing is raised for what an engine does wrong.
-    Raises: ValueError for a scenario that there is not; what `make` raises.
+    Raises: ValueError for a scenario that there is not, or another page size; what `make` raises.
     """
     unknown = [name for name in only if name not in SCENARIOS]
     if unknown:
         raise ValueError(f"there is no scenario {unknown[0]!r}, there are {', '.join(SCENARIOS)}")
+    if page_size < _PAGE_SIZE or page_size % _PAGE_SIZE:
+        raise ValueError(f"page_size is {page_size}, a multiple of {_PAGE_SIZE} is needed")
     report = ConformanceReport()
     began_s = time.monotonic()
     for case in scenarios(seeds):
         if not only or case.scenario in only:
-            _run_case(case, make, report, patience_s, probe, backend)
+            _run_case(case, make, report, patience_s, probe, backend, page_size)
     report.seconds = time.monotonic() - began_s
     return report
 
 
 def _run_case(
     case: Case, make: MakeSides, report: ConformanceReport, patience_s: float, probe: bool,
-    backend: Backend,
+    backend: Backend, page_size: int,
 ) -> None:  # fmt: skip
     """Run one conformance case, and enter what it found into the report."""
     scenario = SCENARIOS[case.scenario]
-    settings = scenario.settings
+    settings, factor = scenario.settings, page_size // _PAGE_SIZE
+    settings = replace(
+        settings, page_size=settings.page_size * factor,
+        prefill_page_size=settings.prefill_page_size * factor,
+        chunk_tokens=settings.chunk_tokens * factor,
+    )  # fmt: skip
     if backend != "nixl":
         transport = TransportConfig(backend=backend)
         settings = replace(
@@ -155,7 +167,7 @@ def _run_case(
             prefill=replace(settings.prefill, transport=transport),
         )  # fmt: skip
     try:
-        one = ScenarioRun(case.scenario, case.seed, settings, make, patience_s, probe)
+        one = ScenarioRun(case.scenario, case.seed, settings, make, patience_s, probe, factor)
     except NotImplementedError as error:
         report.skipped[str(case)] = str(error) or "not implemented"
         return
@@ -168,8 +180,13 @@ def _run_case(
         report.skipped[str(case)] = str(error) or "not implemented"
         return
     finally:
-        one.sides.close()
-    report.findings += one.findings
+        try:
+            one.sides.close()
+        except Exception as error:
+            one.tell("calls", f"close raised {type(error).__name__}: {error}")
+    options = "" if factor == 1 else f", page_size={page_size}"
+    options += "" if backend == "nixl" else f", backend={backend!r}"
+    report.findings += [found._replace(options=options) for found in one.findings]
     if not one.findings:
         report.passed.append(str(case))
 
@@ -192,6 +209,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         help="seconds without progress that are a stall; %(default)s")  # fmt: skip
     parser.add_argument("--backend", choices=("nixl", "shm", "auto"), default="nixl",
                         help="transport between the workers; %(default)s")  # fmt: skip
+    parser.add_argument("--page-size", type=int, default=_PAGE_SIZE, metavar="TOKENS",
+                        help="tokens per page, a multiple of 4; %(default)s")  # fmt: skip
     parser.add_argument("--no-probe", action="store_true", help="watch calls only, and no bytes")
     parser.add_argument("--list", action="store_true", help="name the scenarios, and end")
     given = parser.parse_args(arguments)
@@ -204,6 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report = run(
         make, only=given.only, seeds=given.seed or (0,), patience_s=given.patience,
         probe=not given.no_probe, backend=given.backend,
+        page_size=given.page_size,
     )  # fmt: skip
     print(report)
     return int(not report.ok)

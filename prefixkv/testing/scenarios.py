@@ -1,7 +1,7 @@
 """The scenarios of the conformance kit: what happens to an engine, and on which workers.
 
 Each ends with a drain, after which nothing may be left. Sizes are in tokens, and small: a page has
-4 of them where nothing else is said.
+4 of them where nothing else is said. `ScenarioRun.factor` makes all of them larger.
 """
 
 from __future__ import annotations
@@ -85,15 +85,17 @@ def partial_hit(run: ScenarioRun) -> None:
     run.ask(first, 4)
     run.finish()
     before, size = run.stats()["skipped_tokens"], run.settings.page_size
-    run.ask([*first[:14], *run.prompt(9)], 4)
+    common = 14 * run.factor
+    run.ask([*first[:common], *run.prompt(9)], 4)
     run.finish()
-    _hit_tokens(run, before, 14 // size * size, 14 // size * size + size, "a common prefix of 14")
+    hit = common // size * size
+    _hit_tokens(run, before, hit, hit + size, f"a common prefix of {common}")
 
 
 @_scenario("full hit")
 def full_hit(run: ScenarioRun) -> None:
     """Ask twice for a prompt of whole pages: no KV is sent, the first token still comes."""
-    tokens = run.prompt(4 * run.settings.page_size)
+    tokens = run.prompt(16)
     run.ask(tokens, 5)
     run.finish()
     before = run.stats()["skipped_tokens"]
@@ -107,7 +109,7 @@ def shared_in_flight(run: ScenarioRun) -> None:
     """Ask at once for prompts that begin alike, and for some of them twice."""
     prefix = run.prompt(33)
     for i in range(4):
-        tokens = [*prefix[: 33 - 4 * i], *run.prompt(3 + i)]
+        tokens = [*prefix[: (33 - 4 * i) * run.factor], *run.prompt(3 + i)]
         run.ask(tokens, 4)
         run.ask(tokens if i % 2 else [*prefix, *run.prompt(2)], 3 + i)
         run.steps(i)
@@ -125,8 +127,8 @@ def namespaces(run: ScenarioRun) -> None:
     before = run.stats()["skipped_tokens"]
     run.ask(tokens, 4, namespace="a")
     run.finish()
-    _hit_tokens(run, before, 16 // run.settings.page_size * run.settings.page_size, 16,
-                "the second request of a namespace")  # fmt: skip
+    hit = len(tokens) // run.settings.page_size * run.settings.page_size
+    _hit_tokens(run, before, hit, hit, "the second request of a namespace")
 
 
 @_scenario("not cacheable")
@@ -152,7 +154,7 @@ def _many(run: ScenarioRun, num: int, **options: bool) -> list[AnswerLog]:
     answers = []
     for i in range(num):
         shared = int(run.random.integers(0, 11)) if i % 3 == 0 else 0
-        tokens = [*common[:shared], *run.prompt(int(run.random.integers(1, 7)))]
+        tokens = [*common[: shared * run.factor], *run.prompt(int(run.random.integers(1, 7)))]
         answers.append(run.ask(tokens, int(run.random.integers(12, 25)), **options))
     return answers
 
@@ -303,7 +305,7 @@ def _mixed(run: ScenarioRun, num: int, *, aborts: bool = True) -> None:
         if done and kind < 0.5:
             one = done[int(run.random.integers(len(done)))]
             before = [*one.prompt.tokens, *one.tokens]
-            tokens = before[:24] + run.prompt(int(run.random.integers(1, 6)))
+            tokens = before[: 24 * run.factor] + run.prompt(int(run.random.integers(1, 6)))
         else:
             tokens = run.prompt(int(run.random.integers(1, 25)))
         early = int(run.random.integers(0, 6)) if run.random.random() < 0.3 else None

@@ -33,9 +33,10 @@ class Finding(NamedTuple):
     scenario: str
     seed: int
     what: str
+    options: str = ""  # of the run: what `run` was given besides
 
     def __str__(self) -> str:
-        again = f"run(make, only=[{self.scenario!r}], seeds=[{self.seed}])"
+        again = f"run(make, only=[{self.scenario!r}], seeds=[{self.seed}]{self.options})"
         return f"{self.law} ({LAWS[self.law]}):\n    {self.what}\n    again: {again}"
 
 

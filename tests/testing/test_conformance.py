@@ -341,7 +341,7 @@ def test_a_report_says_what_broke_and_how_to_see_it_again() -> None:
     assert not report.ok
     assert report.laws <= set(LAWS)
     assert str(report).startswith("in 'one prompt', seed 4: calls (a node refuses no call")
-    assert "again: run(make, only=['one prompt'], seeds=[4])" in str(report)
+    assert "again: run(make, only=['one prompt'], seeds=[4], backend='shm')" in str(report)
     assert "0 passed, 1 broken, 0 not run" in str(report)
     with pytest.raises(
         AssertionError, match="decode's finish raised RequestError: request 'r0' is finished"
@@ -361,6 +361,36 @@ def test_an_engine_need_not_do_everything() -> None:
     assert report.passed == ["one prompt, seed 0"]
     assert report.skipped == {"several tokens per step, seed 0": "one token per step"}
     assert "not run: several tokens per step, seed 0: one token per step" in str(report)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", conformance.scenarios(), ids=str)
+def test_pages_may_be_larger(case: conformance.Case) -> None:
+    """For engines that have kernels for large pages only."""
+    seen: list[Any] = []
+
+    def make(settings: Any) -> ToySides:
+        seen.append(settings)
+        return ToySides(settings)
+
+    case.check(make, page_size=16, **LOCAL)
+    assert seen[0].page_size in (4, 8, 16, 32)
+
+
+def test_page_sizes_are_multiples_of_four() -> None:
+    for page_size in (0, 2, 6, -4):
+        with pytest.raises(ValueError, match="a multiple of 4 is needed"):
+            conformance.run(ToySides, page_size=page_size)
+
+
+def test_an_engine_that_raises_at_its_end_is_found() -> None:
+    class Sides(ToySides):
+        def close(self) -> None:
+            super().close()
+            raise OSError("a socket")
+
+    report = conformance.run(Sides, only=["one prompt"], **LOCAL)
+    assert [found.what for found in report.findings] == ["close raised OSError: a socket"]
 
 
 def test_a_scenario_that_there_is_not_is_refused() -> None:
