@@ -1,7 +1,7 @@
 """Errors as answers, in OpenAI's form.
 
 Details of a failure inside the service go to its log. The client gets what it can act on, and the
-number under which the log has the rest.
+request's id, under which the log has the rest.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import Any, Final
 import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+
+from prefixkv.serving.ids import current_id
 
 logger = logging.getLogger("prefixkv.http")
 
@@ -116,9 +118,10 @@ _lines = Rate(_LINES, _LINES_PER_S)
 
 
 def failed(status: int, why: str, detail: str, code: str) -> ApiError:
-    """Make the ApiError for a failure of the service itself. `why` goes to the client, with a
-    random number; `detail` goes to the log under that number, at a bounded rate."""
-    number = secrets.token_hex(8)
+    """Make the ApiError for a failure of the service itself. `why` goes to the client, with the id
+    of its request, or with a random number outside of one; `detail` goes to the log under that id,
+    at a bounded rate."""
+    number = current_id() or secrets.token_hex(8)
     # Bounded in rate and length: clients must not be able to fill the log by failing.
     if _lines.take(time.monotonic()):
         logger.warning("request %s: %s", number, detail[:_LOGGED_CHARS])

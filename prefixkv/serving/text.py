@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, NoReturn
 
 from jinja2 import TemplateError
@@ -15,7 +16,10 @@ from prefixkv.spi import CallerError, ConfigError
 
 # For a model without a template of its own.
 PLAIN_TEMPLATE: Final = (
-    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}"
+    "{% if documents %}documents: {{ documents | tojson }}\n{% endif %}"
+    "{% for message in messages %}{{ message.role }}: {{ message.content or '' }}"
+    "{% if message.tool_calls %}{{ message.tool_calls | tojson }}{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 _CHARS_PER_TOKEN: Final = 16  # a text longer than this per token of room is tried in part first
@@ -62,12 +66,16 @@ class Texts:
         except TemplateError as error:
             raise ConfigError(f"the chat template is not read: {error}") from None
 
-    def chat(self, messages: Sequence[dict[str, str]], most: int = 0) -> list[int]:
-        """Return the tokens of a chat, rendered by the model's template, up to where the answer
-        begins. Raises TextError, and as `plain`."""
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], most: int = 0,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> list[int]:  # fmt: skip
+        """Return the tokens of a chat, rendered by the model's template with these further
+        variables, up to where the answer begins. Raises TextError, and as `plain`."""
         try:
-            text = self._template.render(messages=messages, add_generation_prompt=True)
-        except (TemplateError, TypeError, ValueError) as error:
+            named = {"add_generation_prompt": True, **variables, "messages": messages}
+            text = self._template.render(named)
+        except Exception as error:  # the template may do anything with what a client sends
             raise TextError(f"the model's chat template refuses it: {error}") from None
         return self._ids(text, False, most)
 

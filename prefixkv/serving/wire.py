@@ -71,6 +71,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
     stop_tokens: tuple[int, ...] = ()
     ignore_end: bool = False
     stop: tuple[Name, ...] = ()
+    min_tokens: int = 0
 
 
 class Ask(msgspec.Struct, frozen=True):

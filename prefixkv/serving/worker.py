@@ -62,7 +62,6 @@ from prefixkv.spi import CallerError, CapacityError, ClosedError, DrainingError,
 
 logger = logging.getLogger("prefixkv.worker")
 
-_MAX_JOB_BYTES: Final = 64 << 20
 _JOB_TIMEOUT_S: Final = 20.0
 _TICK_S: Final = 0.2
 
@@ -216,12 +215,8 @@ class Worker:
 
     @property
     def _limits(self) -> Any:
-        """Limits of requests to a worker. Bodies may have at least `_MAX_JOB_BYTES`, since they
-        carry prompts as lists of tokens, and all together at least twice the largest."""
-        limits = self.settings.listen.limits
-        most = max(limits.max_body_bytes, _MAX_JOB_BYTES)
-        in_sum = max(limits.max_bodies_bytes, 2 * most)
-        return replace(limits, max_body_bytes=most, max_bodies_bytes=in_sum)
+        """Limits of requests to a worker."""
+        return self.settings.listen.limits
 
     async def _info(self, _: Request) -> Response:
         """Answer the worker's GET /info with its `WorkerInfo`."""

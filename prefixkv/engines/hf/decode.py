@@ -29,7 +29,7 @@ from prefixkv.engines.hf.models import PagedModel
 from prefixkv.engines.hf.requests import Finish, Generate, Output, PrefillJob, unpack_first
 from prefixkv.engines.hf.sampling import Choice, Sampling, choose
 from prefixkv.engines.hf.text import AnswerText
-from prefixkv.spi import RequestError, whole_number
+from prefixkv.spi import RequestError, secret_number, whole_number
 
 OnOutput = Callable[[Output], None]
 
@@ -84,7 +84,8 @@ class DecodeEngine:
         # missing: then no forward runs until they are appended.
         self._sampled: list[tuple[DecodeRequest, int]] = []
         self._jobs: list[PrefillJob] = []
-        self._rooms = 0
+        # A former life of this worker may still have rooms on prefill, so no number is used twice.
+        self._rooms = secret_number()
         self._counters = {"steps": 0, "tokens": 0, "retractions": 0, "blocked_steps": 0}
 
     # --- what a client asks -----------------------------------------------------------------------
@@ -101,9 +102,7 @@ class DecodeEngine:
         """
         self._check(ask)
         seed = ask.sampling.seeded(ask.rid)
-        ends = frozenset(ask.sampling.stop_tokens)
-        if not ask.sampling.ignore_end:
-            ends |= frozenset(self.model.end_tokens)
+        ends = ask.sampling.ends(self.model.end_tokens)
         answers: list[_Answer] = []
         try:
             for i in range(ask.num_samples):
@@ -218,7 +217,7 @@ class DecodeEngine:
         )
         choices = [replace(self._answers[req.rid].choice, position=len(req.output)) for req in reqs]
         self._counters["steps"] += 1
-        return list(zip(reqs, choose(logits, choices), strict=True))
+        return list(zip(reqs, choose(logits, choices, self.model.end_tokens), strict=True))
 
     def _append(self, outputs: list[tuple[OnOutput, Output]]) -> bool:
         """Append the tokens that the HF model sampled on the node, and report them to clients.
@@ -266,7 +265,9 @@ class DecodeEngine:
         if token in answer.ends:
             finish = "stop"
         elif answer.text is not None:
-            text, stopped = answer.text.add(token)
+            # Text of the least tokens ends nothing, and is not looked at again.
+            counts = len(req.output) > answer.choice.sampling.min_tokens
+            text, stopped = answer.text.add(token, counts)
             finish = "stop" if stopped else None
         if finish is None and len(req.output) >= req.max_new_tokens:
             finish = "length"
@@ -291,6 +292,7 @@ class DecodeEngine:
         return PrefillJob(
             f"{decode}/{req.rid}.0", req.request.key.tokens(), ask.prefill, decode, req.room,
             namespace=ask.namespace, cacheable=ask.cacheable, choice=answer.choice,
+            deadline_s=ask.deadline_s,
         )  # fmt: skip
 
     def _queue_retry_job(self, ask: PrefillAsk) -> None:
@@ -300,7 +302,7 @@ class DecodeEngine:
             PrefillJob(
                 f"{ask.decode}/{ask.rid}.{ask.generation}", ask.tokens, ask.prefill, ask.decode,
                 ask.room, ask.generation, ask.namespace, ask.cacheable, answer.choice,
-                ask.known_token is not None,
+                ask.known_token is not None, answer.ask.deadline_s,
             )
         )  # fmt: skip
 
@@ -353,6 +355,9 @@ class DecodeEngine:
             raise RequestError(f"sampling is {ask.sampling!r}, a Sampling is needed")
         if ask.sampling.stop and self._tokenizer is None:
             raise RequestError("stop strings need an engine with a tokenizer")
+        ends = ask.sampling.ends(self.model.end_tokens)
+        if ask.sampling.min_tokens and len(ends) >= self.model.vocab_size:
+            raise RequestError("every token ends the answer, so it cannot have min_tokens")
         whole_number("num_samples", ask.num_samples, 1, 1025)
 
     def _check_tokens(

@@ -145,7 +145,8 @@ class PrefillEngine:
         )
         # 3. The event stands before the work of sampling, for which the sends need not wait.
         ready = self.model.event()
-        firsts = choose(logits, [parts[i][0].job.choice for i in sampled]) if sampled else []
+        choices = [parts[i][0].job.choice for i in sampled]
+        firsts = choose(logits, choices, self.model.end_tokens) if sampled else []
         tokens = dict(zip(sampled, firsts, strict=True))
         self._counters["forwards"] += 1
         # 4. Send. The last chunk carries the first token, so that decode can continue at once.

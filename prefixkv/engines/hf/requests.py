@@ -74,7 +74,8 @@ class PrefillJob:
     """A decode worker's request to the prefill worker at `prefill`.
 
     Prefill computes the prompt, sends its KV, and samples the next token, unless decode knows that
-    token already (`is_known`).
+    token already (`is_known`). A job that is not sent
+    within `deadline_s` fails there.
     """
 
     rid: str
@@ -87,6 +88,7 @@ class PrefillJob:
     cacheable: bool = True
     choice: Choice = field(default_factory=Choice)
     is_known: bool = False
+    deadline_s: float | None = None
 
     def request(self) -> Request:
         """Return the `Request` that an HF engine's prefill job is for `PrefillNode.add`.
@@ -95,7 +97,7 @@ class PrefillJob:
         """
         return Request(
             self.rid, self.tokens, room=self.room, generation=self.generation, decode=self.decode,
-            namespace=self.namespace, cacheable=self.cacheable,
+            namespace=self.namespace, cacheable=self.cacheable, deadline_s=self.deadline_s,
         )  # fmt: skip
 
 

@@ -46,10 +46,11 @@ class AnswerText:
         self._shown = 0
         self._kept = ""  # text that may be the beginning of a stop string
 
-    def add(self, token: int) -> tuple[str, bool]:
+    def add(self, token: int, stops: bool = True) -> tuple[str, bool]:
         """Add a token to the text of an HF answer.
 
-        Returns the text that is certain now, and True if a stop string ended it.
+        Returns the text that is certain now, and True if a stop string ended it. `stops`: False
+        where the text of this token can be no part of a stop string.
 
         O(tokens and characters that are kept).
         """
@@ -64,6 +65,9 @@ class AnswerText:
             self._shown = len(self._tokens)
         # 2. Look for stop strings, which may have begun in the text that was kept back.
         text = self._kept + new
+        if not stops:
+            self._kept = ""
+            return text, False
         ends = [at for at in (text.find(one) for one in self._stop) if at >= 0]
         if ends:
             self._kept, self._shown = "", len(self._tokens)
