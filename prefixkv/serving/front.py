@@ -56,7 +56,7 @@ from prefixkv.serving.status import bind, status_app
 from prefixkv.serving.streams import numbered
 from prefixkv.serving.text import TextError, Texts, TooManyTokensError
 from prefixkv.serving.tracing import current, make_tracing, traced
-from prefixkv.serving.wire import Ask, TokenEvent, salt_digest
+from prefixkv.serving.wire import Ask, TokenEvent, part_rid, salt_digest
 
 _SHORT: Final = 4096  # characters of a text that is tokenized in the event loop
 _MESSAGE: Final = 64  # template time of one message, in characters of tokenizer time
@@ -262,18 +262,19 @@ class Front:
         sampling = asked.sampling(self._temperature)
         # The salt is the client's secret: workers and their caches see only a digest of it.
         salt = salt_digest(asked.cache_salt) if asked.cache_salt else ""
-        asks = []
+        rid, asks = self._new_rid(id_of(request.scope)), []
         # All are checked before the first is asked: one that is refused refuses the call.
-        for tokens in prompts:
+        for number, tokens in enumerate(prompts):
             most = self._most_tokens(len(tokens), asked, param)
-            rid = self._new_rid(id_of(request.scope))
-            ask = Ask(rid, tokens, "", "", most, asked.num_samples, sampling, salt)
+            # All prompts have one id in the request log; workers need one for each.
+            part = part_rid(rid, number) if len(prompts) > 1 else rid
+            ask = Ask(part, tokens, "", "", most, asked.num_samples, sampling, salt)
             current().describe_ask(ask, self.name, isinstance(asked, ChatRequest), asked.streams)
             asks.append(ask)
-        answers = Answers(asks[0].rid, self.name, int(time.time()), isinstance(asked, ChatRequest))
+        answers = Answers(rid, self.name, int(time.time()), isinstance(asked, ChatRequest))
         line = line_of(request.scope)
         line.fields |= {
-            "id": asks[0].rid, "stream": asked.streams, "prompts": len(asks),
+            "id": rid, "stream": asked.streams, "prompts": len(asks),
             "samples": asked.num_samples,
         }  # fmt: skip
         run = _FrontRequest(self, asks, answers, asked, line)
@@ -294,8 +295,8 @@ class Front:
         return most or min(room, max(least, self._answer_tokens or room))
 
     def _new_rid(self, request_id: str) -> str:
-        """Return the id of a prompt on the fleet's workers: it begins with its request's id, and is
-        unique, even if clients use an id again."""
+        """Return the id of a request in the logs of the front and of the fleet's workers: it begins
+        with the one in its header, and is unique, even if clients use that again."""
         self._num += 1
         # Workers separate the parts of their own ids by "/".
         return f"{request_id.replace('/', '%2F')}-{self._prefix}-{self._num}"

@@ -164,22 +164,28 @@ def namespace_of(salt: str) -> Namespace | None:
     return Namespace(salt=salt) if salt else None
 
 
-def attempt_rid(rid: str, attempt: int) -> str:
-    """Return the id under which one attempt at a front's request goes over the wire.
+def part_rid(rid: str, number: int) -> str:
+    """Return the id under which a part of a front's request goes over the wire: one of its prompts,
+    and of that one attempt.
 
-    >>> attempt_rid("9f3a-1", 0)
-    '9f3a-1#0'
+    >>> part_rid("9f3a-1", 0), part_rid(part_rid("9f3a-1", 2), 0)
+    ('9f3a-1#0', '9f3a-1#2#0')
     """
-    return f"{rid}#{attempt}"
+    return f"{rid}#{number}"
 
 
 def front_rid(rid: str) -> str:
     """Return the front's id of a request on the wire, out of its id on a worker's node; an id that
     no front has made is returned as it is.
 
-    >>> front_rid("9f3a-1#0/2"), front_rid("decode-0/9f3a-1#0/2.1"), front_rid("mine")
+    >>> front_rid("9f3a-1#0/2"), front_rid("decode-0/9f3a-1#2#0/2.1"), front_rid("mine")
     ('9f3a-1', '9f3a-1', 'mine')
     """
     # A decode node names requests "RID/sample", and its jobs "worker/RID/sample.generation".
-    asked = rid.rpartition("#")[0]
-    return asked.rpartition("/")[2] if asked else rid
+    asked, _, _ = rid.rpartition("#")
+    if not asked:
+        return rid
+    asked = asked.rpartition("/")[2]
+    request, _, prompt = asked.rpartition("#")
+    # A client's own id may have a "#" too, but never a number alone behind its last one.
+    return request if request and prompt.isdecimal() else asked
