@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from prefixkv.memory.kv_layout import ITEMSIZE as ITEMSIZE
     from prefixkv.memory.kv_layout import KVLayout as KVLayout
     from prefixkv.memory.kv_layout import Slab as Slab
+    from prefixkv.memory.kv_pool import check_device as check_device
     from prefixkv.memory.mesh import Shard as Shard
     from prefixkv.memory.staging_area import BLOCK_BYTES as BLOCK_BYTES
     from prefixkv.memory.staging_area import StagingArea as StagingArea
@@ -188,6 +189,7 @@ _HOMES = {
     "StateLink": "memory.state_layout",
     "BLOCK_BYTES": "memory.staging_area",
     "StagingArea": "memory.staging_area",
+    "check_device": "memory.kv_pool",
     # Several ranks, and routing between workers.
     "DecodeGroup": "runtime.groups",
     "PrefillGroup": "runtime.groups",

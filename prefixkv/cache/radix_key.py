@@ -133,6 +133,10 @@ class RadixKey:
         >>> RadixKey([1, 2, 3], "lora").prefix(2)
         RadixKey(2 tokens, namespace='lora')
         """
+        if type(num_tokens) is not int:
+            num_tokens = _as_int(num_tokens)
+        if num_tokens < 0:
+            raise TokenError(f"a prefix of {num_tokens} tokens")
         data = self.data
         if num_tokens * TOKEN_BYTES >= len(data):
             return self
@@ -173,7 +177,12 @@ def pack(tokens: TokensLike) -> bytes:
         return _pack_array(tokens)
     # A torch tensor is known by what it can do: torch is not imported for this.
     if (detach := getattr(tokens, "detach", None)) is not None:
-        return _pack_array(detach().cpu().numpy())
+        try:
+            return _pack_array(detach().cpu().numpy())
+        except TypeError as error:  # a dtype that numpy has not
+            raise TokenError(
+                f"a {type(tokens).__name__} is no sequence of tokens: {error}"
+            ) from None
     if isinstance(tokens, array):
         return _pack_array(np.asarray(tokens))
     if isinstance(tokens, (str, bytes, bytearray)) or not isinstance(tokens, Iterable):

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from tokenizers import Tokenizer
 
+from prefixkv.engines.hf.folder import TOKENIZER_FILE, check_folder
 from prefixkv.spi import ConfigError
 
 _PARTIAL: Final = "\ufffd"  # replaces bytes that are no whole character
@@ -18,9 +19,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
     Raises ConfigError if it is missing or unreadable.
     """
-    path = Path(folder) / "tokenizer.json"
-    if not path.is_file():
-        raise ConfigError(f"{folder} has no tokenizer.json")
+    path = check_folder(folder, (TOKENIZER_FILE,)) / TOKENIZER_FILE
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises nothing narrower
