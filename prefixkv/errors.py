@@ -378,4 +378,4 @@ def check_laws(laws: Mapping[str, bool], *state: object) -> None:
 def check_range(name: str, value: float, low: float, high: float) -> None:
     """Raise ConfigError, the caller's error, unless `value` is in [low, high]."""
     if not low <= value <= high:
-        raise ConfigError(f"{name} is {value}, must be in [{low}, {high}]")
+        raise ConfigError(f"{name} is {shown(value)}, must be in [{low}, {high}]")

@@ -261,7 +261,7 @@ def _shown(value: Any) -> str:
     """Return a setting's value as an error's text shows it. A table, a list or an object may have
     keys in it: its type alone."""
     if value is None or isinstance(value, bool | int | float | str | bytes):
-        return repr(value)
+        return shown(value)
     return "a table" if isinstance(value, Mapping) else f"a {type(value).__name__}"
 
 

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from prefixkv.errors import TokenError
+from prefixkv.errors import TokenError, shown
 
 TOKEN_BYTES = 4
 TOKEN_LIMIT = 2**31
@@ -77,7 +77,7 @@ class RadixKey:
         if type(token) is not int:
             token = _as_int(token)
         if not 0 <= token < TOKEN_LIMIT:
-            raise TokenError(f"token {token} is not in [0, {TOKEN_LIMIT})")
+            raise TokenError(f"token {shown(token)} is not in [0, {TOKEN_LIMIT})")
         self._tail += token.to_bytes(TOKEN_BYTES, "little")
 
     def extend(self, tokens: TokensLike) -> None:
@@ -136,7 +136,7 @@ class RadixKey:
         if type(num_tokens) is not int:
             num_tokens = _as_int(num_tokens)
         if num_tokens < 0:
-            raise TokenError(f"a prefix of {num_tokens} tokens")
+            raise TokenError(f"a prefix of {shown(num_tokens)} tokens")
         data = self.data
         if num_tokens * TOKEN_BYTES >= len(data):
             return self
@@ -272,7 +272,7 @@ def _checked_int(value: Any, place: int) -> int:
     that names its place."""
     token = _as_int(value)
     if not 0 <= token < TOKEN_LIMIT:
-        raise TokenError(f"token {token} at {place} is not in [0, {TOKEN_LIMIT})")
+        raise TokenError(f"token {shown(token)} at {place} is not in [0, {TOKEN_LIMIT})")
     return token
 
 
@@ -280,8 +280,8 @@ def _as_int(value: Any) -> int:
     """Return `value`, a token for a radix key, as an int. Raises TokenError for bools and whatever
     does not convert without loss."""
     if isinstance(value, (bool, np.bool_)):
-        raise TokenError(f"{value!r} is a bool, not a token")
+        raise TokenError(f"{shown(value)} is a bool, not a token")
     try:
         return operator.index(value)
     except TypeError:
-        raise TokenError(f"{value!r} is not an integer token") from None
+        raise TokenError(f"{shown(value)} is not an integer token") from None

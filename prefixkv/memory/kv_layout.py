@@ -385,4 +385,4 @@ def _check_index(name: str, value: int, end: int) -> None:
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     """Raise ConfigError unless `value`, a name in a KV layout, is one of `choices`."""
     if not isinstance(value, str) or value not in choices:
-        raise ConfigError(f"{name} is {value!r}, must be one of {', '.join(choices)}")
+        raise ConfigError(f"{name} is {shown(value)}, must be one of {', '.join(choices)}")
