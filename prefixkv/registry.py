@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Generic, Protocol, TypeVar
 
-from prefixkv.errors import ConfigError
+from prefixkv.errors import ConfigError, shown
 
 
 class Named(Protocol):
@@ -41,9 +41,11 @@ class Registry(Generic[T]):
         # Users call this too, so the types are checked, whatever the annotation says.
         given: Any = chosen
         if not isinstance(given, type) or not issubclass(given, self._base):
-            raise ConfigError(f"{self._kind} {chosen!r} is no class derived from {self._base!r}")
+            raise ConfigError(
+                f"{self._kind} {shown(chosen)} is no class derived from {self._base!r}"
+            )
         if not isinstance(getattr(given, "name", None), str) or not given.name:
-            raise ConfigError(f"{self._kind} {chosen!r} has no name")
+            raise ConfigError(f"{self._kind} {shown(chosen)} has no name")
         self._classes[given.name] = given
         return chosen
 
@@ -64,4 +66,4 @@ class Registry(Generic[T]):
                 return self._classes[chosen]()
         elif isinstance(chosen, self._base):
             return chosen
-        raise ConfigError(f"{self._kind} {chosen!r} is not one of {', '.join(self.names())}")
+        raise ConfigError(f"{self._kind} {shown(chosen)} is not one of {', '.join(self.names())}")

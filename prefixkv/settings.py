@@ -511,7 +511,11 @@ def check_time(now_s: float) -> None:
     """Raise CallerError for a time, an argument of a call, that is no finite number. To be called
     before anything changes: times are compared, and come to stand in heaps, in the middle of a
     change."""
-    if (type(now_s) is not float and not _is_number(now_s)) or now_s - now_s != 0:
+    if type(now_s) is not float:
+        # An int may be too large for a float.
+        if not _is_number(now_s) or not -MAX_BYTES <= now_s <= MAX_BYTES:
+            raise CallerError(f"now_s is {shown(now_s)}, seconds of a monotonic clock are needed")
+    elif now_s - now_s != 0:
         raise CallerError(f"now_s is {shown(now_s)}, seconds of a monotonic clock are needed")
 
 

@@ -26,7 +26,7 @@ from prefixkv.decode.budget import PreallocBudget
 from prefixkv.decode.lanes import Waiter
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.scheduler import DecodeScheduler
-from prefixkv.errors import CallerError, CapacityError, ConfigError
+from prefixkv.errors import CallerError, CapacityError, ConfigError, shown
 from prefixkv.pages.allocator import PageAllocator, PageState
 from prefixkv.pages.manager import PageManager
 from prefixkv.pages.table import PageTable
@@ -496,8 +496,8 @@ def test_whatever_is_handed_over(make: Callable[[], World], data: st.DataObject)
         # What an engine calls tells it by its class that the mistake is its own. What its own
         # objects raise comes through.
         if world.kind in _PUBLIC and not isinstance(error, CallerError | CapacityError | OwnError):
-            raise AssertionError(f"{name}(*{args}, **{named}) raised {error!r}") from error
-        assert picture(*world.reached()) == before, (name, args, named)
+            raise AssertionError(f"{name}: {shown((args, named))} raised {error!r}") from error
+        assert picture(*world.reached()) == before, (name, shown((args, named)))
         world.check()
         world.finish()
     else:

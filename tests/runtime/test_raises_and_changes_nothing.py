@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from prefixkv.config import ControlConfig, DecodeConfig, PrefillConfig
-from prefixkv.errors import CallerError, CapacityError, RequestError
+from prefixkv.errors import CallerError, CapacityError, RequestError, shown
 from prefixkv.prefill.request import PrefillState
 from prefixkv.request import Request
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
@@ -234,10 +234,10 @@ def _hand_over(story: Story, data: st.DataObject) -> None:
     except (CallerError, OwnError, CapacityError):
         # What the control threads have to say comes in with any call.
         if story.events == events:
-            assert story.picture() == before, (name, args, named)
-            assert story.commands == commands, (name, args, named)
+            assert story.picture() == before, (name, shown((args, named)))
+            assert story.commands == commands, (name, shown((args, named)))
     except Exception as error:
-        raise AssertionError(f"{name}(*{args}, **{named}) raised {error!r}") from error
+        raise AssertionError(f"{name}: {shown((args, named))} raised {error!r}") from error
     else:
         story.picture()
 

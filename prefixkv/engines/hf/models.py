@@ -177,8 +177,9 @@ def make_model(
             known = AutoConfig.for_model(config)
             small = {name: size for name, size in SMALL.items() if hasattr(known, name)}
             config = AutoConfig.for_model(config, **{**small, **sizes})
-        except ValueError as error:
-            raise ConfigError(f"there is no model {config!r}: {error}") from None
+        # An unknown kind, or sizes that do not go together, which have errors of their own.
+        except Exception as error:
+            raise ConfigError(f"there is no model {config!r}: {_one_line(error)}") from None
     elif sizes:
         raise ConfigError(f"{', '.join(sizes)}: the config has its sizes already")
     # On the CPU and in a forked generator: equal weights on every device, and the caller's random
@@ -187,9 +188,8 @@ def make_model(
         torch.manual_seed(seed)
         try:
             model = AutoModelForCausalLM.from_config(config, dtype=element)
-        # Sizes that do not go together: each kind of model has errors of its own.
         except Exception as error:
-            raise ConfigError(f"the model is not made: {_first_line(error)}") from error
+            raise ConfigError(f"the model is not made: {_one_line(error)}") from error
     # Before the model moves: the digest reads it on the host, without copies from a device.
     identity = identity_of(model)
     name = f"{config.model_type} made from seed {seed}"
@@ -230,7 +230,7 @@ def load_model(
     # Whatever the packages raise: a file that is cut off or malformed has errors of their own, and
     # a kind of weights that needs another package an ImportError.
     except Exception as error:
-        raise ConfigError(f"model folder {path} is not loaded: {_first_line(error)}") from error
+        raise ConfigError(f"model folder {path} is not loaded: {_one_line(error)}") from error
     # transformers makes up what is missing, and only logs it.
     if missing := sorted(found.get("missing_keys", ())):
         raise ConfigError(
@@ -257,13 +257,12 @@ def _moved(model: Any, device: str) -> Any:
     try:
         return model.to(device)
     except RuntimeError as error:
-        raise CapacityError(f"the model does not fit on {device}: {_first_line(error)}") from error
+        raise CapacityError(f"the model does not fit on {device}: {_one_line(error)}") from error
 
 
-def _first_line(error: Exception) -> str:
-    """Return the first line of another package's error about an HF model, or the name of its
-    class."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+def _one_line(error: Exception) -> str:
+    """Return another package's error about an HF model as one line, cut to 500 characters."""
+    return " ".join(str(error).split())[:500] or type(error).__name__
 
 
 def unpaged_copy(model: PagedModel) -> Any:
