@@ -16,6 +16,7 @@ from typing import Final
 
 import torch
 
+from prefixkv.engines.hf.logprobs import MAX_LOGPROBS, TokenLogprob, logprobs_of
 from prefixkv.spi import RequestError, whole_number
 
 _DRAW: Final = struct.Struct("<QQQ")
@@ -35,6 +36,9 @@ class Sampling:
         stop: strings that end the answer, and are not part of its text; they need an engine with a
             tokenizer.
         ignore_end: True where the model's end tokens do not end the answer.
+        logprobs: number of likeliest tokens whose log-probabilities come with each token's own, at
+            most `MAX_LOGPROBS`; 0: only its own; None: none. They are of the model's distribution:
+            temperature, top_k and top_p do not count.
 
     Raises: RequestError for a value out of its range.
     """
@@ -46,6 +50,7 @@ class Sampling:
     stop_tokens: tuple[int, ...] = ()
     ignore_end: bool = False
     stop: tuple[str, ...] = ()
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p"):
@@ -61,6 +66,8 @@ class Sampling:
             whole_number("seed", self.seed, 0, 2**64)
         for token in self.stop_tokens:
             whole_number("a stop token", token, 0, 2**31)
+        if self.logprobs is not None:
+            whole_number("logprobs", self.logprobs, 0, MAX_LOGPROBS + 1)
         if not all(isinstance(one, str) and one for one in self.stop):
             raise RequestError(f"stop is {self.stop!r}, strings that are not empty are needed")
 
@@ -119,6 +126,28 @@ def choose(logits: torch.Tensor, choices: Sequence[Choice]) -> list[int]:
     for row, token in zip(drawn, torch.minimum(found, last).tolist(), strict=True):
         tokens[row] = token
     return tokens
+
+
+def chosen_logprobs(
+    logits: torch.Tensor, tokens: Sequence[int], choices: Sequence[Choice]
+) -> list[TokenLogprob | None]:
+    """Return the log-probabilities of the tokens that `choose` chose; None where none are wanted.
+
+    Args:
+        logits, choices: as for `choose`.
+        tokens: its result.
+    """
+    wanted = [
+        (row, num) for row, one in enumerate(choices) if (num := one.sampling.logprobs) is not None
+    ]
+    found: list[TokenLogprob | None] = [None] * len(tokens)
+    if wanted:
+        rows = [row for row, _ in wanted]
+        some = logits if len(rows) == len(tokens) else logits[rows]
+        asked = logprobs_of(some, [tokens[row] for row in rows], [num for _, num in wanted])
+        for row, one in zip(rows, asked, strict=True):
+            found[row] = one
+    return found
 
 
 def _probabilities(logits: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
