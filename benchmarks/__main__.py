@@ -74,7 +74,10 @@ def run(arguments: Sequence[str]) -> int:
         print(f"{PROGRAM} {name} needs {error.name}: {how}", file=sys.stderr)
         return 2
 
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app = typer.Typer(
+        add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+        context_settings={"max_content_width": 100},
+    )  # fmt: skip
     app.command()(getattr(import_module(f"benchmarks.{name}"), name))
     return run_app(app, f"{PROGRAM} {name}", options)
 

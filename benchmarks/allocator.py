@@ -96,7 +96,7 @@ def allocator(
     pages: Annotated[int, typer.Option(help="Of the pool.")] = 100_000,
     allocations: Annotated[int, typer.Option(help="Before it is measured.")] = 100_000,
     repeats: Annotated[int, typer.Option(help="Measured calls.")] = 5_000,
-    seed: int = 1,
+    seed: Annotated[int, typer.Option(help="Of all that is drawn.")] = 1,
 ) -> None:
     """What it takes to allocate 100 pages of a fragmented pool and to free them; JSON on stdout."""
     if min(pages, allocations, repeats) < 1_000:

@@ -599,7 +599,7 @@ class Transport(StrEnum):
 
 
 def chaos(
-    seed: int = 1,
+    seed: Annotated[int, typer.Option(help="Of all that is drawn.")] = 1,
     duration: Annotated[float, typer.Option(help="Of the storm, in seconds.")] = 60.0,
     tls: Annotated[
         Tls | None, typer.Option(help="UCX_TLS.", show_default="tcp for odd seeds")

@@ -104,7 +104,7 @@ def eviction_reserve(
     chats: Annotated[int, typer.Option(help="That come back.")] = 250,
     turns: Annotated[int, typer.Option(help="Of all chats.")] = 6_000,
     policy: Annotated[str, typer.Option(help="Of eviction.")] = "lru",
-    seed: int = 1,
+    seed: Annotated[int, typer.Option(help="Of all that is drawn.")] = 1,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write recipe and cases there.")
     ] = None,

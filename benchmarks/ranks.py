@@ -107,7 +107,7 @@ def measure(num_pages: int, running: int, num_passes: int, seed: int) -> dict[st
 def ranks(
     pages: Annotated[int, typer.Option(help="Of the pool.")] = 200_000,
     num_passes: Annotated[int, typer.Option("--passes", help="Of the worker, each way.")] = 1_000,
-    seed: int = 1,
+    seed: Annotated[int, typer.Option(help="Of all that is drawn.")] = 1,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write recipe and cases there.")
     ] = None,

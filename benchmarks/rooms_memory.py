@@ -154,7 +154,7 @@ def slope(samples: list[dict[str, Any]], name: str) -> float:
 def rooms_memory(
     rooms: Annotated[int, typer.Option(help="Opened in all.")] = 1_000_000,
     every: Annotated[int, typer.Option(help="Rooms between two counts.")] = 20_000,
-    seed: int = 1,
+    seed: Annotated[int, typer.Option(help="Of all that is drawn.")] = 1,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write all counts there.")
     ] = None,

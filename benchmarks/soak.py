@@ -177,7 +177,7 @@ def soak(
     restart_every: Annotated[
         int, typer.Option(help="Rooms between two ends of the second process.")
     ] = 1500,
-    seed: int = 1,
+    seed: Annotated[int, typer.Option(help="Of all that is drawn.")] = 1,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write all counts there.")
     ] = None,

@@ -98,7 +98,7 @@ def measure(
 def staging_copy(
     lease_mib: Annotated[int, typer.Option(help="Of a lease.")] = 4,
     rounds: Annotated[int, typer.Option(help="Of which the median counts.")] = 11,
-    seed: int = 1,
+    seed: Annotated[int, typer.Option(help="Of all that is drawn.")] = 1,
 ) -> None:
     """What gathering KV into staging memory and scattering it cost on the CPU; JSON on stdout."""
     if min(lease_mib, rounds) < 1:

@@ -350,9 +350,9 @@ def vllm(
     out: Annotated[Path, typer.Option(help="Where the figures go; gone on with.")] = Path(
         "vllm.json"
     ),
-    systems: Annotated[str, typer.Option()] = ",".join(SYSTEMS),
+    systems: Annotated[str, typer.Option(help="Of these alone, by commas.")] = ",".join(SYSTEMS),
     part: Annotated[str, typer.Option(help="Of these parts alone.")] = ",".join(PARTS),
-    repeat: Annotated[int, typer.Option()] = 3,
+    repeat: Annotated[int, typer.Option(help="Runs of each, turn about.")] = 3,
     trace: Annotated[
         list[Path] | None, typer.Option(help="Of requests, for `recorded`; more than once.")
     ] = None,

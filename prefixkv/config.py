@@ -14,7 +14,8 @@ from typing import Annotated, Any, Final, Literal, Protocol, TypedDict
 from msgspec import Meta
 
 from prefixkv.addresses import check_address
-from prefixkv.cache.eviction.policy import Policy
+from prefixkv.admission import Admission, explain_admission
+from prefixkv.cache.eviction.policy import Policy, explain_policy
 from prefixkv.errors import ConfigError
 from prefixkv.settings import (
     MAX_BYTES,
@@ -184,6 +185,10 @@ class TransportConfig:
     `backend`: "nixl"; "shm", which copies into mapped memory of the peer, for two workers of one
     user on one host, with decode's pool and state made with `shared=True`; or "auto": shm where
     both sides can, else NIXL.
+
+    `max_bytes_per_s` bounds what this rank sends, to all its peers together, so that KV leaves room
+    for other traffic of its network: a token bucket over parts of 2 ms, or 64 KiB if that is more.
+    A room has to arrive within its deadline at this rate, too. 0: as fast as the network takes it.
     """
 
     post_bytes: Bytes = 8 << 20
@@ -199,6 +204,9 @@ class TransportConfig:
     interface: Annotated[str, doc('Network that KV travels on, "eth0"; none: this machine.')] = ""
     trial_peers: bool = True
     backend: Annotated[Backend, doc("nixl, shm (memory of this host), or auto.")] = "nixl"
+    max_bytes_per_s: Annotated[
+        BytesOrZero, doc("Most bytes of KV sent per second, to all peers together; 0: no limit.")
+    ] = 0
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -238,6 +246,15 @@ class PageSettings(TypedDict, total=False):
     policy: str | Policy
     evict_reserve_pages: int
     num_slots: int
+    reserved_pages: int
+
+
+def check_reserved(reserved_pages: int, num_pages: int) -> int:
+    """Return the reserved pages of a configured worker. Raises ConfigError if its pool of
+    `num_pages` has no others."""
+    if reserved_pages >= num_pages:
+        raise ConfigError(f"reserved_pages: {reserved_pages} leaves none of {num_pages} pages")
+    return reserved_pages
 
 
 class Retarget(Protocol):
@@ -246,13 +263,13 @@ class Retarget(Protocol):
     def __call__(self, req: Any, error: Exception) -> str | None: ...
 
 
-class Admission(Protocol):
-    """An `AdmissionPolicy` (decode/admission.py)."""
-
-    name: str
-    overtakes: bool
-
-    def rank(self, req: Any, new_pages: int) -> Any: ...
+def _check_names(policy: str | Policy, admission: str | Admission = "fifo") -> None:
+    """Raise ConfigError, with the nearest name, if a worker's config names an eviction or admission
+    policy that is not registered."""
+    if isinstance(policy, str) and (why := explain_policy(policy)):
+        raise ConfigError(f"policy: {why}")
+    if isinstance(admission, str) and (why := explain_admission(admission)):
+        raise ConfigError(f"admission: {why}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,13 +328,17 @@ class DecodeConfig:
     `reserve_tokens` is the space kept for each request's output before it is admitted.
     `cache=False` turns the prefix cache off: nothing is matched, nothing kept.
 
-    `policy` chooses the cached pages that are evicted first: a name, or a `Policy` with settings of
-    its own (`Adaptive(trust=20)`), which serves one cache; ranks need a name. `admission` chooses
-    the request that is admitted first: "hit_aware", "fifo", "priority", a registered name, or an
-    `AdmissionPolicy`. No other overtakes a request that has waited `patience_s`, unless that steps
-    aside because the running ones cannot make room for it. A request without a `deadline_s` that is
-    not admitted within `waiting_timeout_s` fails, and prefill is told. None:
-    `control.longest_wait_s`, the most that is allowed, since prefill waits no longer either.
+    `policy` chooses the cached pages that are evicted first: a registered name, or a `Policy` with
+    settings of its own (`Adaptive(trust=20)`), which serves one cache; ranks need a name.
+    `admission` chooses the request that is admitted first: "hit_aware", "fifo", "priority", a
+    registered name, or an `AdmissionPolicy`. No other overtakes a request that has waited
+    `patience_s`, unless that steps aside because the running ones cannot make room for it. A
+    request without a `deadline_s` that is not admitted within `waiting_timeout_s` fails, and
+    prefill is told. None: `control.longest_wait_s`, the most that is allowed, since prefill waits
+    no longer either.
+
+    The first `reserved_pages` of the pool are the engine's: no request gets them. A padded batch
+    writes its padding there.
 
     An eviction frees `evict_reserve` of the pool beyond the missing pages, so that new pages lie
     together; 0: only the missing ones.
@@ -347,6 +368,7 @@ class DecodeConfig:
     patience_s: SecondsOrZero = 5.0
     waiting_timeout_s: Seconds | None = None
     evict_reserve: Share = 1 / 256
+    reserved_pages: CountOrZero = 0
     prefill_share: Share = 0.5
     record: Annotated[
         Annotated[str, Meta(min_length=1)] | Path | None,
@@ -363,6 +385,7 @@ class DecodeConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        _check_names(self.policy, self.admission)
         if self.waiting_timeout_s is not None:
             # Prefill has given a request up by then, so its pages would be taken for nothing.
             check_order(self, "waiting_timeout_s", "control.longest_wait_s")
@@ -377,6 +400,7 @@ class DecodeConfig:
             "policy": self.policy,
             "evict_reserve_pages": int(self.evict_reserve * num_pages),
             "num_slots": num_slots,
+            "reserved_pages": check_reserved(self.reserved_pages, num_pages),
         }
 
     @property
@@ -405,8 +429,8 @@ class PrefillConfig:
     """A prefill worker. `bind` is its ROUTER's address; a port of `*` takes a free one.
 
     A request whose prefix another computes waits for it, but not once nothing has been computed for
-    `follow_s`; 0: each computes its own. `kv_events` as on decode; of several ranks the first
-    publishes.
+    `follow_s`; 0: each computes its own. `reserved_pages` and `kv_events` as on decode; of
+    several ranks the first publishes events.
     """
 
     name: Name = "prefill-0"
@@ -417,6 +441,7 @@ class PrefillConfig:
     cache: Annotated[bool, doc("Keep and match prefixes.")] = True
     policy: PolicyName = "adaptive"
     follow_s: SecondsOrZero = 1.0
+    reserved_pages: CountOrZero = 0
     model: ModelConfig = ModelConfig()
     control: ControlConfig = ControlConfig()
     transport: TransportConfig = TransportConfig()
@@ -424,5 +449,6 @@ class PrefillConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        _check_names(self.policy)
         # Decode waits no longer for the first chunk.
         check_order(self, "follow_s", "control.longest_wait_s")

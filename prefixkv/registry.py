@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from typing import Any, Generic, Protocol, TypeVar
 
 from prefixkv.errors import ConfigError
@@ -51,6 +52,15 @@ class Registry(Generic[T]):
         """Return all names in the registry, sorted."""
         return sorted(self._classes)
 
+    def explain(self, name: str) -> str:
+        """Say why no class of the registry can be chosen by `name`, with the names that there are
+        and the nearest of them; "" where one can."""
+        if name in self._classes:
+            return ""
+        near = get_close_matches(name, self.names(), n=1)
+        hint = f"; the nearest is {near[0]}" if near else ""
+        return f"{name!r} is not one of {', '.join(self.names())}{hint}"
+
     def make(self, chosen: str | T) -> T:
         """Return a new object of the registry's class named `chosen`, with default settings; an
         object is returned as is.
@@ -58,10 +68,10 @@ class Registry(Generic[T]):
         Raises:
             ConfigError: an unknown name, or an object of another kind.
         """
-        # An unknown name falls through to the error.
         if isinstance(chosen, str):
-            if chosen in self._classes:
-                return self._classes[chosen]()
-        elif isinstance(chosen, self._base):
-            return chosen
-        raise ConfigError(f"{self._kind} {chosen!r} is not one of {', '.join(self.names())}")
+            if why := self.explain(chosen):
+                raise ConfigError(f"{self._kind} {why}")
+            return self._classes[chosen]()
+        if not isinstance(chosen, self._base):
+            raise ConfigError(f"{self._kind} {chosen!r} is not one of {', '.join(self.names())}")
+        return chosen

@@ -349,6 +349,20 @@ def convert(kind: type[T], tables: Any, where: str) -> T:
         raise ConfigError(f"{where}: {error}") from None
 
 
+class Found(NamedTuple):
+    """A setting's value where somebody has set it. `where` names that place for error texts:
+    "worker.toml: control.heartbeat_s", a variable, or an option."""
+
+    value: Any
+    where: str
+    rank: int  # FILE, VARIABLE or OPTION: the larger goes before the smaller
+
+
+FILE: Final = 0
+VARIABLE: Final = 1
+OPTION: Final = 2
+
+
 def load(
     kind: type[T],
     file: Path | None = None,
@@ -367,19 +381,61 @@ def load(
 
     Raises ConfigError as `convert` does, with the file, the variable or the option in front.
     """
-    found: dict[str, Any] = {}
-    if file is not None:
-        tables = {name: table for name, table in read_toml(file).items() if name not in but}
-        found |= read_tables(kind, tables, str(file))
+    tables = read_toml(file) if file is not None else {}
+    return build(kind, find(kind, tables, str(file), environ, options, but=but))
+
+
+def find(
+    kind: type,
+    tables: Any,
+    where: str,
+    environ: Mapping[str, str] | None = None,
+    options: Mapping[str, Any] | None = None,
+    *,
+    under: str = "",
+    but: Collection[str] = (),
+) -> dict[str, Found]:
+    """Find the settings of a class that are set, by name of the setting, each at the place that
+    goes before the others.
+
+    Args:
+        tables: of a file, which `where` names; `under` is the path of these tables in it, with a
+            dot at its end, or "".
+        environ, options, but: as for `load`.
+
+    Raises ConfigError, with the place, for one that is unknown, of another type or out of its
+    bounds.
+    """
+    if isinstance(tables, Mapping):
+        tables = {name: table for name, table in tables.items() if name not in but}
+    values = read_tables(kind, tables, where, under, also=but)
     environ, options = environ or {}, options or {}
+    found: dict[str, Found] = {}
     for setting in settings_of(kind):
+        name, field = setting.name, setting.field
+        if name in values:
+            found[name] = Found(values[name], f"{where}: {under}{setting.path}", FILE)
         if (text := environ.get(setting.variable)) is not None:
-            found[setting.name] = setting.field.convert_text(text, setting.variable)
-        if (value := options.get(setting.name)) is not None:
-            field = setting.field
-            take = field.convert_text if isinstance(value, str) else field.convert
-            found[setting.name] = take(value, setting.option)
-    return _build(kind, found)
+            value = field.convert_text(text, setting.variable)
+            found[name] = Found(value, setting.variable, VARIABLE)
+        if (option := options.get(name)) is not None:
+            take = field.convert_text if isinstance(option, str) else field.convert
+            found[name] = Found(take(option, setting.option), setting.option, OPTION)
+    return found
+
+
+def build(kind: type[T], found: Mapping[str, Found]) -> T:
+    """Build a settings object, a `kind`, of the settings that `find` has found. Raises ConfigError,
+    with the place of the setting, if some contradict each other, or one is missing."""
+    try:
+        return _build(kind, {name: one.value for name, one in found.items()})
+    except ConfigError as error:
+        # The text begins with the setting's path. Its place is known if somebody has set it.
+        path, colon, why = str(error).partition(": ")
+        place = found.get(path.replace(".", "_"))
+        if place is None or not colon:
+            raise
+        raise ConfigError(f"{place.where}: {why}") from None
 
 
 def as_environ(kind: type, values: Mapping[str, Any]) -> dict[str, str]:
@@ -405,12 +461,16 @@ def read_toml(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{file}: {error}") from None
 
 
-def read_tables(kind: type, tables: Any, where: str, under: str = "") -> dict[str, Any]:
+def read_tables(
+    kind: type, tables: Any, where: str, under: str = "", also: Collection[str] = ()
+) -> dict[str, Any]:
     """Flatten nested tables to settings by name. Raises ConfigError, which begins with `where` and
-    the path below `under`, for one that is unknown, of another type or out of its bounds."""
+    the path below `under`, for one that is unknown, of another type or out of its bounds. `also`:
+    further names that the same file may have, which an unknown one may have meant."""
     by_key = {setting.key: setting for setting in settings_of(kind)}
     # Tables within tables: of "control.curve.public_key" these are control and control.curve.
     inner = {key[:depth] for key in by_key for depth in range(1, len(key))}
+    others = {(name,) for name in also}
     found: dict[str, Any] = {}
 
     def walk(table: Any, at: tuple[str, ...]) -> None:
@@ -429,7 +489,11 @@ def read_tables(kind: type, tables: Any, where: str, under: str = "") -> dict[st
                 path = f"{where}: {under}{setting.path}"
                 found[setting.name] = setting.field.convert(value, path)
             elif key not in inner:
-                raise ConfigError(f"{where}: {_unknown(key, by_key, under)}")
+                is_table = isinstance(value, Mapping)
+                # A table is meant for another table first, a value for another setting.
+                known = [*inner, *others, *by_key] if is_table else [*by_key, *others, *inner]
+                what = "table" if is_table else "setting"
+                raise ConfigError(f"{where}: {_unknown(what, key, known, under)}")
             elif value is not None:  # null in JSON leaves a table out
                 walk(value, key)
 
@@ -437,12 +501,24 @@ def read_tables(kind: type, tables: Any, where: str, under: str = "") -> dict[st
     return found
 
 
-def _unknown(key: tuple[str, ...], known: Collection[tuple[str, ...]], under: str) -> str:
+def _unknown(
+    what: str, key: tuple[str, ...], known: Collection[tuple[str, ...]], under: str
+) -> str:
     path, paths = ".".join(key), [".".join(one) for one in known]
     # The right name in the wrong table, else a slip of the pen.
     near = [".".join(one) for one in known if one[-1] == key[-1]] or get_close_matches(path, paths)
     hint = f"; the nearest is {under}{near[0]}" if near else ""
-    return f"there is no setting {under}{path}{hint}"
+    return f"there is no {what} {under}{path}{hint}"
+
+
+def nearest(name: str, known: Collection[str]) -> str:
+    """End an error text about an unknown name by the nearest that there is.
+
+    >>> nearest("lruu", ["adaptive", "lru"]), nearest("x", ["lru"])
+    ('; the nearest is lru', '')
+    """
+    near = get_close_matches(name, sorted(known), n=1)
+    return f"; the nearest is {near[0]}" if near else ""
 
 
 def _build(

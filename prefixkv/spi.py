@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 from prefixkv._lazy import lazy_names
 
 if TYPE_CHECKING:
+    from prefixkv.admission import AdmissionPolicy as AdmissionPolicy
+    from prefixkv.admission import register_admission as register_admission
     from prefixkv.cache.events import NO_PARENT as NO_PARENT
     from prefixkv.cache.events import Change as Change
     from prefixkv.cache.events import Cleared as Cleared
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from prefixkv.cache.eviction.policy import DEFAULT_POLICY as DEFAULT_POLICY
     from prefixkv.cache.eviction.policy import Policy as Policy
     from prefixkv.cache.eviction.policy import Use as Use
+    from prefixkv.cache.eviction.policy import explain_policy as explain_policy
     from prefixkv.cache.eviction.policy import make_policy as make_policy
     from prefixkv.cache.eviction.policy import policy_names as policy_names
     from prefixkv.cache.eviction.policy import register_policy as register_policy
@@ -45,8 +48,6 @@ if TYPE_CHECKING:
     from prefixkv.cache.results import PrefixLock as PrefixLock
     from prefixkv.cache.results import packed_ids as packed_ids
     from prefixkv.config import check_version as check_version
-    from prefixkv.decode.admission import AdmissionPolicy as AdmissionPolicy
-    from prefixkv.decode.admission import register_admission as register_admission
     from prefixkv.errors import AbortedError as AbortedError
     from prefixkv.errors import CallerError as CallerError
     from prefixkv.errors import CapacityError as CapacityError
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
     from prefixkv.memory.kv_layout import KVLayout as KVLayout
     from prefixkv.memory.kv_layout import Slab as Slab
     from prefixkv.memory.mesh import Shard as Shard
+    from prefixkv.memory.mesh import check_page_sizes as check_page_sizes
     from prefixkv.memory.staging_area import BLOCK_BYTES as BLOCK_BYTES
     from prefixkv.memory.staging_area import StagingArea as StagingArea
     from prefixkv.memory.state_layout import StateLayout as StateLayout
@@ -80,6 +82,7 @@ if TYPE_CHECKING:
     from prefixkv.paging import pages_for as pages_for
     from prefixkv.paging import slot_mapping as slot_mapping
     from prefixkv.protocol.ids import PeerId as PeerId
+    from prefixkv.protocol.messages import PROTOCOL_VERSION as PROTOCOL_VERSION
     from prefixkv.protocol.messages import ProcessLife as ProcessLife
     from prefixkv.protocol.tags import ChunkTag as ChunkTag
     from prefixkv.ranks.replica import RankLog as RankLog
@@ -96,10 +99,13 @@ if TYPE_CHECKING:
     from prefixkv.runtime.metrics import NodeCollector as NodeCollector
     from prefixkv.runtime.transfers import MakeTransport as MakeTransport
     from prefixkv.runtime.transfers import secret_number as secret_number
+    from prefixkv.settings import FILE as FILE
     from prefixkv.settings import PREFIX as PREFIX
+    from prefixkv.settings import VARIABLE as VARIABLE
     from prefixkv.settings import Bytes as Bytes
     from prefixkv.settings import Count as Count
     from prefixkv.settings import CountOrZero as CountOrZero
+    from prefixkv.settings import Found as Found
     from prefixkv.settings import Number as Number
     from prefixkv.settings import Port as Port
     from prefixkv.settings import Seconds as Seconds
@@ -107,11 +113,13 @@ if TYPE_CHECKING:
     from prefixkv.settings import Setting as Setting
     from prefixkv.settings import as_environ as as_environ
     from prefixkv.settings import at_least as at_least
+    from prefixkv.settings import build as build
     from prefixkv.settings import check_fields as check_fields
     from prefixkv.settings import convert as convert
     from prefixkv.settings import doc as doc
+    from prefixkv.settings import find as find
     from prefixkv.settings import load as load
-    from prefixkv.settings import read_tables as read_tables
+    from prefixkv.settings import nearest as nearest
     from prefixkv.settings import read_toml as read_toml
     from prefixkv.settings import settings_of as settings_of
     from prefixkv.transport.base import Arrived as Arrived
@@ -161,6 +169,7 @@ _HOMES = {
     # Eviction and admission policies.
     "Policy": "cache.eviction.policy",
     "DEFAULT_POLICY": "cache.eviction.policy",
+    "explain_policy": "cache.eviction.policy",
     "make_policy": "cache.eviction.policy",
     "policy_names": "cache.eviction.policy",
     "register_policy": "cache.eviction.policy",
@@ -170,8 +179,8 @@ _HOMES = {
     "Ghost": "cache.eviction.ghosts",
     "GhostPolicy": "cache.eviction.ghosts",
     "staircase": "cache.eviction.ghosts",
-    "AdmissionPolicy": "decode.admission",
-    "register_admission": "decode.admission",
+    "AdmissionPolicy": "admission",
+    "register_admission": "admission",
     # Pages and tokens.
     "MAX_INDEX": "paging",
     "PageIds": "paging",
@@ -184,6 +193,7 @@ _HOMES = {
     "KVLayout": "memory.kv_layout",
     "Slab": "memory.kv_layout",
     "Shard": "memory.mesh",
+    "check_page_sizes": "memory.mesh",
     "StateLayout": "memory.state_layout",
     "StateLink": "memory.state_layout",
     "BLOCK_BYTES": "memory.staging_area",
@@ -197,6 +207,7 @@ _HOMES = {
     "Route": "routing",
     # Processes: peers, their death, their metrics, threads.
     "PeerId": "protocol.ids",
+    "PROTOCOL_VERSION": "protocol.messages",
     "ProcessLife": "protocol.messages",
     "HeldLife": "runtime.death",
     "is_dead": "runtime.death",
@@ -232,16 +243,21 @@ _HOMES = {
     "CountOrZero": "settings",
     "Number": "settings",
     "Port": "settings",
+    "FILE": "settings",
+    "VARIABLE": "settings",
+    "Found": "settings",
     "PREFIX": "settings",
     "Seconds": "settings",
     "SecondsOrZero": "settings",
     "Setting": "settings",
     "as_environ": "settings",
     "check_fields": "settings",
+    "build": "settings",
     "convert": "settings",
     "doc": "settings",
+    "find": "settings",
     "load": "settings",
-    "read_tables": "settings",
+    "nearest": "settings",
     "read_toml": "settings",
     "settings_of": "settings",
     "at_least": "settings",

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import pytest
 
+from prefixkv.admission import make_admission
 from prefixkv.cache.eviction.policy import DEFAULT_POLICY, make_policy
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.config import (
@@ -71,11 +72,17 @@ TOO_LOW: dict[type, dict[str, Any]] = {
         "patience_s": -1e-9,
         "waiting_timeout_s": 0,
         "evict_reserve": -1e-9,
+        "reserved_pages": -1,
         "prefill_share": -1e-9,
         "record": "",
         "record_bytes": 4095,
     },
-    PrefillConfig: {"max_running": 0, "follow_s": -0.1, "name": "x" * 257},
+    PrefillConfig: {
+        "max_running": 0,
+        "follow_s": -0.1,
+        "reserved_pages": -1,
+        "name": "x" * 257,
+    },
     ModelConfig: {},
     KVEventsConfig: {
         "dp_rank": -1,
@@ -90,6 +97,30 @@ TOO_LOW: dict[type, dict[str, Any]] = {
         "dialect": "dynamo",
     },
 }
+
+
+@pytest.mark.parametrize(
+    ("config", "field", "near", "far"),
+    [
+        (DecodeConfig, "policy", "lruu", "?"),
+        (PrefillConfig, "policy", "adaptiv", ""),
+        (DecodeConfig, "admission", "hitaware", "lru"),
+    ],
+)
+def test_a_policy_that_no_one_has_registered_is_refused_with_the_nearest(
+    config: type, field: str, near: str, far: str
+) -> None:
+    named = {"lruu": "lru", "adaptiv": "adaptive", "hitaware": "hit_aware"}[near]
+    with pytest.raises(ConfigError) as caught:
+        config(**{field: near})
+    assert str(caught.value).startswith(f"{field}: {near!r} is not one of ")
+    assert str(caught.value).endswith(f"; the nearest is {named}")
+    with pytest.raises(ConfigError, match=rf"^{field}: '.*' is not one of "):
+        config(**{field: far})
+    config(**{field: named})
+    # An object is taken as it is: it has no name to look up.
+    made = {"policy": make_policy, "admission": make_admission}[field](named)
+    assert getattr(config(**{field: made}), field) is made
 
 
 @pytest.mark.parametrize(

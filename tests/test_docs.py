@@ -10,6 +10,7 @@ runs; or `<!-- quoted: NAME -->`: it is the source of that object, as it stands;
 from __future__ import annotations
 
 import builtins
+import dataclasses
 import importlib
 import inspect
 import os
@@ -30,8 +31,12 @@ import pytest
 
 import prefixkv
 from benchmarks.__main__ import BENCHMARKS
+from prefixkv import transfer
 from prefixkv.memory import kv_layout, state_layout
+from prefixkv.memory.kv_layout import ITEMSIZE
 from prefixkv.protocol import messages
+from prefixkv.request import Request
+from prefixkv.testing.sides import LAWS, Prompt, ScenarioSettings
 from tests.models.patience import PATIENCE_S
 from tests.protocol.rooms import assert_diagrams
 from tests.test_example_scheduler import serve
@@ -417,6 +422,89 @@ def test_every_law_that_is_cited_is_there() -> None:
     for path in [*ROOT.glob("tests/**/*.py"), *ROOT.glob("fuzz/**/*.py"), *DOCUMENTS]:
         for number in re.findall(r"\blaw (\d+)", path.read_text()):
             assert int(number) in numbers, f"{path.name} cites law {number}"
+
+
+# --- docs/integrate.md ----------------------------------------------------------------------------
+
+
+def table_below(text: str, mark: str) -> list[list[str]]:
+    """The table that follows a comment."""
+    table = text.partition(f"<!-- {mark} -->\n")[2].partition("\n\n")[0]
+    assert table, f"there is no <!-- {mark} -->"
+    return rows(table)
+
+
+def test_every_field_of_a_request_is_told_with_its_default() -> None:
+    """`max_new_tokens` is what the section begins with, since it decides admission."""
+    text = read("docs/integrate.md")
+    assert section(text, "### A request").lstrip().startswith("Say `max_new_tokens`.")
+    told = {
+        name.strip("`"): default.strip("`") for name, default, *_ in table_below(text, "request")
+    }
+    fields = [one for one in dataclasses.fields(Request) if one.init]
+    found = {
+        one.name: "" if one.default is dataclasses.MISSING else repr(one.default).replace("'", '"')
+        for one in fields
+    }
+    assert told == found
+
+
+@pytest.mark.parametrize("kind", [ScenarioSettings, Prompt])
+def test_what_the_kit_gives_an_engine_is_told_with_its_defaults(kind: type) -> None:
+    mark = re.sub(r"(?<=[a-z])(?=[A-Z])", "-", kind.__name__).lower()
+    told = {}
+    for names, defaults, _ in table_below(read("docs/integrate.md"), mark):
+        values = re.findall(r"`([^`]+)`", defaults)
+        for i, name in enumerate(re.findall(r"`(\w+)`", names)):
+            told[name] = values[i] if values else ""
+    found = {
+        one.name: ""
+        if one.default is dataclasses.MISSING or dataclasses.is_dataclass(one.default)
+        else repr(one.default)
+        for one in dataclasses.fields(kind)
+    }
+    assert told == found
+
+
+def test_every_event_of_the_transfer_side_is_told_with_its_fields() -> None:
+    told = {
+        name.strip("`"): (side, re.findall(r"`(\w+)`", fields))
+        for name, side, fields, _ in table_below(read("docs/integrate.md"), "events")
+    }
+    sides = {"decode": get_args(transfer.DecodeEvent), "prefill": get_args(transfer.PrefillEvent)}
+    found: dict[str, tuple[str, list[str]]] = {}
+    for side, events in sides.items():
+        for event in events:
+            where = "both" if event.__name__ in found else side
+            found[event.__name__] = where, list(event.__struct_fields__)
+    assert told == found
+
+
+@pytest.mark.parametrize("side", ["DecodeTransfers", "PrefillTransfers"])
+def test_the_signatures_of_the_transfer_side_are_told(side: str) -> None:
+    text = section(read("docs/integrate.md"), "## An engine that owns its pages and its cache")
+    calls = dict(re.findall(r"`(\w+)\(([\w, ]+)\)`", text))
+    table = [row[0] for row in rows(text)]
+    methods = (
+        ("open", "refuse")
+        if side == "DecodeTransfers"
+        else ("add", "send_chunk", "offer", "withdraw")
+    )
+    for name in methods:
+        parameters = [*inspect.signature(getattr(getattr(transfer, side), name)).parameters][1:]
+        assert any(f"`{name}({', '.join(parameters)})`" in cell for cell in table), (name, calls)
+
+
+def test_every_dtype_of_a_pool_is_told() -> None:
+    text = section(read("docs/integrate.md"), "## Your own tensors")
+    told = text.partition("A pool's dtype is one of ")[2].partition(", for bytes")[0]
+    assert re.findall(r"`(\w+)`", told) == sorted(ITEMSIZE, key=[*ITEMSIZE].index)
+
+
+def test_the_laws_of_a_finding_are_told() -> None:
+    text = section(read("docs/integrate.md"), "## Does your engine conform?")
+    told = " ".join(row[0] for row in rows(text)[-len(LAWS) :])
+    assert all(law in told for law in LAWS)
 
 
 # --- docs/protocol.md -----------------------------------------------------------------------------

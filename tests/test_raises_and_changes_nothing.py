@@ -15,13 +15,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prefixkv.admission import AdmissionPolicy, admission_names, register_admission
 from prefixkv.cache.events import Cleared, EventBatch, EventFeed, Removed, Stored, page_keys
 from prefixkv.cache.eviction.plain import LeastRecentlyUsed
 from prefixkv.cache.eviction.policy import policy_names, register_policy
 from prefixkv.cache.eviction.queues import EvictionQueue
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import RadixKey
-from prefixkv.decode.admission import AdmissionPolicy, admission_names, register_admission
 from prefixkv.decode.budget import PreallocBudget
 from prefixkv.decode.lanes import Waiter
 from prefixkv.decode.request import DecodeRequest

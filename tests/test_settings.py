@@ -98,7 +98,15 @@ def test_a_file_may_have_the_names_of_keys(tmp_path: Path) -> None:
         ("nonsense = 3", "there is no setting nonsense$"),
         ("heartbeat_s = 3", "there is no setting heartbeat_s; the nearest is control.heartbeat_s"),
         ("[control]\nbeat_s = 3", "there is no setting control.beat_s; the nearest is control.hea"),
+        ("[contrl]\nresend_s = 3", "there is no table contrl; the nearest is control"),
+        ("[limits.control]\nresend_s = 3", "no table limits.control; the nearest is control"),
         ("control = 3", "control: 3 is not a table of settings"),
+        ("policy = 'lruu'", r"worker.toml: policy: 'lruu' is not one of .*; the nearest is lru$"),
+        ("model = 'm'\nseed = 3", "worker.toml: seed: 3 is of the small model, and model is 'm'"),
+        (
+            "[limits]\nmax_requests_per_client = 3",
+            "worker.toml: limits.max_requests_per_client: is of a front or a proxy",
+        ),
         ("[model]\nmodel = 'x'", "model: a table is not a string"),
         ("page_size = '8'", "page_size: '8' is not a whole number"),
         ("page_size = true", "page_size: True is not a whole number"),
@@ -135,6 +143,12 @@ def test_what_is_wrong_elsewhere_is_named(tmp_path: Path) -> None:
         load(PrefillWorkerConfig, None, {"PREFIXKV_CONTROL_CURVE_PUBLIC_KEY": "x" * 40})
     with pytest.raises(ConfigError, match=r"^--decode: 0 is below 1$"):
         load(ServeConfig, options={"decode": 0})
+    with pytest.raises(ConfigError, match=r"^PREFIXKV_POLICY: 'lruu' is not one of .* is lru$"):
+        load(PrefillWorkerConfig, None, {"PREFIXKV_POLICY": "lruu"})
+    with pytest.raises(ConfigError, match=r"^--admission: 'fifoo' is not one of .* is fifo$"):
+        load(DecodeWorkerConfig, options={"admission": "fifoo"})
+    with pytest.raises(ConfigError, match=r"^decode: policy: 'lruu' is not one of .* is lru$"):
+        convert(DecodeConfig, {"policy": "lruu"}, "decode")
     with pytest.raises(ConfigError, match=r"^decode: max_retries: -1 is below 0$"):
         convert(DecodeConfig, {"max_retries": -1}, "decode")
     with pytest.raises(ConfigError, match=r"^decode: control.suspect_after_s: 1.0 is not"):
@@ -151,7 +165,9 @@ def test_what_is_wrong_elsewhere_is_named(tmp_path: Path) -> None:
          "there is no setting workers.prefill.control.hartbeat_s; the nearest is workers.prefill."
          "control.heartbeat_s"),
         ("[workers]\ndecode = 3", "workers.decode: 3 is not a table of settings"),
-        ("[workers.dekode]", "there is no table workers.dekode"),
+        ("[workers.dekode]", "there is no table workers.dekode; the nearest is workers.decode"),
+        ("workers = 3", "workers: 3 is not a table"),
+        ("ray_cpus = 3", "ray_cpus: is of --ray, which is not set"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_in_a_worker_s_table_is_named(
@@ -296,7 +312,6 @@ def test_help_fits_two_screens_and_the_rest_is_in_help_all(
     command: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 100)
     assert run_command([*command.split(), "--help"]) == 0
     assert len(capfd.readouterr().out.splitlines()) <= 60
     assert run_command([*command.split(), "--help-all"]) == 0

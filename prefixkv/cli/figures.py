@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
@@ -70,6 +71,19 @@ def times(ratio: float, comparison: str, digits: int = 2) -> str:
     if 0 < ratio < 1 and first in _OPPOSITE:
         ratio, comparison = 1 / ratio, f"{_OPPOSITE[first]} {rest}".rstrip()
     return f"{ratio:.{digits}f} times {comparison}"
+
+
+def compared(ours: Sequence[float], theirs: Sequence[float], comparison: str) -> str:
+    """Compare two sides' figures of several passes in words: by the ratio of their medians, theirs
+    by ours; "alike" where that differs by no more than the passes of one side do.
+
+    >>> compared([1.0, 1.2], [2.4, 2.0], "lower"), compared([1.0, 1.2], [1.2, 1.4], "lower")
+    ('2.0 times lower', 'alike')
+    """
+    our, their = statistics.median(ours), statistics.median(theirs)
+    if abs(our - their) <= max(max(ours) - min(ours), max(theirs) - min(theirs)):
+        return "alike"
+    return times(their / our, comparison, 1)
 
 
 def quantiles(values: list[float], *percents: int) -> dict[str, float | None]:

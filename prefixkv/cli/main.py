@@ -3,32 +3,58 @@ their command."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from enum import StrEnum
 from inspect import cleandoc, getdoc
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
-from prefixkv import PrefixKVError
+from prefixkv import PrefixKVError, __version__
 from prefixkv.cli.replay import replay
 from prefixkv.cli.serve import add_commands, check_packages
-from prefixkv.spi import CallerError, CapacityError, check_range
+from prefixkv.serving.variables import check_environ
+from prefixkv.spi import PROTOCOL_VERSION, CallerError, CapacityError, check_range
 
 app = typer.Typer(
     name="prefixkv",
     help="Decode-side radix prefix cache for prefill/decode disaggregation over NIXL.",
     add_completion=False,
     pretty_exceptions_enable=False,
+    # Plain help breaks lines where the table of Rich cuts names.
+    rich_markup_mode=None,
+    context_settings={"max_content_width": 100},
 )
+
+
+_ASKS: Final = frozenset({"--help", "--help-all", "--version"})
+"""Options that ask for a text alone, and get it whatever the environment has."""
 
 
 class CacheSetting(StrEnum):
     on = "on"
     off = "off"
     both = "both"
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"prefixkv {__version__} (wire protocol {PROTOCOL_VERSION})")
+        raise typer.Exit
+
+
+@app.callback()
+def begin(
+    version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version."),
+    ] = False,
+) -> None:
+    """Take the options that come before a command: `--version` shows the package's and the wire
+    protocol's."""
 
 
 app.command()(replay)
@@ -40,6 +66,14 @@ def demo(
     cache: Annotated[
         CacheSetting, typer.Option(help="Decode's prefix cache; prefill's own is always on.")
     ] = CacheSetting.both,
+    link: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="RATE",
+            help="Chat over a link of this rate as well: 1Gbit (the default), 500Mbit; repeat it. "
+            "none: only as fast as this machine is.",
+        ),
+    ] = None,
     json: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write all figures to FILE.")
     ] = None,
@@ -47,20 +81,24 @@ def demo(
     """Chat with a small model over two processes and NIXL, decode's prefix cache on and off.
 
     The model has random weights. Every answer is compared with that of transformers, and one
-    conversation is shown turn by turn.
+    conversation is shown turn by turn. A link is modelled by limiting prefill's transport to its
+    rate.
     """
     check_range("--seed", seed, 0, 2**63 - 1)
     check_packages()
     from rich.console import Console
 
-    from prefixkv.cli.chats.command import run
+    from prefixkv.cli.chats.command import LINKS, run
+    from prefixkv.cli.chats.rates import link_of
 
+    rates = link or LINKS
+    links = [] if "none" in rates else [link_of(rate) for rate in rates]
     caches = {
         CacheSetting.on: (True,),
         CacheSetting.off: (False,),
         CacheSetting.both: (True, False),
     }[cache]
-    return run(seed, caches, Console(), json)
+    return run(seed, caches, links, Console(), json)
 
 
 add_commands(app)
@@ -74,8 +112,10 @@ def run_command(arguments: Sequence[str]) -> int:
 
 def run_app(app: typer.Typer, program: str, arguments: Sequence[str]) -> int:
     """Run any Typer application like `prefixkv` itself; `program` begins each error message."""
-    _join_lines(app)
+    _list_whole(app)
     try:
+        if not _ASKS.intersection(arguments):
+            check_environ(os.environ)
         status = app(args=list(arguments), prog_name=program, standalone_mode=False)
     except (CallerError, CapacityError) as error:
         return _print_error(program, error, 2)
@@ -94,15 +134,15 @@ def run_app(app: typer.Typer, program: str, arguments: Sequence[str]) -> int:
     return status if isinstance(status, int) else 0
 
 
-def _join_lines(app: typer.Typer) -> None:
-    """Give every paragraph of the Typer commands' help one line: Typer keeps the docstring's
-    breaks."""
+def _list_whole(app: typer.Typer) -> None:
+    """Give every Typer command its first paragraph for the list of commands: what Click takes
+    itself is cut."""
     for command in app.registered_commands:
-        paragraphs = cleandoc(command.help or getdoc(command.callback) or "").split("\n\n")
-        command.help = "\n\n".join(" ".join(one.split()) for one in paragraphs)
+        about = cleandoc(command.help or getdoc(command.callback) or "")
+        command.short_help = " ".join(about.partition("\n\n")[0].split())
     for group in app.registered_groups:
         if group.typer_instance is not None:
-            _join_lines(group.typer_instance)
+            _list_whole(group.typer_instance)
 
 
 def _print_error(program: str, message: object, status: int) -> int:

@@ -8,16 +8,14 @@ import textwrap
 from collections.abc import Callable
 from inspect import Parameter, Signature, cleandoc
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 import typer
 
 from prefixkv.serving import check_extra, is_there
 from prefixkv.serving.config import KINDS, ProxyConfig, ServeConfig, ServerAt
-from prefixkv.spi import ConfigError, Setting, load, read_tables, read_toml, settings_of
-
-TABLE: Final = "workers"
-"""Table of a file for `serve`: [workers.prefill] and [workers.decode] hold settings of workers."""
+from prefixkv.serving.plan import TABLE, find_workers, plan
+from prefixkv.spi import ConfigError, Setting, find, load, read_toml, settings_of
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -70,12 +68,14 @@ def _serve(config: Path | None, **options: Any) -> int:
     Without MODEL a small model made from a seed answers, in random words.
     """
     check_packages()
-    tables: dict[str, dict[str, Any]] = {}
-    for role, table in (read_toml(config).get(TABLE, {}) if config else {}).items():
-        if role not in KINDS:
-            raise ConfigError(f"{config}: there is no table {TABLE}.{role}")
-        tables[role] = read_tables(KINDS[role], table, str(config), f"{TABLE}.{role}.")
-    loaded = load(ServeConfig, config, os.environ, options, but=(TABLE,))
+    tables = read_toml(config) if config else {}
+    found = find(ServeConfig, tables, str(config), os.environ, options, but=(TABLE,))
+    workers = find_workers(tables.get(TABLE, {}), str(config), os.environ)
+    ray = found.get("ray")
+    for name, one in found.items():
+        if name.startswith("ray_") and not (ray and ray.value):
+            raise ConfigError(f"{one.where}: is of --ray, which is not set")
+    loaded, tables = plan(found, workers)
     if loaded.ray and not is_there("ray"):
         raise ConfigError("--ray needs ray: pip install 'prefixkv[ray]'")
     from prefixkv.serving.launch import run_serve
@@ -102,7 +102,10 @@ def _proxy(
     given = {"prefill": prefill, "decode": decode}
     # Servers on the command line replace those of the file, role by role.
     servers = {
-        role: [ServerAt.of(text) for text in named or _texts(tables.get(role, []), role)]
+        role: [
+            ServerAt.of(text, f"--{role}: " if named else f"{config}: {role}: ")
+            for text in named or _texts(tables.get(role, []), f"{config}: {role}")
+        ]
         for role, named in given.items()
     }
     loaded = load(ProxyConfig, config, os.environ, options, but=tuple(given))
@@ -151,9 +154,7 @@ def _command(
     parameters += map(_option, shown)
     parameters.append(_parameter("help_all", Annotated[bool, more], default=False))
     command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-    # Typer keeps a docstring's line breaks: one line per paragraph.
-    paragraphs = cleandoc(doc).split("\n\n")
-    command.__doc__ = "\n\n".join(" ".join(one.split()) for one in paragraphs)
+    command.__doc__ = cleandoc(doc)
     return command
 
 

@@ -6,7 +6,7 @@ device may still touch them. Only what these do not cover is taken from running 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from prefixkv.cache.releases import Releases
 from prefixkv.decode.budget import PreallocBudget
@@ -15,6 +15,7 @@ from prefixkv.decode.journal import DecodeJournal
 from prefixkv.decode.request import CAN_RUN, DecodeRequest, DecodeState
 from prefixkv.errors import OutOfPagesError, RequestError
 from prefixkv.pages.manager import PageManager, RequestPages
+from prefixkv.paging import pages_for
 
 
 def grow_for_next_token(
@@ -62,7 +63,7 @@ def grow_for_next_token(
     missing = len(grows) - page_manager.available_pages
     if missing > 0:
         free, evictable = page_manager.allocator.free_pages, page_manager.cache.evictable_pages
-        retract = _fewest_to_retract(running(), set(growing), missing, deferred)
+        retract = _fewest_to_retract(running(), dict.fromkeys(growing, 1), missing, deferred)
         raise OutOfPagesError(len(grows), free, evictable, retract)
     # 3. Take. The budget follows at once: pages move from what remains to what is private.
     if grows:
@@ -78,11 +79,56 @@ def grow_for_next_token(
     return any_aborted
 
 
+def grow_ahead(
+    page_manager: PageManager,
+    budget: PreallocBudget,
+    reqs: Sequence[DecodeRequest],
+    num_tokens: int,
+    running: Callable[[], Iterable[DecodeRequest]],
+    deferred: Deferred,
+    now_s: float,
+) -> None:
+    """Grow running decode requests so that the KV of `num_tokens` tokens fits behind what they
+    have, as far as they may still grow.
+
+    Arguments, cost and errors are as of `grow_for_next_token`, with nothing changed.
+    """
+    missing: dict[DecodeRequest, int] = {}  # pages
+    # 1. Check all, and count. Nothing changes here.
+    for req in reqs:
+        if req.state is DecodeState.ABORTED:
+            continue
+        if req.state not in CAN_RUN:
+            raise RequestError(f"request {req.rid!r} is {req.state.value}, it does not run")
+        assert req.pages_held is not None
+        # Never beyond its last token: the budget counts no page behind that.
+        reach = min(req.kv_len + num_tokens, req.most_kv_len)
+        needed = pages_for(reach, page_manager.page_size) - req.pages_held.num_pages
+        if needed > 0:
+            missing[req] = needed
+    # 2. All or none, as for the next token.
+    total = sum(missing.values())
+    if total > page_manager.available_pages:
+        free, evictable = page_manager.allocator.free_pages, page_manager.cache.evictable_pages
+        growing = {req.rid: pages for req, pages in missing.items()}
+        short = total - page_manager.available_pages
+        retract = _fewest_to_retract(running(), growing, short, deferred)
+        raise OutOfPagesError(total, free, evictable, retract)
+    # 3. Take a page for each in turn, since a row takes one at a time.
+    while missing:
+        page_manager.grow_many([req.pages_held for req in missing if req.pages_held], now_s)
+        budget.grow_many([req.rid for req in missing])
+        missing = {req: pages - 1 for req, pages in missing.items() if pages > 1}
+    for req in reqs:
+        if req.state is DecodeState.RUNNING:
+            req.output_limit = req.most_output
+
+
 def _fewest_to_retract(
-    running: Iterable[DecodeRequest], growing: set[str], missing: int, deferred: Deferred
+    running: Iterable[DecodeRequest], growing: Mapping[str, int], missing: int, deferred: Deferred
 ) -> tuple[str, ...]:
     """Return the fewest running requests to retract for the pages by which growth falls short, the
-    one with most first.
+    one with most first. `growing` has the pages that each is to get.
 
     Never the oldest, so that one request always makes progress. Empty if all that is missing comes
     back by itself. O(running log running).
@@ -98,8 +144,8 @@ def _fewest_to_retract(
         if missing <= 0:
             break
         found.append(req.rid)
-        # A retracted request does not need its own next page either.
-        missing -= req.rid in growing
+        # A retracted request does not need its own next pages either.
+        missing -= growing.get(req.rid, 0)
         if req.pages_held is not None:
             missing -= req.pages_held.num_own + releases.end(req.pages_held.lock)
     return tuple(found)

@@ -15,8 +15,8 @@ from typing import Any, Final
 
 from sortedcontainers import SortedDict, SortedList
 
+from prefixkv.admission import Rank
 from prefixkv.cache.results import MatchResult
-from prefixkv.decode.admission import Rank
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.protocol.timers import Timers
 

@@ -20,8 +20,7 @@ from itertools import islice
 
 from sortedcontainers import SortedList
 
-from prefixkv.config import Admission
-from prefixkv.decode.admission import DEFAULT_ADMISSION, Rank, make_admission
+from prefixkv.admission import DEFAULT_ADMISSION, Admission, Rank, make_admission
 from prefixkv.decode.audit import check_queue
 from prefixkv.decode.budget import PreallocBudget
 from prefixkv.decode.inflight import Flight, InFlight

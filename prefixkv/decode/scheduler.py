@@ -19,13 +19,13 @@ from operator import attrgetter
 import numpy as np
 
 from prefixkv.addresses import check_prefill
+from prefixkv.admission import DEFAULT_ADMISSION, Admission
 from prefixkv.cache.radix_key import check_packed, pack
-from prefixkv.config import Admission, Retarget, check_version
-from prefixkv.decode.admission import DEFAULT_ADMISSION
+from prefixkv.config import Retarget, check_version
 from prefixkv.decode.audit import check_decode
 from prefixkv.decode.budget import PreallocBudget
 from prefixkv.decode.deferred import Deferred, not_done
-from prefixkv.decode.growth import grow_for_next_token
+from prefixkv.decode.growth import grow_ahead, grow_for_next_token
 from prefixkv.decode.inflight import Flight, InFlight
 from prefixkv.decode.journal import DecodeJournal
 from prefixkv.decode.lanes import Lanes
@@ -58,7 +58,7 @@ from prefixkv.protocol.commands import (
 from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.protocol.messages import MAX_PAGES, Promise
 from prefixkv.request import DeviceEvent, Request
-from prefixkv.settings import check_time
+from prefixkv.settings import check_time, whole_count
 
 
 class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
@@ -267,7 +267,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         TokenError; OutOfPagesError, which names the requests to retract, best first, and no more of
         them than are needed. It names none if what is missing comes back by itself, so wait a step:
         pages that the device is still busy with (`after=`), and those held for failed rooms, which
-        come back with their proof.
+        come back with their proof. The tokens are sampled already: keep them, and call again.
         """
         check_time(now_s)
         # Tokens are checked before any is added: `DecodeRequest.key` later appends them without a
@@ -301,6 +301,26 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             return
         for req, token in zip(reqs, tokens, strict=True):
             req.output.append(token)
+
+    def reserve_many(self, reqs: Sequence[DecodeRequest], num_tokens: int, now_s: float) -> None:
+        """Take pages on decode for the KV of `num_tokens` tokens behind what each running request
+        has, as far as its `max_new_tokens` goes.
+
+        For a step that writes more than one token's KV. The pages stay with the request, which
+        grows into them, until it ends or is retracted. One that was aborted meanwhile is left out.
+
+        Cost: O(requests + pages). Raises as `append_many`, with nothing changed.
+        """
+        check_time(now_s)
+        num_tokens = whole_count("num_tokens", num_tokens)
+        if len(set(reqs)) != len(reqs):
+            raise RequestError("a request is named twice")
+        for req in reqs:
+            if self.requests.get(req.rid) is not req and req.state is not DecodeState.ABORTED:
+                raise RequestError(
+                    f"request {req.rid!r} is {req.state.value}, it does not run here"
+                )
+        grow_ahead(self.pages, self.budget, reqs, num_tokens, self._running, self._deferred, now_s)
 
     def finish(
         self,

@@ -5,6 +5,8 @@
     OWNED -> CACHED   cache          HELD, QUARANTINED -> FREE    release
     CACHED -> OWNED   uncache
 
+Reserved pages are outside of this: they are RESERVED from the start, and stay so.
+
 Every transition is all or nothing. A page out of range, named twice or in another state raises, and
 nothing changes; nor does it if a KeyboardInterrupt comes within the call (counts and runs are then
 rebuilt from the states). The states are bytes in one array, so a call checks and moves its pages in
@@ -35,6 +37,7 @@ class PageState(enum.IntEnum):
 
     FREE: none. OWNED: a request, or the caller between two moves. CACHED: the tree. HELD: a room
     that a peer may still write. QUARANTINED: such a room, after its deadline for proof.
+    RESERVED: the engine itself, for padding.
     """
 
     FREE = 0
@@ -42,16 +45,18 @@ class PageState(enum.IntEnum):
     CACHED = 2
     HELD = 3
     QUARANTINED = 4
+    RESERVED = 5
 
 
 # Plain ints: an enum member costs a microsecond in numpy.
-_FREE, _OWNED, _CACHED, _HELD, _QUARANTINED = range(5)
-_RUN_OF = [bytes([state]) for state in range(5)]  # of one page
+_FREE, _OWNED, _CACHED, _HELD, _QUARANTINED, _RESERVED = range(6)
+_RUN_OF = [bytes([state]) for state in range(6)]  # of one page
 _PACKED = 4  # bytes an id has
 
 
 class PageAllocator:
-    """States of the pages 0..num_pages-1, all FREE at first. Owner: the scheduler's thread.
+    """States of the pages 0..num_pages-1, all FREE at first but `reserved_pages` in front. Owner:
+    the scheduler's thread.
 
     Page ids come in as int32 arrays, as any sequence of integers, or packed, as bytes; in any
     order. They go out as int32 arrays that are the caller's own.
@@ -69,8 +74,9 @@ class PageAllocator:
     (3, 2, 5)
     """
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, reserved_pages: int = 0) -> None:
         check_whole("num_pages", num_pages, 1, MAX_INDEX)
+        check_whole("reserved_pages", reserved_pages, 0, num_pages - 1)
         self._num_pages = num_pages
         # All ids in order, packed: any run of pages is a slice of it, recognised by one memcmp.
         self._ids = np.arange(num_pages, dtype=np.int32).tobytes()
@@ -79,9 +85,13 @@ class PageAllocator:
         self._state = np.zeros(num_pages, np.uint8)
         self._states = self._state.data  # the same memory, faster for a run
         self._runs = FreeRuns(num_pages)
-        self._counts = [num_pages, 0, 0, 0, 0]  # by state
+        self._counts = [num_pages, 0, 0, 0, 0, 0]  # by state
         # Every page HELD or QUARANTINED, by its owner; an owner may also hold none.
         self._held: dict[Hashable, list[Index]] = {}
+        if reserved_pages:
+            # All pages are one free run, so its first ones are taken.
+            self._runs.take(reserved_pages)
+            self._set(slice(0, reserved_pages), reserved_pages, _FREE, _RESERVED)
 
     # --- transitions ------------------------------------------------------------------------------
 
@@ -237,7 +247,7 @@ class PageAllocator:
         """
         if pages is not None:
             self._state[pages] = before
-        self._counts[:] = np.bincount(self._state, minlength=5).tolist()
+        self._counts[:] = np.bincount(self._state, minlength=6).tolist()
         self._runs = FreeRuns.of(self._state == _FREE)
 
     def _set(self, where: Where, num_pages: int, before: int, after: int) -> None:
@@ -379,13 +389,14 @@ class PageAllocator:
     def check_invariants(self) -> None:
         """Check every law of the allocator. O(num_pages); for tests and audits. Raises
         InternalError with the state."""
-        counts = np.bincount(self._state, minlength=5)
-        kept = np.flatnonzero(self._state >= _HELD).tolist()  # held or quarantined
+        counts = np.bincount(self._state, minlength=6)
+        is_kept = (self._state == _HELD) | (self._state == _QUARANTINED)
+        kept = np.flatnonzero(is_kept).tolist()
         listed = [page for parts in self._held.values() for part in parts for page in part.tolist()]
         laws = {
-            "each page is in one of the five states": len(counts) == 5,
+            "each page is in one of the six states": len(counts) == 6,
             "each counter is the number of pages in its state": counts.tolist() == self._counts,
-            "free + owned + cached + held + quarantined = all": sum(self._counts)
+            "free + owned + cached + held + quarantined + reserved = all": sum(self._counts)
             == self._num_pages,
             "held and quarantined pages have one owner, others none": kept == sorted(listed),
         }

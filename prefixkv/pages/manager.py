@@ -69,6 +69,7 @@ class PageManager:
         caching: if False nothing is matched and nothing kept.
         evict_reserve_pages: an eviction takes this many more than are missing. They become free
             side by side, so that pages taken later form fewer runs.
+        reserved_pages: the first pages of the pool, which are the engine's own.
         num_slots: slots of extra state, or 0. Every request has one from `open` to its end, under
             the rules of its own pages.
     """
@@ -83,17 +84,18 @@ class PageManager:
         policy: str | Policy = DEFAULT_POLICY,
         evict_reserve_pages: int = 0,
         num_slots: int = 0,
+        reserved_pages: int = 0,
     ) -> None:
         self.page_size = page_size
-        self.num_pages = num_pages
+        self.num_pages = num_pages - reserved_pages  # that requests may have
         self.evict_reserve_pages = evict_reserve_pages
         self.caching = caching
         # What the policy raises: the scheduler raises it once, from a call where nothing is half
         # done. So the tree never raises it in the middle of a move.
         self.errors = UserErrors()
-        self.allocator = PageAllocator(num_pages)
+        self.allocator = PageAllocator(num_pages, reserved_pages)
         self.slots = PageAllocator(num_slots) if num_slots else None
-        self.table = PageTable(max_requests, max_pages_per_request or num_pages)
+        self.table = PageTable(max_requests, max_pages_per_request or self.num_pages)
         # Last: a policy object serves one cache, so nothing that could fail may come after it.
         self.cache = RadixCache(page_size, policy, num_pages, self.errors)
         self.clock: Callable[[], float] | None = None

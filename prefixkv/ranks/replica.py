@@ -94,6 +94,7 @@ def _settings(pages: PageManager) -> dict[str, int | str | bool]:
         "max_pages_per_request": max_pages, "cache": pages.caching,
         "policy": _described(pages.cache.policy), "evict_reserve_pages": pages.evict_reserve_pages,
         "num_slots": pages.slots.num_pages if pages.slots is not None else 0,
+        "reserved_pages": pages.allocator.num_pages - pages.num_pages,
     }  # fmt: skip
 
 

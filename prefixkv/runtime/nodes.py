@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import assert_never
 
-from prefixkv.config import DecodeConfig, PrefillConfig
+from prefixkv.config import DecodeConfig, PrefillConfig, check_reserved
 from prefixkv.control.death_watch import LostPeers
 from prefixkv.decode import journal as decode_journal
 from prefixkv.decode.lanes import Lanes
@@ -254,10 +254,30 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         writes its KV. Requests that were aborted meanwhile are left out.
 
         Raises:
-            OutOfPagesError: its `retract` names the requests to retract, best first. Nothing was
-                changed.
+            OutOfPagesError: its `retract` names the requests to retract, best first. It is empty if
+                what is missing comes back by itself: wait a step. Nothing was changed: keep the
+                tokens, and call again.
         """
         self.scheduler.append_many(reqs, token_ids, self._pump())
+
+    def reserve_many(self, reqs: Sequence[DecodeRequest], num_tokens: int) -> None:
+        """Take pages of the decode node for the KV of `num_tokens` tokens from the `kv_len` of each
+        request on, as far as its `max_new_tokens` goes.
+
+        For a step that writes more KV than that of the newest token: drafts, or a step that is
+        launched before the last one's tokens are known. `append_many` gives pages for one token.
+        What is not used stays with the request until its next tokens need it, or it ends or is
+        retracted; there is nothing to give back. Requests that were aborted meanwhile are left out.
+
+        Args:
+            num_tokens: tokens, at least 0; the newest one counts, which has no KV yet.
+
+        Raises:
+            OutOfPagesError: its `retract` names requests as by `append_many`. Nothing was changed:
+                a step without drafts needs no more pages than there are.
+            RequestError: a request does not run, or is named twice. Nothing was changed.
+        """
+        self.scheduler.reserve_many(reqs, num_tokens, self._pump())
 
     def finish(
         self, req: DecodeRequest, after: DeviceEvent | None = None, continues: bool | None = None
@@ -444,6 +464,7 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
             config.max_running,
             caching=config.cache,
             policy=config.policy,
+            reserved_pages=check_reserved(config.reserved_pages, layout.num_pages),
         )
         self.config = config
         self.scheduler = PrefillScheduler(

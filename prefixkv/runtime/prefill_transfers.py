@@ -135,7 +135,10 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
                 life=prover.life,
                 backend=sizes.backend,
                 option_names=config.model.option_names,
-                max_tokens=min(pool.layout.num_pages * pool.layout.page_size, MAX_COUNT),
+                max_tokens=min(
+                    (pool.layout.num_pages - config.reserved_pages) * pool.layout.page_size,
+                    MAX_COUNT,
+                ),
                 weights_version=config.model.weights_version,
             )
 

@@ -1,7 +1,8 @@
 """Workers and fronts as processes: what `prefixkv worker`, `prefixkv serve` and `prefixkv
 proxy` run. The extra `serve`.
 
-- `settings`: a worker's and a front's settings, from a file, the environment and options.
+- `config`: a worker's, a front's and a proxy's settings; `plan`: those of the workers of `serve`;
+  `variables`: the variables of the environment that are known.
 - `http`: what every HTTP server here has in common: bounds, time-outs, a key, errors in OpenAI's
   form.
 - `openai`: requests and answers of OpenAI's interface as plain values.

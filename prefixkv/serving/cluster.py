@@ -291,7 +291,7 @@ class RayLaunch(Launch):
         self._namespace = f"prefixkv/{name}"
         # Checked first, since `ray.init` tries for minutes.
         await _check_reachable(config.ray)
-        self._keys = _Keys(f"decode-{i}" for i in range(config.decode))
+        self._keys = _Keys(self._name("decode", number) for number in range(config.decode))
         try:
             await asyncio.to_thread(
                 ray.init, config.ray, namespace=self._namespace, logging_level=logging.ERROR,
@@ -323,6 +323,10 @@ class RayLaunch(Launch):
         except ValueError as error:
             raise ConfigError(f"{name} is in {self._namespace} already: {error}") from None
         return Actor(handle, name, fleet, self._former)
+
+    def _name(self, role: str, number: int) -> str:
+        """Return the name of a launched worker: a Ray actor's too."""
+        return self._environ(role, number)["PREFIXKV_NAME"]
 
     def _threads(self) -> int:
         return self.config.ray_cpus

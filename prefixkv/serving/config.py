@@ -78,6 +78,10 @@ class ModelSettings:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.model and self.seed:
+            raise ConfigError(
+                f"seed: {self.seed} is of the small model, and model is {self.model!r}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +98,9 @@ class ListenSettings:
     drain_timeout_s: Annotated[
         SecondsOrZero, doc("Seconds that requests may take to end after SIGTERM.")
     ] = 30.0
+    request_log: Annotated[
+        str, doc("File that gets one JSON line per request that has ended; none: no file.")
+    ] = ""
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
@@ -112,11 +119,17 @@ class WorkerSettings:
     num_pages: Annotated[Count, doc("Pages of the pool.")] = 1024
     layout: Literal["layer_major", "page_major"] = "layer_major"
     models: ModelSettings = _flat(ModelSettings)
-    listen: ListenSettings = _flat(ListenSettings)
+    # A worker takes prompts as lists of tokens, which are longer than their texts.
+    listen: ListenSettings = _flat(lambda: ListenSettings(limits=Limits(max_body_bytes=64 << 20)))
     parent: CountOrZero = 0  # a process without which this one is killed; 0: none
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.listen.limits.max_requests_per_client != Limits().max_requests_per_client:
+            raise ConfigError(
+                "limits.max_requests_per_client: is of a front or a proxy; a worker answers its "
+                "front alone"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,13 +235,14 @@ class ServerAt:
     at: str
 
     @classmethod
-    def of(cls, text: str) -> ServerAt:
-        """Make a proxy's server from "URL=AT", as its options name it. Raises ConfigError."""
+    def of(cls, text: str, where: str = "") -> ServerAt:
+        """Make a proxy's server from "URL=AT", as its options name it. Raises ConfigError, which
+        begins with `where`."""
         url, _, at = text.partition("=")
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc or not at:
             raise ConfigError(
-                f"{text!r} is no server: http://HOST:PORT=ADDRESS for prefill, "
+                f"{where}{text!r} is no server: http://HOST:PORT=ADDRESS for prefill, "
                 "http://HOST:PORT=NAME for decode"
             )
         return cls(url.rstrip("/"), at)

@@ -1,24 +1,32 @@
 """Errors as answers, in OpenAI's form.
 
 Details of a failure inside the service go to its log. The client gets what it can act on, and the
-number under which the log has the rest.
+request's id, under which the log has the rest.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import secrets
 import time
+from http import HTTPStatus
 from typing import Any, Final
 
 import msgspec
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from prefixkv.serving.ids import current_id
 
 logger = logging.getLogger("prefixkv.http")
 
+REASON: Final = "prefixkv.reason"
+"""Key of a scope: the reason of the error that answered its request, one of few words."""
+
 _LOGGED_CHARS: Final = 2000
-_LINES: Final = 200
+_LINES: Final = 200.0
 _LINES_PER_S: Final = 10.0
 _INNER: Final = re.compile(
     r"Traceback|File \W?\"|\w+://[\w.:\[\]*-]+|(?<![\w.])/\w[\w.-]*/[\w./-]*"
@@ -63,33 +71,57 @@ class ApiError(Exception):
         if self.status in (408, 413):  # the rest of the body is not read
             headers["connection"] = "close"
         body = msgspec.json.encode(self.body())
-        return Response(body, self.status, headers, "application/json")
+        return _ErrorResponse(self.reason, body, self.status, headers, "application/json")
+
+    @property
+    def reason(self) -> str:
+        """Reason of the error for metrics and logs: its code, else the name of its status."""
+        if self.code is not None:
+            return self.code
+        with contextlib.suppress(ValueError):
+            return HTTPStatus(self.status).name.lower()
+        return self.kind
 
 
-class _Lines:
-    """A limit on log lines: a burst of `_LINES`, then `_LINES_PER_S`."""
+class _ErrorResponse(Response):
+    """An error as an HTTP answer, which leaves its reason in the scope of its request, for
+    `outcomes`."""
 
-    def __init__(self) -> None:
-        self._left, self._when_s = float(_LINES), 0.0
+    def __init__(self, reason: str, *answer: Any) -> None:
+        super().__init__(*answer)
+        self._reason = reason
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[REASON] = self._reason
+        await super().__call__(scope, receive, send)
+
+
+class Rate:
+    """A limit on log lines about failures and refusals: a burst of `most`, then `per_s`."""
+
+    def __init__(self, most: float, per_s: float) -> None:
+        self._most, self._per_s = most, per_s
+        self._left, self._when_s = most, 0.0
 
     def take(self, now_s: float) -> bool:
         """Return whether one more line about a failure may be logged now."""
-        # A token bucket: it fills with time up to `_LINES`, and each line takes one.
-        more = (now_s - self._when_s) * _LINES_PER_S
-        self._left, self._when_s = min(_LINES, self._left + more), now_s
+        # A token bucket: it fills with time up to `_most`, and each line takes one.
+        more = (now_s - self._when_s) * self._per_s
+        self._left, self._when_s = min(self._most, self._left + more), now_s
         if self._left < 1:
             return False
         self._left -= 1
         return True
 
 
-_lines = _Lines()
+_lines = Rate(_LINES, _LINES_PER_S)
 
 
 def failed(status: int, why: str, detail: str, code: str) -> ApiError:
-    """Make the ApiError for a failure of the service itself. `why` goes to the client, with a
-    random number; `detail` goes to the log under that number, at a bounded rate."""
-    number = secrets.token_hex(8)
+    """Make the ApiError for a failure of the service itself. `why` goes to the client, with the id
+    of its request, or with a random number outside of one; `detail` goes to the log under that id,
+    at a bounded rate."""
+    number = current_id() or secrets.token_hex(8)
     # Bounded in rate and length: clients must not be able to fill the log by failing.
     if _lines.take(time.monotonic()):
         logger.warning("request %s: %s", number, detail[:_LOGGED_CHARS])

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, Collection
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Collection
 from typing import Final
 
 import httpx
@@ -20,7 +20,7 @@ import msgspec
 
 from prefixkv.serving.failures import ApiError, failed, is_inner
 from prefixkv.serving.feed import batches_of
-from prefixkv.serving.streams import read_some
+from prefixkv.serving.streams import read_all, read_some
 from prefixkv.serving.wire import (
     SILENCE_S,
     Ask,
@@ -28,6 +28,7 @@ from prefixkv.serving.wire import (
     LostPeer,
     TokenEvent,
     WorkerInfo,
+    attempt_rid,
     namespace_of,
 )
 from prefixkv.spi import (
@@ -142,6 +143,7 @@ class Fleet:
 
     def __init__(self, api_key: str = "") -> None:
         self.workers: dict[str, WorkerInfo] = {}
+        self.roles: dict[str, str] = {}  # by name, of all workers that there have ever been
         self.routers = {role: BoundedAffinityRouter() for role in ("decode", "prefill")}
         self.members: dict[str, _Member] = {}  # by name, those in `workers`
         self._closed = False
@@ -185,6 +187,7 @@ class Fleet:
                 )
         self.remove(info.name)
         self.workers[info.name] = info
+        self.roles[info.name] = info.role
         self.routers[info.role].add_worker(info.name)
         member = self.members[info.name] = _Member(info)
         member.tasks = (
@@ -263,6 +266,16 @@ class Fleet:
         await asyncio.gather(*(ask(info) for info in list(self.workers.values())))
         return found
 
+    async def read_status(self, info: WorkerInfo, path: str, most: int) -> bytes:
+        """Return what the status port of one of the fleet's workers has at `path`. Raises
+        httpx.HTTPError, also for an answer that is no success, and TooMuchError for more than
+        `most` bytes."""
+        # Uncompressed: a few packed bytes may expand to very many.
+        head = {"accept-encoding": "identity"}
+        async with self._client.stream("GET", info.status_url + path, headers=head) as answer:
+            answer.raise_for_status()
+            return await read_all(answer.aiter_raw(), most)
+
     @property
     def ready(self) -> bool:
         """True if the fleet has a worker of each kind that is not silent."""
@@ -293,12 +306,15 @@ class Fleet:
 
     # --- requests ---------------------------------------------------------------------------------
 
-    async def generate(self, ask: Ask) -> AsyncGenerator[TokenEvent, None]:
+    async def generate(
+        self, ask: Ask, on_attempt: Callable[[str, str], object] = lambda decode, prefill: None
+    ) -> AsyncGenerator[TokenEvent, None]:
         """Have workers of the fleet answer a request, and yield its outputs to the ends of all its
         samples. Chooses `prefill` and `prefill_url` of the `Ask`. Closing the generator aborts the
         request.
 
-        An attempt that fails before its first output is repeated on other workers.
+        An attempt that fails before its first output is repeated on other workers. `on_attempt`
+        gets the names of the decode and the prefill worker of each.
 
         Raises: ApiError 400 if a worker refuses the request; 503 if none accepts it or its worker
             is lost.
@@ -308,6 +324,7 @@ class Fleet:
             pair = self._choose_pair(ask, lost)
             begun = False
             try:
+                on_attempt(pair.decode.name, pair.prefill.name)
                 async with contextlib.aclosing(self._stream(ask, pair, attempt)) as stream:
                     output = await pair.first(stream)
                     if output.finish == "error":
@@ -363,7 +380,7 @@ class Fleet:
         body = msgspec.json.encode(
             msgspec.structs.replace(
                 # A rid per attempt: an earlier one may still be ending on the same worker.
-                ask, rid=f"{ask.rid}-{attempt}", prefill=pair.prefill.endpoint,
+                ask, rid=attempt_rid(ask.rid, attempt), prefill=pair.prefill.endpoint,
                 prefill_url=pair.prefill.url,
             )
         )  # fmt: skip

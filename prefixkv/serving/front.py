@@ -14,7 +14,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from prometheus_client import Counter, Histogram
+import msgspec
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from starlette.requests import Request
 from starlette.responses import Response
@@ -24,6 +25,7 @@ from prefixkv import PrefixKVError
 from prefixkv.serving.config import ListenSettings
 from prefixkv.serving.failures import failed
 from prefixkv.serving.fleet import Fleet
+from prefixkv.serving.fleet_metrics import FleetMetrics
 from prefixkv.serving.http import (
     ApiError,
     Stream,
@@ -32,6 +34,7 @@ from prefixkv.serving.http import (
     read_body,
     run_until_disconnect,
 )
+from prefixkv.serving.ids import id_of, take_id
 from prefixkv.serving.openai import (
     DONE,
     Answers,
@@ -46,8 +49,11 @@ from prefixkv.serving.openai import (
     too_long,
     unknown_model,
 )
+from prefixkv.serving.outcomes import Outcomes, RequestLine, line_of
 from prefixkv.serving.page import page_route
+from prefixkv.serving.request_file import RequestFile
 from prefixkv.serving.status import bind, status_app
+from prefixkv.serving.streams import numbered
 from prefixkv.serving.text import TextError, Texts, TooManyTokensError
 from prefixkv.serving.wire import Ask, TokenEvent, salt_digest
 
@@ -67,6 +73,7 @@ class Front:
         listen: where it serves.
         answer_tokens: most tokens of a chat's answer if its request sets no bound; 0: all the room
             there is.
+        temperature: of requests that set none; 1 is OpenAI's.
         routes: further ones, of Starlette; the paths in `open_paths` need no key. `status_routes`
             go to the status port.
     Raises: ConfigError if an address cannot be bound.
@@ -75,9 +82,10 @@ class Front:
     def __init__(
         self, fleet: Fleet, texts: Texts, name: str, listen: ListenSettings,
         answer_tokens: int = 0, routes: Sequence[BaseRoute] = (), open_paths: Sequence[str] = (),
-        status_routes: Sequence[BaseRoute] = (),
+        status_routes: Sequence[BaseRoute] = (), temperature: float = 1.0,
     ) -> None:  # fmt: skip
         self.fleet, self.texts, self.name = fleet, texts, name
+        self._temperature = temperature
         self.draining = False
         self._limits, self._answer_tokens = listen.limits, answer_tokens
         self._created = int(time.time())
@@ -86,19 +94,23 @@ class Front:
         # Request ids: unique over fronts by the prefix, within this one by the number.
         self._prefix, self._num = secrets.token_hex(8), 0
         self.metrics = _FrontMetrics(fleet)
+        self._file = RequestFile(listen.request_log) if listen.request_log else None
+        self._outcomes = Outcomes("front", {"node": "front", "side": "front"}, self._file)
         everything = [
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
             Route("/v1/completions", self._complete, methods=["POST"]),
             Route("/v1/models", self._models, methods=["GET"]),
             Route("/v1/models/{name:path}", self._model, methods=["GET"]),
+            Route("/health", self._show_health, methods=["GET"]),
             page_route("/"),
             *routes,
         ]
         limits = listen.limits
         most = limits.max_requests_per_client, limits.max_bodies_bytes
-        app = make_app(everything, listen.api_key, ("/", *open_paths), *most)
-        status = status_app(self.health, (), listen, self.metrics.collectors, status_routes)
-        self.server, self.status = bind(app, status, listen)
+        app = make_app(everything, listen.api_key, ("/", "/health", *open_paths), *most)
+        collectors = [*self.metrics.collectors, self._outcomes]
+        status = status_app(self.health, (), listen, collectors, status_routes, self._fleet_routes)
+        self.server, self.status = bind(self._outcomes.watch(app), status, listen)
 
     def health(self) -> tuple[bool, dict[str, Any]]:
         """Return whether the front accepts requests, and the state of its fleet's workers."""
@@ -127,38 +139,52 @@ class Front:
         await self.server.stop(grace_s)
         await self.status.stop()
         await self.fleet.close()
+        if self._file is not None:
+            await asyncio.to_thread(self._file.close)
+
+    def _fleet_routes(self, front: CollectorRegistry) -> list[Route]:
+        """Return the routes of the front's status port with the metrics of the whole fleet."""
+        return FleetMetrics(self.fleet, front, lambda: self.status.url).routes
 
     # --- what is asked ----------------------------------------------------------------------------
 
     async def _models(self, _: Request) -> Response:
         """Answer the front's GET /v1/models: the one model that its fleet serves."""
-        return json_response(models(self.name, self._created, self.fleet.context))
+        context = self.fleet.context
+        return json_response(models(self.name, self._created, context, self._temperature))
 
     async def _model(self, request: Request) -> Response:
         """Answer the front's GET /v1/models/NAME, by an error if it serves another model."""
         if request.path_params["name"] != self.name:
             raise unknown_model(request.path_params["name"])
-        return json_response(model(self.name, self._created, self.fleet.context))
+        context = self.fleet.context
+        return json_response(model(self.name, self._created, context, self._temperature))
+
+    async def _show_health(self, _: Request) -> Response:
+        """Answer the front's GET /health on the port of its clients, with the status of that on the
+        status port. Load balancers carry no key, so its workers are not listed here."""
+        ok, state = self.health()
+        return json_response({"status": state["status"]}, 200 if ok else 503)
 
     async def _chat(self, request: Request) -> Response:
         """Answer the front's POST /v1/chat/completions: tokenize the messages, and have the fleet
         answer."""
         asked = parse(await read_body(request, self._limits), ChatRequest)
         self._check(asked.model)
-        if not asked.messages:
-            raise refused("messages", "is empty")
-        messages = [message.plain() for message in asked.messages]
-        # Rendering costs time per message too, so a lot of short ones count as a long text.
-        size = sum(len(message["content"]) + _MESSAGE for message in messages)
+        messages, variables = asked.messages, asked.variables
+        # Rendering costs time per message too, so a lot of short ones count as a long text; so do
+        # variables, which the template may write as often as it likes.
+        size = len(msgspec.json.encode((messages, variables))) + _MESSAGE * len(messages)
+        least = sum(len(message["content"] or "") for message in messages)
+        encode = partial(self.texts.chat, variables=variables)
         try:
-            least = size - _MESSAGE * len(messages)
-            tokens = await self._tokens(self.texts.chat, messages, size, least, "messages")
+            tokens = await self._tokens(encode, messages, size, least, "messages")
         except TextError as error:
             raise refused("messages", f"is refused: {error}") from None
-        return await self._answer(request, asked, tokens, "messages")
+        return await self._answer(request, asked, [tokens], "messages")
 
     async def _complete(self, request: Request) -> Response:
-        """Answer the front's POST /v1/completions: tokenize the prompt or check its tokens, and
+        """Answer the front's POST /v1/completions: tokenize its prompts or check their tokens, and
         have the fleet answer."""
         body = await read_body(request, self._limits)
         asked = parse(body, CompletionRequest, self.fleet.context or None)
@@ -166,15 +192,20 @@ class Front:
         # answer.
         del body
         self._check(asked.model)
-        if isinstance(asked.prompt, str):
-            size = len(asked.prompt)
-            tokens = await self._tokens(self.texts.plain, asked.prompt, size, size, "prompt")
-        else:
-            tokens, num = asked.prompt, self.fleet.vocab_size
+        # Many short texts cost as much as a long one, so their sum counts for each.
+        size = sum(len(prompt) for prompt in asked.prompt if isinstance(prompt, str))
+        num = self.fleet.vocab_size
+        found: list[list[int]] = []
+        for prompt in asked.prompt:
+            if isinstance(prompt, str):
+                encode = self.texts.plain
+                found.append(await self._tokens(encode, prompt, size, len(prompt), "prompt"))
             # Checked here, since a worker would report it only after the request was placed.
-            if tokens and not 0 <= min(tokens) <= max(tokens) < num:
+            elif prompt and not 0 <= min(prompt) <= max(prompt) < num:
                 raise refused("prompt", f"has tokens that are not in [0, {num})")
-        return await self._answer(request, asked, tokens, "prompt")
+            else:
+                found.append(prompt)
+        return await self._answer(request, asked, found, "prompt")
 
     async def _tokens(
         self, encode: Callable[..., list[int]], text: T, size: int, least: int, param: str
@@ -215,39 +246,87 @@ class Front:
         self,
         request: Request,
         asked: ChatRequest | CompletionRequest,
-        tokens: list[int],
+        prompts: list[list[int]],
         param: str,
     ) -> Response:
-        """Bound the answer's length by the fleet's context, and have the fleet answer the front's
+        """Bound the answers' length by the fleet's context, and have the fleet answer the front's
         client. Raises ApiError."""
-        if not tokens:
-            raise refused(param, "has no tokens")
-        most = asked.most_tokens
-        room = self.fleet.context - len(tokens)
-        if room < 1 or (most or 0) > room:
-            raise too_long(len(tokens), most or 0, self.fleet.context, param)
-        if most is None:
-            most = min(room, self._answer_tokens or room)
-        self._num += 1
-        rid = f"{self._prefix}-{self._num}"
+        take_id(request.scope, asked.request_id)
+        if not all(token < self.fleet.vocab_size for token in asked.stop_token_ids or ()):
+            num = self.fleet.vocab_size
+            raise refused("stop_token_ids", f"has tokens that are not in [0, {num})")
+        sampling = asked.sampling(self._temperature)
         # The salt is the client's secret: workers and their caches see only a digest of it.
         salt = salt_digest(asked.cache_salt) if asked.cache_salt else ""
-        ask = Ask(rid, tokens, "", "", most, asked.num_samples, asked.sampling(), salt)
-        answers = Answers(rid, self.name, int(time.time()), isinstance(asked, ChatRequest))
-        run = _FrontRequest(self, ask, answers, asked.streams_usage)
+        asks = []
+        # All are checked before the first is asked: one that is refused refuses the call.
+        for tokens in prompts:
+            most = self._most_tokens(len(tokens), asked, param)
+            rid = self._new_rid(id_of(request.scope))
+            asks.append(Ask(rid, tokens, "", "", most, asked.num_samples, sampling, salt))
+        answers = Answers(asks[0].rid, self.name, int(time.time()), isinstance(asked, ChatRequest))
+        line = line_of(request.scope)
+        line.fields |= {
+            "id": asks[0].rid, "stream": asked.streams, "prompts": len(asks),
+            "samples": asked.num_samples,
+        }  # fmt: skip
+        run = _FrontRequest(self, asks, answers, asked, line)
         return await run_until_disconnect(request, run.stream() if asked.streams else run.whole())
+
+    def _most_tokens(
+        self, num_prompt: int, asked: ChatRequest | CompletionRequest, param: str
+    ) -> int:
+        """Return the most tokens of each answer to a prompt of `num_prompt` tokens. Raises ApiError
+        if the fleet's context has no room for it."""
+        if not num_prompt:
+            raise refused(param, "has no tokens")
+        most, least = asked.most_tokens, asked.min_tokens or 0
+        room = self.fleet.context - num_prompt
+        if room < 1 or max(most or 0, least) > room:
+            raise too_long(num_prompt, max(most or 0, least), self.fleet.context, param)
+        # A client that asks for many tokens at least has not asked for the default of most.
+        return most or min(room, max(least, self._answer_tokens or room))
+
+    def _new_rid(self, request_id: str) -> str:
+        """Return the id of a prompt on the fleet's workers: it begins with its request's id, and is
+        unique, even if clients use an id again."""
+        self._num += 1
+        # Workers separate the parts of their own ids by "/".
+        return f"{request_id.replace('/', '%2F')}-{self._prefix}-{self._num}"
 
 
 class _FrontRequest:
-    """One request that is being answered: its outputs, its usage and its metrics."""
+    """One request that is being answered: its outputs, its usage and its metrics.
 
-    def __init__(self, front: Front, ask: Ask, answers: Answers, tells_usage: bool) -> None:
-        self._limits, self._metrics = front._limits, front.metrics
-        self._answers, self._tells_usage = answers, tells_usage
-        self._num = ask.num_samples
-        self._usage = Usage(len(ask.tokens))
+    It has one `Ask` per prompt. Answer number `i * n + sample` is of prompt `i`, as OpenAI counts.
+    """
+
+    def __init__(
+        self, front: Front, asks: list[Ask], answers: Answers,
+        asked: ChatRequest | CompletionRequest, line: RequestLine,
+    ) -> None:  # fmt: skip
+        self._limits, self._metrics, self._line = front._limits, front.metrics, line
+        self._answers, self._tells_usage = answers, asked.streams_usage
+        self._tells_always = asked.streams_usage_always
+        self._num = sum(ask.num_samples for ask in asks)
+        self._usages = [Usage(len(ask.tokens)) for ask in asks]
         self._begun_s = time.monotonic()
-        self._outputs = self._measured(front.fleet.generate(ask))
+        streams = [front.fleet.generate(ask, self._note_attempt) for ask in asks]
+        self._outputs = self._measured(numbered(streams), asked.num_samples)
+
+    @property
+    def _usage(self) -> Usage:
+        """Usage of all prompts of the front's request so far."""
+        total = Usage(0)
+        for usage in self._usages:
+            total.add(usage)
+        return total
+
+    def _note_attempt(self, decode: str, prefill: str) -> None:
+        """Write down in the front's line of the request where an attempt goes."""
+        self._line.mark("asked")
+        self._line.fields |= {"decode": decode, "prefill": prefill}
+        self._line.add(attempts=1)
 
     async def whole(self) -> Response:
         """Return the front's answer in one body, once the fleet has ended it."""
@@ -298,24 +377,28 @@ class _FrontRequest:
     def _event(self, output: TokenEvent, begun: set[int]) -> bytes:
         """Return the server-sent events of one output of the fleet: the sample's opening, if it is
         the first, and its text."""
-        opening = b"" if output.sample in begun else self._answers.begin(output.sample)
+        usage = self._usage if self._tells_always else None
+        opening = b"" if output.sample in begun else self._answers.begin(output.sample, usage)
         begun.add(output.sample)
         if not output.text and output.finish is None:
             return opening
-        return opening + self._answers.piece(output.sample, output.text, output.finish)
+        return opening + self._answers.piece(output.sample, output.text, output.finish, usage)
 
     async def _measured(
-        self, stream: AsyncGenerator[TokenEvent, None]
+        self, stream: AsyncGenerator[tuple[int, TokenEvent], None], num_samples: int
     ) -> AsyncGenerator[TokenEvent, None]:
-        """Yield the fleet's outputs, and count tokens, hits and the outcome in the front's
-        metrics."""
-        usage, metrics, outcome = self._usage, self._metrics, "aborted"
+        """Yield the fleet's outputs, with their samples numbered over all prompts, and count
+        tokens, hits and the outcome in the front's metrics."""
+        metrics, outcome, begun = self._metrics, "aborted", False
         try:
             async with contextlib.aclosing(stream):
-                async for output in stream:
+                async for number, output in stream:
+                    usage = self._usages[number]
                     if output.token is not None:
-                        if not usage.completion_tokens:
+                        if not begun:
                             metrics.ttft.observe(time.monotonic() - self._begun_s)
+                            self._line.mark("first_token")
+                        begun = True
                         usage.completion_tokens += 1
                     # All samples share one prompt, so its hits count once.
                     if output.sample == 0:
@@ -324,6 +407,9 @@ class _FrontRequest:
                         usage.shared_tokens = output.shared_tokens
                     if output.finish == "error":
                         outcome = "failed"
+                    if number:
+                        sample = number * num_samples + output.sample
+                        output = msgspec.structs.replace(output, sample=sample)
                     yield output
             # Reached only at the end of the stream: a client that leaves raises at `yield`, and the
             # outcome stays "aborted".
@@ -333,7 +419,14 @@ class _FrontRequest:
             raise
         finally:
             metrics.requests.labels(outcome).inc()
+            usage = self._usage
             metrics.count(usage)
+            self._line.fields["outcome"] = outcome
+            self._line.add(
+                prompt_tokens=usage.prompt_tokens, output_tokens=usage.completion_tokens,
+                decode_hit_tokens=usage.decode_hit_tokens, shared_tokens=usage.shared_tokens,
+                prefill_hit_tokens=usage.prefill_hit_tokens,
+            )  # fmt: skip
 
 
 def _raise_error(output: TokenEvent) -> None:
@@ -358,6 +451,10 @@ class _FrontMetrics:
             "Tokens: of prompts, those of them that were hit on decode and on prefill, of answers.",
             ["kind"], registry=None,
         )  # fmt: skip
+        # All rows are there from the start, so that a rate sees the first request that fails.
+        for outcome in ("finished", "failed", "aborted"):
+            self.requests.labels(outcome)
+        self.count(Usage(0))
         self.collectors = [self.requests, self.ttft, self._tokens, self]
 
     def count(self, usage: Usage) -> None:

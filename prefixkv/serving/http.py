@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import hmac
 import logging
+import re
 import resource
 import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
@@ -31,6 +32,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from prefixkv.serving.bodies import PerClientLimit, body_of
 from prefixkv.serving.config import Limits, is_loopback
 from prefixkv.serving.failures import ApiError as ApiError
+from prefixkv.serving.ids import RequestIds, current_id
+from prefixkv.serving.words import plain_words
 from prefixkv.spi import ConfigError
 
 logger = logging.getLogger("prefixkv.http")
@@ -73,7 +76,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 async def _on_failure(_: Request, error: Exception) -> Response:
     """Answer an exception that no HTTP handler expects; the log has it, the client gets no
     detail."""
-    logger.error("a request failed", exc_info=error)
+    logger.error("request %s failed", current_id(), exc_info=error)
     status = HTTPStatus.INTERNAL_SERVER_ERROR
     return ApiError(status, "the server failed; its log says why", "server_error").response()
 
@@ -103,7 +106,8 @@ def make_app(
     app.router.redirect_slashes = False
     # The key is checked outside the counts: a client without it takes no room from others.
     counted = PerClientLimit(app, max_requests_per_client, max_bodies_bytes)
-    return (
+    # The ids are outermost, so that refusals have one too.
+    return RequestIds(
         ApiKeyRequired(counted, api_key, frozenset(open_paths))
         if api_key
         else LoopbackOnly(counted)
@@ -228,9 +232,20 @@ def decode_body(body: bytes, kind: type[T]) -> T:
     except msgspec.ValidationError as error:
         why, _, where = str(error).partition(" - at `$")
         param = where.rstrip("`").lstrip(".") or None
-        raise ApiError(400, f"{param or 'the body'}: {why}", param=param) from None
+        raise ApiError(400, f"{param or 'the body'} {plain_words(why)}", param=param) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ApiError(400, f"the body is no JSON: {error}") from None
+        raise no_json(error) from None
+
+
+def no_json(error: Exception) -> ApiError:
+    """Make the ApiError for an HTTP body that is not read as JSON, with the place."""
+    if isinstance(error, RecursionError):
+        return ApiError(400, "the body is nested too deeply")
+    if isinstance(error, UnicodeDecodeError):
+        return ApiError(400, "the body is not valid JSON: it is not UTF-8")
+    found = re.search(r"\(byte (\d+)\)", str(error))
+    where = f": there is an error at byte {found[1]}" if found else ""
+    return ApiError(400, f"the body is not valid JSON{where}")
 
 
 class Stream(Response):

@@ -24,8 +24,10 @@ from prefixkv import PrefixKVError
 from prefixkv.serving.config import KINDS, ServeConfig
 from prefixkv.serving.fleet import Fleet
 from prefixkv.serving.front import Front
+from prefixkv.serving.plan import numbered
 from prefixkv.serving.process import READY, log_to_stderr
 from prefixkv.serving.text import load_texts
+from prefixkv.serving.variables import without_settings
 from prefixkv.serving.wire import WorkerInfo
 from prefixkv.spi import as_environ
 
@@ -150,8 +152,7 @@ class Launch:
 
     Args:
         config: its settings.
-        tables: further settings by kind of worker and name, which the configuration has no field
-            for.
+        tables: settings of its workers alone, by role and name (`plan`).
         say: gets each line that is meant for a person.
     """
 
@@ -191,8 +192,10 @@ class Launch:
         fleet = Fleet(self._key)
         try:
             front = Front(
-                fleet, texts, name, listen, config.answer_tokens, status_routes=self._routes(fleet)
-            )
+                fleet, texts, name, listen, config.answer_tokens, status_routes=self._routes(fleet),
+                # The small model is there to show hits: drawn tokens that are no words hit less.
+                temperature=1.0 if models.model else 0.0,
+            )  # fmt: skip
         except BaseException:
             await fleet.close()
             raise
@@ -261,22 +264,29 @@ class Launch:
         """Clean up the launch, after the last worker has ended."""
 
     def _environ(self, role: str, number: int) -> dict[str, str]:
-        """Return the environment of one launched worker: this process's, with the worker's own
-        settings in place of those that are the front's alone (addresses, key)."""
+        """Return the environment of one launched worker: this process's without settings, and all
+        settings of the worker."""
         config, models = self.config, self.config.models
-        threads = models.threads or self._threads()
+        num = config.prefill if role == "prefill" else config.decode
+        # What serve has for all its workers; their own settings go before it.
         settings: dict[str, Any] = {
-            **self._tables.get(role, {}),
-            "name": f"{role}-{number}", "model": models.model, "seed": models.seed,
-            "dtype": models.dtype, "device": models.device, "context": models.context,
-            "threads": threads, "page_size": config.page_size,
+            "model": models.model, "seed": models.seed, "dtype": models.dtype,
+            "device": models.device, "context": models.context,
+            "threads": models.threads or self._threads(), "page_size": config.page_size,
             "num_pages": config.prefill_pages if role == "prefill" else config.decode_pages,
-            "host": "127.0.0.1", "port": 0, "status_host": "127.0.0.1", "status_port": 0,
-            "api_key": self._key, "parent": os.getpid(),
+            "port": 0, "status_port": 0,
+            # One file for all: each line names its worker.
+            "request_log": os.path.abspath(log) if (log := config.listen.request_log) else "",
         }  # fmt: skip
         if role == "prefill":
             settings["chunk_tokens"] = config.chunk_tokens
-        return {**os.environ, **as_environ(KINDS[role], settings)}
+        settings |= numbered(self._tables.get(role, {}), role, number, num)
+        # These no one else sets (`plan`).
+        settings |= {
+            "host": "127.0.0.1", "status_host": "127.0.0.1", "api_key": self._key,
+            "parent": os.getpid(),
+        }  # fmt: skip
+        return without_settings(os.environ) | as_environ(KINDS[role], settings)
 
     def _threads(self) -> int:
         """Return the number of torch threads per launched worker, if the settings name none."""

@@ -2,34 +2,66 @@
 
 A parameter that is unknown is an error that names it; so is a known one that asks for something
 that is not served. `seed`, `stop`, `n` and the like mean what OpenAI defines; `top_k`, `ignore_eos`
-and `cache_salt` are those of other engines.
+and others are those of other engines. `null` is as good as nothing.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal, TypeVar
+import re
+from typing import Annotated, Any, Final, TypeVar, get_type_hints
 
 import msgspec
 
-from prefixkv.serving.http import ApiError, decode_body
+from prefixkv.serving.http import ApiError, no_json
 from prefixkv.serving.wire import SamplingParams
+from prefixkv.serving.words import plain_words
 
 MAX_SAMPLES: Final = 128
+"""Most answers of one call: its prompts, times `n`."""
 _MAX_STOPS: Final = 16
+_MAX_STOP_TOKENS: Final = 128
 MAX_MESSAGES: Final = 4096
 """Most messages of a chat and their parts, together. A template takes some 10 us for each."""
+BATCH_TOKENS: Final = 1 << 20
+"""Most tokens of several prompts in one call, together."""
 
+_MAX_VALUES: Final = 1 << 16  # JSON values in a chat's messages, or in its `_EXTRAS`
+_EXTRA_BYTES: Final = 1 << 20  # JSON of a chat's `_EXTRAS`, together
 _NEUTRAL_BYTES: Final = 256  # longest JSON of a value that is compared with `_NEUTRAL`
+_OTHER_BYTES: Final = 256 << 10  # JSON of any other parameter
 _DEFAULT_TOKENS: Final = 16  # most of an answer of /v1/completions, as OpenAI has it
+_MAX_TEMPERATURE: Final = 2  # OpenAI's
 
 # Parameters that are not served, and the values that ask for nothing; null always does.
 _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
-    "best_of": (1,), "echo": (False,), "frequency_penalty": (0,), "function_call": ("none",),
-    "functions": ([],), "logit_bias": ({},), "logprobs": (False,), "metadata": ({},),
-    "min_p": (0,), "modalities": (["text"],), "parallel_tool_calls": (True, False),
-    "presence_penalty": (0,), "repetition_penalty": (1,), "response_format": ({"type": "text"},),
+    # OpenAI's
+    "audio": (), "best_of": (1,), "echo": (False,), "frequency_penalty": (0,),
+    "function_call": ("none", "auto"), "functions": ([],), "logit_bias": ({},),
+    "logprobs": (False,), "metadata": ({},), "modalities": (["text"],),
+    "parallel_tool_calls": (True, False), "prediction": (), "presence_penalty": (0,),
+    "prompt_cache_retention": (), "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"), "store": (False,), "suffix": ("",),
     "tool_choice": ("none", "auto"), "tools": ([],), "top_logprobs": (0,),
+    "verbosity": ("medium",), "web_search_options": (),
+    # of vLLM and SGLang: what is drawn
+    "allowed_token_ids": (), "bad_words": ([],), "custom_logit_processor": (),
+    "custom_params": ({},), "ebnf": (), "guided_choice": (), "guided_decoding_backend": (),
+    "guided_grammar": (), "guided_json": (), "guided_regex": (), "guided_whitespace_pattern": (),
+    "json_schema": (), "length_penalty": (1,), "logits_processors": ([],), "min_p": (0,),
+    "regex": (), "repetition_detection": (), "repetition_penalty": (1,), "structured_outputs": (),
+    "thinking_token_budget": (), "typical_p": (1,), "use_beam_search": (False,),
+    # how it is shown, and where it ends
+    "detokenize": (True,), "include_reasoning": (True, False),
+    "include_stop_str_in_output": (False,), "logprob_token_ids": (), "no_stop_trim": (False,),
+    "prompt_logprobs": (), "return_hidden_states": (False,), "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,), "separate_reasoning": (True, False),
+    "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,), "stop_regex": (),
+    "stream_interval": (1,), "stream_reasoning": (True, False),
+    # what is asked, and how it is served
+    "add_special_tokens": (), "chat_template": (), "continue_final_message": (False,),
+    "data_parallel_rank": (), "kv_transfer_params": (), "lora_path": (), "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},), "priority": (0,), "prompt_embeds": (), "rid": (),
+    "session_params": ({},), "truncate_prompt_tokens": (), "vllm_xargs": ({},),
 }  # fmt: skip
 
 T = TypeVar("T", bound="_RequestBase")
@@ -42,34 +74,39 @@ Text = Annotated[str, msgspec.Meta(max_length=1024)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """OpenAI's `stream_options`."""
+    """OpenAI's `stream_options`, with vLLM's `continuous_usage_stats`."""
 
-    include_usage: bool = False
-    include_obfuscation: bool = False
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
-class _RequestBase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Parameters that both kinds of request have."""
+class _RequestBase(msgspec.Struct, frozen=True, kw_only=True):
+    """Parameters that both kinds of request have. `parse` makes them: a field of each is a
+    parameter, and its type what is taken."""
 
     model: Text
     max_tokens: int | None = None
+    min_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     n: int | None = None
     seed: int | None = None
     stop: Text | list[Text] | None = None
+    stop_token_ids: list[int] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
     cache_salt: Text | None = None
+    request_id: Text | None = None
     user: Text | None = None
     safety_identifier: Text | None = None
     prompt_cache_key: Text | None = None
 
     @property
     def num_samples(self) -> int:
-        """Number of answers that OpenAI's `n` asks for."""
+        """Number of answers to each prompt that OpenAI's `n` asks for."""
         return 1 if self.n is None else self.n
 
     @property
@@ -80,7 +117,13 @@ class _RequestBase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     @property
     def streams_usage(self) -> bool:
         """True if OpenAI's `stream_options` ask for an event with the usage at the end."""
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def streams_usage_always(self) -> bool:
+        """True if vLLM's `continuous_usage_stats` ask for the usage so far in every event."""
+        options = self.stream_options
+        return options is not None and bool(options.continuous_usage_stats)
 
     @property
     def most_tokens(self) -> int | None:
@@ -88,29 +131,35 @@ class _RequestBase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for."""
         return self.max_tokens
 
-    def sampling(self) -> SamplingParams:
-        """Return how the answer's tokens are sampled, by OpenAI's parameters and defaults."""
+    def sampling(self, temperature: float = 1.0) -> SamplingParams:
+        """Return how the answer's tokens are sampled, by OpenAI's parameters and defaults.
+        `temperature` counts where the request has none."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         # OpenAI's defaults, not the engine's: without a temperature its tokens are drawn.
         return SamplingParams(
-            temperature=1.0 if self.temperature is None else self.temperature,
+            temperature=temperature if self.temperature is None else self.temperature,
             top_k=0 if self.top_k in (None, -1) else self.top_k,
             top_p=1.0 if self.top_p is None else self.top_p,
             seed=None if self.seed is None else self.seed % 2**64,
+            stop_tokens=tuple(self.stop_token_ids or ()),
             ignore_end=bool(self.ignore_eos),
             stop=tuple(stop),
+            min_tokens=self.min_tokens or 0,
         )
 
     def check(self) -> None:
         """Raise ApiError 400, with the name of OpenAI's parameter, for one that is out of range."""
         for name, least, most in (
             ("max_tokens", 1, 2**31 - 1), ("max_completion_tokens", 1, 2**31 - 1),
-            ("n", 1, MAX_SAMPLES), ("temperature", 0, 100), ("top_p", 0, 1),
-            ("top_k", -1, 2**31 - 1), ("seed", -(2**63), 2**64 - 1),
+            ("min_tokens", 0, 2**31 - 1), ("n", 1, MAX_SAMPLES),
+            ("temperature", 0, _MAX_TEMPERATURE), ("top_p", 0, 1), ("top_k", -1, 2**31 - 1),
+            ("seed", -(2**63), 2**64 - 1),
         ):  # fmt: skip
             value = getattr(self, name, None)
             if value is not None and not least <= value <= most:
-                raise refused(name, f"is {value}, must be in [{least}, {most}]")
+                # A number may have thousands of digits, all of them the client's.
+                shown = f"is {value}, must be" if abs(value) < 2**64 else "must be"
+                raise refused(name, f"{shown} in [{least}, {most}]")
         if self.top_p == 0:
             raise refused("top_p", "is 0, must be above")
         # A single string, or none, is compared like a list of one.
@@ -119,58 +168,49 @@ class _RequestBase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise refused("stop", "has a string that is empty")
         if len(stop) > _MAX_STOPS:
             raise refused("stop", f"has {len(stop)} strings, at most {_MAX_STOPS} are taken")
+        tokens = self.stop_token_ids or ()
+        if len(tokens) > _MAX_STOP_TOKENS:
+            why = f"has {len(tokens)} tokens, at most {_MAX_STOP_TOKENS} are taken"
+            raise refused("stop_token_ids", why)
+        if not all(0 <= token < 2**31 for token in tokens):
+            raise refused("stop_token_ids", "has numbers that are no tokens")
         if self.cache_salt == "":
             raise refused("cache_salt", "is empty")
-        if self.stream_options is not None and not self.streams:
-            raise refused("stream_options", "is for streams: stream is not set")
+        if (self.min_tokens or 0) > (self.most_tokens or 2**31):
+            why = f"is {self.min_tokens}, more than the {self.most_tokens} that an answer may have"
+            raise refused("min_tokens", why)
 
 
-class MessagePart(msgspec.Struct, frozen=True):
-    """One part of a message; only text is accepted."""
+class ChatRequest(_RequestBase, frozen=True, kw_only=True):
+    """A body of /v1/chat/completions. `messages` are as chat templates take them
+    (`_decode_messages`)."""
 
-    type: Text
-    text: str = ""
-
-
-class Message(msgspec.Struct, frozen=True):
-    """One message of a chat."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[MessagePart]
-    name: Text | None = None
-
-    def plain(self) -> dict[str, str]:
-        """Return the chat's message as chat templates take it. Raises ApiError for a part that is
-        no text."""
-        content = self.content
-        if not isinstance(content, str):
-            for part in content:
-                if part.type != "text":
-                    raise refused(
-                        "messages", f"has a part of type {part.type!r}, only text is taken"
-                    )
-            content = "".join(part.text for part in content)
-        # OpenAI renamed the role; templates know the old name.
-        role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": content}
-
-
-class ChatRequest(_RequestBase, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A body of /v1/chat/completions."""
-
-    messages: list[Message]
+    messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    documents: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Text | None = None
+    add_generation_prompt: bool | None = None
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """Variables of the chat template beside the messages: only those that are given."""
+        found = {
+            "tools": self.tools or None, "documents": self.documents or None,
+            "reasoning_effort": self.reasoning_effort,
+            "add_generation_prompt": self.add_generation_prompt,
+        }  # fmt: skip
+        given = {name: value for name, value in found.items() if value is not None}
+        return given | (self.chat_template_kwargs or {})
 
     def check(self) -> None:
-        """Check a chat's parameters, and bound the number of its messages and parts. See
-        `_RequestBase.check`."""
+        """Check a chat's parameters. See `_RequestBase.check`."""
         super().check()
-        num = len(self.messages)
-        if num <= MAX_MESSAGES:  # too many already: the parts need no counting
-            lists = (one.content for one in self.messages if not isinstance(one.content, str))
-            num += sum(map(len, lists))
-        if num > MAX_MESSAGES:
-            raise refused("messages", f"has {num} messages and parts, {MAX_MESSAGES} at most")
+        if "messages" in (self.chat_template_kwargs or {}):
+            raise refused(
+                "chat_template_kwargs", "has messages, which are a parameter of their own"
+            )
 
     @property
     def most_tokens(self) -> int | None:
@@ -179,16 +219,33 @@ class ChatRequest(_RequestBase, frozen=True, kw_only=True, forbid_unknown_fields
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
-class CompletionRequest(_RequestBase, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A body of /v1/completions. Its prompt is one text or one list of tokens; several are
-    refused."""
+class CompletionRequest(_RequestBase, frozen=True, kw_only=True):
+    """A body of /v1/completions. `prompt` lists its prompts, texts or lists of tokens
+    (`_decode_prompts`), also where there is one."""
 
-    prompt: str | list[int]
+    prompt: list[str] | list[list[int]]
 
     @property
     def most_tokens(self) -> int | None:
         """Most tokens of a completion, never None. See `_RequestBase.most_tokens`."""
         return _DEFAULT_TOKENS if self.max_tokens is None else self.max_tokens
+
+    def check(self) -> None:
+        """Check a completion's parameters, and bound its prompts. See `_RequestBase.check`."""
+        super().check()
+        num = len(self.prompt)
+        if num * self.num_samples > MAX_SAMPLES:
+            why = f"has {num} prompts for n={self.num_samples} answers each: at most {MAX_SAMPLES}"
+            raise refused("prompt", f"{why} answers are given in one call")
+
+
+_NEUTRAL_OF: Final[dict[type[Any], dict[str, tuple[Any, ...]]]] = {
+    ChatRequest: {"add_special_tokens": (False,)},
+    CompletionRequest: {"add_special_tokens": (True,)},
+}
+"""Values of a parameter that ask for nothing in one kind of request, beside `_NEUTRAL`."""
+
+_EXTRAS: Final = ("tools", "documents", "chat_template_kwargs")
 
 
 def parse(body: bytes, kind: type[T], context: int | None = None) -> T:
@@ -198,59 +255,257 @@ def parse(body: bytes, kind: type[T], context: int | None = None) -> T:
     Only parameters that are served are decoded, and only once a prompt of tokens is known to have
     at most `context`: a body may hold millions of other values.
     """
-    # 1. Names: an unknown one is refused; values are still raw JSON.
-    found = _found_in(body, kind)
+    # 1. Names: an unknown one is refused; values are still raw JSON. Null is left out.
+    found = {name: raw for name, raw in _found_in(body, kind).items() if raw.strip() != b"null"}
     known = {field.name: field for field in msgspec.structs.fields(kind)}
     # 2. Parameters that are not served: their values must ask for nothing.
-    neutral = [name for name in found if name not in known]
-    for name in neutral:
-        raw = bytes(found[name])
-        value = decode_body(raw, Any) if len(raw) <= _NEUTRAL_BYTES else ...
-        if value is not None and value not in _NEUTRAL[name]:
-            raise ApiError(
-                400, f"{name} is not served here", code="unsupported_parameter", param=name
-            )
-    # 3. Required ones, and the length of a prompt of tokens, counted in the raw JSON.
+    for name in found.keys() - known.keys():
+        _check_neutral(name, found, kind)
+    # 3. Required ones, and the size of what a chat template is given.
     for name, field in known.items():
         if field.required and name not in found:
             raise ApiError(400, f"{name} is missing", code="missing_required_parameter", param=name)
-    if context is not None and "prompt" in found:
-        num = _tokens_in(bytes(found["prompt"]))
-        if num > context:
-            raise too_long(num, 0, context, "prompt")
-    # 4. Decode what is left. The neutral ones are cut out, since `kind` forbids unknown fields.
-    if neutral:
-        body = msgspec.json.encode({name: raw for name, raw in found.items() if name in known})
-    try:
-        made = msgspec.json.decode(body, type=kind)
-    except msgspec.ValidationError as error:
-        why, _, where = str(error).partition(" - at `$.")
-        param = where.rstrip("`") or None
-        raise ApiError(400, f"{param}: {why}" if param else why, param=param) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ApiError(400, f"the body is no JSON: {error}") from None
+    num_bytes = sum(len(found[name]) for name in _EXTRAS if name in found)
+    if num_bytes > _EXTRA_BYTES:
+        raise refused(
+            next(name for name in _EXTRAS if name in found),
+            f"and the like have {num_bytes} bytes, at most {_EXTRA_BYTES} are taken",
+        )
+    # 4. Decode the others one by one. Prompts and messages are bounded before they are decoded.
+    values: dict[str, Any] = {}
+    for name in known:
+        if name in found:
+            raw = found[name].strip()
+            if name == "prompt":
+                values[name] = _decode_prompts(raw, context)
+            elif name == "messages":
+                values[name] = _decode_messages(raw)
+            else:
+                values[name] = _decode_parameter(name, raw, _TYPES[kind][name])
+    made = kind(**values)
     # 5. Ranges, which the types do not express.
     made.check()
     return made
 
 
-def _found_in(body: bytes, kind: type[Any]) -> dict[str, msgspec.Raw]:
+def _check_neutral(name: str, found: dict[str, bytes], kind: type[Any]) -> None:
+    """Raise ApiError for a parameter of OpenAI's that is not served, unless its value asks for
+    nothing."""
+    raw = found[name]
+    taken = (*_NEUTRAL[name], *_NEUTRAL_OF[kind].get(name, ()))
+    # OpenAI's `best_of` asks for nothing where it is `n`.
+    if name == "best_of" and raw.strip() == found.get("n", b"1").strip():
+        return
+    value = _decode_parameter(name, raw, Any) if len(raw) <= _NEUTRAL_BYTES else ...
+    if value not in taken:
+        # The first of them says what a client may send instead.
+        shown = f" but for {msgspec.json.encode(taken[0]).decode()}" if taken else ""
+        raise ApiError(
+            400, f"{name} is not served here{shown}: leave it out", code="unsupported_parameter",
+            param=name,
+        )  # fmt: skip
+
+
+def _decode_parameter(name: str, raw: bytes, kind: Any) -> Any:
+    """Decode the JSON of OpenAI's parameter `name` as `kind`. Raises ApiError 400, which names the
+    place of an error."""
+    if name in _EXTRAS:
+        _check_values(name, raw)
+    elif len(raw) > _OTHER_BYTES and name not in ("prompt", "messages"):
+        raise refused(name, f"has {len(raw)} bytes, at most {_OTHER_BYTES} are taken")
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except msgspec.ValidationError as error:
+        why, _, where = str(error).partition(" - at `$")
+        place = name + where.rstrip("`")
+        raise ApiError(400, f"{place} {plain_words(why)}", param=place[:100]) from None
+    except RecursionError:
+        raise refused(name, "is nested too deeply") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise no_json(error) from None
+
+
+_STRING: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+
+
+def _check_values(name: str, raw: bytes) -> None:
+    """Raise ApiError if the JSON of OpenAI's parameter `name` has more than `_MAX_VALUES` values:
+    each takes many times its bytes in memory."""
+    # 1. Cheap: commas and brackets, those in texts too, bound the number of values.
+    if raw.count(b",") + raw.count(b"[") + raw.count(b"{") < _MAX_VALUES:
+        return
+    # 2. As many texts as this are too many values, and would take long to cut out below.
+    many = raw.count(b'"') > 4 * _MAX_VALUES
+    # 3. Exact: the same without the texts.
+    if not many:
+        rest = _STRING.sub(b"", raw)
+        many = rest.count(b",") + rest.count(b"[") + rest.count(b"{") >= _MAX_VALUES
+    if many:
+        raise refused(name, f"has more than {_MAX_VALUES} values and texts in it")
+
+
+_PROMPT: Final = "has to be a text, a list of texts, a list of tokens, or a list of such lists"
+
+
+def _decode_prompts(raw: bytes, context: int | None) -> list[str] | list[list[int]]:
+    """Decode OpenAI's `prompt` into a list of prompts. Raises ApiError 400, before it is decoded
+    where it has too many prompts, or more tokens than `context`."""
+    if raw.startswith(b'"'):
+        return [_decode_parameter("prompt", raw, str)]
+    if not raw.startswith(b"["):
+        raise refused("prompt", _PROMPT)
+    # The first character of the list tells the cases apart.
+    first = raw[1:].lstrip()[:1]
+    num = raw.count(b",") + 1
+    if first == b"]":
+        raise refused("prompt", "is an empty list")
+    if first == b"[":
+        # No text is in it, so each bracket is a list and each comma a token or a prompt.
+        _check_prompts(raw.count(b"[") - 1)
+        if num > max(BATCH_TOKENS, context or 0):
+            why = f"has {num} tokens in its prompts, at most {BATCH_TOKENS} are taken together"
+            raise refused("prompt", why)
+        kind: Any = list[list[int]]
+    elif first == b'"':
+        # A lower bound of the texts: a quote that follows a backslash may be part of one.
+        _check_prompts((raw.count(b'"') - raw.count(b'\\"')) // 2)
+        kind = list[str]
+    else:
+        if context is not None and num > context:
+            raise too_long(num, 0, context, "prompt")
+        kind = list[int]
+    try:
+        found: Any = _decode_parameter("prompt", raw, kind)
+    except ApiError as error:
+        # Where the first item has another kind than a later one, or is none of them.
+        if error.param is None:
+            raise
+        raise ApiError(400, f"prompt {_PROMPT}", code="invalid_value", param=error.param) from None
+    if kind == list[int]:
+        return [found]
+    _check_prompts(len(found))
+    return found  # type: ignore[no-any-return]
+
+
+def _check_prompts(num: int) -> None:
+    """Raise ApiError if a request has too many prompts of OpenAI's, whatever its `n`."""
+    if num > MAX_SAMPLES:
+        raise refused("prompt", f"has {num} prompts, at most {MAX_SAMPLES} are taken in one call")
+
+
+# --- messages -------------------------------------------------------------------------------------
+
+_PARTS: Final = {"text": "text", "refusal": "refusal"}  # kinds of parts that are text, and where
+_OTHER_NAMES: Final = {
+    "developer": "system"
+}  # OpenAI renamed the role; templates know the old name
+
+
+def _decode_messages(raw: bytes) -> list[dict[str, Any]]:
+    """Decode OpenAI's `messages` into messages as chat templates take them, with all their fields.
+    Raises ApiError 400."""
+    _check_values("messages", raw)
+    messages: list[dict[str, Any]] = _decode_parameter("messages", raw, list[dict[str, Any]])
+    if not messages:
+        raise refused("messages", "is empty")
+    lists = (one["content"] for one in messages if isinstance(one.get("content"), list))
+    num = len(messages) + sum(map(len, lists))
+    if num > MAX_MESSAGES:
+        raise refused("messages", f"has {num} messages and parts, {MAX_MESSAGES} at most")
+    return [_plain_message(f"messages[{i}]", fields) for i, fields in enumerate(messages)]
+
+
+def _plain_message(where: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """Return a chat's message as chat templates take it. Raises ApiError, with `where` it stands,
+    for one without a role, and for parts that are no text."""
+    role = fields.get("role")
+    if not isinstance(role, str) or not role or len(role) > 64:
+        raise refused(f"{where}.role", "has to be a role, such as system, user, assistant or tool")
+    name = fields.get("name")
+    if name is not None and not isinstance(name, str):
+        raise refused(f"{where}.name", "has to be a text")
+    # Clients send null for fields that they do not use; templates ask whether a field is there.
+    kept = {key: value for key, value in fields.items() if value is not None}
+    kept["role"] = _OTHER_NAMES.get(role, role)
+    kept["content"] = _text_of(where, fields)
+    if "tool_calls" in kept:
+        kept["tool_calls"] = _calls_of(f"{where}.tool_calls", kept["tool_calls"])
+    return kept
+
+
+def _text_of(where: str, fields: dict[str, Any]) -> str | None:
+    """Return the text of a chat's message, its parts joined. None only where an assistant said
+    none, for instance since it called tools. Raises ApiError."""
+    content = fields.get("content")
+    if content is None:
+        if fields["role"] == "assistant":
+            return None
+        raise refused(f"{where}.content", "is missing")
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise refused(f"{where}.content", "has to be a text or a list of parts")
+    texts = []
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(kind, str):
+            raise refused(f"{where}.content[{i}]", "has to be an object with a type")
+        if kind not in _PARTS:
+            raise refused(
+                f"{where}.content", f"has a part of type {kind[:100]!r}, only text is taken"
+            )
+        text = part.get(_PARTS[kind])
+        if not isinstance(text, str):
+            raise refused(f"{where}.content[{i}].{_PARTS[kind]}", "has to be a text")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _calls_of(where: str, calls: Any) -> list[dict[str, Any]]:
+    """Return the tool calls of a chat's message. OpenAI has their arguments as a text of JSON;
+    templates write them as JSON themselves, so an object in such a text is decoded. Raises
+    ApiError."""
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise refused(where, "has to be a list of objects")
+    found = []
+    for i, call in enumerate(calls):
+        function = call.get("function")
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            text = function["arguments"].encode()
+            _check_values(f"{where}[{i}].function.arguments", text)
+            try:
+                arguments = msgspec.json.decode(text or b"{}")
+            except (msgspec.DecodeError, RecursionError):
+                arguments = None
+            # A model may have written what is no object: the template then has its text.
+            if isinstance(arguments, dict):
+                call = {**call, "function": {**function, "arguments": arguments}}
+        found.append(call)
+    return found
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+
+def _found_in(body: bytes, kind: type[Any]) -> dict[str, bytes]:
     """Return the parameters of OpenAI's in a body as raw JSON, by name. Raises ApiError for an
     unknown one."""
     try:
-        raw = decode_body(body, _RAW[kind])
-    except ApiError as error:
+        raw = msgspec.json.decode(body, type=_RAW[kind])
+    except msgspec.ValidationError as error:
         # msgspec says which field is unknown only in its text. The name is cut: it comes from the
         # client.
-        _, found, rest = error.message.partition("unknown field `")
-        if not found:
-            raise
-        name = rest.partition("`")[0][:100]
+        _, unknown, rest = str(error).partition("unknown field `")
+        if not unknown:
+            raise ApiError(400, "the body has to be an object with parameters") from None
+        name = rest.rpartition("`")[0][:100]
         raise ApiError(
             400, f"there is no parameter {name}", code="unknown_parameter", param=name
         ) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise no_json(error) from None
     given = msgspec.structs.asdict(raw)
-    return {name: value for name, value in given.items() if len(bytes(value))}
+    return {name: text for name, value in given.items() if (text := bytes(value))}
 
 
 def _raw(kind: type[Any]) -> Any:
@@ -261,16 +516,8 @@ def _raw(kind: type[Any]) -> Any:
     return msgspec.defstruct("_Body", fields, forbid_unknown_fields=True)
 
 
-_RAW: Final[dict[type[Any], Any]] = {kind: _raw(kind) for kind in (ChatRequest, CompletionRequest)}
-
-
-def _tokens_in(raw: bytes) -> int:
-    """Count the tokens of OpenAI's `prompt` in raw JSON; 0 if it is no list.
-
-    >>> _tokens_in(b"[1, 2, 3]"), _tokens_in(b'"a, b"')
-    (3, 0)
-    """
-    return raw.count(b",") + 1 if raw.startswith(b"[") else 0
+_RAW: Final[dict[type[Any], Any]] = {kind: _raw(kind) for kind in _NEUTRAL_OF}
+_TYPES: Final = {kind: get_type_hints(kind, include_extras=True) for kind in _NEUTRAL_OF}
 
 
 def refused(name: str, why: str) -> ApiError:
@@ -311,6 +558,11 @@ class Usage(msgspec.Struct):
     decode_hit_tokens: int = 0
     shared_tokens: int = 0
     prefill_hit_tokens: int = 0
+
+    def add(self, other: Usage) -> None:
+        """Add the tokens of another prompt of OpenAI's call, and of its answers."""
+        for name in self.__struct_fields__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def body(self) -> dict[str, Any]:
         """Return OpenAI's `usage`, with a field `prefixkv` beside OpenAI's own."""
@@ -363,17 +615,24 @@ class Answers:
         kind = "chat.completion" if self.chat else "text_completion"
         return {**self._head, "object": kind, "choices": choices, "usage": usage.body()}
 
-    def begin(self, sample: int) -> bytes:
-        """Return OpenAI's event that opens a sample of the answer; empty for /v1/completions."""
+    def begin(self, sample: int, usage: Usage | None = None) -> bytes:
+        """Return OpenAI's event that opens a sample of the answer, with the usage so far if that is
+        given; empty for /v1/completions."""
         # Completions have no role to announce.
         if not self.chat:
             return b""
-        return self._event([self._choice(sample, {"role": "assistant", "content": ""}, None)])
+        more = {} if usage is None else {"usage": usage.body()}
+        opening = {"role": "assistant", "content": ""}
+        return self._event([self._choice(sample, opening, None)], **more)
 
-    def piece(self, sample: int, text: str, finish: str | None) -> bytes:
+    def piece(
+        self, sample: int, text: str, finish: str | None, usage: Usage | None = None
+    ) -> bytes:
         """Return OpenAI's event for text of the answer that has arrived, and for the end of a
-        sample."""
-        return self._event([self._choice(sample, {"content": text} if text else {}, finish)])
+        sample; with the usage so far if that is given."""
+        more = {} if usage is None else {"usage": usage.body()}
+        delta = {"content": text} if text else {}
+        return self._event([self._choice(sample, delta, finish)], **more)
 
     def usage(self, usage: Usage) -> bytes:
         """Return OpenAI's event with the answer's usage, which `include_usage` asks for."""
@@ -398,14 +657,14 @@ def event(body: Any) -> bytes:
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
-def models(name: str, created: int, context: int) -> dict[str, Any]:
+def models(name: str, created: int, context: int, temperature: float = 1.0) -> dict[str, Any]:
     """Return OpenAI's body of /v1/models, with the one model that is served."""
-    return {"object": "list", "data": [model(name, created, context)]}
+    return {"object": "list", "data": [model(name, created, context, temperature)]}
 
 
-def model(name: str, created: int, context: int) -> dict[str, Any]:
-    """Return OpenAI's body of /v1/models/NAME."""
+def model(name: str, created: int, context: int, temperature: float = 1.0) -> dict[str, Any]:
+    """Return OpenAI's body of /v1/models/NAME. `temperature` is that of requests without one."""
     return {
         "id": name, "object": "model", "created": created, "owned_by": "prefixkv",
-        "max_model_len": context,
+        "max_model_len": context, "default_temperature": temperature,
     }  # fmt: skip

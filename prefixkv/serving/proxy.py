@@ -42,6 +42,7 @@ from prefixkv.serving.http import (
     run_until_disconnect,
 )
 from prefixkv.serving.openai import event, refused
+from prefixkv.serving.outcomes import Outcomes, RequestLine, line_of
 from prefixkv.serving.passing import (
     ANSWER_BYTES,
     BATCH,
@@ -52,8 +53,10 @@ from prefixkv.serving.passing import (
     refusal_of,
 )
 from prefixkv.serving.process import log_to_stderr
+from prefixkv.serving.request_file import RequestFile
 from prefixkv.serving.status import bind, status_app
 from prefixkv.serving.streams import TooMuchError, read_all
+from prefixkv.serving.wire import attempt_rid
 from prefixkv.spi import TOKEN_BYTES, BoundedAffinityRouter, ConfigError, page_keys
 from prefixkv.spi import Route as ServerRoute
 
@@ -172,6 +175,10 @@ class Proxy:
             "decode": _ServerSide.of("decode", decode),
         }
         self.metrics = _ProxyMetrics(self)
+        self._file = RequestFile(listen.request_log) if listen.request_log else None
+        self._outcomes = Outcomes("proxy", {"node": "proxy", "side": "proxy"}, self._file)
+        # Request ids: unique over proxies by the prefix, within this one by the number.
+        self._prefix, self._num = secrets.token_hex(8), 0
         # Probes of load balancers carry no key, so /health and /ping are open. The last route
         # answers every other path by an error in OpenAI's form.
         app = make_app(
@@ -189,8 +196,9 @@ class Proxy:
             max_requests_per_client=listen.limits.max_requests_per_client,
             max_bodies_bytes=listen.limits.max_bodies_bytes,
         )
-        status = status_app(self.health, (), listen, self.metrics.collectors)
-        self.server, self.status = bind(app, status, listen)
+        collectors = [*self.metrics.collectors, self._outcomes]
+        status = status_app(self.health, (), listen, collectors)
+        self.server, self.status = bind(self._outcomes.watch(app), status, listen)
         key = config.servers_key
         self._client = httpx.AsyncClient(
             # Uncompressed: a few packed bytes may expand to very many, and are passed on anyway.
@@ -231,6 +239,8 @@ class Proxy:
         await self.status.stop()
         # Last: the answers that the server still sends come through this client.
         await self._client.aclose()
+        if self._file is not None:
+            await asyncio.to_thread(self._file.close)
 
     # --- what is asked ----------------------------------------------------------------------------
 
@@ -302,11 +312,16 @@ class Proxy:
         # Checked after the body has been read: draining may have begun meanwhile.
         if self.draining:
             raise ApiError(503, "the proxy is ending", "server_error", "not_ready")
+        line = line_of(request.scope)
+        self._num += 1
+        line.fields |= {"id": f"{self._prefix}-{self._num}", "stream": bool(body.get("stream"))}
         return await run_until_disconnect(
-            request, self._answer(request.url.path, body, prompt_field)
+            request, self._answer(request.url.path, body, prompt_field, line)
         )
 
-    async def _answer(self, path: str, body: dict[str, Any], prompt_field: str) -> Response:
+    async def _answer(
+        self, path: str, body: dict[str, Any], prompt_field: str, line: RequestLine
+    ) -> Response:
         """Have a decode server answer a client's request, with KV from a prefill server where it
         helps, and count how it ended. Raises ApiError."""
         begun_s = time.monotonic()
@@ -333,7 +348,7 @@ class Proxy:
                 async with asyncio.TaskGroup() as group:  # where one fails the others end
                     bringing = [
                         group.create_task(
-                            self._bring(path, {**one, prompt_field: prompt}, prompt_field)
+                            self._bring(path, {**one, prompt_field: prompt}, prompt_field, line)
                         )
                         for prompt in prompts
                     ]
@@ -342,16 +357,15 @@ class Proxy:
                 cached = sum(found) if None not in found else None  # type: ignore[arg-type]
             transfers = not many and not alone
             run = _ProxiedRequest(
-                self, path, body, data_of(body[prompt_field]), transfers=transfers
+                self, path, body, data_of(body[prompt_field]), line, transfers=transfers
             )
             answer = await run.answer()
             self.metrics.ttft.observe(time.monotonic() - begun_s)
+            line.mark("first_token")
             status = answer.status
             outcome = "finished" if status < 400 else "refused"
-            if status >= 400:
-                self.metrics.refused.labels(str(status)).inc()
             if body.get("stream") and status < 400:
-                pieces = self._pieces(answer, cached)
+                pieces = self._pieces(answer, cached, line)
                 # `Stream` calls `end` when the client has read all of it or has left; until then
                 # the run, with its place in the routers, belongs to the stream.
                 end = lambda: run.end(answer)  # noqa: E731
@@ -363,30 +377,33 @@ class Proxy:
                     return refusal_of(answer, msgspec.json.encode(body))
                 # A compressed body is passed on as it is: it is not decoded here.
                 content = answer.first if answer.packing else usage.of_answer(answer.first, cached)
+                line.fields |= usage.counts_of(content)
                 return answer.whole(content)
             finally:
                 await run.end(answer)
-        except ApiError as error:
+        except ApiError:
             outcome = "failed"
-            self.metrics.refused.labels(str(error.status)).inc()
             raise
         except ExceptionGroup as errors:
             # The task group has ended the other prompts' requests. The first failure is the answer.
             first = errors.exceptions[0]
             if isinstance(first, _RefusedError):
                 outcome, refusal = "refused", first.answer
-                self.metrics.refused.labels(str(refusal.status)).inc()
                 return refusal_of(refusal, msgspec.json.encode(body))
             outcome = "failed"
             raise first from None
         finally:
             self.metrics.requests.labels(outcome).inc()
+            line.fields["outcome"] = outcome
 
-    async def _bring(self, path: str, body: dict[str, Any], prompt_field: str) -> int | None:
+    async def _bring(
+        self, path: str, body: dict[str, Any], prompt_field: str, line: RequestLine
+    ) -> int | None:
         """Have a prefill server's KV of one prompt sent to a decode server's cache, by a proxied
         request of its own. Returns how many of its tokens were there before, or None if decode does
         not say. Raises _RefusedError, ApiError."""
-        run = _ProxiedRequest(self, path, body, data_of(body[prompt_field]), transfers=True)
+        data = data_of(body[prompt_field])
+        run = _ProxiedRequest(self, path, body, data, line, transfers=True)
         answer = await run.answer()
         # The whole answer is in `first` (not streamed), so both connections can end before it is
         # read.
@@ -396,7 +413,7 @@ class Proxy:
         return usage.cached_tokens(answer.first)
 
     async def _pieces(
-        self, answer: ServerAnswer, cached: int | None
+        self, answer: ServerAnswer, cached: int | None, line: RequestLine
     ) -> AsyncGenerator[bytes, None]:
         """Yield a decode server's streamed answer, with `cached` in its usage if that is known. If
         the server is lost midway, the stream ends with an error event: its status has been sent
@@ -421,16 +438,19 @@ class Proxy:
                 yield piece
         except (httpx.HTTPError, TooMuchError) as error:
             self.metrics.cut.inc()
+            line.fields["outcome"] = "failed"
             yield event(failed(502, "decode was lost", repr(error), "worker_lost").body())
 
     # --- one request on two servers ---------------------------------------------------------------
 
     async def ask(
-        self, url: str, body: dict[str, Any], whole: bool, sent: asyncio.Event | None = None
-    ) -> ServerAnswer:
+        self, url: str, body: dict[str, Any], whole: bool, rid: str,
+        sent: asyncio.Event | None = None,
+    ) -> ServerAnswer:  # fmt: skip
         """POST `body` to one prefill or decode server. Returns when the answer's first piece is
-        here, or all of it for `whole` and for errors. `sent` is set once the request has left.
-        Raises httpx.HTTPError, or TooMuchError for more than `ANSWER_BYTES`."""
+        here, or all of it for `whole` and for errors. `rid` is the request's id there; `sent` is
+        set once the request has left. Raises httpx.HTTPError, or TooMuchError for more than
+        `ANSWER_BYTES`."""
 
         async def trace(name: str, info: Any) -> None:
             if sent is not None and name.endswith("send_request_body.complete"):
@@ -438,7 +458,7 @@ class Proxy:
 
         async with contextlib.AsyncExitStack() as stack:
             content = msgspec.json.encode(body)
-            head = {"content-type": "application/json"}
+            head = {"content-type": "application/json", "x-request-id": rid}
             request = self._client.stream(
                 "POST", url, content=content, headers=head, extensions={"trace": trace}
             )
@@ -465,9 +485,10 @@ class _ProxiedRequest:
     """
 
     def __init__(
-        self, proxy: Proxy, path: str, body: dict[str, Any], data: bytes, *, transfers: bool
-    ) -> None:
-        self._proxy, self._path, self._body = proxy, path, body
+        self, proxy: Proxy, path: str, body: dict[str, Any], data: bytes, line: RequestLine, *,
+        transfers: bool,
+    ) -> None:  # fmt: skip
+        self._proxy, self._path, self._body, self._line = proxy, path, body, line
         self._transfers = transfers
         self._keys = page_keys(data, _PAGE_BYTES // TOKEN_BYTES)
         self._whole = not body.get("stream")
@@ -535,11 +556,16 @@ class _ProxiedRequest:
     async def _attempt(self, decode: ServerAt, prefill: ServerAt | None) -> ServerAnswer:
         """Ask a decode server, and a prefill server once decode has the request. Raises LostError,
         _AloneError."""
-        proxy, body = self._proxy, dict(self._body)
+        proxy, body, line = self._proxy, dict(self._body), self._line
+        line.mark("asked")
+        line.add(attempts=1)
+        line.fields |= {"decode": decode.name, "prefill": prefill.name if prefill else None}
+        # The same on both servers, and another one for each attempt, as no server takes one twice.
+        rid = attempt_rid(line.fields["id"], line.fields["attempts"])
         if prefill is not None:
             # A new room for each attempt: nothing that arrives late for an earlier one can match
             # it.
-            room = secrets.randbits(63)
+            room = line.fields["room"] = secrets.randbits(63)
             body[_PARAMS] = {"do_remote_prefill": True, "room": room, "prefill": prefill.at}
             send = {
                 **_for_prefill(self._body, self._path),
@@ -547,7 +573,7 @@ class _ProxiedRequest:
             }  # fmt: skip
         sent = asyncio.Event()
         url = decode.url + self._path
-        loading = asyncio.create_task(proxy.ask(url, body, self._whole, sent))
+        loading = asyncio.create_task(proxy.ask(url, body, self._whole, rid, sent))
         proxy.waiting[self] = "" if prefill is None else prefill.name, time.time()
         answer: ServerAnswer | None = None
         try:
@@ -557,7 +583,7 @@ class _ProxiedRequest:
             # Decode already done means it failed or refused: prefill has nothing to send.
             if prefill is not None and not loading.done():
                 url = prefill.url + self._path
-                self._sending = asyncio.create_task(proxy.ask(url, send, True))
+                self._sending = asyncio.create_task(proxy.ask(url, send, True, rid))
                 both = (self._sending, loading)
                 await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
                 # Prefill answered first, so its outcome decides whether decode is worth waiting
@@ -736,10 +762,6 @@ class _ProxyMetrics:
             "prefixkv_proxy_recomputed", "Requests that decode was asked to compute itself, since "
             "no prefill server was left.", registry=None,
         )  # fmt: skip
-        self.refused = Counter(
-            "prefixkv_proxy_refused", "Requests that were not served, by the status of the answer.",
-            ["status"], registry=None,
-        )  # fmt: skip
         self.cut = Counter(
             "prefixkv_proxy_cut", "Streams that ended with an error event.", registry=None
         )
@@ -747,8 +769,11 @@ class _ProxyMetrics:
             "prefixkv_proxy_ttft_seconds", "From a request to decode's first piece.", registry=None
         )
         self.collectors = [
-            self.requests, self.retried, self.recomputed, self.refused, self.cut, self.ttft, self
+            self.requests, self.retried, self.recomputed, self.cut, self.ttft, self
         ]  # fmt: skip
+        # All rows are there from the start, so that a rate sees the first request that fails.
+        for outcome in ("finished", "refused", "failed", "aborted"):
+            self.requests.labels(outcome)
 
     def collect(self) -> list[Metric]:
         """Return the counters of the proxy's routers, and its waiting rooms, for

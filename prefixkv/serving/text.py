@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from types import MappingProxyType
+from typing import Any, Final
 
-from jinja2 import TemplateError
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
+from prefixkv.serving.templates import DEFAULT, PLAIN_TEMPLATE, ChatTemplates
+from prefixkv.serving.templates import TextError as TextError
 from prefixkv.spi import CallerError, ConfigError
 
-# For a model without a template of its own.
-PLAIN_TEMPLATE: Final = (
-    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant:{% endif %}"
-)
 _CHARS_PER_TOKEN: Final = 16  # a text longer than this per token of room is tried in part first
-_TOKENS_OF_TEMPLATES: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
-
-
-class TextError(CallerError):
-    """The model's chat template refuses the messages."""
+_TOKENS_OF_TEMPLATES: Final = (
+    "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
+)  # fmt: skip
+_NONE: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
 class TooManyTokensError(CallerError):
@@ -39,7 +32,7 @@ class Texts:
 
     Args:
         tokenizer: of the package tokenizers.
-        template: of Jinja; it runs in a sandbox.
+        template: of Jinja, or several by name; see `ChatTemplates`.
         tokens: special tokens that templates name, such as "bos_token".
 
     `longest` is the length of the longest token in characters. A text of n characters has at least
@@ -47,29 +40,27 @@ class Texts:
     """
 
     def __init__(
-        self, tokenizer: Any, template: str = PLAIN_TEMPLATE, tokens: dict[str, str] | None = None
-    ) -> None:
+        self, tokenizer: Any, template: str | Mapping[str, str] = PLAIN_TEMPLATE,
+        tokens: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
         self.tokenizer = tokenizer
         self.longest = max(map(len, tokenizer.get_vocab()), default=1)
-        # A template is part of a model's download: the sandbox keeps it from running code.
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals.update(raise_exception=_refuse, **(tokens or {}))
-        try:
-            self._template = environment.from_string(template)
-        except TemplateError as error:
-            raise ConfigError(f"the chat template is not read: {error}") from None
+        named = {DEFAULT: template} if isinstance(template, str) else template
+        self._templates = ChatTemplates(named, tokens or {})
 
-    def chat(self, messages: Sequence[dict[str, str]], most: int = 0) -> list[int]:
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], most: int = 0,
+        variables: Mapping[str, Any] = _NONE,
+    ) -> list[int]:  # fmt: skip
         """Return the tokens of a chat, rendered by the model's template, up to where the answer
-        begins. Raises TextError, and as `plain`."""
-        try:
-            text = self._template.render(messages=messages, add_generation_prompt=True)
-        except (TemplateError, TypeError, ValueError) as error:
-            raise TextError(f"the model's chat template refuses it: {error}") from None
-        return self._ids(text, False, most)
+        begins. Raises TextError, and as `plain`.
+
+        Args:
+            messages: of any JSON values (`content`, `tool_calls`, ...).
+            most: see `plain`.
+            variables: what a client gives the template: `tools`, `documents`, and others by name.
+        """
+        return self._ids(self._templates.render(messages, variables), False, most)
 
     def plain(self, text: str, most: int = 0) -> list[int]:
         """Return the tokenizer's tokens of a text, with the special tokens that the model puts
@@ -92,7 +83,7 @@ class Texts:
 
 
 def load_texts(folder: str) -> Texts:
-    """Return the tokenizer and chat template of a model's folder, or of the small model for "".
+    """Return the tokenizer and chat templates of a model's folder, or of the small model for "".
     Raises ConfigError."""
     from prefixkv.engines.hf.text import load_tokenizer
 
@@ -102,28 +93,57 @@ def load_texts(folder: str) -> Texts:
         return Texts(small_tokenizer(), CHAT_TEMPLATE)
     tokenizer = load_tokenizer(folder)
     path = Path(folder)
-    try:
-        file = path / "tokenizer_config.json"
-        config = json.loads(file.read_text("utf-8")) if file.is_file() else {}
-        file = path / "chat_template.jinja"
-        template = file.read_text("utf-8") if file.is_file() else config.get("chat_template")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} is not read: {error}") from None
-    if isinstance(template, list):  # several, by name
-        named = {one["name"]: one["template"] for one in template}
-        template = named.get("default")
+    config = _read_json(path / "tokenizer_config.json")
+    named = config
+    if "added_tokens_decoder" not in config:  # older folders have them in a file of their own
+        named = {**config, **_read_json(path / "special_tokens_map.json")}
     tokens = {}
     for name in _TOKENS_OF_TEMPLATES:
-        token = config.get(name)
-        tokens[name] = token.get("content", "") if isinstance(token, dict) else token or ""
-    return Texts(tokenizer, template or PLAIN_TEMPLATE, tokens)
+        token = named.get(name)
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str):
+            tokens[name] = token
+    return Texts(tokenizer, _read_templates(path, config.get("chat_template")), tokens)
 
 
-def _to_json(value: Any, **options: Any) -> str:
-    """Render a value as JSON in a chat template, with non-ASCII characters as they are."""
-    return json.dumps(value, ensure_ascii=False, **options)
+def _read_templates(path: Path, configured: Any) -> dict[str, str]:
+    """Return the chat templates of a model's folder by name. Raises ConfigError.
+
+    Args:
+        path: the folder. Templates in files count, those of its config only without.
+        configured: of `tokenizer_config.json`: a template, a list of several, or None.
+    """
+    files = {one.stem: one for one in sorted(path.glob("additional_chat_templates/*.jinja"))}
+    if (path / "chat_template.jinja").is_file():
+        files[DEFAULT] = path / "chat_template.jinja"
+    if files:
+        return {name: _read(file) for name, file in files.items()}
+    if not configured:
+        return {DEFAULT: PLAIN_TEMPLATE}
+    if isinstance(configured, str):
+        return {DEFAULT: configured}
+    try:
+        return {str(one["name"]): str(one["template"]) for one in configured}
+    except (KeyError, TypeError):
+        raise ConfigError(f"chat_template in {path}/tokenizer_config.json is not read") from None
 
 
-def _refuse(why: str) -> NoReturn:
-    """Let a chat template refuse its messages (`raise_exception`)."""
-    raise TemplateError(why)
+def _read_json(file: Path) -> dict[str, Any]:
+    """Return the object in a file of a model's folder, {} without a file. Raises ConfigError."""
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(_read(file))
+    except ValueError as error:
+        raise ConfigError(f"{file} is not read: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{file} is not read: it has no object")
+    return found
+
+
+def _read(file: Path) -> str:
+    """Return the text of a file of a model's folder. Raises ConfigError."""
+    try:
+        return file.read_text("utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} is not read: {error}") from None

@@ -105,3 +105,39 @@ def _decoded(answer: bytes) -> dict[str, Any] | None:
     except msgspec.DecodeError:
         return None
     return parsed if isinstance(parsed, dict) else None
+
+
+class _Details(msgspec.Struct):
+    """OpenAI's `prompt_tokens_details`."""
+
+    cached_tokens: int | None = None
+
+
+class _Counts(msgspec.Struct):
+    """OpenAI's `usage`."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_tokens_details: _Details | None = None
+
+
+class _WithCounts(msgspec.Struct):
+    """An answer of which only the usage is read."""
+
+    usage: _Counts | None = None
+
+
+def counts_of(answer: bytes) -> dict[str, int]:
+    """Return the tokens that a proxied answer, which is not streamed, reports, by their names in
+    the request log; {} if it reports none."""
+    try:
+        found = msgspec.json.decode(answer, type=_WithCounts).usage
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return {}
+    if found is None:
+        return {}
+    counts = {"prompt_tokens": found.prompt_tokens, "output_tokens": found.completion_tokens}
+    details = found.prompt_tokens_details
+    if details is not None and details.cached_tokens is not None:
+        counts["decode_hit_tokens"] = details.cached_tokens
+    return counts

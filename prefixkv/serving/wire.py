@@ -78,6 +78,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
     stop_tokens: tuple[int, ...] = ()
     ignore_end: bool = False
     stop: tuple[Name, ...] = ()
+    min_tokens: int = 0
     logprobs: int | None = None
 
 
@@ -198,3 +199,24 @@ def salt_digest(salt: str) -> str:
 def namespace_of(salt: str) -> Namespace | None:
     """Return the cache namespace of a request on the wire with this salt; None without one."""
     return Namespace(salt=salt) if salt else None
+
+
+def attempt_rid(rid: str, attempt: int) -> str:
+    """Return the id under which one attempt at a front's request goes over the wire.
+
+    >>> attempt_rid("9f3a-1", 0)
+    '9f3a-1#0'
+    """
+    return f"{rid}#{attempt}"
+
+
+def front_rid(rid: str) -> str:
+    """Return the front's id of a request on the wire, out of its id on a worker's node; an id that
+    no front has made is returned as it is.
+
+    >>> front_rid("9f3a-1#0/2"), front_rid("decode-0/9f3a-1#0/2.1"), front_rid("mine")
+    ('9f3a-1', '9f3a-1', 'mine')
+    """
+    # A decode node names requests "RID/sample", and its jobs "worker/RID/sample.generation".
+    asked = rid.rpartition("#")[0]
+    return asked.rpartition("/")[2] if asked else rid

@@ -41,7 +41,9 @@ from prefixkv.serving.http import (
     make_app,
     read_body,
 )
+from prefixkv.serving.outcomes import Outcomes, line_of
 from prefixkv.serving.prompts import PromptAnswer, PromptError, PromptWait
+from prefixkv.serving.request_file import RequestFile, follow_node
 from prefixkv.serving.status import bind, status_app
 from prefixkv.serving.streams import read_some
 from prefixkv.serving.waits import wait_set
@@ -56,13 +58,13 @@ from prefixkv.serving.wire import (
     SamplingParams,
     TokenEvent,
     WorkerInfo,
+    front_rid,
     namespace_of,
 )
 from prefixkv.spi import CallerError, CapacityError, ClosedError, DrainingError, TokenError
 
 logger = logging.getLogger("prefixkv.worker")
 
-_MAX_JOB_BYTES: Final = 64 << 20
 _JOB_TIMEOUT_S: Final = 20.0
 _REFUSAL_BYTES: Final = 64 << 10
 _TICK_S: Final = 0.2
@@ -84,6 +86,8 @@ class Worker:
         self.config, self.settings = config, config.worker
         self._stop = asyncio.Event()  # set once the grace of `drain` is over
         self._servers: list[HttpServer] = []
+        self._file: RequestFile | None = None
+        self._unfollow: Callable[[], object] = lambda: None  # ends the node's lines in `_file`
 
     async def start(self) -> None:
         """Load the worker's model and serve. Raises ConfigError, with nothing left open."""
@@ -101,6 +105,7 @@ class Worker:
             self.engine.close()
             for server in self._servers:
                 server.close()
+            self._unfollow()
             raise
         try:
             # From here on the engine belongs to its thread: a failure goes through `close`, which
@@ -125,15 +130,21 @@ class Worker:
             *self._routes(),
         ]
         app = make_app(routes, listen.api_key, max_bodies_bytes=self._limits.max_bodies_bytes)
-        status_of = status_app(self.health, [engine.node], listen)
-        asked, status = bind(app, status_of, listen, self._limits)
+        name = engine.node.peer_id.name
+        self._file = RequestFile(listen.request_log) if listen.request_log else None
+        who = {"node": name, "side": self.role}
+        outcomes = Outcomes("worker", who, self._file, refused_only=True)
+        status_of = status_app(self.health, [engine.node], listen, [outcomes])
+        asked, status = bind(outcomes.watch(app), status_of, listen, self._limits)
+        if self._file is not None:
+            self._unfollow = follow_node(self._file, name, front_rid)
         # Both or neither are bound (`bind`); from here on `close` gives them back.
         self._servers += [asked, status]
         model, layout = engine.model, engine.node.pool.layout
         # After binding, since a port of 0 has become a number only now.
         self.info = WorkerInfo(
             role=self.role,  # type: ignore[arg-type]
-            name=engine.node.peer_id.name, url=asked.url, status_url=status.url,
+            name=name, url=asked.url, status_url=status.url,
             endpoint=getattr(engine, "endpoint", ""), model=model.name,
             identity=f"{model.identity.model} {model.identity.weights_version}",
             page_size=layout.page_size, num_pages=layout.num_pages,
@@ -171,6 +182,11 @@ class Worker:
         servers, self._servers = self._servers, []
         for server in servers:
             await server.stop(grace_s=1.0)
+        # Last: requests end with the engine, refusals with the servers.
+        file, self._file = self._file, None
+        if file is not None:
+            self._unfollow()
+            await asyncio.to_thread(file.close)
 
     def health(self) -> tuple[bool, dict[str, Any]]:
         """Return whether the worker accepts requests, and its state with its `info`."""
@@ -203,12 +219,8 @@ class Worker:
 
     @property
     def _limits(self) -> Any:
-        """Limits of requests to a worker. Bodies may have at least `_MAX_JOB_BYTES`, since they
-        carry prompts as lists of tokens, and all together at least twice the largest."""
-        limits = self.settings.listen.limits
-        most = max(limits.max_body_bytes, _MAX_JOB_BYTES)
-        in_sum = max(limits.max_bodies_bytes, 2 * most)
-        return replace(limits, max_body_bytes=most, max_bodies_bytes=in_sum)
+        """Limits of requests to a worker."""
+        return self.settings.listen.limits
 
     async def _info(self, _: Request) -> Response:
         """Answer the worker's GET /info with its `WorkerInfo`."""
@@ -310,7 +322,9 @@ class PrefillWorker(Worker):
 
     async def _job(self, request: Request) -> Response:
         """Answer a prefill worker's POST /jobs: accept a prompt to compute."""
-        job = _prefill_job(await self._read(request, Job))
+        sent = await self._read(request, Job)
+        line_of(request.scope).fields["id"] = front_rid(sent.rid)
+        job = _prefill_job(sent)
         if job.prompt_logprobs:
             return await self._prompt_job(job)
         await self._call(lambda engine: engine.submit(job))
@@ -437,6 +451,7 @@ class DecodeWorker(Worker):
     async def _generate(self, request: Request) -> Response:
         """Answer a decode worker's POST /generate by a stream of `TokenEvent` lines."""
         ask = await self._read(request, Ask)
+        line_of(request.scope).fields["id"] = front_rid(ask.rid)
         if ask.rid in self._open:
             raise ApiError(400, f"request {ask.rid!r} is here already", code="RequestError")
         try:
@@ -699,7 +714,8 @@ def _prefill_job(job: Job) -> Any:
         choice = Choice(sampling, job.seed, job.sample, job.position)
         return PrefillJob(
             job.rid, _tokens(job.tokens), job.prefill, job.decode, job.room, job.generation,
-            namespace_of(job.salt), job.cacheable, choice, job.is_known, job.prompt_logprobs,
+            namespace_of(job.salt), job.cacheable, choice, job.is_known,
+            prompt_logprobs=job.prompt_logprobs,
         )  # fmt: skip
     except PrefixKVError as error:
         raise ApiError(400, str(error), code=_name(error)) from None

@@ -1,2 +1,2 @@
 """Tools for tests of prefixkv and of engines that integrate it: a fabric in memory, byte patterns,
-and a pair of workers in one process."""
+a pair of workers in one process, an engine without weights, and a conformance kit."""

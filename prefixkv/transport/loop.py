@@ -5,6 +5,7 @@ and what it tells the sink. `nixl/loop.py` and `shm/loop.py` add the transfers.
 from __future__ import annotations
 
 import logging
+import time
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from prefixkv.memory.state_layout import StateLayout
 from prefixkv.protocol.ids import PeerId
 from prefixkv.transport.base import Sink, TransportEvent, WriteJob
 from prefixkv.transport.jobs import ActiveJob, JobTable, Outbox
+from prefixkv.transport.pace import Pace
 from prefixkv.transport.routes import PeerMemory, Routes
 
 _log = logging.getLogger("prefixkv.transport")
@@ -57,7 +59,9 @@ class TransportLoop(ABC, Generic[P]):
         self._sink = sink
         self._config = config
         self._peers: dict[PeerId, P] = {}
-        self._jobs = JobTable(self.emit, config.post_bytes, max_descriptors)
+        self._pace = Pace(config.max_bytes_per_s)
+        part_bytes = self._pace.part_bytes(config.post_bytes)
+        self._jobs = JobTable(self.emit, part_bytes, max_descriptors)
 
     # --- commands ---------------------------------------------------------------------------------
 
@@ -139,7 +143,7 @@ class TransportLoop(ABC, Generic[P]):
                 return False
             self._connect(peer)
             return True
-        if not self._may_transfer(peer):
+        if not self._may_transfer(peer) or self._pace.free_at(now_s) > now_s:
             return False
         for job in peer.outbox.round():
             try:
@@ -149,9 +153,19 @@ class TransportLoop(ABC, Generic[P]):
                 self._jobs.stop(job, bare(error))
                 return True
             if ready:
+                if self._pace:
+                    self._pace.spend(job.parts[job.next_part].num_bytes, time.monotonic())
+                    # The bucket is the peers' in common, and those are looked at in this order: the
+                    # one that has spent of it goes last. Before the transfer, which may lose it.
+                    self._peers[peer.peer] = self._peers.pop(peer.peer)
                 self._transfer(peer, job)
                 return True
         return False
+
+    def _paced_until(self, now_s: float) -> float | None:
+        """Return when the rate lets the loop, NIXL's or shm's, send again; None if it may now."""
+        free_at = self._pace.free_at(now_s)
+        return free_at if free_at > now_s else None
 
     def _may_connect(self, peer: P) -> bool:
         """Return whether nothing under way keeps the loop, NIXL's or shm's, from connecting to the

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from prefixkv.cli.chats.command import compare
+from prefixkv.cli.chats.command import as_json, compare
 from prefixkv.cli.chats.play import Played, Vocabulary, play
-from prefixkv.cli.chats.report import ChatsReport
+from prefixkv.cli.chats.rates import LinkRate, link_of
+from prefixkv.cli.chats.report import ChatsReport, links_table
 from prefixkv.cli.chats.workers import ChatAnswer, ModelWorkerError
 from prefixkv.cli.chats.workload import Run, Turn, Workload, chat
+from prefixkv.errors import ConfigError
 
 WORDS = Vocabulary(10, 20, system=1, user=2, assistant=3, stop=4)
 
@@ -106,10 +108,12 @@ class Reference:
 
 def test_every_answer_is_compared_and_each_prompt_asked_once():
     report, reference = both(), Reference()
-    compare(report, reference)
+    compare([report], reference)
     assert reference.asked == [(100, 4), (120, 4)]
     assert report.wrong == {True: 0, False: 1}
-    assert report.complaints() == ["chats, cache_off: 1 answers are not what generate() says"]
+    assert report.complaints() == [
+        "chats, this machine, cache_off: 1 answers are not what generate() says"
+    ]
     report.left.append("chats, cache on: 2 pages left held on prefill")
     assert len(report.complaints()) == 2
 
@@ -136,3 +140,59 @@ def test_figures_and_the_last_conversation_are_those_of_the_answers():
         assert shown in text
     del report.played[False]
     assert report.as_json()["ratios"] == {"ttft_p50": None, "bytes_sent": None}
+
+
+def test_passes_that_differ_by_no_more_than_those_of_one_kind_are_alike():
+    here, slow = both(), both()
+    slow.link = link_of("1Gbit")
+    # Medians: on .15, off .35. A later pass with the cache on of .36 reaches over that of off.
+    late = Played(((answer(100, [5], 0, 64, 0.36),),), 1.0)
+    here.again = {True: [late]}
+    slow.again = {True: [Played(((answer(100, [5], 0, 64, 0.2),),), 1.0)]}
+    assert here.ttft_p50s(True) == pytest.approx([0.15, 0.36])
+    assert here.ttft_in_words() == "alike"
+    assert slow.ttft_in_words() == "2.0 times lower"
+    console = Console(width=80, file=io.StringIO())
+    console.print(links_table([here, slow]))
+    text = console.file.getvalue()
+    for shown in (
+        "this machine",
+        "255.0",
+        "alike",
+        "1 Gbit/s",
+        "175.0",
+        "350.0",
+        "2.0 times lower",
+    ):
+        assert shown in text
+    found = json.loads(json.dumps(as_json([here, slow])))
+    assert found["runs"]["cache_on"]["ttft_p50_of_passes_s"] == pytest.approx([0.15, 0.36])
+    (name,) = found["links"]
+    assert (name, found["links"][name]["bytes_per_s"]) == ("1 Gbit/s", 125_000_000)
+    assert found["links"][name]["ratios"]["ttft_p50"] == pytest.approx(2.0)
+
+
+def test_later_passes_answers_count_too():
+    report, reference = both(), Reference()
+    report.again = {True: [Played(((answer(100, [6], 0, 64, 0.1),),), 1.0)]}
+    compare([report], reference)
+    assert report.wrong == {True: 1, False: 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "link"),
+    [
+        ("1Gbit", LinkRate("1 Gbit/s", 125_000_000)),
+        ("10 gbit/s", LinkRate("10 Gbit/s", 1_250_000_000)),
+        ("2.5Gbit", LinkRate("2.5 Gbit/s", 312_500_000)),
+        ("500Mbit", LinkRate("500 Mbit/s", 62_500_000)),
+    ],
+)
+def test_a_link_is_a_rate_in_bits(text, link):
+    assert link_of(text) == link
+
+
+@pytest.mark.parametrize("text", ["", "1", "1GB", "fast", "-1Gbit", "99Mbit", "1000000000Gbit"])
+def test_what_is_no_link_is_refused_by_name(text):
+    with pytest.raises(ConfigError, match="--link"):
+        link_of(text)

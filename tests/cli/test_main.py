@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+import prefixkv
 from prefixkv.cli.main import run_command
+from prefixkv.protocol.messages import PROTOCOL_VERSION
 
 
 @pytest.mark.parametrize(
@@ -66,15 +68,32 @@ def test_help_names_every_option(capfd):
         assert f"--{option} " in out
 
 
-def test_help_has_each_paragraph_on_one_line_of_a_wide_terminal(capfd, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "250")
+def test_the_list_of_commands_has_the_first_paragraph_of_each(capfd):
     assert run_command(["--help"]) == 0
-    rows = capfd.readouterr().out.partition("Commands")[2].splitlines()[1:-1]
-    names = [row.strip(" │").partition(" ")[0] for row in rows if row.strip(" │╰─╯")]
-    assert names == ["replay", "demo", "serve", "proxy", "worker"]
-    assert run_command(["demo", "--help"]) == 0
-    told = "Every answer is compared with that of transformers, and one conversation is shown"
-    assert told in capfd.readouterr().out
+    listed = " ".join(capfd.readouterr().out.partition("Commands:")[2].split())
+    for text in (
+        "replay Replay recorded traces through the cache: hit rate by policy and capacity, the "
+        "optimum that no policy exceeds, and a recommendation. demo Chat with",
+        "worker One prefill or decode worker, with a model of Hugging Face's.",
+    ):
+        assert text in listed
+
+
+def test_the_version_is_one_line(capfd):
+    assert run_command(["--version"]) == 0
+    told = f"prefixkv {prefixkv.__version__} (wire protocol {PROTOCOL_VERSION})\n"
+    assert capfd.readouterr() == (told, "")
+
+
+@pytest.mark.parametrize(
+    "command", ["demo", "replay none.jsonl", "serve", "proxy", "worker decode"]
+)
+def test_an_unknown_variable_stops_every_command(command, capfd, monkeypatch):
+    monkeypatch.setenv("PREFIXKV_PAGE_SISE", "64")
+    assert run_command(command.split()) == 2
+    told = "prefixkv: there is no variable PREFIXKV_PAGE_SISE; the nearest is PREFIXKV_PAGE_SIZE\n"
+    assert capfd.readouterr() == ("", told)
+    assert run_command([*command.split(), "--help"]) == 0
 
 
 def test_loading_it_loads_neither_torch_nor_nixl():

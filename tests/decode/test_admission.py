@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixkv.decode import admission
-from prefixkv.decode.admission import AdmissionPolicy, admission_names, register_admission
+from prefixkv import admission
+from prefixkv.admission import AdmissionPolicy, admission_names, register_admission
 from prefixkv.decode.prealloc_queue import MAX_LOOKS
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.decode.scheduler import DecodeScheduler

@@ -18,7 +18,7 @@ from prefixkv.errors import CallerError, OutOfPagesError, PageStateError
 from prefixkv.pages import free_runs
 from prefixkv.pages.allocator import PageAllocator, PageState
 
-FREE, OWNED, CACHED, HELD, QUARANTINED = PageState
+FREE, OWNED, CACHED, HELD, QUARANTINED, _ = PageState
 DEFAULT_LOOP = free_runs._LOOP_BELOW_RUNS
 
 
@@ -225,6 +225,7 @@ class AllocatorMachine(RuleBasedStateMachine):
             real.cached_pages,
             real.held_pages,
             real.quarantined_pages,
+            0,  # reserved
         )
         assert counts == tuple(len(model.pages_in(state)) for state in PageState)
         assert real.free_runs() == runs_of(model.pages_in(FREE))

@@ -169,7 +169,7 @@ def test_a_request_says_where_its_prefill_is() -> None:
     async def scene(stage: Stage) -> None:
         assert await stage.said(salt="s") == [TOKEN, END]
         (asked,), (prefill,) = stage.decode[0].asked, stage.prefill
-        assert asked == Ask("r-0", PROMPT, "tcp://p0", prefill.server.url, 2, salt="s")
+        assert asked == Ask("r#0", PROMPT, "tcp://p0", prefill.server.url, 2, salt="s")
         assert stage.fleet.retried == 0
 
     run(scene, [well], 1)
@@ -185,11 +185,11 @@ def test_what_has_failed_is_not_asked_again(way: Say | int) -> None:
             assert await stage.said(rid=f"r{number}") == [TOKEN, END]
         asks = [ask for worker in stage.decode for ask in worker.asked]
         for number in range(3):
-            tried = [ask for ask in asks if ask.rid.startswith(f"r{number}-")]
+            tried = [ask for ask in asks if ask.rid.startswith(f"r{number}#")]
             assert len({ask.rid for ask in tried}) == len(tried)  # each attempt has its own id
             assert len({ask.prefill for ask in tried}) == min(2, len(tried))
         for worker in stage.decode:
-            rids = [ask.rid.split("-")[0] for ask in worker.asked]
+            rids = [ask.rid.split("#")[0] for ask in worker.asked]
             assert len(set(rids)) == len(rids), "asked again for what it failed at"
         assert len(stage.decode[2].asked) == 3
         assert stage.fleet.retried == len(asks) - 3 > 0
@@ -213,7 +213,7 @@ def test_a_worker_that_is_the_only_one_is_asked_again() -> None:
     async def scene(stage: Stage) -> None:
         with pytest.raises(ApiError):
             await stage.said()
-        assert [ask.rid for ask in stage.decode[0].asked] == ["r-0", "r-1", "r-2"]
+        assert [ask.rid for ask in stage.decode[0].asked] == ["r#0", "r#1", "r#2"]
 
     run(scene, [says_nothing], 1)
 

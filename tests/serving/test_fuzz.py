@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 from typing import Any
 
 import msgspec
@@ -14,8 +16,9 @@ from prefixkv.engines.hf import Sampling
 from prefixkv.engines.hf.small import CHAT_TEMPLATE, small_tokenizer
 from prefixkv.serving.http import ApiError
 from prefixkv.serving.openai import _NEUTRAL, ChatRequest, CompletionRequest, parse
-from prefixkv.serving.text import Texts
+from prefixkv.serving.text import TextError, Texts
 
+PARSERS_WORDS = re.compile(r"Expected `|msgspec|\bgot `|JSON is malformed|codec|recursion")
 KINDS = (ChatRequest, CompletionRequest)
 KNOWN = sorted({field.name for kind in KINDS for field in msgspec.structs.fields(kind)})
 TEXTS = Texts(small_tokenizer(), CHAT_TEMPLATE)
@@ -34,16 +37,29 @@ anything = st.recursive(
 )
 messages = st.lists(
     st.fixed_dictionaries(
-        {"role": st.sampled_from(["system", "developer", "user", "assistant"])},
-        optional={"content": st.text(max_size=30) | anything, "name": anything, "more": anything},
+        {"role": st.sampled_from(["system", "developer", "user", "assistant", "tool"]) | anything},
+        optional={
+            "content": st.text(max_size=30) | anything,
+            "name": anything,
+            "more": anything,
+            "tool_calls": anything
+            | st.lists(
+                st.fixed_dictionaries({"function": st.fixed_dictionaries({"arguments": anything})}),
+                max_size=2,
+            ),
+        },
     ),
     max_size=4,
 )
+prompts = (
+    st.text(max_size=30) | anything
+    | st.lists(st.text(max_size=3) | st.integers() | st.lists(st.integers() | anything, max_size=3))
+)  # fmt: skip
 names = st.sampled_from([*KNOWN, *_NEUTRAL]) | st.text(max_size=8)
 bodies = st.builds(
     lambda base, more: {**base, **more},
     st.fixed_dictionaries(
-        {"model": st.just("small")}, optional={"messages": messages, "prompt": st.text(max_size=30)}
+        {"model": st.just("small")}, optional={"messages": messages, "prompt": prompts}
     ),
     st.dictionaries(names, anything, max_size=4),
 )
@@ -54,6 +70,9 @@ plausible = st.fixed_dictionaries(
         "top_p": st.floats(-0.1, 1.1), "top_k": st.integers(-3, 2**32), "n": st.integers(-1, 200),
         "seed": st.integers(-(2**64), 2**65), "stop": st.text(max_size=3) | st.lists(st.text()),
         "stream": st.booleans() | st.none(), "ignore_eos": st.booleans(),
+        "min_tokens": st.integers(-1, 9), "stop_token_ids": st.lists(st.integers(-1, 2**31)),
+        "chat_template_kwargs": anything, "reasoning_effort": anything, "tools": anything,
+        "documents": anything, "stream_options": anything,
     },
 )  # fmt: skip
 
@@ -63,13 +82,14 @@ def check(body: bytes, kind: type[Any]) -> bool:
     try:
         asked = parse(body, kind)
         if isinstance(asked, ChatRequest):
-            said = [message.plain() for message in asked.messages]
-            assert not said or TEXTS.chat(said)
+            with contextlib.suppress(TextError):
+                assert TEXTS.chat(asked.messages, variables=asked.variables) is not None
     except ApiError as error:
         told = json.loads(msgspec.json.encode(error.body()))
         assert error.status == 400
         assert set(told["error"]) == {"message", "type", "param", "code"}
         assert error.response().status_code == 400
+        assert not PARSERS_WORDS.search(error.message), error.message
         return False
     Sampling(**msgspec.structs.asdict(asked.sampling()))  # the engine takes it
     assert asked.most_tokens is None or asked.most_tokens >= 1

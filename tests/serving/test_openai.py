@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
+import msgspec
 import pytest
 
 from prefixkv.serving.http import ApiError
 from prefixkv.serving.openai import (
+    _NEUTRAL,
     Answers,
     ChatRequest,
     CompletionRequest,
@@ -17,6 +20,7 @@ from prefixkv.serving.openai import (
 )
 from prefixkv.serving.wire import SamplingParams
 
+WORDS_OF_A_PARSER = re.compile(r"`|\b(int|str|bool|dict|null|array|Expected|got|malformed)\b")
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
@@ -44,7 +48,7 @@ def test_what_is_left_out_is_as_with_openai() -> None:
     assert asked.sampling() == SamplingParams(temperature=1.0)
     assert (asked.num_samples, asked.streams, asked.most_tokens) == (1, False, None)
     plain = parse(b'{"model": "m", "prompt": [1, 2]}', CompletionRequest)
-    assert (plain.prompt, plain.most_tokens) == ([1, 2], 16)
+    assert (plain.prompt, plain.most_tokens) == ([[1, 2]], 16)
 
 
 def test_what_is_said_becomes_how_tokens_are_chosen() -> None:
@@ -60,9 +64,13 @@ def test_what_is_said_becomes_how_tokens_are_chosen() -> None:
 
 def test_what_asks_for_nothing_is_taken_and_what_is_not_served_is_refused_by_name() -> None:
     chat(logprobs=False, tools=[], presence_penalty=0, response_format=None, user="u")
+    chat(skip_special_tokens=True, use_beam_search=False, guided_json=None, verbosity="medium")
+    chat(best_of=3, n=3, stop=[], length_penalty=1.0, include_stop_str_in_output=False)
     for name, value in (
-        ("logprobs", True), ("tools", [{"type": "function"}]), ("presence_penalty", 0.5),
+        ("logprobs", True), ("presence_penalty", 0.5), ("best_of", 3), ("guided_regex", "a"),
         ("response_format", {"type": "json_object"}), ("logit_bias", {"5": 1}),
+        ("include_stop_str_in_output", True), ("truncate_prompt_tokens", 5),
+        ("chat_template", "{{ 1 }}"), ("tool_choice", "required"), ("add_special_tokens", True),
     ):  # fmt: skip
         assert refused(**{name: value}) == (name, "unsupported_parameter")
     assert refused(beams=2) == ("beams", "unknown_parameter")
@@ -73,9 +81,12 @@ def test_what_asks_for_nothing_is_taken_and_what_is_not_served_is_refused_by_nam
     ("name", "value"),
     [
         ("max_tokens", 0), ("max_tokens", -5), ("max_completion_tokens", -1), ("n", 0),
-        ("n", 129), ("temperature", -0.1), ("top_p", 0), ("top_p", 1.1), ("top_k", -2),
+        ("n", 129), ("temperature", -0.1), ("temperature", 2.1), ("top_p", 0), ("top_p", 1.1),
+        ("top_k", -2),
         ("stop", ""), ("stop", ["a", ""]), ("stop", ["a"] * 17), ("cache_salt", ""),
-        ("stream_options", {"include_usage": True}), ("seed", 2**64),
+        ("seed", 2**64), ("min_tokens", -1), ("stop_token_ids", [-1]),
+        ("stop_token_ids", [2**31]), ("stop_token_ids", [1] * 129), ("messages", []),
+        ("chat_template_kwargs", {"messages": []}), ("user", "u" * 300_000),
     ],
 )  # fmt: skip
 def test_what_is_out_of_range_is_refused_by_name(name: str, value: Any) -> None:
@@ -88,13 +99,21 @@ def test_what_is_out_of_range_is_refused_by_name(name: str, value: Any) -> None:
         ({"max_tokens": "5"}, "max_tokens"), ({"max_tokens": 1.5}, "max_tokens"),
         ({"n": True}, "n"), ({"stream": 1}, "stream"), ({"model": None}, "model"),
         ({"messages": "Hello"}, "messages"),
-        ({"messages": [{"role": "tool", "content": ""}]}, "messages[0].role"),
-        ({"messages": [*HELLO, {"role": "user"}]}, "messages[1]"),
+        ({"messages": [7]}, "messages[0]"), ({"messages": [{"content": ""}]}, "messages[0].role"),
+        ({"messages": [*HELLO, {"role": "user"}]}, "messages[1].content"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": ["a"]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": "", "name": 1}]}, "messages[0].name"),
+        ({"messages": [{"role": "assistant", "tool_calls": 1}]}, "messages[0].tool_calls"),
+        ({"stop": [1]}, "stop[0]"), ({"stop_token_ids": ["a"]}, "stop_token_ids[0]"),
+        ({"stream_options": {"odd": 1}}, "stream_options"), ({"tools": {}}, "tools"),
+        ({"tools": [1]}, "tools[0]"), ({"chat_template_kwargs": []}, "chat_template_kwargs"),
     ],
 )  # fmt: skip
 def test_what_has_the_wrong_type_is_refused_where_it_stands(more: Any, param: str) -> None:
     told = refusal(json.dumps({"model": "m", "messages": HELLO, **more}).encode())
-    assert told["param"].replace("...", "0") == param
+    assert told["param"] == param
+    assert not WORDS_OF_A_PARSER.search(told["message"]), told["message"]
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"x"', b"\xff\xfe", b"[" * 100_000])
@@ -105,10 +124,110 @@ def test_a_body_that_is_no_object_is_refused(body: bytes) -> None:
 def test_only_text_is_taken_and_a_developer_is_the_system() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     asked = chat(messages=[{"role": "developer", "content": parts}])
-    assert asked.messages[0].plain() == {"role": "system", "content": "ab"}
+    assert asked.messages == [{"role": "system", "content": "ab"}]
     image = [{"type": "image_url", "image_url": {"url": "x"}}]
     with pytest.raises(ApiError, match="image_url"):
-        chat(messages=[{"role": "user", "content": image}]).messages[0].plain()
+        chat(messages=[{"role": "user", "content": image}])
+
+
+def test_calls_of_tools_are_given_to_the_template_as_they_stand() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": [1]}'}}
+    odd = {"id": "d", "type": "function", "function": {"name": "g", "arguments": "not json"}}
+    assistant = {"role": "assistant", "content": None, "refusal": None, "tool_calls": [call, odd]}
+    answer = {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "7"}]}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    asked = chat(messages=[*HELLO, assistant, answer], tools=tools, reasoning_effort="low",
+                 documents=[{"text": "x"}], chat_template_kwargs={"thinking": True})  # fmt: skip
+    parsed = {**call, "function": {"name": "f", "arguments": {"a": [1]}}}
+    assert asked.messages == [
+        *HELLO,
+        {"role": "assistant", "content": None, "tool_calls": [parsed, odd]},
+        {"role": "tool", "tool_call_id": "c", "content": "7"},
+    ]
+    assert asked.variables == {
+        "tools": tools, "documents": [{"text": "x"}], "reasoning_effort": "low", "thinking": True,
+    }  # fmt: skip
+    assert chat(tools=[], documents=None).variables == {}
+
+
+def completion(prompt: Any, **more: Any) -> list[Any]:
+    body = json.dumps({"model": "m", "prompt": prompt, **more}).encode()
+    return parse(body, CompletionRequest, context=8).prompt
+
+
+def test_a_prompt_is_one_or_several_texts_or_lists_of_tokens() -> None:
+    assert completion("a, [b]") == ["a, [b]"]
+    assert completion(["a", '"b\\'], n=64) == ["a", '"b\\']
+    assert completion([1, 2]) == [[1, 2]]
+    assert completion([[1], [2, 3]]) == [[1], [2, 3]]
+    assert completion(["a"] * 128) == ["a"] * 128
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param"),
+    [
+        ([], "prompt"), ({}, "prompt"), (7, "prompt"), (True, "prompt"), ([True], "prompt[0]"),
+        (["a", 1], "prompt[1]"), ([1, "a"], "prompt[1]"), ([[1, "a"]], "prompt[0][1]"),
+        ([1.5], "prompt[0]"), ([None], "prompt[0]"), (["a"] * 129, "prompt"),
+        ([[1]] * 129, "prompt"), ([1] * 9, "prompt"), ([[1] * (1 << 20), [1]], "prompt"),
+    ],
+)  # fmt: skip
+def test_a_prompt_of_another_kind_or_too_many_are_refused(prompt: Any, param: str) -> None:
+    body = json.dumps({"model": "m", "prompt": prompt})
+    with pytest.raises(ApiError) as raised:
+        parse(body.encode(), CompletionRequest, context=8)
+    assert (raised.value.status, raised.value.param) == (400, param)
+    assert not WORDS_OF_A_PARSER.search(raised.value.message)
+
+
+def test_prompts_times_samples_are_bounded() -> None:
+    with pytest.raises(ApiError, match="n=65"):
+        completion(["a", "b"], n=65)
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"tools": [{"a": "x" * (1 << 20)}]}, "tools"),
+        ({"documents": [{}] * 70_000}, "documents"),
+        ({"chat_template_kwargs": {"a": [[]] * 70_000}}, "chat_template_kwargs"),
+        ({"messages": [{"role": "user", "content": "x", "more": [1] * 70_000}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "x", "more": ["a"] * 200_000}]}, "messages"),
+        ({"messages": HELLO * 4097}, "messages"),
+    ],
+    ids=range(6),
+)  # fmt: skip
+def test_what_a_template_is_given_is_bounded(more: Any, param: str) -> None:
+    assert refused(**more) == (param, "invalid_value")
+
+
+def test_a_long_text_is_no_number_of_values() -> None:
+    text = '{"a": [1, 2, 3]}, ' * 10_000
+    assert chat(messages=[{"role": "user", "content": text}]).messages[0]["content"] == text
+
+
+def test_null_is_as_good_as_nothing() -> None:
+    names = {field.name for field in msgspec.structs.fields(ChatRequest)} - {"model", "messages"}
+    nothing = dict.fromkeys(names | _NEUTRAL.keys())
+    assert chat(**nothing) == chat()
+    assert refused(messages=None) == ("messages", "missing_required_parameter")
+
+
+def test_options_of_a_stream_are_taken_without_one() -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True, "include_obfuscation": None}
+    asked = chat(stream_options=options, stream=False)
+    assert (asked.streams, asked.streams_usage, asked.streams_usage_always) == (False, True, True)
+    asked = chat(stream_options={}, stream=None)
+    assert (asked.streams_usage, asked.streams_usage_always) == (False, False)
+
+
+def test_least_tokens_are_at_most_the_most() -> None:
+    assert chat(min_tokens=5, stop_token_ids=[7]).sampling() == SamplingParams(
+        1.0, stop_tokens=(7,), min_tokens=5
+    )
+    assert refused(min_tokens=5, max_tokens=4) == ("min_tokens", "invalid_value")
+    assert chat().sampling(0.0).temperature == 0
+    assert chat(temperature=0.5).sampling(0.0).temperature == 0.5
 
 
 def test_usage_says_where_the_prompts_kv_was() -> None:
@@ -119,6 +238,12 @@ def test_usage_says_where_the_prompts_kv_was() -> None:
         "decode_hit_tokens": 64, "shared_tokens": 16, "sent_tokens": 20,
         "prefill_hit_tokens": 80, "computed_tokens": 20,
     }  # fmt: skip
+
+
+def test_usage_of_several_prompts_is_their_sum() -> None:
+    usage = Usage(10, 2, 1, 3, 4)
+    usage.add(Usage(20, 5, 2, 1, 1))
+    assert usage == Usage(30, 7, 3, 4, 5)
 
 
 def test_pieces_of_a_stream_are_events() -> None:

@@ -33,6 +33,7 @@ class Engine:
     def __init__(self, name: str, say: Say, port: int = 0) -> None:
         self.name, self.say = name, say
         self.asked: list[dict[str, Any]] = []
+        self.ids: list[str] = []  # X-Request-Id of each
         self.under_way = 0
         routes = [
             Route("/v1/completions", self._take, methods=["POST"]),
@@ -48,6 +49,7 @@ class Engine:
     async def _take(self, request: Request) -> Response:
         body = json.loads(await request.body())
         self.asked.append(body)
+        self.ids.append(request.headers.get("x-request-id", ""))
         self.under_way += 1
         work = asyncio.create_task(self._leave_with(request, body))
         try:
@@ -118,9 +120,11 @@ class Stage:
 def run(
     scene: Callable[[Stage], Awaitable[None]], prefill: list[Say] | None = None,
     decode: list[Say] | None = None, api_key: str = "", limits: Limits = LIMITS,
+    request_log: str = "",
 ) -> None:  # fmt: skip
     async def main() -> None:
-        config = ProxyConfig(listen=ListenSettings(api_key=api_key, limits=limits))
+        listen = ListenSettings(api_key=api_key, limits=limits, request_log=request_log)
+        config = ProxyConfig(listen=listen)
         stage = Stage(prefill or [well], decode or [well], config)
         async with AsyncExitStack() as stack:
             for engine in (*stage.prefill, *stage.decode):
@@ -577,7 +581,8 @@ def test_rooms_that_wait_are_on_the_metrics() -> None:
 def test_requests_that_are_refused_are_counted_by_status() -> None:
     async def scene(stage: Stage) -> None:
         await stage.complete()
-        assert await stage.counter('prefixkv_proxy_refused_total{status="422"}') == 1
+        labels = 'reason="server",status="422"'
+        assert await stage.counter(f"prefixkv_proxy_refused_total{{{labels}}}") == 1
 
     run(scene, None, [refusing(422)])
 
@@ -590,8 +595,9 @@ def test_a_stream_that_is_refused_and_one_that_fails_are_errors_and_counted() ->
         assert (await stage.complete(stream=True)).status_code == 503
         for outcome in ("refused", "failed"):
             assert await stage.counter(f'prefixkv_proxy_requests_total{{outcome="{outcome}"}}') == 1
-        for status in (400, 503):
-            assert await stage.counter(f'prefixkv_proxy_refused_total{{status="{status}"}}') == 1
+        for reason, status in (("server", 400), ("not_ready", 503)):
+            labels = f'reason="{reason}",status="{status}"'
+            assert await stage.counter(f"prefixkv_proxy_refused_total{{{labels}}}") == 1
         stage.proxy.draining = True
         told = (await stage.complete()).json()["error"]
         assert (told["type"], told["code"]) == ("server_error", "not_ready")

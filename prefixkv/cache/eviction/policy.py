@@ -198,3 +198,4 @@ class Policy(ABC):
 
 _POLICIES: Registry[Policy] = Registry("policy", Policy)  # type: ignore[type-abstract]
 register_policy, policy_names, make_policy = _POLICIES.add, _POLICIES.names, _POLICIES.make
+explain_policy = _POLICIES.explain

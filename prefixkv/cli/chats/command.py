@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from prefixkv.cli.chats.rates import HERE, LinkRate
 from prefixkv.cli.chats.workload import Workload, chat
 from prefixkv.cli.figures import CACHE_NAMES, machine, times
 from prefixkv.cli.outputs import check_writable, write_text
@@ -35,6 +36,8 @@ CHATS: Final = {
     "conversations": 6, "turns": 5, "system_tokens": 384, "user_tokens": 40, "output_tokens": 20,
 }  # fmt: skip
 SETTINGS: Final = {"page_size": 16, "num_pages": 640}
+PASSES: Final = 2  # of each kind over each link, turn about: first tokens differ from pass to pass
+LINKS: Final = ("1Gbit",)  # that the chats are played over beside this machine's own
 _MIN_TOKENS: Final = 16  # prompt of each request that comes before those that count
 
 _DEFINITIONS: Final = {
@@ -47,12 +50,18 @@ _DEFINITIONS: Final = {
     "there for another request",
     "last_conversation": "ranges of tokens of each prompt, half-open",
     "bytes_sent": "KV bytes of writes that ended, on prefill",
+    "ttft_p50_of_passes_s": "median of each pass; the passes of both kinds take turns",
+    "links": "the same chats once more, prefill's transport limited to the bytes of KV per "
+    "second of a link; what else a link has, such as its latency, is not modelled",
     "answers_wrong": "answers that are not, token for token, what transformers' generate() says "
     "to the same prompt in the same precision, float32",
 }
 
 
-def run(seed: int, caches: Sequence[bool], console: Console, json_path: Path | None) -> int:
+def run(
+    seed: int, caches: Sequence[bool], links: Sequence[LinkRate], console: Console,
+    json_path: Path | None,
+) -> int:  # fmt: skip
     """Run the whole command `prefixkv demo`. Returns its exit status: 0, or 1 if anything is wrong
     with a pass.
 
@@ -63,27 +72,31 @@ def run(seed: int, caches: Sequence[bool], console: Console, json_path: Path | N
     def print_it(what: Any) -> None:
         console.print(what, highlight=False)
 
-    report = run_chats(seed, caches, print_it)
-    show(report, print_it)
+    reports = run_chats(seed, caches, print_it, links=links)
+    show(reports, print_it)
     if json_path is not None:
-        found = json.dumps(report.as_json(), indent=2, allow_nan=False)
+        found = json.dumps(as_json(reports), indent=2, allow_nan=False)
         write_text("--json", json_path, found + "\n")
-    complaints = report.complaints()
+    complaints = [complaint for report in reports for complaint in report.complaints()]
     for complaint in complaints:
         print_it(f"WRONG: {complaint}")
     return 1 if complaints else 0
 
 
 def run_chats(
-    seed: int, caches: Sequence[bool], say: Say, chats: Mapping[str, int] = CHATS
-) -> ChatsReport:
-    """Play the demo's chats on workers of their own and compare the answers.
+    seed: int, caches: Sequence[bool], say: Say, chats: Mapping[str, int] = CHATS,
+    links: Sequence[LinkRate] = (), passes: int = PASSES,
+) -> list[ChatsReport]:  # fmt: skip
+    """Play the demo's chats on workers of their own and compare the answers. Returns a report for
+    this machine as it is, and one for each link.
 
     Args:
         seed: of the model's weights and of the workload.
         caches: passes to run: decode's cache on, off.
         say: gets a line for each step.
         chats: sizes of the workload, as in `chat`.
+        links: further links to play them over.
+        passes: of each kind over each link, turn about.
     Raises: ModelWorkerError, WorkerFailedError.
     """
     from prefixkv.engines.hf.reference import Reference
@@ -103,52 +116,68 @@ def run_chats(
             f"a Llama of {parameters / 1e6:.1f} million random parameters, seed {seed}, "
             f"{kv_bytes // 1024} KiB of KV per token: starting its workers"
         )
-        report = asyncio.run(_play_passes(path, caches, workload, say))
+        # Workers of their own for each link: the rate is a setting of theirs.
+        reports = [
+            asyncio.run(_play_passes(path, caches, workload, say, link, passes))
+            for link in (HERE, *links)
+        ]
     # A number comes with its recipe: what is needed to measure it again.
-    report.recipe = {
+    recipe: dict[str, Any] = {
         "command": "prefixkv demo",
         "seed": seed,
         **machine(),
         "model": {"kind": "llama", "parameters": parameters, **SIZES, "dtype": "float32"},
         "kv_bytes_per_token": kv_bytes,
         "workload": {**chats, "requests": workload.num_requests},
+        "passes": passes,
         "workers": {**SETTINGS, "torch_threads": 1},
         "definitions": _DEFINITIONS,
     }
-    report.recipe["versions"]["transformers"] = version("transformers")
+    recipe["versions"]["transformers"] = version("transformers")
     # After the workers have ended, so that the comparison takes no time from the figures.
     say("comparing every answer with transformers' generate()")
-    compare(report, reference)
-    return report
+    for report in reports:
+        report.recipe = recipe
+    compare(reports, reference)
+    return reports
 
 
 async def _play_passes(
-    folder: Path, caches: Sequence[bool], workload: Workload, say: Say
+    folder: Path, caches: Sequence[bool], workload: Workload, say: Say, link: LinkRate, passes: int
 ) -> ChatsReport:
-    """Play the demo's passes, cache on and off, on worker processes that share one prefill
-    worker."""
+    """Play the demo's passes over one link, cache on and off, on worker processes that share one
+    prefill worker."""
     from prefixkv.cli.chats.play import play
     from prefixkv.cli.chats.report import ChatsReport
     from prefixkv.cli.chats.workers import PREFILL, ModelWorkers
 
-    report = ChatsReport({})
+    report = ChatsReport({}, link=link)
     spell = small_vocabulary()
     decode = {_name(on): {**SETTINGS, "cache": on} for on in caches}
-    async with ModelWorkers(folder, SETTINGS, decode) as workers:
+    prefill = {**SETTINGS, "transport_max_bytes_per_s": link.bytes_per_s}
+    async with ModelWorkers(folder, prefill, decode) as workers:
         for name in decode:  # so that no pass includes the first connection of two nodes
             await workers.ask(name, "first", [*range(_MIN_TOKENS)], 2, f"first {name}")
-        for on in caches:
-            title = CACHE_NAMES[on].replace("_", " ")
-            say(f"{workload.num_requests} turns of {len(workload.sessions)} chats, {title}")
-            # Bytes are counted from settled to settled state: no write of another pass is among
-            # them.
-            before, _ = await workers.settled(PREFILL)
-            report.played[on] = await play(workers, _name(on), workload, spell, CACHE_NAMES[on])
-            # Each pass must leave no page in use, on either side.
-            report.left += await _pages_left(workers, PREFILL, title)
-            report.left += await _pages_left(workers, _name(on), title)
-            after = await workers.figures(PREFILL)
-            report.bytes_sent[on] = int(_bytes_sent(after) - _bytes_sent(before))
+        # Turn about, the order changed each time: what slows the machine meanwhile slows both.
+        for number in range(passes):
+            for on in caches if number % 2 == 0 else reversed(caches):
+                title = f"{link.name}, {CACHE_NAMES[on].replace('_', ' ')}"
+                say(f"{workload.num_requests} turns of {len(workload.sessions)} chats, {title}")
+                # Bytes are counted from settled to settled state: no write of another pass is among
+                # them.
+                before, _ = await workers.settled(PREFILL)
+                # A salt of its own for each pass, so that none finds the KV of another.
+                salt = f"{CACHE_NAMES[on]}.{number}"
+                played = await play(workers, _name(on), workload, spell, salt)
+                # Each pass must leave no page in use, on either side.
+                report.left += await _pages_left(workers, PREFILL, title)
+                report.left += await _pages_left(workers, _name(on), title)
+                after = await workers.figures(PREFILL)
+                if number == 0:
+                    report.played[on] = played
+                    report.bytes_sent[on] = int(_bytes_sent(after) - _bytes_sent(before))
+                else:
+                    report.again.setdefault(on, []).append(played)
         # A retry would hide in the latencies: the report counts it as a defect.
         if workers.retried:
             report.left.append(f"chats: {workers.retried} requests were not answered at first")
@@ -182,29 +211,44 @@ def _bytes_sent(figures: dict[str, float]) -> float:
     return figures['prefixkv_sent_bytes_total{node="prefill"}']
 
 
-def compare(report: ChatsReport, reference: Reference) -> None:
-    """Count in `report.wrong` the answers of the chats that differ from the reference's."""
+def compare(reports: Sequence[ChatsReport], reference: Reference) -> None:
+    """Count in each report's `wrong` the answers of its chats that differ from the reference's."""
 
-    @cache  # most prompts occur in both passes
+    @cache  # most prompts occur in all passes
     def expected(prompt: tuple[int, ...], max_new_tokens: int) -> list[int]:
         return reference.answer(prompt, max_new_tokens)
 
-    for cached, played in report.played.items():
-        report.wrong[cached] = sum(
-            answer.tokens != expected(tuple(answer.prompt), answer.max_new_tokens)
-            for answer in played.all()
-        )
+    for report in reports:
+        for cached in report.played:
+            report.wrong[cached] = sum(
+                answer.tokens != expected(tuple(answer.prompt), answer.max_new_tokens)
+                for played in report.passes(cached)
+                for answer in played.all()
+            )
 
 
-def show(report: ChatsReport, print_it: Callable[[Any], object]) -> None:
-    """Print both tables of the demo's report, and the ratios in a line."""
+def as_json(reports: Sequence[ChatsReport]) -> dict[str, Any]:
+    """Return the demo's reports for `--json`: the first one whole, of the others their figures."""
+    here, *others = reports
+    links = {}
+    for report in others:
+        found = report.as_json()
+        links[report.link.name] = {
+            "bytes_per_s": report.link.bytes_per_s, "runs": found["runs"],
+            "ratios": found["ratios"],
+        }  # fmt: skip
+    return {**here.as_json(), "links": links}
+
+
+def show(reports: Sequence[ChatsReport], print_it: Callable[[Any], object]) -> None:
+    """Print the demo's figures on this machine, its TTFT over each link, and one conversation."""
+    from prefixkv.cli.chats.report import links_table
     from prefixkv.engines.hf.small import small_tokenizer
 
-    print_it(report.table())
-    ratios = report.as_json()["ratios"]
-    if ratios["ttft_p50"] is not None:
-        print_it(
-            f"cache on against off: {times(ratios['ttft_p50'], 'lower TTFT P50')}, "
-            f"{times(ratios['bytes_sent'], 'fewer bytes sent')}"
-        )
-    print_it(report.conversation(small_tokenizer().decode))
+    here = reports[0]
+    print_it(here.table())
+    fewer = here.as_json()["ratios"]["bytes_sent"]
+    if fewer is not None:
+        print_it(f"cache on against off: {times(fewer, 'fewer bytes sent', 1)}")
+    print_it(links_table(reports))
+    print_it(here.conversation(small_tokenizer().decode))

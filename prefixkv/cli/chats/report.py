@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from prefixkv.cli.chats.play import Played
+from prefixkv.cli.chats.rates import HERE, LinkRate
 from prefixkv.cli.chats.workers import ChatAnswer
-from prefixkv.cli.figures import CACHE_NAMES, less, milliseconds, percent, quantiles, ratio
+from prefixkv.cli.figures import (
+    CACHE_NAMES,
+    compared,
+    less,
+    milliseconds,
+    percent,
+    quantiles,
+    ratio,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -20,8 +30,10 @@ _SHOWN_CHARACTERS: Final = 14  # per answer
 class ChatsReport:
     """Passes by whether decode's cache was on, and their defects.
 
-    `bytes_sent` is the KV that prefill wrote in each pass, `wrong` the number of its answers that
-    differ from transformers', `left` one line for each thing that was not given back at its end.
+    `played` are the first passes, which the figures are of, `again` the later ones, for which only
+    first tokens and answers count. `bytes_sent` is the KV that prefill wrote in each first pass,
+    `wrong` the number of answers of all passes that differ from transformers', `left` one line for
+    each thing that was not given back at its end. `link` is what the KV travelled on.
     """
 
     recipe: dict[str, Any]
@@ -29,11 +41,33 @@ class ChatsReport:
     bytes_sent: dict[bool, int] = field(default_factory=dict)
     wrong: dict[bool, int] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
+    again: dict[bool, list[Played]] = field(default_factory=dict)
+    link: LinkRate = HERE
+
+    def passes(self, cache: bool) -> list[Played]:
+        """Return all passes of the chats with the cache on, or off, the first one first."""
+        return [self.played[cache], *self.again.get(cache, ())]
+
+    def ttft_p50s(self, cache: bool) -> list[float]:
+        """Return the median TTFT of the chats' turns, in seconds, of each pass of this kind."""
+        return [
+            statistics.median(answer.ttft_s for answer in played.all())
+            for played in self.passes(cache)
+        ]
+
+    def ttft_in_words(self) -> str:
+        """Say how the chats' median TTFT with the cache on compares to that with it off: "alike" if
+        passes of one kind differ by as much; "" unless both were played."""
+        if len(self.played) < 2:
+            return ""
+        on, off = self.ttft_p50s(True), self.ttft_p50s(False)
+        return compared(on, off, "lower")
 
     def complaints(self) -> list[str]:
         """Return one line of the report per kind of defect of the chats."""
         wrong = (
-            f"chats, {CACHE_NAMES[cache]}: {num} answers are not what generate() says"
+            f"chats, {self.link.name}, {CACHE_NAMES[cache]}: "
+            f"{num} answers are not what generate() says"
             for cache, num in self.wrong.items()
             if num
         )
@@ -48,7 +82,7 @@ class ChatsReport:
             "runs": runs,
             # Each pass is a run; ratios compare the two.
             "ratios": {
-                "ttft_p50": less(runs, lambda run: run["ttft_s"]["p50"]),
+                "ttft_p50": less(runs, lambda run: statistics.median(run["ttft_p50_of_passes_s"])),
                 "bytes_sent": less(runs, lambda run: run["bytes_sent"]),
             },
             "last_conversation": [_of_turn(answer) for answer in self.last_conversation()],
@@ -77,6 +111,7 @@ class ChatsReport:
             "computed_tokens": total(lambda answer: answer.computed_tokens),
             "sent_tokens": total(lambda answer: answer.sent_tokens),
             "bytes_sent": self.bytes_sent[cache],
+            "ttft_p50_of_passes_s": self.ttft_p50s(cache),
             "ttft_s": quantiles([answer.ttft_s for answer in answers], 50, 90, 99),
             "itl_s": quantiles([one for answer in answers for one in answer.itl_s], 50, 99),
             "duration_s": played.duration_s,
@@ -95,7 +130,7 @@ class ChatsReport:
         """Return the figures of the chats as a table for a terminal, one column per pass."""
         from rich.table import Table
 
-        table = Table(title="chats with a model, over two processes")
+        table = Table(title=f"chats over two processes, {self.link.name}")
         table.add_column("")
         rows = [[label] for label, _ in _ROWS]
         # Columns are passes, rows are figures: the rows grow by one cell per pass.
@@ -125,6 +160,22 @@ class ChatsReport:
             row = (_range(*ranges[name]) for name in _OF_TURN[1:])
             table.add_row(str(number), *row, f"{text.rpartition(' ')[0] or text} ...")
         return table
+
+
+def links_table(reports: Sequence[ChatsReport]) -> Table:
+    """Return the median TTFT of the chats over each link as a table for a terminal."""
+    from rich.table import Table
+
+    table = Table(title="TTFT P50 (ms), by what the KV travels on")
+    for name in ("link", *(CACHE_NAMES[cache].replace("_", " ") for cache in reports[0].played)):
+        table.add_column(name, justify="left" if name == "link" else "right")
+    table.add_column("")
+    for report in reports:
+        shown = (
+            milliseconds(statistics.median(report.ttft_p50s(cache))) for cache in report.played
+        )
+        table.add_row(report.link.name, *shown, report.ttft_in_words())
+    return table
 
 
 _OF_TURN: Final = (

@@ -19,8 +19,9 @@ from prefixkv.serving.config import KINDS
 from prefixkv.serving.fleet import Fleet
 from prefixkv.serving.http import ApiError
 from prefixkv.serving.launch import Child
+from prefixkv.serving.variables import without_settings
 from prefixkv.serving.wire import Ask, SamplingParams, WorkerInfo
-from prefixkv.spi import PREFIX, as_environ
+from prefixkv.spi import as_environ
 
 PREFILL: Final = "prefill"  # the name of the prefill worker
 _END_S: Final = 15.0
@@ -113,8 +114,7 @@ class ModelWorkers:
             "name": name, "model": str(self._folder), "threads": 1, "api_key": self._key,
             "parent": os.getpid(), **self._settings[name],
         }  # fmt: skip
-        others = {k: v for k, v in os.environ.items() if not k.startswith(PREFIX)}
-        environ = others | as_environ(KINDS[role], settings)
+        environ = without_settings(os.environ) | as_environ(KINDS[role], settings)
         fleets = [
             fleet for decode, fleet in self._fleets.items() if role == PREFILL or decode == name
         ]

@@ -30,7 +30,7 @@ from prefixkv.engines.hf.models import PagedModel
 from prefixkv.engines.hf.requests import Finish, Generate, Output, PrefillJob, unpack_first
 from prefixkv.engines.hf.sampling import Choice, Sampling, choose, chosen_logprobs
 from prefixkv.engines.hf.text import AnswerText
-from prefixkv.spi import RequestError, whole_number
+from prefixkv.spi import RequestError, secret_number, whole_number
 
 OnOutput = Callable[[Output], None]
 
@@ -99,7 +99,8 @@ class DecodeEngine:
         # steps only where pages are missing: then no forward runs until they are appended.
         self._sampled: list[_Sampled] = []
         self._jobs: list[PrefillJob] = []
-        self._rooms = 0
+        # A former life of this worker may still have rooms on prefill, so no number is used twice.
+        self._rooms = secret_number()
         self._counters = {"steps": 0, "tokens": 0, "retractions": 0, "blocked_steps": 0}
 
     # --- what a client asks -----------------------------------------------------------------------
@@ -116,9 +117,7 @@ class DecodeEngine:
         """
         self._check(ask)
         seed = ask.sampling.seeded(ask.rid)
-        ends = frozenset(ask.sampling.stop_tokens)
-        if not ask.sampling.ignore_end:
-            ends |= frozenset(self.model.end_tokens)
+        ends = ask.sampling.ends(self.model.end_tokens)
         answers: list[_Answer] = []
         try:
             for i in range(ask.num_samples):
@@ -127,10 +126,11 @@ class DecodeEngine:
                     prefill=ask.prefill, namespace=ask.namespace, cacheable=ask.cacheable,
                     priority=ask.priority, deadline_s=ask.deadline_s,
                 )  # fmt: skip
-                self._check_tokens(ask, request.key.tokens())
+                prompt = request.key.tokens()
+                self._check_tokens(ask, prompt)
                 choice = Choice(ask.sampling, seed, i)
                 req = self.node.add(request)
-                text = self._tokenizer and AnswerText(self._tokenizer, ask.sampling.stop)
+                text = self._tokenizer and AnswerText(self._tokenizer, ask.sampling.stop, prompt)
                 answers.append(_Answer(ask, i, on_output, choice, ends, req, text))
                 self._rooms += 1
         except PrefixKVError:
@@ -235,7 +235,7 @@ class DecodeEngine:
         )
         choices = [replace(self._answers[req.rid].choice, position=len(req.output)) for req in reqs]
         self._counters["steps"] += 1
-        tokens = choose(logits, choices)
+        tokens = choose(logits, choices, self.model.end_tokens)
         if not self._with_logprobs:
             return [(req, token, None) for req, token in zip(reqs, tokens, strict=True)]
         return list(zip(reqs, tokens, chosen_logprobs(logits, tokens, choices), strict=True))
@@ -287,7 +287,9 @@ class DecodeEngine:
         if token in answer.ends:
             finish = "stop"
         elif answer.text is not None:
-            text, stopped = answer.text.add(token)
+            # Text of the least tokens ends nothing, and is not looked at again.
+            counts = len(req.output) > answer.choice.sampling.min_tokens
+            text, stopped = answer.text.add(token, counts)
             finish = "stop" if stopped else None
         if finish is None and len(req.output) >= req.max_new_tokens:
             finish = "length"
@@ -314,7 +316,7 @@ class DecodeEngine:
         return PrefillJob(
             f"{decode}/{req.rid}.0", req.request.key.tokens(), ask.prefill, decode, req.room,
             namespace=ask.namespace, cacheable=ask.cacheable, choice=answer.choice,
-            prompt_logprobs=answer.wants_prompt,
+            deadline_s=ask.deadline_s, prompt_logprobs=answer.wants_prompt,
         )  # fmt: skip
 
     def _queue_retry_job(self, ask: PrefillAsk) -> None:
@@ -324,7 +326,7 @@ class DecodeEngine:
             PrefillJob(
                 f"{ask.decode}/{ask.rid}.{ask.generation}", ask.tokens, ask.prefill, ask.decode,
                 ask.room, ask.generation, ask.namespace, ask.cacheable, answer.choice,
-                ask.known_token is not None,
+                ask.known_token is not None, answer.ask.deadline_s,
                 ask.known_token is None and answer.wants_prompt,
             )
         )  # fmt: skip
@@ -380,6 +382,9 @@ class DecodeEngine:
             raise RequestError(f"sampling is {ask.sampling!r}, a Sampling is needed")
         if ask.sampling.stop and self._tokenizer is None:
             raise RequestError("stop strings need an engine with a tokenizer")
+        ends = ask.sampling.ends(self.model.end_tokens)
+        if ask.sampling.min_tokens and len(ends) >= self.model.vocab_size:
+            raise RequestError("every token ends the answer, so it cannot have min_tokens")
         whole_number("num_samples", ask.num_samples, 1, 1025)
         if ask.prompt_logprobs and ask.sampling.logprobs is None:
             raise RequestError("prompt_logprobs need sampling.logprobs, which is None")

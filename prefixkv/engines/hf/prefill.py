@@ -7,7 +7,7 @@ returns True, `wait` otherwise. `docs/engine.md` shows the loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -197,7 +197,8 @@ class PrefillEngine:
         )
         # 3. The event stands before the work of sampling, for which the sends need not wait.
         ready = self.model.event()
-        firsts = _first_tokens(logits[: len(sampled)], [parts[i][0] for i in sampled])
+        ended = [parts[i][0] for i in sampled]
+        firsts = _first_tokens(logits[: len(sampled)], ended, self.model.end_tokens)
         tokens = dict(zip(sampled, firsts, strict=True))
         self._counters["forwards"] += 1
         # 4. Send. The last chunk carries the first token, so that decode can continue at once.
@@ -286,7 +287,7 @@ class PrefillEngine:
 
 
 def _first_tokens(
-    logits: torch.Tensor, ended: list[_Computing]
+    logits: torch.Tensor, ended: list[_Computing], end_tokens: Iterable[int]
 ) -> list[tuple[int, TokenLogprob | None]]:
     """Sample the first tokens of the prompts that HF's prefill has computed to their ends.
 
@@ -296,5 +297,5 @@ def _first_tokens(
     if not ended:
         return []
     choices = [one.job.choice for one in ended]
-    tokens = choose(logits, choices)
+    tokens = choose(logits, choices, end_tokens)
     return list(zip(tokens, chosen_logprobs(logits, tokens, choices), strict=True))

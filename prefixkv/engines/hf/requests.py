@@ -83,7 +83,8 @@ class PrefillJob:
 
     Prefill computes the prompt, sends its KV, and samples the next token, unless decode knows that
     token already (`is_known`). With `prompt_logprobs` it gives those of the prompt to its caller.
-    Such a prompt has to be computed whole, so it is not `cacheable` on prefill.
+    Such a prompt has to be computed whole, so it is not `cacheable` on prefill. A job that is not
+    sent within `deadline_s` fails there.
     """
 
     rid: str
@@ -96,6 +97,7 @@ class PrefillJob:
     cacheable: bool = True
     choice: Choice = field(default_factory=Choice)
     is_known: bool = False
+    deadline_s: float | None = None
     prompt_logprobs: bool = False
 
     def request(self) -> Request:
@@ -106,6 +108,7 @@ class PrefillJob:
         return Request(
             self.rid, self.tokens, room=self.room, generation=self.generation, decode=self.decode,
             namespace=self.namespace, cacheable=self.cacheable and not self.prompt_logprobs,
+            deadline_s=self.deadline_s,
         )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -36,6 +36,8 @@ class Sampling:
         stop: strings that end the answer, and are not part of its text; they need an engine with a
             tokenizer.
         ignore_end: True where the model's end tokens do not end the answer.
+        min_tokens: least tokens of the answer. Before, tokens that would end it are not chosen, and
+            stop strings do not count, as with vLLM.
         logprobs: number of likeliest tokens whose log-probabilities come with each token's own, at
             most `MAX_LOGPROBS`; 0: only its own; None: none. They are of the model's distribution:
             temperature, top_k and top_p do not count.
@@ -50,6 +52,7 @@ class Sampling:
     stop_tokens: tuple[int, ...] = ()
     ignore_end: bool = False
     stop: tuple[str, ...] = ()
+    min_tokens: int = 0
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
@@ -62,6 +65,7 @@ class Sampling:
         if not 0 < self.top_p <= 1:
             raise RequestError(f"top_p is {self.top_p!r}, must be in (0, 1]")
         whole_number("top_k", self.top_k, 0, 2**31)
+        whole_number("min_tokens", self.min_tokens, 0, 2**31)
         if self.seed is not None:
             whole_number("seed", self.seed, 0, 2**64)
         for token in self.stop_tokens:
@@ -70,6 +74,10 @@ class Sampling:
             whole_number("logprobs", self.logprobs, 0, MAX_LOGPROBS + 1)
         if not all(isinstance(one, str) and one for one in self.stop):
             raise RequestError(f"stop is {self.stop!r}, strings that are not empty are needed")
+
+    def ends(self, end_tokens: Iterable[int]) -> frozenset[int]:
+        """Return the tokens that end an answer of a model with these end tokens."""
+        return frozenset(self.stop_tokens) | frozenset(() if self.ignore_end else end_tokens)
 
     def seeded(self, rid: str) -> int:
         """Return the seed of an answer's sampling: `seed`, or one from the request's id."""
@@ -101,13 +109,17 @@ def draw(seed: int, sample: int, position: int) -> float:
     return (int.from_bytes(digest, "little") >> 11) / 2**53
 
 
-def choose(logits: torch.Tensor, choices: Sequence[Choice]) -> list[int]:
+def choose(
+    logits: torch.Tensor, choices: Sequence[Choice], end_tokens: Iterable[int] = ()
+) -> list[int]:
     """Choose one token per row of the model's logits: the greedy one, or a sampled one.
 
     Args:
         logits: [len(choices), vocabulary], any float type and device.
         choices: one per row.
+        end_tokens: the model's, which are not chosen before an answer has its least tokens.
     """
+    logits = _without_early_ends(logits, choices, end_tokens)
     # 1. Greedy rows are done with one argmax over the whole batch.
     tokens: list[int] = logits.argmax(-1).tolist()
     drawn = [row for row, choice in enumerate(choices) if choice.sampling.temperature > 0]
@@ -148,6 +160,26 @@ def chosen_logprobs(
         for row, one in zip(rows, asked, strict=True):
             found[row] = one
     return found
+
+
+def _without_early_ends(
+    logits: torch.Tensor, choices: Sequence[Choice], end_tokens: Iterable[int]
+) -> torch.Tensor:
+    """Return the logits, with tokens that would end an answer before its `min_tokens` at -inf, so
+    that no sampling chooses them. It depends on the position alone, so a retraction changes
+    nothing."""
+    rows: list[int] = []
+    columns: list[int] = []
+    for row, choice in enumerate(choices):
+        if choice.position < choice.sampling.min_tokens:
+            # A client's stop token may be beyond the vocabulary: it never comes anyway.
+            ends = [t for t in choice.sampling.ends(end_tokens) if t < logits.shape[-1]]
+            rows += [row] * len(ends)
+            columns += ends
+    if not rows:
+        return logits
+    at = torch.tensor([rows, columns]).to(logits.device)
+    return logits.index_put((at[0], at[1]), logits.new_tensor(-math.inf))
 
 
 def _probabilities(logits: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:

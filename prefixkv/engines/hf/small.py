@@ -14,7 +14,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 NAME: Final = "small"
 
 CHAT_TEMPLATE: Final = (
-    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
+    "{% if tools %}<|system|>{{ tools | tojson }}<|end|>{% endif %}"
+    "{% if documents %}<|system|>{{ documents | tojson }}<|end|>{% endif %}"
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content or '' }}"
+    "{% if message.tool_calls %}{{ message.tool_calls | tojson }}{% endif %}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 

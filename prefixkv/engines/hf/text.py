@@ -1,16 +1,30 @@
-"""The text of an answer as its tokens arrive, and the strings that end it."""
+"""The text of an answer as its tokens arrive, and the strings that end it.
+
+The text continues the prompt's: it is the text of prompt and answer together, less what that has in
+common with the prompt's. So the space between two words is there, and a character that the prompt
+began belongs to the answer that completes it. A text that was given out is never taken back.
+"""
 
 from __future__ import annotations
 
+from codecs import utf_8_decode
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from prefixkv.spi import ConfigError
 
-_PARTIAL: Final = "\ufffd"  # replaces bytes that are no whole character
-_MOST_PARTIAL: Final = 8  # tokens; a character has 4 bytes
+_Tokens = Sequence[int] | npt.NDArray[np.int32]
+
+_NO_CHARACTER: Final = "\ufffd"  # replaces bytes that are no character, and is one by itself
+# Units (tokens, or characters of several byte tokens) that are decoded together. Decoders look at
+# one before the newest (a space between words), byte-level ones at three (a character of 4 bytes).
+_CONTEXT: Final = 4
+_MOST_UNITS: Final = 2 * _CONTEXT
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
@@ -30,44 +44,56 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 class AnswerText:
     """The text of one answer, released piece by piece.
 
-    A character is released when all its tokens are there. Text that may be the beginning of a stop
-    string is kept back until that is decided.
+    A character is released when all its tokens are there, at the latest. Bytes that are no
+    character become U+FFFD, and never keep more than one character back. Text that may be the
+    beginning of a stop string is kept back until that is decided. Special tokens have no text.
+
+    Text equals the tokenizer's `decode` of all tokens. Where tokens are bytes by name ("<0xE6>"),
+    that turns every byte of a run into U+FFFD if one of them is no character: here, the characters
+    of the run stand and each other byte is U+FFFD, so that no text has to wait for a run's end.
+    Source: SentencePiece, `DecodeSentencePieces`.
 
     Args:
         tokenizer: the result of `load_tokenizer`.
         stop: strings that end the answer, not empty. They are not part of the text.
+        prompt: the tokens before the answer. O(1) of them are read, from the end.
     """
 
-    def __init__(self, tokenizer: Any, stop: tuple[str, ...] = ()) -> None:
+    def __init__(self, tokenizer: Any, stop: tuple[str, ...] = (), prompt: _Tokens = ()) -> None:
         self._tokenizer, self._stop = tokenizer, stop
-        # The newest tokens: [0, _shown) are released, and kept as context, since a token's text can
-        # depend on the tokens before it (spaces); the others have no whole character yet.
-        self._tokens: list[int] = []
-        self._shown = 0
+        self._no_character = _bytes_by_name(tokenizer)
+        # The newest units, the text that they decode to, and the part of it that is released. A
+        # token's text can depend on those before it, so released units stay as context.
+        self._units: list[list[int]] = []
+        self._whole = self._shown = ""
+        # Byte tokens of a character that is not complete, and what they name.
+        self._begun: list[int] = []
+        self._bytes = b""
         self._kept = ""  # text that may be the beginning of a stop string
+        self._read_prompt(prompt)
 
-    def add(self, token: int) -> tuple[str, bool]:
+    def add(self, token: int, stops: bool = True) -> tuple[str, bool]:
         """Add a token to the text of an HF answer.
 
-        Returns the text that is certain now, and True if a stop string ended it.
+        Returns the text that is certain now, and True if a stop string ended it. `stops`: False
+        where the text of this token can be no part of a stop string.
 
         O(tokens and characters that are kept).
         """
-        # 1. Decode. The end of a partial character is awaited for a few tokens only: bytes that
-        # never become a character must not keep the answer back.
-        self._tokens.append(token)
-        new = self._new()
-        if new.endswith(_PARTIAL) and len(self._tokens) - self._shown < _MOST_PARTIAL:
-            return "", False
-        if new:
-            del self._tokens[: self._shown]
-            self._shown = len(self._tokens)
+        # 1. Decode. A special token may come between the bytes of a character.
+        if not (self._begun and self._silent(token)):
+            self._take(token)
+        new = self._release(final=False)
         # 2. Look for stop strings, which may have begun in the text that was kept back.
         text = self._kept + new
-        ends = [at for at in (text.find(one) for one in self._stop) if at >= 0]
-        if ends:
-            self._kept, self._shown = "", len(self._tokens)
-            return text[: min(ends)], True
+        if not stops:
+            self._kept = ""
+            return text, False
+        shown = _until(text, self._stop)
+        if shown < len(text):
+            self._kept, self._shown = "", self._whole
+            self._broken()
+            return text[:shown], True
         # 3. Keep the longest end of the text that could begin a stop string.
         kept = max((_begun(text, one) for one in self._stop), default=0)
         self._kept = text[len(text) - kept :]
@@ -75,15 +101,133 @@ class AnswerText:
 
     def end(self) -> str:
         """Return the text of an HF answer that was kept back, at an end without a stop string."""
-        kept, self._kept = self._kept + self._new(), ""
-        self._shown = len(self._tokens)
-        return kept
+        self._units += self._broken()
+        text, self._kept = self._kept + self._release(final=True), ""
+        return text[: _until(text, self._stop)]
 
-    def _new(self) -> str:
-        """Return the text of an HF answer's tokens that are not released, after those before."""
-        before = self._tokenizer.decode(self._tokens[: self._shown])
-        whole: str = self._tokenizer.decode(self._tokens)
-        return whole[len(before) :]
+    # --- tokens to units --------------------------------------------------------------------------
+
+    def _read_prompt(self, prompt: _Tokens) -> None:
+        """Take the end of an HF prompt as context of its answer's text."""
+        tokens: list[int] = []
+        for token in reversed(prompt):
+            if not self._silent(int(token)):
+                tokens.append(int(token))
+                if len(tokens) == _CONTEXT:
+                    break
+        for token in reversed(tokens):
+            self._take(token)
+        self._whole = self._decode()
+        # The prompt's text by itself has U+FFFD for a character that is not complete.
+        self._shown = self._whole + _NO_CHARACTER * len(self._begun)
+
+    def _take(self, token: int) -> None:
+        """Add a token to the units of an HF answer, or to the character that it continues."""
+        byte = self._no_character and _named_byte(self._tokenizer.id_to_token(token) or "")
+        if not byte:
+            self._units += [*self._broken(), [token]]
+            return
+        # 1. The bytes before it and this one are a character, or its beginning.
+        # 2. They are none: the bytes before it are no character. Look at this one alone.
+        # 3. This one alone is none either.
+        for _ in range(2):
+            tokens, name = [*self._begun, token], self._bytes + byte
+            try:
+                # Strict and not final: raises as soon as no byte could complete the character.
+                char, _ = utf_8_decode(name, "strict", False)
+            except UnicodeDecodeError:
+                self._units += self._broken()
+                continue
+            if char:
+                self._units.append(tokens)
+                tokens, name = [], b""
+            self._begun, self._bytes = tokens, name
+            return
+        self._units.append(self._no_character)
+
+    def _broken(self) -> list[list[int]]:
+        """Return the units of an HF answer's bytes that no character came of, and forget them."""
+        broken = [self._no_character] * len(self._begun)
+        self._begun, self._bytes = [], b""
+        return broken
+
+    def _silent(self, token: int) -> bool:
+        """Return True if `decode` leaves a token of an HF answer out: a special one, or unknown."""
+        decode = self._tokenizer.decode
+        if decode([token]):
+            return False
+        # A lone space may have no text at the beginning of a text, but has elsewhere.
+        return self._tokenizer.id_to_token(token) is None or bool(
+            decode([token], skip_special_tokens=False)
+        )
+
+    # --- units to text ----------------------------------------------------------------------------
+
+    def _release(self, final: bool) -> str:
+        """Return the text of an HF answer that is certain and was not released."""
+        before, self._whole = self._whole, self._decode()
+        whole, end = self._whole, len(self._whole)
+        # Units without a text would push the others out.
+        if whole == before and self._units and self._silent(self._units[-1][-1]):
+            self._units.pop()
+        # Of a byte-level decoder, only the last character can change by what comes: U+FFFD stands
+        # for a whole number of bytes that are no character, or for those of one not complete.
+        if not final and not self._no_character and whole.endswith(_NO_CHARACTER):
+            end -= 1
+        # What is shown begins the whole, but where the prompt's last character was not complete.
+        at = len(self._shown)
+        if not whole.startswith(self._shown):
+            at = _common(self._shown, whole)
+        new = whole[at:end]
+        if new:
+            self._shown = whole[:end]
+            if len(self._units) > _MOST_UNITS:
+                self._trim(len(whole) - end)
+        return new
+
+    def _trim(self, waiting: int) -> None:
+        """Forget an HF answer's oldest units. The last `waiting` characters are not released."""
+        del self._units[:-_CONTEXT]
+        self._whole = self._decode()
+        self._shown = self._whole[: len(self._whole) - waiting]
+
+    def _decode(self) -> str:
+        """Return the text of an HF answer's units."""
+        text: str = self._tokenizer.decode([token for unit in self._units for token in unit])
+        return text
+
+
+def _bytes_by_name(tokenizer: Any) -> list[int]:
+    """Return the tokens of U+FFFD's bytes if an HF tokenizer has tokens that name a byte, or []."""
+    tokens = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in _NO_CHARACTER.encode()]
+    if None in tokens or tokenizer.decode(tokens) != _NO_CHARACTER:
+        return []
+    return tokens
+
+
+def _named_byte(name: str) -> bytes:
+    r"""Return the byte that an HF token's name gives, none for another token.
+
+    >>> _named_byte("<0xE6>")
+    b'\xe6'
+    """
+    if len(name) != 6 or not name.startswith("<0x") or not name.endswith(">"):
+        return b""
+    try:
+        return bytes((int(name[3:5], 16),))
+    except ValueError:
+        return b""
+
+
+def _common(one: str, other: str) -> int:
+    """Return how many characters at the beginning of two texts of an HF answer are equal."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _until(text: str, stops: tuple[str, ...]) -> int:
+    """Return how many characters of an HF answer's text come before its first stop string."""
+    return min((at for at in map(text.find, stops) if at >= 0), default=len(text))
 
 
 def _begun(text: str, stop: str) -> int:

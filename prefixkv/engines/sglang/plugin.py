@@ -26,7 +26,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from prefixkv.engines.sglang import NAME, ROOMS, TESTED
-from prefixkv.spi import DEFAULT_POLICY, TOKEN_BYTES, ConfigError, policy_names
+from prefixkv.spi import DEFAULT_POLICY, TOKEN_BYTES, ConfigError, explain_policy
 
 _log = logging.getLogger("prefixkv.sglang")
 
@@ -100,9 +100,9 @@ def policy_name(chosen: str | None, sglang_policy: str) -> str:
     """
     default = DEFAULT_POLICY if sglang_policy.lower() == "lru" else sglang_policy.lower()
     name = chosen or default
-    if name not in policy_names():
+    if why := explain_policy(name):
         option = "PREFIXKV_POLICY" if chosen else "--radix-eviction-policy"
-        raise ConfigError(f"{option} is {name!r}, not one of {', '.join(policy_names())}")
+        raise ConfigError(f"{option}: {why}")
     return name
 
 

@@ -7,7 +7,15 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from prefixkv import ControlConfig, TransportConfig
-from prefixkv.spi import ConfigError, CountOrZero, Seconds, SecondsOrZero, check_fields, convert
+from prefixkv.spi import (
+    ConfigError,
+    CountOrZero,
+    Seconds,
+    SecondsOrZero,
+    check_fields,
+    convert,
+    explain_policy,
+)
 
 ANY_HOST: Final = ("", "tcp://*", "tcp://0.0.0.0", "tcp://[::]", "tcp://::")
 """Forms of `bind` for every address of the host."""
@@ -82,6 +90,9 @@ class ConnectorOptions:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        # "": the engine keeps its own rule.
+        if self.policy and (why := explain_policy(self.policy)):
+            raise ConfigError(f"policy: {why}")
 
     @property
     def reached_at(self) -> str:

@@ -167,7 +167,13 @@ class NixlLoop(TransportLoop[NixlPeer]):
         if self._settling:
             # It counts the time between polls only as far as it is short (`_POLL_GAP_S`).
             quiet_s = min(quiet_s, _PATIENCE_S)
-        return pause_s(self._config, quiet_s, bool(self._jobs) or renewing)
+        longest_s = pause_s(self._config, quiet_s, bool(self._jobs) or renewing)
+        paced_until = self._paced_until(now) if self._jobs else None
+        if paced_until is not None:
+            # Nothing new may be posted before: no need to spin, only to see posts and notifications
+            # end.
+            longest_s = min(max(longest_s, self._config.idle_sleep_s), paced_until - now)
+        return longest_s
 
     def _progress(self) -> bool:
         """Make one step of NIXL's loop: one post per peer, each post checked once, one poll; return

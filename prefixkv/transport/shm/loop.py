@@ -39,6 +39,7 @@ from prefixkv.wakeups import Inbox
 _log = logging.getLogger("prefixkv.transport")
 
 _BLOCKS_A_PART: Final = 1 << 15  # 5 ms of 512 bytes each
+_LONGEST_PACED_S: Final = 5e-3  # of a wait for the rate, which may be for one large block
 _PATIENCE_S: Final = 2e-3  # of looks at what is not ready, before sleeps become longer
 
 Met = Callable[[PeerId, Exception | None], bool]
@@ -108,13 +109,20 @@ class ShmLoop(TransportLoop[ShmPeer]):
     def _ready(self, idle_since: float | None) -> list[tuple[int, int]]:
         """Return what came at the sockets of shm's loop, after waiting as long as nothing else is
         to be done."""
-        # Four cases. 1. Something to do at once: only look.
+        now = time.monotonic()
+        paced_until = self._paced_until(now)
+        # Five cases. 1. Something to do at once: only look.
         if self._settling or (
-            idle_since is None and any(peer.outbox for peer in self._peers.values())
+            idle_since is None
+            and paced_until is None
+            and any(peer.outbox for peer in self._peers.values())
         ):
             return self._epoll.poll(0)
-        # 2. Only jobs that wait for their `ready`, which cannot wake the thread: sleep, then look.
-        now = time.monotonic()
+        # 2. No copy may be made before then; sockets are heeded meanwhile, and what has a deadline
+        # is looked at in between.
+        if paced_until is not None:
+            return self._epoll.poll(min(paced_until - now, _LONGEST_PACED_S))
+        # 3. Only jobs that wait for their `ready`, which cannot wake the thread: sleep, then look.
         if idle_since is not None and any(
             peer.outbox and peer.routes is not None for peer in self._peers.values()
         ):
@@ -123,13 +131,13 @@ class ShmLoop(TransportLoop[ShmPeer]):
                 patient = quiet_s < _PATIENCE_S
                 time.sleep(self._config.sleep_s if patient else self._config.idle_sleep_s)
             return self._epoll.poll(0)
-        # 3. Deadlines: greetings that are not answered, attempts to connect again, strangers.
+        # 4. Deadlines: greetings that are not answered, attempts to connect again, strangers.
         links = [peer.link for peer in self._peers.values() if peer.link is not None]
         times = [link.until_s for link in links if not link.answered]
         times += [peer.retry_at for peer in self._peers.values() if peer.outbox and not peer.link]
         if self._door is not None and (turned_s := self._door.wake_s()) is not None:
             times.append(turned_s)
-        # 4. Pages of a peer are being brought in: that is work for this thread.
+        # 5. Pages of a peer are being brought in: that is work for this thread.
         if any(
             peer.link and not _is_greeting(peer) and not peer.routes
             for peer in self._peers.values()

@@ -44,6 +44,7 @@ def test_what_is_said_is_what_is_meant() -> None:
     [
         ({}, 'no "name"'),
         ({"name": ""}, 'no "name"'),
+        ({"name": "d", "policy": "lruu"}, "policy: 'lruu' is not one of .*; the nearest is lru"),
         ({"name": "d", "polcy": "gated"}, "there is no setting polcy; the nearest is policy"),
         ({"name": "d", "recompute_below": -1}, "recompute_below: -1 is below 0"),
         ({"name": "d", "join_flights": "yes"}, "join_flights: 'yes' is not true or false"),

@@ -90,10 +90,11 @@ def test_a_body_that_is_nothing_to_answer_is_refused(http: httpx.Client, body: b
         ({"messages": {}}, "messages"),
         ({"messages": "hello"}, "messages"),
         ({"messages": [None]}, "messages[0]"),
-        ({"messages": [{"role": "user"}]}, "messages[0]"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": 5, "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+         "messages[0].content"),
         ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 1.5}, "max_tokens"),
@@ -114,10 +115,11 @@ def test_a_body_that_is_nothing_to_answer_is_refused(http: httpx.Client, body: b
         ({"stop": ["x"] * 17}, "stop"),
         ({"stop": {"a": 1}}, "stop"),
         ({"stream": "yes"}, "stream"),
-        ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"odd": 1}}, "stream_options"),
         ({"logprobs": True}, "logprobs"),
-        ({"tools": [{}]}, "tools"),
+        ({"tools": [5]}, "tools[0]"),
+        ({"stop_token_ids": [516]}, "stop_token_ids"),
+        ({"temperature": 2.1}, "temperature"),
         ({"beams": 2}, "beams"),
         ({"": 2}, ""),
     ],
@@ -129,7 +131,25 @@ def test_a_parameter_that_is_wrong_is_named(
 
 
 @pytest.mark.parametrize(
-    "prompt", [[], "", [[1, 2]], [-1], [2**31], [2**63], [516], [1.5], ["a"], {}, None, [None]]
+    "prompt",
+    [
+        [],
+        "",
+        [[]],
+        [""],
+        ["a", ""],
+        [[1], [-1]],
+        [-1],
+        [2**31],
+        [2**63],
+        [516],
+        [1.5],
+        ["a", 1],
+        {},
+        None,
+        [None],
+        ["a"] * 129,
+    ],
 )
 def test_a_prompt_that_is_none_is_refused(http: httpx.Client, prompt: Any) -> None:
     body = json.dumps({"model": "small", "prompt": prompt, "max_tokens": 2}).encode()

@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from prefixkv.cli.chats.command import run_chats
+from prefixkv.cli.chats.rates import link_of
 from prefixkv.cli.chats.workers import ModelWorkerError, ModelWorkers
 from prefixkv.engines.hf.reference import Reference
 from prefixkv.engines.hf.small import small_model, small_tokenizer
@@ -23,8 +24,15 @@ CHATS = {
 
 def test_every_answer_is_generates_and_the_cache_spares_bytes() -> None:
     said: list[str] = []
-    report = run_chats(3, (True, False), said.append, CHATS)
-    assert report.complaints() == []
+    link = link_of("100Mbit")
+    report, slow = run_chats(3, (True, False), said.append, CHATS, [link])
+    assert report.complaints() == slow.complaints() == []
+    assert [len(of.passes(on)) for of in (report, slow) for on in (True, False)] == [2, 2, 2, 2]
+    # The rate bounds prefill alone: what is hit and sent is the same over both.
+    assert (slow.link, slow.bytes_sent) == (link, report.bytes_sent)
+    for on in (True, False):
+        least_s = report.bytes_sent[on] / link.bytes_per_s
+        assert all(played.duration_s > 0.8 * least_s for played in slow.passes(on))
     assert report.wrong == {True: 0, False: 0}
     on, off = (report.played[cache].all() for cache in (True, False))
     assert [answer.prompt for answer in on] == [answer.prompt for answer in off]

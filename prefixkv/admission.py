@@ -8,16 +8,23 @@ cannot break that. Write one by deriving from `AdmissionPolicy`; `register_admis
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
-from prefixkv.config import Admission
-from prefixkv.decode.request import DecodeRequest
 from prefixkv.registry import Registry
 
 DEFAULT_ADMISSION = "hit_aware"
 
 Rank: TypeAlias = Any
 """Anything that compares with `<`: the least is tried first, and equal ones by arrival."""
+
+
+class Admission(Protocol):
+    """Any object that has what `AdmissionPolicy` has."""
+
+    name: str
+    overtakes: bool
+
+    def rank(self, req: Any, new_pages: int) -> Rank: ...
 
 
 class AdmissionPolicy:
@@ -29,9 +36,9 @@ class AdmissionPolicy:
     """True if others are tried behind one that does not fit. Only then are requests matched to
     estimate `new_pages`."""
 
-    def rank(self, req: DecodeRequest, new_pages: int) -> Rank:
+    def rank(self, req: Any, new_pages: int) -> Rank:
         """Return the rank by which this admission policy tries a waiting decode request. Called
-        when the request comes, and after each new match.
+        when the request comes, and after each new match. `req` is a `DecodeRequest`.
 
         `new_pages`: how many pages prefill would have to send. That is an estimate: the tree may
         have changed by the time the request is admitted.
@@ -58,6 +65,11 @@ def admission_names() -> list[str]:
     return _POLICIES.names()
 
 
+def explain_admission(name: str) -> str:
+    """Say why no admission policy has this name, with those that there are; "" where one has it."""
+    return _POLICIES.explain(name)
+
+
 def make_admission(policy: str | Admission) -> Admission:
     """Return an admission policy by name, or the object itself. Raises ConfigError for an unknown
     name.
@@ -80,7 +92,7 @@ class FewestNewPages(AdmissionPolicy):
     name = "hit_aware"
     overtakes = True
 
-    def rank(self, req: DecodeRequest, new_pages: int) -> Rank:
+    def rank(self, req: Any, new_pages: int) -> Rank:
         return new_pages
 
 
@@ -93,5 +105,5 @@ class HighestPriority(AdmissionPolicy):
 
     name = "priority"
 
-    def rank(self, req: DecodeRequest, new_pages: int) -> Rank:
+    def rank(self, req: Any, new_pages: int) -> Rank:
         return -req.request.priority

@@ -1,0 +1,41 @@
+"""Rates of the links that the demo models by a transport that sends no faster than they take."""
+
+from __future__ import annotations
+
+import re
+from typing import Final, NamedTuple
+
+from prefixkv.spi import ConfigError
+
+_BITS: Final = {"m": 10**6, "g": 10**9}
+_FORM: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([mg])bit(?:/s)?", re.IGNORECASE)
+LEAST_BITS: Final = 10**8
+"""Slowest link of the demo, bits a second: its turns then take half a minute in all."""
+
+
+class LinkRate(NamedTuple):
+    """A network that the demo's KV travels on: its name, and its rate; 0: no limit."""
+
+    name: str
+    bytes_per_s: int
+
+
+HERE: Final = LinkRate("this machine", 0)
+
+
+def link_of(text: str) -> LinkRate:
+    """Return the demo's link of a text such as "10Gbit", in bits a second.
+
+    >>> link_of("2.5Gbit")
+    LinkRate(name='2.5 Gbit/s', bytes_per_s=312500000)
+
+    Raises: ConfigError for another form, or a rate below `LEAST_BITS`.
+    """
+    found = _FORM.fullmatch(text.strip())
+    if found is None:
+        raise ConfigError(f"--link: {text!r} is no rate: 1Gbit, 2.5Gbit or 500Mbit are")
+    number, unit = found[1], found[2].lower()
+    bits = float(number) * _BITS[unit]
+    if not LEAST_BITS <= bits < 10**15:
+        raise ConfigError(f"--link: {text!r} is not in [{LEAST_BITS // 10**6}Mbit, 1000000Gbit)")
+    return LinkRate(f"{float(number):g} {unit.upper()}bit/s", int(bits / 8))

@@ -1,0 +1,301 @@
+"""Settings of the workers of `prefixkv serve`, of all that was said: each is used, or refused by
+name.
+
+A worker has a setting of the first place that says it: an option or a variable of `serve`, a
+variable of the worker, its table [workers.ROLE], the file above the tables, the default. What
+workers cannot share is numbered: names, ports, addresses, and the file of a record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from prefixkv.serving.config import KINDS, ServeConfig
+from prefixkv.spi import (
+    FILE,
+    PREFIX,
+    VARIABLE,
+    ConfigError,
+    Found,
+    HandshakeError,
+    build,
+    check_page_sizes,
+    find,
+    nearest,
+    settings_of,
+)
+
+TABLE: Final = "workers"
+"""Table of a file for `serve`: [workers.prefill] and [workers.decode] hold settings of workers."""
+
+_ONLY_FRONT: Final = "workers answer their front alone"
+_SET_BY_SERVE: Final = {
+    "host": "workers listen where the front reaches them; above the tables it is the front's",
+    "status_host": "workers listen where the front reaches them; above the tables it is the "
+    "front's",
+    "api_key": "workers and front share a key of each start; above the tables it is the clients'",
+    "parent": "no worker outlives serve",
+    "limits_max_requests_per_client": _ONLY_FRONT,
+}
+"""Settings of workers that no one else may set, and why."""
+
+# Variables of these names are the front's: it takes what clients send, workers what it sends.
+_OF_THE_FRONT: Final = frozenset({
+    "host", "port", "status_host", "status_port", "api_key", "request_log",
+    "limits_max_requests_per_client", "limits_max_body_bytes", "limits_max_bodies_bytes",
+})  # fmt: skip
+_SHARED: Final = ("model", "seed", "dtype", "device", "context", "threads", "page_size")
+_AGREED: Final = ("model", "seed", "dtype")  # of these a fleet has one value
+_PORTS: Final = ("port", "status_port")
+_ADDRESSES: Final = (
+    "bind", "kv_events_endpoint", "kv_events_replay_endpoint", "kv_events_snapshot_endpoint",
+)  # fmt: skip
+_MAX_PORT: Final = 65_535
+
+
+class ServePlan(NamedTuple):
+    """Settings of `prefixkv serve`, and by role and name those of its workers that are set."""
+
+    config: ServeConfig
+    tables: dict[str, dict[str, Any]]
+
+
+def find_workers(
+    tables: Any, where: str, environ: Mapping[str, str]
+) -> dict[str, dict[str, Found]]:
+    """Find the settings of the workers of `prefixkv serve`, by role, in the table `workers` of its
+    file, which `where` names, and in the environment. Raises ConfigError."""
+    if not isinstance(tables, Mapping):
+        raise ConfigError(f"{where}: {TABLE}: {tables!r} is not a table")
+    for role in tables:
+        if role not in KINDS:
+            hint = nearest(role, KINDS).replace("nearest is ", f"nearest is {TABLE}.")
+            raise ConfigError(f"{where}: there is no table {TABLE}.{role}{hint}")
+    fronts = {PREFIX + name.upper() for name in _OF_THE_FRONT}
+    theirs = {name: text for name, text in environ.items() if name not in fronts}
+    return {
+        role: find(kind, tables.get(role, {}), where, theirs, under=f"{TABLE}.{role}.")
+        for role, kind in KINDS.items()
+    }
+
+
+def plan(found: Mapping[str, Found], workers: Mapping[str, Mapping[str, Found]]) -> ServePlan:
+    """Decide the settings of `prefixkv serve` and of its workers.
+
+    Args:
+        found: settings of `serve`, as `find` has found them.
+        workers: those of its workers, by role, from `find_workers`.
+
+    Raises ConfigError, with the place, for a setting that would be ignored, or that workers cannot
+    have.
+    """
+    said = {role: dict(workers.get(role, {})) for role in KINDS}
+    for role, given in said.items():
+        for name, why in _SET_BY_SERVE.items():
+            if name in given:
+                raise ConfigError(f"{given[name].where}: serve sets it itself: {why}")
+        if "name" in given and given["name"].rank == VARIABLE:
+            raise ConfigError(
+                f"{given['name'].where}: names one worker; those of serve are named in "
+                f"[{TABLE}.prefill] and [{TABLE}.decode]"
+            )
+        for mine, theirs in own_names(role).items():
+            _settle(given, mine, found.get(theirs))
+    found = _agree(found, said)
+    config = build(ServeConfig, found)
+    nums = {"prefill": config.prefill, "decode": config.decode}
+    keys = said["decode"].get("control_curve_public_key")
+    if keys is not None and config.decode > 1:
+        raise ConfigError(
+            f"{keys.where}: a pair of keys is one worker's, and there are {config.decode} decode "
+            "workers"
+        )
+    for role, num in nums.items():
+        # The first and the last: what one of them may have, those between may have too.
+        for number in {0, num - 1}:
+            made = numbered(_values(said[role]), role, number, num)
+            made_found = {
+                name: Found(value, said[role][name].where if name in said[role] else name, FILE)
+                for name, value in made.items()
+            }
+            build(KINDS[role], made_found)
+    _check_page_sizes(config, said)
+    _check_names(said, nums)
+    _check_ports(found, config, said, nums)
+    return ServePlan(config, {role: _values(given) for role, given in said.items()})
+
+
+def own_names(role: str) -> dict[str, str]:
+    """Return the settings of a worker that `prefixkv serve` has too, with their names there."""
+    named = {name: name for name in _SHARED} | {"num_pages": f"{role}_pages"}
+    return named | ({"chunk_tokens": "chunk_tokens"} if role == "prefill" else {})
+
+
+def numbered(values: Mapping[str, Any], role: str, number: int, num: int) -> dict[str, Any]:
+    """Return settings of one worker of `num`, its number from 0: names, ports and addresses count
+    up.
+
+    >>> numbered({"status_port": 9100}, "decode", 2, num=4)
+    {'status_port': 9102, 'name': 'decode-2'}
+    """
+    made = dict(values)
+    made["name"] = f"{values.get('name', role)}-{number}"
+    for name in _PORTS:
+        if values.get(name):
+            made[name] = values[name] + number
+    for name, address in _addresses(role, values):
+        made[name] = _count_up(address, number, num)
+    record = values.get("record")
+    if record and num > 1:
+        path = Path(record)
+        made["record"] = str(path.with_name(f"{path.stem}-{number}{path.suffix}"))
+    return made
+
+
+def _addresses(role: str, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the setting and the address of each socket of a worker's node that is fixed, also those
+    that cache events have by default, where they are on."""
+    events = any(name.startswith("kv_events_") for name in values)
+    for setting in settings_of(KINDS[role]):
+        name = setting.name
+        if name in values and name in _ADDRESSES:
+            yield name, values[name]
+        elif events and name in _ADDRESSES and name != "bind":
+            yield name, setting.default or ""
+
+
+def _count_up(address: str, number: int, num: int) -> str:
+    """Return the address of a worker's socket, by its number.
+
+    >>> _count_up("tcp://127.0.0.1:29600", 2, num=3), _count_up("tcp://127.0.0.1:*", 2, num=3)
+    ('tcp://127.0.0.1:29602', 'tcp://127.0.0.1:*')
+    """
+    if port := _port_of(address):
+        return f"{address.rpartition(':')[0]}:{port + number}"
+    # A path names one socket, so each of several workers has a path of its own.
+    return f"{address}-{number}" if address.startswith("ipc://") and num > 1 else address
+
+
+def _port_of(address: str) -> int:
+    """Return the fixed port of a socket's address, or 0."""
+    port = address.rpartition(":")[2]
+    is_fixed = address.startswith("tcp://") and port.isascii() and port.isdecimal()
+    return int(port) if is_fixed else 0
+
+
+def _values(given: Mapping[str, Found]) -> dict[str, Any]:
+    """Return the values of a role's settings, without their places."""
+    return {name: one.value for name, one in given.items()}
+
+
+def _settle(given: dict[str, Found], mine: str, theirs: Found | None) -> None:
+    """Decide a setting that both `serve` and the workers of a role have: leave it in `given`, or
+    take it out. Raises ConfigError if a file has it twice, and not alike."""
+    own = given.get(mine)
+    if own is None or theirs is None or own.rank > theirs.rank:
+        return
+    # 1. An option or a variable of serve goes before the file's table.
+    # 2. In a file the table goes before what all workers have.
+    # 3. What is the role's alone in both places is one setting, said twice.
+    if theirs.rank > own.rank or own.rank == VARIABLE:
+        del given[mine]
+    elif mine not in _SHARED and own.value != theirs.value:
+        raise ConfigError(f"{own.where}: {own.value} is not {theirs.value}, {_path(theirs)}")
+
+
+def _agree(found: Mapping[str, Found], said: dict[str, dict[str, Found]]) -> Mapping[str, Found]:
+    """Give `serve` the settings of the workers' model, which all of them have alike. Raises
+    ConfigError for a table that has another model than the rest."""
+    defaults = {one.name: one.default for one in settings_of(ServeConfig)}
+    agreed = dict(found)
+    for name in _AGREED:
+        general = found[name].value if name in found else defaults[name]
+        values = {
+            role: given[name].value if name in given else general for role, given in said.items()
+        }
+        places = [given[name] for given in said.values() if name in given]
+        if len(set(values.values())) > 1:
+            other = next(value for value in values.values() if value != places[0].value)
+            raise ConfigError(
+                f"{places[0].where}: {places[0].value!r} is not {other!r}, which the other workers "
+                f"have: all need one {name}; set it above the tables"
+            )
+        if places:
+            if name in found and general != places[0].value:
+                raise ConfigError(
+                    f"{places[0].where}: {places[0].value!r} is not {general!r}, "
+                    f"{_path(found[name])}"
+                )
+            agreed[name] = places[0]
+            for given in said.values():
+                given.pop(name, None)
+    return agreed
+
+
+def _path(place: Found) -> str:
+    """Return a setting's place without the file, for the second one in an error text."""
+    return place.where.rpartition(": ")[2]
+
+
+def _check_page_sizes(config: ServeConfig, said: Mapping[str, Mapping[str, Found]]) -> None:
+    """Raise ConfigError for workers whose pages do not fit into each other."""
+    sizes = {
+        role: given["page_size"].value if "page_size" in given else config.page_size
+        for role, given in said.items()
+    }
+    try:
+        check_page_sizes(sizes["decode"], sizes["prefill"])
+    except HandshakeError as error:
+        place = next(given["page_size"] for given in said.values() if "page_size" in given)
+        raise ConfigError(f"{place.where}: {error}") from None
+
+
+def _check_names(said: Mapping[str, Mapping[str, Found]], nums: Mapping[str, int]) -> None:
+    """Raise ConfigError if two workers would have one name."""
+    # Numbers are all that differs within a role, so two names are equal where what precedes is.
+    first = {
+        role: numbered(_values(given), role, 0, nums[role])["name"] for role, given in said.items()
+    }
+    if first["prefill"] == first["decode"]:
+        place = next(given["name"] for given in said.values() if "name" in given)
+        raise ConfigError(f"{place.where}: a worker of each kind would be {first['decode']!r}")
+
+
+def _check_ports(
+    found: Mapping[str, Found],
+    config: ServeConfig,
+    said: Mapping[str, Mapping[str, Found]],
+    nums: Mapping[str, int],
+) -> None:
+    """Raise ConfigError if two processes of `prefixkv serve` would have one fixed port, or a port
+    would be too large."""
+    # (place, first port, number of ports)
+    taken = [
+        (found[name].where if name in found else f"the front's {name}", port, 1)
+        for name, port in zip(_PORTS, (config.listen.port, config.listen.status_port), strict=True)
+        if port
+    ]
+    for role, given in said.items():
+        values = _values(given)
+        fixed = [(name, values.get(name, 0)) for name in _PORTS]
+        fixed += [(name, _port_of(address)) for name, address in _addresses(role, values)]
+        for name, port in fixed:
+            if not port:
+                continue
+            where = given[name].where if name in given else f"{TABLE}.{role}, {name}"
+            last = port + nums[role] - 1
+            if last > _MAX_PORT:
+                raise ConfigError(f"{where}: the ports of {nums[role]} workers end at {last}")
+            for other, begin, num in taken:
+                if (shared := max(begin, port)) < min(begin + num, last + 1):
+                    raise ConfigError(
+                        f"{where}: port {shared} is wanted twice: {other} has {_ports(begin, num)},"
+                        f" this {_ports(port, nums[role])}, one per worker"
+                    )
+            taken.append((where, port, nums[role]))
+
+
+def _ports(begin: int, num: int) -> str:
+    return str(begin) if num == 1 else f"{begin} to {begin + num - 1}"

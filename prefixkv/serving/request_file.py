@@ -1,0 +1,197 @@
+"""`--request-log FILE`: a JSON line per request that has ended, from a front, a proxy and workers.
+
+Several processes append to one file. Lines reach it by single writes to a descriptor that was
+opened with O_APPEND, which Linux does not mix on a local file system. The file is opened for each
+batch of lines and closed after it: where logrotate has renamed it, the next batch makes a new one,
+without a signal.
+
+A thread writes. What it cannot keep up with, or cannot write (a full disk), is counted as lost, and
+the first loss is logged; serving goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from queue import Empty, Full, Queue
+from typing import Any, Final
+
+import msgspec
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from prefixkv.spi import ConfigError
+
+logger = logging.getLogger("prefixkv.request_file")
+
+MAX_WAITING: Final = 4096
+"""Most lines that wait to be written; more are lost."""
+
+MAX_CHARS: Final = 1024
+"""Most characters of a text in a line; the rest is cut."""
+
+_BATCH: Final = 256  # lines per write
+_CLOSE_S: Final = 5.0
+_NODES: Final = "prefixkv.requests"  # the logger of nodes, see runtime/request_log.py
+
+
+class RequestFile(Collector):
+    """The file of `--request-log`, as one process writes it. Any thread may call it.
+
+    Args:
+        path: the file. One that is there is appended to, and keeps its mode; a new one is readable
+            by its owner alone.
+    Raises: ConfigError if it cannot be opened.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.written = self.lost = 0
+        self._queue: Queue[dict[str, Any] | None] = Queue(MAX_WAITING)
+        self._torn = False
+        # Guards `lost` and the start of the thread: several threads call `write`.
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        try:
+            os.close(self._open())
+        except OSError as error:
+            why = error.strerror or str(error)
+            raise ConfigError(f"request_log: {path!r} cannot be written: {why}") from None
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Queue one line of the request log. Neither blocks nor raises: a line that finds the queue
+        full is lost."""
+        try:
+            if self._thread is None:
+                self._start()
+            self._queue.put_nowait(line)
+        except (Full, RuntimeError):  # RuntimeError: no thread can be started
+            self._lose(1, "it cannot keep up")
+
+    def close(self) -> None:
+        """Write what waits for the request log, for some seconds at most. Idempotent."""
+        if self._thread is not None and self._thread.is_alive():
+            with contextlib.suppress(Full):
+                self._queue.put(None, timeout=_CLOSE_S)
+            self._thread.join(_CLOSE_S)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the lines of the request log by what became of them, for prometheus_client."""
+        family = CounterMetricFamily(
+            "prefixkv_request_log_lines", "Lines of the request log's file.", labels=["outcome"]
+        )
+        family.add_metric(["written"], self.written)
+        family.add_metric(["lost"], self.lost)
+        yield family
+
+    # --- the writing thread -----------------------------------------------------------------------
+
+    def _start(self) -> None:
+        """Start the thread that writes the request log, if no other call has."""
+        with self._lock:
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="prefixkv-requests", daemon=True)
+                thread.start()
+                self._thread = thread
+
+    def _run(self) -> None:
+        """Write the request log's lines, as many at once as wait, until `close`."""
+        ending = False
+        while not ending:
+            batch = [self._queue.get()]
+            with contextlib.suppress(Empty):
+                while len(batch) < _BATCH:
+                    batch.append(self._queue.get_nowait())
+            ending = None in batch
+            lines = [data for line in batch if line is not None and (data := self._encode(line))]
+            try:
+                num_written = self._append(b"".join(lines))
+            except Exception as error:  # of the disk, mostly
+                self._lose(len(lines), getattr(error, "strerror", None) or repr(error))
+                continue
+            self.written += num_written
+            if num_written < len(lines):
+                self._lose(len(lines) - num_written, "the disk took a part of it")
+
+    def _encode(self, line: dict[str, Any]) -> bytes:
+        """Return one line of the request log as JSON, with its texts cut to `MAX_CHARS`. A value
+        that JSON has no form for costs its own line alone: b""."""
+        try:
+            cut = {
+                name: value[:MAX_CHARS] if isinstance(value, str) else value
+                for name, value in line.items()
+            }
+            return msgspec.json.encode(cut) + b"\n"
+        except Exception as error:
+            self._lose(1, repr(error))
+            return b""
+
+    def _append(self, data: bytes) -> int:
+        """Append whole lines to the request log's file by one write. Returns how many it took."""
+        if not data:
+            return 0
+        file = self._open()
+        try:
+            # A line that an earlier write left in part is ended first, so that it spoils no other.
+            begin = b"\n" * self._torn
+            size = os.write(file, begin + data) - len(begin)
+            self._torn = size < len(data)
+            return data[: max(0, size)].count(b"\n")
+        finally:
+            os.close(file)
+
+    def _open(self) -> int:
+        # Not blocking: a pipe without a reader must not hold up the thread, nor `prefixkv` itself.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
+        return os.open(self.path, flags, 0o600)
+
+    def _lose(self, num: int, why: str) -> None:
+        """Count lines of the request log as lost; warn of the first one."""
+        with self._lock:
+            is_first = not self.lost
+            self.lost += num
+        if is_first:
+            logger.warning("%s: a line of the request log is lost: %s; further ones are counted "
+                           "only", self.path, why)  # fmt: skip
+
+
+class _NodeLines(logging.Handler):
+    """Hands the request log of one node, which is a logger, to the process's file."""
+
+    def __init__(self, file: RequestFile, node: str, id_of: Callable[[str], str]) -> None:
+        super().__init__(logging.INFO)
+        self._file, self._node, self._id_of = file, node, id_of
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Queue one ended request of the node for the request log's file."""
+        line: dict[str, Any] = getattr(record, "request", {})
+        # The logger is the whole process's, so another node's requests come here too.
+        if line.get("node") == self._node:
+            self._file.write({"id": self._id_of(str(line.get("rid", ""))), **line})
+
+
+def follow_node(file: RequestFile, node: str, id_of: Callable[[str], str]) -> Callable[[], None]:
+    """Write the requests of a node to the request log's file. Returns a function that ends it.
+
+    Args:
+        node: the worker's name, as its node's lines have it.
+        id_of: returns the id that the front gave a request, by the node's `rid`.
+    """
+    requests = logging.getLogger(_NODES)
+    handler = _NodeLines(file, node, id_of)
+    before = requests.level, requests.propagate
+    requests.addHandler(handler)
+    # The logger is off by default. Its lines are not for stderr too, where handlers take all that
+    # propagates.
+    requests.setLevel(logging.INFO)
+    requests.propagate = False
+
+    def end() -> None:
+        requests.removeHandler(handler)
+        requests.setLevel(before[0])
+        requests.propagate = before[1]
+
+    return end

@@ -1,0 +1,274 @@
+"""One run of one conformance scenario: prompts go to an engine, its passes are made, laws are
+checked."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Hashable, Sequence
+from typing import Final
+
+import numpy as np
+
+from prefixkv import DecodeNode, PrefillNode
+from prefixkv.spi import InternalError
+from prefixkv.testing.sides import (
+    AnswerLog,
+    EngineSides,
+    Finding,
+    Prompt,
+    ScenarioSettings,
+    Side,
+)
+from prefixkv.testing.witness import DecodeWitness, PrefillWitness, fill_with_junk
+
+MakeSides = Callable[[ScenarioSettings], EngineSides]
+
+_PAUSE_S: Final = 0.0005  # after a pass that had nothing to do
+_LEAST_PASSES: Final = 50  # without progress, before an engine counts as stalled
+_LIVELOCK: Final = 10  # times the patience, for passes that do something and bring no token
+
+
+class ScenarioOverError(Exception):
+    """The engine cannot go on in this scenario: it stalled, or it raised."""
+
+
+class ScenarioRun:
+    """An engine in one scenario, from its start to its rest. Owned by one thread.
+
+    Args:
+        name, seed: of the scenario; every choice of `random` follows from them.
+        settings: what the workers are like.
+        make: makes them.
+        patience_s: how long nothing at all may happen before the engine counts as stalled.
+        probe: read and write bytes of pages, see `witness`.
+    """
+
+    def __init__(
+        self, name: str, seed: int, settings: ScenarioSettings, make: MakeSides,
+        patience_s: float, probe: bool,
+    ) -> None:  # fmt: skip
+        self.name, self.seed, self.settings = name, seed, settings
+        self.random = np.random.default_rng([zlib.crc32(name.encode()), seed])
+        self.findings: list[Finding] = []
+        self.answers: list[AnswerLog] = []
+        self._patience_s, self._probe = patience_s, probe
+        self._decode: DecodeWitness
+        self._prefill: PrefillWitness | None
+        self.sides = make(settings)
+        # Nothing of a page may matter that no request has computed.
+        self._meet_decode()
+        self._meet_prefill()
+
+    def _meet_decode(self) -> None:
+        """Put a witness around the decode node of this run's engine, and junk into its pool."""
+        node = self.sides.decode
+        if self._probe:
+            fill_with_junk(node.pool, self.random)
+        one_token = self.settings.tokens_per_step == 1
+        self._decode = DecodeWitness(node, self.tell, self.random, self._probe, one_token)
+
+    def _meet_prefill(self) -> None:
+        """Put a witness around the prefill node of this run's engine, if it is in this process."""
+        node = self.sides.prefill
+        if node is None:
+            self._prefill = None
+            return
+        if self._probe:
+            fill_with_junk(node.pool, self.random)
+        asks = self._decode.asks
+        self._prefill = PrefillWitness(node, self.tell, self.random, self._probe, asks)
+
+    # --- what a scenario does ---------------------------------------------------------------------
+
+    def prompt(self, num_tokens: int) -> list[int]:
+        """Return tokens by chance, out of the engine's vocabulary."""
+        words = self.sides.vocabulary
+        found: list[int] = self.random.integers(words.start, words.stop, num_tokens).tolist()
+        return found
+
+    def ask(
+        self, tokens: Sequence[int], max_new_tokens: int, *, end_at: int | None = None,
+        namespace: Hashable = None, cacheable: bool = True, deadline_s: float | None = None,
+    ) -> AnswerLog:  # fmt: skip
+        """Submit a prompt to the engine of this run. `end_at`: the position of a token of the
+        answer that is to end it."""
+        expected = self.sides.expected(tokens, max_new_tokens)
+        end_token = None
+        if end_at is not None:
+            end_token = expected[end_at]
+            expected = expected[: expected.index(end_token) + 1]
+        rid = f"r{len(self.answers)}"
+        prompt = Prompt(
+            rid, list(tokens), max_new_tokens, end_token, namespace, cacheable, deadline_s
+        )
+        answer = AnswerLog(prompt, expected)
+        self.answers.append(answer)
+        self._guarded(lambda: self.sides.submit(prompt, answer))
+        return answer
+
+    def abort(self, answer: AnswerLog, side: Side = "decode") -> None:
+        """Abort a prompt on one side of the engine, wherever it is."""
+        answer.may_fail = True
+        if side == "decode" and not answer.ended:
+            answer.aborted_at = len(answer.tokens)
+        self._guarded(lambda: self.sides.abort(answer.prompt.rid, side))
+
+    def restart(self, side: Side) -> None:
+        """End one worker of the engine at once, and start it again."""
+        for answer in self.answers:
+            if not answer.ended:
+                answer.may_fail = True
+                answer.lost |= side == "decode"
+        self._guarded(lambda: self.sides.restart(side))
+        # What was to be asked again was the former life's.
+        self._decode.asks.clear()
+        if side == "prefill":
+            self._meet_prefill()
+            return
+        self._meet_decode()
+        if self._prefill is not None:
+            self._prefill.asks = self._decode.asks
+
+    def step(self) -> bool:
+        """Make one pass of the engine's loops, and look at what they did."""
+        busy = bool(self._guarded(self.sides.step))
+        self._look("the end of a pass")
+        return busy
+
+    def steps(self, num: int) -> None:
+        """Make some passes of the engine's loops."""
+        for _ in range(num):
+            if not self.step():
+                time.sleep(_PAUSE_S)
+
+    def finish(self, *answers: AnswerLog) -> None:
+        """Make passes of the engine until these answers have ended; all of them by default."""
+        waited = answers or tuple(self.answers)
+        self.until(lambda: all(one.ended or one.lost for one in waited), "law 7")
+
+    def stats(self, side: Side = "decode") -> dict[str, int]:
+        """Return the counters of one node of this run; none if it is in another process."""
+        node: DecodeNode | PrefillNode | None = (
+            self.sides.decode if side == "decode" else self.sides.prefill
+        )
+        return {} if node is None else node.stats()
+
+    # --- passes -----------------------------------------------------------------------------------
+
+    def until(self, done: Callable[[], bool], law: str) -> None:
+        """Make passes of the engine until it is so. `law` is broken if nothing happens any more.
+
+        Raises ScenarioOverError then.
+        """
+        last: object = None
+        since_s = answered_s = time.monotonic()
+        passes, tokens = 0, -1
+        while not done():
+            busy = self.step()
+            now_s = time.monotonic()
+            said = sum(len(one.tokens) + one.num_ends for one in self.answers)
+            if said != tokens:
+                tokens, answered_s = said, now_s
+            progress = self._progress()
+            if progress != last:
+                last, since_s, passes = progress, now_s, 0
+            passes += 1
+            idle = now_s - since_s > self._patience_s and passes > _LEAST_PASSES
+            if idle or now_s - answered_s > _LIVELOCK * self._patience_s:
+                self._stalled(law)
+            if not busy:
+                time.sleep(_PAUSE_S)
+
+    def _progress(self) -> object:
+        """Return whatever changes while the engine of this run gets on."""
+        said = tuple(len(one.tokens) + one.num_ends for one in self.answers)
+        names = ("requests", "transferred", "pages_free", "pages_held", "admitted", "finished",
+                 "sent", "bytes_sent", "failed")  # fmt: skip
+        stats = [self.stats("decode"), self.stats("prefill")]
+        rooms = self.sides.decode.num_rooms
+        return said, rooms, [one.get(name) for one in stats for name in names]
+
+    def _stalled(self, law: str) -> None:
+        """Tell why nothing happens any more, as far as the witnesses know.
+
+        Raises ScenarioOverError.
+        """
+        why = self._decode.explain()
+        if self._prefill is not None:
+            why += self._prefill.explain()
+        # Everything is one way or another a consequence of what comes first.
+        for found in why[:4]:
+            self.tell(*found)
+        if not why:
+            left = ", ".join(one.prompt.rid for one in self.answers if not one.ended)
+            sides = f"decode {self._left('decode')}, prefill {self._left('prefill')}"
+            self.tell(law, f"nothing happens any more; open: {left or 'rooms'}; {sides}")
+        raise ScenarioOverError
+
+    def _left(self, side: Side) -> dict[str, int]:
+        """Return what keeps a node of this run's engine from rest."""
+        names = ("requests", "rooms", "locks", "protected_pages", "pages_owned", "pages_held",
+                 "pages_quarantined", "slots_held")  # fmt: skip
+        stats = self.stats(side)
+        return {name: stats[name] for name in names if stats.get(name)}
+
+    def _guarded(self, call: Callable[[], object]) -> object:
+        """Make a call into the engine; tell what it raises, unless a witness has. Raises
+        ScenarioOverError then."""
+        try:
+            return call()
+        except (NotImplementedError, ScenarioOverError):
+            raise
+        except Exception as error:
+            blamed = [self._decode.blamed, self._prefill and self._prefill.blamed]
+            if not any(error is one for one in blamed):
+                self.tell("calls", f"a loop raised {type(error).__name__}: {error}")
+            raise ScenarioOverError from error
+
+    def _look(self, when: str) -> None:
+        """Let the witnesses look, and take over what the clients have seen."""
+        self._decode.look(when)
+        if self._prefill is not None:
+            self._prefill.look(when)
+        for answer in self.answers:
+            for law, what in answer.faults:
+                self.tell(law, what)
+            answer.faults.clear()
+
+    def tell(self, law: str, what: str) -> None:
+        """Note a broken law of the engine, once for each text."""
+        finding = Finding(law, self.name, self.seed, what)
+        if finding not in self.findings:
+            self.findings.append(finding)
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def rest(self) -> None:
+        """Let the engine come to rest, by a drain of both nodes, and check what has to hold
+        then."""
+        self.finish()
+        nodes: list[DecodeNode | PrefillNode] = [self.sides.decode]
+        if self.sides.prefill is not None:
+            nodes.append(self.sides.prefill)
+        self.until(lambda: sum(node.drain() for node in nodes) == len(nodes), "law 2")
+        for node in nodes:
+            side: Side = "decode" if isinstance(node, DecodeNode) else "prefill"
+            try:
+                node.audit()
+            except InternalError as error:
+                self.tell("law 1", f"{side}: {error}")
+            if left := self._left(side):
+                self.tell("law 2", f"{side} is at rest, and still has {left}")
+        self._check_aborted()
+
+    def _check_aborted(self) -> None:
+        """Tell of answers that went on after their client had left."""
+        # What a step had sampled already may still come.
+        most = 2 * self.settings.tokens_per_step
+        for answer in self.answers:
+            at = answer.aborted_at
+            if at is not None and len(answer.tokens) - at > most:
+                after = len(answer.tokens) - at
+                what = f"{answer.prompt.rid}: {after} tokens came after it was aborted on decode"
+                self.tell("law 7", what)

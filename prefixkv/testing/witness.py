@@ -1,0 +1,410 @@
+"""Witnesses of the calls that an engine makes on its nodes, for the conformance kit.
+
+A witness puts itself around the methods of one node. Between two calls of an engine's loop no page
+changes its owner, so it can say exactly which bytes the engine had no right to change; and it fills
+the slots that the engine has to write with junk, so that it sees what was not written.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixkv import (
+    DecodeNode,
+    DecodeRequest,
+    KVPool,
+    OutOfPagesError,
+    PrefillAsk,
+    PrefillNode,
+    PrefillRequest,
+    Request,
+)
+from prefixkv.spi import CallerError, InternalError, Pages, pages_for
+
+ByteArray = npt.NDArray[np.uint8]
+Tell = Callable[[str, str], None]  # law, what was seen
+
+_UNOWNED: Final = ("FREE", "CACHED")
+_JUNK_BYTES: Final = 0x40  # below it floats of every dtype are finite
+
+
+def fill_with_junk(pool: KVPool, random: np.random.Generator) -> None:
+    """Write junk into every page of a pool: what was never computed must not matter."""
+    pages = range(pool.layout.num_pages)
+    data = pool.read_pages(pages)
+    data.numpy()[:] = random.integers(0, _JUNK_BYTES, tuple(data.shape), np.uint8)
+    pool.write_pages(pages, data)
+
+
+def _token_bytes(pool: KVPool, pages: Pages | list[int], start: int, end: int) -> ByteArray:
+    """Return the KV of tokens [start, end) of a request as the witness compares it: [tokens,
+    bytes]."""
+    size = pool.layout.page_size
+    first = start // size
+    data = pool.read_pages(pages[first : pages_for(end, size)]).numpy()
+    # [page, slab, slot, head, byte] becomes a row per slot.
+    rows = data.transpose(0, 2, 1, 3, 4).reshape(len(data) * size, -1)
+    return rows[start - first * size : end - first * size].copy()
+
+
+class _Watch:
+    """The part that is alike on both sides: calls that are refused, and pages that no request has.
+
+    `probe` False: no byte is read or written, only calls are watched.
+    """
+
+    WATCHED: tuple[str, ...] = ()
+    side = ""
+
+    def __init__(
+        self, node: DecodeNode | PrefillNode, tell: Tell, random: np.random.Generator, probe: bool
+    ) -> None:
+        self._pool, self._scheduler = node.pool, node.scheduler
+        self._tell, self._random = tell, random
+        # The inside of an opaque page has no slots that anyone but its kernels knows.
+        self.probe = probe and not node.pool.layout.opaque
+        self.calls: Counter[str] = Counter()
+        self.blamed: BaseException | None = None  # the exception that was reported already
+        self._unowned: list[int] = []
+        self._bytes: ByteArray | None = None
+        self._note_unowned()
+        for name in self.WATCHED:
+            setattr(node, name, self._watched(name, getattr(node, name)))
+
+    def _watched(self, name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a node's method with the witness around it."""
+        before = getattr(self, f"_before_{name}", None)
+        after = getattr(self, f"_after_{name}", None)
+
+        @wraps(inner)
+        def call(*args: Any, **options: Any) -> Any:
+            self.calls[name] += 1
+            self.look(f"{self.side}'s {name}")
+            if before is not None:
+                before(*args, **options)
+            try:
+                result = inner(*args, **options)
+                if after is not None:
+                    after(result, *args, **options)
+                return result
+            except OutOfPagesError as error:
+                self._short(error, *args, **options)
+                raise
+            except (CallerError, InternalError) as error:
+                law = "calls" if isinstance(error, CallerError) else "law 1"
+                self.blamed = error
+                self._tell(law, f"{self.side}'s {name} raised {type(error).__name__}: {error}")
+                raise
+            finally:
+                # Only here do pages change their owner.
+                self._note_unowned()
+
+        return call
+
+    def _short(self, error: OutOfPagesError, *args: Any, **options: Any) -> None:
+        """Note that the watched call found too few pages."""
+
+    def look(self, when: str) -> None:
+        """Compare the bytes that the engine may not have changed since the last call."""
+        if self._bytes is None:
+            return
+        now = self._pool.read_pages(self._unowned).numpy()
+        changed = (now != self._bytes).any(axis=(1, 2, 3, 4))
+        if changed.any():
+            pages = [page for page, is_changed in zip(self._unowned, changed, strict=True)
+                     if is_changed]  # fmt: skip
+            state = self._scheduler.pages.allocator.state(pages[0]).name.lower()
+            self._tell("law 4", f"before {when}, {self.side}'s engine wrote page {pages[0]}, which "
+                       f"is {state} ({len(pages)} such pages)")  # fmt: skip
+            self._bytes = now
+
+    def _note_unowned(self) -> None:
+        """Remember the bytes of the pages that no request has, as the watched call left them."""
+        if self.probe:
+            state = self._scheduler.pages.allocator.state
+            everything = range(self._pool.layout.num_pages)
+            self._unowned = [page for page in everything if state(page).name in _UNOWNED]
+            self._bytes = self._pool.read_pages(self._unowned).numpy()
+
+    def _put_junk(self, pages: Iterable[int], slot: int) -> None:
+        """Fill a request's pages with junk, the first of them from `slot` on."""
+        for page in pages:
+            data = self._pool.read_pages([page])
+            part = data.numpy()[0, :, slot:]
+            part[:] = self._random.integers(0, _JUNK_BYTES, part.shape, np.uint8)
+            self._pool.write_pages([page], data)
+            slot = 0
+
+    def _never_called(self, *names: str) -> list[tuple[str, str]]:
+        """Name the watched calls that the engine never makes."""
+        return [("calls", f"{self.side}'s engine never calls {name}") for name in names
+                if not self.calls[name]]  # fmt: skip
+
+
+class _Slot(NamedTuple):
+    """A slot of a request with junk in it, and the KV that it had before."""
+
+    position: int
+    page: int
+    junk: ByteArray
+    before: ByteArray
+
+
+class DecodeWitness(_Watch):
+    """The witness of a decode node."""
+
+    WATCHED = ("add", "pop_preallocated", "pop_transferred", "pop_failed", "pop_needs_prefill",
+               "append_many", "reserve_many", "finish", "retract", "abort")  # fmt: skip
+    side = "decode"
+
+    def __init__(
+        self, node: DecodeNode, tell: Tell, random: np.random.Generator, probe: bool,
+        one_token: bool,
+    ) -> None:  # fmt: skip
+        """Watch a decode node. `one_token`: each step gives a request one token at most, so that
+        nothing behind the next slot is written yet."""
+        super().__init__(node, tell, random, probe)
+        self._one_token = one_token
+        self.requests: dict[str, DecodeRequest] = {}
+        self.asks: dict[tuple[int, int], PrefillAsk] = {}  # not submitted to prefill yet
+        # Tokens that found no page, by request, with their position.
+        self._owed: dict[DecodeRequest, tuple[int, int]] = {}
+        self._named: Counter[str] = Counter()  # to be retracted, and not retracted yet
+        self._slots: dict[DecodeRequest, _Slot] = {}  # the next step has to write these
+        self._written: dict[DecodeRequest, _Slot] = {}  # the step that found no page wrote these
+
+    def _after_add(self, result: DecodeRequest, request: Request) -> None:
+        self.requests[result.rid] = result
+
+    def _after_pop_transferred(self, result: list[DecodeRequest]) -> None:
+        for req in result:
+            if req.resumed:
+                self._mark(req, self._slots)
+
+    def _after_pop_needs_prefill(self, result: list[PrefillAsk]) -> None:
+        for ask in result:
+            self.asks[ask.room, ask.generation] = ask
+
+    def _before_append_many(self, reqs: Sequence[DecodeRequest], token_ids: Sequence[int]) -> None:
+        self._check_not_again()
+        for req, token in zip(reqs, token_ids, strict=False):
+            owed = self._owed.get(req)
+            if owed is not None and owed[0] == len(req.output) and owed[1] != token:
+                what = f"{req.rid}: token {owed[0]} was {owed[1]} when it found no page"
+                self._tell("tokens", f"{what}, and then {token}")
+            self._check_next(req)
+
+    def _check_next(self, req: DecodeRequest) -> None:
+        """Tell if the step before this append has not written the newest token's KV."""
+        slot = self._slots.pop(req, None)
+        if slot is not None and self._has_junk(req, slot):
+            self._tell("law 8", f"{req.rid}: a token was appended, and the KV of the one before "
+                       f"it, at position {slot.position}, was not written")  # fmt: skip
+
+    def _check_not_again(self) -> None:
+        """Put back the KV that junk has hidden since a step found no page; tell if that step was
+        made again."""
+        size = self._pool.layout.page_size
+        for req, slot in self._written.items():
+            if self._has_junk(req, slot):
+                data = self._pool.read_pages([slot.page])
+                kept = data.numpy()[0, :, slot.position % size]
+                kept[:] = slot.before.reshape(kept.shape)
+                self._pool.write_pages([slot.page], data)
+            elif not req.state.ended and req.kv_len == slot.position and req.pages_held is not None:
+                what = (
+                    f"{req.rid}: its step at position {slot.position} found no page for the token"
+                )
+                self._tell("tokens", f"{what}, and was made again: the token was not kept")
+        self._written.clear()
+
+    def _has_junk(self, req: DecodeRequest, slot: _Slot) -> bool:
+        """Return whether a decode request's slot still is as `_mark` has left it; False if it is
+        not the request's next one any more."""
+        size = self._pool.layout.page_size
+        if req.pages_held is None or slot.position != req.kv_len:
+            return False
+        if int(req.pages[slot.position // size]) != slot.page:
+            return False
+        now = _token_bytes(self._pool, req.pages, slot.position, slot.position + 1)
+        return np.array_equal(now[0], slot.junk)
+
+    def _mark(self, req: DecodeRequest, slots: dict[DecodeRequest, _Slot]) -> None:
+        """Put junk into the slot at the request's `kv_len`, and remember it in `slots`."""
+        size, position = self._pool.layout.page_size, req.kv_len
+        if not self.probe or not self._one_token or position // size >= len(req.pages):
+            return
+        page = int(req.pages[position // size])
+        before = _token_bytes(self._pool, req.pages, position, position + 1)[0]
+        # One slot alone: what lies behind it may be a draft's.
+        data = self._pool.read_pages([page])
+        part = data.numpy()[0, :, position % size]
+        part[:] = self._random.integers(0, _JUNK_BYTES, part.shape, np.uint8)
+        self._pool.write_pages([page], data)
+        junk = _token_bytes(self._pool, req.pages, position, position + 1)[0]
+        slots[req] = _Slot(position, page, junk, before)
+
+    def _after_append_many(
+        self, result: None, reqs: Sequence[DecodeRequest], token_ids: Sequence[int]
+    ) -> None:
+        for req in reqs:
+            self._owed.pop(req, None)
+            if not req.state.ended:
+                self._mark(req, self._slots)
+
+    def _short(self, error: OutOfPagesError, *args: Any, **options: Any) -> None:
+        reqs, token_ids = args
+        if isinstance(token_ids, int):  # a reservation: nothing was sampled for it
+            return
+        self._owed.update(
+            (req, (len(req.output), int(token)))
+            for req, token in zip(reqs, token_ids, strict=True) if not req.state.ended
+        )  # fmt: skip
+        self._named.update(error.retract[:1])
+        # The step has written the newest tokens' KV. Nothing reads it before the tokens are
+        # appended, so junk may lie there until then: it shows a step that is made again.
+        for req in reqs:
+            if not req.state.ended and req.output:
+                self._mark(req, self._written)
+
+    def _after_retract(self, result: None, rid: str, *args: Any, **options: Any) -> None:
+        self._forget_owed(rid)
+        # One retraction may be enough for all that were named.
+        self._named.clear()
+
+    def _after_finish(self, result: None, req: DecodeRequest, *args: Any, **options: Any) -> None:
+        self._forget_owed(req.rid)
+
+    def _after_abort(self, result: bool, rid: str, *args: Any, **options: Any) -> None:
+        self._forget_owed(rid)
+
+    def _forget_owed(self, rid: str) -> None:
+        """Owe no token to a decode request that does not run any more."""
+        for kept in (self._owed, self._slots, self._written):
+            for req in [req for req in kept if req.rid == rid]:
+                kept.pop(req)
+
+    def explain(self) -> list[tuple[str, str]]:
+        """Return the reasons for which decode may not come to rest: (law, text) each."""
+        found: list[tuple[str, str]] = []
+        for rid, times in self._named.items():
+            what = f"{rid} was named for retraction {times} times, and was not retracted"
+            found.append(("order", what))
+        for req in self._owed:
+            if not req.state.ended and not self._named:
+                what = f"{req.rid}: its token {len(req.output)} had no page, and was never appended"
+                found.append(("tokens", what))
+        for room, generation in self.asks:
+            ask = self.asks[room, generation]
+            what = f"prefill was never asked for {ask.rid} again (generation {generation})"
+            found.append(("order", what))
+        for req in self.requests.values():
+            state = "" if req.state.ended else req.state.value
+            if state == "running" and len(req.output) >= req.max_new_tokens:
+                found.append(("law 2", f"{req.rid} has all its tokens, and was never finished"))
+            elif state:
+                so_far = f"{len(req.output)} of {req.max_new_tokens} tokens"
+                found.append(("law 7", f"{req.rid} is {state} for ever, with {so_far}"))
+        loop = ("pop_preallocated", "pop_transferred", "pop_failed", "pop_needs_prefill")
+        return found + self._never_called(*loop)
+
+
+class PrefillWitness(_Watch):
+    """The witness of a prefill node. `asks` are decode's, which it takes out as they come."""
+
+    WATCHED = ("add", "pop_bootstrapped", "send_chunk", "pop_sent", "pop_failed", "abort")
+    side = "prefill"
+
+    def __init__(
+        self, node: PrefillNode, tell: Tell, random: np.random.Generator, probe: bool,
+        asks: dict[tuple[int, int], PrefillAsk],
+    ) -> None:  # fmt: skip
+        super().__init__(node, tell, random, probe)
+        self.asks = asks
+        self._sent: dict[PrefillRequest, int] = {}  # tokens handed over of what is computed
+        self._junk: dict[PrefillRequest, ByteArray] = {}  # from prefix_len on
+        self._handed: dict[PrefillRequest, tuple[list[int], ByteArray]] = {}
+
+    def _before_add(self, request: Request) -> None:
+        ask = self.asks.pop((request.room, request.generation), None)
+        if ask is None:
+            return
+        tokens = np.asarray(ask.tokens)
+        for name, wanted, got in (
+            ("tokens", tokens.tolist(), request.key.tokens().tolist()),
+            ("namespace", ask.namespace, request.key.namespace),
+            ("cacheable", ask.cacheable, request.cacheable),
+            ("decode", ask.decode, request.decode),
+        ):
+            if wanted != got:
+                self._tell("order", f"{ask.rid}: prefill was asked again with another {name}")
+
+    def _after_pop_bootstrapped(self, result: list[PrefillRequest], limit: Any = None) -> None:
+        size = self._pool.layout.page_size
+        for req in result:
+            self._sent[req] = req.prefix_len
+            if self.probe:
+                self._put_junk(req.pages[req.prefix_len // size :].tolist(), 0)
+                self._junk[req] = _token_bytes(
+                    self._pool, req.pages, req.prefix_len, req.num_tokens
+                )
+
+    def _before_send_chunk(
+        self, req: PrefillRequest, end: int, last: bool = False, aux: bytes = b"",
+        ready: Any = None, state_slot: int = -1,
+    ) -> None:  # fmt: skip
+        sent, junk = self._sent.get(req, 0), self._junk.get(req)
+        if junk is None or req.state.value != "computing" or not sent < end <= req.num_tokens:
+            return
+        # What a device has not written yet cannot be looked at.
+        if ready is not None and not ready.query():
+            del self._junk[req]
+            return
+        now = _token_bytes(self._pool, req.pages, sent, end)
+        begin = req.prefix_len
+        unwritten = np.flatnonzero((now == junk[sent - begin : end - begin]).all(axis=1)) + sent
+        if len(unwritten):
+            what = f"{req.rid}: tokens up to {end} were handed over, and the KV of token "
+            prefix = f"computing begins at prefix_len, {begin}"
+            self._tell("law 8", f"{what}{unwritten[0]} was not computed ({prefix})")
+
+    def _after_send_chunk(
+        self, result: int, req: PrefillRequest, end: int, *args: Any, **options: Any
+    ) -> None:
+        if req in self._sent:
+            self._sent[req] = end
+        if req in self._junk and req.pages_held is not None:
+            pages = req.pages.tolist()
+            self._handed[req] = pages, _token_bytes(self._pool, pages, 0, end)
+
+    def look(self, when: str) -> None:
+        """Also compare what was handed over, until its request has ended."""
+        super().look(when)
+        for req, (pages, before) in list(self._handed.items()):
+            if req.state.value not in ("computing", "sending"):
+                del self._handed[req]
+                continue
+            # Where the tree had a page already, the request's row names the tree's from then on.
+            now = _token_bytes(self._pool, pages, 0, len(before))
+            size, present = self._pool.layout.page_size, req.pages.tolist()
+            there = [pages[i // size] == present[i // size] for i in range(len(before))]
+            changed = np.flatnonzero((now != before).any(axis=1) & np.array(there))
+            if len(changed):
+                what = f"{req.rid}: the KV of token {changed[0]} changed before {when}"
+                self._tell("law 5", f"{what}, after it was handed over")
+                self._handed[req] = pages, now
+
+    def explain(self) -> list[tuple[str, str]]:
+        """Return the reasons for which prefill may not come to rest: (law, text) each."""
+        found = self._never_called("pop_bootstrapped", "pop_sent", "pop_failed")
+        for req, sent in self._sent.items():
+            if req.state.value == "computing":
+                so_far = f"{sent} of its {req.num_tokens} tokens"
+                found.append(("law 7", f"{req.rid} was handed out to be computed, {so_far} came"))
+        return found

@@ -1,0 +1,44 @@
+"""The HF engine keeps every law of the conformance kit, with a real model."""
+
+from __future__ import annotations
+
+import pytest
+
+from prefixkv.engines.hf.conformance import HFSides
+from prefixkv.testing import conformance
+from tests.models.patience import PATIENCE_S
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", conformance.scenarios(), ids=str)
+def test_the_engine_keeps_every_law(case: conformance.Case) -> None:
+    case.check(HFSides, patience_s=PATIENCE_S)
+
+
+def test_it_takes_part_in_all_but_drafts() -> None:
+    report = conformance.run(HFSides, only=["several tokens per step"])
+    assert [*report.skipped.values()] == ["this engine gives one token per step"]
+
+
+@pytest.mark.slow
+def test_a_fault_of_it_is_found() -> None:
+    """Two lives of a decode worker that count their rooms from 0."""
+
+    class Counting(HFSides):
+        def _start_decode(self) -> None:
+            super()._start_decode()
+            self._decode._rooms = 0
+
+    report = conformance.run(Counting, only=["decode restarts"], patience_s=PATIENCE_S)
+    assert "calls" in report.laws
+    assert "is in use" in str(report)
+
+
+def test_a_restarted_worker_uses_no_room_of_its_former_life() -> None:
+    sides = [HFSides(conformance.ScenarioSettings()) for _ in range(2)]
+    try:
+        rooms = [one._decode._rooms for one in sides]
+        assert abs(rooms[0] - rooms[1]) > 1_000_000
+    finally:
+        for one in sides:
+            one.close()

@@ -1,0 +1,108 @@
+"""The request log of a proxy, and what it refuses itself, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+from starlette.responses import Response
+
+from prefixkv.serving.http import ApiError, json_response
+from tests.serving.test_proxy import Engine, Stage, never, refusing, run, until, well
+
+USAGE = {
+    "prompt_tokens": 40,
+    "completion_tokens": 3,
+    "prompt_tokens_details": {"cached_tokens": 32},
+}
+
+
+async def counts(engine: Engine, body: dict[str, Any]) -> Response:
+    return json_response({"usage": USAGE})
+
+
+async def fails_once(engine: Engine, body: dict[str, Any]) -> Response:
+    if len(engine.asked) == 1:
+        raise ApiError(500, "once")
+    return await counts(engine, body)
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_both_servers_get_the_id_of_the_line(tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        answer = await stage.client.post(
+            "/v1/completions", json={"prompt": "hello"}, headers={"x-request-id": "mine"}
+        )
+        assert answer.json()["usage"]["completion_tokens"] == 3
+        names.extend([stage.decode[0].at.name, stage.prefill[0].at.name])
+        ids.extend([*stage.decode[0].ids, *stage.prefill[0].ids])
+
+    names: list[str] = []
+    ids: list[str] = []
+    log = tmp_path / "log"
+    run(scene, [fails_once], [fails_once], request_log=str(log))
+    (line,) = lines_of(log)
+    assert line["id"]
+    # An attempt that failed on decode, then one that did not; both servers hear the same.
+    assert {one.partition("#")[0] for one in ids} == {line["id"]}
+    assert {one.partition("#")[2] for one in ids} == {"1", "2"}
+    assert (line["outcome"], line["status"], line["attempts"]) == ("finished", 200, 2)
+    assert (line["prompt_tokens"], line["output_tokens"], line["decode_hit_tokens"]) == (40, 3, 32)
+    assert [line["decode"], line["prefill"]] == [names[0], None], "the last attempt had no prefill"
+    assert line["request_id"] == "mine"
+    assert 0 <= line["asked_s"] <= line["first_token_s"] <= line["ended_s"]
+
+
+def test_what_is_refused_and_what_is_left_has_a_line(tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        assert (await stage.client.get("/v1/nothing")).status_code == 401
+        stage.client.headers["authorization"] = "Bearer key"
+        assert (await stage.client.get("/v1/nothing")).status_code == 404
+        assert (await stage.client.post("/v1/completions", json={})).status_code == 400
+        assert (await stage.complete("a")).status_code == 422
+        for status, reason in (
+            (401, "invalid_api_key"), (404, "not_found"), (400, "invalid_value"), (422, "server"),
+        ):  # fmt: skip
+            labels = f'reason="{reason}",status="{status}"'
+            assert await stage.counter(f"prefixkv_proxy_refused_total{{{labels}}}") == 1
+        stage.decode[0].say = never
+        asking = asyncio.create_task(stage.complete("b"))
+        await until(lambda: stage.decode[0].under_way)
+        asking.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asking
+
+    log = tmp_path / "log"
+    run(scene, [well], [refusing(422)], api_key="key", request_log=str(log))
+    found = [(line["outcome"], line["status"], line["reason"]) for line in lines_of(log)]
+    assert found[:4] == [
+        ("refused", 401, "invalid_api_key"), ("refused", 404, "not_found"),
+        ("refused", 400, "invalid_value"), ("refused", 422, "server"),
+    ]  # fmt: skip
+    assert [one[0] for one in found[4:]] == ["aborted"]
+
+
+def test_the_fields_of_a_proxy_are_those_of_the_document(tmp_path: Path) -> None:
+    from tests.test_operate import code, table_after
+
+    async def scene(stage: Stage) -> None:
+        await stage.client.post(
+            "/v1/completions", json={"prompt": "hello"}, headers={"x-request-id": "mine"}
+        )
+
+    log = tmp_path / "log"
+    run(scene, [counts], [counts], request_log=str(log))
+    told = {
+        name
+        for cells in table_after("<!-- front-log -->")
+        if cells[1] != "front"
+        for name in code(cells[0])
+    }
+    (line,) = lines_of(log)
+    assert line.keys() == told

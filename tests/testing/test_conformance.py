@@ -1,0 +1,407 @@
+"""The conformance kit passes an engine that is right, and names the law that each wrong one breaks.
+
+The engine is the toy (`prefixkv.testing.toy`); each faulty one differs from it in one method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prefixkv.errors import AbortedError, OutOfPagesError
+from prefixkv.testing import conformance
+from prefixkv.testing.sides import LAWS, AnswerLog, Prompt
+from prefixkv.testing.toy import ToyDecode, ToyModel, ToyPrefill, ToySides, toy_answer
+from prefixkv.testing.witness import fill_with_junk
+from tests.models.patience import PATIENCE_S
+from tests.models.processes import Child, children
+from tests.models.toy_process import TwoProcesses
+
+LOCAL = {"backend": "shm", "patience_s": PATIENCE_S}
+STALLS = {"backend": "shm", "patience_s": 5.0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", conformance.scenarios(seeds=range(3)), ids=str)
+def test_the_toy_keeps_every_law(case: conformance.Case) -> None:
+    case.check(ToySides, patience_s=PATIENCE_S)
+
+
+@pytest.mark.parametrize(
+    "name", ["turns of a chat", "full hit", "tiny decode pool", "several tokens per step"]
+)
+def test_the_toy_keeps_the_laws_of_these(name: str) -> None:
+    conformance.Case(name, 0).check(ToySides, **LOCAL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    ["prefill restarts", "decode restarts", "turns of a chat", "aborts on prefill", "all of it"],
+)
+def test_prefill_may_be_a_process_that_is_killed(name: str) -> None:
+    made: list[TwoProcesses] = []
+
+    def make(settings: Any) -> TwoProcesses:
+        made.append(TwoProcesses(start, settings))
+        return made[-1]
+
+    with children(Child) as start:
+        conformance.Case(name, 0).check(make, patience_s=PATIENCE_S)
+    assert made[0].killed == (3 if name == "prefill restarts" else 0)
+
+
+def test_the_toy_runs_out_of_pages_where_pools_are_tiny() -> None:
+    """Else those scenarios would show nothing."""
+    made: list[ToySides] = []
+
+    def make(settings: Any) -> ToySides:
+        made.append(ToySides(settings))
+        return made[-1]
+
+    assert conformance.run(make, only=["tiny decode pool", "several tokens per step"], **LOCAL).ok
+    assert [one.decode.scheduler.counters["retracted"] > 0 for one in made] == [True, True]
+
+
+# --- engines with a fault -------------------------------------------------------------------------
+
+
+class ForgetsFinish(ToyDecode):
+    def finish(self, req: Any) -> None:
+        self.batch.remove(req)
+        self.answers.pop(req.rid).end()
+
+
+class FinishesTwice(ToyDecode):
+    def finish(self, req: Any) -> None:
+        self.node.finish(req)
+        super().finish(req)
+
+
+class ForgetsAbort(ToyDecode):
+    def abort(self, rid: str) -> None:
+        pass
+
+
+class EndsAnAbortedOneTwice(ToyDecode):
+    def abort(self, rid: str) -> None:
+        if rid in self.answers:
+            self.answers[rid].end(AbortedError("gone"))
+        super().abort(rid)
+
+
+class WritesBeyondItsPages(ToyDecode):
+    def sample(self, req: Any) -> list[int]:
+        new = super().sample(req)
+        behind = (int(req.pages[-1]) + 1) % self.model.pool.layout.num_pages
+        self.model.pool.k(0)[behind] ^= 1
+        return new
+
+
+class DoesNotWriteTheNewestTokensKV(ToyDecode):
+    def sample(self, req: Any) -> list[int]:
+        return toy_answer(req.tokens.tolist(), 1) if req.output else super().sample(req)
+
+
+class DropsSampledTokens(ToyDecode):
+    """Its sampler goes on by itself, as one with a random generator does."""
+
+    def __init__(self, settings: Any) -> None:
+        super().__init__(settings)
+        self.says: dict[str, Iterator[int]] = {}
+
+    def sample(self, req: Any) -> list[int]:
+        new = super().sample(req)
+        if req.rid not in self.says:
+            left = req.max_new_tokens - len(req.output)
+            self.says[req.rid] = iter([*new, *toy_answer([*req.tokens.tolist(), *new], left - 1)])
+        return [next(self.says[req.rid], 0)]
+
+    def append(self) -> None:
+        tokens = {req: new[0] for req, new in self.sampled.items()}
+        self.sampled = {}
+        try:
+            self.node.append_many([*tokens], [*tokens.values()])
+        except OutOfPagesError as error:
+            for rid in error.retract[:1]:
+                self.retract(rid)
+            return
+        for req, token in tokens.items():
+            self.answers[req.rid].token(token)
+
+    def retract(self, rid: str) -> None:
+        super().retract(rid)
+        del self.says[rid]
+
+
+class MakesTheStepAgain(ToyDecode):
+    """Tokens come out the same, so that no answer shows it."""
+
+    def append(self) -> None:
+        tokens = {req: new[0] for req, new in self.sampled.items()}
+        self.sampled = {}
+        try:
+            self.node.append_many([*tokens], [*tokens.values()])
+        except OutOfPagesError as error:
+            for rid in error.retract[:1]:
+                self.retract(rid)
+            return
+        for req, token in tokens.items():
+            if not req.state.ended:
+                self.answers[req.rid].token(token)
+
+
+class IgnoresRetraction(ToyDecode):
+    def retract(self, rid: str) -> None:
+        pass
+
+    def append(self) -> None:
+        try:
+            self.node.append_many([*self.sampled], [new[0] for new in self.sampled.values()])
+        except OutOfPagesError:
+            return  # until somebody else makes room
+        for req, new in self.sampled.items():
+            self.answers[req.rid].token(new[0])
+        self.sampled = {}
+
+
+class NeverAsksAgain(ToyDecode):
+    def ask_again(self) -> None:
+        self.node.pop_needs_prefill()
+
+
+class AsksAgainWithThePromptOnly(ToyDecode):
+    def ask_again(self) -> None:
+        before = len(self.asked)
+        super().ask_again()
+        for i, request in enumerate(self.asked[before:], before):
+            prompt = self.answers[request.rid.partition(".")[0]].prompt
+            self.asked[i] = type(request)(
+                request.rid, prompt.tokens, room=request.room, generation=request.generation,
+                decode=request.decode, prefill=request.prefill,
+            )  # fmt: skip
+
+
+class TakesAuxOfAResumedOne(ToyDecode):
+    def step(self) -> bool:
+        self.known = set(self.batch)
+        return super().step()
+
+    def sample(self, req: Any) -> list[int]:
+        if req.resumed and req not in self.known:
+            return [int.from_bytes(req.aux, "little")]
+        return super().sample(req)
+
+
+class ForgetsTheNamespace(ToyDecode):
+    def add(self, prompt: Prompt, answer: AnswerLog, prefill: str) -> None:
+        bare = Prompt(prompt.rid, prompt.tokens, prompt.max_new_tokens)
+        super().add(bare, answer, prefill)
+
+
+class AbortsWhatIsDone(ToyDecode):
+    """Its answers are right, but nothing of them is ever cached."""
+
+    def finish(self, req: Any) -> None:
+        self.batch.remove(req)
+        self.answers.pop(req.rid).end()
+        self.answers[req.rid] = AnswerLog(Prompt(req.rid, [1], 1), [1], may_fail=True)
+        self.node.abort(req.rid)
+
+
+class IgnoresTheEndToken(ToyDecode):
+    def is_done(self, req: Any) -> bool:
+        return len(req.output) == req.max_new_tokens
+
+
+class Raises(ToyDecode):
+    def ask_again(self) -> None:
+        super().ask_again()
+        if self.batch:
+            raise KeyError("something of its own")
+
+
+class SendsBeforeItComputes(ToyPrefill):
+    def compute(self, req: Any) -> None:
+        start = self.computing[req]
+        end = min(start + self.chunk_tokens, req.num_tokens)
+        last = end == req.num_tokens
+        (token,) = toy_answer(req.tokens.tolist(), 1)
+        pages, tokens = req.pages.copy(), req.tokens[:end]
+        self.node.send_chunk(req, end, last, token.to_bytes(4, "little") if last else b"")
+        self.model.forward(pages, tokens, start)
+        self.computing[req] = end
+        if last:
+            del self.computing[req]
+
+
+class BeginsBehindDecodesPrefix(ToyPrefill):
+    def begin(self, req: Any) -> None:
+        self.computing[req] = min(req.decode_prefix_len, req.num_tokens - 1)
+
+
+class WritesAgainWhatItHasSent(ToyPrefill):
+    def compute(self, req: Any) -> None:
+        if self.computing[req] > req.prefix_len:
+            self.model.pool.v(0)[int(req.pages[req.prefix_len // self.model.page_size])] ^= 1
+        super().compute(req)
+
+
+class NeverPopsFailures(ToyPrefill):
+    def forget_ended(self) -> None:
+        for req in self.node.pop_sent():
+            self.computing.pop(req, None)
+        for req in [req for req in self.computing if req.state.ended]:
+            del self.computing[req]
+
+
+class StopsInTheMiddle(ToyPrefill):
+    def compute(self, req: Any) -> None:
+        if self.computing[req] < 16:
+            super().compute(req)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    engine: type
+    scenario: str
+    law: str
+    said: str
+    stalls: bool = False
+
+    def __str__(self) -> str:
+        return self.engine.__name__
+
+    @property
+    def make(self) -> type[ToySides]:
+        side = "make_decode" if issubclass(self.engine, ToyDecode) else "make_prefill"
+        return type("Sides", (ToySides,), {side: self.engine})
+
+
+TINY = "tiny decode pool"
+FINISHES_TWICE = Mutant(FinishesTwice, "one prompt", "calls", "decode's finish raised RequestError")
+MUTANTS = [
+    Mutant(ForgetsFinish, "one prompt", "law 2", "was never finished", True),
+    FINISHES_TWICE,
+    Mutant(ForgetsAbort, "aborts on decode", "law 7", "came after it was aborted"),
+    Mutant(EndsAnAbortedOneTwice, "aborts on decode", "law 7", "it ended 2 times"),
+    Mutant(WritesBeyondItsPages, "one prompt", "law 4", "wrote page"),
+    Mutant(DoesNotWriteTheNewestTokensKV, "one prompt", "law 8", "was not written"),
+    Mutant(DropsSampledTokens, TINY, "tokens", "when it found no page"),
+    Mutant(MakesTheStepAgain, TINY, "tokens", "was made again: the token was not kept"),
+    Mutant(IgnoresRetraction, TINY, "order", "was not retracted", True),
+    Mutant(NeverAsksAgain, TINY, "order", "never asked for", True),
+    Mutant(AsksAgainWithThePromptOnly, TINY, "order", "with another tokens"),
+    Mutant(TakesAuxOfAResumedOne, TINY, "law 8", "the model says"),
+    Mutant(ForgetsTheNamespace, "namespaces", "cache", "first request of a namespace"),
+    Mutant(AbortsWhatIsDone, "turns of a chat", "cache", "a later turn"),
+    Mutant(IgnoresTheEndToken, "early finish", "law 7", "its answer has"),
+    Mutant(Raises, "one prompt", "calls", "a loop raised KeyError"),
+    Mutant(SendsBeforeItComputes, "one prompt", "law 8", "was not computed"),
+    Mutant(SendsBeforeItComputes, "one prompt", "law 5", "after it was handed over"),
+    Mutant(BeginsBehindDecodesPrefix, "turns of a chat", "law 8", "computing begins at prefix_len"),
+    Mutant(WritesAgainWhatItHasSent, "one prompt", "law 5", "after it was handed over"),
+    Mutant(NeverPopsFailures, "aborts on prefill", "calls", "never calls pop_failed", True),
+    Mutant(StopsInTheMiddle, "one prompt", "law 7", "was handed out to be computed", True),
+]
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [pytest.param(one, marks=pytest.mark.slow if one.stalls else ()) for one in MUTANTS],
+    ids=str,
+)
+def test_a_fault_is_found_and_named_by_its_law(mutant: Mutant) -> None:
+    """By an engine that stalls only once its patience is over, so those are slow."""
+    options = STALLS if mutant.stalls else LOCAL
+    report = conformance.run(mutant.make, only=[mutant.scenario], **options)
+    named = [found for found in report.findings if found.law == mutant.law]
+    assert any(mutant.said in found.what for found in named), str(report)
+    # It can be seen again by what the report says.
+    assert f"only=['{mutant.scenario}'], seeds=[0]" in str(report)
+
+
+@pytest.mark.parametrize("engine", [WritesBeyondItsPages, WritesAgainWhatItHasSent], ids=str)
+def test_without_looking_at_bytes_only_calls_and_answers_count(engine: type) -> None:
+    (mutant,) = (one for one in MUTANTS if one.engine is engine)
+    report = conformance.run(mutant.make, only=[mutant.scenario], probe=False, **LOCAL)
+    assert mutant.law not in report.laws
+
+
+# --- the report -----------------------------------------------------------------------------------
+
+
+def test_a_report_says_what_broke_and_how_to_see_it_again() -> None:
+    make = FINISHES_TWICE.make
+    report = conformance.run(make, only=["one prompt"], seeds=[4], **LOCAL)
+    assert not report.ok
+    assert report.laws <= set(LAWS)
+    assert str(report).startswith("in 'one prompt', seed 4: calls (a node refuses no call")
+    assert "again: run(make, only=['one prompt'], seeds=[4])" in str(report)
+    assert "0 passed, 1 broken, 0 not run" in str(report)
+    with pytest.raises(
+        AssertionError, match="decode's finish raised RequestError: request 'r0' is finished"
+    ):
+        conformance.Case("one prompt", 4).check(make, **LOCAL)
+
+
+def test_an_engine_need_not_do_everything() -> None:
+    class Plain(ToySides):
+        def __init__(self, settings: Any) -> None:
+            if settings.tokens_per_step > 1:
+                raise NotImplementedError("one token per step")
+            super().__init__(settings)
+
+    report = conformance.run(Plain, only=["several tokens per step", "one prompt"], **LOCAL)
+    assert report.ok
+    assert report.passed == ["one prompt, seed 0"]
+    assert report.skipped == {"several tokens per step, seed 0": "one token per step"}
+    assert "not run: several tokens per step, seed 0: one token per step" in str(report)
+
+
+def test_a_scenario_that_there_is_not_is_refused() -> None:
+    with pytest.raises(ValueError, match="there is no scenario 'none', there are one prompt, "):
+        conformance.run(ToySides, only=["none"])
+
+
+def test_the_command_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        conformance.main(
+            ["prefixkv.testing.toy:ToySides", "--only", "full hit", "--backend", "shm"]
+        )
+        == 0
+    )
+    assert capsys.readouterr().out.startswith("1 passed, 0 broken, 0 not run")
+    assert conformance.main(["--list"]) == 0
+    assert "full hit: Ask twice for a prompt of whole pages" in capsys.readouterr().out
+    mutant = f"{__name__}:faulty"
+    options = ["--only", "one prompt", "--seed", "2", "--backend", "shm"]
+    assert conformance.main([mutant, *options]) == 1
+    assert "seed 2: calls" in capsys.readouterr().out
+
+
+def faulty(settings: Any) -> ToySides:
+    return FINISHES_TWICE.make(settings)
+
+
+# --- the toy --------------------------------------------------------------------------------------
+
+
+def test_the_toys_next_token_follows_from_all_that_it_reads() -> None:
+    model = ToyModel(8, 4)
+    fill_with_junk(model.pool, np.random.default_rng(1))
+    tokens, pages = np.arange(10, dtype=np.int32), np.array([5, 1, 7], np.int32)
+    right = model.forward(pages, tokens, 0)
+    assert [right] == toy_answer(tokens.tolist(), 1)
+    assert model.forward(pages, tokens, 9) == right
+    for page in pages.tolist():
+        for half in (model.pool.k(0), model.pool.v(0)):
+            before = half[page, 0].clone()
+            half[page, 0] ^= 1
+            assert model.forward(pages, tokens, 9) != right
+            half[page, 0] = before
+    assert model.forward(pages, tokens, 9) == right
