@@ -94,6 +94,7 @@ class AnswerLogprobs:
 
     Args:
         texts: of the model's tokenizer.
+        prompt: the request's tokens.
         chat: True for the form of /v1/chat/completions, False for that of /v1/completions.
         num_top: likeliest tokens per position; None: no log-probabilities.
         echo: text of the prompt that goes before each sample's; None: it does not.
@@ -101,23 +102,19 @@ class AnswerLogprobs:
     """
 
     def __init__(
-        self, texts: TokenTexts, chat: bool, num_top: int | None, echo: str | None = None,
-        is_empty: bool = False,
+        self, texts: TokenTexts, prompt: Sequence[int], chat: bool, num_top: int | None,
+        echo: str | None = None, is_empty: bool = False,
     ) -> None:  # fmt: skip
-        self._texts, self._chat, self._num_top = texts, chat, num_top
+        self._texts, self._prompt_tokens = texts, prompt
+        self._chat, self._num_top = chat, num_top
         self._echo, self._is_empty = echo, is_empty
         self._tokens: list[Logprob | None] = []  # of the prompt, until the first output
         self._prompt: dict[str, list[Any]] | None = None
         self._offsets: dict[int, _Offsets] = {}  # by sample
 
-    def show(self, output: TokenEvent, prompt: Sequence[int]) -> tuple[str, dict[str, Any] | None]:
-        """Return the text that an output adds to its sample, and the log-probabilities in OpenAI's
-        form; None: it adds none.
-
-        Args:
-            output: the next one of its sample.
-            prompt: the request's tokens.
-        """
+    def show(self, output: TokenEvent) -> tuple[str, dict[str, Any] | None]:
+        """Return the text that the next output of a sample adds to it, and the log-probabilities in
+        OpenAI's form; None: it adds none."""
         # 1. Parts of the prompt's come first, and are kept until a sample begins.
         if output.prompt is not None:
             self._tokens += output.prompt
@@ -135,15 +132,15 @@ class AnswerLogprobs:
         if is_first and self._echo is not None:
             text = self._echo + text
             if self._num_top is not None:
-                before = self._prompt_body(prompt)
+                before = self._prompt_body()
                 body = before if body is None else joined([before, body])
         return text, body
 
-    def _prompt_body(self, prompt: Sequence[int]) -> dict[str, list[Any]]:
+    def _prompt_body(self) -> dict[str, list[Any]]:
         """Return the log-probabilities of an echoed prompt, made once for all samples."""
         if self._prompt is None:
             offsets = _Offsets(self._texts)
-            body = self._legacy(zip(prompt, self._tokens, strict=True), offsets)
+            body = self._legacy(zip(self._prompt_tokens, self._tokens, strict=True), offsets)
             # Some tokenizers put a space before a text that it does not have.
             more = max(0, offsets.num_chars - len(self._echo or ""))
             body["text_offset"] = [max(0, at - more) for at in body["text_offset"]]

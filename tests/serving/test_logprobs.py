@@ -122,13 +122,11 @@ def outputs_of(tokenizer: Tokenizer, ids: list[int], sample: int = 0) -> list[To
     return found
 
 
-def shown(
-    answer: AnswerLogprobs, outputs: list[TokenEvent], prompt: list[int]
-) -> tuple[str, dict[str, Any]]:
+def shown(answer: AnswerLogprobs, outputs: list[TokenEvent]) -> tuple[str, dict[str, Any]]:
     """A sample's text and log-probabilities as a client joins them."""
     texts, bodies = [], []
     for output in outputs:
-        text, body = answer.show(output, prompt)
+        text, body = answer.show(output)
         texts.append(text)
         if body is not None:
             bodies.append(body)
@@ -139,7 +137,7 @@ def test_a_chat_has_an_entry_for_each_token() -> None:
     tokenizer = byte_level()
     ids = [*tokenizer.encode("the 日").ids, tokenizer.token_to_id("<|end|>")]
     text, body = shown(
-        AnswerLogprobs(TokenTexts(tokenizer), True, 2), outputs_of(tokenizer, ids), [1, 2]
+        AnswerLogprobs(TokenTexts(tokenizer), [1, 2], True, 2), outputs_of(tokenizer, ids)
     )
     assert text == "the 日"
     content = body["content"]
@@ -161,10 +159,12 @@ def test_the_places_are_those_of_the_text(make: Callable[[], Tokenizer], echo: b
         for text in TEXTS:
             prompt = tokenizer.encode(prompt_text).ids
             ids = tokenizer.encode(text).ids
-            answer = AnswerLogprobs(TokenTexts(tokenizer), False, 1, prompt_text if echo else None)
+            answer = AnswerLogprobs(
+                TokenTexts(tokenizer), prompt, False, 1, prompt_text if echo else None
+            )
             ones = [None, *(Logprob(token, -2.0) for token in prompt[1:])]
             parts = [TokenEvent(prompt=ones[:2]), TokenEvent(prompt=ones[2:])] if echo else []
-            whole, body = shown(answer, [*parts, *outputs_of(tokenizer, ids)], prompt)
+            whole, body = shown(answer, [*parts, *outputs_of(tokenizer, ids)])
             assert whole == (prompt_text + text if echo else text)
             said = [*prompt, *ids] if echo else ids
             assert len({len(value) for value in body.values()}) == 1
@@ -184,10 +184,10 @@ def test_places_in_an_echo_leave_out_what_the_tokenizer_added() -> None:
     bos = tokenizer.token_to_id("<s>")
     prompt = [bos, *tokenizer.encode("the cat").ids]
     ones = [None, *(Logprob(token, -2.0) for token in prompt[1:])]
-    answer = AnswerLogprobs(TokenTexts(tokenizer), False, 0, "the cat")
+    answer = AnswerLogprobs(TokenTexts(tokenizer), prompt, False, 0, "the cat")
     output = TokenEvent(0, 0, tokenizer.token_to_id("▁x"), " x", "length",
                         logprob=Logprob(tokenizer.token_to_id("▁x"), -1.0))  # fmt: skip
-    text, body = shown(answer, [TokenEvent(prompt=ones), output], prompt)
+    text, body = shown(answer, [TokenEvent(prompt=ones), output])
     assert text == "the cat x"
     assert body["text_offset"][0] == body["text_offset"][1] == 0
     assert body["text_offset"][-1] == len("the cat")
@@ -198,11 +198,11 @@ def test_samples_have_their_own_and_all_have_the_prompt() -> None:
     tokenizer = small_tokenizer()
     prompt = tokenizer.encode("ab").ids
     ones = [None, Logprob(prompt[1], -2.0)]
-    answer = AnswerLogprobs(TokenTexts(tokenizer), False, 0, "ab")
-    answer.show(TokenEvent(prompt=ones), prompt)
+    answer = AnswerLogprobs(TokenTexts(tokenizer), prompt, False, 0, "ab")
+    answer.show(TokenEvent(prompt=ones))
     for sample, text in enumerate(("cd", "e", "fgh")):
         outputs = outputs_of(tokenizer, tokenizer.encode(text).ids, sample)
-        whole, body = shown(answer, outputs, prompt)
+        whole, body = shown(answer, outputs)
         assert whole == "ab" + text
         assert body["tokens"] == ["a", "b", *text]
         assert body["text_offset"] == list(range(2 + len(text)))
@@ -213,10 +213,10 @@ def test_an_answer_without_tokens_has_the_prompt_alone() -> None:
     prompt = tokenizer.encode("ab").ids
     output = outputs_of(tokenizer, tokenizer.encode("c").ids)[0]
     for num_top in (None, 1):
-        answer = AnswerLogprobs(TokenTexts(tokenizer), False, num_top, "ab", is_empty=True)
+        answer = AnswerLogprobs(TokenTexts(tokenizer), prompt, False, num_top, "ab", is_empty=True)
         ones = [None, Logprob(prompt[1], -2.0, ((5, -0.1),))]
         parts = [] if num_top is None else [TokenEvent(prompt=ones)]
-        text, body = shown(answer, [*parts, output], prompt)
+        text, body = shown(answer, [*parts, output])
         assert text == "ab"
         if num_top is None:
             assert body == {}
@@ -228,12 +228,12 @@ def test_an_answer_without_tokens_has_the_prompt_alone() -> None:
 def test_the_token_itself_is_among_the_likely_ones_and_of_one_text_the_likelier_counts() -> None:
     tokenizer = small_tokenizer()
     a, b = tokenizer.encode("ab").ids
-    answer = AnswerLogprobs(TokenTexts(tokenizer), False, 1)
+    answer = AnswerLogprobs(TokenTexts(tokenizer), [1], False, 1)
     output = TokenEvent(0, 0, a, "a", logprob=Logprob(a, -3.0, ((b, -1.0),)))
-    assert answer.show(output, [1])[1]["top_logprobs"] == [{"b": -1.0, "a": -3.0}]
+    assert answer.show(output)[1]["top_logprobs"] == [{"b": -1.0, "a": -3.0}]
     nameless = Logprob(10**6, -3.0, ((10**6 + 1, -1.0),))
     output = TokenEvent(0, 1, 10**6, "", logprob=nameless)
-    assert answer.show(output, [1])[1]["top_logprobs"] == [{"": -1.0}]
+    assert answer.show(output)[1]["top_logprobs"] == [{"": -1.0}]
 
 
 def test_limits_are_the_engines() -> None:
@@ -253,7 +253,7 @@ def test_random_texts_have_their_places() -> None:
     for _ in range(100):
         text = "".join(chars[i] for i in rng.integers(len(chars), size=rng.integers(1, 20)))
         ids = tokenizer.encode(text).ids
-        whole, body = shown(AnswerLogprobs(texts, False, 0), outputs_of(tokenizer, ids), [1])
+        whole, body = shown(AnswerLogprobs(texts, [1], False, 0), outputs_of(tokenizer, ids))
         assert whole == text
         assert body["text_offset"] == sorted(body["text_offset"])
         for token, at in zip(body["tokens"], body["text_offset"], strict=True):

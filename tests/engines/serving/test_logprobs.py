@@ -102,3 +102,132 @@ def test_workers_give_those_of_answers_and_prompts(expected: Expected) -> None:
             await fleet.close()
 
         asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
+
+
+# --- by OpenAI's client ---------------------------------------------------------------------------
+
+TEXT = "kaka tono mumu"
+GREEDY = {"model": "small", "temperature": 0, "extra_body": {"ignore_eos": True}}
+
+
+def check_legacy(
+    expected: Expected, choice: Any, num_top: int, num: int, echo: bool, text: str = TEXT
+) -> None:
+    """A completion's log-probabilities against the model by itself."""
+    prompt = expected.texts.plain(text)
+    said = expected.tokens(prompt, max(num, 1))[:num]
+    tokens = [*prompt, *said]
+    rows = [None, *expected.logprobs(tokens)]
+    begin = 0 if echo else len(prompt)
+    found = choice.logprobs
+    assert choice.text == expected.text(tokens[begin:])
+    assert "".join(found.tokens) == choice.text
+    assert len(found.token_logprobs) == len(tokens) - begin
+    columns = (found.token_logprobs, found.top_logprobs, found.tokens, found.text_offset)
+    for at, (number, top, name, place) in enumerate(zip(*columns, strict=True), start=begin):
+        assert choice.text[place : place + len(name)] == name
+        if at == 0:
+            assert number is top is None
+            continue
+        assert abs(number - rows[at][tokens[at]]) < NEAR
+        assert top[name] == number
+        assert num_top <= len(top) <= num_top + 1 or num_top > 1
+        # As scorers do it: the greedy token is the one whose number is the largest.
+        if num_top:
+            assert (number == max(top.values())) == (rows[at].argmax() == tokens[at])
+
+
+def test_completions_have_them(client: Any, expected: Expected) -> None:
+    for num_top in (0, 1, 5):
+        for echo, num in ((False, 6), (True, 6), (True, 1)):
+            answer = client.completions.create(
+                prompt=TEXT, max_tokens=num, logprobs=num_top, echo=echo, **GREEDY
+            )
+            check_legacy(expected, answer.choices[0], num_top, num, echo)
+            assert answer.usage.completion_tokens == num
+            pieces = list(
+                client.completions.create(
+                    prompt=TEXT, max_tokens=num, logprobs=num_top, echo=echo, stream=True, **GREEDY
+                )
+            )
+            choice = answer.choices[0]
+            assert "".join(one.choices[0].text for one in pieces) == choice.text
+            parts = [one.choices[0].logprobs for one in pieces if one.choices[0].logprobs]
+            for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+                joined = [x for part in parts for x in getattr(part, name)]
+                if name in ("tokens", "text_offset"):
+                    assert joined == getattr(choice.logprobs, name)
+                assert len(joined) == len(choice.logprobs.tokens)
+
+
+def test_a_scorer_gets_the_prompts_of_a_batch_without_answers(
+    client: Any, expected: Expected
+) -> None:
+    """As lm-eval's `local-completions` asks."""
+    texts = [TEXT, "tono", TEXT + " mumu"]
+    prompts = [expected.texts.plain(text) for text in texts]
+    for num in (0, 1):
+        answer = client.completions.create(
+            prompt=prompts, max_tokens=num, logprobs=1, echo=True, seed=1, **GREEDY
+        )
+        assert [choice.index for choice in answer.choices] == [0, 1, 2]
+        for choice, text in zip(answer.choices, texts, strict=True):
+            check_legacy(expected, choice, 1, num, True, text)
+            assert choice.finish_reason == "length"
+        assert answer.usage.completion_tokens == num * 3
+    plain = client.completions.create(prompt=TEXT, max_tokens=0, echo=True, n=2, **GREEDY)
+    assert [(one.text, one.logprobs) for one in plain.choices] == [(TEXT, None)] * 2
+
+
+def test_chats_have_them(client: Any, expected: Expected) -> None:
+    messages = [{"role": "user", "content": TEXT}]
+    prompt = expected.texts.chat(messages)
+    said = expected.tokens(prompt, 6)
+    rows = expected.logprobs([*prompt, *said])[len(prompt) - 1 :]
+    asked = {"messages": messages, "max_tokens": 6, "logprobs": True, **GREEDY}
+    for more in ({}, {"top_logprobs": 4}):
+        num_top = more.get("top_logprobs", 0)
+        answer = client.chat.completions.create(n=2, **asked, **more)
+        stream = client.chat.completions.create(stream=True, **asked, **more)
+        parts = [one.choices[0].logprobs for one in stream if one.choices]
+        streamed = [entry for part in parts if part for entry in part.content]
+        for content in (*(choice.logprobs.content for choice in answer.choices), streamed):
+            assert len(content) == 6
+            for entry, token, row in zip(content, said, rows, strict=False):
+                assert (
+                    bytes(entry.bytes).decode()
+                    == entry.token
+                    == expected.texts.tokenizer.decode([token], skip_special_tokens=False)
+                )
+                assert abs(entry.logprob - row[token]) < NEAR
+                assert len(entry.top_logprobs) == num_top
+    plain = client.chat.completions.create(messages=messages, max_tokens=2, **GREEDY)
+    assert plain.choices[0].logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("path", "wrong", "param"),
+    [
+        ("completions", {"logprobs": 21}, "logprobs"),
+        ("completions", {"logprobs": -1}, "logprobs"),
+        ("completions", {"max_tokens": 0}, "max_tokens"),
+        ("completions", {"top_logprobs": 2}, "top_logprobs"),
+        ("chat/completions", {"top_logprobs": 2}, "top_logprobs"),
+        ("chat/completions", {"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+        ("chat/completions", {"logprobs": 3}, "logprobs"),
+        ("chat/completions", {"echo": True}, "echo"),
+        ("chat/completions", {"max_tokens": 0}, "max_tokens"),
+    ],
+)
+def test_what_is_out_of_range_is_refused_by_name(
+    serve: Any, path: str, wrong: dict[str, Any], param: str
+) -> None:
+    body = {"model": "small", "max_tokens": 2} | wrong
+    body |= (
+        {"prompt": TEXT}
+        if path == "completions"
+        else {"messages": [{"role": "user", "content": TEXT}]}
+    )
+    answer = httpx.post(f"{serve.url}/{path}", json=body, timeout=PATIENCE_S, trust_env=False)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
