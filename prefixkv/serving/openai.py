@@ -35,13 +35,13 @@ _MAX_TEMPERATURE: Final = 2  # OpenAI's
 # Parameters that are not served, and the values that ask for nothing; null always does.
 _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     # OpenAI's
-    "audio": (), "best_of": (1,), "frequency_penalty": (0,),
+    "audio": (), "best_of": (1,), "echo": (False,), "frequency_penalty": (0,),
     "function_call": ("none", "auto"), "functions": ([],), "logit_bias": ({},),
     "metadata": ({},), "modalities": (["text"],),
     "parallel_tool_calls": (True, False), "prediction": (), "presence_penalty": (0,),
     "prompt_cache_retention": (), "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"), "store": (False,), "suffix": ("",),
-    "tool_choice": ("none", "auto"), "tools": ([],),
+    "tool_choice": ("none", "auto"), "tools": ([],), "top_logprobs": (0,),
     "verbosity": ("medium",), "web_search_options": (),
     # of vLLM and SGLang: what is drawn
     "allowed_token_ids": (), "bad_words": ([],), "custom_logit_processor": (),
@@ -276,8 +276,8 @@ class CompletionRequest(_RequestBase, frozen=True, kw_only=True):
 
 
 _NEUTRAL_OF: Final[dict[type[Any], dict[str, tuple[Any, ...]]]] = {
-    ChatRequest: {"add_special_tokens": (False,), "echo": (False,)},
-    CompletionRequest: {"add_special_tokens": (True,), "top_logprobs": (0,)},
+    ChatRequest: {"add_special_tokens": (False,)},
+    CompletionRequest: {"add_special_tokens": (True,)},
 }
 """Values of a parameter that ask for nothing in one kind of request, beside `_NEUTRAL`."""
 
