@@ -16,7 +16,6 @@ from starlette.routing import Route
 
 from prefixkv.config import DecodeConfig
 from prefixkv.engines.hf import Output
-from prefixkv.serving import worker as worker_module
 from prefixkv.serving.config import (
     DecodeWorkerConfig,
     Limits,
@@ -126,9 +125,11 @@ async def last_said(answer: httpx.Response) -> TokenEvent:
     return msgspec.json.decode(lines[-1], type=TokenEvent)
 
 
-def run(scene: Callable[[Stage], Awaitable[None]]) -> None:
+def run(scene: Callable[[Stage], Awaitable[None]], limits: Limits | None = None) -> None:
     settings = WorkerSettings(
-        num_pages=64, models=ModelSettings(threads=1), listen=ListenSettings(limits=LIMITS)
+        num_pages=64,
+        models=ModelSettings(threads=1),
+        listen=ListenSettings(limits=limits or LIMITS),
     )
 
     async def main() -> None:
@@ -256,16 +257,16 @@ def test_what_waits_when_a_worker_ends_is_told_so_once_for_each_answer() -> None
         run(scene)
 
 
-def test_a_body_is_bounded_by_what_a_prompt_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_is_bounded() -> None:
     """A front has bounded what its clients said; tokens of it are longer than its text."""
-    monkeypatch.setattr(worker_module, "_MAX_JOB_BYTES", 2 * MIB)
+    assert DecodeWorkerConfig().worker.listen.limits.max_body_bytes == 64 * MIB
 
     async def scene(stage: Stage) -> None:
         for size, status in ((2 * MIB, 400), (2 * MIB + 1, 413)):
             answer = await stage.client.post("/generate", content=b"[" * size)
             assert answer.status_code == status, answer.text
 
-    run(scene)
+    run(scene, Limits(max_body_bytes=2 * MIB))
 
 
 # --- the prompt's log-probabilities ---------------------------------------------------------------
