@@ -60,6 +60,7 @@ TOO_LOW: dict[type, dict[str, Any]] = {
         **dict.fromkeys(["post_bytes", "post_descriptors", "window"], 0),
         **dict.fromkeys(["lease_bytes", "copy_threads"], 0),
         "staging_bytes": (16 << 20) - 1,
+        "max_bytes_per_s": -1,
         "backend": "ucx",
         **dict.fromkeys(["polling", "renew_grace_s"], -1e-9),
     },

@@ -13,7 +13,7 @@ from prefixkv.cache.events import EventBatch, EventFeed
 from prefixkv.config import DecodeConfig, PrefillConfig, check_version
 from prefixkv.control.effects import To
 from prefixkv.decode.scheduler import DecodeScheduler
-from prefixkv.errors import InternalError
+from prefixkv.errors import CallerError, InternalError, shown
 from prefixkv.kv_events.publisher import KVEventPublisher
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.state_pool import StatePool
@@ -81,6 +81,8 @@ class Node(OneThread, Generic[C, To, E]):
             listener: gets the request's record as the request log has it, whether that is on or
                 not, and the time of `time.monotonic` at which the request arrived.
         """
+        if not callable(listener):
+            raise CallerError(f"{shown(listener)} cannot be called")
         self._request_log.listeners.append(listener)
 
     def _publish_events(self, config: DecodeConfig | PrefillConfig) -> None:

@@ -120,9 +120,9 @@ def test_what_a_rank_holds_is_checked() -> None:
     [
         (StateTensor("a", 2, 1, (1,)), "layer is 2"),
         (StateTensor("a", -1, 1, (1,)), "layer is -1"),
-        (StateTensor("a", 0, 0, (1,)), "0 heads"),
-        (StateTensor("a", 0, 1, (0,)), "1 heads"),
-        (StateTensor("a", 0, 1, (2**31,)), "1 heads"),
+        (StateTensor("a", 0, 0, (1,)), "num_heads is 0"),
+        (StateTensor("a", 0, 1, (0,)), "head_shape is 0"),
+        (StateTensor("a", 0, 1, (2**31,)), "head_shape is 2147483648"),
         (StateTensor("a", 0, 1, (1,), "int3"), "dtype is 'int3'"),
         (StateTensor("a", 0, 3, (1,)), "tp_size is 2"),
     ],

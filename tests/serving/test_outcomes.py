@@ -106,6 +106,7 @@ def run(folder: Path, scene: Callable[[Site], Awaitable[None]], **options: Any) 
             await scene(site)
         await site.client.aclose()
         await site.server.stop(PATIENCE_S)
+        site.file.close()
         return site
 
     return asyncio.run(main())
