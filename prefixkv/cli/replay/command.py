@@ -14,6 +14,13 @@ from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
 from prefixkv.cli.outputs import check_writable, write_text, writing
 from prefixkv.cli.policies import policy_of
+from prefixkv.cli.replay.check import (
+    check_trace,
+    doubts,
+    enough_for_lru,
+    why_nothing,
+    why_nothing_here,
+)
 from prefixkv.cli.replay.curves import (
     amount,
     best,
@@ -119,6 +126,14 @@ def replay(
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the results to this file.")
     ] = None,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check",
+            help="Replay nothing: say what each trace is, how much repeats in it at all, and why "
+            "if nothing does.",
+        ),
+    ] = False,
     plot: Annotated[
         Path | None, typer.Option(help="Draw miss-ratio curves to this file; needs matplotlib.")
     ] = None,
@@ -142,11 +157,16 @@ def replay(
     check_writable("--json", json_file)
     check_writable("--plot", plot)
     check_plot(plot)
+    if check and plot is not None:
+        raise ConfigError("--check replays nothing, so there is nothing to draw: leave out --plot")
     console = Console(soft_wrap=True)
     # Read, and merged if asked to; then each trace is replayed by itself.
     loaded = [read_trace(path, page_size, block_tokens, requests, spread * 3600) for path in traces]
     if mixed:
         loaded = [mix(loaded)]
+    if check:
+        _check(console, loaded, warm, json_file)
+        return
     runs = _Runs(warm, queue, hints, hints_wrong)
     results: list[ReplayResult] = []
     sentences = []
@@ -194,7 +214,16 @@ def replay(
                 for name in policies:
                     measure(name, size)
             chosen = best(trace_results, asked)
-            if chosen is not None:
+            here = [one for one in trace_results if one.capacity_blocks == asked]
+            if chosen is None or not chosen.hit_tokens:
+                # Nothing to choose by, but the reason is worth more than a row of zeros.
+                if not any(one.hit_tokens for one in here) or chosen is not None:
+                    reasons = why_nothing_here(trace, check_trace(trace, warm), warm, asked)
+                    sentences.append(
+                        f"{trace.name}, {asked:,} blocks: no policy found anything, so none is "
+                        f"recommended. {' '.join(reasons)}"
+                    )
+            else:
                 # Half or twice of the pool may be among the capacities that were replayed already.
                 there = {(one.policy, one.capacity_blocks) for one in trace_results}
                 for size in (max(1, asked // 2), 2 * asked):
@@ -212,6 +241,38 @@ def replay(
     if plot is not None:
         with writing("--plot", plot):
             draw(results, plot)
+
+
+def _check(console: Console, traces: list[Trace], warm: float, json_file: Path | None) -> None:
+    """Print what each trace holds and what could be found in it, and write it to a file too."""
+    rows = []
+    for trace in traces:
+        found = check_trace(trace, warm)
+        reasons = why_nothing(trace, found, warm)
+        size = f"; KV of a token: {amount(found.bytes_per_token)}" if found.bytes_per_token else ""
+        for line in (
+            f"{found.trace}: {found.kind}",
+            f"  {found.requests:,} requests in {found.seconds:,.1f} s, namespaces: "
+            f"{found.namespaces:,}; the longest prompt has {found.longest_tokens:,} tokens{size}",
+            f"  blocks of {found.block_tokens:,} tokens: {found.asked_blocks:,} asked for, "
+            f"{found.whole_blocks:,} of them whole, {found.different_blocks:,} different; at most "
+            f"{found.largest_blocks:,} in a prompt",
+            f"  repeats: {found.block_bound:.1%} of the blocks, {found.token_bound:.1%} of the "
+            "tokens; no cache finds more",
+        ):
+            console.print(line, highlight=False, markup=False)
+        if not reasons:
+            enough = enough_for_lru(trace, warm)
+            console.print(f"  lru finds some from {enough:,} blocks on", highlight=False)
+        for line in reasons or doubts(found):
+            console.print(f"  {line}", highlight=False, markup=False)
+        rows.append(
+            asdict(found)
+            | {"block_bound": found.block_bound, "token_bound": found.token_bound}
+            | {"why_nothing": reasons, "doubts": doubts(found)}
+        )
+    if json_file is not None:
+        write_text("--json", json_file, json.dumps(rows, indent=1) + "\n")
 
 
 def _row(result: ReplayResult, bytes_per_token: int) -> str:
