@@ -9,7 +9,7 @@ import pytest
 
 from prefixkv.cache.eviction.policy import policy_names
 from prefixkv.cli.policies import policy_of
-from prefixkv.cli.replay import replay
+from prefixkv.cli.replay.command import replay
 from prefixkv.errors import ConfigError
 
 

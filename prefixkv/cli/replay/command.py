@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
 from prefixkv.cli.outputs import check_writable, write_text, writing
-from prefixkv.cli.policies import policy_of
 from prefixkv.cli.replay.check import (
     check_trace,
     doubts,
@@ -31,43 +31,15 @@ from prefixkv.cli.replay.curves import (
     sentence,
 )
 from prefixkv.cli.replay.hints import client_hints
-from prefixkv.cli.replay.optimum import OPTIMUM, replay_optimum
+from prefixkv.cli.replay.measure import MakePolicy, Replays, RequestHits, maker_of
+from prefixkv.cli.replay.optimum import OPTIMUM
 from prefixkv.cli.replay.readers import SPREAD_S, read_trace
-from prefixkv.cli.replay.run import ReplayResult, replay_policy
+from prefixkv.cli.replay.run import ReplayResult
 from prefixkv.cli.replay.trace import Trace, footprint, mix
 from prefixkv.spi import DEFAULT_POLICY, ConfigError, check_range, policy_names
 
 ALL: Final = "all"
 LAYOUT = "{:<22.22} {:<10} {:>9} {:>7} {:>7} {:>10} {:>9} {:>7}"
-
-
-@dataclass(frozen=True, slots=True)
-class _Runs:
-    """Options that all replays of one command share."""
-
-    warm: float
-    queue: int
-    hints: float | None  # minutes
-    hints_wrong: float
-
-    def run(
-        self, trace: Trace, policy: str, capacity: int, hints: Any, step: Callable[[int], None]
-    ) -> ReplayResult:
-        """Replay a trace with one policy, or the optimum, at one capacity, by the command's
-        options."""
-        # The optimum knows the future: neither a queue nor hints could add to it.
-        if policy == OPTIMUM:
-            return replay_optimum(trace, capacity, self.warm)
-        result = replay_policy(
-            trace, policy_of(policy), capacity, self.warm, self.queue, step, hints
-        )
-        # Named as on the command line, with its settings: two settings of one policy are two
-        # curves.
-        return replace(result, policy=policy)
-
-    def hints_of(self, trace: Trace) -> list[bool | None] | None:
-        """Return the hints of the replayed trace's clients; None without `--hints`."""
-        return None if self.hints is None else client_hints(trace, self.hints, self.hints_wrong)
 
 
 def replay(
@@ -126,6 +98,12 @@ def replay(
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the results to this file.")
     ] = None,
+    per_request: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write what each request finds in each replay to this file, a line of JSON each.",
+        ),
+    ] = None,
     check: Annotated[
         bool,
         typer.Option(
@@ -141,7 +119,7 @@ def replay(
     """Replay recorded traces through the cache: hit rate by policy and capacity, the optimum that
     no policy exceeds, and a recommendation."""
     # Everything that can be refused is refused here, before minutes of replay.
-    policies = _policies(policy or [ALL])
+    makers = _makers(policy or [ALL])
     given = _capacities(capacity) if capacity else []
     for setting, value, low, high in (
         ("--warm", warm, 0, 0.99), ("--queue", queue, 0, 1_000_000),
@@ -156,9 +134,10 @@ def replay(
     # A file that cannot be written would be found out only after the last replay.
     check_writable("--json", json_file)
     check_writable("--plot", plot)
+    check_writable("--per-request", per_request)
     check_plot(plot)
-    if check and plot is not None:
-        raise ConfigError("--check replays nothing, so there is nothing to draw: leave out --plot")
+    if check and (plot or per_request):
+        raise ConfigError("--check replays nothing: leave out --plot and --per-request")
     console = Console(soft_wrap=True)
     # Read, and merged if asked to; then each trace is replayed by itself.
     loaded = [read_trace(path, page_size, block_tokens, requests, spread * 3600) for path in traces]
@@ -167,13 +146,16 @@ def replay(
     if check:
         _check(console, loaded, warm, json_file)
         return
-    runs = _Runs(warm, queue, hints, hints_wrong)
     results: list[ReplayResult] = []
     sentences = []
     heads = ("trace", "policy", "blocks", "block", "token", "KV saved", "evicted", "us/req")
-    with Progress(
-        "{task.description}", BarColumn(), TimeRemainingColumn(), console=console, transient=True
-    ) as progress:
+    with (
+        _per_request(per_request) as note,
+        Progress(
+            "{task.description}", BarColumn(), TimeRemainingColumn(), console=console,
+            transient=True,
+        ) as progress,
+    ):  # fmt: skip
         for trace in loaded:
             # The option wins over what the trace says of its model.
             bytes_each = bytes_per_token or trace.bytes_per_token
@@ -184,7 +166,8 @@ def replay(
                 highlight=False,
             )
             progress.console.print(LAYOUT.format(*heads), style="bold")
-            trace_hints = runs.hints_of(trace)
+            told = None if hints is None else client_hints(trace, hints, hints_wrong)
+            replays = Replays(trace, warm, queue, told, note)
             trace_results: list[ReplayResult] = []
 
             # Results are printed as they come. Loop variables are bound as defaults, since a
@@ -193,14 +176,16 @@ def replay(
                 name: str,
                 size: int,
                 trace: Trace = trace,
-                hints: Any = trace_hints,
+                replays: Replays = replays,
                 trace_results: list[ReplayResult] = trace_results,
                 bytes_each: int = bytes_each,
             ) -> None:
                 """Replay with one policy at one capacity, and print the result."""
                 task = progress.add_task(f"{trace.name} {name} {size}", total=len(trace.requests))
-                result = runs.run(
-                    trace, name, size, hints, lambda at: progress.update(task, completed=at)
+                # Named as on the command line, with its settings: two settings of one policy are
+                # two curves.
+                result = replays.run(
+                    name, makers[name], size, lambda at: progress.update(task, completed=at)
                 )
                 progress.remove_task(task)
                 trace_results.append(result)
@@ -211,7 +196,7 @@ def replay(
             # half and twice of the pool, for the sentence.
             asked = pool or middle(sizes)
             for size in sorted({*sizes, *([asked] if pool else [])}):
-                for name in policies:
+                for name in makers:
                     measure(name, size)
             chosen = best(trace_results, asked)
             here = [one for one in trace_results if one.capacity_blocks == asked]
@@ -241,6 +226,29 @@ def replay(
     if plot is not None:
         with writing("--plot", plot):
             draw(results, plot)
+
+
+@contextmanager
+def _per_request(path: Path | None) -> Iterator[Callable[[RequestHits], None] | None]:
+    """Write what each request of each replay finds to a file, as it is found: nothing is kept.
+    Raises OutputError."""
+    if path is None:
+        yield None
+        return
+    flag = "--per-request"
+    with writing(flag, path):
+        out = path.open("w", encoding="utf-8")
+
+    def note(hits: RequestHits) -> None:
+        with writing(flag, path):
+            out.write(json.dumps(hits._asdict(), separators=(",", ":")) + "\n")
+
+    try:
+        yield note
+    finally:
+        # The last lines are written here.
+        with writing(flag, path):
+            out.close()
 
 
 def _check(console: Console, traces: list[Trace], warm: float, json_file: Path | None) -> None:
@@ -286,8 +294,8 @@ def _row(result: ReplayResult, bytes_per_token: int) -> str:
     )  # fmt: skip
 
 
-def _policies(given: list[str]) -> list[str]:
-    """List the policies to replay, which the values of `--policy` name. Raises ConfigError."""
+def _makers(given: list[str]) -> dict[str, MakePolicy | None]:
+    """Return what makes each policy that the values of `--policy` name. Raises ConfigError."""
     every = [*policy_names(), OPTIMUM]
     names = (name.strip() for text in given for name in text.split(","))
     chosen: dict[str, None] = {}
@@ -296,11 +304,9 @@ def _policies(given: list[str]) -> list[str]:
     for name in chosen:
         if name not in every and ":" not in name:
             raise ConfigError(f"--policy {name!r} is not one of {', '.join(every)}")
-        if name != OPTIMUM:
-            policy_of(name)  # a setting that is wrong is refused before anything is replayed
     if not chosen:
         raise ConfigError("--policy names no policy")
-    return [*chosen]
+    return {name: maker_of(name) for name in chosen}
 
 
 def _capacities(sizes: str) -> list[int]:

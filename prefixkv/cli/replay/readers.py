@@ -36,7 +36,7 @@ SPREAD_S = 4 * 3600.0
 
 
 def read_trace(
-    path: Path,
+    path: str | Path,
     page_size: int = 16,
     block_tokens: int = 512,
     limit: int | None = None,
@@ -53,6 +53,7 @@ def read_trace(
     Raises:
         TraceError: names the file and the line.
     """
+    path = Path(path)
     reader = _TraceReader(page_size, block_tokens, spread_s)
     # A folder holds whole sessions; a .json file one value; any other file one entry per line.
     if path.is_dir():
