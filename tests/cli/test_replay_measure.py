@@ -74,6 +74,7 @@ def test_settings_are_told_apart_by_names_of_ones_own() -> None:
         ({"policies": [Gated()]}, "no function that makes"),
         ({"policies": [dict]}, "no function that makes"),
         ({"policies": {"a": lambda: None}}, "no function that makes"),
+        ({"policies": [type("Nameless", (Gated,), {"name": 3})]}, "has no name"),
         ({"capacities": [0]}, "capacity"),
         ({"warm": 1.0}, "warm"),
         ({"queue": -1}, "queue"),

@@ -165,4 +165,7 @@ def _name_of(make: Any) -> str:
     made = make() if callable(make) else make
     if not callable(make) or not isinstance(made, Policy):
         raise ConfigError(f"{make!r} is no function that makes an eviction policy")
-    return str(made.name)
+    name = getattr(made, "name", None)
+    if not isinstance(name, str):
+        raise ConfigError(f"the policy that {make!r} makes has no name")
+    return name
