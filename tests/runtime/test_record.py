@@ -319,7 +319,7 @@ def test_a_nodes_record_replays_to_the_hits_it_had(tmp_path):
 
 def test_short_prompts_recorded_by_pages_replay_to_the_hits_they_had(tmp_path):
     """Of prompts alone, which go on from no answer: a replay knows an answer only once it is in a
-    are in a prompt, so no prompt here goes on from one. Nothing has 512 tokens."""
+    prompt. Nothing has 512 tokens."""
     hits = {}
     for block_tokens in (16, 512):
         path = tmp_path / f"{block_tokens}.jsonl"
