@@ -6,7 +6,7 @@ import ipaddress
 from functools import lru_cache
 from urllib.parse import urlsplit
 
-from prefixkv.errors import RequestError
+from prefixkv.errors import RequestError, shown
 
 _MAX_PORT = 65_535
 
@@ -58,6 +58,6 @@ def check_prefill(rid: str, prefill: object) -> None:
     Only that there is one: a test, or an engine with a transport of its own, uses any string.
     """
     if not isinstance(prefill, str):
-        raise RequestError(f"prefill is {prefill!r}, a string is needed")
+        raise RequestError(f"prefill is {shown(prefill)}, a string is needed")
     if not prefill:
         raise RequestError(f"request {rid!r} names no prefill worker")

@@ -11,7 +11,7 @@ from collections.abc import Hashable
 from hashlib import blake2b
 
 from prefixkv.cache.radix_key import RadixKey, TokensLike
-from prefixkv.errors import RequestError
+from prefixkv.errors import RequestError, shown
 
 DIGEST_BYTES = 32
 MIN_DIGEST_BYTES, MAX_DIGEST_BYTES = 16, 64
@@ -32,7 +32,11 @@ def prompt_digest(tokens: TokensLike, namespace: Hashable = None) -> bytes:
     """
     key = tokens if type(tokens) is RadixKey and namespace is None else RadixKey(tokens, namespace)
     key.check()
-    named = _canonical(key.namespace)
+    try:
+        named = _canonical(key.namespace)
+    # Tuples in tuples without end, or a number of more digits than Python prints.
+    except (RecursionError, ValueError) as error:
+        raise RequestError(f"namespace is a {type(key.namespace).__name__}: {error}") from None
     # The length first: else a longer namespace with fewer tokens could give the same bytes.
     digest = blake2b(len(named).to_bytes(8, "little") + named, digest_size=DIGEST_BYTES)
     digest.update(key.data)
@@ -57,7 +61,7 @@ def check_digest(digest: bytes) -> bytes:
     """Return a prompt's digest as bytes. Raises RequestError unless it is bytes, 16 to 64 of
     them."""
     if not isinstance(digest, bytes | bytearray | memoryview):
-        raise RequestError(f"digest is {digest!r}, bytes are needed: `prefixkv.prompt_digest`")
+        raise RequestError(f"digest is {shown(digest)}, bytes are needed: `prefixkv.prompt_digest`")
     if not MIN_DIGEST_BYTES <= len(raw := bytes(digest)) <= MAX_DIGEST_BYTES:
         bounds = f"{MIN_DIGEST_BYTES} to {MAX_DIGEST_BYTES}"
         raise RequestError(f"digest has {len(raw)} bytes, {bounds} are needed")
@@ -83,7 +87,7 @@ def _canonical(namespace: Hashable) -> bytes:
             letter, value = b"t", b"".join(map(_canonical, namespace))
         case _:
             raise RequestError(
-                f"namespace is {namespace!r}; None, an int, a str, bytes or a tuple of these "
+                f"namespace is {shown(namespace)}; None, an int, a str, bytes or a tuple of these "
                 "means the same in every process"
             )
     # The size makes a tuple's items distinct: ("ab", "c") is not ("a", "bc").

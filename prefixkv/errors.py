@@ -125,7 +125,14 @@ class BudgetError(ProtocolError):
 
 
 class FormerLifeError(ProtocolError):
-    """A message of an incarnation that is over: it was replaced, it was fenced, or it has left."""
+    """A message of an incarnation that is over: it was replaced, it was fenced, or it has left.
+
+    `life` is its `PeerId`, (name, incarnation); None if it is not known.
+    """
+
+    def __init__(self, text: str, life: tuple[str, int] | None = None) -> None:
+        super().__init__(text)
+        self.life = life
 
 
 class HandshakeError(PeerError):
@@ -181,6 +188,36 @@ def _fields_of(field: str, ours: object, theirs: object) -> list[str]:
     return [f"{field}.{key}" for key in keys]
 
 
+class NameTakenError(HandshakeError):
+    """Two processes have one worker's name. `theirs` says which one it belongs to."""
+
+    def __init__(self, why: str) -> None:
+        # Past HandshakeError and its message of two values: these would be two random numbers.
+        PeerError.__init__(self, why)
+        self.field, self.ours, self.theirs = "name", "", why
+        self.reason, self.option = "is taken", ""
+
+    def named(self, options: Mapping[str, str]) -> HandshakeError:
+        """Return this refusal of a name as it is: the name of a worker is no property of its
+        model."""
+        return self
+
+
+class RefusedError(HandshakeError):
+    """A peer refuses to work with us. `theirs` is what it says."""
+
+    def __init__(self, by: str, why: str) -> None:
+        # Past HandshakeError and its message of two values: the peer has compared them, not we.
+        PeerError.__init__(self, f"refused by {by}: {why}")
+        self.field, self.ours, self.theirs = f"refused by {by}", "", why
+        self.reason, self.option = "", ""
+
+    def named(self, options: Mapping[str, str]) -> HandshakeError:
+        """Return this refusal by a peer as it is: an option is named in its words, if there is
+        one."""
+        return self
+
+
 class MetadataError(HandshakeError):
     """A peer's NIXL metadata that is not loaded here: it differs from what is known of the peer, or
     a trial load of it failed."""
@@ -221,6 +258,11 @@ class PeerLostError(TransferError):
 class PromptMismatchError(TransferError):
     """Decode and prefill were given different prompts, or namespaces, for one room. Nothing was
     written."""
+
+
+class WrongWorkerError(TransferError):
+    """The request on prefill names another decode worker than the one that promises pages for it.
+    Nothing was written."""
 
 
 class WeightsVersionError(TransferError):
@@ -309,6 +351,19 @@ class UserErrors:
 # --- checks -------------------------------------------------------------------------------------
 
 
+def shown(value: object) -> str:
+    """Return an argument as an error shows it, cut to 100 characters. Never raises: it may be
+    anything, a number of more digits than Python prints, say.
+
+    >>> shown([1, 2]), shown(10**5000)
+    ('[1, 2]', 'a int')
+    """
+    try:
+        return repr(value)[:100]
+    except Exception:
+        return f"a {type(value).__name__}"
+
+
 def check_laws(laws: Mapping[str, bool], *state: object) -> None:
     """Raise InternalError, an error of ours, naming each law that is broken, with the state.
 
@@ -323,4 +378,4 @@ def check_laws(laws: Mapping[str, bool], *state: object) -> None:
 def check_range(name: str, value: float, low: float, high: float) -> None:
     """Raise ConfigError, the caller's error, unless `value` is in [low, high]."""
     if not low <= value <= high:
-        raise ConfigError(f"{name} is {value}, must be in [{low}, {high}]")
+        raise ConfigError(f"{name} is {shown(value)}, must be in [{low}, {high}]")

@@ -8,7 +8,7 @@ page is a page.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -71,7 +71,7 @@ def as_pages(pages: PageIds) -> Pages:
         PageStateError: another shape, no integers, or a value beyond int32 (a cast would wrap it
             round to some other page).
     """
-    array = np.asarray(pages)
+    array: npt.NDArray[Any] = pages if isinstance(pages, np.ndarray) else _as_array(pages)
     if array.ndim != 1:
         raise PageStateError(f"page ids have {array.ndim} dimensions, must have 1")
     if array.dtype == _INT32:
@@ -84,6 +84,18 @@ def as_pages(pages: PageIds) -> Pages:
     if len(wide):
         raise PageStateError(f"page {wide[0]} does not fit an int32")
     return array.astype(np.int32)
+
+
+def _as_array(pages: Any) -> npt.NDArray[Any]:
+    """Return what page ids are handed over in as an array. Raises PageStateError for what numpy
+    makes none of."""
+    # A tensor of torch, by what it can do: it may lie on a GPU.
+    if (detach := getattr(pages, "detach", None)) is not None:
+        pages = detach().cpu()
+    try:
+        return np.asarray(pages)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise PageStateError(f"page ids are no array of integers: {error}") from None
 
 
 def checked_pages(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from difflib import get_close_matches
 from typing import Any, Generic, Protocol, TypeVar
 
-from prefixkv.errors import ConfigError
+from prefixkv.errors import ConfigError, shown
 
 
 class Named(Protocol):
@@ -42,9 +42,11 @@ class Registry(Generic[T]):
         # Users call this too, so the types are checked, whatever the annotation says.
         given: Any = chosen
         if not isinstance(given, type) or not issubclass(given, self._base):
-            raise ConfigError(f"{self._kind} {chosen!r} is no class derived from {self._base!r}")
+            raise ConfigError(
+                f"{self._kind} {shown(chosen)} is no class derived from {self._base!r}"
+            )
         if not isinstance(getattr(given, "name", None), str) or not given.name:
-            raise ConfigError(f"{self._kind} {chosen!r} has no name")
+            raise ConfigError(f"{self._kind} {shown(chosen)} has no name")
         self._classes[given.name] = given
         return chosen
 
@@ -73,5 +75,7 @@ class Registry(Generic[T]):
                 raise ConfigError(f"{self._kind} {why}")
             return self._classes[chosen]()
         if not isinstance(chosen, self._base):
-            raise ConfigError(f"{self._kind} {chosen!r} is not one of {', '.join(self.names())}")
+            raise ConfigError(
+                f"{self._kind} {shown(chosen)} is not one of {', '.join(self.names())}"
+            )
         return chosen

@@ -12,7 +12,7 @@ import numpy as np
 from prefixkv.cache.namespace import check_size
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.digest import prompt_digest
-from prefixkv.errors import RequestError
+from prefixkv.errors import RequestError, shown
 from prefixkv.paging import MAX_INDEX
 
 MAX_TEXT_CHARS: Final = 1024
@@ -73,13 +73,13 @@ class Request:
 
     def __post_init__(self) -> None:
         # Two different namespaces for one request: no guess which one is meant.
-        if isinstance(self.tokens, RadixKey) and self.namespace not in (
-            None,
-            self.tokens.namespace,
-        ):
-            raise RequestError(
-                f"namespace is {self.namespace!r}, that of the key is {self.tokens.namespace!r}"
-            )
+        if isinstance(self.tokens, RadixKey) and self.namespace is not None:
+            _check_namespace(self.namespace)
+            if self.namespace != self.tokens.namespace:
+                theirs = shown(self.tokens.namespace)
+                raise RequestError(
+                    f"namespace is {shown(self.namespace)}, that of the key is {theirs}"
+                )
         # Everything is checked here, where the stack still shows the caller at fault; what comes
         # later, down to the frames, relies on it.
         self.key = key = RadixKey(self.tokens, self.namespace)
@@ -93,7 +93,7 @@ class Request:
         # Values are made plain Python objects: numpy's do not travel in a frame.
         if type(self.cacheable) is not bool:
             if not isinstance(self.cacheable, np.bool_):
-                raise RequestError(f"cacheable is {self.cacheable!r}, True or False is needed")
+                raise RequestError(f"cacheable is {shown(self.cacheable)}, True or False is needed")
             self.cacheable = bool(self.cacheable)
         # After the namespace was checked: the digest needs one that has the same bytes everywhere.
         self.digest = prompt_digest(key)
@@ -105,6 +105,25 @@ class Request:
             self.deadline_s = _seconds("deadline_s", self.deadline_s)
 
 
+def check_request(request: object) -> None:
+    """Raise RequestError for what is submitted and is no Request."""
+    if not isinstance(request, Request):
+        raise RequestError(f"request is a {type(request).__name__}, a Request is needed")
+
+
+def check_rid(rid: object) -> None:
+    """Raise RequestError for what cannot be a submitted request's id."""
+    if not isinstance(rid, str):
+        raise RequestError(f"rid is {shown(rid)}, the id of a request, a string, is needed")
+
+
+def check_event(name: str, event: object) -> None:
+    """Raise RequestError for what cannot say, for a request, when the device is done: neither None
+    nor an object with `query()`."""
+    if event is not None and not callable(getattr(event, "query", None)):
+        raise RequestError(f"{name} is a {type(event).__name__}, it has no query()")
+
+
 def _check_namespace(namespace: Hashable) -> None:
     """Raise RequestError for a submitted request's namespace that a dictionary would not find
     again: a list, NaN."""
@@ -114,10 +133,12 @@ def _check_namespace(namespace: Hashable) -> None:
     try:
         hash(namespace)
         found_again = bool(namespace == namespace)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RecursionError):
         found_again = False
     if not found_again:
-        raise RequestError(f"namespace is {namespace!r}, it has to be hashable and equal to itself")
+        raise RequestError(
+            f"namespace is {shown(namespace)}, it has to be hashable and equal to itself"
+        )
     check_size(namespace)
 
 
@@ -125,7 +146,7 @@ def _check_text(name: str, value: Any) -> None:
     """Raise RequestError for a value of a submitted request that is no string, or longer than
     needed: it may come from a client."""
     if not isinstance(value, str):
-        raise RequestError(f"{name} is {value!r}, a string is needed")
+        raise RequestError(f"{name} is {shown(value)}, a string is needed")
     if len(value) > MAX_TEXT_CHARS:
         raise RequestError(
             f"{name} has {len(value)} characters, at most {MAX_TEXT_CHARS} are taken"
@@ -143,7 +164,7 @@ def whole_number(name: str, value: Any, low: int, end: int) -> int:
     except TypeError:
         whole = low - 1
     if isinstance(value, bool) or not low <= whole < end:
-        raise RequestError(f"{name} is {value!r}, a whole number in [{low}, {end}) is needed")
+        raise RequestError(f"{name} is {shown(value)}, a whole number in [{low}, {end}) is needed")
     return whole
 
 
@@ -151,9 +172,9 @@ def _seconds(name: str, value: Any) -> float:
     """Return `value` of a submitted request as a float of at least 0, else raise RequestError."""
     try:
         seconds = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         seconds = -1.0
     # Written so that NaN fails too.
     if isinstance(value, bool | str) or not seconds >= 0:
-        raise RequestError(f"{name} is {value!r}, a number of at least 0 is needed")
+        raise RequestError(f"{name} is {shown(value)}, a number of at least 0 is needed")
     return seconds

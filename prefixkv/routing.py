@@ -19,13 +19,15 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Annotated
 
 from msgspec import Meta
 
 from prefixkv.cache.events import Cleared, EventBatch, Removed, Stored
-from prefixkv.errors import CallerError
+from prefixkv.errors import CallerError, shown
 from prefixkv.settings import (
+    MAX_BYTES,
     CountOrZero,
     Number,
     Seconds,
@@ -257,6 +259,7 @@ class BoundedAffinityRouter:
 
     def add_worker(self, name: str) -> None:
         """Let the router choose a worker from now on. Raises CallerError if it was added before."""
+        _check_name(name)
         if name in self._workers:
             raise CallerError(f"worker {name!r} is known already")
         self._workers[name] = _RoutedWorker(WorkerIndex(self.max_pages))
@@ -315,10 +318,12 @@ class BoundedAffinityRouter:
         _check_keys(namespace, keys)
         if work is None:
             work = len(keys) + 1.0
-        if not 0 <= work < math.inf:
-            raise CallerError(f"work is {work}, a number of at least 0 is needed")
+        if isinstance(work, bool) or not (isinstance(work, Real) and 0 <= work < MAX_BYTES):
+            raise CallerError(f"work is {shown(work)}, a number of at least 0 is needed")
         workers = self._workers
         if among is not None:
+            if not isinstance(among, Collection) or isinstance(among, str):
+                raise CallerError(f"among is {shown(among)}, a list of workers is needed")
             workers = {name: workers[self._known(name)] for name in among}
         if not workers:
             raise CallerError("there is no worker to choose from")
@@ -343,6 +348,8 @@ class BoundedAffinityRouter:
         False, and does nothing, the second time or after its worker was removed. Raises
         CallerError, with nothing changed, for a time that is no number."""
         check_time(now_s)
+        if not isinstance(route, Route):
+            raise CallerError(f"route is a {type(route).__name__}, a Route is needed")
         # By identity: a worker that was removed and added again has the same name, but another
         # load.
         worker = route._home
@@ -402,9 +409,16 @@ class BoundedAffinityRouter:
     def _known(self, name: str) -> str:
         """Return the name of a worker that was added to the router. Raises CallerError for any
         other."""
+        _check_name(name)
         if name not in self._workers:
             raise CallerError(f"worker {name!r} is unknown")
         return name
+
+
+def _check_name(name: object) -> None:
+    """Raise CallerError for what cannot be the name of a routed worker."""
+    if not isinstance(name, str):
+        raise CallerError(f"the name of a worker is {shown(name)}, a string is needed")
 
 
 def _worths(depths: list[int]) -> dict[int, float]:
@@ -435,20 +449,22 @@ def _check_keys(namespace: Hashable, keys: Sequence[bytes]) -> None:
     except TypeError:
         all_bytes = False
     if not all_bytes:
-        raise CallerError(f"keys of namespace {namespace!r} are no list of bytes: {keys!r:.100}")
+        raise CallerError(
+            f"keys of namespace {shown(namespace)} are no list of bytes: {shown(keys)}"
+        )
 
 
 def _check_batch(batch: EventBatch) -> None:
     """Raise CallerError for a batch of cache events that is not as declared. Applying half of it to
     the router would leave a worker that seems to be in sync and is not."""
     if not isinstance(batch, EventBatch) or not isinstance(batch.events, tuple | list):
-        raise CallerError(f"{batch!r:.100} is no batch of events")
+        raise CallerError(f"{shown(batch)} is no batch of events")
     if type(batch.incarnation) is not int or type(batch.seq) is not int:
-        raise CallerError(f"batch {batch.seq!r} of incarnation {batch.incarnation!r}")
+        raise CallerError(f"batch {shown(batch.seq)} of incarnation {shown(batch.incarnation)}")
     for event in batch.events:
         if isinstance(event, Stored | Removed):
             _check_keys(event.namespace, event.page_keys)
             if type(event.parent) is not bytes:
-                raise CallerError(f"the parent of {event!r:.100} is no page key")
+                raise CallerError(f"the parent of {shown(event)} is no page key")
         elif not isinstance(event, Cleared):
-            raise CallerError(f"{event!r:.100} is no event")
+            raise CallerError(f"{shown(event)} is no event")

@@ -37,7 +37,7 @@ from typing import (
 import msgspec
 from msgspec import Meta
 
-from prefixkv.errors import CallerError, ConfigError
+from prefixkv.errors import CallerError, ConfigError, shown
 
 PREFIX: Final = "PREFIXKV_"  # of the variables of the environment
 MAX_COUNT: Final = 2**31 - 1
@@ -261,7 +261,7 @@ def _shown(value: Any) -> str:
     """Return a setting's value as an error's text shows it. A table, a list or an object may have
     keys in it: its type alone."""
     if value is None or isinstance(value, bool | int | float | str | bytes):
-        return repr(value)
+        return shown(value)
     return "a table" if isinstance(value, Mapping) else f"a {type(value).__name__}"
 
 
@@ -560,13 +560,13 @@ def at_least(bound: float, /, **settings: float) -> None:
     """Raise ConfigError, with its name, for a setting below `bound` (or not a number)."""
     for name, value in settings.items():
         if not _is_number(value) or not value >= bound:
-            raise ConfigError(f"{name} is {value!r}, at least {bound} is needed")
+            raise ConfigError(f"{name} is {shown(value)}, at least {bound} is needed")
 
 
 def check_whole(name: str, value: Any, low: int, high: int) -> None:
     """Raise ConfigError unless `value`, a setting, is a whole number in [low, high]."""
     if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
-        raise ConfigError(f"{name} is {value!r}, must be in [{low}, {high}], whole")
+        raise ConfigError(f"{name} is {shown(value)}, must be in [{low}, {high}], whole")
 
 
 def check_kind(name: str, value: object, kind: type) -> None:
@@ -576,12 +576,23 @@ def check_kind(name: str, value: object, kind: type) -> None:
         raise ConfigError(f"{name} is a {type(value).__name__}, a {kind.__name__} is needed")
 
 
+def check_callable(name: str, value: object) -> None:
+    """Raise ConfigError, with its name, for an argument that can be left out, and is given and
+    cannot be called."""
+    if value is not None and not callable(value):
+        raise ConfigError(f"{name} is a {type(value).__name__}, it cannot be called")
+
+
 def check_time(now_s: float) -> None:
     """Raise CallerError for a time, an argument of a call, that is no finite number. To be called
     before anything changes: times are compared, and come to stand in heaps, in the middle of a
     change."""
-    if (type(now_s) is not float and not _is_number(now_s)) or now_s - now_s != 0:
-        raise CallerError(f"now_s is {now_s!r}, seconds of a monotonic clock are needed")
+    if type(now_s) is not float:
+        # An int may be too large for a float.
+        if not _is_number(now_s) or not -MAX_BYTES <= now_s <= MAX_BYTES:
+            raise CallerError(f"now_s is {shown(now_s)}, seconds of a monotonic clock are needed")
+    elif now_s - now_s != 0:
+        raise CallerError(f"now_s is {shown(now_s)}, seconds of a monotonic clock are needed")
 
 
 def whole_count(name: str, value: Any) -> int:
@@ -589,12 +600,30 @@ def whole_count(name: str, value: Any) -> int:
     number, or below 0."""
     if type(value) is not int:
         if isinstance(value, bool) or not isinstance(value, Integral):
-            raise CallerError(f"{name} is {value!r}, a whole number is needed")
+            raise CallerError(f"{name} is {shown(value)}, a whole number is needed")
         value = int(value)
     if value < 0:
-        raise CallerError(f"{name} is {value}, at least 0 is needed")
+        raise CallerError(f"{name} is {shown(value)}, at least 0 is needed")
     return int(value)
 
 
+def check_flag(name: str, value: object, *, or_none: bool = False) -> None:
+    """Raise CallerError for an argument of a call that is neither True nor False, nor None with
+    `or_none`."""
+    if not isinstance(value, bool) and not (or_none and value is None):
+        wanted = "True, False or None" if or_none else "True or False"
+        raise CallerError(f"{name} is {shown(value)}, {wanted} is needed")
+
+
+def check_timeout(timeout_s: object) -> None:
+    """Raise CallerError for an argument of a call that is no number of seconds to wait: neither
+    None, which sets no limit, nor a number. One below 0 counts as 0."""
+    is_time = timeout_s is None or _is_number(timeout_s)
+    # An int may be too large to be added to a time.
+    if not is_time or (isinstance(timeout_s, int) and abs(timeout_s) > MAX_BYTES):
+        raise CallerError(f"timeout_s is {shown(timeout_s)}, seconds or None are needed")
+
+
 def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
+    # Not `math.isnan`: an int may be larger than any float.
+    return isinstance(value, Real) and not isinstance(value, bool) and bool(value == value)

@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from prefixkv.memory.kv_layout import ITEMSIZE as ITEMSIZE
     from prefixkv.memory.kv_layout import KVLayout as KVLayout
     from prefixkv.memory.kv_layout import Slab as Slab
+    from prefixkv.memory.kv_pool import check_device as check_device
     from prefixkv.memory.mesh import Shard as Shard
     from prefixkv.memory.mesh import check_page_sizes as check_page_sizes
     from prefixkv.memory.staging_area import BLOCK_BYTES as BLOCK_BYTES
@@ -198,6 +199,7 @@ _HOMES = {
     "StateLink": "memory.state_layout",
     "BLOCK_BYTES": "memory.staging_area",
     "StagingArea": "memory.staging_area",
+    "check_device": "memory.kv_pool",
     # Several ranks, and routing between workers.
     "DecodeGroup": "runtime.groups",
     "PrefillGroup": "runtime.groups",

@@ -1,4 +1,5 @@
-"""Hypothesis profiles: `ci` (derandomised, the default), `dev` (random), `fuzz` (long)."""
+"""Hypothesis profiles: `ci` (derandomised, the default), `dev` (random), `fuzz` (long). Every node
+checks that one thread uses it, also those of the processes that tests start."""
 
 import os
 
@@ -18,3 +19,5 @@ settings.register_profile(
     "fuzz", deadline=None, max_examples=2000, stateful_step_count=100, suppress_health_check=_CHECKS
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+os.environ.setdefault("PREFIXKV_DEBUG", "1")

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable
 from hashlib import blake2b
 from typing import Final, NamedTuple
 
-from prefixkv.errors import RequestError
+from prefixkv.errors import RequestError, shown
 
 MAX_NAMESPACE_BYTES: Final = 64 << 10
 """Limit for all texts of one namespace together: it is kept for as long as KV of it is."""
@@ -94,8 +94,13 @@ class Namespace(_NamespaceFields):
         # life.
         for name, text in (("lora", lora), ("salt", salt)):
             if text is not None and (type(text) is not str or not text):
-                raise RequestError(f"{name} is {text!r}, a string that is not empty is needed")
-        listed = tuple(Image(*image) for image in images)
+                raise RequestError(f"{name} is {shown(text)}, a string that is not empty is needed")
+        if not isinstance(images, Iterable) or isinstance(images, str | bytes):
+            raise RequestError(f"images is {shown(images)}, a list of images is needed")
+        given = list(images)
+        if not all(isinstance(image, tuple | list) and len(image) == 3 for image in given):
+            raise RequestError(f"images is {shown(given)}: each is a name, first token and length")
+        listed = tuple(Image(*image) for image in given)
         for image in listed:
             if (
                 type(image.identifier) is not str
@@ -105,7 +110,7 @@ class Namespace(_NamespaceFields):
                 or image.start < 0
                 or image.length < 1
             ):
-                raise RequestError(f"{image} is no name, first token and number of tokens")
+                raise RequestError(f"{shown(image)} is no name, first token and number of tokens")
         # Else there would be two names for the common namespace, and requests in one would miss KV
         # of the other.
         if lora is None and salt is None and not listed:

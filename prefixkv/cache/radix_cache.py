@@ -38,9 +38,16 @@ from prefixkv.cache.results import (
     as_page_ids,
 )
 from prefixkv.cache.tree import RadixTree
-from prefixkv.errors import CallerError, LockError, PageStateError, UserErrors, check_laws
+from prefixkv.errors import (
+    CallerError,
+    LockError,
+    PageStateError,
+    UserErrors,
+    check_laws,
+    shown,
+)
 from prefixkv.paging import Pages, Where
-from prefixkv.settings import check_time, whole_count
+from prefixkv.settings import check_flag, check_time, whole_count
 
 EVENT_LIMIT_PAGES = 1 << 20
 """Pages of events that wait for a listener at most; one further behind is sent the whole tree
@@ -166,6 +173,7 @@ class RadixCache(RadixTree):
         if self.errors.due is not None and self._raises:
             self.errors.raise_due()
         check_time(now_s)
+        check_flag("visit", visit, or_none=True)
         # The namespace may be empty: the lock then holds its root, so that it is not dropped.
         found, depth = self.locate(result)
         node = found if found is not None else self._root(result.namespace)
@@ -195,6 +203,8 @@ class RadixCache(RadixTree):
         Raises:
             LockError: the lock was unlocked already, or is another cache's. Nothing was changed.
         """
+        if not isinstance(lock, PrefixLock):
+            raise LockError(f"lock is a {type(lock).__name__}, a PrefixLock is needed")
         if lock not in self._locks:
             why = "was unlocked before" if lock.cache is self else "is another cache's"
             raise LockError(f"the lock {why}")
@@ -315,7 +325,9 @@ class RadixCache(RadixTree):
             self.errors.raise_due()
         check_time(now_s)
         if type(priority) is not int and not isinstance(priority, Real):
-            raise CallerError(f"priority is {priority!r}, a number is needed")
+            raise CallerError(f"priority is {shown(priority)}, a number is needed")
+        check_flag("visit", visit, or_none=True)
+        check_flag("extend_lock", extend_lock)
         key = self._key(tokens, namespace)
         key.check()
         data = key.data
@@ -324,6 +336,8 @@ class RadixCache(RadixTree):
         # What the caller holds need not be walked again: its node ends where the lock ends. That
         # the tokens are the same is the caller's promise; only the number can be checked cheaply.
         if lock is not None:
+            if not isinstance(lock, PrefixLock):
+                raise LockError(f"lock is a {type(lock).__name__}, a PrefixLock is needed")
             node, held_pages = lock.node, lock.prefix_len // self.page_size
             if lock not in self._locks or lock.epoch != self._epoch or held_pages > num_pages:
                 raise LockError(
@@ -331,6 +345,8 @@ class RadixCache(RadixTree):
                 )
         if checked is None:
             pages = as_page_ids(pages, num_pages - held_pages)
+        elif not isinstance(pages, bytes | bytearray | memoryview):
+            raise PageStateError("with `checked` the page ids have to be packed, as bytes")
         elif len(pages) != (num_pages - held_pages) * PAGE_ID_BYTES:
             given = len(pages) / PAGE_ID_BYTES
             raise PageStateError(f"{given} page ids for {num_pages - held_pages} whole pages")
@@ -461,6 +477,7 @@ class RadixCache(RadixTree):
             int32 page ids of all that was not locked, now the caller's; with `forget_locks` of
             everything, orphans included.
         """
+        check_flag("forget_locks", forget_locks)
         if forget_locks:
             # Pages of former orphans come back here; all other pages are evictable then.
             orphans = [self.unlock(lock) for lock in list(self._locks)]
@@ -508,6 +525,7 @@ class RadixCache(RadixTree):
         Raises:
             LockError: the target is another cache's.
         """
+        check_flag("continues", continues, or_none=True)
         # 1. Find the place. A lock of an earlier epoch, or after its end, may point to where
         #    nothing is.
         if isinstance(target, TreeNode):
@@ -561,9 +579,10 @@ class RadixCache(RadixTree):
         Raises:
             CallerError: no want has this number, or it has ended already.
         """
+        number = whole_count("number", number)
         want = self._wants.pop(number, None)
         if want is None:
-            raise CallerError(f"want {number} is not here, {len(self._wants)} others are")
+            raise CallerError(f"want {shown(number)} is not here, {len(self._wants)} others are")
         home = wants.detach(want)
         if home.parent is None:
             self._drop_root_if_idle(home)
@@ -582,6 +601,7 @@ class RadixCache(RadixTree):
         that fell more than `EVENT_LIMIT_PAGES` behind, or passes `snapshot`, gets `Cleared` and
         then the whole tree. Before the first call nothing is recorded.
         """
+        check_flag("snapshot", snapshot)
         log = self._log
         if log is not None and not snapshot and log.num_pages <= log.limit:
             return log.drain() if log.changes else NOTHING_CHANGED
@@ -629,6 +649,7 @@ class RadixCache(RadixTree):
     def dump(self, max_nodes: int = 1000) -> str:
         """Return the radix cache's tree as text, one node per line: depth, tokens, lock_ref, age in
         uses, and what the policy adds."""
+        max_nodes = whole_count("max_nodes", max_nodes)
         return "\n".join(dump.lines(self, max_nodes))
 
     def check_invariants(self) -> None:
@@ -652,6 +673,8 @@ class RadixCache(RadixTree):
         Raises:
             LockError: the result is another cache's.
         """
+        if not isinstance(result, MatchResult):
+            raise LockError(f"a {type(result).__name__} is no result of a cache")
         if result.cache is not self:
             raise LockError("the result is another cache's")
         node, depth = result.node, result.depth
@@ -671,7 +694,15 @@ class RadixCache(RadixTree):
     def _key(self, tokens: TokensLike, namespace: Hashable) -> RadixKey:
         """Return `tokens` as a key of the radix cache. Raises CallerError for two namespaces."""
         if type(tokens) is not RadixKey:
-            return RadixKey(tokens, namespace)
-        if namespace is not None:
-            raise CallerError(f"{tokens!r} carries its namespace, {namespace!r} was given besides")
-        return tokens
+            key = RadixKey(tokens, namespace)
+        elif namespace is None:
+            key = tokens
+        else:
+            raise CallerError(
+                f"{tokens!r} carries its namespace, {shown(namespace)} was given besides"
+            )
+        try:
+            hash(key.namespace)
+        except TypeError:
+            raise CallerError(f"namespace is {shown(key.namespace)}, it is not hashable") from None
+        return key

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from prefixkv.errors import TokenError
+from prefixkv.errors import TokenError, shown
 
 TOKEN_BYTES = 4
 TOKEN_LIMIT = 2**31
@@ -77,7 +77,7 @@ class RadixKey:
         if type(token) is not int:
             token = _as_int(token)
         if not 0 <= token < TOKEN_LIMIT:
-            raise TokenError(f"token {token} is not in [0, {TOKEN_LIMIT})")
+            raise TokenError(f"token {shown(token)} is not in [0, {TOKEN_LIMIT})")
         self._tail += token.to_bytes(TOKEN_BYTES, "little")
 
     def extend(self, tokens: TokensLike) -> None:
@@ -133,6 +133,10 @@ class RadixKey:
         >>> RadixKey([1, 2, 3], "lora").prefix(2)
         RadixKey(2 tokens, namespace='lora')
         """
+        if type(num_tokens) is not int:
+            num_tokens = _as_int(num_tokens)
+        if num_tokens < 0:
+            raise TokenError(f"a prefix of {shown(num_tokens)} tokens")
         data = self.data
         if num_tokens * TOKEN_BYTES >= len(data):
             return self
@@ -173,7 +177,12 @@ def pack(tokens: TokensLike) -> bytes:
         return _pack_array(tokens)
     # A torch tensor is known by what it can do: torch is not imported for this.
     if (detach := getattr(tokens, "detach", None)) is not None:
-        return _pack_array(detach().cpu().numpy())
+        try:
+            return _pack_array(detach().cpu().numpy())
+        except TypeError as error:  # a dtype that numpy has not
+            raise TokenError(
+                f"a {type(tokens).__name__} is no sequence of tokens: {error}"
+            ) from None
     if isinstance(tokens, array):
         return _pack_array(np.asarray(tokens))
     if isinstance(tokens, (str, bytes, bytearray)) or not isinstance(tokens, Iterable):
@@ -263,7 +272,7 @@ def _checked_int(value: Any, place: int) -> int:
     that names its place."""
     token = _as_int(value)
     if not 0 <= token < TOKEN_LIMIT:
-        raise TokenError(f"token {token} at {place} is not in [0, {TOKEN_LIMIT})")
+        raise TokenError(f"token {shown(token)} at {place} is not in [0, {TOKEN_LIMIT})")
     return token
 
 
@@ -271,8 +280,8 @@ def _as_int(value: Any) -> int:
     """Return `value`, a token for a radix key, as an int. Raises TokenError for bools and whatever
     does not convert without loss."""
     if isinstance(value, (bool, np.bool_)):
-        raise TokenError(f"{value!r} is a bool, not a token")
+        raise TokenError(f"{shown(value)} is a bool, not a token")
     try:
         return operator.index(value)
     except TypeError:
-        raise TokenError(f"{value!r} is not an integer token") from None
+        raise TokenError(f"{shown(value)} is not an integer token") from None

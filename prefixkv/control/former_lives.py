@@ -67,7 +67,7 @@ class IncarnationHistory:
         if how := self.how(life):
             # It still speaks, so keep it among those remembered longest.
             self._heard(life)
-            raise FormerLifeError(f"{life} {how}")
+            raise FormerLifeError(f"{life} {how}", life)
 
     def how(self, life: PeerId) -> str:
         """Return how a former life of a peer ended, "" if the life is not over. Any thread may

@@ -13,7 +13,7 @@ import msgspec
 
 from prefixkv.config import Backend
 from prefixkv.control.effects import AddPeer
-from prefixkv.errors import HandshakeError, WeightsVersionError
+from prefixkv.errors import HandshakeError, RefusedError, WeightsVersionError
 from prefixkv.memory.mesh import (
     Mesh,
     check_holds,
@@ -76,7 +76,7 @@ def check_reply(hello: Hello, reply: HelloReply) -> None:
     # Before `refused`: what differs says more than the refusal that prefill answers for it.
     check_pair(hello.digest, hello.topology, reply.digest, reply.topology)
     if reply.refused:
-        raise HandshakeError("refused by prefill", "", reply.refused)
+        raise RefusedError("prefill", reply.refused)
 
 
 def addresses_told(hello: Hello, address: str, reply: HelloReply) -> dict[int, str]:

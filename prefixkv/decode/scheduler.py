@@ -43,6 +43,7 @@ from prefixkv.errors import (
     RequestError,
     TransferTimeoutError,
     WeightsVersionError,
+    shown,
 )
 from prefixkv.pages.manager import PageManager, RequestPages
 from prefixkv.pages.requests import PagedScheduler, check_error, reason_of
@@ -57,8 +58,8 @@ from prefixkv.protocol.commands import (
 )
 from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.protocol.messages import MAX_PAGES, Promise
-from prefixkv.request import DeviceEvent, Request
-from prefixkv.settings import check_time, whole_count
+from prefixkv.request import DeviceEvent, Request, check_event, check_request, check_rid
+from prefixkv.settings import check_flag, check_time, whole_count
 
 
 class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
@@ -161,6 +162,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         """
         # All checks come before the first change: a request that is refused leaves no trace.
         check_time(now_s)
+        check_request(request)
         most_tokens = len(request.key) + request.max_new_tokens - 1  # the last one has no KV
         most = pages_for(most_tokens, self.pages.page_size)
         # Judged by the most that it may become, not by its prompt: a request that can never finish
@@ -275,13 +277,18 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         packed = pack(token_ids)
         check_packed(packed)
         tokens: list[int] = np.frombuffer(packed, "<i4").tolist()
-        if len(tokens) != len(reqs):
-            raise RequestError(f"{len(tokens)} tokens for {len(reqs)} requests")
-        if len(set(reqs)) != len(reqs):
-            raise RequestError("a request is named twice")
-        # The whole batch passes here at every step, so all but a comparison is left to the few
-        # requests that are at their limit.
-        due = [req for req in reqs if len(req.output) >= req.output_limit]
+        try:
+            if len(tokens) != len(reqs):
+                raise RequestError(f"{len(tokens)} tokens for {len(reqs)} requests")
+            if len(set(reqs)) != len(reqs):
+                raise RequestError("a request is named twice")
+            # The whole batch passes here at every step, so all but a comparison is left to the few
+            # requests that are at their limit.
+            due = [req for req in reqs if len(req.output) >= req.output_limit]
+        except (TypeError, AttributeError):  # what lacks these is no request
+            raise RequestError(
+                f"reqs is {shown(reqs)}, a list of DecodeRequest is needed"
+            ) from None
         for req in due:
             # An aborted request is no error of the engine's: it may have sampled before it could
             # hear of the abort. Any other that is gone from here is.
@@ -339,6 +346,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         Raises RequestError if the request does not run.
         """
         check_time(now_s)
+        check_event("after", after)
+        check_flag("continues", continues, or_none=True)
         self._check_runs(req)
         # The last call that may raise: `query` is the user's. Everything below only changes our own
         # state.
@@ -356,6 +365,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         always makes progress.
         """
         check_time(now_s)
+        check_rid(rid)
+        check_event("after", after)
         req = self.requests.get(rid)
         if req is None:
             raise RequestError(f"request {rid!r} is not here")
@@ -383,6 +394,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         """
         check_time(now_s)
         check_error(error)
+        check_rid(rid)
+        check_event("after", after)
         req = self.requests.get(rid)
         if req is None or req.state.ended:
             self.counters["aborts_of_unknown"] += 1
@@ -401,6 +414,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         changed, if the request is not here, its KV is on its way, `prefill` is no address, or the
         worker there is known to hold too little; and what comparing a user's ranks raises.
         """
+        check_rid(rid)
         req = self.requests.get(rid)
         if req is None:
             raise RequestError(f"request {rid!r} is not here")
@@ -441,6 +455,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         same refusal is still unanswered, it names no prefill worker, or it is for another decode
         worker.
         """
+        check_request(request)
+        check_error(error)
         key = RoomKey(request.room, request.generation)
         # 1. The number is free: refuse now.
         # 2. The number is in use by a room that is not drained: a frame about it now would be read
@@ -475,6 +491,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         """
         check_time(now_s)
         check_version(weights_version)
+        check_event("after", after)
         after = not_done(after)
         error = WeightsVersionError(self.weights_version, weights_version)
         self.weights_version = weights_version
@@ -922,6 +939,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     def _check_runs(self, req: DecodeRequest) -> None:
         """Raise RequestError if the request does not run in this decode scheduler."""
+        if not isinstance(req, DecodeRequest):
+            raise RequestError(f"req is a {type(req).__name__}, a DecodeRequest is needed")
         if self.requests.get(req.rid) is not req or req.state not in CAN_RUN:
             raise RequestError(f"request {req.rid!r} is {req.state.value}, it does not run")
 

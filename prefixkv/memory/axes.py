@@ -11,8 +11,10 @@ from typing import Final, NamedTuple
 
 import torch
 
-from prefixkv.errors import ConfigError, check_range
+from prefixkv.errors import ConfigError, check_range, shown
+from prefixkv.memory.tensors import TensorLike, as_tensors
 from prefixkv.paging import MAX_INDEX
+from prefixkv.settings import check_whole
 
 SLAB_AXES: Final = ("page", "token", "head", "dim")
 _LATENT_AXES: Final = ("page", "token", "dim")
@@ -31,7 +33,7 @@ class AxisNames(NamedTuple):
 
 
 def as_slabs(
-    k: Sequence[torch.Tensor], v: Sequence[torch.Tensor] | None, description: AxisNames
+    k: Sequence[TensorLike], v: Sequence[TensorLike] | None, description: AxisNames
 ) -> tuple[list[torch.Tensor], str]:
     """Return an engine's tensors, by the names of their axes, as views [page, token, head, dim] in
     the order of `KVLayout.slabs`, and the kind of attention.
@@ -39,13 +41,17 @@ def as_slabs(
     Raises:
         ConfigError: the tensors differ from each other or from their description.
     """
-    if v is not None and len(v) != len(k):
-        raise ConfigError(f"{len(k)} layers of k and {len(v)} of v")
-    if not k:
+    k_tensors = as_tensors("k", k)
+    v_tensors = None if v is None else as_tensors("v", v)
+    if v_tensors is not None and len(v_tensors) != len(k_tensors):
+        raise ConfigError(f"{len(k_tensors)} layers of k and {len(v_tensors)} of v")
+    if not k_tensors:
         raise ConfigError("no layers, must be at least 1")
     # 1. Check the names, then that all tensors are alike, then that the first fits the names.
     axes = _checked_axes(description, k_and_v=v is not None)
-    tensors = list(k) if v is None else [view for pair in zip(k, v, strict=True) for view in pair]
+    tensors = k_tensors
+    if v_tensors is not None:
+        tensors = [view for pair in zip(k_tensors, v_tensors, strict=True) for view in pair]
     for i, tensor in enumerate(tensors):
         _check_alike(i, tensor, tensors[0])
     _check_shape(tensors[0], axes, description)
@@ -56,7 +62,7 @@ def as_slabs(
         at = axes.index("kv")
         tensors = [half for tensor in tensors for half in tensor.unbind(at)]
         axes = (*axes[:at], *axes[at + 1 :])
-    if v is not None or len(tensors) > len(k):
+    if v is not None or len(tensors) > len(k_tensors):
         attention = "mha"
     # 3. Each slab under the shape of a pool.
     as_slab = _opaque_slab if description.opaque else _plain_slab
@@ -67,11 +73,17 @@ def _checked_axes(description: AxisNames, *, k_and_v: bool) -> tuple[str, ...]:
     """Return the names of each engine tensor's axes, in its order. Raises ConfigError."""
     if not isinstance(description.opaque, str):
         raise ConfigError(
-            f"opaque is {description.opaque!r}, must be a str, the name of the format"
+            f"opaque is {shown(description.opaque)}, must be a str, the name of the format"
         )
-    axes = tuple(description.axes or (SLAB_AXES if k_and_v else _LATENT_AXES))
+    given = description.axes
+    if given is not None and not isinstance(given, tuple | list):
+        raise ConfigError(f"axes is {shown(given)}, a list of names is needed")
+    for name in ("page_size", "num_kv_heads", "head_dim"):
+        if (size := getattr(description, name)) is not None:
+            check_whole(name, size, 1, MAX_INDEX)
+    axes = tuple(given or (SLAB_AXES if k_and_v else _LATENT_AXES))
     for axis in axes:
-        if axis not in _NAMES or axes.count(axis) > 1:
+        if not isinstance(axis, str) or axis not in _NAMES or axes.count(axis) > 1:
             raise ConfigError(f"axes are {axes}, must be different ones of {', '.join(_NAMES)}")
     if k_and_v and "kv" in axes:
         raise ConfigError(f'axes are {axes}, but with k and v apart no tensor has an axis "kv"')

@@ -16,7 +16,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-from prefixkv.errors import ConfigError, PageStateError, check_range
+from prefixkv.errors import ConfigError, PageStateError, check_range, shown
 from prefixkv.paging import MAX_INDEX
 from prefixkv.settings import check_whole
 
@@ -378,11 +378,11 @@ def _check_interleaved(group: list[tuple[int, int]], dims: _Dims, element_bytes:
 
 def _check_index(name: str, value: int, end: int) -> None:
     """Raise ConfigError unless `value`, a number that a KV layout is asked for, is in [0, end)."""
-    if not 0 <= value < end:
-        raise ConfigError(f"{name} is {value}, must be in [0, {end})")
+    if not isinstance(value, int) or not 0 <= value < end:
+        raise ConfigError(f"{name} is {shown(value)}, must be in [0, {end})")
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     """Raise ConfigError unless `value`, a name in a KV layout, is one of `choices`."""
-    if value not in choices:
-        raise ConfigError(f"{name} is {value!r}, must be one of {', '.join(choices)}")
+    if not isinstance(value, str) or value not in choices:
+        raise ConfigError(f"{name} is {shown(value)}, must be one of {', '.join(choices)}")

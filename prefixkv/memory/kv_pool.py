@@ -12,14 +12,17 @@ from collections.abc import Sequence
 from math import prod
 from sys import intern
 
+import numpy as np
 import torch
 
-from prefixkv.errors import CapacityError, ConfigError
+from prefixkv.errors import CapacityError, ConfigError, shown
 from prefixkv.memory.axes import AxisNames, as_slabs
-from prefixkv.memory.kv_layout import SLABS_PER_LAYER, KVLayout, Slab
+from prefixkv.memory.kv_layout import ADDRESS_END, SLABS_PER_LAYER, KVLayout, Slab
 from prefixkv.memory.shared import shared_bytes
 from prefixkv.memory.staging_area import BLOCK_BYTES
+from prefixkv.memory.tensors import TensorLike, as_tensor
 from prefixkv.paging import PageIds, as_pages, check_in_pool
+from prefixkv.settings import check_flag, check_whole
 
 _HUGE_PAGE_BYTES = 2 << 20
 _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
@@ -73,6 +76,7 @@ class KVPool:
         Raises:
             ConfigError: a value out of range. CapacityError: the device has not enough memory.
         """
+        check_flag("shared", shared)
         # Sizes are checked before memory is taken: products of them are its size.
         sizes = KVLayout(
             page_size,
@@ -99,7 +103,9 @@ class KVPool:
             slabs = [whole[:, layer, kv] for layer in range(num_layers) for kv in range(kinds)]
             tensors = [whole]
         else:
-            raise ConfigError(f"order is {order!r}, a pool is created layer_major or page_major")
+            raise ConfigError(
+                f"order is {shown(order)}, a pool is created layer_major or page_major"
+            )
         # One region per tensor, each whole: nothing else of the process is registered.
         regions = tuple((tensor.data_ptr(), tensor.numel() * tensor.itemsize) for tensor in tensors)
         return cls(_describe(slabs, attention, order, regions), slabs)
@@ -107,8 +113,8 @@ class KVPool:
     @classmethod
     def from_tensors(
         cls,
-        k: Sequence[torch.Tensor],
-        v: Sequence[torch.Tensor] | None = None,
+        k: Sequence[TensorLike],
+        v: Sequence[TensorLike] | None = None,
         *,
         page_size: int | None = None,
         axes: Sequence[str] | None = None,
@@ -124,9 +130,9 @@ class KVPool:
         head, dim] make a valid pool, with the wrong tokens.
 
         Args:
-            k, v: one tensor per layer, all with the same shape, dtype and device. Strides are free,
-                except that of "dim", which is 1. k alone: tensors that hold K and V, or MLA's
-                latent vectors.
+            k, v: one tensor per layer, all with the same shape, dtype and device; of torch, or
+                numpy arrays, whose memory is used as it is. Strides are free, except that of "dim",
+                which is 1. k alone: tensors that hold K and V, or MLA's latent vectors.
             page_size: tokens per page.
             axes: the meaning of each dimension, in the tensors' order: "page", "token", "head",
                 "dim", and "kv", of size 2, if one tensor holds K and V. MLA has no "head". By
@@ -158,7 +164,7 @@ class KVPool:
         """
         description = AxisNames(axes, page_size, num_kv_heads, head_dim, opaque)
         slabs, attention = as_slabs(k, v, description)
-        found = storages(slabs) if regions is None else tuple(regions)
+        found = storages(slabs) if regions is None else checked_regions(regions)
         return cls(_describe(slabs, attention, "strided", found, opaque), slabs)
 
     # --- views ------------------------------------------------------------------------------------
@@ -213,7 +219,7 @@ class KVPool:
             out[:, i] = words.index_select(0, index)
         return out.view(torch.uint8)
 
-    def write_pages(self, pages: PageIds, data: torch.Tensor) -> None:
+    def write_pages(self, pages: PageIds, data: TensorLike) -> None:
         """Write into the KV pool bytes that `read_pages` returned. On a GPU it waits until they are
         there.
 
@@ -231,6 +237,9 @@ class KVPool:
             layout.num_kv_heads,
             layout.head_bytes,
         )
+        if isinstance(data, np.ndarray) and not data.flags.writeable:
+            data = data.copy()  # it is only read, and torch takes none that is read-only
+        data = as_tensor("data", data)
         if tuple(data.shape) != shape or data.dtype != torch.uint8:
             raise ConfigError(
                 f"data is {data.dtype} {tuple(data.shape)}, must be torch.uint8 {shape}"
@@ -259,7 +268,7 @@ def zeros(shape: tuple[int, ...], dtype: str, device: str) -> torch.Tensor:
     Raises:
         CapacityError: the device has not enough memory. ConfigError: there is no such device.
     """
-    _check_device(device)
+    check_device(device)
     element = getattr(torch, dtype)
     num_bytes = prod(shape) * element.itemsize
     try:
@@ -308,8 +317,11 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def _check_device(device: str) -> None:
-    """Raise ConfigError for a device on which this process cannot have a pool."""
+def check_device(device: str) -> None:
+    """Raise ConfigError for a device on which this process cannot have a pool, or a model: another
+    kind than "cpu" and "cuda", or a GPU that is not there."""
+    if not isinstance(device, str):
+        raise ConfigError(f'device is {shown(device)}, a string such as "cuda:0" is needed')
     try:
         chosen = torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -388,6 +400,19 @@ def storages(views: Sequence[torch.Tensor]) -> tuple[tuple[int, int], ...]:
         else:
             merged.append((start, end))
     return tuple((start, end - start) for start, end in merged)
+
+
+def checked_regions(regions: object) -> tuple[tuple[int, int], ...]:
+    """Return the ranges of memory that an engine names for its pool, as (address, bytes). Raises
+    ConfigError for what is none."""
+    if not isinstance(regions, tuple | list):
+        raise ConfigError(f"regions is a {type(regions).__name__}, a list is needed")
+    for region in regions:
+        if not isinstance(region, tuple | list) or len(region) != 2:
+            raise ConfigError(f"region {shown(region)} is no pair of address and bytes")
+        for name, value in zip(("address", "bytes"), region, strict=True):
+            check_whole(f"region {name}", value, 0, ADDRESS_END - 1)
+    return tuple((int(address), int(num_bytes)) for address, num_bytes in regions)
 
 
 def _as_words(layout: KVLayout, slabs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

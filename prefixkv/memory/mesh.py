@@ -115,6 +115,10 @@ class Mesh:
                 "divided by it"
             )
         stages = self.stage_layers
+        if not isinstance(stages, tuple | list):
+            raise ConfigError(f"stage_layers is a {type(stages).__name__}, a tuple is needed")
+        for layers in stages:
+            check_whole("stage_layers", layers, 1, MAX_INDEX)
         if stages and (
             len(stages) != self.pp_size or min(stages) < 1 or sum(stages) != self.num_layers
         ):
@@ -131,8 +135,7 @@ class Mesh:
         >>> Mesh(num_layers=5, num_kv_heads=2, tp_size=4).shard(3)
         Shard(first_layer=0, num_layers=5, first_head=1, num_heads=1)
         """
-        if not 0 <= rank < self.num_ranks:
-            raise ConfigError(f"rank is {rank}, must be in [0, {self.num_ranks})")
+        check_whole("rank", rank, 0, self.num_ranks - 1)
         pp_rank, tp_rank = divmod(rank, self.tp_size)
         each, more = divmod(self.num_layers, self.pp_size)
         stages = self.stage_layers or tuple(each + (stage < more) for stage in range(self.pp_size))

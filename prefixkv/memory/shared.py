@@ -20,6 +20,7 @@ from typing import Final, NamedTuple
 import torch
 
 from prefixkv.errors import CapacityError, ConfigError
+from prefixkv.settings import MAX_BYTES, check_whole
 
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -52,8 +53,7 @@ def shared_bytes(num_bytes: int) -> torch.Tensor:
         ConfigError: the system has no such memory (it is Linux's), or `num_bytes` is below 1.
             CapacityError: there is not enough.
     """
-    if num_bytes < 1:
-        raise ConfigError(f"num_bytes is {num_bytes}, must be at least 1")
+    check_whole("num_bytes", num_bytes, 1, MAX_BYTES)
     if not hasattr(os, "memfd_create"):
         raise ConfigError("memory that a peer may map is made by memfd_create, of Linux")
     size = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE

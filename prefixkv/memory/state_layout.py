@@ -16,7 +16,7 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from prefixkv.errors import ConfigError, HandshakeError
+from prefixkv.errors import ConfigError, HandshakeError, shown
 from prefixkv.memory.kv_layout import ADDRESS_END, ITEMSIZE, Regions
 from prefixkv.memory.mesh import Mesh, Shard, check_meshes, sent_share
 from prefixkv.paging import MAX_INDEX
@@ -56,13 +56,19 @@ class StateTensor(msgspec.Struct, frozen=True, array_like=True):
     def validate(self, mesh: Mesh) -> None:
         """Raise ConfigError naming the value of this state tensor that is out of range, or heads
         that the mesh cannot share."""
+        if not isinstance(self.name, str):
+            raise ConfigError(f"a state tensor's name is {shown(self.name)}, a string is needed")
         where = f"state tensor {self.name!r}"
-        if self.dtype not in ITEMSIZE:
+        if not isinstance(self.dtype, str) or self.dtype not in ITEMSIZE:
             raise ConfigError(
-                f"{where}: dtype is {self.dtype!r}, must be one of {', '.join(ITEMSIZE)}"
+                f"{where}: dtype is {shown(self.dtype)}, must be one of {', '.join(ITEMSIZE)}"
             )
-        if not 0 <= self.layer < mesh.num_layers:
-            raise ConfigError(f"{where}: layer is {self.layer}, must be in [0, {mesh.num_layers})")
+        check_whole(f"{where}: layer", self.layer, 0, mesh.num_layers - 1)
+        check_whole(f"{where}: num_heads", self.num_heads, 1, MAX_INDEX)
+        if not isinstance(self.head_shape, tuple | list):
+            raise ConfigError(f"{where}: head_shape is {shown(self.head_shape)}, a tuple is needed")
+        for size in self.head_shape:
+            check_whole(f"{where}: head_shape", size, 1, MAX_INDEX)
         if (
             min(self.head_shape, default=1) < 1
             or not 0 < self.num_heads * self.head_bytes <= MAX_INDEX

@@ -8,9 +8,12 @@ from collections.abc import Sequence
 import torch
 
 from prefixkv.errors import ConfigError
-from prefixkv.memory.kv_pool import ZerosFactory, storages
+from prefixkv.memory.kv_pool import ZerosFactory, checked_regions, storages
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_layout import StateEntry, StateLayout, StateTensor
+from prefixkv.memory.tensors import TensorLike, as_tensors
+from prefixkv.paging import MAX_INDEX
+from prefixkv.settings import check_flag, check_kind, check_whole
 
 
 class StatePool:
@@ -24,7 +27,7 @@ class StatePool:
     def __init__(
         self,
         tensors: Sequence[StateTensor],
-        views: Sequence[torch.Tensor],
+        views: Sequence[TensorLike],
         mesh: Mesh | None = None,
         rank: int = 0,
         regions: Sequence[tuple[int, int]] | None = None,
@@ -34,8 +37,8 @@ class StatePool:
 
         Args:
             tensors: all of the model's state.
-            views: one for each tensor that this rank holds, in order. A slot in it is contiguous;
-                slots may lie apart.
+            views: one for each tensor that this rank holds, in order; of torch, or numpy arrays,
+                whose memory is used as it is. A slot in it is contiguous; slots may lie apart.
             mesh, rank: as the node's; None: this rank holds everything.
             regions: (address, bytes) ranges to register; by default the storages of the views,
                 whole.
@@ -44,13 +47,16 @@ class StatePool:
             ConfigError: a value out of range; views of another shape, dtype or number of slots, on
                 several devices, or that overlap.
         """
-        self.tensors = tuple(tensors)
+        self.tensors = _checked_tensors(tensors)
+        views = as_tensors("views", views)
         held = _tensors_of_rank(self.tensors, mesh, rank)
         if len(views) != len(held):
             raise ConfigError(
                 f"{len(views)} state views, this rank holds {len(held)} state tensors"
             )
         # 1. Each view against the shape that the mesh gives this rank.
+        if any(not view.ndim for view in views):
+            raise ConfigError("a state view has no dimension of slots")
         num_slots = len(views[0]) if views else num_slots
         for (tensor, shape), view in zip(held, views, strict=True):
             expected = (num_slots, *shape)
@@ -79,7 +85,9 @@ class StatePool:
             num_bytes = view[0].numel() * view.itemsize
             stride = view.stride(0) * view.itemsize if len(view) > 1 else num_bytes
             entries.append(StateEntry(view.data_ptr(), stride, num_bytes))
-        self.layout = StateLayout(num_slots, tuple(entries), tuple(regions or storages(views)))
+        self.layout = StateLayout(
+            num_slots, tuple(entries), checked_regions(regions) if regions else storages(views)
+        )
         self.layout.validate()
 
     @classmethod
@@ -97,8 +105,9 @@ class StatePool:
         Raises:
             ConfigError: a value out of range. CapacityError: the device has not enough memory.
         """
-        if num_slots < 1:
-            raise ConfigError(f"num_slots is {num_slots}, must be at least 1")
+        check_whole("num_slots", num_slots, 1, MAX_INDEX)
+        check_flag("shared", shared)
+        tensors = _checked_tensors(tensors)
         views = [
             ZerosFactory(tensor.dtype, device, shared)((num_slots, *shape))[0]
             for tensor, shape in _tensors_of_rank(tensors, mesh, rank)
@@ -115,10 +124,23 @@ class StatePool:
         return self._views[name, layer]
 
 
+def _checked_tensors(tensors: object) -> tuple[StateTensor, ...]:
+    """Return a state pool's tensors. Raises ConfigError for what is no list of StateTensor."""
+    if not isinstance(tensors, tuple | list):
+        raise ConfigError(f"tensors is a {type(tensors).__name__}, a list of StateTensor is needed")
+    for tensor in tensors:
+        check_kind("a state tensor", tensor, StateTensor)
+        check_whole("layer", tensor.layer, 0, MAX_INDEX)
+    return tuple(tensors)
+
+
 def _tensors_of_rank(
     tensors: Sequence[StateTensor], mesh: Mesh | None, rank: int
 ) -> list[tuple[StateTensor, tuple[int, ...]]]:
     """Return the state tensors of the rank's stage, each with the shape of a slot."""
+    if mesh is not None:
+        check_kind("mesh", mesh, Mesh)
+        mesh.validate()
     # Without a mesh a single rank holds every layer that is named.
     mesh = mesh or Mesh(1 + max((tensor.layer for tensor in tensors), default=0), 1)
     held = []

@@ -27,7 +27,8 @@ def reason_of(error: BaseException | str) -> str:
     It runs in the middle of a change, and the error may be of the user's own class.
     """
     try:
-        return str(error)[:MAX_REASON_CHARS]
+        # Without unpaired surrogates, which no frame carries.
+        return str(error)[:MAX_REASON_CHARS].encode("utf-8", "replace").decode()
     except Exception:
         return type(error).__name__
 
@@ -37,6 +38,10 @@ def check_reason(reason: object) -> None:
     carry."""
     if not isinstance(reason, str):
         raise RequestError(f"reason is a {type(reason).__name__}, a string is needed")
+    try:
+        reason.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"reason cannot be encoded: {error.reason}") from None
 
 
 def check_error(error: object) -> None:

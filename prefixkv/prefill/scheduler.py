@@ -51,7 +51,7 @@ from prefixkv.protocol.commands import (
     SendChunk,
 )
 from prefixkv.protocol.ids import KVPoll, RoomKey
-from prefixkv.request import DeviceEvent, Request
+from prefixkv.request import DeviceEvent, Request, check_event, check_request, check_rid
 from prefixkv.settings import check_time, whole_count
 
 
@@ -105,6 +105,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         while `draining`. Where the room is not in use, decode gets the reason.
         """
         check_time(now_s)
+        check_request(request)
         needed = pages_for(len(request.key), self.pages.page_size)
         # 1. A request that is refused here may wait on decode already: decline it, so that decode
         # does not wait until its deadline. Only for a free room: else this would end another
@@ -143,6 +144,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         reason is no string.
         """
         check_reason(reason)
+        check_request(request)
         key = self._free_room(request)
         self._commands.append(DeclineRoom(key, reason_of(reason), request.digest))
 
@@ -215,6 +217,8 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         check_time(now_s)
         # 1. Check everything before anything moves: an error that is found later would leave the
         # room stuck.
+        if not isinstance(req, PrefillRequest):
+            raise RequestError(f"req is a {type(req).__name__}, a PrefillRequest is needed")
         end, state_slot, aux = checked_chunk(end, state_slot, aux, last, ready)
         # 2. Failed while the engine computed: no error of the engine's. What it computed is good
         # prefix; but not once it has popped the failure, since its pages may be released then.
@@ -284,6 +288,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         """
         check_time(now_s)
         check_error(error)
+        check_rid(rid)
         req = self.requests.get(rid)
         if req is None or req.state.ended:
             self.counters["aborts_of_unknown"] += 1
@@ -439,6 +444,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
     ) -> list[PrefillRequest]:
         """Hand out ended prefill requests, and release each once the device is done (`after`)."""
         check_time(now_s)
+        check_event("after", after)
         is_done = after is None or after.query()  # before anything changes: `query` may raise
         reqs = ended.copy()
         ended.clear()

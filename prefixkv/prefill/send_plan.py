@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from prefixkv.errors import RequestError
 from prefixkv.paging import MAX_INDEX, pages_for, whole_pages
-from prefixkv.request import DeviceEvent, whole_number
+from prefixkv.request import DeviceEvent, check_event, whole_number
 
 
 class Span(NamedTuple):
@@ -85,9 +85,12 @@ def checked_chunk(
         raise RequestError(f"aux is a {type(aux).__name__}, bytes are needed")
     if not isinstance(last, bool):
         raise RequestError(f"last is {last!r}, True or False is needed")
-    if ready is not None and not callable(getattr(ready, "query", None)):
-        raise RequestError(f"ready is a {type(ready).__name__}, it has no query()")
-    if (aux := bytes(aux)) and not last:
+    check_event("ready", ready)
+    try:
+        aux = bytes(aux)
+    except (ValueError, BufferError) as error:  # a memoryview that was released
+        raise RequestError(f"aux cannot be read: {error}") from None
+    if aux and not last:
         raise RequestError("aux travels with the last chunk")
     return end, state_slot, aux
 

@@ -148,6 +148,11 @@ class SenderMachine:
         """
         return self.may_prove(event.proof, event.secrets)
 
+    def takes(self, event: Promised) -> bool:
+        """Return True if this promise is for the very prompt of the sender's request."""
+        is_proved = bool(self.digest) and proves(event.proof, self.digest, *event.secrets)
+        return is_proved and event.fill_len == self._num_tokens
+
     def parked(self) -> list[tuple[Promised, PeerId]]:
         """Return the promises to the sender's room that wait for the engine's request, each with
         its peer.

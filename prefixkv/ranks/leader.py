@@ -99,6 +99,8 @@ class RankLeader:
 
         Each rank's messages have to come in order, and none may be left out: else CallerError.
         """
+        if not isinstance(raw, bytes | bytearray | memoryview):
+            raise CallerError(f"raw is a {type(raw).__name__}, bytes are needed")
         if not raw:
             return
         if self.rooms is None:

@@ -222,6 +222,8 @@ class DecodeReplica:
         """
         if self._broken is not None:
             raise self._broken
+        if not isinstance(raw, bytes | bytearray | memoryview):
+            raise CallerError(f"raw is a {type(raw).__name__}, bytes are needed")
         try:
             batch = _decode(raw)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -14,13 +14,13 @@ from prefixkv.memory.state_pool import StatePool
 from prefixkv.protocol.ids import PeerId
 from prefixkv.ranks.replica import DecodeReplica
 from prefixkv.ranks.rooms import pack_rank_events
-from prefixkv.runtime.closing import Closing
 from prefixkv.runtime.decode_transfers import DecodeTransfers
+from prefixkv.runtime.one_thread import OneThread
 from prefixkv.runtime.rank_spec import RankSpec
 from prefixkv.settings import check_kind
 
 
-class DecodeRank(Closing):
+class DecodeRank(OneThread):
     """A decode rank above 0. Used from one thread.
 
     Args:
@@ -37,6 +37,8 @@ class DecodeRank(Closing):
         ConfigError: an unknown policy, a pool that is not this rank's share or cannot be
             registered.
     """
+
+    any_thread = frozenset({"fileno", "lost_peers", "stats"})
 
     def __init__(
         self,
@@ -87,7 +89,8 @@ class DecodeRank(Closing):
         return self.transfers.wait(timeout_s)
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable while this decode rank has events for rank 0."""
+        """Return a descriptor that is readable while this decode rank has events for rank 0. Any
+        thread may ask."""
         return self.transfers.fileno()
 
     def pages(self, row: int) -> npt.NDArray[np.int32]:
@@ -107,7 +110,7 @@ class DecodeRank(Closing):
 
     def lost_peers(self) -> LostPeers:
         """Return the lost prefill ranks that write to this decode rank; see
-        `DecodeNode.lost_peers`."""
+        `DecodeNode.lost_peers`. Any thread may ask."""
         return self.transfers.lost_peers()
 
     @property
@@ -117,7 +120,7 @@ class DecodeRank(Closing):
         return self.transfers.num_rooms
 
     def stats(self) -> dict[str, int]:
-        """Return the counters of this decode rank's control thread."""
+        """Return the counters of this decode rank's control thread. Any thread may ask."""
         return self.transfers.stats()
 
     def close(self) -> None:

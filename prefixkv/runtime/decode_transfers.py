@@ -46,6 +46,7 @@ from prefixkv.runtime.transfers import (
     room_key,
     secret_number,
 )
+from prefixkv.settings import check_callable, check_kind
 from prefixkv.transport.interfaces import check_interface
 from prefixkv.transport.offers import split_offers
 
@@ -81,6 +82,9 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         config = checked_config(config, DecodeConfig)
         super().__init__(config.model.weights_version)
         spec = RankSpec.of(pool, config.model, mesh, rank, state)
+        check_callable("transport", transport)
+        if worker is not None:
+            check_kind("worker", worker, PeerId)
         name = f"{config.name}/{rank}" if rank else config.name
         self.peer_id = me = PeerId(name, secret_number())
         self._page_size = pool.layout.page_size
@@ -253,13 +257,13 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
 
     def peers(self) -> dict[str, tuple[PeerId | None, str]]:
         """Return the prefill workers of this decode rank's transfers: by address, the identity, and
-        "ready", "suspect" or "connecting"."""
+        "ready", "suspect" or "connecting". Any thread may ask."""
         self.check_open()
         return self.control.peers(time.monotonic())
 
     def lost_peers(self) -> LostPeers:
         """Return the prefill processes to think of fencing in decode's transfers: suspect or over,
-        and may still write pages.
+        and may still write pages. Any thread may ask.
 
         Over means replaced, fenced, or left. For each: what is wrong, and how many pages.
         """

@@ -26,10 +26,10 @@ from prefixkv.paging import Pages
 from prefixkv.prefill.bootstrap_queue import UsablePrefix
 from prefixkv.prefill.rank_group import RankGroup
 from prefixkv.ranks.replica import RankLog
-from prefixkv.runtime.closing import Closing
 from prefixkv.runtime.decode_rank import DecodeRank
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
-from prefixkv.settings import check_kind
+from prefixkv.runtime.one_thread import OneThread
+from prefixkv.settings import check_kind, check_timeout
 from prefixkv.wakeups import wait_readable
 
 Config = TypeVar("Config", DecodeConfig, PrefillConfig)
@@ -57,9 +57,16 @@ def _check_ranks(
             has done.
     """
     for kind, given in (("pools", pools), ("states", states)):
+        if not isinstance(given, tuple | list):
+            raise ConfigError(f"{kind} is a {type(given).__name__}, a list is needed")
         if len(given) != num_ranks and not (kind == "states" and not given):
             raise ConfigError(f"{len(given)} {kind} are given for {num_ranks} ranks")
     states = list(states) or [None] * num_ranks
+    for pool in pools:
+        check_kind("a pool", pool, KVPool)
+    for state in states:
+        if state is not None:
+            check_kind("a state", state, StatePool)
     sizes = {(pool.layout.num_pages, pool.layout.page_size) for pool in pools}
     if len(sizes) > 1:
         raise ConfigError(f"the ranks' pools differ in (pages, page_size): {sorted(sizes)}")
@@ -182,6 +189,7 @@ class DecodeGroup(DecodeNode):
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait for events of any rank of the decode group; see `DecodeNode.wait`."""
+        check_timeout(timeout_s)
         self._check_open()
         return self.scheduler.has_results or self._wait(self._readiness.wait, timeout_s)
 
@@ -207,8 +215,10 @@ class DecodeGroup(DecodeNode):
             closing.callback(self._readiness.close)
 
 
-class PrefillGroup(RankGroup[PrefillNode], Closing):
+class PrefillGroup(RankGroup[PrefillNode], OneThread):
     """The ranks of a prefill worker in step (prefill/rank_group.py)."""
+
+    any_thread = frozenset({"fileno"})
 
     def __init__(
         self,
@@ -249,6 +259,7 @@ class PrefillGroup(RankGroup[PrefillNode], Closing):
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait for events of any rank of the prefill group; see `PrefillNode.wait`."""
+        check_timeout(timeout_s)
         if self._ready or any(node.scheduler.has_results for node in self.nodes):
             return True
         return self.nodes[0]._wait(self._readiness.wait, timeout_s)

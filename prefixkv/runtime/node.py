@@ -21,10 +21,10 @@ from prefixkv.prefill.scheduler import PrefillScheduler
 from prefixkv.protocol.events import RoomEvent
 from prefixkv.protocol.ids import PeerId
 from prefixkv.request import Request
-from prefixkv.runtime.closing import Closing
+from prefixkv.runtime.one_thread import OneThread
 from prefixkv.runtime.request_log import RequestLog
 from prefixkv.runtime.transfers import Transfers
-from prefixkv.settings import at_least
+from prefixkv.settings import at_least, check_flag, check_timeout
 from prefixkv.stats import Histogram
 
 C = TypeVar("C")  # the scheduler's commands
@@ -36,12 +36,14 @@ COUNTERS = (
 )  # fmt: skip
 
 
-class Node(Closing, Generic[C, To, E]):
+class Node(OneThread, Generic[C, To, E]):
     """The base of DecodeNode and PrefillNode. Used from one thread.
 
     That is the engine's scheduler thread. It owns scheduler, tree, allocator and requests; the
     other threads are reached by `transfers` alone.
     """
+
+    any_thread = frozenset({"fileno", "lost_peers", "peers"})
 
     transfers: Transfers[C, To, E]
     scheduler: DecodeScheduler | PrefillScheduler
@@ -112,6 +114,7 @@ class Node(Closing, Generic[C, To, E]):
 
         Returns True if one may.
         """
+        check_timeout(timeout_s)
         self._check_open()
         if self.kv_events is not None:
             self._feed.pass_on()
@@ -136,6 +139,7 @@ class Node(Closing, Generic[C, To, E]):
         (`stats`) keep it from being True until they are fenced.
         """
         at_least(-math.inf, timeout_s=timeout_s)  # before anything changes
+        check_timeout(timeout_s)
         self._check_open()
         end_s = time.monotonic() + timeout_s
         # Before the first look: what is added after it would not be seen.
@@ -152,7 +156,7 @@ class Node(Closing, Generic[C, To, E]):
 
     def fileno(self) -> int:
         """Return a descriptor that is readable while a `pop_*` of the node, decode's or prefill's,
-        may have something, for the engine's own poller.
+        may have something, for the engine's own poller. Any thread may ask.
 
         Now and then it is readable once more when all has been popped already. It does not become
         readable when a request has waited too long: call `pop_preallocated` from time to time.
@@ -197,6 +201,7 @@ class Node(Closing, Generic[C, To, E]):
         The first batch, and one with `snapshot`, gives the whole content. Before the first call
         nothing is recorded.
         """
+        check_flag("snapshot", snapshot)
         self._pump()
         return self._feed.take(snapshot)
 

@@ -40,14 +40,14 @@ from prefixkv.protocol.ids import PeerId
 from prefixkv.ranks.leader import RankLeader
 from prefixkv.ranks.oplog import ReplicatedPageManager
 from prefixkv.ranks.replica import RankLog
-from prefixkv.request import DeviceEvent, Request
+from prefixkv.request import DeviceEvent, Request, check_event, check_request
 from prefixkv.runtime.decode_transfers import DecodeTransfers
 from prefixkv.runtime.node import COUNTERS, Node
 from prefixkv.runtime.prefill_transfers import PrefillTransfers
 from prefixkv.runtime.rank_spec import RankSpec, checked_config
 from prefixkv.runtime.record import MAX_FILES, Recorder
 from prefixkv.runtime.transfers import MakeTransport, peer_id, secret_number
-from prefixkv.settings import check_kind
+from prefixkv.settings import check_callable, check_kind
 
 _DECODE_COUNTERS = (
     *COUNTERS, "aborted", "admitted", "finished", "flight_fallbacks", "flights_adopted",
@@ -106,6 +106,7 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         # 1. Everything that can be refused without undoing anything.
         if ranks is not None:
             check_kind("ranks", ranks, RankLog)
+        check_callable("transport", transport)
         num_ranks = spec.mesh.num_ranks
         if num_ranks > 1 and ranks is None:
             raise ConfigError(f"a mesh of {num_ranks} ranks needs a RankLog")
@@ -194,6 +195,7 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
             RequestError: it cannot be taken; DrainingError is one of them. Nothing was changed, and
                 prefill does not hear of it: see `refuse`.
         """
+        check_request(request)
         self._check_namespace(request)
         if self._ranks is not None:
             self._ranks.check(request)
@@ -210,6 +212,7 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         Raises:
             RequestError: the number is in use already. Nothing was changed.
         """
+        check_request(request)
         check_reason(reason)
         self._pump()
         self.scheduler.refuse(request, AbortedError(reason))
@@ -325,6 +328,7 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         Raises:
             ConfigError: no string, or one that is too long. Nothing was changed.
         """
+        check_event("after", after)
         return self._flush(
             weights_version,
             lambda version, now_s: self.scheduler.move_weights(version, now_s, after),
@@ -374,12 +378,12 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
 
     def peers(self) -> dict[str, tuple[PeerId | None, str]]:
         """Return the prefill workers of the decode node: by address, the identity, and "ready",
-        "suspect" or "connecting"."""
+        "suspect" or "connecting". Any thread may ask."""
         return self.transfers.peers()
 
     def lost_peers(self) -> LostPeers:
         """Return the prefill processes to think of fencing on the decode node: suspect or over, and
-        may still write pages.
+        may still write pages. Any thread may ask.
 
         Over means replaced, fenced, or left. For each: what is wrong, and how many pages. Fence
         those that are dead.
@@ -458,6 +462,7 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         config = checked_config(config, PrefillConfig)
         # The same order as in `DecodeNode`: refuse, build, start threads, observe.
         spec = RankSpec.of(pool, config.model, mesh, rank, state)
+        check_callable("usable_prefix", usable_prefix)
         layout = pool.layout
         pages = PageManager(
             layout.num_pages,
@@ -502,6 +507,7 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
             RequestError: nothing was changed here. Decode hears of it as by `refuse`, unless the
                 room is in use.
         """
+        check_request(request)
         try:
             self._check_namespace(request)
         except RequestError as error:
@@ -521,6 +527,8 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         Raises:
             RequestError: the request is here, or names no decode worker.
         """
+        check_request(request)
+        check_reason(reason)
         self._pump()
         self.scheduler.refuse(request, reason)
         self._tell()
@@ -599,12 +607,13 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         self._command(Fence(peer_id(peer, incarnation)))
 
     def peers(self) -> dict[PeerId, str]:
-        """Return "ready" or "suspect" for each decode rank that the prefill node knows."""
+        """Return "ready" or "suspect" for each decode rank that the prefill node knows. Any thread
+        may ask."""
         return self.transfers.peers()
 
     def lost_peers(self) -> LostPeers:
         """Return the decode processes to think of fencing on the prefill node: suspect or over, and
-        still in rooms here.
+        still in rooms here. Any thread may ask.
 
         Over means replaced, fenced, or left. For each: what is wrong, and how many rooms.
         """

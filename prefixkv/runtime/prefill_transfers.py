@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from secrets import token_bytes
 from typing import cast
 
@@ -14,7 +14,7 @@ from prefixkv.control.death_watch import LostPeers
 from prefixkv.control.prefill.control import PrefillControl
 from prefixkv.control.prefill.writes import StagingSlots
 from prefixkv.digest import check_digest
-from prefixkv.errors import AbortedError, AuxTooLargeError, ConfigError, RequestError
+from prefixkv.errors import AbortedError, AuxTooLargeError, ConfigError, RequestError, shown
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_pool import StatePool
@@ -52,6 +52,7 @@ from prefixkv.runtime.transfers import (
     room_key,
     secret_number,
 )
+from prefixkv.settings import check_callable
 from prefixkv.transport.interfaces import check_interface
 from prefixkv.transport.metadata.trial import Tell, Trial
 
@@ -61,8 +62,8 @@ _STAGING_WINDOW = 4  # leases under way at once, per room and pair of ranks
 def _key(room: int, generation: int, decode: str) -> RoomKey:
     """Return the key of a room between prefill and this decode worker. Raise RequestError for
     numbers or names that cannot be."""
-    if not decode or not isinstance(decode, str):
-        raise RequestError(f"decode is {decode!r}, the decode worker's name is needed")
+    if not isinstance(decode, str) or not decode:
+        raise RequestError(f"decode is {shown(decode)}, the decode worker's name is needed")
     return room_key(room, generation, decode)
 
 
@@ -96,6 +97,11 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         config = checked_config(config, PrefillConfig)
         super().__init__(config.model.weights_version)
         spec = RankSpec.of(pool, config.model, mesh, rank, state)
+        if not isinstance(endpoints, tuple | list) or not all(
+            isinstance(address, str) for address in endpoints
+        ):
+            raise ConfigError(f"endpoints is {shown(endpoints)}, a list of addresses is needed")
+        check_callable("transport", transport)
         if rank == 0 and len(endpoints) != spec.mesh.num_ranks - 1:
             raise ConfigError(
                 f"{len(endpoints)} endpoints of other ranks, the mesh has {spec.mesh.num_ranks} "
@@ -254,9 +260,8 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         """
         self.check_open()  # first: the plan moves before the command is queued
         # 1. Which room.
-        key = self._last.get((decode, room))
-        if generation is not None:
-            key = _key(room, generation, decode)
+        named = _key(room, 0 if generation is None else generation, decode)
+        key = self._last.get((decode, named.room)) if generation is None else named
         if key is None or key not in self._rooms:
             raise RequestError(f"room {room} of {decode!r} was not added, or is over")
         # 2. Every argument, before the plan moves.
@@ -344,8 +349,10 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         key = room_key(room, generation)
         num_tokens = whole_number("num_tokens", num_tokens, 1, 2**31)
         digest = check_digest(digest)
-        if not 0.0 < timeout_s < math.inf:
-            raise RequestError(f"timeout_s is {timeout_s!r}, seconds above 0 are needed")
+        if isinstance(timeout_s, bool) or not (
+            isinstance(timeout_s, Real) and 0 < timeout_s < 1e18
+        ):
+            raise RequestError(f"timeout_s is {shown(timeout_s)}, seconds above 0 are needed")
         self._begin(key, SendPlan(num_tokens, 0, self._page_size))
         self.submit(OfferRoom(key, num_tokens, digest, float(timeout_s)))
 
@@ -390,13 +397,14 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         self.submit(Fence(peer_id(peer, incarnation)))
 
     def peers(self) -> dict[PeerId, str]:
-        """Return "ready" or "suspect" for each decode rank that prefill's transfers know."""
+        """Return "ready" or "suspect" for each decode rank that prefill's transfers know. Any
+        thread may ask."""
         self.check_open()
         return self.control.peers(time.monotonic())
 
     def lost_peers(self) -> LostPeers:
         """Return the decode processes to think of fencing in prefill's transfers: suspect or over,
-        and still in rooms here.
+        and still in rooms here. Any thread may ask.
 
         Over means replaced, fenced, or left. For each: what is wrong, and how many rooms.
         """

@@ -19,7 +19,7 @@ from typing import Final, Generic, TypeVar, cast
 
 from prefixkv.config import TransportConfig, check_version
 from prefixkv.control.effects import To
-from prefixkv.errors import ClosedError, InternalError, RequestError
+from prefixkv.errors import ClosedError, InternalError, RequestError, shown
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.staging_area import StagingArea
@@ -29,10 +29,11 @@ from prefixkv.protocol.commands import MoveWeights
 from prefixkv.protocol.events import RoomEvent
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.request import whole_number
-from prefixkv.runtime.closing import Closing
 from prefixkv.runtime.control_thread import ControlFailed, ControlThread
 from prefixkv.runtime.copies import CopyPool, CopySink, StagingCopies
+from prefixkv.runtime.one_thread import OneThread
 from prefixkv.runtime.rank_spec import RankSpec
+from prefixkv.settings import check_timeout
 from prefixkv.transport.auto import make_transport
 from prefixkv.transport.base import Sink, Transport
 
@@ -67,7 +68,7 @@ def peer_id(peer: str, incarnation: int) -> PeerId:
     it.
     """
     if not isinstance(peer, str):
-        raise RequestError(f"peer is {peer!r}, a string is needed")
+        raise RequestError(f"peer is {shown(peer)}, a string is needed")
     return PeerId(peer, whole_number("incarnation", incarnation, 0, 2**64))
 
 
@@ -122,11 +123,15 @@ class Memory:
         return StagingCopies(self._layout, self._buffer, config.lease_bytes, workers)
 
 
-class Transfers(Closing, Generic[C, To, E]):
+class Transfers(OneThread, Generic[C, To, E]):
     """The base of DecodeTransfers and PrefillTransfers. Used from one thread.
 
     That is the engine's; the control thread is reached by its inbox alone.
     """
+
+    any_thread = frozenset(
+        {"check_open", "dropped_frames", "fileno", "lost_peers", "peer_states", "peers", "stats"}
+    )
 
     peer_id: PeerId
     thread: ControlThread[C, To]
@@ -217,6 +222,7 @@ class Transfers(Closing, Generic[C, To, E]):
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until a rank's transfers may have events, at most `timeout_s`; return True if there
         may be some."""
+        check_timeout(timeout_s)
         self.check_open()
         return bool(self._undelivered) or self.thread.events.wait(timeout_s)
 

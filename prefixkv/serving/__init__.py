@@ -11,6 +11,8 @@ proxy` run. The extra `serve`.
   OpenAI interface over a fleet; `launch`: all of it as processes of this machine.
 - `proxy`: the OpenAI interface over prefill and decode servers of another engine.
 - `tracing`: spans of requests in all of these (the extra `otel`).
+- `outcomes`, `request_file`: refusals by reason, and the request log, of each of them;
+  `fleet_metrics`: one `/metrics` for a fleet.
 - `actors`, `cluster`: the workers as actors of a Ray cluster (the extra `ray`).
 """
 

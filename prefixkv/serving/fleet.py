@@ -29,8 +29,8 @@ from prefixkv.serving.wire import (
     LostPeer,
     TokenEvent,
     WorkerInfo,
-    attempt_rid,
     namespace_of,
+    part_rid,
 )
 from prefixkv.spi import (
     BoundedAffinityRouter,
@@ -395,7 +395,7 @@ class Fleet:
         body = msgspec.json.encode(
             msgspec.structs.replace(
                 # A rid per attempt: an earlier one may still be ending on the same worker.
-                ask, rid=attempt_rid(ask.rid, attempt), prefill=pair.prefill.endpoint,
+                ask, rid=part_rid(ask.rid, attempt), prefill=pair.prefill.endpoint,
                 prefill_url=pair.prefill.url,
             )
         )  # fmt: skip

@@ -21,15 +21,16 @@ import msgspec
 from starlette.routing import BaseRoute
 
 from prefixkv import PrefixKVError
+from prefixkv.engines.hf.folder import check_folder
 from prefixkv.serving.config import KINDS, ServeConfig
 from prefixkv.serving.fleet import Fleet
 from prefixkv.serving.front import Front
 from prefixkv.serving.plan import numbered
-from prefixkv.serving.process import READY, log_to_stderr
+from prefixkv.serving.process import READY, REFUSED, log_to_stderr
 from prefixkv.serving.text import load_texts
 from prefixkv.serving.variables import without_settings
 from prefixkv.serving.wire import WorkerInfo
-from prefixkv.spi import as_environ
+from prefixkv.spi import ConfigError, as_environ
 
 logger = logging.getLogger("prefixkv.serve")
 
@@ -61,7 +62,7 @@ class Child:
         self.role, self._environ, self._within = role, dict(environ), within
         self._on_ready, self._on_gone = on_ready, on_gone
         self._process: Process | None = None
-        self._ending = False
+        self._ending = self._began = False
         # Done at the first start: with the worker's info, or with the error that ends the launch.
         self.ready: asyncio.Future[WorkerInfo] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._keep())
@@ -83,9 +84,10 @@ class Child:
         pause_s = _FIRST_PAUSE_S
         while not self._ending:
             info = await self._live()
-            if info is None and not self.ready.done():
+            if not self.ready.done():
                 why = f"a {self.role} worker did not start"
                 self.ready.set_exception(WorkerFailedError(why))
+            if not self._began:
                 return
             if self._ending:
                 return
@@ -102,7 +104,7 @@ class Child:
             env=self._environ, stdin=DEVNULL, stdout=PIPE, start_new_session=True,
             limit=_LINE_BYTES,
         )  # fmt: skip
-        info = None
+        info, refused = None, False
         assert process.stdout is not None
         try:
             # Read to the end of the pipe: a full pipe would block the worker in `print`.
@@ -110,9 +112,17 @@ class Child:
                 text = line.decode("utf-8", "replace")
                 if info is None and text.startswith(READY):
                     info = msgspec.json.decode(text[len(READY) :], type=WorkerInfo)
+                    self._began = True
                     self._on_ready(info)
                     if not self.ready.done():
                         self.ready.set_result(info)
+                elif info is None and text.startswith(REFUSED):
+                    why, refused = msgspec.json.decode(text[len(REFUSED) :], type=str), True
+                    # At the first start the reason ends the launch, which prints it.
+                    if not self.ready.done():
+                        self.ready.set_exception(ConfigError(why))
+                    else:
+                        logger.warning("a %s worker does not start: %s", self.role, why)
                 else:
                     sys.stderr.write(text)
             status = await process.wait()
@@ -124,7 +134,7 @@ class Child:
                 await process.wait()
             if info is not None:
                 self._on_gone(info)
-        if not self._ending:
+        if not self._ending and not refused:
             name = info.name if info is not None else f"a {self.role} worker"
             logger.warning("%s has ended with status %d", name, status)
         return info
@@ -185,6 +195,8 @@ class Launch:
         ConfigError, WorkerFailedError."""
         config = self.config
         models, listen = config.models, config.listen
+        if models.model:
+            check_folder(models.model)
         texts = await asyncio.to_thread(load_texts, models.model)
         name = config.served_name or (
             Path(models.model).resolve().name if models.model else "small"

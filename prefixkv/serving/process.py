@@ -14,9 +14,14 @@ import msgspec
 
 from prefixkv.serving.config import WorkerConfig
 from prefixkv.serving.worker import make_worker
+from prefixkv.spi import CallerError, CapacityError
 
 READY: Final = "ready "
 """Prefix of a worker's line on stdout once it serves; its `WorkerInfo` as JSON follows."""
+
+REFUSED: Final = "refused "
+"""Prefix of the line on stdout by which a worker process, started by another, says that it cannot
+start with its settings; the reason as JSON follows."""
 
 _PR_SET_PDEATHSIG: Final = 1
 _END_S: Final = 10.0
@@ -28,7 +33,14 @@ def run_worker(config: WorkerConfig) -> int:
     if config.worker.parent:
         die_with(config.worker.parent)
     log_to_stderr()
-    return asyncio.run(_run_worker(config))
+    try:
+        return asyncio.run(_run_worker(config))
+    except (CallerError, CapacityError) as error:
+        if not config.worker.parent:
+            raise
+        # One line for all workers: the process that started them prints it.
+        print(REFUSED + msgspec.json.encode(str(error)).decode(), flush=True)
+        return 2
 
 
 async def _run_worker(config: WorkerConfig) -> int:

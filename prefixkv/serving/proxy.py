@@ -41,7 +41,7 @@ from prefixkv.serving.http import (
     read_body,
     run_until_disconnect,
 )
-from prefixkv.serving.ids import HEADER, current_id
+from prefixkv.serving.ids import HEADER, id_of
 from prefixkv.serving.openai import event, refused
 from prefixkv.serving.outcomes import Outcomes, RequestLine, line_of
 from prefixkv.serving.passing import (
@@ -58,7 +58,7 @@ from prefixkv.serving.request_file import RequestFile
 from prefixkv.serving.status import bind, status_app
 from prefixkv.serving.streams import TooMuchError, read_all
 from prefixkv.serving.tracing import current, make_tracing, pass_on, traced
-from prefixkv.serving.wire import attempt_rid
+from prefixkv.serving.wire import part_rid
 from prefixkv.spi import TOKEN_BYTES, BoundedAffinityRouter, ConfigError, page_keys
 from prefixkv.spi import Route as ServerRoute
 
@@ -322,8 +322,8 @@ class Proxy:
             raise ApiError(503, "the proxy is ending", "server_error", "not_ready")
         line = line_of(request.scope)
         self._num += 1
-        # Clients may use an id again, and engines name requests by it.
-        rid = f"{current_id()[:100]}-{self._prefix}-{self._num}"
+        # It begins with the id in the header, and is unique, even if clients use that again.
+        rid = f"{id_of(request.scope)[:100]}-{self._prefix}-{self._num}"
         line.fields |= {"id": rid, "stream": bool(body.get("stream"))}
         return await run_until_disconnect(
             request, self._answer(request.url.path, body, prompt_field, line)
@@ -582,8 +582,8 @@ class _ProxiedRequest:
         line.mark("asked")
         line.add(attempts=1)
         line.fields |= {"decode": decode.name, "prefill": prefill.name if prefill else None}
-        # The same on both servers, and another one for each attempt, as no server takes one twice.
-        rid = attempt_rid(line.fields["id"], line.fields["attempts"])
+        # One for each attempt: engines name requests by it, and none takes one twice.
+        rid = part_rid(line.fields["id"], line.fields["attempts"])
         if prefill is not None:
             # A new room for each attempt: nothing that arrives late for an earlier one can match
             # it.
@@ -595,7 +595,9 @@ class _ProxiedRequest:
             }  # fmt: skip
         sent = asyncio.Event()
         url = decode.url + self._path
-        loading = asyncio.create_task(proxy.ask("decode", url, body, self._whole, rid, sent))
+        loading = asyncio.create_task(
+            proxy.ask("decode", url, body, self._whole, f"{rid}.decode", sent)
+        )
         proxy.waiting[self] = "" if prefill is None else prefill.name, time.time()
         answer: ServerAnswer | None = None
         try:
@@ -605,7 +607,9 @@ class _ProxiedRequest:
             # Decode already done means it failed or refused: prefill has nothing to send.
             if prefill is not None and not loading.done():
                 url = prefill.url + self._path
-                self._sending = asyncio.create_task(proxy.ask("prefill", url, send, True, rid))
+                self._sending = asyncio.create_task(
+                    proxy.ask("prefill", url, send, True, f"{rid}.prefill")
+                )
                 both = (self._sending, loading)
                 await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
                 # Prefill answered first, so its outcome decides whether decode is worth waiting

@@ -61,7 +61,7 @@ class Site:
         line.mark("asked")
         line.add(attempts=1)
         line.add(attempts=1)
-        return json_response("1234", headers={"x-request-id": "theirs"})
+        return json_response("1234")
 
     async def refuse(self, request: Request) -> Response:
         raise ApiError(400, "no", code=request.path_params["code"])
@@ -179,7 +179,7 @@ def test_a_line_has_what_its_handler_knows_and_how_it_ended(tmp_path: Path) -> N
     assert line.pop("arrived_at") > 1e9
     assert line == {
         "node": "site", "side": "front", "id": "r1", "outcome": "finished", "path": "POST /echo",
-        "status": 200, "reason": None, "request_id": "theirs", "attempts": 2, "answer_bytes": 6,
+        "status": 200, "reason": None, "request_id": "mine", "attempts": 2, "answer_bytes": 6,
     }  # fmt: skip
 
 

@@ -24,12 +24,6 @@ async def counts(engine: Engine, body: dict[str, Any]) -> Response:
     return json_response({"usage": USAGE})
 
 
-async def fails_once(engine: Engine, body: dict[str, Any]) -> Response:
-    if len(engine.asked) == 1:
-        raise ApiError(500, "once")
-    return await counts(engine, body)
-
-
 def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -43,15 +37,28 @@ def test_both_servers_get_the_id_of_the_line(tmp_path: Path) -> None:
         names.extend([stage.decode[0].at.name, stage.prefill[0].at.name])
         ids.extend([*stage.decode[0].ids, *stage.prefill[0].ids])
 
+    prefill_asked = asyncio.Event()
+
+    async def prefill(engine: Engine, body: dict[str, Any]) -> Response:
+        prefill_asked.set()
+        return await counts(engine, body)
+
+    async def decode(engine: Engine, body: dict[str, Any]) -> Response:
+        await prefill_asked.wait()
+        if len(engine.asked) == 1:
+            raise ApiError(500, "once")
+        return await counts(engine, body)
+
     names: list[str] = []
     ids: list[str] = []
     log = tmp_path / "log"
-    run(scene, [fails_once], [fails_once], request_log=str(log))
+    run(scene, [prefill], [decode], request_log=str(log))
     (line,) = lines_of(log)
     assert line["id"]
-    # An attempt that failed on decode, then one that did not; both servers hear the same.
+    # An attempt that failed on decode, then one that did not.
     assert {one.partition("#")[0] for one in ids} == {line["id"]}
-    assert {one.partition("#")[2] for one in ids} == {"1", "2"}
+    assert line["id"].startswith("mine-")
+    assert {one.partition("#")[2] for one in ids} == {"1.decode", "1.prefill", "2.decode"}
     assert (line["outcome"], line["status"], line["attempts"]) == ("finished", 200, 2)
     assert (line["prompt_tokens"], line["output_tokens"], line["decode_hit_tokens"]) == (40, 3, 32)
     assert [line["decode"], line["prefill"]] == [names[0], None], "the last attempt had no prefill"

@@ -736,6 +736,10 @@ class DecodeControl:
         self.counters["handshakes_refused"] += 1
         if life is not None:
             self._links.refuse(link, life, reply, error, now_s)
+            if isinstance(reply, HelloReply) and reply.refused and reply.known != link.known:
+                # It answers no Hello: it takes no frame of ours, since our life is over there. Our
+                # rooms have ended there, and no outcome follows. Their pages wait for proof.
+                self._rooms.fail_of(life, error, now_s, link.address)
         self._refuse_link(link, error, now_s)
 
     def _refuse_link(self, link: Link, error: Exception, now_s: float) -> None:

@@ -133,7 +133,7 @@ class PeerAdmission:
         # a trial costs a child process, which a stranger must not be able to start.
         try:
             accepted = handshake.accept(self._ours, frame.sender, hello)
-            self._peers.check_worker(frame, received.credential, hello)
+            self._peers.check_worker(frame, received.credential, hello, now_s)
         except (HandshakeError, ConfigError) as error:
             self._refuse(received, frame, hello, error)
             return None
@@ -145,7 +145,7 @@ class PeerAdmission:
             self._actions.add(trial)
         return None
 
-    def tried(self, tried: PeerTried) -> OnTrial | None:
+    def tried(self, tried: PeerTried, now_s: float) -> OnTrial | None:
         """Take the end of a trial: return the decode rank if it may be admitted as prefill's peer,
         refuse it otherwise."""
         arrived = self._trials.end(tried)
@@ -155,8 +155,10 @@ class PeerAdmission:
         error = tried.error
         try:  # a trial takes time: the life may be over by now, the last place taken
             self._peers.lives.check(frame.sender)
-            self._peers.check_worker(frame, received.credential, hello)
-        except (HandshakeError, FormerLifeError) as late:
+            self._peers.check_worker(frame, received.credential, hello, now_s)
+        except FormerLifeError as late:
+            error = error or ProtocolError(self._peers.why_over(late, now_s))
+        except HandshakeError as late:
             error = error or late
         if error is None:
             return arrived

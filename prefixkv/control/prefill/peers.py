@@ -22,7 +22,7 @@ from prefixkv.control.heartbeat import PeerClock, Stamper
 from prefixkv.control.peer_changes import PeerChanges
 from prefixkv.control.prefill.budgets import PAGE_BYTES, Budget, RankClaims, hello_bytes
 from prefixkv.control.prefill.retired_tickets import RetiredTickets
-from prefixkv.errors import HandshakeError, ProtocolError
+from prefixkv.errors import FormerLifeError, HandshakeError, NameTakenError, ProtocolError
 from prefixkv.paging import pages_for
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.messages import (
@@ -47,9 +47,9 @@ class Peer:
     `readers` are the ranks of its worker that promise us pages. `writes` says whether we write KV
     to it, `staged` whether that goes through staging, `takes_state` whether we write extra state to
     it. `budget` is shared by all ranks of its worker. `num_parked` counts its promises that wait
-    for their request. `succeeded` is its number among the peers met (`Peers.num_met`) if it
-    replaced a former life, else 0. `gone` is True once it has left or was replaced, and its rooms
-    have ended.
+    for their request. `met_s` is when it was met; `succeeded` is its number among the peers met
+    (`Peers.num_met`) if it replaced a former life, else 0. `gone` is True once it has left or was
+    replaced, and its rooms have ended.
     """
 
     id: PeerId
@@ -64,6 +64,7 @@ class Peer:
     budget: Budget
     claimed: RankClaims
     past: RetiredTickets
+    met_s: float = 0.0
     num_parked: int = 0
     succeeded: int = 0
     gone: bool = False
@@ -251,6 +252,31 @@ class Peers:
         suspect = "suspect" if peer.live.suspect(self._timing, now_s) else ""
         return self.lives.how(peer.id) or suspect
 
+    def taken(self, name: str, now_s: float) -> str:
+        """Return in words that the name of a decode rank is taken: by which process, and since
+        when; "" if no peer of prefill's has it."""
+        peer = self._peers.get(name)
+        if peer is None:
+            return ""
+        process, ours = "another process", self._ours.life
+        if (life := peer.hello.life) is not None:
+            is_near = ours is not None and life.boot == ours.boot
+            machine = "prefill's machine" if is_near else "another machine"
+            process = f"process {life.pid} on {machine}"
+        return (
+            f"the name {name!r} is taken by {process} (life {peer.id.incarnation:x}), which "
+            f"prefill met {now_s - peer.met_s:.0f} s ago; each worker needs a name of its own"
+        )
+
+    def why_over(self, error: FormerLifeError, now_s: float) -> str:
+        """Return the words for a former life of a decode rank that still speaks to prefill: where
+        another process has its name by now, these say which."""
+        if error.life is None or not (taken := self.taken(error.life[0], now_s)):
+            return str(error)
+        # Two processes live under one name: worth a line of the log here too.
+        self.news.say("refused", PeerId(*error.life), f"still speaks, but {taken}")
+        return f"{error}: {taken}"
+
     def speaker(self, frame: Frame, credential: str) -> Peer | None:
         """Return the peer that a frame which came to prefill claims to be from, None if no peer has
         that name yet.
@@ -271,7 +297,7 @@ class Peers:
         self.lives.check(frame.sender)
         return peer
 
-    def check_worker(self, frame: Frame, credential: str, hello: Hello) -> None:
+    def check_worker(self, frame: Frame, credential: str, hello: Hello, now_s: float) -> None:
         """Check that a decode rank, before it becomes prefill's peer, belongs to the worker that it
         says it belongs to.
 
@@ -298,7 +324,7 @@ class Peers:
             raise HandshakeError("key", "rank 0's", "another", "differs")
         # 3. It is of a life that goes on, and not older than the process that is known by its name.
         self.lives.check(worker)
-        self._check_later(frame.sender, hello)
+        self._check_later(frame.sender, hello, now_s)
         # 4. It agrees with the other ranks of its worker on how the model is shared out.
         others = [peer for peer in self.all() if peer.worker == worker]
         for peer in others:
@@ -313,8 +339,8 @@ class Peers:
         if held > (most := self._timing.max_peer_bytes):
             raise HandshakeError("bytes held for it", most, held, "are more than max_peer_bytes")
 
-    def _check_later(self, sender: PeerId, hello: Hello) -> None:
-        """Raise HandshakeError if the Hello is of an older decode process than the peer that has
+    def _check_later(self, sender: PeerId, hello: Hello, now_s: float) -> None:
+        """Raise NameTakenError if the Hello is of an older decode process than the peer that has
         its name.
 
         The older one may not know yet that it was replaced, and we may have been started after
@@ -325,8 +351,9 @@ class Peers:
             return
         now, earlier = peer.hello.life, hello.life
         if now is not None and earlier is not None and earlier.is_before(now):
-            lives = f"{peer.id.incarnation:x}", f"{sender.incarnation:x}"
-            raise HandshakeError("life", *lives, "was made before the one that has its name")
+            raise NameTakenError(
+                f"{sender} was made before {peer.id}: {self.taken(sender.name, now_s)}"
+            )
 
     def add(
         self,
@@ -365,6 +392,7 @@ class Peers:
             budget=budget,
             claimed=RankClaims(hello.layout.num_pages, budget),
             past=RetiredTickets(self._timing.max_parked_per_peer),
+            met_s=now_s,
         )
         self._timers.wake(frame.name, now_s + self._timing.heartbeat_s)
         self.news.say("met", frame.sender)

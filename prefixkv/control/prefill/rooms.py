@@ -3,6 +3,7 @@ claimants, the decode ranks that have named it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from itertools import count
 from types import MappingProxyType
@@ -43,11 +44,24 @@ class SenderRoom(SenderMachine):
         super().__init__(key, rank, page_size, next_job_id, timing, now_s)
         # The other direction of `Peer.claimed`: both are changed together (`claim`, `drop_claims`).
         self.claimants: dict[PeerId, Peer] = {}
+        # Until when a request under another decode worker's name may still turn out to be another
+        # room: see `SenderRooms.namesake`.
+        self.misnamed_s = math.inf
 
     @property
     def all_gone(self) -> bool:
         """True if the prefill room was claimed and every decode rank that claimed it has left."""
         return bool(self.claimants) and all(peer.gone for peer in self.claimants.values())
+
+    def is_for(self, promise: sender.Promised) -> bool:
+        """Return whether the prefill room waits for a promise, no decode rank has spoken of it, and
+        this promise is for its very prompt."""
+        waits = self.added and not self.poll.ended and not self.readers
+        return waits and self.takes(promise)
+
+    @property
+    def wake_s(self) -> float:
+        return min(super().wake_s, self.misnamed_s)
 
     def admits(self, peer: Peer) -> bool:
         """Return whether this decode rank may speak about this use of the prefill room.
@@ -115,6 +129,8 @@ class SenderRooms:
         option_names: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._rooms: dict[RoomKey, SenderRoom] = {}
+        # The same by number: one entry for each decode worker that has a room of it.
+        self._by_numbers: dict[tuple[int, int], dict[RoomKey, SenderRoom]] = {}
         # Rooms that are over for our engine and that no peer has named: they are kept for a while,
         # to answer a promise that is on its way.
         self.unclaimed: set[RoomKey] = set()
@@ -155,6 +171,7 @@ class SenderRooms:
         # Peers met later may know nothing of the room: see `Peers.heard_s`.
         room.met_before = self._peers.num_met
         self._rooms[key] = room
+        self._by_numbers.setdefault(key.numbers, {})[key] = room
         return room
 
     def on(self, room: SenderRoom, event: sender.SenderEvent, now_s: float) -> None:
@@ -190,6 +207,24 @@ class SenderRooms:
             else:
                 self.unclaimed.discard(key)
 
+    def of_numbers(self, numbers: tuple[int, int]) -> list[SenderRoom]:
+        """Return the prefill rooms of this number, each with another decode worker."""
+        return list(self._by_numbers.get(numbers, {}).values())
+
+    def namesake(self, room: SenderRoom) -> SenderRoom | None:
+        """Return, for a prefill room with a promise that waits for its request, the room of a
+        request that waits for its promise: of the same number and the same prompt, and under
+        another decode worker's name.
+
+        Each decode worker may count its own rooms. So both may be what they say, and the request
+        of the one and the promise of the other may still come.
+        """
+        promises = [promise for promise, _ in room.parked()]
+        for other in self.of_numbers(room.key.numbers) if promises else ():
+            if other is not room and all(map(other.is_for, promises)):
+                return other
+        return None
+
     def tick(self, room: SenderRoom, now_s: float) -> None:
         """Let a prefill room look at its deadlines and repeats."""
         key = room.key
@@ -199,6 +234,10 @@ class SenderRooms:
     def drop(self, room: SenderRoom) -> None:
         """Forget a prefill room. Its claims go with it, and the peers remember the use as past."""
         self._rooms.pop(room.key, None)
+        same = self._by_numbers.get(room.key.numbers, {})
+        same.pop(room.key, None)
+        if not same:
+            self._by_numbers.pop(room.key.numbers, None)
         self.unclaimed.discard(room.key)
         self._timers.forget(room.key)
         room.drop_claims()

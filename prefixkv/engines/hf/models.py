@@ -19,8 +19,9 @@ from transformers.utils import logging as transformers_logging
 
 from prefixkv import KVPool, ModelConfig
 from prefixkv.engines.hf.attention import NAME, FlatPool, Plan
+from prefixkv.engines.hf.folder import MODEL_FILES, check_folder
 from prefixkv.engines.hf.identity import identity_of
-from prefixkv.spi import MAX_INDEX, ConfigError, Pages
+from prefixkv.spi import MAX_INDEX, CapacityError, ConfigError, Pages, check_device
 
 # A small Llama: 1.2 million parameters.
 SMALL: Final[Mapping[str, Any]] = {
@@ -107,6 +108,7 @@ class PagedModel:
         starts: Sequence[int],
         ends: Sequence[int],
         wanted: Sequence[int] | None = None,
+        also: Sequence[int] = (),
     ) -> torch.Tensor:
         """Run the paged model once over new tokens of several sequences; their KV goes to pages.
 
@@ -117,11 +119,15 @@ class PagedModel:
             tokens: the new tokens of all sequences, one sequence after the other: [N].
             rows, starts, ends: see `Plan`.
             wanted: indices of the sequences that need logits; None: all.
-        Returns: the logits after the last new token of each wanted sequence, [wanted, vocabulary].
+            also: indices into `tokens` of further tokens that need logits.
+        Returns: the logits after the last new token of each wanted sequence, and then after each
+            token of `also`: [wanted + also, vocabulary].
         """
         plan = Plan(flat, rows, starts, ends, self.device)
         ids = torch.as_tensor(np.asarray(tokens, np.int64)).to(self.device)[None]
         keep = plan.last if wanted is None else plan.last[list(wanted)]
+        if also:
+            keep = torch.cat([keep, torch.tensor(also, dtype=keep.dtype, device=keep.device)])
         given = {"input_ids": ids, "position_ids": plan.positions, "use_cache": False}
         # No sequence is complete: the base model writes the KV, and the large head is not computed.
         if not len(keep):
@@ -167,26 +173,32 @@ def make_model(
         device: torch's name of it.
         context, trial: see `PagedModel`.
 
-    Raises: ConfigError.
+    Raises: ConfigError; CapacityError where the device has not enough memory.
     """
+    check_device(device)
+    element = _element(dtype)
     if isinstance(config, str):
         try:
             known = AutoConfig.for_model(config)
             small = {name: size for name, size in SMALL.items() if hasattr(known, name)}
             config = AutoConfig.for_model(config, **{**small, **sizes})
-        except ValueError as error:
-            raise ConfigError(f"there is no model {config!r}: {error}") from None
+        # An unknown kind, or sizes that do not go together, which have errors of their own.
+        except Exception as error:
+            raise ConfigError(f"there is no model {config!r}: {_one_line(error)}") from None
     elif sizes:
         raise ConfigError(f"{', '.join(sizes)}: the config has its sizes already")
     # On the CPU and in a forked generator: equal weights on every device, and the caller's random
     # numbers stay as they were.
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+        try:
+            model = AutoModelForCausalLM.from_config(config, dtype=element)
+        except Exception as error:
+            raise ConfigError(f"the model is not made: {_one_line(error)}") from error
     # Before the model moves: the digest reads it on the host, without copies from a device.
     identity = identity_of(model)
     name = f"{config.model_type} made from seed {seed}"
-    return PagedModel(model.to(device), context, identity, trial, name)
+    return PagedModel(_moved(model, device), context, identity, trial, name)
 
 
 def load_model(
@@ -208,23 +220,54 @@ def load_model(
         device: torch's name of it.
         context, trial: see `PagedModel`.
 
-    Raises: ConfigError.
+    Raises: ConfigError; CapacityError where the device has not enough memory.
     """
-    path = Path(folder)
-    weights = sorted(path.glob("*.safetensors"))
-    if not (path / "config.json").is_file() or not weights:
-        raise ConfigError(f"{path} is no folder with a config.json and *.safetensors")
+    # What can be refused before the weights are read.
+    path = check_folder(folder, MODEL_FILES)
+    check_device(device)
+    element = None if dtype is None else _element(dtype)
     # The folder may come from anywhere: only safetensors, which hold no code, and no remote code.
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype or "auto", local_files_only=True, use_safetensors=True,
-            trust_remote_code=False,
+        model, found = AutoModelForCausalLM.from_pretrained(
+            path, dtype=element or "auto", local_files_only=True, use_safetensors=True,
+            trust_remote_code=False, output_loading_info=True,
         )  # fmt: skip
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} is not loaded: {error}") from error
+    # Whatever the packages raise: a file that is cut off or malformed has errors of their own, and
+    # a kind of weights that needs another package an ImportError.
+    except Exception as error:
+        raise ConfigError(f"model folder {path} is not loaded: {_one_line(error)}") from error
+    # transformers makes up what is missing, and only logs it.
+    if missing := sorted(found.get("missing_keys", ())):
+        raise ConfigError(
+            f"model folder {path} is not loaded: it lacks {len(missing)} of the model's weights, "
+            f"{missing[0]} for one"
+        )
     # Before the model moves: the digest reads it on the host, without copies from a device.
     identity = identity_of(model)
-    return PagedModel(model.to(device), context, identity, trial, path.resolve().name)
+    return PagedModel(_moved(model, device), context, identity, trial, path.resolve().name)
+
+
+def _element(dtype: object) -> torch.dtype:
+    """Return torch's dtype of this name for an HF model. Raises ConfigError for one that the engine
+    does not serve."""
+    names = {name: element for element, name in _DTYPES.items()}
+    if not isinstance(dtype, str) or dtype not in names:
+        raise ConfigError(f"dtype is {dtype!r}, one of {', '.join(names)} is needed")
+    return names[dtype]
+
+
+def _moved(model: Any, device: str) -> Any:
+    """Return an HF model on a device. Raises CapacityError where the device has not enough
+    memory."""
+    try:
+        return model.to(device)
+    except RuntimeError as error:
+        raise CapacityError(f"the model does not fit on {device}: {_one_line(error)}") from error
+
+
+def _one_line(error: Exception) -> str:
+    """Return another package's error about an HF model as one line, cut to 500 characters."""
+    return " ".join(str(error).split())[:500] or type(error).__name__
 
 
 def unpaged_copy(model: PagedModel) -> Any:

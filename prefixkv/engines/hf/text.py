@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
+from prefixkv.engines.hf.folder import TOKENIZER_FILE, check_folder
 from prefixkv.spi import ConfigError
 
 _Tokens = Sequence[int] | npt.NDArray[np.int32]
@@ -32,9 +33,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
     Raises ConfigError if it is missing or unreadable.
     """
-    path = Path(folder) / "tokenizer.json"
-    if not path.is_file():
-        raise ConfigError(f"{folder} has no tokenizer.json")
+    path = check_folder(folder, (TOKENIZER_FILE,)) / TOKENIZER_FILE
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises nothing narrower

@@ -251,6 +251,9 @@ def test_a_life_that_is_over_never_comes_back_and_is_told_by_name(how: str) -> N
     why = {
         "fenced": "decode-0 life 5 was fenced", "left": "decode-0 life 5 has left",
     }.get(how, "decode-0 life 5 was superseded by life 6")  # fmt: skip
+    if how.endswith("superseded"):
+        taken = "by another process (life 6), which prefill met 0 s ago"
+        why += f": the name 'decode-0' is taken {taken}; each worker needs a name of its own"
     for body in (HELLO, Heartbeat(), promise(9)):
         assert [reply.refused for reply in peer.say(body)] == [why]
     assert peer.control.peers(peer.now_s) == known
@@ -274,7 +277,8 @@ def test_a_life_that_was_made_before_the_one_that_has_its_name_does_not_take_its
         assert not reply.refused
         assert peer.control.peers(peer.now_s) == {newer(DECODE): "ready"}
         return
-    assert "life was made before the one that has its name: ours '5', theirs '6'" in reply.refused
+    assert "decode-0 life 6 was made before decode-0 life 5: the name 'decode-0'" in reply.refused
+    assert "is taken by process 4242 on another machine (life 5)" in reply.refused
     assert peer.control.peers(peer.now_s) == {DECODE: "ready"}
     assert kinds(peer.say(promise(8))) == ["PromiseAck"]
 

@@ -145,7 +145,7 @@ def test_a_folder_of_safetensors_is_served(tmp_path: Path) -> None:
         answer = world.ask("r", range(40), max_new_tokens=5)
         world.run()
         assert answer.tokens[0] == reference.greedy(range(40), 5)
-    with pytest.raises(ConfigError, match=r"is no folder with a config.json and \*.safetensors"):
+    with pytest.raises(ConfigError, match=r"has no config\.json and no \*\.safetensors"):
         load_model(tmp_path)
 
 

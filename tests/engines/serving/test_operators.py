@@ -236,6 +236,22 @@ def test_a_request_has_lines_of_one_id_from_front_decode_and_prefill(
     assert front["arrived_at"] <= decode["arrived_at"] <= prefill["arrived_at"]
 
 
+def test_all_prompts_of_a_request_have_its_id(client: openai.OpenAI, log: Path) -> None:
+    made = client.completions.create(
+        model="small", prompt=["Rain.", "Salt and stones."], n=2, max_tokens=2, temperature=0,
+        extra_headers={"x-request-id": "two/prompts#3"},
+    )  # fmt: skip
+    lines = lines_by_id(log, made.id.removeprefix("cmpl-"), 1 + 4 + 4)
+    assert [line["side"] for line in lines].count("prefill") == 4
+    (front,) = (line for line in lines if line["side"] == "front")
+    assert (front["prompts"], front["samples"], front["attempts"]) == (2, 2, 2)
+    assert front["request_id"] == "two/prompts#3"
+    assert front["id"].startswith("two%2Fprompts#3-")
+    decode = [line for line in lines if line["side"] == "decode"]
+    assert sum(line["prompt_tokens"] for line in decode) == 2 * front["prompt_tokens"]
+    assert len({line["rid"] for line in decode}) == 4
+
+
 def test_the_fields_of_the_front_are_those_of_the_document(
     client: openai.OpenAI, log: Path
 ) -> None:
