@@ -352,7 +352,8 @@ class DecodeConfig:
     address of another prefill worker; `req` is the DecodeRequest, `req.prefill` where it failed.
 
     `record` names a file to which the node writes its traffic for `prefixkv replay`, as salted
-    hashes (runtime/record.py): four files of at most `record_bytes`. None: nothing is written.
+    hashes (runtime/record.py): four files of at most `record_bytes`. None: nothing is written. A
+    hash is of `record_block_tokens`, cut to whole pages; of one page, if that is larger.
 
     `kv_events` publishes the changes of the prefix cache, for routers; None: not.
     """
@@ -375,6 +376,7 @@ class DecodeConfig:
         doc("File for a record of the traffic, for prefixkv replay."),
     ] = None
     record_bytes: Annotated[int, Meta(ge=4096, le=MAX_BYTES, extra={"unit": "bytes"})] = 64 << 20
+    record_block_tokens: Annotated[int, Meta(ge=1, le=1 << 20, extra={"unit": "tokens"})] = 512
     failure_policy: Literal["fail", "retry"] = "fail"
     max_retries: CountOrZero | None = None
     retarget: Retarget | None = None

@@ -77,6 +77,7 @@ TOO_LOW: dict[type, dict[str, Any]] = {
         "prefill_share": -1e-9,
         "record": "",
         "record_bytes": 4095,
+        "record_block_tokens": 0,
     },
     PrefillConfig: {
         "max_running": 0,

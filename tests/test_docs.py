@@ -299,9 +299,10 @@ def defined() -> dict[str, list[Any]]:
     """What the package's modules define, by name; several may have something of one name."""
     found: dict[str, list[Any]] = {}
     for module in pkgutil.walk_packages(prefixkv.__path__, "prefixkv."):
-        if module.name.startswith("prefixkv.cli") or module.name.endswith(
-            ("_triton", "serving.cluster")
-        ):
+        of_command = module.name.startswith("prefixkv.cli") and not module.name.startswith(
+            "prefixkv.cli.replay."
+        )
+        if of_command or module.name.endswith(("_triton", "serving.cluster", "replay.command")):
             continue  # they need extras
         try:
             members = vars(importlib.import_module(module.name))

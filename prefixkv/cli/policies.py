@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from inspect import Parameter, isabstract, signature
-from typing import Any
+from typing import Any, Final
 
 from prefixkv.spi import ConfigError, Policy, make_policy, policy_names
+
+_BY_NAME: Final = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 
 def policy_of(text: str) -> Policy:
@@ -20,8 +22,9 @@ def policy_of(text: str) -> Policy:
     A module is looked for in the current folder too.
 
     Raises:
-        ConfigError: an unknown name, module, class or setting; a class that is no policy; a value
-            that is no number or out of its bounds.
+        ConfigError: an unknown name, module, class or setting; a module that fails when it is
+            imported; a class that is no policy, or fails when one is made; a value that is no
+            number or out of its bounds.
 
     >>> policy_of("adaptive:trust=5:half_life_s=600").half_life_s
     600
@@ -32,11 +35,14 @@ def policy_of(text: str) -> Policy:
         kind = _class_of(name)
     else:
         kind = type(make_policy(name))
-    known = signature(kind).parameters
+    parameters = signature(kind).parameters
+    known = {one: found for one, found in parameters.items() if found.kind in _BY_NAME}
+    # A class with **settings takes any, and says itself what is wrong.
+    takes_any = any(found.kind is Parameter.VAR_KEYWORD for found in parameters.values())
     settings: dict[str, Any] = {}
     for pair in pairs:
         setting, _, value = pair.partition("=")
-        if setting not in known:
+        if setting not in known and not takes_any:
             listed = ", ".join(known) or "none"
             raise ConfigError(f"policy {text!r}: {setting!r} is no setting of {name}, of {listed}")
         try:
@@ -46,7 +52,23 @@ def policy_of(text: str) -> Policy:
     for setting, parameter in known.items():
         if parameter.default is Parameter.empty and setting not in settings:
             raise ConfigError(f"policy {text!r}: {name} needs a value for {setting}")
-    return kind(**settings)
+    try:
+        policy = kind(**settings)
+    except ConfigError:
+        raise
+    except Exception as error:  # a class of one's own may raise anything
+        raise ConfigError(f"policy {text!r}: {name} cannot be made: {_said(error)}") from None
+    if not isinstance(getattr(policy, "name", None), str):
+        raise ConfigError(f"policy {text!r}: {name} has no name")
+    return policy
+
+
+def _said(error: BaseException) -> str:
+    """Return what an error in a policy's module says, on one line."""
+    text = " ".join(str(error).split())
+    if isinstance(error, ImportError | SyntaxError):
+        return text  # says it all by itself
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _class_of(name: str) -> type[Policy]:
@@ -56,8 +78,9 @@ def _class_of(name: str) -> type[Policy]:
     try:
         with _current_folder():
             found = getattr(import_module(module), kind, None)
-    except (ImportError, ValueError, TypeError) as error:  # the latter two of a name like ".."
-        why = f"module {module!r} cannot be imported: {error}"
+    # Anything may be wrong in a module of one's own, and some end the process.
+    except (Exception, SystemExit) as error:
+        why = f"module {module!r} cannot be imported: {_said(error)}"
         raise ConfigError(f"policy {name!r}: {why}") from None
     if found is None:
         raise ConfigError(f"policy {name!r}: module {module!r} has no class {kind!r}")

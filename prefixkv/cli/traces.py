@@ -65,5 +65,17 @@ def blocks_in(entry: dict[str, Any], num_tokens: int, block_tokens: int) -> list
     if not isinstance(ids, list) or not all(type(name) is int for name in ids):
         raise TypeError("hash_ids is not a list of integers")
     if len(ids) != (blocks := -(-num_tokens // block_tokens)):
-        raise TypeError(f"{len(ids)} hash_ids, an input_length of {num_tokens} has {blocks} blocks")
+        raise TypeError(
+            f"{len(ids)} hash_ids, an input_length of {num_tokens} has {blocks} blocks of "
+            f"{block_tokens} tokens{_fitting(num_tokens, len(ids))}"
+        )
     return ids
+
+
+def _fitting(num_tokens: int, num_blocks: int) -> str:
+    """Name the size of blocks, a power of two, of which a trace's prompt has this many."""
+    if num_tokens and num_blocks:
+        size = 1 << (-(-num_tokens // num_blocks) - 1).bit_length()
+        if -(-num_tokens // size) == num_blocks:
+            return f"; of {size} it has {num_blocks}"
+    return ""

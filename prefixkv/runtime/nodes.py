@@ -161,6 +161,7 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
                 config.record,
                 max_bytes=config.record_bytes,
                 max_files=MAX_FILES,
+                block_tokens=config.record_block_tokens,
                 page_size=self.pool.layout.page_size,
                 bytes_per_token=bytes_per_token,
                 now_s=time.monotonic(),

@@ -36,9 +36,6 @@ from prefixkv.errors import ConfigError
 MAX_FILES: Final = 4
 """Files of one record, the one that is written included."""
 
-BLOCK_TOKENS: Final = 512
-"""Tokens per block at most: a block is the most whole pages that fit into it, at least one."""
-
 MAX_WAITING: Final = 1024
 """Most requests that wait to be written; each holds its packed prompt. More are lost."""
 
@@ -67,6 +64,8 @@ class Recorder:
         path: the file that is written to. One that is there already is kept as `path`.1.
         max_bytes: per file, before the next one is begun: a line is never split.
         max_files: how many there are at most, this one included; the oldest is deleted.
+        block_tokens: per block at most: a block is the most whole pages that fit into it, at least
+            one.
         page_size, bytes_per_token: of the pool.
         now_s: the present time on the clock of the requests' times.
 
@@ -79,13 +78,14 @@ class Recorder:
         path: str | Path,
         max_bytes: int,
         max_files: int,
+        block_tokens: int,
         page_size: int,
         bytes_per_token: int,
         now_s: float,
     ) -> None:
         self._path = Path(path)
         self._max_bytes, self._max_files = max_bytes, max_files
-        self.block_tokens = max(page_size, BLOCK_TOKENS - BLOCK_TOKENS % page_size)
+        self.block_tokens = max(page_size, block_tokens - block_tokens % page_size)
         self._line_constants = {"block_size": self.block_tokens, "bytes_per_token": bytes_per_token}
         self._begin_s = now_s
         self.recorded = self.lost = 0

@@ -51,6 +51,8 @@ REPLAY: dict[str, list[Any]] = {
     "--block-tokens": [NOT, "256"],
     "--spread": [NOT, "0.5"],
     "--json": [NOT, OUT + ".json"],
+    "--check": [NOT, SET],
+    "--per-request": [NOT, OUT + ".jsonl"],
     "--plot": [NOT, OUT + ".svg"],
 }
 DEMO: dict[str, list[Any]] = {
@@ -167,6 +169,7 @@ def fits(row: Row) -> bool:
     return not (
         (without_ray and any(row.get(f"--ray-{one}") for one in ("cpus", "gpus", "placement")))
         or (model and row.get("--seed"))  # the seed is of the small model
+        or (row.get("--check") and (row.get("--plot") or row.get("--per-request")))
         or ("--trace" in row and not row["--trace"] and row.get("--block-tokens"))
     )
 
@@ -252,10 +255,14 @@ def test_replay(row: Row, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> 
     assert run_command(["replay", *map(str, traces), *told]) == 0, capfd.readouterr().err
     out, err = capfd.readouterr()
     assert "Traceback" not in out + err
-    assert "different blocks of" in out
+    assert ("no cache finds more" if row["--check"] else "different blocks of") in out
     if row["--json"]:
         results = json.loads((tmp_path / "out.json").read_text())
-        assert all(0 <= one["token_hit_ratio"] <= 1 for one in results)
+        ratio = "token_bound" if row["--check"] else "token_hit_ratio"
+        assert all(0 <= one[ratio] <= 1 for one in results)
+    if row["--per-request"]:
+        rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+        assert all(0 <= one["hit_tokens"] <= one["tokens"] for one in rows)
     if row["--plot"]:
         assert (tmp_path / "out.svg").read_text().rstrip().endswith("</svg>")
 

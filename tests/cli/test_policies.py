@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 
 import pytest
 
 from prefixkv.cache.eviction.policy import policy_names
+from prefixkv.cli.main import run_command
 from prefixkv.cli.policies import policy_of
-from prefixkv.cli.replay import replay
+from prefixkv.cli.replay.command import replay
 from prefixkv.errors import ConfigError
 
 
@@ -96,3 +98,90 @@ def test_the_replay_tells_settings_apart(tmp_path) -> None:
     found = {row["policy"]: row["hit_tokens"] for row in rows if row["capacity_blocks"] == 5}
     assert set(found) == {impatient, plain}
     assert found[plain] != found[impatient]
+
+
+FAULTY_POLICIES = """
+from dataclasses import dataclass
+from prefixkv.spi import ConfigError, Policy
+from own_policies import Whole
+
+class Picky(Whole):
+    def __init__(self, size=0):
+        if size != 4:
+            raise ValueError("only\\n4 will do")
+
+class Silent(Whole):
+    def __init__(self):
+        raise RuntimeError
+
+class Refuses(Whole):
+    def __init__(self):
+        raise ConfigError("not today")
+
+class Nameless(Whole):
+    name = None
+
+    def __init__(self):
+        pass
+
+class Open(Whole):
+    def __init__(self, *rest, **settings):
+        self.settings = settings
+
+class Placed(Whole):
+    def __init__(self, size=1, /):
+        self.size = size
+"""
+
+
+@pytest.mark.parametrize(
+    ("policy", "why"),
+    [
+        ("faulty:Picky", "faulty:Picky cannot be made: ValueError: only 4 will do"),
+        ("faulty:Silent", "faulty:Silent cannot be made: RuntimeError"),
+        ("faulty:Refuses", "not today"),
+        ("faulty:Nameless", "faulty:Nameless has no name"),
+        ("faulty:Open:width", "width is no number"),
+        ("faulty:Placed:size=2", "'size' is no setting of faulty:Placed"),
+        ("faulty:Picky:", "'' is no setting of faulty:Picky, of size"),
+        ("faulty:", "module 'faulty' has no class ''"),
+        ("faulty.Picky:Picky", "module 'faulty.Picky' cannot be imported: No module named"),
+        ("broken:Whole", "module 'broken' cannot be imported: invalid syntax (broken.py, line 1)"),
+        ("raises:Whole", "module 'raises' cannot be imported: ZeroDivisionError: division by zero"),
+        ("ends:Whole", "module 'ends' cannot be imported: SystemExit: 3"),
+        ("lacks:Whole", "module 'lacks' cannot be imported: No module named 'nothing_like_this'"),
+        ("bytes_:Whole", "module 'bytes_' cannot be imported"),
+        ("optimum:size=3", "'optimum' is not one of"),
+    ],
+)
+def test_a_policy_that_cannot_be_made_is_one_line(
+    policy, why, tmp_path, monkeypatch, capsys
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_policies.py").write_text(OWN_POLICIES)
+    (tmp_path / "faulty.py").write_text(FAULTY_POLICIES)
+    (tmp_path / "broken.py").write_text("class = 3\n")
+    (tmp_path / "raises.py").write_text("1 / 0\n")
+    (tmp_path / "ends.py").write_text("import sys; sys.exit(3)\n")
+    (tmp_path / "lacks.py").write_text("import nothing_like_this\n")
+    (tmp_path / "bytes_.py").write_bytes(b"\xff\x00")
+    for name in ("own_policies", "faulty"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    # There is no trace, and that is not reached.
+    assert run_command(["replay", "none.jsonl", "--policy", f"lru,{policy}"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("prefixkv: ")
+    assert len(err.splitlines()) == 1
+    assert why in err
+
+
+def test_a_class_with_any_settings_gets_them(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_policies.py").write_text(OWN_POLICIES)
+    (tmp_path / "faulty.py").write_text(FAULTY_POLICIES)
+    for name in ("own_policies", "faulty"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    assert policy_of("faulty:Open:size=3:share=0.5").settings == {"size": 3, "share": 0.5}
+    assert policy_of("faulty:Open").settings == {}
+    assert policy_of("faulty:Placed").size == 1

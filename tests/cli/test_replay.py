@@ -9,7 +9,8 @@ from collections import OrderedDict
 import pytest
 
 from prefixkv.cache.eviction.policy import policy_names
-from prefixkv.cli.replay import OPTIMUM, read_trace, replay, replay_optimum, replay_policy
+from prefixkv.cli.replay import OPTIMUM, read_trace, replay_optimum, replay_policy
+from prefixkv.cli.replay.command import replay
 from prefixkv.errors import ConfigError, TraceError
 
 OWN = "benchmarks.policies.gated:Gated:fresh_s=60"  # a policy that does not ship

@@ -29,8 +29,10 @@ from tests.models.node_pair import NodePair, make_pool, tokens_of
 from tests.models.patience import PATIENCE_S
 
 
-def make(path, max_bytes=1 << 20, max_files=3, page_size=16, now_s=100.0) -> Recorder:
-    return Recorder(path, max_bytes, max_files, page_size, 2048, now_s)
+def make(
+    path, max_bytes=1 << 20, max_files=3, page_size=16, now_s=100.0, block_tokens=512
+) -> Recorder:
+    return Recorder(path, max_bytes, max_files, block_tokens, page_size, 2048, now_s)
 
 
 def request(tokens, arrived_s=101.0, namespace=None, output=5, admitted_s=101.5, cacheable=True):
@@ -117,13 +119,20 @@ def test_no_token_is_in_the_file(tmp_path):
     assert not told & set(tokens.tolist())
 
 
-@pytest.mark.parametrize(("page_size", "block"), [(1, 512), (48, 480), (512, 512), (1000, 1000)])
-def test_a_block_is_whole_pages_and_the_replay_reads_its_size(tmp_path, page_size, block):
+@pytest.mark.parametrize(
+    ("page_size", "asked", "block"),
+    [(1, 512, 512), (48, 512, 480), (512, 512, 512), (1000, 512, 1000), (16, 16, 16), (16, 40, 32),
+     (16, 1, 16), (1, 1, 1)],
+)  # fmt: skip
+def test_a_block_is_whole_pages_and_the_replay_reads_its_size(tmp_path, page_size, asked, block):
     path = tmp_path / "r.jsonl"
-    write(make(path, page_size=page_size), *[request(tokens_of(1, 3000)) for _ in range(2)])
+    write(
+        make(path, page_size=page_size, block_tokens=asked),
+        *[request(tokens_of(1, 3000)) for _ in range(2)],
+    )
     trace = read_trace(path)
     assert (trace.block_tokens, trace.bytes_per_token) == (block, 2048)
-    result = replay_policy(trace, "lru", 100)
+    result = replay_policy(trace, "lru", 5000)
     assert result.hit_tokens == 3000 // block * block
 
 
@@ -306,6 +315,34 @@ def test_a_nodes_record_replays_to_the_hits_it_had(tmp_path):
     result = replay_policy(trace, "lru", 64)
     # The node keeps what was generated, too, which the next prompts here do not go on from.
     assert result.hit_tokens == had == 2 * (1024 + 2048)
+
+
+def test_short_prompts_recorded_by_pages_replay_to_the_hits_they_had(tmp_path):
+    """Of prompts alone, which go on from no answer: a replay knows an answer only once it is in a
+    prompt. Nothing has 512 tokens."""
+    hits = {}
+    for block_tokens in (16, 512):
+        path = tmp_path / f"{block_tokens}.jsonl"
+        config = DecodeConfig(record=path, record_block_tokens=block_tokens, policy="lru")
+        pool = {"num_pages": 64, "page_size": 16}
+        with (
+            DecodeNode(make_pool(**pool), config) as decode,
+            PrefillNode(make_pool(**pool), PrefillConfig()) as prefill,
+        ):
+            pair = NodePair(decode, prefill)
+            # Partial pages too, and at last a shorter one again.
+            asked = [(seed, length) for length in (40, 75, 100) for seed in (1, 2)] + [(1, 60)]
+            for num, (seed, length) in enumerate(asked):
+                pair.submit(str(num), tokens_of(seed, length))
+                pair.run(str(num))
+            pair.check_at_rest()
+            pair.until(lambda node=decode: node.stats()["recorded"] == 7)
+            had = decode.stats()["skipped_tokens"]
+        trace = read_trace(path)
+        assert trace.block_tokens == block_tokens
+        hits[block_tokens] = replay_policy(trace, "lru", 64).hit_tokens
+        assert had == 2 * (32 + 64) + 48
+    assert hits == {16: had, 512: 0}
 
 
 def test_a_node_refuses_a_record_that_cannot_be_written_and_leaves_nothing(tmp_path):

@@ -5,15 +5,21 @@ readers.py   kinds of files; Mooncake's traces and token lists
 agents.py    traces of agents: one session per file, and Dynamo's agentic Mooncake
 run.py       one policy at one capacity, through the real `RadixCache`
 optimum.py   the bound that no policy exceeds
+check.py     what a trace holds, and why nothing in it is found
 hints.py     a client that knows which conversations come back
-curves.py    several policies at several capacities: the table, the sentence, the plot
+curves.py    capacities to replay at, the sentence, the plot
+measure.py   several policies at several capacities, from Python
 command.py   `prefixkv replay`
+
+All but the command works without the extra `cli`; docs/traces.md has an example.
 """
 
 from __future__ import annotations
 
-from prefixkv.cli.replay.command import replay
+from prefixkv.cli.replay.check import TraceCheck, check_trace
 from prefixkv.cli.replay.curves import draw
+from prefixkv.cli.replay.hints import client_hints
+from prefixkv.cli.replay.measure import RequestHits, replay_curves
 from prefixkv.cli.replay.optimum import OPTIMUM, replay_optimum
 from prefixkv.cli.replay.readers import make_trace, read_trace
 from prefixkv.cli.replay.run import ReplayResult, replay_policy
@@ -22,12 +28,16 @@ from prefixkv.cli.replay.trace import Trace, TraceRequest
 __all__ = [
     "OPTIMUM",
     "ReplayResult",
+    "RequestHits",
     "Trace",
+    "TraceCheck",
     "TraceRequest",
+    "check_trace",
+    "client_hints",
     "draw",
     "make_trace",
     "read_trace",
-    "replay",
+    "replay_curves",
     "replay_optimum",
     "replay_policy",
 ]

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
 from prefixkv.cli.outputs import check_writable, write_text, writing
-from prefixkv.cli.policies import policy_of
+from prefixkv.cli.replay.check import (
+    check_trace,
+    doubts,
+    enough_for_lru,
+    why_nothing,
+    why_nothing_here,
+)
 from prefixkv.cli.replay.curves import (
     amount,
     best,
@@ -24,43 +31,15 @@ from prefixkv.cli.replay.curves import (
     sentence,
 )
 from prefixkv.cli.replay.hints import client_hints
-from prefixkv.cli.replay.optimum import OPTIMUM, replay_optimum
+from prefixkv.cli.replay.measure import MakePolicy, Replays, RequestHits, maker_of
+from prefixkv.cli.replay.optimum import OPTIMUM
 from prefixkv.cli.replay.readers import SPREAD_S, read_trace
-from prefixkv.cli.replay.run import ReplayResult, replay_policy
+from prefixkv.cli.replay.run import ReplayResult
 from prefixkv.cli.replay.trace import Trace, footprint, mix
 from prefixkv.spi import DEFAULT_POLICY, ConfigError, check_range, policy_names
 
 ALL: Final = "all"
 LAYOUT = "{:<22.22} {:<10} {:>9} {:>7} {:>7} {:>10} {:>9} {:>7}"
-
-
-@dataclass(frozen=True, slots=True)
-class _Runs:
-    """Options that all replays of one command share."""
-
-    warm: float
-    queue: int
-    hints: float | None  # minutes
-    hints_wrong: float
-
-    def run(
-        self, trace: Trace, policy: str, capacity: int, hints: Any, step: Callable[[int], None]
-    ) -> ReplayResult:
-        """Replay a trace with one policy, or the optimum, at one capacity, by the command's
-        options."""
-        # The optimum knows the future: neither a queue nor hints could add to it.
-        if policy == OPTIMUM:
-            return replay_optimum(trace, capacity, self.warm)
-        result = replay_policy(
-            trace, policy_of(policy), capacity, self.warm, self.queue, step, hints
-        )
-        # Named as on the command line, with its settings: two settings of one policy are two
-        # curves.
-        return replace(result, policy=policy)
-
-    def hints_of(self, trace: Trace) -> list[bool | None] | None:
-        """Return the hints of the replayed trace's clients; None without `--hints`."""
-        return None if self.hints is None else client_hints(trace, self.hints, self.hints_wrong)
 
 
 def replay(
@@ -119,6 +98,20 @@ def replay(
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the results to this file.")
     ] = None,
+    per_request: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write what each request finds in each replay to this file, a line of JSON each.",
+        ),
+    ] = None,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check",
+            help="Replay nothing: say what each trace is, how much repeats in it at all, and why "
+            "if nothing does.",
+        ),
+    ] = False,
     plot: Annotated[
         Path | None, typer.Option(help="Draw miss-ratio curves to this file; needs matplotlib.")
     ] = None,
@@ -126,7 +119,7 @@ def replay(
     """Replay recorded traces through the cache: hit rate by policy and capacity, the optimum that
     no policy exceeds, and a recommendation."""
     # Everything that can be refused is refused here, before minutes of replay.
-    policies = _policies(policy or [ALL])
+    makers = _makers(policy or [ALL])
     given = _capacities(capacity) if capacity else []
     for setting, value, low, high in (
         ("--warm", warm, 0, 0.99), ("--queue", queue, 0, 1_000_000),
@@ -141,19 +134,28 @@ def replay(
     # A file that cannot be written would be found out only after the last replay.
     check_writable("--json", json_file)
     check_writable("--plot", plot)
+    check_writable("--per-request", per_request)
     check_plot(plot)
+    if check and (plot or per_request):
+        raise ConfigError("--check replays nothing: leave out --plot and --per-request")
     console = Console(soft_wrap=True)
     # Read, and merged if asked to; then each trace is replayed by itself.
     loaded = [read_trace(path, page_size, block_tokens, requests, spread * 3600) for path in traces]
     if mixed:
         loaded = [mix(loaded)]
-    runs = _Runs(warm, queue, hints, hints_wrong)
+    if check:
+        _check(console, loaded, warm, json_file)
+        return
     results: list[ReplayResult] = []
     sentences = []
     heads = ("trace", "policy", "blocks", "block", "token", "KV saved", "evicted", "us/req")
-    with Progress(
-        "{task.description}", BarColumn(), TimeRemainingColumn(), console=console, transient=True
-    ) as progress:
+    with (
+        _per_request(per_request) as note,
+        Progress(
+            "{task.description}", BarColumn(), TimeRemainingColumn(), console=console,
+            transient=True,
+        ) as progress,
+    ):  # fmt: skip
         for trace in loaded:
             # The option wins over what the trace says of its model.
             bytes_each = bytes_per_token or trace.bytes_per_token
@@ -164,7 +166,8 @@ def replay(
                 highlight=False,
             )
             progress.console.print(LAYOUT.format(*heads), style="bold")
-            trace_hints = runs.hints_of(trace)
+            told = None if hints is None else client_hints(trace, hints, hints_wrong)
+            replays = Replays(trace, warm, queue, told, note)
             trace_results: list[ReplayResult] = []
 
             # Results are printed as they come. Loop variables are bound as defaults, since a
@@ -173,14 +176,16 @@ def replay(
                 name: str,
                 size: int,
                 trace: Trace = trace,
-                hints: Any = trace_hints,
+                replays: Replays = replays,
                 trace_results: list[ReplayResult] = trace_results,
                 bytes_each: int = bytes_each,
             ) -> None:
                 """Replay with one policy at one capacity, and print the result."""
                 task = progress.add_task(f"{trace.name} {name} {size}", total=len(trace.requests))
-                result = runs.run(
-                    trace, name, size, hints, lambda at: progress.update(task, completed=at)
+                # Named as on the command line, with its settings: two settings of one policy are
+                # two curves.
+                result = replays.run(
+                    name, makers[name], size, lambda at: progress.update(task, completed=at)
                 )
                 progress.remove_task(task)
                 trace_results.append(result)
@@ -191,10 +196,19 @@ def replay(
             # half and twice of the pool, for the sentence.
             asked = pool or middle(sizes)
             for size in sorted({*sizes, *([asked] if pool else [])}):
-                for name in policies:
+                for name in makers:
                     measure(name, size)
             chosen = best(trace_results, asked)
-            if chosen is not None:
+            here = [one for one in trace_results if one.capacity_blocks == asked]
+            if chosen is None or not chosen.hit_tokens:
+                # Nothing to choose by, but the reason is worth more than a row of zeros.
+                if not any(one.hit_tokens for one in here) or chosen is not None:
+                    reasons = why_nothing_here(trace, check_trace(trace, warm), warm, asked)
+                    sentences.append(
+                        f"{trace.name}, {asked:,} blocks: no policy found anything, so none is "
+                        f"recommended. {' '.join(reasons)}"
+                    )
+            else:
                 # Half or twice of the pool may be among the capacities that were replayed already.
                 there = {(one.policy, one.capacity_blocks) for one in trace_results}
                 for size in (max(1, asked // 2), 2 * asked):
@@ -214,6 +228,61 @@ def replay(
             draw(results, plot)
 
 
+@contextmanager
+def _per_request(path: Path | None) -> Iterator[Callable[[RequestHits], None] | None]:
+    """Write what each request of each replay finds to a file, as it is found: nothing is kept.
+    Raises OutputError."""
+    if path is None:
+        yield None
+        return
+    flag = "--per-request"
+    with writing(flag, path):
+        out = path.open("w", encoding="utf-8")
+
+    def note(hits: RequestHits) -> None:
+        with writing(flag, path):
+            out.write(json.dumps(hits._asdict(), separators=(",", ":")) + "\n")
+
+    try:
+        yield note
+    finally:
+        # The last lines are written here.
+        with writing(flag, path):
+            out.close()
+
+
+def _check(console: Console, traces: list[Trace], warm: float, json_file: Path | None) -> None:
+    """Print what each trace holds and what could be found in it, and write it to a file too."""
+    rows = []
+    for trace in traces:
+        found = check_trace(trace, warm)
+        reasons = why_nothing(trace, found, warm)
+        size = f"; KV of a token: {amount(found.bytes_per_token)}" if found.bytes_per_token else ""
+        for line in (
+            f"{found.trace}: {found.kind}",
+            f"  {found.requests:,} requests in {found.seconds:,.1f} s, namespaces: "
+            f"{found.namespaces:,}; the longest prompt has {found.longest_tokens:,} tokens{size}",
+            f"  blocks of {found.block_tokens:,} tokens: {found.asked_blocks:,} asked for, "
+            f"{found.whole_blocks:,} of them whole, {found.different_blocks:,} different; at most "
+            f"{found.largest_blocks:,} in a prompt",
+            f"  repeats: {found.block_bound:.1%} of the blocks, {found.token_bound:.1%} of the "
+            "tokens; no cache finds more",
+        ):
+            console.print(line, highlight=False, markup=False)
+        if not reasons:
+            enough = enough_for_lru(trace, warm)
+            console.print(f"  lru finds some from {enough:,} blocks on", highlight=False)
+        for line in reasons or doubts(found):
+            console.print(f"  {line}", highlight=False, markup=False)
+        rows.append(
+            asdict(found)
+            | {"block_bound": found.block_bound, "token_bound": found.token_bound}
+            | {"why_nothing": reasons, "doubts": doubts(found)}
+        )
+    if json_file is not None:
+        write_text("--json", json_file, json.dumps(rows, indent=1) + "\n")
+
+
 def _row(result: ReplayResult, bytes_per_token: int) -> str:
     """Format a replay's result as a line of the command's table; * marks the default policy."""
     name = result.policy + ("*" if result.policy == DEFAULT_POLICY else "")
@@ -225,8 +294,8 @@ def _row(result: ReplayResult, bytes_per_token: int) -> str:
     )  # fmt: skip
 
 
-def _policies(given: list[str]) -> list[str]:
-    """List the policies to replay, which the values of `--policy` name. Raises ConfigError."""
+def _makers(given: list[str]) -> dict[str, MakePolicy | None]:
+    """Return what makes each policy that the values of `--policy` name. Raises ConfigError."""
     every = [*policy_names(), OPTIMUM]
     names = (name.strip() for text in given for name in text.split(","))
     chosen: dict[str, None] = {}
@@ -235,11 +304,9 @@ def _policies(given: list[str]) -> list[str]:
     for name in chosen:
         if name not in every and ":" not in name:
             raise ConfigError(f"--policy {name!r} is not one of {', '.join(every)}")
-        if name != OPTIMUM:
-            policy_of(name)  # a setting that is wrong is refused before anything is replayed
     if not chosen:
         raise ConfigError("--policy names no policy")
-    return [*chosen]
+    return {name: maker_of(name) for name in chosen}
 
 
 def _capacities(sizes: str) -> list[int]:

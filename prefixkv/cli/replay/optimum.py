@@ -10,6 +10,7 @@ Source: Belady (1966), with bypass.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from typing import Any
 
 from prefixkv.cli.replay.run import Hits, ReplayResult
@@ -18,10 +19,15 @@ from prefixkv.cli.replay.trace import Trace, block_names
 OPTIMUM = "optimum"
 
 
-def replay_optimum(trace: Trace, capacity: int, warm: float = 0.0) -> ReplayResult:
+def replay_optimum(
+    trace: Trace,
+    capacity: int,
+    warm: float = 0.0,
+    each: Callable[[int, int], None] | None = None,
+) -> ReplayResult:
     """Replay a trace with the optimum, which evicts the furthest next use: no cache of this
-    capacity hits more often. O(blocks log blocks)."""
-    hits = Hits(trace, warm)
+    capacity hits more often. O(blocks log blocks). Arguments are those of `replay_policy`."""
+    hits = Hits(trace, warm, each)
     paths = [block_names(request.whole_key, trace.page_size) for request in trace.requests]
     never = len(paths)
     # Backwards: for each block of each request, the next request that has it.

@@ -19,7 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from prefixkv.cli.replay.agents import Agentic, Sessions
-from prefixkv.cli.replay.trace import Trace, TraceRequest
+from prefixkv.cli.replay.trace import (
+    AGENTIC,
+    MOONCAKE,
+    RECORD,
+    SESSIONS,
+    TOKENS,
+    Trace,
+    TraceRequest,
+)
 from prefixkv.cli.traces import blocks_in, number_in, read_lines
 from prefixkv.spi import TOKEN_LIMIT, RadixKey, TraceError
 
@@ -28,7 +36,7 @@ SPREAD_S = 4 * 3600.0
 
 
 def read_trace(
-    path: Path,
+    path: str | Path,
     page_size: int = 16,
     block_tokens: int = 512,
     limit: int | None = None,
@@ -45,6 +53,7 @@ def read_trace(
     Raises:
         TraceError: names the file and the line.
     """
+    path = Path(path)
     reader = _TraceReader(page_size, block_tokens, spread_s)
     # A folder holds whole sessions; a .json file one value; any other file one entry per line.
     if path.is_dir():
@@ -97,6 +106,7 @@ class _TraceReader:
         self._requests: list[TraceRequest] = []
         self._kind = ""
         self._bytes_per_token = 0
+        self._recorded = True  # all entries have what a node's record says besides Mooncake's
         self._sessions = Sessions(spread_s)
         self._agentic = Agentic(block_tokens)
 
@@ -120,15 +130,18 @@ class _TraceReader:
     def trace(self, name: str) -> Trace:
         """Return the trace of all entries that were read, in order of time."""
         if self._kind == "tokens":
-            return Trace(name, self._requests, self._page_size, self._page_size).in_order()
+            size = self._page_size
+            return Trace(name, self._requests, size, size, kind=TOKENS).in_order()
         block_tokens = self._block_tokens
+        kind = RECORD if self._recorded else MOONCAKE
         # Their times are known only now, when all entries have been read.
         if self._kind in ("sessions", "agentic requests"):
             source = self._sessions if self._kind == "sessions" else self._agentic
+            kind = SESSIONS if self._kind == "sessions" else AGENTIC
             block_tokens = source.block_tokens
             for time_s, blocks, num_tokens in source.requests():
                 self._add(time_s, blocks, num_tokens, block_tokens)
-        found = Trace(name, self._requests, 1, block_tokens, self._bytes_per_token)
+        found = Trace(name, self._requests, 1, block_tokens, self._bytes_per_token, kind)
         return found.in_order()
 
     def _add_tokens(self, entry: dict[str, Any]) -> None:
@@ -151,6 +164,7 @@ class _TraceReader:
         namespace = entry.get("namespace")
         if not isinstance(namespace, int | str | None):
             raise TypeError(f"namespace is {namespace!r}, a number or a string is needed")
+        self._recorded &= entry.keys() >= {"block_size", "bytes_per_token"}
         if "bytes_per_token" in entry:
             self._bytes_per_token = number_in(entry, "bytes_per_token", 1, 1 << 32)
         self._add(self._time_s(entry), ids, length, self._block_tokens, namespace)

@@ -35,14 +35,18 @@ class Hits:
     """Counts of a replay. The first requests, a share of `warm`, warm the cache and do not
     count."""
 
-    def __init__(self, trace: Trace, warm: float) -> None:
-        self._trace = trace
+    def __init__(
+        self, trace: Trace, warm: float, each: Callable[[int, int], None] | None = None
+    ) -> None:
+        self._trace, self._each = trace, each
         self._from = int(warm * len(trace.requests))
         self._hit_blocks = self._hit_tokens = self._blocks = self._tokens = 0
         self._begin_s = time.perf_counter()
 
     def add(self, at: int, known: int) -> None:
         """Count the hits of a replay's request number `at`: of its blocks, `known` were cached."""
+        if self._each is not None:
+            self._each(at, known)
         if at < self._from:
             return
         request, block_tokens = self._trace.requests[at], self._trace.block_tokens
@@ -77,7 +81,7 @@ def replay_policy(
     queue: int = 0,
     progress: Callable[[int], None] | None = None,
     hints: Sequence[bool | None] | None = None,
-    found: list[int] | None = None,
+    each: Callable[[int, int], None] | None = None,
 ) -> ReplayResult:
     """Replay a trace with one eviction policy at one capacity (blocks), through a real
     `RadixCache`. Costs some ten microseconds per request.
@@ -87,7 +91,7 @@ def replay_policy(
         warm: share of the requests that only warm the cache.
         queue: how many following requests count as waiting.
         hints: per request, what its client says at its end (`finish(continues=)`).
-        found: filled with the number of blocks that each request finds.
+        each: called for each request with its number and the number of blocks that it finds.
     """
     chosen = make_policy(policy)
     chosen.token_scale = trace.token_scale
@@ -98,7 +102,7 @@ def replay_policy(
     next_page = 0
     free: list[int] = []
     wants = deque(cache.want(cache.match_prefix(one.whole_key)) for one in requests[:queue])
-    hits = Hits(trace, warm)
+    hits = Hits(trace, warm, each)
     for at, request in enumerate(requests):
         key = request.whole_key
         if queue:
@@ -125,8 +129,6 @@ def replay_policy(
         if cache.num_pages > capacity:
             free += cache.evict(cache.num_pages - capacity, request.time_s).tolist()
         hits.add(at, known)
-        if found is not None:
-            found.append(known)
         if progress is not None and at % 256 == 0:
             progress(at)
     return hits.result(chosen.name, capacity, cache.stats().evicted_pages)

@@ -10,11 +10,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from prefixkv.spi import TOKEN_BYTES, ConfigError, RadixKey
+
+MOONCAKE: Final = "Mooncake's trace"
+RECORD: Final = "a decode node's record"
+TOKENS: Final = "token lists"
+AGENTIC: Final = "Dynamo's agentic Mooncake"
+SESSIONS: Final = "agents' sessions"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +42,8 @@ class Trace:
     page_size: int  # tokens of a key per page
     block_tokens: int  # prompt tokens per page
     bytes_per_token: int = 0  # of KV; 0: the trace does not say
+    kind: str = ""  # of the file, in words
+    out_of_order: int = 0  # requests earlier than the one before them in the file
 
     @property
     def token_scale(self) -> int:
@@ -46,9 +54,10 @@ class Trace:
         """Return the trace with its requests by time; those of equal time keep their order."""
         ordered = self.requests
         # Traces are mostly in order already: looking is cheaper than sorting.
-        if any(later.time_s < earlier.time_s for earlier, later in pairwise(ordered)):
+        back = sum(later.time_s < earlier.time_s for earlier, later in pairwise(ordered))
+        if back:
             ordered = sorted(ordered, key=lambda request: request.time_s)
-        return replace(self, requests=ordered)
+        return replace(self, requests=ordered, out_of_order=back)
 
 
 def block_names(key: RadixKey, page_size: int) -> list[Any]:
@@ -80,7 +89,8 @@ def mix(traces: Sequence[Trace]) -> Trace:
     """
     sizes = {(trace.page_size, trace.block_tokens) for trace in traces}
     if len(sizes) > 1:
-        raise ConfigError("--mix: the traces have blocks of different sizes")
+        each = ", ".join(f"{trace.name} of {trace.block_tokens}" for trace in traces)
+        raise ConfigError(f"--mix: the traces have blocks of different sizes: {each} tokens")
 
     # The number of the trace goes into the namespace, beside the one that the trace has itself.
     def apart(key: RadixKey, number: int) -> RadixKey:
@@ -92,4 +102,8 @@ def mix(traces: Sequence[Trace]) -> Trace:
         for request in trace.requests
     ]
     names = "+".join(trace.name for trace in traces)
-    return replace(traces[0], name=names, requests=requests).in_order()
+    kind = " and ".join(dict.fromkeys(trace.kind for trace in traces))
+    out_of_order = sum(trace.out_of_order for trace in traces)
+    found = replace(traces[0], name=names, requests=requests, kind=kind).in_order()
+    # One after the other in memory, they are out of order in no file.
+    return replace(found, out_of_order=out_of_order)

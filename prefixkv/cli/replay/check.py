@@ -1,0 +1,276 @@
+"""What a trace holds, what any cache could find in it, and why a replay of it finds nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, Final
+
+from prefixkv.cli.replay.trace import MOONCAKE, RECORD, TOKENS, Trace, block_names
+from prefixkv.spi import TOKEN_BYTES, RadixKey
+
+_FAST_S: Final = 0.0005
+_SLOW_S: Final = 24 * 3600.0
+"""Mean times between requests beyond which a trace's timestamps are hardly in ms."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceCheck:
+    """What a trace holds. Counts are of all its requests, those with `counted` of the requests that
+    do not only warm the cache."""
+
+    trace: str
+    kind: str
+    requests: int
+    seconds: float  # from the first request to the last
+    namespaces: int
+    out_of_order: int  # requests with an earlier time than the one before them in the file
+    block_tokens: int
+    bytes_per_token: int  # of KV; 0: the trace does not say
+    asked_blocks: int  # a prompt's partial last block included
+    whole_blocks: int
+    different_blocks: int  # whole ones; a cache of this many never evicts
+    largest_blocks: int  # whole blocks of one prompt
+    longest_tokens: int
+    prompts_without_block: int  # shorter than a block
+    repeated_blocks: int  # found by a cache that never evicts: no policy finds more
+    counted_asked_blocks: int
+    counted_repeated_blocks: int
+    counted_tokens: int
+
+    @property
+    def block_bound(self) -> float:
+        """The greatest `block_hit_ratio` that any cache can have."""
+        return self.counted_repeated_blocks / max(1, self.counted_asked_blocks)
+
+    @property
+    def token_bound(self) -> float:
+        """The greatest `token_hit_ratio` that any cache can have."""
+        return self.counted_repeated_blocks * self.block_tokens / max(1, self.counted_tokens)
+
+
+def check_trace(trace: Trace, warm: float = 0.0) -> TraceCheck:
+    """Count what a trace holds, and what repeats in it. O(blocks).
+
+    Args:
+        warm: share of the requests that only warm the cache, as of a replay.
+    """
+    begin = int(warm * len(trace.requests))
+    seen: set[Any] = set()
+    asked = whole = largest = without = repeated = 0
+    counted_asked = counted_repeated = counted_tokens = 0
+    for at, request in enumerate(trace.requests):
+        names = block_names(request.whole_key, trace.page_size)
+        # A hit is a prefix, and what is in `seen` is closed upwards: the count is the hit's length.
+        known = sum(name in seen for name in names)
+        seen.update(names)
+        blocks = len(request.key) // trace.page_size
+        asked, whole, repeated = asked + blocks, whole + len(names), repeated + known
+        largest, without = max(largest, len(names)), without + (not names)
+        if at >= begin:
+            counted_asked, counted_repeated = counted_asked + blocks, counted_repeated + known
+            counted_tokens += request.num_tokens
+    times = [request.time_s for request in trace.requests]
+    return TraceCheck(
+        trace=trace.name,
+        kind=trace.kind,
+        requests=len(trace.requests),
+        seconds=max(times, default=0.0) - min(times, default=0.0),
+        namespaces=len({request.key.namespace for request in trace.requests}),
+        out_of_order=trace.out_of_order,
+        block_tokens=trace.block_tokens,
+        bytes_per_token=trace.bytes_per_token,
+        asked_blocks=asked,
+        whole_blocks=whole,
+        different_blocks=len(seen),
+        largest_blocks=largest,
+        longest_tokens=max((request.num_tokens for request in trace.requests), default=0),
+        prompts_without_block=without,
+        repeated_blocks=repeated,
+        counted_asked_blocks=counted_asked,
+        counted_repeated_blocks=counted_repeated,
+        counted_tokens=counted_tokens,
+    )
+
+
+def doubts(check: TraceCheck) -> list[str]:
+    """Return what looks wrong in a trace that can be replayed, a sentence each: its times, and
+    prompts shorter than a block."""
+    found = []
+    gap_s = check.seconds / max(1, check.requests - 1)
+    if check.requests > 1 and not check.seconds:
+        found.append("All requests have the same time: policies that learn from time see none.")
+    elif check.requests > 1 and not _FAST_S <= gap_s <= _SLOW_S:
+        each = f"{1 / gap_s:,.0f} a second" if gap_s < 1 else f"one in {gap_s / 3600:,.0f} hours"
+        found.append(f"Requests come {each}: are the times in the unit of this format?")
+    if check.out_of_order and check.kind in (MOONCAKE, TOKENS):
+        found.append(
+            f"{check.out_of_order:,} requests are earlier than the one before them in the file; "
+            "all are replayed by time."
+        )
+    if 0 < check.prompts_without_block < check.requests:
+        found.append(
+            f"{check.prompts_without_block:,} of {check.requests:,} prompts are shorter than a "
+            f"block of {check.block_tokens} tokens: they can find nothing."
+        )
+    return found
+
+
+def why_nothing(trace: Trace, check: TraceCheck, warm: float = 0.0) -> list[str]:
+    """Return why no cache of any size can find a block in this trace, a sentence each; empty if one
+    can."""
+    # From the plainest reason to the one that is left over: the first that holds is said.
+    if check.counted_repeated_blocks:
+        return []
+    if not check.whole_blocks:
+        # The partial block's id is there, but no cache keeps it.
+        return [
+            f"No prompt has a whole block: the longest has {check.longest_tokens:,} tokens, a "
+            f"block {check.block_tokens:,}. {_smaller(trace)}"
+        ]
+    if check.requests == 1:
+        return ["It has one request only."]
+    if check.repeated_blocks:
+        first = int(warm * check.requests)
+        return [
+            f"What repeats is in the first {first:,} requests, which only warm the cache "
+            f"(--warm {warm:g}); the {check.requests - first:,} others ask for new blocks alone."
+        ]
+    found = []
+    if shared := _repeats_across_namespaces(trace):
+        found.append(
+            f"Equal blocks ({shared:,}) stand in different namespaces, {check.namespaces:,} for "
+            f"{check.requests:,} requests: those share nothing."
+        )
+    elif again := _repeats_elsewhere(trace):
+        found.append(
+            f"{again:,} blocks come again, but behind other ones: a block is found only if all "
+            "before it are the same. Prompts that begin with a time or a name are all new; an id "
+            "has to stand for the whole prompt up to its end, not for a number in the request."
+        )
+    else:
+        found.append("No block comes a second time.")
+    if trace.kind == TOKENS and (common := _common_tokens(trace)):
+        found.append(
+            f"Prompts share up to {common:,} tokens from their beginnings, fewer than a block of "
+            f"{check.block_tokens:,}: --page-size {1 << common.bit_length() - 1} finds some."
+        )
+    if check.kind == RECORD:
+        found.append(
+            "The ids of a record are salted for each file: what another file has seen is unknown "
+            "in this one, put together or not. A greater record_bytes keeps more in one file."
+        )
+    return [*found, *doubts(check)]
+
+
+def why_nothing_here(trace: Trace, check: TraceCheck, warm: float, capacity: int) -> list[str]:
+    """Return why policies find no block at this capacity, a sentence each."""
+    if reasons := why_nothing(trace, check, warm):
+        return reasons
+    enough = enough_for_lru(trace, warm)
+    found = [
+        f"With all blocks kept ({check.different_blocks:,}) {check.block_bound:.1%} would be found."
+    ]
+    if enough > capacity:
+        found.append(
+            f"Between a prompt and the next that begins like it {enough:,} different blocks are "
+            f"asked for, or more, and {capacity:,} fit: lru finds some from {enough:,} blocks on."
+        )
+    else:
+        found.append(f"lru finds some with {enough:,} blocks.")
+    return found
+
+
+def enough_for_lru(trace: Trace, warm: float = 0.0) -> int:
+    """Return a capacity, in blocks, at which lru finds at least one block; 0 if no cache does.
+    O(blocks)."""
+    begin = int(warm * len(trace.requests))
+    paths = [block_names(request.whole_key, trace.page_size) for request in trace.requests]
+    asked = [0, *accumulate(map(len, paths))]
+    last: dict[Any, int] = {}  # by first block: the last request that has it
+    nearest: tuple[int, int, int] | None = None  # (blocks asked for between, from, to)
+    for at, path in enumerate(paths):
+        if not path:
+            continue
+        before = last.get(path[0])
+        if before is not None and at >= begin:
+            between = asked[at] - asked[before]
+            nearest = min(nearest or (between, before, at), (between, before, at))
+        last[path[0]] = at
+    if nearest is None:
+        return 0
+    # Of those between, each different one takes the room of one.
+    return len({name for path in paths[nearest[1] : nearest[2]] for name in path})
+
+
+def _smaller(trace: Trace) -> str:
+    """Say how blocks of this trace become smaller."""
+    if trace.kind == TOKENS:
+        return "--page-size takes smaller ones."
+    if trace.kind == RECORD:
+        return "Record with smaller ones: DecodeConfig(record_block_tokens=16)."
+    return "Smaller ones need ids of their own: docs/traces.md says how to make them."
+
+
+def _pages(trace: Trace, key: RadixKey) -> Iterator[bytes]:
+    """Yield the whole blocks of a trace's prompt, without what stands before them."""
+    size = TOKEN_BYTES * trace.page_size
+    for at in range(len(key) // trace.page_size):
+        yield key.data[at * size : (at + 1) * size]
+
+
+def _number_in_mix(key: RadixKey) -> int:
+    """Return the number of the trace that a prompt of a mix is from: equal blocks of two traces
+    mean nothing."""
+    return key.namespace[0] if isinstance(key.namespace, tuple) else 0
+
+
+def _repeats_across_namespaces(trace: Trace) -> int:
+    """Count the whole blocks of a trace that would be found if all requests shared a namespace."""
+    seen: set[Any] = set()
+    found = 0
+    for request in trace.requests:
+        above = hash(_number_in_mix(request.key))
+        for page in _pages(trace, request.whole_key):
+            above = hash((above, page))
+            found += above in seen
+            seen.add(above)
+    return found
+
+
+def _repeats_elsewhere(trace: Trace) -> int:
+    """Count the whole blocks of a trace that an earlier request has too, wherever it has them."""
+    seen: set[tuple[int, bytes]] = set()
+    found = 0
+    for request in trace.requests:
+        number = _number_in_mix(request.key)
+        pages = {(number, page) for page in _pages(trace, request.whole_key)}
+        found += len(pages & seen)
+        seen |= pages
+    return found
+
+
+def _common_tokens(trace: Trace) -> int:
+    """Return the most tokens that two prompts of a trace of token lists share from their
+    beginnings."""
+    # Sorted, the two that share most are neighbours. The order is that of bytes, which keeps equal
+    # beginnings together as well as any other.
+    keys = sorted((repr(one.key.namespace), bytes(one.key.data)) for one in trace.requests)
+    most = 0
+    for (space, data), (other_space, other) in pairwise(keys):
+        if space == other_space:
+            most = max(most, _common_bytes(data, other) // TOKEN_BYTES)
+    return most
+
+
+def _common_bytes(one: bytes, other: bytes) -> int:
+    """Return the length of the common beginning of two prompts' packed tokens."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        half = (low + high + 1) // 2
+        if one[low:half] == other[low:half]:
+            low = half
+        else:
+            high = half - 1
+    return low

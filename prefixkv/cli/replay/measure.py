@@ -1,0 +1,171 @@
+"""Replays of several policies at several capacities, from Python: `replay_curves`. The command
+makes its own by the same `Replays`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+from prefixkv.cli.policies import policy_of
+from prefixkv.cli.replay.curves import capacities_for
+from prefixkv.cli.replay.optimum import OPTIMUM, replay_optimum
+from prefixkv.cli.replay.run import ReplayResult, replay_policy
+from prefixkv.cli.replay.trace import Trace, footprint
+from prefixkv.spi import ConfigError, Policy, check_range, policy_names
+
+MakePolicy = Callable[[], Policy]
+"""Makes a new eviction policy: an object of it serves one replay. A class is one."""
+
+
+class RequestHits(NamedTuple):
+    """What one request of a trace found in one replay."""
+
+    trace: str
+    policy: str
+    capacity_blocks: int
+    request: int  # from 0, in the order of replay, which is that of time
+    time_s: float
+    blocks: int  # asked for, a partial one included
+    tokens: int  # of the prompt
+    hit_tokens: int
+    counted: bool  # False: it only warms the cache, and counts in no ratio
+
+
+@dataclass(frozen=True, slots=True)
+class Replays:
+    """Replays of one trace. They share all but policy and capacity.
+
+    Args:
+        warm: share of the requests that only warm the cache.
+        queue: how many following requests count as waiting.
+        hints: per request, what its client says at its end (`finish(continues=)`).
+        each: called with what each request of each replay finds.
+    """
+
+    trace: Trace
+    warm: float = 0.0
+    queue: int = 0
+    hints: Sequence[bool | None] | None = None
+    each: Callable[[RequestHits], None] | None = None
+
+    def run(
+        self,
+        name: str,
+        make: MakePolicy | None,
+        capacity: int,
+        progress: Callable[[int], None] | None = None,
+    ) -> ReplayResult:
+        """Replay the trace with one policy at one capacity (blocks), under this name; without a
+        policy, with the optimum."""
+        each = None if self.each is None else partial(self._note, name, capacity)
+        # The optimum knows the future: neither a queue nor hints could add to it.
+        if make is None:
+            result = replay_optimum(self.trace, capacity, self.warm, each)
+        else:
+            result = replay_policy(
+                self.trace, make(), capacity, self.warm, self.queue, progress, self.hints, each
+            )
+        return replace(result, policy=name)
+
+    def _note(self, name: str, capacity: int, at: int, known: int) -> None:
+        """Hand on what one request of a replay has found."""
+        trace, request = self.trace, self.trace.requests[at]
+        assert self.each is not None
+        self.each(
+            RequestHits(
+                trace=trace.name,
+                policy=name,
+                capacity_blocks=capacity,
+                request=at,
+                time_s=request.time_s,
+                blocks=len(request.key) // trace.page_size,
+                tokens=request.num_tokens,
+                hit_tokens=known * trace.block_tokens,
+                counted=at >= int(self.warm * len(trace.requests)),
+            )
+        )
+
+
+def replay_curves(
+    trace: Trace,
+    policies: Iterable[str | MakePolicy] | Mapping[str, str | MakePolicy] | None = None,
+    capacities: Iterable[int] | None = None,
+    *,
+    warm: float = 0.0,
+    queue: int = 0,
+    hints: Sequence[bool | None] | None = None,
+    each: Callable[[RequestHits], None] | None = None,
+) -> list[ReplayResult]:
+    """Replay a trace with each policy at each capacity, through a real `RadixCache`. Costs some ten
+    microseconds per request of each replay.
+
+    Args:
+        trace: of `read_trace` or `make_trace`.
+        policies: names as on the command line ("lru", "adaptive:trust=30", "MODULE:CLASS",
+            "optimum"), or functions without arguments that make a new policy, such as a class; or
+            these by the name that the results are to have. None: all that are registered, and the
+            optimum.
+        capacities: in blocks, at least 1. None: from 1/64 of the trace's different blocks to all.
+        warm: share of the requests that only warm the cache, in [0, 0.99].
+        queue: how many following requests count as waiting.
+        hints: per request, what its client says at its end (`finish(continues=)`).
+        each: called with what each request of each replay finds.
+    Returns:
+        A result for each capacity and policy: capacities rising, policies as given.
+    Raises:
+        ConfigError: an unknown policy, two of one name, a function that makes no policy, a value
+            out of its range; nothing was replayed.
+    """
+    check_range("warm", warm, 0, 0.99)
+    check_range("queue", queue, 0, 1_000_000)
+    if hints is not None and len(hints) != len(trace.requests):
+        raise ConfigError(f"{len(hints)} hints for {len(trace.requests)} requests")
+    makers = _makers([*policy_names(), OPTIMUM] if policies is None else policies)
+    sizes = capacities_for(footprint(trace)) if capacities is None else sorted({*capacities})
+    for size in sizes:
+        check_range("capacity", size, 1, 10**8)
+    replays = Replays(trace, warm, queue, hints, each)
+    return [replays.run(name, make, size) for size in sizes for name, make in makers.items()]
+
+
+def maker_of(name: str) -> MakePolicy | None:
+    """Return what makes the policy that a command line names; None for the optimum. Raises
+    ConfigError."""
+    if name == OPTIMUM:
+        return None
+    policy_of(name)  # what is wrong with it is found out before anything is replayed
+    return partial(policy_of, name)
+
+
+def _makers(policies: Any) -> dict[str, MakePolicy | None]:
+    """Return, by the name of its curve, what makes each policy. Raises ConfigError."""
+    if isinstance(policies, str):
+        policies = [policies]
+    if not isinstance(policies, Mapping):
+        named = [(one if isinstance(one, str) else _name_of(one), one) for one in policies]
+        policies = dict(named)
+        if len(policies) < len(named):
+            names = ", ".join(name for name, _ in named)
+            raise ConfigError(f"two policies of one name: {names}; give them names of your own")
+    makers: dict[str, MakePolicy | None] = {}
+    for name, given in policies.items():
+        if isinstance(given, str):
+            makers[name] = maker_of(given)
+        else:
+            _name_of(given)  # checks that it makes one
+            makers[name] = given
+    return makers
+
+
+def _name_of(make: Any) -> str:
+    """Return the name of the policies that a function makes. Raises ConfigError if it makes
+    none."""
+    made = make() if callable(make) else make
+    if not callable(make) or not isinstance(made, Policy):
+        raise ConfigError(f"{make!r} is no function that makes an eviction policy")
+    name = getattr(made, "name", None)
+    if not isinstance(name, str):
+        raise ConfigError(f"the policy that {make!r} makes has no name")
+    return name
