@@ -146,6 +146,9 @@ def python_process(*arguments: str, folder: Path) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
+_SECONDS = ("engine", "fleet", "operate")  # pages whose code takes seconds
+
+
 def run_to_its_end(process: subprocess.Popen[str]) -> str:
     """What it has written. Fails if it fails, or takes too long."""
     try:
@@ -168,7 +171,12 @@ def run_code(document: Path, folder: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    "document", [one for one in DOCUMENTS if one != README], ids=lambda path: path.name
+    "document",
+    [
+        pytest.param(one, marks=pytest.mark.slow if one.stem in _SECONDS else (), id=one.name)
+        for one in DOCUMENTS
+        if one != README
+    ],
 )
 def test_the_code_in_it_runs(document: Path, tmp_path: Path) -> None:
     run_code(document, tmp_path)

@@ -42,6 +42,7 @@ def test_it_runs(name: str) -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
+@pytest.mark.slow
 def test_each_of_the_twenty_mutants_can_be_made_and_its_test_is_there() -> None:
     """A function or test of another name needs that name in the mutant's row, too."""
     spec = importlib.util.spec_from_file_location("twenty_mutants", FUZZ / "twenty_mutants.py")

@@ -94,6 +94,7 @@ def test_the_console_script_is_that_command() -> None:
     assert PROJECT["scripts"] == {"prefixkv": "prefixkv.cli:main"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", [SERVE, *((name,) for name in SERVE), HF])
 def test_without_the_extra_serve_its_commands_say_in_one_line_what_to_install(
     missing: tuple[str, ...],

@@ -46,6 +46,7 @@ def test_pair_with_extra_state_ends_with_nothing_lost(number: int, storm: str) -
         assert sim.finished == sim.decode.scheduler.counters["finished"] >= 5
 
 
+@pytest.mark.slow
 def test_same_seed_same_run() -> None:
     runs = []
     for _ in range(2):
@@ -76,6 +77,7 @@ class ShmPairSim(OverShm, PairSim):
     """`fuzz/pair.py --backend shm`."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [3, 8])
 @pytest.mark.parametrize("storm", ["calm", "everything"])
 def test_pair_ends_with_nothing_lost_over_shm(storm: str, seed: int) -> None:

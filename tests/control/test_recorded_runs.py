@@ -8,10 +8,13 @@ import pytest
 
 from tests.models.recording import Recording, Run, differences, play, recorded, runs
 
-SOME = [run for kind in ("pair", "mesh") for run in runs(kind)[::10]]
+SOME = [
+    pytest.param(run, marks=() if number % 3 == 0 else pytest.mark.slow, id=run.name)
+    for number, run in enumerate(run for kind in ("pair", "mesh") for run in runs(kind)[::10])
+]
 
 
-@pytest.mark.parametrize("run", SOME, ids=[run.name for run in SOME])
+@pytest.mark.parametrize("run", SOME)
 def test_a_recorded_run_draws_and_ends_as_it_did(run: Run) -> None:
     assert differences(recorded()[run.name], play(run).line) == []
 

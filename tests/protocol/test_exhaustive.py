@@ -20,7 +20,22 @@ def _by_name(case: Any) -> str | None:
     return getattr(case, "name", None)
 
 
-@pytest.mark.parametrize("config", QUICK, ids=_by_name)
+_SECONDS = {
+    "again: slow, stall", "again: abort 2, slow", "restart, slow", "one number of two workers: lose",
+    "two workers", "again: repeat, abort", "two writers: abort", "heard: abort, stall",
+}  # fmt: skip
+"""Configurations that take seconds each."""
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(
+            config, marks=pytest.mark.slow if config.name in _SECONDS else (), id=config.name
+        )
+        for config in QUICK
+    ],
+)
 def test_the_laws_hold_in_every_state(config: Config) -> None:
     assert explore(config).complete
 

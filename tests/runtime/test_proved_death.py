@@ -229,6 +229,7 @@ sys.stdout.buffer.write(msgspec.json.encode(HeldLife().life))
     return msgspec.json.decode(said, type=ProcessLife)
 
 
+@pytest.mark.slow
 def test_a_node_that_poses_as_a_dead_process_is_fenced_alone(
     start: Start, stack: ExitStack, clock: SkippableClock
 ) -> None:

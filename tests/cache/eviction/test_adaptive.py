@@ -340,6 +340,7 @@ def test_what_is_remembered_is_bounded():
     assert cache.policy.remembered.num_pages <= 100
 
 
+@pytest.mark.slow
 def test_the_books_of_a_long_run_stay_bounded():
     """Sessions come, go on, part and end under pressure: ghosts, marks and places stay in bounds
     that the pool sets, and all laws hold."""
