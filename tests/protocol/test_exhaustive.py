@@ -21,20 +21,18 @@ def _by_name(case: Any) -> str | None:
 
 
 _SECONDS = {
-    "again: slow, stall", "again: abort 2, slow", "restart, slow", "one number of two workers: lose",
-    "two workers", "again: repeat, abort", "two writers: abort", "heard: abort, stall",
+    "again: slow, stall", "again: abort 2, slow", "restart, slow",
+    "one number of two workers: lose", "two workers", "again: repeat, abort", "two writers: abort", "heard: abort, stall",
 }  # fmt: skip
 """Configurations that take seconds each."""
 
 
+def _is_slow(config: Config) -> Any:
+    return pytest.mark.slow if config.name in _SECONDS else ()
+
+
 @pytest.mark.parametrize(
-    "config",
-    [
-        pytest.param(
-            config, marks=pytest.mark.slow if config.name in _SECONDS else (), id=config.name
-        )
-        for config in QUICK
-    ],
+    "config", [pytest.param(one, marks=_is_slow(one), id=one.name) for one in QUICK]
 )
 def test_the_laws_hold_in_every_state(config: Config) -> None:
     assert explore(config).complete
