@@ -8,12 +8,12 @@ and others are those of other engines. `null` is as good as nothing.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Final, TypeVar, get_type_hints
+from typing import Annotated, Any, ClassVar, Final, TypeVar, get_type_hints
 
 import msgspec
 
 from prefixkv.serving.http import ApiError, no_json
-from prefixkv.serving.wire import SamplingParams
+from prefixkv.serving.wire import MAX_LOGPROBS, SamplingParams
 from prefixkv.serving.words import plain_words
 
 MAX_SAMPLES: Final = 128
@@ -37,7 +37,7 @@ _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     # OpenAI's
     "audio": (), "best_of": (1,), "echo": (False,), "frequency_penalty": (0,),
     "function_call": ("none", "auto"), "functions": ([],), "logit_bias": ({},),
-    "logprobs": (False,), "metadata": ({},), "modalities": (["text"],),
+    "metadata": ({},), "modalities": (["text"],),
     "parallel_tool_calls": (True, False), "prediction": (), "presence_penalty": (0,),
     "prompt_cache_retention": (), "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"), "store": (False,), "suffix": ("",),
@@ -125,6 +125,14 @@ class _RequestBase(msgspec.Struct, frozen=True, kw_only=True):
         options = self.stream_options
         return options is not None and bool(options.continuous_usage_stats)
 
+    LOGPROBS: ClassVar[str] = "logprobs"
+    """Name of the parameter that says how many log-probabilities there are."""
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Number of likeliest tokens per position with their log-probabilities; None: none."""
+        raise NotImplementedError
+
     @property
     def most_tokens(self) -> int | None:
         """Most tokens of an answer, by OpenAI's `max_tokens`; None: as many as there is room
@@ -145,19 +153,23 @@ class _RequestBase(msgspec.Struct, frozen=True, kw_only=True):
             ignore_end=bool(self.ignore_eos),
             stop=tuple(stop),
             min_tokens=self.min_tokens or 0,
+            logprobs=self.num_logprobs,
         )
 
     def check(self) -> None:
         """Raise ApiError 400, with the name of OpenAI's parameter, for one that is out of range."""
+        # Only a completion that echoes its prompt may be empty.
+        least_tokens = 0 if isinstance(self, CompletionRequest) else 1
         for name, least, most in (
-            ("max_tokens", 1, 2**31 - 1), ("max_completion_tokens", 1, 2**31 - 1),
+            ("max_tokens", least_tokens, 2**31 - 1), ("max_completion_tokens", 1, 2**31 - 1),
             ("min_tokens", 0, 2**31 - 1), ("n", 1, MAX_SAMPLES),
             ("temperature", 0, _MAX_TEMPERATURE), ("top_p", 0, 1), ("top_k", -1, 2**31 - 1),
-            ("seed", -(2**63), 2**64 - 1),
+            ("seed", -(2**63), 2**64 - 1), ("num_logprobs", 0, MAX_LOGPROBS),
         ):  # fmt: skip
             value = getattr(self, name, None)
             if value is not None and not least <= value <= most:
                 # A number may have thousands of digits, all of them the client's.
+                name = {"num_logprobs": self.LOGPROBS}.get(name, name)
                 shown = f"is {value}, must be" if abs(value) < 2**64 else "must be"
                 raise refused(name, f"{shown} in [{least}, {most}]")
         if self.top_p == 0:
@@ -185,13 +197,22 @@ class ChatRequest(_RequestBase, frozen=True, kw_only=True):
     """A body of /v1/chat/completions. `messages` are as chat templates take them
     (`_decode_messages`)."""
 
+    LOGPROBS = "top_logprobs"
+
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
     tools: list[dict[str, Any]] | None = None
     documents: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Text | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Number of likeliest tokens per position of a chat's answer. See `CompletionRequest`."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def variables(self) -> dict[str, Any]:
@@ -207,6 +228,8 @@ class ChatRequest(_RequestBase, frozen=True, kw_only=True):
     def check(self) -> None:
         """Check a chat's parameters. See `_RequestBase.check`."""
         super().check()
+        if self.top_logprobs and not self.logprobs:
+            raise refused("top_logprobs", "needs logprobs to be true")
         if "messages" in (self.chat_template_kwargs or {}):
             raise refused(
                 "chat_template_kwargs", "has messages, which are a parameter of their own"
@@ -224,6 +247,17 @@ class CompletionRequest(_RequestBase, frozen=True, kw_only=True):
     (`_decode_prompts`), also where there is one."""
 
     prompt: list[str] | list[list[int]]
+    echo: bool | None = None
+    logprobs: int | bool | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Number of likeliest tokens per position with their log-probabilities; 0: only the chosen
+        token's; None: none."""
+        # Clients of both endpoints send true and false here too.
+        if isinstance(self.logprobs, bool):
+            return 1 if self.logprobs else None
+        return self.logprobs
 
     @property
     def most_tokens(self) -> int | None:
@@ -233,6 +267,8 @@ class CompletionRequest(_RequestBase, frozen=True, kw_only=True):
     def check(self) -> None:
         """Check a completion's parameters, and bound its prompts. See `_RequestBase.check`."""
         super().check()
+        if self.max_tokens == 0 and not self.echo:
+            raise refused("max_tokens", "is 0, must be in [1, 2147483647] without echo")
         num = len(self.prompt)
         if num * self.num_samples > MAX_SAMPLES:
             why = f"has {num} prompts for n={self.num_samples} answers each: at most {MAX_SAMPLES}"
@@ -602,8 +638,12 @@ class Answers:
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{rid}", "created": created, "model": model,
         }  # fmt: skip
 
-    def whole(self, texts: list[str], finishes: list[str | None], usage: Usage) -> dict[str, Any]:
-        """Return OpenAI's body of an answer that is not streamed."""
+    def whole(
+        self, texts: list[str], finishes: list[str | None], usage: Usage,
+        logprobs: list[Any] | None = None,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Return OpenAI's body of an answer that is not streamed. `logprobs` of each sample have
+        their final form (`AnswerLogprobs`)."""
         choices = []
         for i, (text, finish) in enumerate(zip(texts, finishes, strict=True)):
             content: dict[str, Any] = (
@@ -611,7 +651,8 @@ class Answers:
                 if self.chat
                 else {"text": text}
             )
-            choices.append({"index": i, **content, "logprobs": None, "finish_reason": finish})
+            found = logprobs[i] if logprobs else None
+            choices.append({"index": i, **content, "logprobs": found, "finish_reason": finish})
         kind = "chat.completion" if self.chat else "text_completion"
         return {**self._head, "object": kind, "choices": choices, "usage": usage.body()}
 
@@ -626,23 +667,26 @@ class Answers:
         return self._event([self._choice(sample, opening, None)], **more)
 
     def piece(
-        self, sample: int, text: str, finish: str | None, usage: Usage | None = None
-    ) -> bytes:
+        self, sample: int, text: str, finish: str | None, usage: Usage | None = None,
+        logprobs: Any = None,
+    ) -> bytes:  # fmt: skip
         """Return OpenAI's event for text of the answer that has arrived, and for the end of a
         sample; with the usage so far if that is given."""
         more = {} if usage is None else {"usage": usage.body()}
         delta = {"content": text} if text else {}
-        return self._event([self._choice(sample, delta, finish)], **more)
+        return self._event([self._choice(sample, delta, finish, logprobs)], **more)
 
     def usage(self, usage: Usage) -> bytes:
         """Return OpenAI's event with the answer's usage, which `include_usage` asks for."""
         return self._event([], usage=usage.body())
 
-    def _choice(self, sample: int, delta: dict[str, str], finish: str | None) -> dict[str, Any]:
+    def _choice(
+        self, sample: int, delta: dict[str, str], finish: str | None, logprobs: Any = None
+    ) -> dict[str, Any]:
         content: dict[str, Any] = (
             {"delta": delta} if self.chat else {"text": delta.get("content", "")}
         )
-        return {"index": sample, **content, "logprobs": None, "finish_reason": finish}
+        return {"index": sample, **content, "logprobs": logprobs, "finish_reason": finish}
 
     def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         kind = "chat.completion.chunk" if self.chat else "text_completion"

@@ -8,7 +8,7 @@
 | any worker | GET /lost | | a `LostPeer` for each lost peer that it holds something for |
 | any worker | POST /fence | a `FenceRequest` | 202 |
 | decode | POST /generate | an `Ask` | lines: `TokenEvent`s; an empty line is a sign of life |
-| prefill | POST /jobs | a `Job` | 202 |
+| prefill | POST /jobs | a `Job` | 202; with `prompt_logprobs` lines: `PromptLine`s, as above |
 | prefill | POST /abort | an `AbortJobs` | 202 |
 
 Closing a connection ends what was asked on it. Errors have OpenAI's form.
@@ -25,6 +25,13 @@ from prefixkv import Namespace
 
 LIFE_SIGN_S: Final = 2.0
 """Longest pause of a stream: it then sends an empty line or frame."""
+
+MAX_LOGPROBS: Final = 20
+"""Limit of `SamplingParams.logprobs`, the engine's own."""
+
+MAX_PROMPT_NUMBERS: Final = 1 << 19
+"""Limit of the log-probabilities of one prompt, the engine's own: tokens times `logprobs` and
+one."""
 
 SILENCE_S: Final = 30.0
 """Time without a byte after which a stream counts as lost."""
@@ -72,6 +79,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
     ignore_end: bool = False
     stop: tuple[Name, ...] = ()
     min_tokens: int = 0
+    logprobs: int | None = None
 
 
 class Ask(msgspec.Struct, frozen=True):
@@ -88,10 +96,27 @@ class Ask(msgspec.Struct, frozen=True):
     salt: Name = ""
     priority: int = 0
     deadline_s: float | None = None
+    prompt_logprobs: bool = False
+
+
+class Logprob(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """Log-probabilities at one position: a `TokenLogprob` of the engine."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+PromptLogprobs = list[Logprob | None]
+"""Log-probabilities of neighbouring tokens of a prompt; its first token has none: None."""
 
 
 class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One output of a request: an `Output` of the engine."""
+    """One output of a request: an `Output` of the engine.
+
+    An event with `prompt` has nothing else: the next log-probabilities of the request's prompt.
+    Before the first token of a request with `prompt_logprobs` all of them come, in order.
+    """
 
     sample: int = 0
     position: int = 0
@@ -102,11 +127,13 @@ class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     hit_tokens: int = 0
     prefill_hit_tokens: int = 0
     shared_tokens: int = 0
+    logprob: Logprob | None = None
+    prompt: PromptLogprobs | None = None
 
 
 class Job(msgspec.Struct, frozen=True):
-    """A prompt for prefill to compute: a `PrefillJob` of the engine. The last four fields are its
-    `Choice`."""
+    """A prompt for prefill to compute: a `PrefillJob` of the engine. `sampling` and the three
+    fields behind it are its `Choice`."""
 
     rid: Name
     tokens: list[int]
@@ -121,6 +148,17 @@ class Job(msgspec.Struct, frozen=True):
     seed: int
     sample: int
     position: int
+    prompt_logprobs: bool = False
+    deadline_s: float | None = None
+
+
+class PromptLine(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Log-probabilities of a job's prompt: a `PromptPart` of the engine. The last line reaches the
+    prompt's end, or says why the job has ended."""
+
+    position: int
+    logprobs: PromptLogprobs
+    error: str = ""
 
 
 class AbortJobs(msgspec.Struct, frozen=True):

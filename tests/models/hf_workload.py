@@ -28,6 +28,7 @@ class Found:
     near_ties: int = 0  # answers that part where two tokens are as likely, but for rounding
     aborted: int = 0
     hit_tokens: int = 0
+    logprobs: int = 0  # tokens whose log-probabilities were compared
     counts: dict[str, int] = field(default_factory=dict)
 
 
@@ -54,13 +55,15 @@ def shape_of(rng: np.random.Generator) -> dict[str, Any]:
 
 def sampling_of(rng: np.random.Generator) -> Sampling:
     """Greedy more often than not; else drawn, cut off in different ways."""
+    logprobs = int(rng.choice([0, 1, 5, 20])) if rng.random() < 0.4 else None
     if rng.random() < 0.6:
-        return Sampling()
+        return Sampling(logprobs=logprobs)
     return Sampling(
         temperature=float(rng.choice([0.3, 0.8, 1.5])),
         top_k=int(rng.choice([0, 1, 5, 40])),
         top_p=float(rng.choice([0.3, 0.9, 1.0])),
         seed=int(rng.integers(2**63)) if rng.random() < 0.5 else None,
+        logprobs=logprobs,
     )
 
 
@@ -88,6 +91,7 @@ def run_round(
         world.at_rest()
     for answer in world.answers:
         compare(answer, model, reference, found)
+        compare_prompt(world, answer, reference, found)
 
 
 def _ask(world: World, rng: np.random.Generator, shared: Any, rid: str) -> None:
@@ -103,8 +107,10 @@ def _ask(world: World, rng: np.random.Generator, shared: Any, rid: str) -> None:
         tokens = np.concatenate([shared[: int(rng.integers(1, 61))], new])
     else:
         tokens = new
+    sampling = sampling_of(rng)
     world.ask(
-        rid, tokens, sampling=sampling_of(rng), max_new_tokens=int(rng.integers(1, 40)),
+        rid, tokens, sampling=sampling, max_new_tokens=int(rng.integers(1, 40)),
+        prompt_logprobs=sampling.logprobs is not None and rng.random() < 0.5,
         num_samples=int(rng.choice([1, 1, 1, 3])), cacheable=bool(rng.random() < 0.9),
         namespace=None if rng.random() < 0.8 else "other",
     )  # fmt: skip
@@ -122,6 +128,20 @@ def _abort_one(world: World, rng: np.random.Generator, found: Found) -> None:
         found.aborted += 1
 
 
+def compare_prompt(world: World, answer: Answer, reference: Reference, found: Found) -> None:
+    """The log-probabilities of a prompt are there where its first answer has begun."""
+    ask = answer.ask
+    if not ask.prompt_logprobs:
+        assert not any(f"/{ask.rid}/" in job for job in world.prompts)
+    elif answer.tokens.get(0):
+        num_top = ask.sampling.logprobs
+        assert num_top is not None
+        given = world.prompt_logprobs(ask.rid)
+        assert len(given) == len(ask.tokens)
+        reference.check_logprobs(ask.tokens, given, num_top, first=True)
+        found.logprobs += len(given)
+
+
 def compare(answer: Answer, model: PagedModel, reference: Reference, found: Found) -> None:
     """Every token, also of an answer that was cut short, is what the model says by itself."""
     ask, sampling = answer.ask, answer.ask.sampling
@@ -133,6 +153,12 @@ def compare(answer: Answer, model: PagedModel, reference: Reference, found: Foun
             assert end.finish in ("abort", "error"), end
         if not said:
             continue
+        given = answer.logprobs[sample]
+        if sampling.logprobs is None:
+            assert not any(given)
+        else:
+            reference.check_logprobs([*ask.tokens, *said], given, sampling.logprobs)
+            found.logprobs += len(given)
         found.answers += 1
         found.tokens += len(said)
         if sampling.temperature == 0:

@@ -20,6 +20,7 @@ from prefixkv.engines.hf import (
     PrefillEngine,
     Sampling,
 )
+from prefixkv.engines.hf.logprobs import PromptPart, TokenLogprob
 from prefixkv.engines.hf.models import unpaged_copy
 from tests.models.patience import NEVER_S, until
 
@@ -44,6 +45,7 @@ class Answer:
     tokens: dict[int, list[int]] = field(default_factory=dict)  # by sample
     ends: dict[int, Output] = field(default_factory=dict)
     pieces: dict[int, list[str]] = field(default_factory=dict)
+    logprobs: dict[int, list[TokenLogprob | None]] = field(default_factory=dict)
 
     def __call__(self, output: Output) -> None:
         assert output.sample not in self.ends, "an answer ended twice"
@@ -52,6 +54,7 @@ class Answer:
         self.pieces.setdefault(output.sample, []).append(output.text)
         if output.token is not None:
             tokens.append(output.token)
+            self.logprobs.setdefault(output.sample, []).append(output.logprob)
         if output.finish is not None:
             self.ends[output.sample] = output
 
@@ -82,6 +85,7 @@ class World:
                 pool.k(layer).normal_(0, 3)
                 pool.v(layer).normal_(0, 3)
         self.answers: list[Answer] = []
+        self.prompts: dict[str, list[PromptPart]] = {}  # by the job's id
         with ExitStack() as closing:
             prefill_config = PrefillConfig(control=_CONTROL, **(prefill or {}))
             self.prefill = PrefillEngine(model, pools[0], prefill_config, chunk_tokens)
@@ -102,10 +106,29 @@ class World:
     def step(self) -> None:
         """One pass of both loops."""
         for job in self.decode.take_prefill_jobs():
-            self.prefill.submit(job)
+            self.prefill.submit(job, self._on_prompt if job.prompt_logprobs else None)
         going = self.prefill.step()
         if not (self.decode.step() or going):
             self.decode.wait(0.005)
+
+    def _on_prompt(self, part: PromptPart) -> None:
+        self.prompts.setdefault(part.rid, []).append(part)
+
+    def prompt_logprobs(self, rid: str) -> list[TokenLogprob | None]:
+        """Those of a request's prompt: one of its jobs has given them all, in order."""
+        found = []
+        for job, parts in self.prompts.items():
+            if job.split("/", 1)[1].rsplit("/", 1)[0] != rid:
+                continue
+            whole: list[TokenLogprob | None] = []
+            for part in parts:
+                assert part is parts[-1] or part.error is None, "a part after the end"
+                assert part.error is not None or part.position == len(whole)
+                whole += part.logprobs
+            if parts[-1].error is None:
+                found.append(whole)
+        assert found, f"no job of {rid} has given them all"
+        return found[-1]
 
     def until(self, done: Callable[[], object]) -> None:
         until(done, step=self.step, state=self.state, pause_s=0.0)
@@ -156,6 +179,32 @@ class Reference:
         ids = torch.as_tensor(np.asarray(tokens, np.int64))[None, :-1]
         kept: torch.Tensor = self.model(input_ids=ids, logits_to_keep=num).logits[0]
         return kept.double().numpy()
+
+    def check_logprobs(
+        self, tokens: Any, given: list[TokenLogprob | None], num_top: int, first: bool = False
+    ) -> None:
+        """The last of these tokens have the log-probabilities that are given, by one forward of
+        all. `first`: the first token of all has none."""
+        if first:
+            assert given[0] is None
+            given = given[1:]
+        assert None not in given
+        if not given:
+            return
+        tokens = np.asarray(tokens, np.int64)
+        rows = torch.log_softmax(torch.from_numpy(self.logits(tokens, len(given))), -1).numpy()
+        for token, one, row in zip(tokens[-len(given) :], given, rows, strict=True):
+            assert one is not None
+            assert one.token == token
+            assert abs(one.logprob - row[token]) < NEAR
+            likely, values = zip(*one.top, strict=True) if one.top else ((), ())
+            assert len({*likely}) == num_top
+            assert list(values) == sorted(values, reverse=True)
+            assert np.abs(row[list(likely)] - np.array(values)).max(initial=0) < NEAR
+            # No token that is missing is likelier than one that is there, but for rounding.
+            assert np.abs(np.sort(row)[::-1][:num_top] - np.array(values)).max(initial=0) < NEAR
+            # A client compares the two numbers to see whether the token is the greedy one.
+            assert all(value == one.logprob for other, value in one.top if other == token)
 
     def is_near(self, tokens: Any, said: list[int], other: list[int]) -> bool:
         """Whether two answers part at a token where both are as likely, but for rounding."""

@@ -117,6 +117,12 @@ class Expected:
             )
         return out[0, len(prompt) :].tolist()
 
+    @torch.inference_mode()
+    def logprobs(self, tokens: list[int]) -> Any:
+        """float64 [len(tokens), vocabulary]: row i is about the token after the first i + 1."""
+        logits = self._model(input_ids=torch.tensor([tokens])).logits[0]
+        return torch.log_softmax(logits.double(), -1).numpy()
+
     def chat(self, messages: list[dict[str, str]], num: int) -> str:
         """Its greedy answer to a chat, as text."""
         return self.text(self.tokens(self.texts.chat(messages), num))

@@ -67,7 +67,7 @@ def test_what_asks_for_nothing_is_taken_and_what_is_not_served_is_refused_by_nam
     chat(skip_special_tokens=True, use_beam_search=False, guided_json=None, verbosity="medium")
     chat(best_of=3, n=3, stop=[], length_penalty=1.0, include_stop_str_in_output=False)
     for name, value in (
-        ("logprobs", True), ("presence_penalty", 0.5), ("best_of", 3), ("guided_regex", "a"),
+        ("echo", True), ("presence_penalty", 0.5), ("best_of", 3), ("guided_regex", "a"),
         ("response_format", {"type": "json_object"}), ("logit_bias", {"5": 1}),
         ("include_stop_str_in_output", True), ("truncate_prompt_tokens", 5),
         ("chat_template", "{{ 1 }}"), ("tool_choice", "required"), ("add_special_tokens", True),

@@ -25,9 +25,10 @@ from prefixkv import (
 )
 from prefixkv.engines.hf.attention import FlatPool
 from prefixkv.engines.hf.identity import with_model
+from prefixkv.engines.hf.logprobs import MAX_PROMPT_NUMBERS, TokenLogprob
 from prefixkv.engines.hf.models import PagedModel
 from prefixkv.engines.hf.requests import Finish, Generate, Output, PrefillJob, unpack_first
-from prefixkv.engines.hf.sampling import Choice, Sampling, choose
+from prefixkv.engines.hf.sampling import Choice, Sampling, choose, chosen_logprobs
 from prefixkv.engines.hf.text import AnswerText
 from prefixkv.spi import RequestError, secret_number, whole_number
 
@@ -35,6 +36,10 @@ OnOutput = Callable[[Output], None]
 
 _BLOCKED_S: Final = 0.01  # rest while pages are missing that come back by themselves
 _IDLE_S: Final = 0.1  # longest rest, after which deadlines are checked
+
+
+# A token that was sampled for a request, and its log-probabilities where they are wanted.
+_Sampled = tuple[DecodeRequest, int, TokenLogprob | None]
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +56,14 @@ class _Answer:
     aborted: bool = False  # by its client
     error: Exception | None = None  # an error that this engine found, not the node
     prefill_hit_tokens: int = 0
+
+    @property
+    def wants_prompt(self) -> bool:
+        """True if prefill is to give the log-probabilities of an HF answer's prompt with it.
+
+        All samples have one prompt, so only the first asks for it.
+        """
+        return self.ask.prompt_logprobs and not self.sample
 
 
 class DecodeEngine:
@@ -80,9 +93,11 @@ class DecodeEngine:
         self._samples: dict[str, list[str]] = {}  # the node's ids by the client's id
         # Requests with all their KV here but the newest token's: one forward each step.
         self._running: list[DecodeRequest] = []
-        # Tokens that are not appended yet. Not empty between two steps only where pages are
-        # missing: then no forward runs until they are appended.
-        self._sampled: list[tuple[DecodeRequest, int]] = []
+        # Names of answers that want log-probabilities: without any, a step computes none.
+        self._with_logprobs: set[str] = set()
+        # Tokens that are not appended yet, with their log-probabilities. Not empty between two
+        # steps only where pages are missing: then no forward runs until they are appended.
+        self._sampled: list[_Sampled] = []
         self._jobs: list[PrefillJob] = []
         # A former life of this worker may still have rooms on prefill, so no number is used twice.
         self._rooms = secret_number()
@@ -127,6 +142,8 @@ class DecodeEngine:
         self._samples[ask.rid] = [answer.req.rid for answer in answers]
         for answer in answers:
             self._answers[answer.req.rid] = answer
+            if ask.sampling.logprobs is not None:
+                self._with_logprobs.add(answer.req.rid)
             self._jobs.append(self._job(answer))
 
     def abort(self, rid: str) -> bool:
@@ -196,17 +213,17 @@ class DecodeEngine:
         if not req.resumed:
             try:
                 answer = self._answers[req.rid]
-                token, answer.prefill_hit_tokens = unpack_first(
-                    req.aux, self.model.vocab_size, req.prompt_len
+                token, answer.prefill_hit_tokens, logprob = unpack_first(
+                    req.aux, self.model.vocab_size, req.prompt_len, answer.ask.sampling.logprobs
                 )
             except ValueError as error:
                 answer.error = error
                 self.node.abort(req.rid)
                 return
-            self._sampled.append((req, token))
+            self._sampled.append((req, token, logprob))
         self._running.append(req)
 
-    def _forward(self, reqs: list[DecodeRequest]) -> list[tuple[DecodeRequest, int]]:
+    def _forward(self, reqs: list[DecodeRequest]) -> list[_Sampled]:
         """Run the HF model once: write each newest token's KV, and sample the next one."""
         starts = [req.kv_len for req in reqs]
         logits = self.model.forward(
@@ -218,7 +235,10 @@ class DecodeEngine:
         )
         choices = [replace(self._answers[req.rid].choice, position=len(req.output)) for req in reqs]
         self._counters["steps"] += 1
-        return list(zip(reqs, choose(logits, choices, self.model.end_tokens), strict=True))
+        tokens = choose(logits, choices, self.model.end_tokens)
+        if not self._with_logprobs:
+            return [(req, token, None) for req, token in zip(reqs, tokens, strict=True)]
+        return list(zip(reqs, tokens, chosen_logprobs(logits, tokens, choices), strict=True))
 
     def _append(self, outputs: list[tuple[OnOutput, Output]]) -> bool:
         """Append the tokens that the HF model sampled on the node, and report them to clients.
@@ -231,10 +251,10 @@ class DecodeEngine:
         """
         # `append_many` is all or nothing, so it is tried again after each retraction.
         while True:
-            self._sampled = [pair for pair in self._sampled if not pair[0].state.ended]
+            self._sampled = [one for one in self._sampled if not one[0].state.ended]
             try:
                 self.node.append_many(
-                    [req for req, _ in self._sampled], [token for _, token in self._sampled]
+                    [req for req, _, _ in self._sampled], [token for _, token, _ in self._sampled]
                 )
                 break
             except OutOfPagesError as error:
@@ -243,9 +263,9 @@ class DecodeEngine:
                     return False
                 self._retract(error.retract[0])
         appended, self._sampled = self._sampled, []
-        for req, token in appended:
+        for req, token, logprob in appended:
             if not req.state.ended:
-                self._report_token(req, token, outputs)
+                self._report_token(req, token, logprob, outputs)
         return True
 
     def _retract(self, rid: str) -> None:
@@ -253,11 +273,12 @@ class DecodeEngine:
         self.node.retract(rid, self.model.event())
         self._counters["retractions"] += 1
         self._running = [req for req in self._running if req.rid != rid]
-        self._sampled = [pair for pair in self._sampled if pair[0].rid != rid]
+        self._sampled = [one for one in self._sampled if one[0].rid != rid]
 
     def _report_token(
-        self, req: DecodeRequest, token: int, outputs: list[tuple[OnOutput, Output]]
-    ) -> None:
+        self, req: DecodeRequest, token: int, logprob: TokenLogprob | None,
+        outputs: list[tuple[OnOutput, Output]],
+    ) -> None:  # fmt: skip
         """Report a token that HF decoded to its client; finish the answer if the token ends it."""
         # In this order: a stop token, which is not shown; a stop string; the length.
         answer = self._answers[req.rid]
@@ -276,7 +297,9 @@ class DecodeEngine:
         if finish is not None and answer.text is not None:
             text += answer.text.end()
         self._counters["tokens"] += 1
-        self._collect_output(outputs, answer, len(req.output) - 1, token, finish, text=text)
+        self._collect_output(
+            outputs, answer, len(req.output) - 1, token, finish, text=text, logprob=logprob
+        )
         if finish is not None:
             self.node.finish(req, self.model.event())
             self._running.remove(req)
@@ -293,7 +316,7 @@ class DecodeEngine:
         return PrefillJob(
             f"{decode}/{req.rid}.0", req.request.key.tokens(), ask.prefill, decode, req.room,
             namespace=ask.namespace, cacheable=ask.cacheable, choice=answer.choice,
-            deadline_s=ask.deadline_s,
+            deadline_s=ask.deadline_s, prompt_logprobs=answer.wants_prompt,
         )  # fmt: skip
 
     def _queue_retry_job(self, ask: PrefillAsk) -> None:
@@ -304,6 +327,7 @@ class DecodeEngine:
                 f"{ask.decode}/{ask.rid}.{ask.generation}", ask.tokens, ask.prefill, ask.decode,
                 ask.room, ask.generation, ask.namespace, ask.cacheable, answer.choice,
                 ask.known_token is not None, answer.ask.deadline_s,
+                ask.known_token is None and answer.wants_prompt,
             )
         )  # fmt: skip
 
@@ -327,18 +351,20 @@ class DecodeEngine:
     def _collect_output(
         self, outputs: list[tuple[OnOutput, Output]], answer: _Answer, position: int,
         token: int | None, finish: Finish | None, error: Exception | None = None, text: str = "",
+        logprob: TokenLogprob | None = None,
     ) -> None:  # fmt: skip
         """Collect an output of an HF answer, which decode's `step` reports at its end."""
         rid, hit_tokens = answer.ask.rid, answer.req.hit_tokens
         output = Output(
             rid, answer.sample, position, token, finish, error, hit_tokens, text,
-            answer.prefill_hit_tokens, answer.req.shared_tokens,
+            answer.prefill_hit_tokens, answer.req.shared_tokens, logprob,
         )  # fmt: skip
         outputs.append((answer.on_output, output))
 
     def _forget(self, name: str, answer: _Answer) -> None:
         """Forget an HF answer on decode; with its last one the client's id is free again."""
         del self._answers[name]
+        self._with_logprobs.discard(name)
         names = self._samples[answer.ask.rid]
         names.remove(name)
         if not names:
@@ -360,6 +386,8 @@ class DecodeEngine:
         if ask.sampling.min_tokens and len(ends) >= self.model.vocab_size:
             raise RequestError("every token ends the answer, so it cannot have min_tokens")
         whole_number("num_samples", ask.num_samples, 1, 1025)
+        if ask.prompt_logprobs and ask.sampling.logprobs is None:
+            raise RequestError("prompt_logprobs need sampling.logprobs, which is None")
 
     def _check_tokens(
         self, ask: Generate, prompt: np.ndarray[tuple[int], np.dtype[np.int32]]
@@ -372,6 +400,13 @@ class DecodeEngine:
             raise RequestError(
                 f"token {prompt.max()} is not in the vocabulary of {self.model.vocab_size}"
             )
+        if ask.prompt_logprobs and ask.sampling.logprobs is not None:
+            numbers = len(prompt) * (ask.sampling.logprobs + 1)
+            if numbers > MAX_PROMPT_NUMBERS:
+                raise RequestError(
+                    f"{len(prompt)} prompt tokens with logprobs={ask.sampling.logprobs} have "
+                    f"{numbers} log-probabilities, at most {MAX_PROMPT_NUMBERS} are given"
+                )
         num = len(prompt) + ask.max_new_tokens
         if num > self.model.context:
             raise RequestError(

@@ -108,6 +108,7 @@ class PagedModel:
         starts: Sequence[int],
         ends: Sequence[int],
         wanted: Sequence[int] | None = None,
+        also: Sequence[int] = (),
     ) -> torch.Tensor:
         """Run the paged model once over new tokens of several sequences; their KV goes to pages.
 
@@ -118,11 +119,15 @@ class PagedModel:
             tokens: the new tokens of all sequences, one sequence after the other: [N].
             rows, starts, ends: see `Plan`.
             wanted: indices of the sequences that need logits; None: all.
-        Returns: the logits after the last new token of each wanted sequence, [wanted, vocabulary].
+            also: indices into `tokens` of further tokens that need logits.
+        Returns: the logits after the last new token of each wanted sequence, and then after each
+            token of `also`: [wanted + also, vocabulary].
         """
         plan = Plan(flat, rows, starts, ends, self.device)
         ids = torch.as_tensor(np.asarray(tokens, np.int64)).to(self.device)[None]
         keep = plan.last if wanted is None else plan.last[list(wanted)]
+        if also:
+            keep = torch.cat([keep, torch.tensor(also, dtype=keep.dtype, device=keep.device)])
         given = {"input_ids": ids, "position_ids": plan.positions, "use_cache": False}
         # No sequence is complete: the base model writes the KV, and the large head is not computed.
         if not len(keep):

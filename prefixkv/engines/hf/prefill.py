@@ -7,18 +7,28 @@ returns True, `wait` otherwise. `docs/engine.md` shows the loop.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
+import torch
 
 from prefixkv import KVPool, PrefillConfig, PrefillNode, PrefillRequest
 from prefixkv.engines.hf.attention import FlatPool
 from prefixkv.engines.hf.identity import with_model
+from prefixkv.engines.hf.logprobs import (
+    MAX_PROMPT_NUMBERS,
+    PromptPart,
+    TokenLogprob,
+    logprobs_of,
+)
 from prefixkv.engines.hf.models import PagedModel
 from prefixkv.engines.hf.requests import PrefillJob, pack_first
-from prefixkv.engines.hf.sampling import choose
+from prefixkv.engines.hf.sampling import choose, chosen_logprobs
 from prefixkv.spi import RequestError, at_least
+
+OnPrompt = Callable[[PromptPart], None]
 
 _AT_ONCE: Final = 16  # limit of prompts that are begun in one pass
 _IDLE_S: Final = 0.1  # longest rest, after which deadlines are checked
@@ -32,6 +42,14 @@ class _Computing:
     job: PrefillJob
     done: int
     hit_tokens: int
+
+
+class _Span(NamedTuple):
+    """The rows of a forward's packed tokens whose logits are about the prompt's next tokens."""
+
+    one: _Computing
+    done: int  # tokens of the prompt before this forward
+    rows: range
 
 
 class PrefillEngine:
@@ -61,6 +79,10 @@ class PrefillEngine:
         self.node = PrefillNode(pool, config)
         self._jobs: dict[str, PrefillJob] = {}  # by id, until sent or failed
         self._computing: dict[PrefillRequest, _Computing] = {}  # in order of arrival
+        # By id, the jobs that want the log-probabilities of their prompts and have not all of them.
+        # What a pass finds is handed on at its end.
+        self._prompts: dict[str, OnPrompt] = {}
+        self._parts: list[tuple[OnPrompt, PromptPart]] = []
         self._counters = {"forwards": 0, "computed_tokens": 0}
 
     @property
@@ -68,8 +90,12 @@ class PrefillEngine:
         """Address of the HF prefill engine for decode workers: `Generate.prefill`."""
         return self.node.endpoint
 
-    def submit(self, job: PrefillJob) -> None:
+    def submit(self, job: PrefillJob, on_prompt: OnPrompt | None = None) -> None:
         """Queue a decode worker's job on the HF prefill engine.
+
+        `on_prompt` gets the log-probabilities of the prompt of a job with `prompt_logprobs`, in
+        parts and in order; see `PromptPart`. It is called at the end of `step`; it may call
+        `submit` and `abort`, and must not raise.
 
         Raises RequestError or TokenError for one that cannot be taken. Decode is refused then,
         unless the job itself is malformed.
@@ -81,11 +107,19 @@ class PrefillEngine:
             why = f"{len(request.key)} tokens, the model takes {self.model.context}"
         elif int(np.max(job.tokens)) >= self.model.vocab_size:
             why = f"token {np.max(job.tokens)}, the vocabulary has {self.model.vocab_size}"
+        elif job.prompt_logprobs:
+            num_top = job.choice.sampling.logprobs
+            if on_prompt is None or num_top is None:
+                why = "its prompt's log-probabilities are wanted; nothing takes them, or no number"
+            elif len(request.key) * (num_top + 1) > MAX_PROMPT_NUMBERS:
+                why = f"its prompt's log-probabilities are more than {MAX_PROMPT_NUMBERS}"
         if why:
             self.node.refuse(request, why)
             raise RequestError(f"request {job.rid!r}: {why}")
         self.node.add(request)
         self._jobs[job.rid] = job
+        if job.prompt_logprobs and on_prompt is not None:
+            self._prompts[job.rid] = on_prompt
 
     def abort(self, rid: str) -> bool:
         """End a job of the HF prefill engine, and inform decode.
@@ -99,6 +133,18 @@ class PrefillEngine:
 
         Returns True if it computed something.
         """
+        # Callers are called at the end, since they may call `submit` and `abort`, which change the
+        # state that a pass iterates over.
+        try:
+            return self._step()
+        finally:
+            if self._parts:
+                parts, self._parts = self._parts, []
+                for on_prompt, part in parts:
+                    on_prompt(part)
+
+    def _step(self) -> bool:
+        """Do the work of the HF prefill engine's `step`, and collect parts of log-probabilities."""
         node = self.node
         waiting = sum(one.req.num_tokens - one.done for one in self._computing.values())
         # 1. Begin prompts, but no more than the next forward needs: a prompt that has not begun
@@ -111,8 +157,11 @@ class PrefillEngine:
         # 2. Forget those that ended. The event stands after all work that was launched for the
         # failed ones; their pages are free only when it is over.
         for req in [*node.pop_failed(self.model.event()), *node.pop_sent()]:
-            self._computing.pop(req, None)
+            one = self._computing.pop(req, None)
             del self._jobs[req.rid]
+            if self._prompts and (on_prompt := self._prompts.pop(req.rid, None)) is not None:
+                done = 0 if one is None else one.done
+                self._parts.append((on_prompt, PromptPart(req.rid, done, (), req.error)))
         if not self._computing:
             return False
         self._compute()
@@ -129,12 +178,14 @@ class PrefillEngine:
             left -= end - one.done
             if not left:
                 break
-        # 2. Forward. Only a completed prompt needs logits, unless decode knows its next token.
+        # 2. Forward. Only a completed prompt needs logits, unless decode knows its next token; and
+        # one whose own log-probabilities are wanted needs them all along.
         ends = [end for _, end in parts]
         sampled = [
             i for i, (one, end) in enumerate(parts)
             if end == one.req.num_tokens and not one.job.is_known
         ]  # fmt: skip
+        spans = self._prompt_spans(parts) if self._prompts else []
         logits = self.model.forward(
             self._flat,
             np.concatenate([one.job.tokens[one.done : end] for one, end in parts]),
@@ -142,22 +193,56 @@ class PrefillEngine:
             [one.done for one, _ in parts],
             ends,
             sampled,
+            [row for span in spans for row in span.rows],
         )
         # 3. The event stands before the work of sampling, for which the sends need not wait.
         ready = self.model.event()
-        choices = [parts[i][0].job.choice for i in sampled]
-        firsts = choose(logits, choices, self.model.end_tokens) if sampled else []
+        ended = [parts[i][0] for i in sampled]
+        firsts = _first_tokens(logits[: len(sampled)], ended, self.model.end_tokens)
         tokens = dict(zip(sampled, firsts, strict=True))
         self._counters["forwards"] += 1
         # 4. Send. The last chunk carries the first token, so that decode can continue at once.
         for i, (one, end) in enumerate(parts):
             last = end == one.req.num_tokens
-            aux = pack_first(tokens[i], one.hit_tokens) if i in tokens else b""
+            aux = pack_first(tokens[i][0], one.hit_tokens, tokens[i][1]) if i in tokens else b""
             self._counters["computed_tokens"] += end - one.done
             self.node.send_chunk(one.req, end, last, aux, ready)
             one.done = end
             if last:
                 del self._computing[one.req]
+        # 5. Last, since nothing on decode's device waits for it.
+        if spans:
+            self._collect_parts(spans, logits[len(sampled) :])
+
+    def _prompt_spans(self, parts: list[tuple[_Computing, int]]) -> list[_Span]:
+        """Return the rows of an HF forward that prompts with log-probabilities need."""
+        spans, begin = [], 0
+        for one, end in parts:
+            if one.job.rid in self._prompts:
+                # The logits after a token are about the next one, which the prompt's last has not.
+                num = min(end, one.req.num_tokens - 1) - one.done
+                spans.append(_Span(one, one.done, range(begin, begin + num)))
+            begin += end - one.done
+        return spans
+
+    def _collect_parts(self, spans: list[_Span], logits: torch.Tensor) -> None:
+        """Collect the log-probabilities of prompts that HF's prefill hands on after this pass.
+
+        logits: [rows of all spans, vocabulary].
+        """
+        for span in spans:
+            job, num = span.one.job, len(span.rows)
+            start, stop = span.done + 1, span.done + 1 + num
+            num_top = job.choice.sampling.logprobs
+            assert num_top is not None  # `submit` has refused it
+            found: list[TokenLogprob | None] = [None] if span.done == 0 else []
+            found += logprobs_of(logits[:num], job.tokens[start:stop].tolist(), [num_top] * num)
+            logits = logits[num:]
+            if found:
+                part = PromptPart(job.rid, stop - len(found), tuple(found))
+                self._parts.append((self._prompts[job.rid], part))
+            if stop == span.one.req.num_tokens:
+                del self._prompts[job.rid]
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until the HF prefill engine may have something to do in `step`, at most `timeout_s`.
@@ -199,3 +284,18 @@ class PrefillEngine:
     def close(self) -> None:
         """End all threads of the HF prefill engine's node. Idempotent."""
         self.node.close()
+
+
+def _first_tokens(
+    logits: torch.Tensor, ended: list[_Computing], end_tokens: Iterable[int]
+) -> list[tuple[int, TokenLogprob | None]]:
+    """Sample the first tokens of the prompts that HF's prefill has computed to their ends.
+
+    logits: [ended, vocabulary]. Returns each token with its log-probabilities where they are
+    wanted.
+    """
+    if not ended:
+        return []
+    choices = [one.job.choice for one in ended]
+    tokens = choose(logits, choices, end_tokens)
+    return list(zip(tokens, chosen_logprobs(logits, tokens, choices), strict=True))

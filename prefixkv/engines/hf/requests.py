@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixkv import Request
+from prefixkv.engines.hf.logprobs import TokenLogprob, pack_logprob, unpack_logprob
 from prefixkv.engines.hf.sampling import Choice, Sampling
 
 _FIRST: Final = struct.Struct("<ii")
@@ -29,6 +30,10 @@ class Generate:
         sampling: how tokens are drawn, and what ends an answer.
         max_new_tokens: limit of tokens per answer.
         num_samples: answers to this prompt. They share its whole pages; see docs/engine.md.
+        prompt_logprobs: True to have the log-probabilities of the prompt's tokens too, with the
+            likeliest as `sampling.logprobs` has them. Prefill then computes the whole prompt,
+            whatever it has in its cache, and keeps none of it. It gives them to the caller of its
+            own `submit`, as `PromptPart`s.
         namespace, cacheable, priority, deadline_s: see `Request`.
     """
 
@@ -42,6 +47,7 @@ class Generate:
     cacheable: bool = True
     priority: int = 0
     deadline_s: float | None = None
+    prompt_logprobs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,7 @@ class Output:
     `prefill_hit_tokens` had their KV on the prefill worker, which computed the rest. `text` is the
     part of the answer's text that this token makes certain, where the engine has a tokenizer: often
     empty, sometimes with text that earlier tokens began; without stop tokens and stop strings.
+    `logprob` comes with each token where `Sampling.logprobs` is set, a stop token included.
     """
 
     rid: str
@@ -67,6 +74,7 @@ class Output:
     text: str = ""
     prefill_hit_tokens: int = 0
     shared_tokens: int = 0
+    logprob: TokenLogprob | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +82,9 @@ class PrefillJob:
     """A decode worker's request to the prefill worker at `prefill`.
 
     Prefill computes the prompt, sends its KV, and samples the next token, unless decode knows that
-    token already (`is_known`). A job that is not sent
-    within `deadline_s` fails there.
+    token already (`is_known`). With `prompt_logprobs` it gives those of the prompt to its caller.
+    Such a prompt has to be computed whole, so it is not `cacheable` on prefill. A job that is not
+    sent within `deadline_s` fails there.
     """
 
     rid: str
@@ -89,6 +98,7 @@ class PrefillJob:
     choice: Choice = field(default_factory=Choice)
     is_known: bool = False
     deadline_s: float | None = None
+    prompt_logprobs: bool = False
 
     def request(self) -> Request:
         """Return the `Request` that an HF engine's prefill job is for `PrefillNode.add`.
@@ -97,26 +107,37 @@ class PrefillJob:
         """
         return Request(
             self.rid, self.tokens, room=self.room, generation=self.generation, decode=self.decode,
-            namespace=self.namespace, cacheable=self.cacheable, deadline_s=self.deadline_s,
+            namespace=self.namespace, cacheable=self.cacheable and not self.prompt_logprobs,
+            deadline_s=self.deadline_s,
         )  # fmt: skip
 
 
-def pack_first(token: int, hit_tokens: int) -> bytes:
-    """Pack an HF job's first token and number of cached prompt tokens as a room's `aux`."""
-    return _FIRST.pack(token, hit_tokens)
+def pack_first(token: int, hit_tokens: int, logprob: TokenLogprob | None = None) -> bytes:
+    """Pack an HF job's first token and number of cached prompt tokens as a room's `aux`.
+
+    The token's log-probabilities follow where they are wanted: 172 bytes at most.
+    """
+    first = _FIRST.pack(token, hit_tokens)
+    return first if logprob is None else first + pack_logprob(logprob)
 
 
-def unpack_first(aux: bytes, vocab_size: int, prompt_len: int) -> tuple[int, int]:
-    """Unpack the first token and the hit tokens that an HF prefill job packed into `aux`.
+def unpack_first(
+    aux: bytes, vocab_size: int, prompt_len: int, num_top: int | None = None
+) -> tuple[int, int, TokenLogprob | None]:
+    """Unpack the first token and the hit tokens that an HF prefill job packed into `aux`, and the
+    token's log-probabilities with `num_top` likely tokens; None: it has none.
 
     Raises ValueError for numbers out of range.
     """
     # A peer's bytes: the token becomes an index into the embedding, so it is checked here.
-    if len(aux) != _FIRST.size:
+    first, rest = aux[: _FIRST.size], aux[_FIRST.size :]
+    if len(first) != _FIRST.size or (rest and num_top is None):
         raise ValueError(f"aux of {len(aux)} bytes, a token and a hit have {_FIRST.size}")
-    token, hit_tokens = _FIRST.unpack(aux)
+    token, hit_tokens = _FIRST.unpack(first)
     if not 0 <= token < vocab_size:
         raise ValueError(f"token {token} is not in [0, {vocab_size})")
     if not 0 <= hit_tokens <= prompt_len:
         raise ValueError(f"{hit_tokens} tokens were hit, the prompt has {prompt_len}")
-    return token, hit_tokens
+    if num_top is None:
+        return token, hit_tokens, None
+    return token, hit_tokens, unpack_logprob(rest, token, num_top, vocab_size)

@@ -16,6 +16,7 @@ from typing import Final
 
 import torch
 
+from prefixkv.engines.hf.logprobs import MAX_LOGPROBS, TokenLogprob, logprobs_of
 from prefixkv.spi import RequestError, whole_number
 
 _DRAW: Final = struct.Struct("<QQQ")
@@ -37,6 +38,9 @@ class Sampling:
         ignore_end: True where the model's end tokens do not end the answer.
         min_tokens: least tokens of the answer. Before, tokens that would end it are not chosen, and
             stop strings do not count, as with vLLM.
+        logprobs: number of likeliest tokens whose log-probabilities come with each token's own, at
+            most `MAX_LOGPROBS`; 0: only its own; None: none. They are of the model's distribution:
+            temperature, top_k and top_p do not count.
 
     Raises: RequestError for a value out of its range.
     """
@@ -49,6 +53,7 @@ class Sampling:
     ignore_end: bool = False
     stop: tuple[str, ...] = ()
     min_tokens: int = 0
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p"):
@@ -65,6 +70,8 @@ class Sampling:
             whole_number("seed", self.seed, 0, 2**64)
         for token in self.stop_tokens:
             whole_number("a stop token", token, 0, 2**31)
+        if self.logprobs is not None:
+            whole_number("logprobs", self.logprobs, 0, MAX_LOGPROBS + 1)
         if not all(isinstance(one, str) and one for one in self.stop):
             raise RequestError(f"stop is {self.stop!r}, strings that are not empty are needed")
 
@@ -131,6 +138,28 @@ def choose(
     for row, token in zip(drawn, torch.minimum(found, last).tolist(), strict=True):
         tokens[row] = token
     return tokens
+
+
+def chosen_logprobs(
+    logits: torch.Tensor, tokens: Sequence[int], choices: Sequence[Choice]
+) -> list[TokenLogprob | None]:
+    """Return the log-probabilities of the tokens that `choose` chose; None where none are wanted.
+
+    Args:
+        logits, choices: as for `choose`.
+        tokens: its result.
+    """
+    wanted = [
+        (row, num) for row, one in enumerate(choices) if (num := one.sampling.logprobs) is not None
+    ]
+    found: list[TokenLogprob | None] = [None] * len(tokens)
+    if wanted:
+        rows = [row for row, _ in wanted]
+        some = logits if len(rows) == len(tokens) else logits[rows]
+        asked = logprobs_of(some, [tokens[row] for row in rows], [num for _, num in wanted])
+        for row, one in zip(rows, asked, strict=True):
+            found[row] = one
+    return found
 
 
 def _without_early_ends(

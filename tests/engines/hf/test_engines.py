@@ -79,7 +79,7 @@ def test_an_abort_at_prefill_is_an_error_at_decode(model: PagedModel) -> None:
 def test_a_first_token_that_is_none_ends_the_answer(
     model: PagedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prefixkv.engines.hf.prefill.pack_first", lambda token, hit: b"no")
+    monkeypatch.setattr("prefixkv.engines.hf.prefill.pack_first", lambda *_: b"no")
     with World(model) as world:
         answer = world.ask("r", range(20))
         world.run()
@@ -89,7 +89,7 @@ def test_a_first_token_that_is_none_ends_the_answer(
 
 
 def test_a_token_travels_with_prefills_hit() -> None:
-    assert unpack_first(pack_first(300, 16), 301, 16) == (300, 16)
+    assert unpack_first(pack_first(300, 16), 301, 16) == (300, 16, None)
     wrong = (pack_first(301, 0), pack_first(-1, 0), pack_first(1, 17), pack_first(1, -1), b"", b"1")
     for aux in wrong:
         with pytest.raises(ValueError, match=r"aux of|is not in|were hit"):

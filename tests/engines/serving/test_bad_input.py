@@ -116,7 +116,7 @@ def test_a_body_that_is_nothing_to_answer_is_refused(http: httpx.Client, body: b
         ({"stop": {"a": 1}}, "stop"),
         ({"stream": "yes"}, "stream"),
         ({"stream": True, "stream_options": {"odd": 1}}, "stream_options"),
-        ({"logprobs": True}, "logprobs"),
+        ({"echo": True}, "echo"),
         ({"tools": [5]}, "tools[0]"),
         ({"stop_token_ids": [516]}, "stop_token_ids"),
         ({"temperature": 2.1}, "temperature"),

@@ -1,0 +1,261 @@
+"""Log-probabilities in OpenAI's forms: texts and bytes of tokens, places, what `echo` adds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from prefixkv.engines.hf.logprobs import MAX_LOGPROBS, MAX_PROMPT_NUMBERS
+from prefixkv.engines.hf.small import small_tokenizer
+from prefixkv.serving import wire
+from prefixkv.serving.logprobs import (
+    AnswerLogprobs,
+    TokenTexts,
+    joined,
+    most_numbers_exceeded,
+)
+from prefixkv.serving.wire import Logprob, TokenEvent
+
+CORPUS = ["the cat sat on the mat", "naïve café €5 for 猫 🐈‍⬛", "a b  c", "\ufffd or not"] * 3
+TEXTS = ["the cat", " the 猫", "5 € 🐈‍⬛ and \ufffd", "x", "naïve  café", "日本"]
+
+
+def byte_level() -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.add_special_tokens([AddedToken("<|end|>", special=True)])
+    return tokenizer
+
+
+def byte_fallback() -> Tokenizer:
+    """As SentencePiece's: words with their space, bytes for what has no token."""
+    names = [f"<0x{byte:02X}>" for byte in range(256)]
+    words = ["▁", "▁the", "▁cat", "the", "cat", "▁x", "x", "\ufffd", *"abcdefghijklmnopqrstu5"]
+    vocab = {name: i for i, name in enumerate(["<unk>", "<s>", *names, *words])}
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab, [("▁", "the")] if "the" in vocab else [], unk_token="<unk>", byte_fallback=True
+        )
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )  # fmt: skip
+    tokenizer.add_special_tokens([AddedToken("<s>", special=True)])
+    return tokenizer
+
+
+@pytest.mark.parametrize("make", [small_tokenizer, byte_level, byte_fallback])
+def test_bytes_of_tokens_make_up_the_text(make: Callable[[], Tokenizer]) -> None:
+    tokenizer = make()
+    texts = TokenTexts(tokenizer)
+    for text in TEXTS:
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        data = b"".join(texts.data(token) for token in ids)
+        assert data.decode().removeprefix(" ") == text.removeprefix(" ")
+        for token in ids:
+            shown = texts.text(token)
+            if not shown.startswith("bytes:"):
+                assert shown.encode() == texts.data(token)
+
+
+def test_a_part_of_a_character_is_written_out() -> None:
+    for make in (byte_level, byte_fallback):
+        tokenizer = make()
+        texts = TokenTexts(tokenizer)
+        ids = tokenizer.encode("日", add_special_tokens=False).ids[-3:]
+        assert [texts.text(token) for token in ids] == [r"bytes:\xe6", r"bytes:\x97", r"bytes:\xa5"]
+        assert [list(texts.data(token)) for token in ids] == [[0xE6], [0x97], [0xA5]]
+
+
+def test_a_character_for_broken_ones_by_itself_is_no_part() -> None:
+    tokenizer = byte_fallback()
+    assert TokenTexts(tokenizer).data(tokenizer.token_to_id("\ufffd")) == "\ufffd".encode()
+    tokenizer = byte_level()
+    texts = TokenTexts(tokenizer)
+    ids = tokenizer.encode("\ufffd", add_special_tokens=False).ids
+    assert b"".join(texts.data(token) for token in ids) == "\ufffd".encode()
+
+
+def test_special_tokens_have_a_text_and_no_part_in_the_answers() -> None:
+    tokenizer = byte_level()
+    texts = TokenTexts(tokenizer)
+    end = tokenizer.token_to_id("<|end|>")
+    assert texts.text(end) == "<|end|>"
+    assert not texts.is_shown(end)
+    assert texts.is_shown(end - 1)
+    assert texts.text(10**6) == ""  # a row of a model that the tokenizer does not know
+
+
+def test_a_space_before_a_word_belongs_to_its_token() -> None:
+    tokenizer = byte_fallback()
+    texts = TokenTexts(tokenizer)
+    assert texts.text(tokenizer.token_to_id("▁cat")) == " cat"
+    assert texts.text(tokenizer.token_to_id("▁")) == " "
+    assert texts.text(tokenizer.token_to_id("cat")) == "cat"
+
+
+def outputs_of(tokenizer: Tokenizer, ids: list[int], sample: int = 0) -> list[TokenEvent]:
+    """As a worker sends them: each with what it adds to the text, and two likely tokens."""
+    found, before = [], ""
+    for i, token in enumerate(ids):
+        whole = tokenizer.decode(ids[: i + 1])
+        certain = whole if i == len(ids) - 1 else whole.rstrip("\ufffd")
+        text = certain[len(before) :]
+        before = certain
+        one = Logprob(token, -1.0 - i, ((ids[0], -0.5), (token, -1.0 - i)))
+        last = i == len(ids) - 1
+        finish = "length" if last else None
+        found.append(TokenEvent(sample, i, token, text, finish, logprob=one))
+    return found
+
+
+def shown(answer: AnswerLogprobs, outputs: list[TokenEvent]) -> tuple[str, dict[str, Any]]:
+    """A sample's text and log-probabilities as a client joins them."""
+    texts, bodies = [], []
+    for output in outputs:
+        text, body = answer.show(output)
+        texts.append(text)
+        if body is not None:
+            bodies.append(body)
+    return "".join(texts), joined(bodies)
+
+
+def test_a_chat_has_an_entry_for_each_token() -> None:
+    tokenizer = byte_level()
+    ids = [*tokenizer.encode("the 日").ids, tokenizer.token_to_id("<|end|>")]
+    text, body = shown(
+        AnswerLogprobs(TokenTexts(tokenizer), [1, 2], True, 2), outputs_of(tokenizer, ids)
+    )
+    assert text == "the 日"
+    content = body["content"]
+    assert [one["logprob"] for one in content] == [-1.0 - i for i in range(len(ids))]
+    assert b"".join(bytes(one["bytes"]) for one in content).decode() == "the 日<|end|>"
+    assert content[-1]["token"] == "<|end|>"
+    assert all(set(one) == {"token", "logprob", "bytes", "top_logprobs"} for one in content)
+    for one in content:
+        first, own = one["top_logprobs"]
+        assert (first["logprob"], own["logprob"]) == (-0.5, one["logprob"])
+        assert own["bytes"] == one["bytes"]
+
+
+@pytest.mark.parametrize("make", [small_tokenizer, byte_level])
+@pytest.mark.parametrize("echo", [False, True])
+def test_the_places_are_those_of_the_text(make: Callable[[], Tokenizer], echo: bool) -> None:
+    tokenizer = make()
+    for prompt_text in TEXTS:
+        for text in TEXTS:
+            prompt = tokenizer.encode(prompt_text).ids
+            ids = tokenizer.encode(text).ids
+            answer = AnswerLogprobs(
+                TokenTexts(tokenizer), prompt, False, 1, prompt_text if echo else None
+            )
+            ones = [None, *(Logprob(token, -2.0) for token in prompt[1:])]
+            parts = [TokenEvent(prompt=ones[:2]), TokenEvent(prompt=ones[2:])] if echo else []
+            whole, body = shown(answer, [*parts, *outputs_of(tokenizer, ids)])
+            assert whole == (prompt_text + text if echo else text)
+            said = [*prompt, *ids] if echo else ids
+            assert len({len(value) for value in body.values()}) == 1
+            assert len(body["tokens"]) == len(said)
+            for token, at in zip(body["tokens"], body["text_offset"], strict=True):
+                if not token.startswith("bytes:"):
+                    assert whole[at : at + len(token)] == token
+            if echo:
+                num = len(prompt)
+                assert body["token_logprobs"][:num] == [None, *[-2.0] * (num - 1)]
+                assert body["top_logprobs"][0] is None
+                assert body["text_offset"][num] == len(prompt_text)
+
+
+def test_places_in_an_echo_leave_out_what_the_tokenizer_added() -> None:
+    tokenizer = byte_fallback()
+    bos = tokenizer.token_to_id("<s>")
+    prompt = [bos, *tokenizer.encode("the cat").ids]
+    ones = [None, *(Logprob(token, -2.0) for token in prompt[1:])]
+    answer = AnswerLogprobs(TokenTexts(tokenizer), prompt, False, 0, "the cat")
+    output = TokenEvent(0, 0, tokenizer.token_to_id("▁x"), " x", "length",
+                        logprob=Logprob(tokenizer.token_to_id("▁x"), -1.0))  # fmt: skip
+    text, body = shown(answer, [TokenEvent(prompt=ones), output])
+    assert text == "the cat x"
+    assert body["text_offset"][0] == body["text_offset"][1] == 0
+    assert body["text_offset"][-1] == len("the cat")
+    assert body["tokens"][-1] == " x"
+
+
+def test_samples_have_their_own_and_all_have_the_prompt() -> None:
+    tokenizer = small_tokenizer()
+    prompt = tokenizer.encode("ab").ids
+    ones = [None, Logprob(prompt[1], -2.0)]
+    answer = AnswerLogprobs(TokenTexts(tokenizer), prompt, False, 0, "ab")
+    answer.show(TokenEvent(prompt=ones))
+    for sample, text in enumerate(("cd", "e", "fgh")):
+        outputs = outputs_of(tokenizer, tokenizer.encode(text).ids, sample)
+        whole, body = shown(answer, outputs)
+        assert whole == "ab" + text
+        assert body["tokens"] == ["a", "b", *text]
+        assert body["text_offset"] == list(range(2 + len(text)))
+
+
+def test_an_answer_without_tokens_has_the_prompt_alone() -> None:
+    tokenizer = small_tokenizer()
+    prompt = tokenizer.encode("ab").ids
+    output = outputs_of(tokenizer, tokenizer.encode("c").ids)[0]
+    for num_top in (None, 1):
+        answer = AnswerLogprobs(TokenTexts(tokenizer), prompt, False, num_top, "ab", is_empty=True)
+        ones = [None, Logprob(prompt[1], -2.0, ((5, -0.1),))]
+        parts = [] if num_top is None else [TokenEvent(prompt=ones)]
+        text, body = shown(answer, [*parts, output])
+        assert text == "ab"
+        if num_top is None:
+            assert body == {}
+        else:
+            assert body["tokens"] == ["a", "b"]
+            assert body["top_logprobs"] == [None, {TokenTexts(tokenizer).text(5): -0.1, "b": -2.0}]
+
+
+def test_the_token_itself_is_among_the_likely_ones_and_of_one_text_the_likelier_counts() -> None:
+    tokenizer = small_tokenizer()
+    a, b = tokenizer.encode("ab").ids
+    answer = AnswerLogprobs(TokenTexts(tokenizer), [1], False, 1)
+    output = TokenEvent(0, 0, a, "a", logprob=Logprob(a, -3.0, ((b, -1.0),)))
+    assert answer.show(output)[1]["top_logprobs"] == [{"b": -1.0, "a": -3.0}]
+    nameless = Logprob(10**6, -3.0, ((10**6 + 1, -1.0),))
+    output = TokenEvent(0, 1, 10**6, "", logprob=nameless)
+    assert answer.show(output)[1]["top_logprobs"] == [{"": -1.0}]
+
+
+def test_limits_are_the_engines() -> None:
+    assert wire.MAX_LOGPROBS == MAX_LOGPROBS
+    assert wire.MAX_PROMPT_NUMBERS == MAX_PROMPT_NUMBERS
+    num = MAX_PROMPT_NUMBERS // 4
+    assert not most_numbers_exceeded(num, 1, 2)
+    assert most_numbers_exceeded(num, 1, 3) == 6 * num
+    assert most_numbers_exceeded(num + 1, 3, 1) == 4 * num + 4
+
+
+def test_random_texts_have_their_places() -> None:
+    rng = np.random.default_rng(0)
+    tokenizer = byte_level()
+    texts = TokenTexts(tokenizer)
+    chars = "ab 猫é€🐈\ufffd\n"
+    for _ in range(100):
+        text = "".join(chars[i] for i in rng.integers(len(chars), size=rng.integers(1, 20)))
+        ids = tokenizer.encode(text).ids
+        whole, body = shown(AnswerLogprobs(texts, [1], False, 0), outputs_of(tokenizer, ids))
+        assert whole == text
+        assert body["text_offset"] == sorted(body["text_offset"])
+        for token, at in zip(body["tokens"], body["text_offset"], strict=True):
+            if not token.startswith("bytes:"):
+                assert text[at : at + len(token)] == token
