@@ -40,6 +40,7 @@ class Engine(StrEnum):
     hf = "hf"
     dynamo = "dynamo"
     ray = "ray"
+    clients = "clients"
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,17 @@ RECIPES: Final = {
         packages=("ray==2.60.0",),
         extra="ray",
     ),
-}
+    # Clients of OpenAI's API, for tests/engines/clients: the server is of another environment.
+    Engine.clients: Recipe(
+        imports=("openai", "litellm", "langchain_openai", "llm", "locust", "lm_eval", "guidellm",
+                 "aiperf"),
+        packages=(
+            "openai==3.57.0", "litellm==1.110.2", "langchain-openai==1.7.4", "llm==0.36",
+            "locust==2.47.0", "lm-eval[api]==0.4.13", "guidellm==0.8.1", "aiperf==0.13.0",
+        ),
+        checkout=False,
+    ),
+}  # fmt: skip
 
 SGL_KERNEL: Final = '''"""A stand-in for sgl_kernel on a CPU: what SGLang imports there."""
 

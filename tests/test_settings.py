@@ -141,6 +141,8 @@ def test_what_is_wrong_elsewhere_is_named(tmp_path: Path) -> None:
         load(ServeConfig, tmp_path / "missing.toml")
     with pytest.raises(ConfigError, match=r"^control\.curve\.secret_key: is missing$"):
         load(PrefillWorkerConfig, None, {"PREFIXKV_CONTROL_CURVE_PUBLIC_KEY": "x" * 40})
+    with pytest.raises(ConfigError, match=r"^--tokenizer-folder: is of the small model"):
+        load(ServeConfig, options={"model": "m", "tokenizer_folder": "f"})
     with pytest.raises(ConfigError, match=r"^--decode: 0 is below 1$"):
         load(ServeConfig, options={"decode": 0})
     with pytest.raises(ConfigError, match=r"^PREFIXKV_POLICY: 'lruu' is not one of .* is lru$"):

@@ -190,6 +190,11 @@ class ServeConfig:
         CountOrZero, doc("Default limit of tokens per chat answer (0: up to the context).")
     ] = 512
     start_timeout_s: SecondsOrZero = 600.0
+    tokenizer_folder: Annotated[
+        str,
+        doc("Folder that gets the small model's tokenizer, for clients that count tokens; none: no "
+            "folder."),
+    ] = ""  # fmt: skip
     ray: Annotated[
         str,
         doc("Address of a Ray cluster that runs the workers, or auto; none: this machine."),
@@ -205,6 +210,11 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.models.model and self.tokenizer_folder:
+            raise ConfigError(
+                f"tokenizer_folder: is of the small model, and model is {self.models.model!r}: its "
+                "tokenizer is there"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from starlette.routing import BaseRoute
 
 from prefixkv import PrefixKVError
 from prefixkv.engines.hf.folder import check_folder
+from prefixkv.engines.hf.small import save_tokenizer
 from prefixkv.serving.config import KINDS, ServeConfig
 from prefixkv.serving.fleet import Fleet
 from prefixkv.serving.front import Front
@@ -197,6 +198,8 @@ class Launch:
         models, listen = config.models, config.listen
         if models.model:
             check_folder(models.model)
+        if config.tokenizer_folder:
+            await asyncio.to_thread(save_tokenizer, config.tokenizer_folder)
         texts = await asyncio.to_thread(load_texts, models.model)
         name = config.served_name or (
             Path(models.model).resolve().name if models.model else "small"

@@ -140,6 +140,7 @@ COMMANDS: dict[str, dict[str, list[Any]]] = {
         "--decode-pages": [NOT, "128"],
         "--chunk-tokens": [NOT, "24"],
         "--answer-tokens": [NOT, "8"],
+        "--tokenizer-folder": [NOT, OUT + "/tokenizer"],
         "--ray": [NOT, "auto"],
         "--ray-cpus": [NOT, "2"],
         "--ray-gpus": [NOT, "0.5"],
@@ -168,8 +169,13 @@ def fits(row: Row) -> bool:
     model = row.get("MODEL") or row.get("--model")
     return not (
         (without_ray and any(row.get(f"--ray-{one}") for one in ("cpus", "gpus", "placement")))
+<<<<<<< HEAD
         or (model and row.get("--seed"))  # the seed is of the small model
         or (row.get("--check") and (row.get("--plot") or row.get("--per-request")))
+=======
+        # These are of the small model.
+        or (model and (row.get("--seed") or row.get("--tokenizer-folder")))
+>>>>>>> door-clients
         or ("--trace" in row and not row["--trace"] and row.get("--block-tokens"))
     )
 

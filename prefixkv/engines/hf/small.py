@@ -6,10 +6,14 @@ becomes the same tokens again in the next turn of a chat, as with real models.
 
 from __future__ import annotations
 
+import json
 from itertools import product
+from pathlib import Path
 from typing import Any, Final
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from prefixkv.spi import ConfigError
 
 NAME: Final = "small"
 
@@ -47,6 +51,36 @@ def small_tokenizer() -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in _SPECIAL])
     return tokenizer
+
+
+def save_tokenizer(folder: str | Path) -> None:
+    """Write the small model's tokenizer and chat template as a folder that transformers' and
+    others' `AutoTokenizer.from_pretrained` read. The folder is made if it is not there.
+
+    Raises: ConfigError if files of another tokenizer are there, or nothing can be written.
+    """
+    system, user, assistant = _SPECIAL[1:]
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": _SPECIAL[0], "pad_token": _SPECIAL[0],
+        "additional_special_tokens": [system, user, assistant],
+        "clean_up_tokenization_spaces": False, "chat_template": CHAT_TEMPLATE,
+    }  # fmt: skip
+    files = {
+        "tokenizer.json": small_tokenizer().to_str(pretty=True),
+        "tokenizer_config.json": json.dumps(config, indent=2) + "\n",
+    }
+    place = Path(folder)
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        # All are looked at before one is written: a model's own folder stays as it is.
+        for name, text in files.items():
+            if (place / name).exists() and (place / name).read_text("utf-8") != text:
+                raise ConfigError(f"tokenizer_folder: {place / name} is another tokenizer's")
+        for name, text in files.items():
+            (place / name).write_text(text, "utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"tokenizer_folder: {folder!r} is not written: {error}") from None
 
 
 def small_model(seed: int = 0, **options: Any) -> Any:
