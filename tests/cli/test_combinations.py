@@ -169,13 +169,9 @@ def fits(row: Row) -> bool:
     model = row.get("MODEL") or row.get("--model")
     return not (
         (without_ray and any(row.get(f"--ray-{one}") for one in ("cpus", "gpus", "placement")))
-<<<<<<< HEAD
-        or (model and row.get("--seed"))  # the seed is of the small model
         or (row.get("--check") and (row.get("--plot") or row.get("--per-request")))
-=======
         # These are of the small model.
         or (model and (row.get("--seed") or row.get("--tokenizer-folder")))
->>>>>>> door-clients
         or ("--trace" in row and not row["--trace"] and row.get("--block-tokens"))
     )
 

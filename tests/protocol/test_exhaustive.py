@@ -22,7 +22,8 @@ def _by_name(case: Any) -> str | None:
 
 _SECONDS = {
     "again: slow, stall", "again: abort 2, slow", "restart, slow",
-    "one number of two workers: lose", "two workers", "again: repeat, abort", "two writers: abort", "heard: abort, stall",
+    "one number of two workers: lose", "two workers", "again: repeat, abort",
+    "two writers: abort", "heard: abort, stall",
 }  # fmt: skip
 """Configurations that take seconds each."""
 
