@@ -131,7 +131,7 @@ def test_the_policy_is_prefixkvs_by_name_or_sglangs_option(
     monkeypatch.setenv("PREFIXKV_POLICY", "gittins")
     assert create_tree_cache(built).tree.policy.name == "gittins"
     monkeypatch.setenv("PREFIXKV_POLICY", "newest")
-    with pytest.raises(ConfigError, match="PREFIXKV_POLICY is 'newest'"):
+    with pytest.raises(ConfigError, match="PREFIXKV_POLICY: 'newest' is not one of"):
         create_tree_cache(built)
 
 
