@@ -439,7 +439,11 @@ class DecodeWorker(Worker):
         """Load the decode worker's model, and make a `DecodeEngine`. See `Worker._make_engine`."""
         from prefixkv.engines.hf import DecodeEngine
 
-        model, pool = _model_and_pool(self.settings)
+        # Prefill copies into decode's memory, where it may map it.
+        shared = (
+            self.config.node.transport.backend != "nixl" and self.settings.models.device == "cpu"
+        )
+        model, pool = _model_and_pool(self.settings, shared)
         return DecodeEngine(model, pool, self.config.node, _tokenizer(self.settings.models.model))
 
     def _routes(self) -> list[Route]:
@@ -650,8 +654,9 @@ def make_worker(config: WorkerConfig) -> PrefillWorker | DecodeWorker:
     return DecodeWorker(config)
 
 
-def _model_and_pool(settings: WorkerSettings) -> tuple[Any, Any]:
-    """Load the worker's model, or make the small one, and a KV pool for it."""
+def _model_and_pool(settings: WorkerSettings, shared: bool = False) -> tuple[Any, Any]:
+    """Load the worker's model, or make the small one, and a KV pool for it, in memory that peers
+    may map if it is `shared`."""
     import torch
 
     from prefixkv.engines.hf import load_model
@@ -669,7 +674,7 @@ def _model_and_pool(settings: WorkerSettings) -> tuple[Any, Any]:
         model = small_model(models.seed, **options)
     # Two workers that differ then name the option of ours that sets the field they differ in.
     model.identity = replace(model.identity, option_names=OPTION_NAMES)
-    return model, model.make_pool(settings.num_pages, settings.page_size, settings.layout)
+    return model, model.make_pool(settings.num_pages, settings.page_size, settings.layout, shared)
 
 
 def _tokenizer(folder: str) -> Any:

@@ -90,13 +90,15 @@ class PagedModel:
         ends = getattr(self.model.generation_config, "eos_token_id", None)
         return () if ends is None else tuple(ends) if isinstance(ends, list | tuple) else (ends,)
 
-    def make_pool(self, num_pages: int, page_size: int = 16, order: str = "layer_major") -> KVPool:
+    def make_pool(
+        self, num_pages: int, page_size: int = 16, order: str = "layer_major", shared: bool = False
+    ) -> KVPool:
         """Create a KV pool that fits this HF model, on its device. Raises as `KVPool.create`."""
         device = self.device
         where = device.type if device.index is None else f"{device.type}:{device.index}"
         return KVPool.create(
             num_pages, page_size, self.num_layers, self.num_kv_heads, self.head_dim,
-            dtype=_DTYPES[self.dtype], order=order, device=where,
+            dtype=_DTYPES[self.dtype], order=order, device=where, shared=shared,
         )  # fmt: skip
 
     @torch.inference_mode()
