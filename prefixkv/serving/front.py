@@ -119,7 +119,12 @@ class Front:
         app = make_app(everything, listen.api_key, ("/", "/health", *open_paths), *most)
         collectors = [*self.metrics.collectors, self._outcomes]
         status = status_app(self.health, (), listen, collectors, status_routes, self._fleet_routes)
-        self.server, self.status = bind(self._outcomes.watch(app), status, listen)
+        try:
+            self.server, self.status = bind(self._outcomes.watch(app), status, listen)
+        except BaseException:  # its thread would outlive what nobody can stop
+            if tracing is not None:
+                tracing.give_up()
+            raise
 
     def health(self) -> tuple[bool, dict[str, Any]]:
         """Return whether the front accepts requests, and the state of its fleet's workers."""

@@ -201,7 +201,12 @@ class Proxy:
         )
         collectors = [*self.metrics.collectors, self._outcomes]
         status = status_app(self.health, (), listen, collectors)
-        self.server, self.status = bind(self._outcomes.watch(app), status, listen)
+        try:
+            self.server, self.status = bind(self._outcomes.watch(app), status, listen)
+        except BaseException:  # its thread would outlive what nobody can stop
+            if tracing is not None:
+                tracing.give_up()
+            raise
         key = config.servers_key
         self._client = httpx.AsyncClient(
             # Uncompressed: a few packed bytes may expand to very many, and are passed on anyway.

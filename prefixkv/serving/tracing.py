@@ -335,15 +335,21 @@ class Tracing:
     async def close(self) -> None:
         """Send the spans that are left, for `_CLOSE_S` at most. Spans that end later are dropped.
         Idempotent."""
+        closing = self.give_up()
+        until_s = time.monotonic() + _CLOSE_S
+        while closing is not None and closing.is_alive() and time.monotonic() < until_s:
+            await asyncio.sleep(0.01)
+
+    def give_up(self) -> threading.Thread | None:
+        """Begin to close this process's tracing, without waiting: for one that does not start, and
+        so has no spans. Returns the thread that closes it, None if it was closed before."""
         if self._closed:
-            return
+            return None
         self._closed = True
         # A thread that may be left behind: the exporter's own time-out is longer.
         closing = threading.Thread(target=self._provider.shutdown, name="traces", daemon=True)
         closing.start()
-        until_s = time.monotonic() + _CLOSE_S
-        while closing.is_alive() and time.monotonic() < until_s:
-            await asyncio.sleep(0.01)
+        return closing
 
 
 class OpenSpan(TracedStep):

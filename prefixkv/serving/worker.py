@@ -93,6 +93,15 @@ class Worker:
 
     async def start(self) -> None:
         """Load the worker's model and serve. Raises ConfigError, with nothing left open."""
+        try:
+            await self._start()
+        except BaseException:
+            # Its thread is the constructor's, so each way out of a start has to end it.
+            await self._spans.close()
+            raise
+
+    async def _start(self) -> None:
+        """Load the worker's model and serve, or raise with nothing open but the spans."""
         # Loading takes seconds to minutes: in a thread, so that the loop answers signals meanwhile.
         self.engine = await asyncio.to_thread(self._make_engine)
         from prefixkv.engines.hf import EngineLoop

@@ -7,8 +7,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
@@ -22,15 +24,29 @@ from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 from starlette.datastructures import Headers
 from starlette.responses import Response
 
+from prefixkv.engines.hf.small import small_tokenizer
 from prefixkv.errors import ConfigError
 from prefixkv.serving import proxy as proxies
 from prefixkv.serving import tracing as traces
+from prefixkv.serving.config import (
+    ListenSettings,
+    PrefillWorkerConfig,
+    ProxyConfig,
+    ServerAt,
+    WorkerSettings,
+)
+from prefixkv.serving.fleet import Fleet
+from prefixkv.serving.front import Front
 from prefixkv.serving.http import Stream
 from prefixkv.serving.openai import Usage
+from prefixkv.serving.proxy import Proxy
+from prefixkv.serving.text import Texts
 from prefixkv.serving.tracing import PHASES, Tracing, asked_by, make_tracing, phases_of
 from prefixkv.serving.wire import Ask, SamplingParams
+from prefixkv.serving.worker import PrefillWorker
 from tests.models.collector import Collector
 from tests.models.patience import NEVER_S, PATIENCE_S
+from tests.models.patience import until as wait_until
 from tests.serving.test_proxy import LIMITS, Engine, Say, Stage, never, refusing, run, until, well
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -413,6 +429,38 @@ def test_the_last_spans_are_sent_at_the_end_which_does_not_wait_for_a_collector_
             asyncio.run(asyncio.wait_for(tracing.close(), PATIENCE_S))
             assert [span.name for span in collector.spans] == ["open True"]
         collector.open.set()
+
+
+@pytest.mark.parametrize("kind", ["front", "proxy", "worker"])
+def test_what_does_not_start_leaves_no_thread_of_its_spans(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
+    before = set(threading.enumerate())
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = ListenSettings(port=taken.getsockname()[1])
+
+        async def main() -> None:
+            fleet = Fleet("key")
+            try:
+                if kind == "front":
+                    Front(fleet, Texts(small_tokenizer()), "small", listen)
+                elif kind == "proxy":
+                    at = [ServerAt("http://127.0.0.1:1", "x")]
+                    Proxy(ProxyConfig(listen=listen), at, at)
+                else:
+                    settings = WorkerSettings(num_pages=8, listen=listen)
+                    await PrefillWorker(PrefillWorkerConfig(worker=settings)).start()
+            finally:
+                await fleet.close()
+
+        with pytest.raises(ConfigError, match="cannot be bound"):
+            asyncio.run(main())
+    wait_until(lambda: not any(map(_is_of_spans, set(threading.enumerate()) - before)))
+
+
+def _is_of_spans(thread: threading.Thread) -> bool:
+    return thread.name == "traces" or thread.name.startswith("Otel")
 
 
 def python(program: str, **environ: str) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,5 @@
-"""Models so small are quicker on one thread, and leave the other processors to others."""
+"""One small model for each file, and one thread: models so small are quicker on it, and leave the
+other processors to others."""
 
 from __future__ import annotations
 
@@ -7,6 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from prefixkv.engines.hf import PagedModel, make_model
+from tests.models.hf_world import TINY, Reference
+
 
 @pytest.fixture(autouse=True, scope="package")
 def one_thread() -> Iterator[None]:
@@ -14,3 +18,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def model() -> PagedModel:
+    return make_model("llama", seed=3, **TINY)
+
+
+@pytest.fixture(scope="module")
+def reference(model: PagedModel) -> Reference:
+    return Reference(model)

@@ -8,21 +8,11 @@ import pickle
 import numpy as np
 import pytest
 
-from prefixkv.engines.hf import Generate, PagedModel, Sampling, make_model
+from prefixkv.engines.hf import Generate, PagedModel, Sampling
 from prefixkv.engines.hf.requests import pack_first, unpack_first
 from prefixkv.errors import AbortedError, DrainingError, OutOfPagesError, RequestError
-from tests.models.hf_world import TINY, Answer, Reference, World
+from tests.models.hf_world import Answer, Reference, World
 from tests.models.patience import until
-
-
-@pytest.fixture(scope="module")
-def model() -> PagedModel:
-    return make_model("llama", seed=3, **TINY)
-
-
-@pytest.fixture(scope="module")
-def reference(model: PagedModel) -> Reference:
-    return Reference(model)
 
 
 def test_an_abort_ends_what_runs_and_what_waits_and_all_its_samples(

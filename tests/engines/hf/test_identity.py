@@ -13,16 +13,6 @@ from tests.models.hf_world import TINY, Reference, World
 from tests.models.patience import until
 
 
-@pytest.fixture(scope="module")
-def model() -> PagedModel:
-    return make_model("llama", seed=3, **TINY)
-
-
-@pytest.fixture(scope="module")
-def reference(model: PagedModel) -> Reference:
-    return Reference(model)
-
-
 def prompts(seed: int, lens: list[int]) -> list[np.ndarray]:
     rng = np.random.default_rng(seed)
     return [rng.integers(0, 256, n, dtype=np.int32) for n in lens]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from prefixkv.engines.hf import PagedModel, Sampling, make_model
+from prefixkv.engines.hf import PagedModel, Sampling
 from prefixkv.engines.hf import logprobs as logprobs_module
 from prefixkv.engines.hf.logprobs import (
     LEAST,
@@ -24,18 +24,8 @@ from prefixkv.engines.hf.logprobs import (
 from prefixkv.engines.hf.requests import pack_first, unpack_first
 from prefixkv.errors import RequestError
 from tests.models.hf_workload import Found, run_round
-from tests.models.hf_world import TINY, Answer, Reference, World
+from tests.models.hf_world import Answer, Reference, World
 from tests.models.patience import until
-
-
-@pytest.fixture(scope="module")
-def model() -> PagedModel:
-    return make_model("llama", seed=3, **TINY)
-
-
-@pytest.fixture(scope="module")
-def reference(model: PagedModel) -> Reference:
-    return Reference(model)
 
 
 def sampling(num: int | None, **more: Any) -> Sampling:
