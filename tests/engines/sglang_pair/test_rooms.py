@@ -317,7 +317,7 @@ def test_an_abort_of_one_of_two(servers: Servers) -> None:
         assert "bort" in text
         assert "timed out" not in text
     again = servers.generate(first, room)
-    assert (again.decode.ids, again.prefill.status) == (right, 200)
+    assert (again.decode.ids, again.prefill.status) == (right, 200), again
     assert [future.result().status for future in around] == [200, 200]
 
 
