@@ -121,7 +121,7 @@ class Front:
         status = status_app(self.health, (), listen, collectors, status_routes, self._fleet_routes)
         try:
             self.server, self.status = bind(self._outcomes.watch(app), status, listen)
-        except BaseException:  # its thread would outlive what nobody can stop
+        except BaseException:  # its thread has no other end
             if tracing is not None:
                 tracing.give_up()
             raise

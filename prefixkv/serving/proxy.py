@@ -203,7 +203,7 @@ class Proxy:
         status = status_app(self.health, (), listen, collectors)
         try:
             self.server, self.status = bind(self._outcomes.watch(app), status, listen)
-        except BaseException:  # its thread would outlive what nobody can stop
+        except BaseException:  # its thread has no other end
             if tracing is not None:
                 tracing.give_up()
             raise

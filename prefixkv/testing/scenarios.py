@@ -253,11 +253,11 @@ def larger_on_decode(run: ScenarioRun) -> None:
     _mixed(run, 10, aborts=False)
 
 
-@_scenario("several tokens per step", ScenarioSettings(tokens_per_step=4, decode_pages=18))
+@_scenario("several tokens per step", ScenarioSettings(tokens_per_step=4, decode_pages=14))
 def several_tokens(run: ScenarioRun) -> None:
     """Let steps give up to four tokens, in a pool that is too small, with ends in their middle."""
-    for i in range(6):
-        run.ask(run.prompt(int(run.random.integers(1, 12))), 15, end_at=5 if i % 3 == 0 else None)
+    for i in range(10):
+        run.ask(run.prompt(int(run.random.integers(1, 12))), 22, end_at=5 if i % 3 == 0 else None)
 
 
 # --- workers that go away -------------------------------------------------------------------------
