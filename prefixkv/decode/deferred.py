@@ -22,6 +22,7 @@ class _DeferredEnd(NamedTuple):
     req: DecodeRequest
     state: DecodeState  # at its end: FINISHED, RETRACTED or ABORTED
     continues: bool | None
+    keep_tokens: int | None  # of its key: what follows is not cached
 
 
 class Deferred:
@@ -75,14 +76,19 @@ class Deferred:
         return sum(pages.num_own + releases.end(pages.lock) for pages in stuck if pages is not None)
 
     def release_after(
-        self, after: DeviceEvent | None, req: DecodeRequest, continues: bool | None, now_s: float
+        self,
+        after: DeviceEvent | None,
+        req: DecodeRequest,
+        continues: bool | None,
+        now_s: float,
+        keep_tokens: int | None = None,
     ) -> None:
         """Defer the release of an ended decode request, as its state says, until the device event
         `after` is done; None: release it at once.
         """
         # The state is copied: an abort may change it before the device is done, but what the
         # request has computed is cached as its first end asked for.
-        ended = _DeferredEnd(req, req.state, continues)
+        ended = _DeferredEnd(req, req.state, continues, keep_tokens)
         if after is not None:
             self._waiting.append((after, ended))
         else:
@@ -105,7 +111,7 @@ class Deferred:
         """Hand on the pages of a request with a deferred release, as its end asks for: to the
         cache, or free; queue it again if it was retracted.
         """
-        req, state, continues = ended
+        req, state, continues, keep_tokens = ended
         # 1. A request that finished, or was retracted, leaves its whole pages to the cache; one
         # that was aborted or may not be cached leaves nothing.
         if req.pages_held is not None:
@@ -116,6 +122,7 @@ class Deferred:
                     now_s,
                     priority=req.request.priority,
                     continues=continues,
+                    keep_tokens=keep_tokens,
                 )
             else:
                 self._pages.drop(req.pages_held)

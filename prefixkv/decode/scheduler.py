@@ -335,6 +335,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         now_s: float,
         after: DeviceEvent | None = None,
         continues: bool | None = None,
+        keep_tokens: int | None = None,
     ) -> None:
         """End in decode's scheduler a request that has generated all it will: its KV becomes cached
         prefix.
@@ -342,12 +343,16 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         Args:
             after: nothing is released before its `query()` is True.
             continues: whether the conversation will go on, if known.
+            keep_tokens: of prompt and output, how many are cached; None: all. The rest is freed, as
+                far as the tree does not have it already, which is so for the prompt.
 
         Raises RequestError if the request does not run.
         """
         check_time(now_s)
         check_event("after", after)
         check_flag("continues", continues, or_none=True)
+        if keep_tokens is not None:
+            keep_tokens = whole_count("keep_tokens", keep_tokens)
         self._check_runs(req)
         # The last call that may raise: `query` is the user's. Everything below only changes our own
         # state.
@@ -355,7 +360,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         req.become(DecodeState.FINISHED)
         self._leave(req, now_s)
         self.counters["finished"] += 1
-        self._deferred.release_after(after, req, continues, now_s)
+        self._deferred.release_after(after, req, continues, now_s, keep_tokens)
 
     def retract(self, rid: str, now_s: float, after: DeviceEvent | None = None) -> None:
         """Retract a running request: take its pages back and queue it again with decode's

@@ -265,8 +265,7 @@ class PageManager:
                 f"row {pages.row} has {pages.num_joined} pages of another request, on their way"
             )
         num_whole = len(key) // self.page_size
-        # Old weights, no caching, or nothing new.
-        if pages.epoch != self.epoch or not self.caching or num_whole <= pages.num_locked:
+        if not self._can_cache(pages) or num_whole <= pages.num_locked:
             return
         own = self.table.packed(pages.row, pages.num_locked, num_whole)
         # The one check of these ids, so that the tree need not repeat it: a page that is OWNED is
@@ -313,14 +312,31 @@ class PageManager:
         *,
         priority: int = 0,
         continues: bool | None = None,
+        keep_tokens: int | None = None,
     ) -> None:
         """End the request in the page manager: its whole pages become cached prefix, its tail is
-        freed."""
-        self.cache_unfinished(pages, key, now_s, priority=priority)
+        freed.
+
+        With `keep_tokens` only the whole pages of its first that many tokens; what the tree has of
+        it already stays.
+        """
+        if keep_tokens is None or keep_tokens >= len(key):
+            self.cache_unfinished(pages, key, now_s, priority=priority)
+        elif self._can_cache(pages) and keep_tokens // self.page_size > pages.num_locked:
+            # Whole pages only, so that the tail of the last one is not looked at again. What is
+            # locked is never cut: others may have locked it since.
+            num_kept = keep_tokens // self.page_size * self.page_size
+            kept = RadixKey(np.frombuffer(key.data, "<i4", num_kept), key.namespace)
+            self.cache_unfinished(pages, kept, now_s, priority=priority)
         # Before `drop`, which ends the lock that says where the use ended.
         if continues is not None:
             self.hint(pages, continues)
         self.drop(pages)
+
+    def _can_cache(self, pages: RequestPages) -> bool:
+        """Return whether the page manager's tree may take a request's pages: it caches, and they
+        have KV of today's weights."""
+        return self.caching and pages.epoch == self.epoch
 
     def hint(self, pages: RequestPages, continues: bool) -> None:
         """Tell the eviction policy, by the request's pages, whether the conversation will continue.

@@ -284,14 +284,20 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         self.scheduler.reserve_many(reqs, num_tokens, self._pump())
 
     def finish(
-        self, req: DecodeRequest, after: DeviceEvent | None = None, continues: bool | None = None
+        self,
+        req: DecodeRequest,
+        after: DeviceEvent | None = None,
+        continues: bool | None = None,
+        keep_tokens: int | None = None,
     ) -> None:
         """End a request that is done on the decode node: what has KV becomes cached prefix.
 
         Nothing is released before `after.query()` is True. `continues` says whether the
-        conversation will go on, if known.
+        conversation will go on, if known. With `keep_tokens` only the whole pages of the first that
+        many tokens of prompt and output are cached: for a model's thinking, which clients leave out
+        of the next turn. The prompt stays cached in any case, as it was since it arrived.
         """
-        self.scheduler.finish(req, self._pump(), after, continues)
+        self.scheduler.finish(req, self._pump(), after, continues, keep_tokens)
         self._tell()
 
     def retract(self, rid: str, after: DeviceEvent | None = None) -> None:

@@ -453,7 +453,13 @@ class DecodeWorker(Worker):
             self.config.node.transport.backend != "nixl" and self.settings.models.device == "cpu"
         )
         model, pool = _model_and_pool(self.settings, shared)
-        return DecodeEngine(model, pool, self.config.node, _tokenizer(self.settings.models.model))
+        return DecodeEngine(
+            model,
+            pool,
+            self.config.node,
+            _tokenizer(self.settings.models.model),
+            self.config.thinking,
+        )
 
     def _routes(self) -> list[Route]:
         """Return a decode worker's route, /generate. See `Worker._routes`."""

@@ -21,6 +21,7 @@ FIRST = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_a_name_and_a_seed_are_one_trace(name):
     trace = generate(name)

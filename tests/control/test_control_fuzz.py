@@ -395,6 +395,7 @@ DECODE_FEED: Feed = {
 }
 
 
+@pytest.mark.slow
 @given(steps_of(DECODE_FEED), st.booleans(), st.booleans())
 @example([(Tick, (0.6,)), (Tick, (3.0,)), (Tick, (3.0,)), (Tick, (3.0,))], False, False)
 @example([(Fence, ()), ("restart", ()), (FrameReceived, ("reply", None))], True, True)

@@ -14,6 +14,7 @@ SOME = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", SOME)
 def test_a_recorded_run_draws_and_ends_as_it_did(run: Run) -> None:
     assert differences(recorded()[run.name], play(run).line) == []

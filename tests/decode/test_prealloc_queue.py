@@ -309,6 +309,7 @@ def test_what_is_admitted_fits_as_the_match_said(
     desk.at_rest()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deadline_s", [None, 500.0])
 def test_a_request_that_has_ended_is_not_held_until_its_deadline_would_have_come(
     deadline_s: float | None,

@@ -575,6 +575,23 @@ def test_the_hint_about_the_conversation_reaches_the_tree(
     assert hints == ([] if continues is None else [(2, continues)])
 
 
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize(
+    ("keep", "cached"), [(None, 4), (20, 4), (13, 3), (12, 3), (11, 2), (8, 2), (0, 2)]
+)
+def test_what_will_not_be_asked_again_is_freed_and_not_cached(
+    keep: int | None, cached: int, deferred: bool
+) -> None:
+    desk, event = Desk(), Event()
+    req = desk.start("a", 8, 9, outputs=9)  # two pages of prompt, 16 tokens with KV
+    desk.finish(req, after=event if deferred else None, keep_tokens=keep)
+    event.done = True
+    desk.scheduler.release_deferred(1.0)
+    assert desk.states() == {"FREE": 16 - cached, "CACHED": cached}
+    assert desk.pages.match(req.key).prefix_len == 4 * cached
+    desk.at_rest()
+
+
 @pytest.mark.parametrize("fields", [{"cacheable": False}, {}])
 def test_warm_ups_never_enter_the_tree_and_with_the_cache_off_nothing_does(
     fields: dict[str, Any],

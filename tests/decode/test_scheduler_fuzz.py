@@ -34,6 +34,7 @@ def test_nothing_is_left_after_a_storm() -> None:
         assert totals[what], (what, totals)
 
 
+@pytest.mark.slow
 def test_a_run_follows_from_its_integers() -> None:
     first, again = _run_of(3), _run_of(3)
     assert first.trace == again.trace

@@ -502,6 +502,7 @@ def test_a_flush_sends_those_that_wait_to_ask_for_kv_of_the_new_weights(
 # --- an abort wherever it may come ----------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["fail", "retry"])
 @pytest.mark.parametrize("seed", range(20))
 def test_aborts_and_failures_in_any_order_leave_nothing(seed: int, policy: str) -> None:

@@ -89,6 +89,7 @@ def test_a_follower_knows_the_tree(seed: int, dialect: str) -> None:
     assert follower.num_events > 50
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_a_follower_with_a_gap_is_given_a_snapshot(seed: int) -> None:
     """From any number: those batches, or a snapshot where they are not kept."""

@@ -287,6 +287,7 @@ def loose_strides(
     return strides[0], strides[1], strides[2]
 
 
+@pytest.mark.slow
 @settings(max_examples=max(300, settings.default.max_examples))
 @given(data=st.data())
 def test_what_is_accepted_shares_no_byte_and_stays_in_its_regions(data: st.DataObject) -> None:

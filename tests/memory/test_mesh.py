@@ -54,6 +54,7 @@ def test_each_layer_and_head_is_held_by_as_many_ranks_as_it_has_replicas() -> No
         assert mesh.replicas == max(1, mesh.tp_size // mesh.num_kv_heads)
 
 
+@pytest.mark.slow
 def test_the_writers_of_a_reader_cover_its_shard_once() -> None:
     for writers, readers in PAIRS:
         check_meshes(writers, readers)

@@ -54,6 +54,7 @@ def test_a_mapping_of_the_descriptor_has_the_same_bytes() -> None:
         assert theirs[7:11] == b"abcd" == bytes(memory[7:11].tolist())
 
 
+@pytest.mark.slow
 def test_memory_and_descriptor_go_with_the_last_tensor() -> None:
     memory = shared_bytes(100)
     block = block_of(memory.data_ptr(), 100)

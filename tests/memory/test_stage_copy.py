@@ -87,6 +87,7 @@ LATENT = [Shard(0, 3, 0, 1), Shard(1, 1, 0, 1)]
 PAGES = (5, 2, 3, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("unit_tokens", "head_bytes"), [(4, 16), (2, 3), (1, 6)])
 @pytest.mark.parametrize("attention", ["mha", "mla"])
 @pytest.mark.parametrize("order", ORDERS)
@@ -124,6 +125,7 @@ def test_gather_reads_and_scatter_writes_just_the_bytes_of_the_part(
         assert np.array_equal(memory.bytes(), before)
 
 
+@pytest.mark.slow
 def test_more_rows_and_longer_ones_than_a_tile(make: Make, device: str) -> None:
     head_bytes = 8 * 257
     memory = Memory(mesh_layout("heads before tokens", 7, 4, 2, 4, "mha", head_bytes), device)

@@ -24,6 +24,7 @@ from tests.models.state_memory import TENSORS, StateMemory
 SIZES = (1, 2, 3, 4, 6, 12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_heads", [1, 2, 4, 6, 12])
 def test_every_byte_of_a_slot_comes_once_and_only_from_ranks_that_send_kv(kv_heads: int) -> None:
     """Or the pair of meshes is refused. Of those with no more heads than the KV has, only uneven

@@ -22,6 +22,7 @@ from prefixkv.engines.hf import (
 )
 from prefixkv.engines.hf.logprobs import PromptPart, TokenLogprob
 from prefixkv.engines.hf.models import unpaged_copy
+from prefixkv.engines.hf.thinking import KeepThinking
 from tests.models.patience import NEVER_S, until
 
 _CONTROL = ControlConfig(
@@ -74,7 +75,7 @@ class World:
         order: str = "layer_major", prefill_pages: int = 64, prefill_page_size: int = 0,
         prefill_order: str = "", chunk_tokens: int = 32,
         decode: dict[str, Any] | None = None, prefill: dict[str, Any] | None = None,
-        tokenizer: Any = None,
+        tokenizer: Any = None, thinking: KeepThinking = "learn",
     ) -> None:  # fmt: skip
         pools = (
             model.make_pool(prefill_pages, prefill_page_size or page_size, prefill_order or order),
@@ -92,7 +93,7 @@ class World:
             closing.callback(self.prefill.close)
             given = {"reserve_tokens": 16, "waiting_timeout_s": 100 * NEVER_S} | (decode or {})
             config = DecodeConfig(control=_CONTROL, **given)
-            self.decode = DecodeEngine(model, pools[1], config, tokenizer)
+            self.decode = DecodeEngine(model, pools[1], config, tokenizer, thinking)
             closing.callback(self.decode.close)
             self.close = closing.pop_all().close
 

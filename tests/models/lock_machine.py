@@ -224,12 +224,17 @@ class LockMachine(RuleBasedStateMachine):
                 self.written[int(req.pages[page])] = written(req, page)
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data(), deferred=st.booleans(), continues=st.sampled_from([None, True, False]))
-    def finish(self, data: st.DataObject, deferred: bool, continues: bool | None) -> None:
+    @rule(
+        data=st.data(), deferred=st.booleans(), continues=st.sampled_from([None, True, False]),
+        keep=st.none() | st.integers(0, 40),
+    )  # fmt: skip
+    def finish(
+        self, data: st.DataObject, deferred: bool, continues: bool | None, keep: int | None
+    ) -> None:
         req = data.draw(st.sampled_from(self.running))
         self.running.remove(req)
         self._check_content(req)
-        self.scheduler.finish(req, self.now_s, self._event(deferred), continues)
+        self.scheduler.finish(req, self.now_s, self._event(deferred), continues, keep)
 
     @precondition(lambda self: len(self.running) > 1)
     @rule(data=st.data(), deferred=st.booleans())

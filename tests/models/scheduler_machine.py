@@ -99,7 +99,8 @@ class Engine(DecodeEngine):
 
     def finish(self, req: DecodeRequest) -> None:
         continues = self.sim.random.choice([None, True, False])
-        self.scheduler.finish(req, self.sim.now_s, self.sim.device_work(), continues)
+        keep = self.sim.random.choice([None, None, req.prompt_len, req.kv_len - 1])
+        self.scheduler.finish(req, self.sim.now_s, self.sim.device_work(), continues, keep)
 
     def retract(self, rid: str) -> None:
         self.scheduler.retract(rid, self.sim.now_s, self.sim.device_work())

@@ -542,9 +542,9 @@ class Books(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(
         which=st.integers(0, 3), how=st.sampled_from(["finish", "drop", "hold"]),
-        continues=st.sampled_from([None, True, False]),
+        continues=st.sampled_from([None, True, False]), keep=st.none() | st.integers(0, 12),
     )  # fmt: skip
-    def end(self, which: int, how: str, continues: bool | None) -> None:
+    def end(self, which: int, how: str, continues: bool | None, keep: int | None) -> None:
         manager, live = self.manager, self.live[which % len(self.live)]
         if live.cacheable and live.joined is None and self._joiners(live):
             manager.cache_unfinished(live.pages, live.key, self._time())
@@ -552,9 +552,14 @@ class Books(RuleBasedStateMachine):
         self._drop_joiners(live)
         self.live.remove(live)
         if how == "finish" and live.cacheable and live.joined is None:
-            manager.cache_finished(live.pages, live.key, self._time(), continues=continues)
+            there = manager.match(live.key).prefix_len
+            manager.cache_finished(
+                live.pages, live.key, self._time(), continues=continues, keep_tokens=keep
+            )
             if live.epoch == manager.epoch:
-                assert manager.match(live.key).prefix_len == len(live.key) // PAGE_SIZE * PAGE_SIZE
+                kept = len(live.key) if keep is None else min(keep, len(live.key))
+                wanted = max(there, kept // PAGE_SIZE * PAGE_SIZE)
+                assert manager.match(live.key).prefix_len == wanted
         elif how == "hold":
             own = manager.pages(live.pages).tolist()[live.pages.num_shared :]
             self.num_rooms += 1

@@ -64,6 +64,7 @@ def serve(desk: Desk, chunk: int, in_turn: bool, fails_at: int = 0) -> int:
 # --- what it saves --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_turn", [True, False])
 @pytest.mark.parametrize("chunk", [3, PAGE_SIZE, 7, 1000])
 def test_a_burst_behind_one_system_prompt_computes_it_once(chunk: int, in_turn: bool) -> None:
@@ -74,6 +75,7 @@ def test_a_burst_behind_one_system_prompt_computes_it_once(chunk: int, in_turn: 
     assert_at_rest(desk.scheduler)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_turn", [True, False])
 @pytest.mark.parametrize(("fails_at", "chunk"), [(1, 3), (101, 50), (399, 30)])
 def test_a_burst_whose_first_fails_computes_what_that_had_no_second_time(

@@ -329,6 +329,7 @@ def test_a_fault_of_ours_raises_and_names_state_and_event(script: str, event: An
         machine.on(event, 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
 def test_any_two_events_in_any_state_keep_the_laws(script: list[Any]) -> None:
     for first, second in product(EVENTS, EVENTS):

@@ -127,7 +127,7 @@ class Story:
             "decode.pop_needs_prefill": ([], {}),
             "decode.append_many": ([[running], [-1]], {}),
             "decode.reserve_many": ([[running], 0], {}),
-            "decode.finish": ([computing], {"after": None, "continues": None}),
+            "decode.finish": ([computing], {"after": None, "continues": None, "keep_tokens": None}),
             "decode.retract": (["nobody"], {"after": None}),
             "decode.abort": (["nobody"], {"after": None}),
             "decode.flush": ([7], {"after": None}),

@@ -30,6 +30,7 @@ from prefixkv.engines.hf.models import PagedModel
 from prefixkv.engines.hf.requests import Finish, Generate, Output, PrefillJob, unpack_first
 from prefixkv.engines.hf.sampling import Choice, Sampling, choose, chosen_logprobs
 from prefixkv.engines.hf.text import AnswerText
+from prefixkv.engines.hf.thinking import KeepThinking, Markers, Thinking
 from prefixkv.spi import RequestError, secret_number, whole_number
 
 OnOutput = Callable[[Output], None]
@@ -74,6 +75,8 @@ class DecodeEngine:
         pool: the KV memory, made by `model.make_pool`; it must outlive the engine.
         config: the node's. Its `model` is replaced by the model's identity.
         tokenizer: from `load_tokenizer`: outputs then have text, and strings may end them.
+        thinking: whether the KV of a model's thinking is cached, by the markers of the tokenizer:
+            "on", "off", or "learn" by what clients send in their next turns. See `Thinking`.
 
     Raises: ConfigError, as DecodeNode and FlatPool do.
     """
@@ -84,11 +87,13 @@ class DecodeEngine:
         pool: KVPool,
         config: DecodeConfig | None = None,
         tokenizer: Any = None,
+        thinking: KeepThinking = "learn",
     ) -> None:
         self.model, self._tokenizer = model, tokenizer
         self._flat = FlatPool(pool)
         config = with_model(config or DecodeConfig(), model.identity, model.name)
         self.node = DecodeNode(pool, config)
+        self._thinking = Thinking(thinking, Markers(tokenizer) if tokenizer is not None else None)
         self._answers: dict[str, _Answer] = {}  # by the node's id of the request
         self._samples: dict[str, list[str]] = {}  # the node's ids by the client's id
         # Requests with all their KV here but the newest token's: one forward each step.
@@ -139,6 +144,7 @@ class DecodeEngine:
             for answer in answers:
                 self.node.abort(answer.req.rid)
             raise
+        self._thinking.note_prompt(prompt)
         self._samples[ask.rid] = [answer.req.rid for answer in answers]
         for answer in answers:
             self._answers[answer.req.rid] = answer
@@ -301,7 +307,9 @@ class DecodeEngine:
             outputs, answer, len(req.output) - 1, token, finish, text=text, logprob=logprob
         )
         if finish is not None:
-            self.node.finish(req, self.model.event())
+            # The newest token has no KV yet, so an answer's thinking may reach one token further.
+            keep = self._thinking.keep_tokens(req.request.key.tokens(), req.output)
+            self.node.finish(req, self.model.event(), keep_tokens=keep)
             self._running.remove(req)
             self._forget(req.rid, answer)
 
@@ -450,9 +458,15 @@ class DecodeEngine:
     def stats(self) -> dict[str, int]:
         """Return the counters of the HF decode engine and its node.
 
-        "steps", "tokens", "retractions", "blocked_steps" and "running".
+        "steps", "tokens", "retractions", "blocked_steps", "running", and "thinking_tokens_left_out"
+        of the cache.
         """
-        return {**self.node.stats(), **self._counters, "running": len(self._running)}
+        return {
+            **self.node.stats(),
+            **self._counters,
+            "running": len(self._running),
+            "thinking_tokens_left_out": self._thinking.tokens_left_out,
+        }
 
     def audit(self) -> None:
         """Check every law of the HF decode engine's node. Slow. Raises InternalError."""
