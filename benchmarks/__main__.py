@@ -24,6 +24,7 @@ BENCHMARKS = {
     "allocator": "allocating and freeing pages of a fragmented pool",
     "eviction_reserve": "runs of new pages and hits, when more is evicted than is missing",
     "switches": "hits of each eviction policy when the workload changes",
+    "thinking": "hits of chats whose clients drop the thinking, with it cached and without",
     "waiting": "hits and first tokens, when what waiting requests have cached is evicted last",
     "ranks": "what publishing its operations costs decode's rank 0",
     "staging_copy": "gathering into and scattering out of staging memory, on the CPU",

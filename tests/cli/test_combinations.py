@@ -151,6 +151,7 @@ COMMANDS: dict[str, dict[str, list[Any]]] = {
     },
     "worker decode": {
         **WORKER, "--admission": [NOT, "fifo", "priority"], "--record": [NOT, OUT + ".jsonl"],
+        "--thinking": [NOT, "on", "off"],
     },
     "proxy": {
         **LISTEN,

@@ -80,7 +80,7 @@ class Markers:
 
 
 @dataclass(slots=True)
-class _Answer:
+class _Thought:
     """An answer with a thinking, until its next turn comes."""
 
     digest: bytes  # of prompt and output before the thinking
@@ -100,7 +100,7 @@ class Thinking:
 
     def __init__(self, keep: KeepThinking, markers: Markers | None) -> None:
         self._keep, self._markers = keep, markers
-        self._answers: OrderedDict[tuple[int, bytes], _Answer] = OrderedDict()
+        self._answers: OrderedDict[tuple[int, bytes], _Thought] = OrderedDict()
         self._seen = self._sent_back = 0.0  # next turns; those that have the thinking in them
         self.tokens_left_out = 0
 
@@ -156,7 +156,7 @@ class Thinking:
         """Remember an HF answer until its next turn comes, the oldest no longer."""
         tokens = np.concatenate([prompt, np.array(output, np.int32)])
         before = tokens[:start]
-        answer = _Answer(
+        answer = _Thought(
             _digest(before),
             _tail(before),
             tokens[start : start + _LOOKED_AT].tobytes(),
