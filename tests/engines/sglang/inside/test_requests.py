@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 from array import array
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.mem_cache import common
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
@@ -255,3 +257,38 @@ def test_what_an_operator_reads(capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr().out
     assert "40 tokens" in told
     assert "'matched_tokens': 40" in told
+
+
+class Thinker(Request):
+    """A request of a server with `--strip-thinking-cache`: at its end SGLang says that only the
+    prompt is its own, and frees the rest behind the cache's back."""
+
+    reasoning_tokens = 0
+
+    def owned_kv_len(self) -> int:
+        own = self.kv.kv_committed_len
+        return min(own, len(self.origin_input_ids)) if self.reasoning_tokens else own
+
+
+@pytest.mark.parametrize("kind", [OURS, RUST])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("thinks", [True, False])
+def test_what_a_model_has_thought_is_left_out_where_sglang_is_told_so(
+    kind: str, page_size: int, thinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = SimpleNamespace(strip_thinking_cache=True)
+    monkeypatch.setattr(common, "get_serving", lambda: told)
+    desk = Desk(kind, page_size, 1024)
+    prompt = list(range(100, 170))
+    for rid in ("a", "again"):  # the second time its prompt is locked already
+        req = Thinker(rid, array("q", prompt))
+        req.reasoning_tokens = 5 if thinks else 0
+        assert desk.admit(req)
+        desk.checkpoint(req)
+        for token in range(30):
+            assert desk.decode(req, token)
+        desk.finish(req)
+        desk.check()
+        kept = 70 if thinks else 100
+        found = desk.match(request("next", [*prompt, *range(30), 7]))
+        assert found == kept // page_size * page_size
