@@ -324,7 +324,11 @@ class BoundedAffinityRouter:
         if among is not None:
             if not isinstance(among, Collection) or isinstance(among, str):
                 raise CallerError(f"among is {shown(among)}, a list of workers is needed")
-            workers = {name: workers[self._known(name)] for name in among}
+            try:
+                names = [*among]
+            except TypeError:  # an array without dimensions has all methods of a collection
+                raise CallerError(f"among is {shown(among)}, a list of workers is needed") from None
+            workers = {name: workers[self._known(name)] for name in names}
         if not workers:
             raise CallerError("there is no worker to choose from")
         loads = {name: worker.fade(now_s, self.fade_s) for name, worker in workers.items()}

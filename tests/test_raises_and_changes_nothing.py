@@ -35,7 +35,7 @@ from prefixkv.protocol.commands import DeclineRoom, OpenRoom
 from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.request import Request
 from prefixkv.routing import BoundedAffinityRouter
-from tests.models.junk import JUNK, OwnError
+from tests.models.junk import JUNK, OwnError, each_junk
 from tests.models.picture import picture
 
 EXAMPLES = int(os.environ.get("PREFIXKV_JUNK_EXAMPLES", "60"))  # more for a long run
@@ -490,6 +490,28 @@ def test_whatever_is_handed_over(make: Callable[[], World], data: st.DataObject)
             args[place] = data.draw(anything)
         else:
             named[place] = data.draw(anything)
+    check_call(world, name, args, named)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", WORLDS, ids=lambda make: make.kind.__name__)
+def test_each_junk_in_each_place(make: Callable[[], World]) -> None:
+    """One wrong argument at a time, and each is tried: draws pass by most of them."""
+    calls, num_junk = make().calls, len([*each_junk()])
+    for name in calls:
+        for place in [*range(len(calls[name][0])), *calls[name][1]]:
+            for at in range(num_junk):
+                world, wrong = make(), [*each_junk()][at]
+                args, named = list(world.calls[name][0]), dict(world.calls[name][1])
+                if isinstance(place, int):
+                    args[place] = wrong
+                else:
+                    named[place] = wrong
+                check_call(world, name, args, named)
+
+
+def check_call(world: World, name: str, args: list[Any], named: dict[str, Any]) -> None:
+    """A call raises what it may and has changed nothing, or has taken its arguments."""
     before = picture(*world.reached())
     try:
         getattr(world.thing, name)(*args, **named)

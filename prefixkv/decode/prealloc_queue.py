@@ -29,7 +29,7 @@ from prefixkv.decode.prospects import Prospects
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.decode.shares import PrefillShares
 from prefixkv.decode.wants import Wants
-from prefixkv.errors import InternalError
+from prefixkv.errors import InternalError, shown
 from prefixkv.pages.manager import PageManager
 from prefixkv.paging import pages_for
 from prefixkv.protocol.timers import Timers
@@ -667,7 +667,7 @@ def _checked(rank: Rank) -> Rank:
     in the queue's order.
     """
     if rank != rank:
-        raise ValueError(f"the admission policy ranks a request {rank!r}")
+        raise ValueError(f"the admission policy ranks a request {shown(rank)}")
     return rank
 
 

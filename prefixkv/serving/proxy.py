@@ -452,6 +452,8 @@ class Proxy:
             if cached is not None:
                 stream = usage.of_stream(stream, cached)
             async for piece in stream:
+                # Before it goes out: a client that leaves after it has its line with these counts.
+                line.fields |= usage.counts_of_events(piece)
                 yield piece
         except (httpx.HTTPError, TooMuchError) as error:
             self.metrics.cut.inc()

@@ -15,6 +15,7 @@ from prefixkv.serving.streams import TooMuchError
 
 _EVENT_BYTES: Final = 16 << 20
 _DATA: Final = b"data: "
+_COUNTED: Final = b'"prompt_tokens"'
 
 
 def cached_tokens(answer: bytes) -> int | None:
@@ -128,8 +129,8 @@ class _WithCounts(msgspec.Struct):
 
 
 def counts_of(answer: bytes) -> dict[str, int]:
-    """Return the tokens that a proxied answer, which is not streamed, reports, by their names in
-    the request log; {} if it reports none."""
+    """Return the tokens that a proxied answer, or one event's data, reports, by their names in the
+    request log; {} if it reports none."""
     try:
         found = msgspec.json.decode(answer, type=_WithCounts).usage
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -140,4 +141,17 @@ def counts_of(answer: bytes) -> dict[str, int]:
     details = found.prompt_tokens_details
     if details is not None and details.cached_tokens is not None:
         counts["decode_hit_tokens"] = details.cached_tokens
+    return counts
+
+
+def counts_of_events(events: bytes) -> dict[str, int]:
+    """Return the tokens that whole events of a proxied stream (`whole_events`) report, by their
+    names in the request log; {} if none of them has usage. Of several reports the last one holds:
+    with `continuous_usage_stats` each is of the answer so far."""
+    counts: dict[str, int] = {}
+    # Cheap tests first, as in `_of_line`.
+    if _COUNTED in events:
+        for line in events.split(b"\n"):
+            if line.startswith(_DATA) and _COUNTED in line:
+                counts |= counts_of(line[len(_DATA) :])
     return counts

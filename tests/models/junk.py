@@ -68,11 +68,19 @@ _MAKE = {
     "a set": lambda: {1, 2},
 }
 
+_PLAIN = [
+    None, "", "text", b"bytes", -1, 0, 1, 3, 2**31, 2**40, 2**70, 10**4400, 1.5, -0.5,
+    float("nan"), float("inf"), True, (), (1, 2), 1j, np.int64(3), np.float32(2.0),
+    np.bool_(True), "\ud800", "a\x00b", int, len,
+]  # fmt: skip
+
 JUNK = st.one_of(
-    st.sampled_from(
-        [None, "", "text", b"bytes", -1, 0, 1, 3, 2**31, 2**40, 2**70, 10**4400, 1.5, -0.5,
-         float("nan"), float("inf"), True, (), (1, 2), 1j, np.int64(3), np.float32(2.0),
-         np.bool_(True), "\ud800", "a\x00b", int, len],
-    ),
-    st.sampled_from(sorted(_MAKE)).map(lambda name: _MAKE[name]()),
-)  # fmt: skip
+    st.sampled_from(_PLAIN), st.sampled_from(sorted(_MAKE)).map(lambda name: _MAKE[name]())
+)
+
+
+def each_junk() -> Iterator[Any]:
+    """Yield each of what `JUNK` draws from, newly made."""
+    yield from _PLAIN
+    for make in _MAKE.values():
+        yield make()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
 from starlette.responses import Response
 
-from prefixkv.serving.http import ApiError, json_response
-from tests.serving.test_proxy import Engine, Stage, never, refusing, run, until, well
+from prefixkv.serving.http import ApiError, Stream, json_response
+from tests.serving.test_proxy import LIMITS, Engine, Stage, never, refusing, run, until, well
 
 USAGE = {
     "prompt_tokens": 40,
@@ -64,6 +65,49 @@ def test_both_servers_get_the_id_of_the_line(tmp_path: Path) -> None:
     assert [line["decode"], line["prefill"]] == [names[0], None], "the last attempt had no prefill"
     assert line["request_id"] == "mine"
     assert 0 <= line["asked_s"] <= line["first_token_s"] <= line["ended_s"]
+
+
+def test_the_line_of_a_stream_has_the_counts_of_its_last_usage(tmp_path: Path) -> None:
+    """As vLLM sends it: null in each event but those that were asked to report. A text may have any
+    words; what was reported before a client left is written down."""
+
+    def reports(num_output: int) -> dict[str, Any]:
+        return {**USAGE, "completion_tokens": num_output}
+
+    async def streamed(engine: Engine, body: dict[str, Any]) -> Response:
+        text = {"choices": [{"text": '"prompt_tokens": 9'}]}
+        told: list[dict[str, Any]] = {
+            "last": [{**text, "usage": None}, {"choices": [], "usage": reports(3)}],
+            "each": [{**text, "usage": reports(1)}, {**text, "usage": reports(2)}],
+            "none": [text, text],
+            "left": [{**text, "usage": reports(1)}],
+        }[body["prompt"]]
+
+        async def pieces() -> AsyncGenerator[bytes, None]:
+            for event in told:
+                data = f"data: {json.dumps(event)}\n\n".encode()
+                yield data[:9]
+                yield data[9:]
+            if body["prompt"] == "left":
+                await asyncio.Event().wait()
+            yield b"data: [DONE]\n\n"
+
+        return Stream(pieces(), LIMITS, "text/event-stream")
+
+    async def scene(stage: Stage) -> None:
+        for prompt in ("last", "each", "none"):
+            await stage.complete(prompt, stream=True)
+        body = {"prompt": "left", "stream": True}
+        async with stage.client.stream("POST", "/v1/completions", json=body) as answer:
+            await anext(answer.aiter_raw())
+
+    log = tmp_path / "log"
+    run(scene, [never], [streamed], request_log=str(log))
+    names = ("outcome", "prompt_tokens", "output_tokens", "decode_hit_tokens")
+    assert [tuple(line.get(name) for name in names) for line in lines_of(log)] == [
+        ("finished", 40, 3, 32), ("finished", 40, 2, 32), ("finished", None, None, None),
+        ("aborted", 40, 1, 32),
+    ]  # fmt: skip
 
 
 def test_what_is_refused_and_what_is_left_has_a_line(tmp_path: Path) -> None:

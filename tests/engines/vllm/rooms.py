@@ -239,6 +239,7 @@ class Rooms:
             "prefill": Gate(self.prefill.port),
             "decode": Gate(self.decode.port),
         }
+        self.model, self.request_log = model, folder / "requests.jsonl"  # the proxy's log
         self.port, self.status_port = free_port(), free_port()
         self._proxy: subprocess.Popen[str] | None = None
         self._salts = 0
@@ -257,6 +258,7 @@ class Rooms:
             "--prefill", f"{gates['prefill']}=tcp://127.0.0.1:{self.kv_port}",
             "--decode", f"{gates['decode']}=decode-0",
             "--port", str(self.port), "--status-port", str(self.status_port),
+            "--request-log", str(self.request_log),
         ]  # fmt: skip
         self._proxy = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
         assert self._proxy.stdout is not None
