@@ -25,6 +25,7 @@ BENCHMARKS = {
     "eviction_reserve": "runs of new pages and hits, when more is evicted than is missing",
     "switches": "hits of each eviction policy when the workload changes",
     "waiting": "hits and first tokens, when what waiting requests have cached is evicted last",
+    "waiting_seeds": "the same with seeds, with and without, and with each order of admission",
     "ranks": "what publishing its operations costs decode's rank 0",
     "staging_copy": "gathering into and scattering out of staging memory, on the CPU",
     "sglang": "the tree under SGLang's scheduler, beside SGLang's own",

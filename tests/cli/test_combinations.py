@@ -43,6 +43,8 @@ REPLAY: dict[str, list[Any]] = {
     "--bytes-per-token": [NOT, "64"],
     "--warm": [NOT, "0.5"],
     "--queue": [NOT, "3"],
+    "--running": [NOT, "0", "5"],
+    "--host": [NOT, "1x,4x", "7"],
     "--hints": [NOT, "10"],
     "--hints-wrong": [NOT, "0.5"],
     "--mix": [NOT, SET],
