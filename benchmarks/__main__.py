@@ -21,6 +21,7 @@ BENCHMARKS = {
     "router": "hits and balance of several decode workers on a trace, by way to route",
     "fleet": "our router beside Dynamo's selection service, on the same workers",
     "replay": "hits of each eviction policy on a trace, at many capacities",
+    "host_tier": "hits and copies of host tiers behind a pool, on a trace",
     "allocator": "allocating and freeing pages of a fragmented pool",
     "eviction_reserve": "runs of new pages and hits, when more is evicted than is missing",
     "switches": "hits of each eviction policy when the workload changes",

@@ -202,8 +202,9 @@ def enough_for_lru(trace: Trace, warm: float = 0.0) -> int:
         return 0
     # Of those between, each different one takes the room of one; and a prompt with more blocks than
     # the capacity is refused.
-    between = paths[nearest[1] : nearest[2]]
-    return max(len({name for path in between for name in path}), len(paths[nearest[2]]))
+    _, begin, end = nearest
+    needed = {name for path in paths[begin:end] for name in path}
+    return max(len(needed), len(paths[end]))
 
 
 def _smaller(trace: Trace) -> str:

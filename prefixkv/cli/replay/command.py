@@ -32,6 +32,7 @@ from prefixkv.cli.replay.curves import (
 )
 from prefixkv.cli.replay.hints import client_hints
 from prefixkv.cli.replay.hosts import host_row, host_sentence, host_sizes
+from prefixkv.cli.replay.latency import Speeds, check_latencies, latency_row
 from prefixkv.cli.replay.measure import MakePolicy, Replays, RequestHits, maker_of
 from prefixkv.cli.replay.optimum import OPTIMUM
 from prefixkv.cli.replay.readers import SPREAD_S, read_trace
@@ -90,6 +91,26 @@ def replay(
             "blocks; repeatable."
         ),
     ] = None,
+    prefill_rate: Annotated[
+        float | None,
+        typer.Option(
+            help="Tokens per second of one prefill worker: works out first tokens too, by a model "
+            "of queues."
+        ),
+    ] = None,
+    link_rate: Annotated[
+        float, typer.Option(help="Gbit/s from prefill to decode, for first tokens.")
+    ] = 100.0,
+    host_rate: Annotated[
+        float, typer.Option(help="GB/s from host memory to the device, for first tokens.")
+    ] = 25.0,
+    own_compute: Annotated[
+        int,
+        typer.Option(
+            help="Decode computes a prompt itself if at most so many tokens are missing; first "
+            "tokens are worked out with and without."
+        ),
+    ] = 2048,
     hints: Annotated[
         float | None,
         typer.Option(
@@ -140,6 +161,9 @@ def replay(
     for setting, value, low, high in (
         ("--warm", warm, 0, 0.99), ("--queue", queue, 0, 1_000_000),
         ("--page-size", page_size, 1, 65_536), ("--block-tokens", block_tokens, 1, 1_048_576),
+        ("--prefill-rate", 1 if prefill_rate is None else prefill_rate, 1, 10**9),
+        ("--link-rate", link_rate, 0.001, 10**6), ("--host-rate", host_rate, 0.001, 10**6),
+        ("--own-compute", own_compute, 1, 10**9),
         ("--running", running, 0, 1_000_000),
         ("--requests", 1 if requests is None else requests, 1, 10**9),
         ("--pool", 1 if pool is None else pool, 1, 10**8),
@@ -163,6 +187,11 @@ def replay(
     # The option wins over what the trace says of its model.
     if bytes_per_token:
         loaded = [replace(trace, bytes_per_token=bytes_per_token) for trace in loaded]
+    speeds = None
+    if prefill_rate is not None:
+        speeds = Speeds(prefill_rate, link_rate * 1e9 / 8, host_rate * 1e9, own_compute)
+        for trace in loaded:
+            check_latencies(trace)
     if check:
         _check(console, loaded, warm, json_file)
         return
@@ -186,7 +215,7 @@ def replay(
             )
             progress.console.print(LAYOUT.format(*heads), style="bold")
             told = None if hints is None else client_hints(trace, hints, hints_wrong)
-            replays = Replays(trace, warm, queue, told, note, running, hosts)
+            replays = Replays(trace, warm, queue, told, note, running, hosts, speeds)
             trace_results: list[ReplayResult] = []
 
             # Results are printed as they come. Loop variables are bound as defaults, since a
@@ -210,6 +239,8 @@ def replay(
                 progress.console.print(_row(result, trace.bytes_per_token), highlight=False)
                 for tier in result.host:
                     progress.console.print(host_row(tier, size, trace), highlight=False)
+                for case in result.latency:
+                    progress.console.print(latency_row(case), highlight=False)
 
             sizes = given or capacities_for(blocks)
             for size in sizes:
