@@ -47,6 +47,9 @@ HINTS_WRONG = (0.0, 0.2)
 QUEUES = (8, 128)
 TIMED = 3000
 """Blocks, at which times are taken."""
+RUNNING = 0
+"""As `prefixkv replay --running 0`: blocks of the request that comes do not count while it is
+admitted. So these figures are of policies alone, whatever runs."""
 
 
 class Run(NamedTuple):
@@ -109,6 +112,7 @@ def replay(
         "block_hit_ratio": "blocks found / all blocks of the counted requests, the partial last "
         "blocks included",
         "partial_blocks": "never inserted, under no policy and not by the optimum",
+        "running": "0: blocks of the request that comes do not count while it is admitted",
         "warm": "share of the requests that are replayed before hits are counted",
         "hints": "hints_minutes: the client says whether the conversation comes back within these; "
         "hints_wrong: the share that says the opposite",
@@ -153,11 +157,13 @@ def _measure(job: tuple[Run, float]) -> tuple[Run, ReplayResult]:
     run, warm = job
     trace = _TRACES[run.trace]
     if run.policy == OPTIMUM:
-        return run, replay_optimum(trace, run.capacity, warm)
+        return run, replay_optimum(trace, run.capacity, warm, running=RUNNING)
     hints = None
     if run.hints_minutes is not None:
         hints = client_hints(trace, run.hints_minutes, run.hints_wrong)
-    return run, replay_policy(trace, run.policy, run.capacity, warm, run.queue, None, hints)
+    return run, replay_policy(
+        trace, run.policy, run.capacity, warm, run.queue, None, hints, running=RUNNING
+    )
 
 
 def table(trace: Trace, rows: list[dict[str, Any]]) -> str:
@@ -182,7 +188,7 @@ def _times(trace: Trace, warm: float) -> dict[str, float]:
     found: dict[str, list[float]] = {}
     for _ in range(3):
         for name in policy_names():
-            result = replay_policy(trace, name, TIMED, warm)
+            result = replay_policy(trace, name, TIMED, warm, running=RUNNING)
             found.setdefault(name, []).append(result.us_per_request)
     return {name: round(min(times), 1) for name, times in found.items()}
 

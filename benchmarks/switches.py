@@ -37,7 +37,9 @@ def _ratios(job: tuple[str, int]) -> list[float]:
     """By phase."""
     policy, capacity = job
     found: list[int] = []
-    replay_policy(_trace, policy, capacity, each=lambda _, known: found.append(known))
+    replay_policy(
+        _trace, policy, capacity, running=0, each=lambda _, known, __: found.append(known)
+    )
     hit, asked = [0] * len(PHASES), [0] * len(PHASES)
     for known, request in zip(found, _trace.requests, strict=True):
         phase = min(int(request.time_s // PHASE_S), len(PHASES) - 1)

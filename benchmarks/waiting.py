@@ -23,6 +23,7 @@ from collections import deque
 from dataclasses import asdict, dataclass
 from itertools import count, product
 from pathlib import Path
+from random import Random
 from typing import Annotated, Any
 
 import numpy as np
@@ -88,8 +89,18 @@ class Play:
     """One run of the decode scheduler over a trace, in simulated time."""
 
     def __init__(
-        self, trace: Trace, blocks: int, admission: str, waiting: int, protect: bool, policy: str
+        self,
+        trace: Trace,
+        blocks: int,
+        admission: str,
+        waiting: int,
+        protect: bool,
+        policy: str,
+        seed: int = 0,
+        pause_more_s: float = 0.0,
     ) -> None:
+        """With a `seed` above 0 sessions begin in another order, and each pause is drawn from .9 to
+        1.1 of the trace's; `pause_more_s` is added to every pause."""
         chosen = make_policy(policy)
         chosen.token_scale = trace.token_scale
         longest = blocks * 3 // 4
@@ -103,6 +114,13 @@ class Play:
         )
         self._requests = trace.requests
         begins, self._after = sessions(trace)
+        # Drawn per request of the trace, not as events come: with one seed all cases have the same
+        # sessions and pauses.
+        random = Random(seed)
+        self._pauses = [random.uniform(0.9, 1.1) if seed else 1.0 for _ in trace.requests]
+        self._pause_more_s = pause_more_s
+        if seed:
+            random.shuffle(begins)
         self._begins = deque(begins)
         self._short = [0 < len(one.whole_key) <= longest for one in trace.requests]
         self._most_waiting = waiting
@@ -169,7 +187,8 @@ class Play:
     def _go_on(self, at: int, now_s: float) -> None:
         for then in self._after.get(at, ()):
             pause_s = self._requests[then].time_s - self._requests[at].time_s - ANSWER_S
-            self._later(now_s + max(1.0, pause_s), "arrives", then)
+            pause_s = max(1.0, pause_s * self._pauses[then]) + self._pause_more_s
+            self._later(now_s + pause_s, "arrives", then)
 
 
 def play(

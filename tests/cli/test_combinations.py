@@ -43,6 +43,12 @@ REPLAY: dict[str, list[Any]] = {
     "--bytes-per-token": [NOT, "64"],
     "--warm": [NOT, "0.5"],
     "--queue": [NOT, "3"],
+    "--prefill-rate": [NOT, "5000"],
+    "--link-rate": [NOT, "25"],
+    "--host-rate": [NOT, "50"],
+    "--own-compute": [NOT, "512"],
+    "--running": [NOT, "0", "5"],
+    "--host": [NOT, "1x,4x", "7"],
     "--hints": [NOT, "10"],
     "--hints-wrong": [NOT, "0.5"],
     "--mix": [NOT, SET],
@@ -253,6 +259,9 @@ def test_replay(row: Row, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> 
         for turn in range(12):
             lines.write(json.dumps([turn % 3, *range(40 + 20 * (turn // 3))]) + "\n")
     told = words(row, out=tmp_path / "out")
+    # First tokens need the size of a token's KV, which these traces do not say.
+    if row["--prefill-rate"] and not row["--bytes-per-token"]:
+        told += ["--bytes-per-token", "64"]
     # Traces of unlike blocks are not mixed.
     traces = [blocks, blocks] if row["--mix"] else [blocks, tokens]
     assert run_command(["replay", *map(str, traces), *told]) == 0, capfd.readouterr().err

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections import OrderedDict
+from collections import OrderedDict, deque
+from itertools import product
 
 import pytest
 
@@ -36,40 +37,59 @@ def write_trace(path, num_requests=400, seed=0):
     return path
 
 
-def plain_lru(path, capacity, counted_from=0):
-    kept, hits, blocks = OrderedDict(), 0, 0
+def plain_lru(path, capacity, counted_from=0, running=0):
+    """Hit ratio, and the number of requests that are refused."""
+    kept, hits, blocks, refused = OrderedDict(), 0, 0, 0
+    runs = deque()  # the blocks of each request that runs
     for at, line in enumerate(path.read_text().splitlines()):
         *ids, _ = json.loads(line)["hash_ids"]  # the last block is partial
+        blocks += (len(ids) + 1) * (at >= counted_from)
+        if running and len(ids) > capacity:
+            refused += at >= counted_from
+            continue
+        while runs and len(runs) >= running:
+            runs.popleft()
+        while running and len({*ids}.union(*runs)) > capacity:
+            runs.popleft()
         known = 0
         while known < len(ids) and ids[known] in kept:
             known += 1
-        if at >= counted_from:
-            hits += known
-            blocks += len(ids) + 1
+        hits += known * (at >= counted_from)
         for block in reversed(ids):
             kept[block] = True
             kept.move_to_end(block)
-        while len(kept) > capacity:
-            kept.popitem(last=False)
-    return hits / blocks
+        if running:
+            runs.append(ids)
+        held = set().union(*runs)
+        for block in [block for block in kept if block not in held]:
+            if len(kept) <= capacity:
+                break
+            del kept[block]
+    return hits / blocks, refused
 
 
 @pytest.mark.parametrize("capacity", [20, 100, 300])
 @pytest.mark.parametrize("warm", [0.0, 0.5])
-def test_lru_agrees_with_a_plain_model(tmp_path, capacity, warm):
+@pytest.mark.parametrize("running", [0, 1, 2, 9, 40])
+def test_lru_agrees_with_a_plain_model(tmp_path, capacity, warm, running):
     path = write_trace(tmp_path / "t.jsonl")
-    result = replay_policy(read_trace(path), "lru", capacity, warm)
-    assert result.block_hit_ratio == pytest.approx(
-        plain_lru(path, capacity, int(warm * 400)), abs=1e-12
-    )
+    result = replay_policy(read_trace(path), "lru", capacity, warm, running=running)
+    ratio, refused = plain_lru(path, capacity, int(warm * 400), running)
+    assert result.block_hit_ratio == pytest.approx(ratio, abs=1e-12)
+    assert result.too_long == refused
+    assert bool(refused) == (capacity == 20 and running > 0)
+    assert result.running == running
+    assert bool(result.running_blocks) == bool(running)
+    assert result.running_blocks <= capacity
 
 
 def test_no_policy_passes_the_optimum_and_all_agree_when_everything_fits(tmp_path):
     trace = read_trace(write_trace(tmp_path / "t.jsonl"))
-    for capacity in (20, 100):
-        best = replay_optimum(trace, capacity).block_hit_ratio
+    for capacity, running in product((20, 100), (0, 1, 5)):
+        best = replay_optimum(trace, capacity, running=running).block_hit_ratio
         ratios = {
-            name: replay_policy(trace, name, capacity).block_hit_ratio for name in policy_names()
+            name: replay_policy(trace, name, capacity, running=running).block_hit_ratio
+            for name in policy_names()
         }
         assert max(ratios.values()) <= best
         assert min(ratios.values()) < best
@@ -88,14 +108,17 @@ def test_knowing_the_queue_helps(tmp_path):
 
 
 def test_the_optimum_by_hand(tmp_path):
-    """Two blocks fit. a b a c a b: keeping b over c, which never comes again, is right."""
+    """Two blocks fit. a b a c a b: keeping b over c, which never comes again, is right; and cannot
+    be done where the block of the request that comes counts."""
     path = tmp_path / "t.jsonl"
     for name in (1, 2, 1, 3, 1, 2):
         with path.open("a") as out:
             out.write(json.dumps({"timestamp": 0, "input_length": 512, "hash_ids": [name]}) + "\n")
     trace = read_trace(path)
-    assert replay_optimum(trace, 2).block_hit_ratio == 3 / 6
-    assert replay_policy(trace, "lru", 2).block_hit_ratio == 2 / 6
+    assert replay_optimum(trace, 2, running=0).block_hit_ratio == 3 / 6
+    assert replay_optimum(trace, 2).block_hit_ratio == 2 / 6
+    for running in (0, 1):
+        assert replay_policy(trace, "lru", 2, running=running).block_hit_ratio == 2 / 6
 
 
 def test_a_trace_of_token_lists(tmp_path):
@@ -151,6 +174,20 @@ def test_traces_that_cannot_be_read(tmp_path):
         {"capacity": "0"},
         {"warm": 1.0},
         {"queue": -1},
+        {"running": -1},
+        {"prefill_rate": 0.0},
+        {"prefill_rate": 5000.0},  # the trace does not say what a token takes
+        {"link_rate": 0.0},
+        {"host_rate": -1.0},
+        {"own_compute": 0},
+        {"host": ["4y"]},
+        {"host": ["x"]},
+        {"host": ["4x,"]},
+        {"host": ["1.5"]},
+        {"host": ["-1"]},
+        {"host": ["1GiB"]},  # the trace does not say what a token takes
+        {"host": ["1KiB"], "bytes_per_token": 100},  # less than a block
+        {"host": ["1000000000x"]},
         {"page_size": 0},
         {"block_tokens": 0},
         {"requests": 0},
@@ -181,8 +218,10 @@ def test_the_command_writes_its_results(tmp_path, capsys):
     ]  # fmt: skip
     assert set(results[0]) == {
         "trace", "policy", "capacity_blocks", "block_hit_ratio", "token_hit_ratio", "requests",
-        "evicted_pages", "us_per_request", "hit_tokens", "prompt_tokens",
+        "evicted_pages", "us_per_request", "hit_tokens", "prompt_tokens", "running",
+        "running_blocks", "too_long", "host", "latency",
     }  # fmt: skip
     assert {row["requests"] for row in results} == {30}
+    assert {row["running"] for row in results} == {1}
     assert (tmp_path / "r.png").stat().st_size > 1000
     assert OWN in capsys.readouterr().out

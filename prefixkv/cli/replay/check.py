@@ -200,8 +200,11 @@ def enough_for_lru(trace: Trace, warm: float = 0.0) -> int:
         last[path[0]] = at
     if nearest is None:
         return 0
-    # Of those between, each different one takes the room of one.
-    return len({name for path in paths[nearest[1] : nearest[2]] for name in path})
+    # Of those between, each different one takes the room of one; and a prompt with more blocks than
+    # the capacity is refused.
+    _, begin, end = nearest
+    needed = {name for path in paths[begin:end] for name in path}
+    return max(len(needed), len(paths[end]))
 
 
 def _smaller(trace: Trace) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -31,6 +31,8 @@ from prefixkv.cli.replay.curves import (
     sentence,
 )
 from prefixkv.cli.replay.hints import client_hints
+from prefixkv.cli.replay.hosts import host_row, host_sentence, host_sizes
+from prefixkv.cli.replay.latency import Speeds, check_latencies, latency_row
 from prefixkv.cli.replay.measure import MakePolicy, Replays, RequestHits, maker_of
 from prefixkv.cli.replay.optimum import OPTIMUM
 from prefixkv.cli.replay.readers import SPREAD_S, read_trace
@@ -75,6 +77,40 @@ def replay(
         float, typer.Option(help="Share of the requests that only warm the cache.")
     ] = 0.0,
     queue: Annotated[int, typer.Option(help="Number of next requests that count as waiting.")] = 0,
+    running: Annotated[
+        int,
+        typer.Option(
+            help="Requests that run at a time: their blocks count, and are not evicted. 0: not "
+            "even those of the request that comes count."
+        ),
+    ] = 1,
+    host: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Host tiers behind the pool, by commas: 4x (times the capacity), 64GiB, or "
+            "blocks; repeatable."
+        ),
+    ] = None,
+    prefill_rate: Annotated[
+        float | None,
+        typer.Option(
+            help="Tokens per second of one prefill worker: works out first tokens too, by a model "
+            "of queues."
+        ),
+    ] = None,
+    link_rate: Annotated[
+        float, typer.Option(help="Gbit/s from prefill to decode, for first tokens.")
+    ] = 100.0,
+    host_rate: Annotated[
+        float, typer.Option(help="GB/s from host memory to the device, for first tokens.")
+    ] = 25.0,
+    own_compute: Annotated[
+        int,
+        typer.Option(
+            help="Decode computes a prompt itself if at most so many tokens are missing; first "
+            "tokens are worked out with and without."
+        ),
+    ] = 2048,
     hints: Annotated[
         float | None,
         typer.Option(
@@ -121,9 +157,14 @@ def replay(
     # Everything that can be refused is refused here, before minutes of replay.
     makers = _makers(policy or [ALL])
     given = _capacities(capacity) if capacity else []
+    hosts = host_sizes("--host", [one for text in host or [] for one in text.split(",")])
     for setting, value, low, high in (
         ("--warm", warm, 0, 0.99), ("--queue", queue, 0, 1_000_000),
         ("--page-size", page_size, 1, 65_536), ("--block-tokens", block_tokens, 1, 1_048_576),
+        ("--prefill-rate", 1 if prefill_rate is None else prefill_rate, 1, 10**9),
+        ("--link-rate", link_rate, 0.001, 10**6), ("--host-rate", host_rate, 0.001, 10**6),
+        ("--own-compute", own_compute, 1, 10**9),
+        ("--running", running, 0, 1_000_000),
         ("--requests", 1 if requests is None else requests, 1, 10**9),
         ("--pool", 1 if pool is None else pool, 1, 10**8),
         ("--bytes-per-token", 1 if bytes_per_token is None else bytes_per_token, 1, 2**32),
@@ -143,6 +184,14 @@ def replay(
     loaded = [read_trace(path, page_size, block_tokens, requests, spread * 3600) for path in traces]
     if mixed:
         loaded = [mix(loaded)]
+    # The option wins over what the trace says of its model.
+    if bytes_per_token:
+        loaded = [replace(trace, bytes_per_token=bytes_per_token) for trace in loaded]
+    speeds = None
+    if prefill_rate is not None:
+        speeds = Speeds(prefill_rate, link_rate * 1e9 / 8, host_rate * 1e9, own_compute)
+        for trace in loaded:
+            check_latencies(trace)
     if check:
         _check(console, loaded, warm, json_file)
         return
@@ -157,8 +206,7 @@ def replay(
         ) as progress,
     ):  # fmt: skip
         for trace in loaded:
-            # The option wins over what the trace says of its model.
-            bytes_each = bytes_per_token or trace.bytes_per_token
+            bytes_each = trace.bytes_per_token
             blocks = footprint(trace)
             progress.console.print(
                 f"{trace.name}: {len(trace.requests):,} requests, {blocks:,} different blocks of "
@@ -167,7 +215,7 @@ def replay(
             )
             progress.console.print(LAYOUT.format(*heads), style="bold")
             told = None if hints is None else client_hints(trace, hints, hints_wrong)
-            replays = Replays(trace, warm, queue, told, note)
+            replays = Replays(trace, warm, queue, told, note, running, hosts, speeds)
             trace_results: list[ReplayResult] = []
 
             # Results are printed as they come. Loop variables are bound as defaults, since a
@@ -178,7 +226,6 @@ def replay(
                 trace: Trace = trace,
                 replays: Replays = replays,
                 trace_results: list[ReplayResult] = trace_results,
-                bytes_each: int = bytes_each,
             ) -> None:
                 """Replay with one policy at one capacity, and print the result."""
                 task = progress.add_task(f"{trace.name} {name} {size}", total=len(trace.requests))
@@ -189,9 +236,15 @@ def replay(
                 )
                 progress.remove_task(task)
                 trace_results.append(result)
-                progress.console.print(_row(result, bytes_each), highlight=False)
+                progress.console.print(_row(result, trace.bytes_per_token), highlight=False)
+                for tier in result.host:
+                    progress.console.print(host_row(tier, size, trace), highlight=False)
+                for case in result.latency:
+                    progress.console.print(latency_row(case), highlight=False)
 
             sizes = given or capacities_for(blocks)
+            for size in sizes:
+                replays.host_blocks(size)  # raises before anything of this trace is replayed
             # First every policy at every capacity, which decides the best one; then that one at
             # half and twice of the pool, for the sentence.
             asked = pool or middle(sizes)
@@ -215,6 +268,9 @@ def replay(
                     if (chosen.policy, size) not in there:
                         measure(chosen.policy, size)
                 sentences.append(sentence(trace_results, asked, bytes_each, trace.block_tokens))
+            # A host tier may find something where the pool is too small to.
+            if chosen is not None and any(one.hit_tokens for one in chosen.host):
+                sentences.append(host_sentence(chosen, trace, warm))
             results += trace_results
     for text in sentences:
         console.print(f"\n{text}", highlight=False)

@@ -98,6 +98,8 @@ def sentence(
         more = other.hit_tokens - chosen.hit_tokens
         saved = f"{_saved(abs(more), bytes_per_token)} {'more' if more >= 0 else 'less'}"
         text += f"; {scale} the memory: {other.block_hit_ratio:.1%}, {saved}"
+    if chosen.too_long:
+        text += f"; {chosen.too_long:,} requests are refused, since they do not fit this pool"
     return text + "."
 
 

@@ -10,6 +10,14 @@ from typing import Any, NamedTuple
 
 from prefixkv.cli.policies import policy_of
 from prefixkv.cli.replay.curves import capacities_for
+from prefixkv.cli.replay.hosts import HostSize, host_sizes
+from prefixkv.cli.replay.latency import (
+    Latency,
+    RequestTokens,
+    Speeds,
+    check_latencies,
+    latencies,
+)
 from prefixkv.cli.replay.optimum import OPTIMUM, replay_optimum
 from prefixkv.cli.replay.run import ReplayResult, replay_policy
 from prefixkv.cli.replay.trace import Trace, footprint
@@ -31,6 +39,7 @@ class RequestHits(NamedTuple):
     tokens: int  # of the prompt
     hit_tokens: int
     counted: bool  # False: it only warms the cache, and counts in no ratio
+    host_hit_tokens: dict[int, int]  # by size of host tier (blocks): what it has behind those
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +51,9 @@ class Replays:
         queue: how many following requests count as waiting.
         hints: per request, what its client says at its end (`finish(continues=)`).
         each: called with what each request of each replay finds.
+        running: requests that run at a time; their blocks count, and are not evicted.
+        hosts: sizes of host tiers.
+        speeds: to work out first tokens with.
     """
 
     trace: Trace
@@ -49,6 +61,9 @@ class Replays:
     queue: int = 0
     hints: Sequence[bool | None] | None = None
     each: Callable[[RequestHits], None] | None = None
+    running: int = 1
+    hosts: Sequence[HostSize] = ()
+    speeds: Speeds | None = None
 
     def run(
         self,
@@ -59,20 +74,54 @@ class Replays:
     ) -> ReplayResult:
         """Replay the trace with one policy at one capacity (blocks), under this name; without a
         policy, with the optimum."""
-        each = None if self.each is None else partial(self._note, name, capacity)
-        # The optimum knows the future: neither a queue nor hints could add to it.
+        # The optimum knows the future: neither a queue nor hints could add to it. It is that of the
+        # device alone.
+        hosts = [] if make is None else self.host_blocks(capacity)
+        found: list[RequestTokens] = []
+        each = None
+        if self.each is not None or self.speeds is not None:
+            each = partial(self._note, name, capacity, hosts, found)
         if make is None:
-            result = replay_optimum(self.trace, capacity, self.warm, each)
+            result = replay_optimum(self.trace, capacity, self.warm, each, self.running)
         else:
             result = replay_policy(
-                self.trace, make(), capacity, self.warm, self.queue, progress, self.hints, each
-            )
-        return replace(result, policy=name)
+                self.trace, make(), capacity, self.warm, self.queue, progress, self.hints, each,
+                self.running, hosts,
+            )  # fmt: skip
+        rows: list[Latency] = []
+        if self.speeds is not None:
+            rows = latencies(self.trace, found, hosts, self.speeds)
+        return replace(result, policy=name, latency=tuple(rows))
 
-    def _note(self, name: str, capacity: int, at: int, known: int) -> None:
-        """Hand on what one request of a replay has found."""
+    def host_blocks(self, capacity: int) -> list[int]:
+        """Return the sizes of host tiers, in blocks and rising, behind a device of this capacity.
+        Raises ConfigError if one is in bytes and the KV of a token is not known."""
+        block_bytes = self.trace.block_tokens * self.trace.bytes_per_token
+        return sorted({size.blocks(capacity, block_bytes) for size in self.hosts})
+
+    def _note(
+        self,
+        name: str,
+        capacity: int,
+        hosts: Sequence[int],
+        found: list[RequestTokens],
+        at: int,
+        known: int,
+        behind: Sequence[int],
+    ) -> None:
+        """Hand on what one request of a replay has found, and keep it for latencies."""
         trace, request = self.trace, self.trace.requests[at]
-        assert self.each is not None
+        counted = at >= int(self.warm * len(trace.requests))
+        # A request that is refused waits in no queue.
+        fits = len(request.whole_key) // trace.page_size <= capacity or not self.running
+        if self.speeds is not None and fits:
+            tokens = [blocks * trace.block_tokens for blocks in behind]
+            device_tokens = known * trace.block_tokens
+            found.append(
+                RequestTokens(request.time_s, request.num_tokens, device_tokens, tokens, counted)
+            )
+        if self.each is None:
+            return
         self.each(
             RequestHits(
                 trace=trace.name,
@@ -83,7 +132,11 @@ class Replays:
                 blocks=len(request.key) // trace.page_size,
                 tokens=request.num_tokens,
                 hit_tokens=known * trace.block_tokens,
-                counted=at >= int(self.warm * len(trace.requests)),
+                counted=counted,
+                host_hit_tokens={
+                    size: blocks * trace.block_tokens
+                    for size, blocks in zip(hosts, behind, strict=True)
+                },
             )
         )
 
@@ -97,9 +150,13 @@ def replay_curves(
     queue: int = 0,
     hints: Sequence[bool | None] | None = None,
     each: Callable[[RequestHits], None] | None = None,
+    running: int = 1,
+    hosts: str | Iterable[str | int] = (),
+    bytes_per_token: int = 0,
+    speeds: Speeds | None = None,
 ) -> list[ReplayResult]:
     """Replay a trace with each policy at each capacity, through a real `RadixCache`. Costs some ten
-    microseconds per request of each replay.
+    microseconds per request of each replay, and as much for each host tier.
 
     Args:
         trace: of `read_trace` or `make_trace`.
@@ -112,6 +169,12 @@ def replay_curves(
         queue: how many following requests count as waiting.
         hints: per request, what its client says at its end (`finish(continues=)`).
         each: called with what each request of each replay finds.
+        running: requests that run at a time: their blocks count against the capacity, and are not
+            evicted. 0: not even those of the request that comes count.
+        hosts: sizes of host tiers behind the device, each for itself: "4x" (of the capacity),
+            "64GiB", or blocks.
+        bytes_per_token: of KV, for sizes and results in bytes. 0: what the trace says, if it does.
+        speeds: of prefill, link and host, to work out first tokens with (`latency`).
     Returns:
         A result for each capacity and policy: capacities rising, policies as given.
     Raises:
@@ -120,13 +183,22 @@ def replay_curves(
     """
     check_range("warm", warm, 0, 0.99)
     check_range("queue", queue, 0, 1_000_000)
+    check_range("running", running, 0, 1_000_000)
+    check_range("bytes_per_token", bytes_per_token, 0, 2**32)
+    if bytes_per_token:
+        trace = replace(trace, bytes_per_token=bytes_per_token)
+    sizes_of_hosts = host_sizes("hosts", hosts.split(",") if isinstance(hosts, str) else hosts)
     if hints is not None and len(hints) != len(trace.requests):
         raise ConfigError(f"{len(hints)} hints for {len(trace.requests)} requests")
     makers = _makers([*policy_names(), OPTIMUM] if policies is None else policies)
     sizes = capacities_for(footprint(trace)) if capacities is None else sorted({*capacities})
     for size in sizes:
         check_range("capacity", size, 1, 10**8)
-    replays = Replays(trace, warm, queue, hints, each)
+    if speeds is not None:
+        check_latencies(trace)
+    replays = Replays(trace, warm, queue, hints, each, running, sizes_of_hosts, speeds)
+    for size in sizes:
+        replays.host_blocks(size)  # raises before anything is replayed
     return [replays.run(name, make, size) for size in sizes for name, make in makers.items()]
 
 

@@ -1,6 +1,11 @@
 """Replay of one policy at one capacity, through the real `RadixCache`: each request is matched and
 locked, room is made for the rest, and the rest is inserted. Policies know how many tokens a block
-stands for (`token_scale`)."""
+stands for (`token_scale`).
+
+Blocks of requests that run cannot be evicted, and count against the capacity: those of each request
+until as many have come after it as run at a time. One that could not run in the pool at all is
+refused, as a node refuses it: it finds nothing, and leaves nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +13,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
-import numpy as np
+from prefixkv.cli.replay.latency import Latency
+from prefixkv.cli.replay.tiers import HostResult, HostTier, Tier
+from prefixkv.cli.replay.trace import Trace, TraceRequest
+from prefixkv.spi import InsertResult, Policy, PrefixLock, make_policy
 
-from prefixkv.cli.replay.trace import Trace
-from prefixkv.spi import Policy, RadixCache, make_policy
+Each: TypeAlias = Callable[[int, int, Sequence[int]], None]
+"""Called for each request: its number, the blocks that it finds, and those that each host tier has
+behind them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +39,11 @@ class ReplayResult:
     us_per_request: float
     hit_tokens: int
     prompt_tokens: int
+    running: int = 1  # requests whose blocks count and cannot be evicted; 0: none, not even its own
+    running_blocks: float = 0.0  # that running requests hold, on average
+    too_long: int = 0  # counted requests that are refused, as they do not fit the capacity
+    host: tuple[HostResult, ...] = ()  # by size
+    latency: tuple[Latency, ...] = ()  # by size of host tier, without and with own compute
 
 
 class Hits:
@@ -36,17 +51,33 @@ class Hits:
     count."""
 
     def __init__(
-        self, trace: Trace, warm: float, each: Callable[[int, int], None] | None = None
+        self,
+        trace: Trace,
+        warm: float,
+        each: Each | None = None,
+        running: int = 0,
+        hosts: Sequence[HostTier] = (),
     ) -> None:
-        self._trace, self._each = trace, each
+        self._trace, self._each, self._running, self._hosts = trace, each, running, hosts
+        self._held_blocks = self._too_long = 0
         self._from = int(warm * len(trace.requests))
         self._hit_blocks = self._hit_tokens = self._blocks = self._tokens = 0
         self._begin_s = time.perf_counter()
 
-    def add(self, at: int, known: int) -> None:
-        """Count the hits of a replay's request number `at`: of its blocks, `known` were cached."""
+    def counts(self, at: int) -> bool:
+        """Return whether the replay's request number `at` counts, and does not only warm."""
+        return at >= self._from
+
+    def add(self, at: int, known: int, held: int = 0, behind: Sequence[int] = ()) -> None:
+        """Count the hits of a replay's request number `at`.
+
+        Args:
+            known: of its blocks, how many the device has.
+            held: blocks that running requests hold, its own included.
+            behind: for each host tier, how many blocks it has behind those.
+        """
         if self._each is not None:
-            self._each(at, known)
+            self._each(at, known, behind)
         if at < self._from:
             return
         request, block_tokens = self._trace.requests[at], self._trace.block_tokens
@@ -54,6 +85,14 @@ class Hits:
         self._hit_tokens += known * block_tokens
         self._blocks += len(request.key) // self._trace.page_size
         self._tokens += request.num_tokens
+        self._held_blocks += held
+        for host, blocks in zip(self._hosts, behind, strict=True):
+            host.load(blocks)
+
+    def refuse(self, at: int) -> None:
+        """Count the replay's request number `at`, which does not fit the pool."""
+        self.add(at, 0, 0, (0,) * len(self._hosts))
+        self._too_long += self.counts(at)
 
     def result(self, policy: str, capacity: int, evicted: int) -> ReplayResult:
         """Return the replay's hit rates and costs, with the time per request since this object was
@@ -70,7 +109,20 @@ class Hits:
             us_per_request=(time.perf_counter() - self._begin_s) / count * 1e6,
             hit_tokens=self._hit_tokens,
             prompt_tokens=self._tokens,
+            running=self._running,
+            running_blocks=self._held_blocks / max(1, count - self._from - self._too_long),
+            too_long=self._too_long,
+            host=tuple(host.result(self._hit_blocks, self._blocks) for host in self._hosts),
         )
+
+
+class _Running(NamedTuple):
+    """A request that runs, and what it holds of the device's tier."""
+
+    at: int
+    lock: PrefixLock
+    inserted: InsertResult
+    behind: list[int]  # of its prompt, what each host tier had
 
 
 def replay_policy(
@@ -81,54 +133,108 @@ def replay_policy(
     queue: int = 0,
     progress: Callable[[int], None] | None = None,
     hints: Sequence[bool | None] | None = None,
-    each: Callable[[int, int], None] | None = None,
+    each: Each | None = None,
+    running: int = 1,
+    hosts: Sequence[int] = (),
 ) -> ReplayResult:
     """Replay a trace with one eviction policy at one capacity (blocks), through a real
-    `RadixCache`. Costs some ten microseconds per request.
+    `RadixCache`. Costs some ten microseconds per request, and as much for each host tier.
 
     Args:
-        policy: a name, or an object, which serves one replay.
+        policy: a name, or an object, which serves one replay. Host tiers get others like it.
         warm: share of the requests that only warm the cache.
         queue: how many following requests count as waiting.
         hints: per request, what its client says at its end (`finish(continues=)`).
-        each: called for each request with its number and the number of blocks that it finds.
+        each: called for each request with its number, the number of blocks that it finds, and for
+            each host tier how many that has behind them.
+        running: requests that run at a time. Their blocks count, and cannot be evicted: a request
+            ends when as many have come after it, or sooner if the next one would not fit. 0: not
+            even the blocks of the request that comes count while it is admitted.
+        hosts: sizes of host tiers, blocks; each is replayed by itself behind the same device.
     """
     chosen = make_policy(policy)
-    chosen.token_scale = trace.token_scale
-    cache = RadixCache(page_size=trace.page_size, policy=chosen)
-    requests = trace.requests
-    # Page ids: `free` first, then new ones. More than `capacity` are in use for a moment, between
-    # an insertion and its eviction.
-    next_page = 0
-    free: list[int] = []
-    wants = deque(cache.want(cache.match_prefix(one.whole_key)) for one in requests[:queue])
-    hits = Hits(trace, warm, each)
-    for at, request in enumerate(requests):
-        key = request.whole_key
-        if queue:
-            # The request itself no longer waits, and the one `queue` places behind it begins to.
-            cache.unwant(wants.popleft())
-            if at + queue < len(requests):
-                wants.append(cache.want(cache.match_prefix(requests[at + queue].whole_key)))
-        total = len(key) // trace.page_size
+    tiers = [HostTier(trace, chosen.another(), size, running > 0) for size in hosts]
+    device = Tier(trace, chosen, capacity, makes_room=running > 0)
+    hits = Hits(trace, warm, each, running, tiers)
+    return _Replay(trace, device, tiers, running, hints, hits).run(queue, progress)
+
+
+class _Replay:
+    """One replay: the device's tier, host tiers behind it, and the requests that run."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        device: Tier,
+        tiers: Sequence[HostTier],
+        running: int,
+        hints: Sequence[bool | None] | None,
+        hits: Hits,
+    ) -> None:
+        self._trace, self._device, self._tiers = trace, device, tiers
+        self._most_running, self._hints, self._hits = running, hints, hits
+        self._running: deque[_Running] = deque()
+
+    def run(self, queue: int, progress: Callable[[int], None] | None) -> ReplayResult:
+        """Replay all requests, one after the other."""
+        cache, requests = self._device.cache, self._trace.requests
+        wants = deque(cache.want(cache.match_prefix(one.whole_key)) for one in requests[:queue])
+        for at, request in enumerate(requests):
+            if queue:
+                # The request itself no longer waits, and the one `queue` places behind it begins
+                # to.
+                cache.unwant(wants.popleft())
+                if at + queue < len(requests):
+                    wants.append(cache.want(cache.match_prefix(requests[at + queue].whole_key)))
+            self._replay(at, request)
+            if progress is not None and at % 256 == 0:
+                progress(at)
+        while self._running:
+            self._end(requests[-1].time_s)
+        evicted = cache.stats().evicted_pages
+        return self._hits.result(cache.policy.name, self._device.capacity, evicted)
+
+    def _replay(self, at: int, request: TraceRequest) -> None:
+        """Replay one request: end those that make way for it, and admit it."""
+        device, key, now_s = self._device, request.whole_key, request.time_s
+        page_size, counted = self._trace.page_size, self._most_running > 0
+        total = len(key) // page_size
+        if counted and total > device.capacity:
+            self._hits.refuse(at)
+            return
+        while self._running and len(self._running) >= self._most_running:
+            self._end(now_s)
         # As a scheduler does: lock the prefix, take pages for the rest, insert. The lock keeps the
-        # prefix from eviction until the whole path is in the tree.
-        with cache.lock(cache.match_prefix(key), request.time_s) as lock:
-            known = lock.prefix_len // trace.page_size
-            while len(free) < total - known:
-                free.append(next_page)
-                next_page += 1
-            # The pages used come off the end of `free` only once they are inserted.
-            cut = len(free) - total + known
-            pages = np.array([*lock.pages.tolist(), *free[cut:]], np.int32)
-            inserted = cache.insert(key, pages, now_s=request.time_s)
-            del free[cut:]
-        if hints is not None:
-            cache.hint(inserted, hints[at])
-        # After the lock is released: the request's own blocks may go at once, as the optimum's may.
-        if cache.num_pages > capacity:
-            free += cache.evict(cache.num_pages - capacity, request.time_s).tolist()
-        hits.add(at, known)
-        if progress is not None and at % 256 == 0:
-            progress(at)
-    return hits.result(chosen.name, capacity, cache.stats().evicted_pages)
+        # prefix from eviction until the whole path is in the tree, and then the path while it runs.
+        lock = device.lock(key, now_s)
+        known = lock.prefix_len // page_size
+        # A pool waits until enough have ended; here they end at once.
+        while (
+            counted
+            and self._running
+            and device.cache.protected_pages + total - known > device.capacity
+        ):
+            self._end(now_s)
+        inserted = device.store(key, lock, now_s)
+        # A host tier that has more than the device loads what lies behind the device's part.
+        found = [tier.begin(key, now_s) for tier in self._tiers]
+        behind = [max(0, blocks - known) for blocks in found]
+        held = device.cache.protected_pages if counted else 0
+        self._hits.add(at, known, held, behind)
+        self._running.append(_Running(at, lock, inserted, found))
+        if self._most_running <= 1:
+            self._end(now_s)
+
+    def _end(self, now_s: float) -> None:
+        """End the request that has run longest: what it held may be evicted, and hosts get what
+        they lack."""
+        one = self._running.popleft()
+        cache, key = self._device.cache, self._trace.requests[one.at].whole_key
+        cache.unlock(one.lock)
+        if self._hints is not None:
+            cache.hint(one.inserted, self._hints[one.at])
+        # After the lock is released: where room was not made before, the request's own blocks may
+        # go at once, as the optimum's may.
+        self._device.trim(now_s)
+        for tier, found in zip(self._tiers, one.behind, strict=True):
+            tier.end(key, found, now_s, self._hits.counts(one.at))

@@ -1,0 +1,193 @@
+"""First tokens beside a replay's hits, by a model of queues: to compare host tiers by; no forecast.
+
+A request's KV comes from four places, each with one queue, first come, first served:
+
+    prefill   computes what its own cache lacks; that finds what decode's pool finds
+    link      sends what decode lacks, from when prefill begins; the last block when it has ended
+    host      copies what the host tier has, behind what the device has
+    decode    computes what is missing itself, where that is little: then prefill is not asked
+
+Requests come when the trace says. Left out: a pool that is full, steps of the running batch,
+retries.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from prefixkv.cli.replay.trace import Trace
+from prefixkv.spi import ConfigError, check_range
+
+MOST_BUSY = 0.7
+"""As many prefill workers are taken as keep them this busy at most, with decode's pool alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """What a replay's latencies are worked out with.
+
+    Args:
+        prefill_tokens_per_s: of one prefill worker.
+        link_bytes_per_s: from prefill to decode, all workers together.
+        host_bytes_per_s: from host memory to the device.
+        own_tokens: decode computes a prompt itself if at most so many tokens of it are missing.
+        own_tokens_per_s: at which it does; 0: half of prefill's, since its batch goes on beside it.
+    Raises:
+        ConfigError: a value out of its range.
+    """
+
+    prefill_tokens_per_s: float
+    link_bytes_per_s: float = 12.5e9
+    host_bytes_per_s: float = 25e9
+    own_tokens: int = 2048
+    own_tokens_per_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("prefill_tokens_per_s", 1, 1e9), ("link_bytes_per_s", 1, 1e15),
+            ("host_bytes_per_s", 1, 1e15), ("own_tokens", 1, 1e9), ("own_tokens_per_s", 0, 1e9),
+        ):  # fmt: skip
+            check_range(name, getattr(self, name), low, high)
+
+
+class RequestTokens(NamedTuple):
+    """What is known of one request of a replay."""
+
+    time_s: float
+    tokens: int  # of the prompt
+    device_tokens: int  # found by the device
+    host_tokens: Sequence[int]  # behind those, by host tier
+    counted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """First tokens of a replay with one way of getting KV: with a host tier or none, with own
+    compute or without."""
+
+    host_blocks: int  # 0: no host tier
+    own_tokens: int  # 0: prefill computes all
+    ttft_s_p50: float
+    ttft_s_p99: float
+    prefill_workers: int
+    prefill_busy: float  # share of their time
+    link_busy: float  # share of the time, above 1 if it cannot keep up
+    own_busy: float
+
+
+def check_latencies(trace: Trace) -> None:
+    """Raise ConfigError if first tokens of a trace cannot be worked out."""
+    if not trace.bytes_per_token:
+        raise ConfigError(
+            f"first tokens need the size of a token's KV, which {trace.name} does not say: "
+            "--bytes-per-token does"
+        )
+
+
+def latency_row(one: Latency) -> str:
+    """Format first tokens of one case as a line of the command's table."""
+    host = f"host {one.host_blocks:,} blocks" if one.host_blocks else "no host"
+    own = f"own compute to {one.own_tokens:,} tokens" if one.own_tokens else "no own compute"
+    many = f"{one.prefill_workers} prefill workers" if one.prefill_workers > 1 else "prefill"
+    full = ", which cannot keep up" if one.link_busy >= 1 else ""
+    return (
+        f"    TTFT P50 {one.ttft_s_p50:.3f} s, P99 {one.ttft_s_p99:.2f} s ({host}, {own}; {many} "
+        f"{one.prefill_busy:.0%} busy, link {one.link_busy:.0%}{full}, own {one.own_busy:.0%})"
+    )
+
+
+def latencies(
+    trace: Trace, found: Sequence[RequestTokens], hosts: Sequence[int], speeds: Speeds
+) -> list[Latency]:
+    """Work out first tokens of a replay: for the device alone and with each host tier, without and
+    with own compute.
+
+    Args:
+        found: of the requests that were not refused, in order of time.
+        hosts: sizes of the host tiers, blocks.
+    Raises:
+        ConfigError: the KV of a token is not known.
+    """
+    check_latencies(trace)
+    if not any(one.counted for one in found):
+        return []
+    span_s = max(found[-1].time_s - found[0].time_s, 1e-9)
+    work_tokens = sum(max(1, one.tokens - one.device_tokens) for one in found)
+    work_s = work_tokens / speeds.prefill_tokens_per_s
+    # More workers than requests have nothing to do, however short the time is.
+    workers = max(1, math.ceil(min(len(found), work_s / span_s / MOST_BUSY)))
+    rows = []
+    for at, blocks in [(-1, 0), *enumerate(hosts)]:
+        for own_tokens in (0, speeds.own_tokens):
+            queues = _Queues(trace, speeds, workers, own_tokens)
+            ttfts_s = [
+                queues.first_token_s(one, 0 if at < 0 else one.host_tokens[at]) - one.time_s
+                for one in found
+            ]
+            counted = [ttft_s for one, ttft_s in zip(found, ttfts_s, strict=True) if one.counted]
+            p50, p99 = (float(one) for one in np.percentile(counted, [50, 99]))
+            rows.append(
+                Latency(
+                    host_blocks=blocks,
+                    own_tokens=own_tokens,
+                    ttft_s_p50=p50,
+                    ttft_s_p99=p99,
+                    prefill_workers=workers,
+                    prefill_busy=queues.prefill_s / span_s / workers,
+                    link_busy=queues.link_s / span_s,
+                    own_busy=queues.own_s / span_s,
+                )
+            )
+    return rows
+
+
+class _Queues:
+    """The four queues of one case, and the time that three of them have worked."""
+
+    def __init__(self, trace: Trace, speeds: Speeds, workers: int, own_tokens: int) -> None:
+        self._trace, self._speeds, self._own_tokens = trace, speeds, own_tokens
+        self._own_rate = speeds.own_tokens_per_s or speeds.prefill_tokens_per_s / 2
+        # When each is free again.
+        self._workers_free_s = [0.0] * workers
+        self._link_free_s = self._host_free_s = self._own_free_s = 0.0
+        self.prefill_s = self.link_s = self.own_s = 0.0
+
+    def first_token_s(self, one: RequestTokens, host_tokens: int) -> float:
+        """Take one request through the queues; returns when its first token is there."""
+        speeds, token_bytes = self._speeds, self._trace.bytes_per_token
+        missing = one.tokens - one.device_tokens - host_tokens
+        # 1. What the host has. Nothing waits for it but the first token, and own compute.
+        loaded_s = one.time_s
+        if host_tokens:
+            begin_s = max(one.time_s, self._host_free_s)
+            self._host_free_s = loaded_s = (
+                begin_s + host_tokens * token_bytes / speeds.host_bytes_per_s
+            )
+        # 2. Little is missing: decode computes it, behind what it loads. Without own compute
+        #    prefill is asked for a full hit too, as the first token is its work.
+        if self._own_tokens and missing <= self._own_tokens:
+            begin_s = max(loaded_s, self._own_free_s)
+            took_s = max(1, missing) / self._own_rate
+            self.own_s += took_s
+            self._own_free_s = begin_s + took_s
+            return self._own_free_s
+        # 3. Prefill, at the worker that is free first. Its cache finds what decode's finds.
+        begin_s = max(one.time_s, heapq.heappop(self._workers_free_s))
+        took_s = max(1, one.tokens - one.device_tokens) / speeds.prefill_tokens_per_s
+        end_s = begin_s + took_s
+        heapq.heappush(self._workers_free_s, end_s)
+        self.prefill_s += took_s
+        # 4. The link: what prefill has goes at once, and what it computes as it comes; the last
+        #    block only when all is computed.
+        sent_s = missing * token_bytes / speeds.link_bytes_per_s
+        self.link_s += sent_s
+        self._link_free_s = max(begin_s, self._link_free_s) + sent_s
+        last = min(missing, self._trace.block_tokens)
+        last_s = end_s + last * token_bytes / speeds.link_bytes_per_s
+        return max(last_s, self._link_free_s, loaded_s)

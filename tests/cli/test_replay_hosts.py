@@ -1,0 +1,270 @@
+"""Host tiers behind a replay's device, against plain models and by hand; their sizes in words; what
+is recommended."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import OrderedDict
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from prefixkv.cache.eviction.policy import policy_names
+from prefixkv.cli.main import run_command
+from prefixkv.cli.replay import HostResult, Trace, make_trace, replay_curves, replay_policy
+from prefixkv.cli.replay.hosts import host_sentence, host_sizes, worth_taking
+from prefixkv.errors import ConfigError
+
+
+def trace_of(*paths: list[int], bytes_per_token: int = 0) -> Trace:
+    """A request a second; equal ids behind equal beginnings are equal blocks."""
+    entries = [
+        {"timestamp": 1000 * at, "input_length": 512 * len(path), "hash_ids": path}
+        for at, path in enumerate(paths)
+    ]
+    return replace(make_trace("t", entries), bytes_per_token=bytes_per_token)
+
+
+def sessions(seed: int, number: int = 300) -> Trace:
+    """Sessions that grow, a few at a time."""
+    rng = random.Random(seed)
+    fresh = iter(range(10, 10**6))
+    going: list[list[int]] = []
+    paths = []
+    for _ in range(number):
+        if len(going) < 8 or rng.random() < 0.3:
+            going.append([0])
+        path = going[-1 - min(len(going) - 1, int(rng.expovariate(0.2)))]
+        path += [next(fresh) for _ in range(rng.randrange(1, 6))]
+        paths.append([*path])
+    return trace_of(*paths)
+
+
+def bare(result: Any) -> Any:
+    """A result without its time and its host tiers."""
+    return replace(result, us_per_request=0.0, host=())
+
+
+# --- what is found and copied ---------------------------------------------------------------------
+
+
+def test_a_host_tier_by_hand() -> None:
+    """Two blocks on the device, four in the host; three prompts of one block, round and round. The
+    device never has what comes; the host has it from the second round on, and writes each once."""
+    trace = trace_of(*[[name] for name in (1, 2, 3) * 3])
+    found = replay_policy(trace, "lru", 2, hosts=[4])
+    assert found.hit_tokens == 0
+    assert found.host == (
+        HostResult(
+            host_blocks=4, block_hit_ratio=6 / 9, host_hit_ratio=6 / 9, hit_tokens=6 * 512,
+            loads=6, loaded_blocks=6, written_blocks=3, loaded_bytes=0, written_bytes=0,
+        ),
+    )  # fmt: skip
+
+
+def test_only_what_lies_behind_the_devices_part_is_loaded() -> None:
+    """The device keeps the first block of the long prompt, the host all three; the last of the
+    longer one is new, and written."""
+    trace = trace_of([1, 2, 3], [1], [7, 8], [1, 2, 3, 4], bytes_per_token=10)
+    each = replay_curves(trace, "lru", [4], hosts=[8])
+    # [7, 8] took the room of 3: the last of what was used longest ago.
+    assert each[0].hit_tokens == (1 + 2) * 512
+    (host,) = each[0].host
+    assert (host.loads, host.loaded_blocks, host.written_blocks) == (1, 1, 6)
+    assert (host.loaded_bytes, host.written_bytes) == (5120, 6 * 5120)
+    assert (host.block_hit_ratio, host.host_hit_ratio) == (4 / 10, 1 / 10)
+
+
+def test_a_host_tier_that_holds_less_than_the_device_adds_nothing() -> None:
+    trace = trace_of(*[[name] for name in (1, 2, 3) * 3])
+    (host,) = replay_policy(trace, "lru", 2, hosts=[2]).host
+    assert (host.loaded_blocks, host.written_blocks) == (0, 9)
+
+
+def test_of_a_prompt_that_the_host_could_not_hold_the_beginning_is_written() -> None:
+    trace = trace_of([1, 2, 3], [7, 8, 9], [1, 2, 3])
+    (host,) = replay_policy(trace, "lru", 3, hosts=[2]).host
+    assert (host.loaded_blocks, host.written_blocks) == (0, 6)
+    trace = trace_of([1, 2, 3], [7, 8, 9], [1, 2, 3])
+    (host,) = replay_policy(trace, "lru", 3, hosts=[5]).host
+    assert (host.loaded_blocks, host.written_blocks) == (2, 7), "3 went, as the deepest"
+
+
+def test_what_still_runs_at_the_end_of_the_trace_is_written_once() -> None:
+    """Two requests with one prompt run at a time: the second to end finds it in the host."""
+    trace = trace_of([1, 2], [1, 2], [7], [8, 9])
+    for running in (1, 2, 9):
+        found = replay_policy(trace, "lru", 9, hosts=[9], running=running)
+        assert found.hit_tokens == 2 * 512
+        assert (found.host[0].loads, found.host[0].written_blocks) == (0, 5), running
+
+
+def test_what_runs_cannot_be_evicted_and_ends_early_where_the_next_would_not_fit() -> None:
+    """Three blocks. With two at a time 1 and 2 stay while 7 runs; for 8 and 9 the first has to
+    end, and for 1 and 2 again both. The last prompt fits only where nothing counts."""
+    trace = trace_of([1, 2], [7], [8, 9], [1, 2], [1], [1, 2, 3, 4])
+    for running, hits, held in ((0, 3, 0), (1, 1, 8 / 5), (2, 1, 12 / 5)):
+        found = replay_policy(trace, "lru", 3, running=running)
+        assert found.hit_tokens == hits * 512, running
+        assert found.running_blocks == held
+        assert found.too_long == (running > 0)
+
+
+def plain(trace: Trace, capacity: int, host: int) -> list[tuple[int, int, int]]:
+    """By request: what two LRUs find, the device's and behind it the host's, and what is written;
+    one request at a time."""
+    kept: tuple[OrderedDict[int, bool], ...] = (OrderedDict(), OrderedDict())
+    found = []
+    for request in trace.requests:
+        path = request.whole_key.tokens().tolist()
+        if len(path) > capacity:
+            found.append((0, 0, 0))
+            continue
+        row = []
+        for blocks, size in zip(kept, (capacity, host), strict=True):
+            known = 0
+            while known < len(path) and path[known] in blocks:
+                known += 1
+            row.append(known)
+            part = path[:size]
+            for block in [*reversed(path[:known]), *reversed(part)]:
+                blocks[block] = True
+                blocks.move_to_end(block)
+            while len(blocks) > size:
+                blocks.popitem(last=False)
+        found.append((row[0], max(0, row[1] - row[0]), max(0, min(len(path), host) - row[1])))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("host", [0, 7, 30, 60, 120, 10_000])
+def test_host_tiers_agree_with_a_plain_model(seed: int, host: int) -> None:
+    trace, seen = sessions(seed), []
+    found = replay_curves(trace, "lru", [30], hosts=[host], warm=0.25, each=seen.append)
+    rows = plain(trace, 30, host)
+    assert [(one.hit_tokens, one.host_hit_tokens) for one in seen] == [
+        (known * 512, {host: behind * 512}) for known, behind, _ in rows
+    ]
+    counted = rows[75:]
+    (result,) = found[0].host
+    assert result.loaded_blocks == sum(behind for _, behind, _ in counted)
+    assert result.written_blocks == sum(written for *_, written in counted)
+    assert result.loads == sum(behind > 0 for _, behind, _ in counted)
+    assert bool(result.loads) == (host > 30)
+
+
+@pytest.mark.parametrize("policy", [*policy_names(), "benchmarks.policies.gated:Gated"])
+@pytest.mark.parametrize("running", [0, 1, 5])
+def test_a_host_tier_changes_nothing_on_the_device_and_one_of_no_pages_nothing_at_all(
+    policy: str, running: int
+) -> None:
+    trace = sessions(5, 150)
+    hints = [at % 3 == 0 or None for at in range(150)]
+    options: dict[str, Any] = {"running": running, "queue": 4, "hints": hints, "warm": 0.2}
+    (without,) = replay_curves(trace, policy, [40], **options)
+    (found,) = replay_curves(trace, policy, [40], hosts=[0, "3x", 90], **options)
+    assert bare(found) == bare(without)
+    none, behind, nearly = found.host
+    assert (none.block_hit_ratio, none.loads, none.written_blocks) == (found.block_hit_ratio, 0, 0)
+    assert (nearly.host_blocks, behind.host_blocks) == (120, 90)
+    assert behind.loaded_blocks > 0
+    # Each size is replayed by itself.
+    assert replay_curves(trace, policy, [40], hosts=[120], **options)[0].host == (nearly,)
+
+
+def test_the_optimum_has_no_host_tier() -> None:
+    found = replay_curves(sessions(1, 50), ["optimum", "lru"], [20], hosts="2x,4x")
+    assert [len(one.host) for one in found] == [0, 2]
+
+
+# --- sizes and words ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "blocks"),
+    [
+        ("4x", 400), ("1.5x", 150), ("0x", 0), ("250", 250), ("0", 0), ("1MiB", 1024),
+        ("1.5 KiB", 1), ("3MB", 2929), ("4096B", 4), ("2gib", 2 << 20), (77, 77),
+    ],
+)  # fmt: skip
+def test_sizes_of_host_tiers(text: str | int, blocks: int) -> None:
+    (size,) = host_sizes("--host", [text])
+    assert size.blocks(100, 1024) == blocks
+
+
+@pytest.mark.parametrize(
+    "given", ["", "4y", "x", "-1x", "1.5", "GiB", "4x4", True, 1.5, "1e3", "٤x"]
+)
+def test_what_is_no_size_is_refused(given: Any) -> None:
+    with pytest.raises(ConfigError, match="hosts"):
+        replay_curves(trace_of([1]), "lru", [2], hosts=[given])
+
+
+def test_a_size_in_bytes_needs_the_size_of_a_token() -> None:
+    trace, seen = trace_of([1], [1]), []
+    with pytest.raises(ConfigError, match="--bytes-per-token"):
+        replay_curves(trace, "lru", [1, 2], hosts=["1MiB"], each=seen.append)
+    with pytest.raises(ConfigError, match="no room for a block of 51,200 bytes"):
+        replay_curves(trace, "lru", [1], hosts=["1KiB"], bytes_per_token=100, each=seen.append)
+    assert not seen
+    (found,) = replay_curves(trace, "lru", [1], hosts=["1MiB"], bytes_per_token=100)
+    assert found.host[0].host_blocks == (1 << 20) // 51_200
+
+
+def host(blocks: int, ratio: float) -> HostResult:
+    return HostResult(blocks, ratio, ratio - 0.4, 0, 9, 40, 30, 0, 0)
+
+
+def test_a_size_is_worth_it_where_each_doubling_saves_a_twentieth() -> None:
+    # Of .60 that are sent .54 and .10 remain; from there 8x saves 4 percent and 16x 8 in two
+    # doublings.
+    tiers = [host(100, 0.4), host(200, 0.46), host(400, 0.9), host(800, 0.904), host(1600, 0.908)]
+    assert worth_taking(100, 0.4, tiers) == [False, True, True, False, False]
+    assert worth_taking(100, 0.4, tiers[:1]) == [False]
+    # What no doubling brought by itself several may together.
+    assert worth_taking(100, 0.0, [host(200, 0.04), host(400, 0.2)]) == [False, True]
+
+
+def test_what_is_said_of_host_tiers(tmp_path: Any, capsys: Any) -> None:
+    entries = [
+        {"timestamp": 1000 * at, "input_length": 512, "hash_ids": [at % 3]} for at in range(9)
+    ]
+    path = tmp_path / "t.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in entries), encoding="utf-8")
+    words = f"replay {path} --policy lru --capacity 2 --json {tmp_path}/r.json --host".split()
+    assert run_command([*words, "1x,2x,4x", "--bytes-per-token", "2"]) == 0
+    said = capsys.readouterr().out
+    assert (
+        "  + host 4 blocks (2x, 4.0 KiB): finds 0.6667 more, 0.6667 in all; writes 3.0 KiB, "
+        in said
+    )
+    assert "loads 6.0 KiB for 6 requests" in said
+    sentence = said.splitlines()[-1]
+    assert sentence == (
+        "t, 2 blocks, lru, host tier: take 4 blocks (2x, 4.0 KiB); the device finds 0.0% of the "
+        "blocks and the host 66.7% more, so that 33.3% are sent instead of 100.0%, 3.0 times less; "
+        "it writes 3.0 KiB and loads 6.0 KiB, 384 B and 768 B a second; more does not pay: with 4x "
+        "still 33.3% are sent; warning: 1x the pool is less than twice, and such a host tier holds "
+        "little but copies of what the device has."
+    )
+    rows = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))
+    assert [one["host_blocks"] for one in rows[0]["host"]] == [2, 4, 8]
+    assert rows[0]["host"][1]["written_bytes"] == 3072
+    # Without the size of a token, in tokens; none of the sizes is worth it.
+    assert run_command([*words, "1x", "--host", "3"]) == 0
+    said = capsys.readouterr().out
+    assert "(1.5x): finds 0.6667 more, 0.6667 in all; writes 1,536 tokens" in said
+    assert run_command([*words, "2"]) == 0
+    assert "host tier" not in capsys.readouterr().out.splitlines()[-1], "nothing is found at all"
+
+
+def test_a_host_tier_that_is_not_worth_it_is_not_recommended() -> None:
+    trace = trace_of([1], [1], *[[name] for name in range(10, 200)], [1])
+    (found,) = replay_curves(trace, "lru", [4], hosts=["50x"])
+    assert found.host[0].loads == 1
+    said = host_sentence(found, trace)
+    assert "none of these sizes is worth it" in said
+    assert "still 98.4%" in said or "still 99.0%" in said
+    assert "warning" not in said
