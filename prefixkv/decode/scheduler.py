@@ -1046,7 +1046,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         """Take back from a prefill worker that does not answer what decode may compute itself."""
         error = PeerLostError(f"prefill worker {address} does not answer")
         most = self.sources.most_tokens(is_down=True)
-        for flight in self.flights.all():
+        # Each goes to the front of the queue, so the last one first.
+        for flight in reversed(self.flights.all()):
             req = flight.owner
             if flight.is_local or not flight.is_open or flight.prefill != address:
                 continue
