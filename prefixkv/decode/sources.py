@@ -100,7 +100,7 @@ class _Line:
         self.last_s = now_s
 
     def at(self, tokens: int) -> float:
-        """Return the seconds that a transfer of so many tokens takes by the line of its worker."""
+        """Return the seconds that a transfer of `tokens` takes by the line of its worker."""
         mean, mean_s = self.tokens / self.num, self.seconds / self.num
         spread = self.squares / self.num - mean * mean
         # Transfers of one size say nothing of the rate; then every size takes as long.
@@ -134,9 +134,7 @@ class Sources:
     # --- measurements -----------------------------------------------------------------------------
 
     def chunk(self, num_tokens: int, seconds: float, beside: bool, now_s: float) -> None:
-        """Note that decode has computed a chunk in a pass of so many seconds, `beside` a batch or
-        alone.
-        """
+        """Note that decode has computed a chunk in a pass of `seconds`: `beside` a batch, or alone."""
         if beside:
             seconds -= self._step_s
         # A pass that seems to cost nothing was measured wrong: the rate stays finite.
@@ -229,7 +227,7 @@ class Sources:
         return min(most, max(_LEAST_CHUNK, int(share)))
 
     def _here_s(self, num_tokens: int, is_busy: bool, now_s: float) -> float | None:
-        """Return the seconds until decode has computed so many tokens itself; None if not known."""
+        """Return the seconds until decode has computed `num_tokens` itself; None if not known."""
         rate = self.tokens_per_s
         if not rate or now_s - self._computed_s > FRESH_S:
             return None
@@ -240,8 +238,8 @@ class Sources:
         return seconds
 
     def _prefill_s(self, address: str, num_tokens: int, now_s: float) -> float | None:
-        """Return the seconds until so many tokens have come from a prefill worker to decode; None
-        if not known.
+        """Return the seconds until `num_tokens` have come from a prefill worker to decode; None if
+        not known.
         """
         line = self._lines.get(address)
         if line is None or line.num < _LEAST_TRANSFERS * _KEPT**2:

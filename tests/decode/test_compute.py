@@ -26,8 +26,8 @@ class Alone(Desk):
     """A desk whose engine computes what lacks at most `below` tokens."""
 
     def __init__(
-        self, *, below: int = 100, fails_over: bool = False, ask: str = "late", down_below: int = 99,
-        **more: Any,
+        self, *, below: int = 100, fails_over: bool = False, ask: str = "late",
+        down_below: int = 99, **more: Any,
     ) -> None:  # fmt: skip
         compute = ComputeConfig(below=below, ask=ask, down_below=down_below)  # type: ignore[arg-type]
         super().__init__(sources=Sources(compute, fails_over), **more)
