@@ -134,7 +134,7 @@ class Sources:
     # --- measurements -----------------------------------------------------------------------------
 
     def chunk(self, num_tokens: int, seconds: float, beside: bool, now_s: float) -> None:
-        """Note that decode has computed a chunk in a pass of `seconds`: `beside` a batch, or alone."""
+        """Note that decode computed a chunk in a pass of `seconds`, alone or `beside` a batch."""
         if beside:
             seconds -= self._step_s
         # A pass that seems to cost nothing was measured wrong: the rate stays finite.
