@@ -15,6 +15,7 @@ from prefixkv._lazy import lazy_names
 
 if TYPE_CHECKING:
     from prefixkv.cache.namespace import Namespace as Namespace
+    from prefixkv.config import ComputeConfig as ComputeConfig
     from prefixkv.config import ControlConfig as ControlConfig
     from prefixkv.config import CurveConfig as CurveConfig
     from prefixkv.config import DecodeConfig as DecodeConfig
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "ComputeConfig": "config",
     "ControlConfig": "config",
     "CurveConfig": "config",
     "DecodeConfig": "config",

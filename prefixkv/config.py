@@ -19,6 +19,7 @@ from prefixkv.cache.eviction.policy import Policy, explain_policy
 from prefixkv.errors import ConfigError, shown
 from prefixkv.settings import (
     MAX_BYTES,
+    MAX_COUNT,
     Bytes,
     BytesOrZero,
     Count,
@@ -321,6 +322,38 @@ class KVEventsConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ComputeConfig:
+    """Prompts that a decode worker's engine computes itself (`DecodeNode.pop_local`).
+
+    A request that lacks at most `below` tokens may be computed here: `decode/sources.py` has the
+    rule. With `DecodeConfig.failure_policy` "local", one whose prefill worker cannot be asked is
+    computed here where it lacks at most `down_below` tokens.
+
+    A step computes at most `chunk_tokens` of prompts. Beside requests that run, it computes no more
+    than makes their step longer by `itl_share` of it.
+
+    `ask`: the engine submits a request to both sides at once ("both"), so that prefill has to be
+    told where it is computed here; or it waits until `pop_needs_prefill` returns it ("late").
+    """
+
+    below: Annotated[
+        CountOrZero, doc("Most missing tokens of a prompt that decode computes itself.")
+    ] = 2048
+    down_below: Annotated[
+        CountOrZero, doc("The same where prefill is down and failure_policy is local.")
+    ] = MAX_COUNT
+    chunk_tokens: Annotated[Count, doc("Most tokens of prompts per step of decode.")] = 256
+    itl_share: Annotated[
+        Annotated[float, Meta(gt=0, le=100)],
+        doc("Longest addition of such tokens to a step, as a part of it."),
+    ] = 0.5
+    ask: Literal["both", "late"] = "both"
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, slots=True)
 class DecodeConfig:
     """A decode worker.
 
@@ -351,6 +384,11 @@ class DecodeConfig:
     `failure_policy` is "retry", else never). Before each, `retarget(req, error)` may name the
     address of another prefill worker; `req` is the DecodeRequest, `req.prefill` where it failed.
 
+    `compute` lets the engine compute prompts of which little is missing (see ComputeConfig); None:
+    prefill computes all. With it and `failure_policy` "local", decode carries on alone while a
+    prefill worker does not answer: what was asked of it, and what would be, is computed here, as
+    far as `compute.down_below` allows; the rest fails as without.
+
     `record` names a file to which the node writes its traffic for `prefixkv replay`, as salted
     hashes (runtime/record.py): four files of at most `record_bytes`. None: nothing is written. A
     hash is of `record_block_tokens`, cut to whole pages; of one page, if that is larger.
@@ -377,17 +415,22 @@ class DecodeConfig:
     ] = None
     record_bytes: Annotated[int, Meta(ge=4096, le=MAX_BYTES, extra={"unit": "bytes"})] = 64 << 20
     record_block_tokens: Annotated[int, Meta(ge=1, le=1 << 20, extra={"unit": "tokens"})] = 512
-    failure_policy: Literal["fail", "retry"] = "fail"
+    failure_policy: Literal["fail", "retry", "local"] = "fail"
     max_retries: CountOrZero | None = None
     retarget: Retarget | None = None
     model: ModelConfig = ModelConfig()
     control: ControlConfig = ControlConfig()
     transport: TransportConfig = TransportConfig()
     kv_events: KVEventsConfig | None = None
+    compute: ComputeConfig | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
         _check_names(self.policy, self.admission)
+        if self.failure_policy == "local" and self.compute is None:
+            raise ConfigError(
+                "failure_policy: 'local' needs compute, the engine's word that it computes prompts"
+            )
         if self.waiting_timeout_s is not None:
             # Prefill has given a request up by then, so its pages would be taken for nothing.
             check_order(self, "waiting_timeout_s", "control.longest_wait_s")

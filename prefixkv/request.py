@@ -49,6 +49,8 @@ class Request:
             then. None: it waits for as long as its peer is heard, up to
             `ControlConfig.longest_wait_s`, and on decode in the queue for
             `DecodeConfig.waiting_timeout_s`.
+        may_compute: False where something else than its KV is wanted of prefill: decode does not
+            compute it itself, whatever `DecodeConfig.compute` says.
 
     Raises:
         TokenError: tokens that are not integers in [0, 2**31).
@@ -68,6 +70,7 @@ class Request:
     generation: int = 0
     priority: int = 0
     deadline_s: float | None = None
+    may_compute: bool = True
     key: RadixKey = field(init=False)
     digest: bytes = field(init=False)
 
@@ -95,6 +98,8 @@ class Request:
             if not isinstance(self.cacheable, np.bool_):
                 raise RequestError(f"cacheable is {shown(self.cacheable)}, True or False is needed")
             self.cacheable = bool(self.cacheable)
+        if type(self.may_compute) is not bool:
+            raise RequestError(f"may_compute is {shown(self.may_compute)}, True or False is needed")
         # After the namespace was checked: the digest needs one that has the same bytes everywhere.
         self.digest = prompt_digest(key)
         self.max_new_tokens = whole_number("max_new_tokens", self.max_new_tokens, 1, MAX_INDEX + 1)

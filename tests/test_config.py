@@ -14,6 +14,7 @@ from prefixkv.admission import make_admission
 from prefixkv.cache.eviction.policy import DEFAULT_POLICY, make_policy
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.config import (
+    ComputeConfig,
     ControlConfig,
     CurveConfig,
     DecodeConfig,
@@ -78,6 +79,13 @@ TOO_LOW: dict[type, dict[str, Any]] = {
         "record": "",
         "record_bytes": 4095,
         "record_block_tokens": 0,
+    },
+    ComputeConfig: {
+        "below": -1,
+        "down_below": -1,
+        "chunk_tokens": 0,
+        "itl_share": 0,
+        "ask": "never",
     },
     PrefillConfig: {
         "max_running": 0,
@@ -155,6 +163,7 @@ WRONG: dict[str, list[Any]] = {
     "ControlConfig": [None, TransportConfig()],
     "TransportConfig": [None, ControlConfig()],
     "KVEventsConfig | None": [7, "tcp://127.0.0.1:5557"],
+    "ComputeConfig | None": [7, 2048],
 }
 
 
@@ -233,6 +242,7 @@ def test_every_number_and_choice_has_a_bound() -> None:
         "medium",
         "epoch_frames",
         "kv_events",
+        "compute",
         "model",
         "control",
         "transport",

@@ -17,6 +17,7 @@ from prefixkv import config as settings
 from prefixkv.admission import admission_names
 from prefixkv.cache.eviction.policy import policy_names
 from prefixkv.config import (
+    ComputeConfig,
     ControlConfig,
     CurveConfig,
     DecodeConfig,
@@ -70,8 +71,8 @@ def by_side(mark: str) -> Iterator[tuple[str, list[str], list[str]]]:
 # --- settings -------------------------------------------------------------------------------------
 
 CONFIGS = [
-    DecodeConfig, PrefillConfig, ControlConfig, TransportConfig, KVEventsConfig, ModelConfig,
-    CurveConfig,
+    DecodeConfig, ComputeConfig, PrefillConfig, ControlConfig, TransportConfig, KVEventsConfig,
+    ModelConfig, CurveConfig,
 ]  # fmt: skip
 
 

@@ -69,6 +69,9 @@ def check_decode(
         "the room of a flight without an owner is in use": all(
             flight.room_key in undrained for flight in orphans if flight.is_open
         ),
+        "what prefill may write, it does not compute here": not any(
+            flight.is_local and allocator.held_by(flight.room_key).size for flight in flights
+        ),
         "active counts the admitted requests": budget.active
         == sum(req.state in ACTIVE for req in requests),
         "a running request has the page that the next step writes to": all(

@@ -56,7 +56,9 @@ class Flight:
     end_pages: int
     joined: Flight | None
     number: int
-    is_open: bool = True  # until its room has ended
+    # Until its pages are here, or its room has ended without them.
+    is_open: bool = True
+    is_local: bool = False  # computed by this worker's own engine: it has no room
     start_key: StartKey | None = None  # key in `InFlight._by_start`; None: may not be joined
     waiters: dict[Flight, None] = field(default_factory=dict)  # flights that joined, oldest first
 
@@ -93,6 +95,11 @@ class InFlight:
         Any thread may call it: the copy is made in one step, as that of `list(self)` is not.
         """
         return list(self._flights)
+
+    @property
+    def num_owned(self) -> int:
+        """Number of flights with a request of their own: of requests with KV on its way."""
+        return len(self._by_owner)
 
     def of(self, req: DecodeRequest) -> Flight | None:
         """Return the flight that brings this request's KV; None before and after."""

@@ -1,6 +1,6 @@
 """Times and counts of a decode worker's requests, written down by the scheduler as it goes.
 
-    arrived -- pages --> admitted -- transfer --> transferred -- flight --> committed
+    arrived -- pages --> admitted -- transfer, or compute --> transferred -- flight --> committed
     committed -- engine --> first token
 
 The request keeps each of these times, of the first time it happened. Between two of them lies a
@@ -16,7 +16,7 @@ from prefixkv.decode.inflight import Flight
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.stats import Journal
 
-REASONS = ("pages", "transfer", "flight", "engine", "first_token")
+REASONS = ("pages", "transfer", "compute", "flight", "engine", "first_token")
 """Reasons of a wait; `first_token` is the sum of all."""
 
 
@@ -65,6 +65,13 @@ class DecodeJournal(Journal):
         if req is not None and req.transferred_s is None:
             req.transferred_s = now_s
             self.waited("transfer", req.admitted_s, now_s)
+
+    def computed(self, req: DecodeRequest, now_s: float) -> None:
+        """Write down in decode's journal that the engine has computed what a request lacked."""
+        self.counters["computed_requests"] += 1
+        if req.transferred_s is None:
+            req.transferred_s = now_s
+            self.waited("compute", req.admitted_s, now_s)
 
     def committed(self, req: DecodeRequest, now_s: float) -> None:
         """Write down in decode's journal that a request's KV is whole in the tree, so that it may

@@ -22,6 +22,10 @@ from prefixkv.protocol.timers import Timers
 
 _MOST_IDLE: Final = 64  # number of lanes above which idle ones are dropped
 
+ALONE: Final = ""
+"""In place of a prefill worker's address: of the lane of requests for which none is to be asked.
+This worker computes what they lack. It is always open."""
+
 NOT_ENTERED, LEFT = 0, -1  # in place of a want's number: not entered yet; waits no longer
 
 
@@ -50,6 +54,7 @@ class Waiter:
     rank: Rank = None
     seen_at: int = -1
     want: int = NOT_ENTERED  # number of its want, or NOT_ENTERED or LEFT
+    leaves_last: bool = False  # all of it is cached or on its way; its last page is not taken
 
     @property
     def place(self) -> tuple[Rank, int, Waiter]:
@@ -157,7 +162,7 @@ class Lanes:
         """
         lane = self._lanes.get(address)
         if lane is None:
-            lane = self._lanes[address] = Lane(address, not self.gated)
+            lane = self._lanes[address] = Lane(address, not self.gated or address == ALONE)
         return lane
 
     def max_tokens(self, address: str) -> int:
@@ -166,6 +171,13 @@ class Lanes:
         """
         lane = self._lanes.get(address)
         return 0 if lane is None else lane.max_tokens
+
+    def is_down(self, address: str) -> bool:
+        """Return True if the prefill worker at an address has stopped answering its lane, or never
+        did; False while it may just be on its way.
+        """
+        lane = self._lanes.get(address)
+        return lane is not None and not lane.is_open and lane.away_s > -math.inf
 
     def all(self) -> list[Lane]:
         """Return all lanes, one for each prefill worker that requests go to. Any thread may call

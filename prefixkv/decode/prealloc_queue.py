@@ -24,7 +24,7 @@ from prefixkv.admission import DEFAULT_ADMISSION, Admission, Rank, make_admissio
 from prefixkv.decode.audit import check_queue
 from prefixkv.decode.budget import PreallocBudget
 from prefixkv.decode.inflight import Flight, InFlight
-from prefixkv.decode.lanes import Lane, Lanes, Waiter
+from prefixkv.decode.lanes import ALONE, Lane, Lanes, Waiter
 from prefixkv.decode.prospects import Prospects
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.decode.shares import PrefillShares
@@ -73,6 +73,8 @@ class DecodePreallocQueue:
         lanes: which of them answer.
         prospects: which pages can come back.
         protect: whether the cached prefixes of waiting requests are evicted last.
+        computes: whether what a request lacks may be computed here. Then one that lacks nothing
+            leaves its last page: something has to be computed to sample its first token.
     """
 
     def __init__(
@@ -89,7 +91,9 @@ class DecodePreallocQueue:
         patience_s: float = math.inf,
         waiting_timeout_s: float = math.inf,
         protect: bool = True,
+        computes: bool = False,
     ) -> None:
+        self._computes = computes
         self._pages = pages
         self._budget = budget
         self._flights = flights
@@ -125,7 +129,7 @@ class DecodePreallocQueue:
         Cost: O(log waiting), and a match where the policy lets requests overtake. Raises what the
         policy raises, with nothing changed.
         """
-        lane = self._lanes.of(req.prefill)
+        lane = self._lanes.of(ALONE if req.is_alone else req.prefill)
         waiter = Waiter(req, self._num_arrivals + 1, lane, first)
         # Ranks and their comparisons are the user's code. Everything that may raise comes before
         # the first count; only a lane that was made for this request has to be undone.
@@ -321,6 +325,8 @@ class DecodePreallocQueue:
         if waiter.is_aside and waiter not in self._over_share:
             pages = f"{req.max_pages} of the pool's {self._pages.num_pages} pages"
             return f"{waited} for pages: it may need {pages}, and {self._prospects.why()}"
+        if waiter.lane.address == ALONE:
+            return f"{waited} for pages, to be computed here"
         if not waiter.lane.is_open:
             return f"{waited} for prefill worker {waiter.lane.address}, which does not answer"
         if waiter.lane in self._limited or waiter in self._over_share:
@@ -578,12 +584,23 @@ class DecodePreallocQueue:
         req, match, page_size = waiter.req, waiter.match, self._pages.page_size
         key = req.key
         # 1. What is cached. A match of a tree that has not changed since is still right.
-        if match is None or not match.is_current:
+        if match is None or not match.is_current or waiter.leaves_last:
             match = waiter.match = self._pages.match(key, req.request.cacheable)
         # 2. What is on its way already, behind it.
         joined, shared_pages, unprotected = None, 0, 0
         if match is not None:
             joined, shared_pages = self._flights.find(key, match.depth)
+            waiter.leaves_last = (
+                self._computes
+                and shared_pages * page_size == len(key)
+                and not req.resumed
+                and req.request.may_compute
+            )
+            if waiter.leaves_last:
+                shorter = key.prefix(len(key) - 1)
+                match = waiter.match = self._pages.match(shorter)
+                assert match is not None
+                joined, shared_pages = self._flights.find(shorter, match.depth)
             unprotected = match.unprotected_pages
         # 3. What is missing, now and in the end. Locking the match takes its unprotected pages out
         # of the evictable ones, so they count as needed; what is shared does not.
@@ -648,12 +665,17 @@ class DecodePreallocQueue:
         # 3. Lock and take. The look has counted what locking costs, and nothing ran since, so this
         # cannot fail: there is nothing to undo below.
         joined_pages = joined.pages if joined is not None else None
-        req.pages_held = pages.open(req.key, match, new, now_s, joined_pages, shared_pages)
+        # By the key that was matched: other ranks match it again.
+        key = req.key.prefix(len(req.key) - 1) if waiter.leaves_last else req.key
+        req.pages_held = pages.open(key, match, new, now_s, joined_pages, shared_pages)
         req.prefix_len = shared_pages * pages.page_size
         # 4. Enter the flight, so that the next look of this pass can join it; then the sums that
         # the next `_limits` reads.
-        flight = self._flights.start(req, joined, shareable=match is not None)
-        self._shares.promise(flight.room_key, prefill, new)
+        # A page that was left is found elsewhere already.
+        shareable = match is not None and not waiter.leaves_last
+        flight = self._flights.start(req, joined, shareable)
+        if prefill != ALONE:
+            self._shares.promise(flight.room_key, prefill, new)
         self._num_started += 1
         req.become(DecodeState.PREALLOCATED)
         self.remove(req)

@@ -63,7 +63,7 @@ class Prospects:
         # both.
         if closed := self._lanes.closed:
             for flight in self._flights:
-                if flight.is_open and flight.prefill in closed:
+                if flight.is_open and not flight.is_local and flight.prefill in closed:
                     away += flight.pages.num_own + releases.end(flight.pages.lock)
         stuck = self._stuck(releases)
         return Unproved(pages.held_pages + pages.quarantined_pages, away, stuck)

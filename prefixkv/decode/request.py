@@ -57,7 +57,7 @@ class DecodeRequest(PagedRequest[DecodeState]):
 
     __slots__ = (
         "_key", "admitted_s", "aux", "committed_s", "fill_len", "first_token_s", "hit_tokens",
-        "max_new_tokens", "max_pages", "new_pages", "output", "output_limit", "prefill",
+        "is_alone", "max_new_tokens", "max_pages", "new_pages", "output", "output_limit", "prefill",
         "prefix_len", "prompt_len", "retractions", "retries", "shared_tokens", "transferred_s",
     )  # fmt: skip
 
@@ -76,6 +76,8 @@ class DecodeRequest(PagedRequest[DecodeState]):
         # Tokens with KV. `_key` lags behind `output` until `key` is read; see there.
         self._key = RadixKey(request.key)
         self.prefill = request.prefill
+        # No prefill worker is to be asked at its next admission: see `lanes.ALONE`.
+        self.is_alone = not request.prefill
         self.max_new_tokens = request.max_new_tokens
         self.prompt_len = len(request.key)  # tokens
         self.max_pages = pages_for(self.most_kv_len, pages.page_size)

@@ -28,21 +28,25 @@ from prefixkv.decode.deferred import Deferred, not_done
 from prefixkv.decode.growth import grow_ahead, grow_for_next_token
 from prefixkv.decode.inflight import Flight, InFlight
 from prefixkv.decode.journal import DecodeJournal
-from prefixkv.decode.lanes import Lanes
+from prefixkv.decode.lanes import ALONE, Lanes
 from prefixkv.decode.prealloc_queue import DecodePreallocQueue
 from prefixkv.decode.prospects import Prospects
 from prefixkv.decode.request import CAN_RUN, DecodeRequest, DecodeState, PrefillAsk, Retries
 from prefixkv.decode.room_numbers import RoomNumbers
 from prefixkv.decode.shares import PrefillShares
+from prefixkv.decode.sources import Source, Sources
 from prefixkv.decode.transfer_queue import DecodeTransferQueue
 from prefixkv.digest import prompt_digest
 from prefixkv.errors import (
     AbortedError,
     AdmissionTimeoutError,
+    CallerError,
     InternalError,
+    PeerLostError,
     RequestError,
     TransferTimeoutError,
     WeightsVersionError,
+    check_laws,
     shown,
 )
 from prefixkv.pages.manager import PageManager, RequestPages
@@ -71,6 +75,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         fail or abort, drained   drop             own pages freed
         fail or abort, not yet   hold             own pages belong to the room until it is drained
         abort, others wait       nothing          the flight keeps them, without an owner
+        it was being computed    drop             own pages freed, once the device is done: `after=`
+                                                  of the abort, else of `pop_failed`
 
     Args:
         max_retries, retarget: how often prefill is asked again when a transfer fails, and which
@@ -84,6 +90,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         ticket: draws a number for each use of a room, never the same one twice; in a service one
             that no other process can guess. None: they are counted.
         weights_version: version of the weights that it begins with.
+        sources: decides what the engine computes itself; None: nothing. With `ask` "late" in its
+            config, `pop_needs_prefill` returns first attempts too.
     """
 
     def __init__(
@@ -103,8 +111,10 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         name: str = "",
         ticket: Callable[[], int] | None = None,
         weights_version: str = "",
+        sources: Sources | None = None,
     ) -> None:
         self.name = name
+        self.sources = sources or Sources()
         self.journal = DecodeJournal()
         super().__init__(pages, self.journal, weights_version)
         # Pages: what is promised away, what is on its way, what waits for the device. The prospects
@@ -132,6 +142,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             patience_s=patience_s,
             waiting_timeout_s=waiting_timeout_s,
             protect=protect_waiting,
+            computes=self.sources.config is not None,
         )
         self.arriving = DecodeTransferQueue(pages, self.flights)
         self._retries = Retries(max_retries, retarget, pages.errors)
@@ -145,6 +156,13 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._late_refusals: dict[RoomKey, tuple[str, Exception, bytes]] = {}
         self._ticket = ticket or count(1).__next__
         self._admitted: list[DecodeRequest] = []  # to be returned by `pop_preallocated`
+        # What the engine computes: requests that `pop_local` has returned, with the tokens that
+        # have KV. Of those that failed meanwhile the pages are in `_left`, until `pop_failed` says
+        # that the device is done with them.
+        self._computing: dict[DecodeRequest, int] = {}
+        self._left: list[DecodeRequest] = []
+        self._pass_s = 0.0  # when the engine's last pass ended; and whether this one has a chunk
+        self._has_chunk = False
 
     # --- calls of the engine ----------------------------------------------------------------------
 
@@ -178,11 +196,14 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         # From here on something changes. The queue comes first since it calls a user's policy,
         # which may raise: nothing else is noted then, and nothing has to be undone.
         self.waiting.add(req)
-        self.shares.name(request.prefill)
+        if request.prefill:
+            self.shares.name(request.prefill)
         self.requests[req.rid] = req
         self.rooms.add(req.room)
         self._note_deadline(req)
         self._meet(req.prefill)
+        if self.lanes.is_down(req.prefill):
+            self._go_alone(req)
         return req
 
     def pop_preallocated(self, now_s: float) -> list[DecodeRequest]:
@@ -218,7 +239,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         # at once.
         for req in self.waiting.take_admitted():
             self._ask(req, now_s)
-            self._admitted.append(req)
+            if not req.state.ended:
+                self._admitted.append(req)
         # 4. Raise last: by now every admitted request has its room, and the next call returns it.
         self.pages.errors.raise_due()
         admitted, self._admitted = self._admitted, []
@@ -228,6 +250,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         """Commit the requests with complete KV to decode's tree, and return them, ready to run."""
         check_time(now_s)
         committed = self.arriving.pop_transferred(now_s)
+        if committed:
+            self._pass_s = max(self._pass_s, now_s)
         for req in committed:
             assert req.pages_held is not None
             self.counters["transferred"] += 1
@@ -240,12 +264,102 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self.journal.committed(req, now_s)
         return committed
 
-    def pop_failed(self) -> list[DecodeRequest]:
+    def pop_local(self, now_s: float) -> list[DecodeRequest]:
+        """Return the requests of decode's scheduler that the engine has to compute from now on,
+        each from its `prefix_len` to its `fill_len`: what comes before is there.
+
+        The engine says what has KV by `computed`.
+        """
+        check_time(now_s)
+        found = []
+        for flight in self.arriving.local:
+            req = flight.owner
+            if flight.joined is None and req is not None and req not in self._computing:
+                self._computing[req] = req.prefix_len
+                found.append(req)
+        if found:
+            self._pass_s = max(self._pass_s, now_s)
+        return found
+
+    def computed(self, req: DecodeRequest, end: int, now_s: float, aux: bytes = b"") -> None:
+        """Note in decode's scheduler that the engine has written the KV of a request of `pop_local`
+        up to token `end`.
+
+        With `end` at its `fill_len` it is whole: `pop_transferred` returns it, with `aux`. A
+        request that has ended meanwhile is left out. Raises RequestError, with nothing changed, for
+        one that is not computed here, or an `end` that is not behind the last one, or beyond it;
+        CallerError for an `aux` that is no bytes, or comes before the end.
+        """
+        check_time(now_s)
+        end = whole_count("end", end)
+        if not isinstance(req, DecodeRequest):
+            raise RequestError(f"req is a {type(req).__name__}, a DecodeRequest is needed")
+        if not isinstance(aux, bytes) or (aux and end != req.fill_len):
+            raise CallerError(f"aux is {shown(aux)} at {end} of {req.fill_len} tokens")
+        done = self._computing.get(req)
+        if done is None:
+            if req.state.ended:
+                return
+            raise RequestError(f"request {req.rid!r} is not computed here")
+        if not done < end <= req.fill_len:
+            least, most = done + 1, req.fill_len
+            raise RequestError(f"request {req.rid!r}: end is {end}, not in [{least}, {most}]")
+        self._note_chunk(end - done, now_s)
+        if end < req.fill_len:
+            self._computing[req] = end
+            return
+        del self._computing[req]
+        flight = self.flights.of(req)
+        assert flight is not None
+        req.aux = aux
+        self.arriving.arrived(flight)
+        self.journal.computed(req, now_s)
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Most tokens of prompts that decode's engine should compute in its next step. O(1)."""
+        return self.sources.chunk_tokens(self._is_busy)
+
+    def pop_failed(self, after: DeviceEvent | None = None) -> list[DecodeRequest]:
         """Return the requests that failed or were aborted in decode's scheduler since the last
         call; `error` says why.
+
+        `after`: an event behind the engine's work on those that it computed itself; nothing of
+        theirs is released before it is done. None: the device is done.
         """
+        check_event("after", after)
+        if self._left:
+            after = not_done(after)  # may raise: before anything changes
+            left, self._left = self._left, []
+            for req in left:
+                self._deferred.release_after(after, req, None, self._pass_s)
         failed, self._failed = self._failed, []
         return failed
+
+    def give_up_prefill(self, rid: str, error: Exception, now_s: float) -> bool:
+        """Note in decode's scheduler that a request could not be brought to its prefill worker: it
+        is tried again, computed here, or fails, as after a transfer that failed.
+
+        Returns False if nothing is asked of prefill for it, or no more.
+        """
+        check_time(now_s)
+        check_rid(rid)
+        check_error(error)
+        req = self.requests.get(rid)
+        if req is None or req.state.ended:
+            return False
+        flight = self.flights.of(req)
+        if flight is None:
+            if req not in self.waiting or req.is_alone:
+                return False
+            self._retry_unanswered(req, error, now_s)
+            return True
+        if flight.is_local or not flight.is_open:
+            return False
+        self.counters["transfers_failed"] += 1
+        self._cancel(flight, error)
+        self._try_again(req, error, now_s)
+        return True
 
     def pop_needs_prefill(self) -> list[PrefillAsk]:
         """Return prompts that decode's engine should submit to a prefill worker again."""
@@ -305,9 +419,11 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             for req, token in zip(reqs, tokens, strict=True):
                 if req.state is not aborted:
                     req.output.append(token)
-            return
-        for req, token in zip(reqs, tokens, strict=True):
-            req.output.append(token)
+        else:
+            for req, token in zip(reqs, tokens, strict=True):
+                req.output.append(token)
+        if self.sources.config is not None:
+            self._note_step(reqs, now_s)
 
     def reserve_many(self, reqs: Sequence[DecodeRequest], num_tokens: int, now_s: float) -> None:
         """Take pages on decode for the KV of `num_tokens` tokens behind what each running request
@@ -442,14 +558,13 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         # attempt. A retracted request has no open attempt, so nothing is refused.
         if req.state is DecodeState.QUEUED:
             moved = AbortedError(f"request {rid!r} goes to another prefill worker")
-            self._refuse(req.room_key, req.prefill, moved, req.request.digest)
-            req.generation += 1
+            self._withdraw(req, moved)
         self._go_to(req, prefill)
 
     def _go_to(self, req: DecodeRequest, prefill: str) -> None:
         """Point a decode request at another prefill worker; if it waits, move it to that lane."""
         self.shares.name(prefill)
-        req.prefill = prefill
+        req.prefill, req.is_alone = prefill, False
         # A request that runs, or still has to queue again, is in no lane: `_queue_again` enters it
         # under the new address, and meets the worker then.
         if req in self.waiting:
@@ -523,7 +638,12 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         O(1).
         """
         complete = self.arriving.num_complete
-        return bool(self._failed or self._asks or complete or self.waiting.may_admit)
+        if self._failed or self._asks or complete or self.waiting.may_admit:
+            return True
+        return any(
+            flight.joined is None and flight.owner not in self._computing
+            for flight in self.arriving.local
+        )
 
     @property
     def idle(self) -> bool:
@@ -560,6 +680,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             flight = self.arriving.succeed(key, aux)
             if flight is not None:
                 self.journal.transferred(flight, now_s)
+                num_tokens = len(flight.key) - flight.pages.num_shared * self.pages.page_size
+                self.sources.arrived(flight.prefill, key, num_tokens, now_s)
             if flight is None or flight.owner is None:
                 self.room_drained(key)
             return
@@ -590,6 +712,10 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         if lane is None:
             return
         self.lanes.ready(lane, max_tokens)
+        # Requests that went alone, and were not admitted since, need not be computed here.
+        for req in self.waiting.at(ALONE):
+            if req.prefill == address:
+                self._move(req, is_alone=False)
         for req in self.waiting.at(address):
             try:
                 self._check_prefill_holds(req.rid, _most_asked(req), address)
@@ -601,8 +727,15 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         closed, and its requests hold up no others.
         """
         lane = self.lanes.get(address)
-        if lane is not None:
-            self.lanes.away(lane, now_s)
+        if lane is None:
+            return
+        self.lanes.away(lane, now_s)
+        if self.sources.config is None:
+            return
+        if self.sources.fails_over:
+            self._recall(address, now_s)
+        for req in self.waiting.at(address):
+            self._go_alone(req)
 
     def prefill_lost(self, address: str, error: Exception, now_s: float) -> None:
         """Try again, or fail, the requests of decode's scheduler for an address where no prefill
@@ -661,7 +794,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         may call it.
         """
         orphans = [flight for flight in self.flights.all() if flight.owner is None]
+        left = [(req.rid, req.pages_held) for req in self._left.copy()]
         held = super().holders() + self._deferred.holders()
+        held += [(rid, pages) for rid, pages in left if pages is not None]
         return held + [(f"flight of room {one.room_key.room}", one.pages) for one in orphans]
 
     def check_invariants(self) -> None:
@@ -674,7 +809,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.arriving.check_invariants()
         # Pages may be in a prefill worker's power only while a room is open, or failed and not
         # drained.
-        flying = {flight.room_key for flight in self.flights if flight.is_open}
+        flying = {
+            flight.room_key for flight in self.flights if flight.is_open and not flight.is_local
+        }
         self.shares.check_invariants(flying | self.rooms.undrained())
         check_decode(
             self.pages,
@@ -683,8 +820,22 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self.rooms,
             waiting=self.waiting,
             requests=self.requests.values(),
-            deferred=self._deferred.requests(),
+            deferred=[*self._deferred.requests(), *self._left],
         )
+        local = {flight.owner: flight for flight in self.arriving.local}
+        laws = {
+            "what the engine computes has a flight of its own, and waits for none": all(
+                req in local and local[req].joined is None for req in self._computing
+            ),
+            "what is computed lies in its request": all(
+                req.prefix_len <= done < req.fill_len for req, done in self._computing.items()
+            ),
+            "what failed while it was computed has ended, and holds its pages": all(
+                req.state.ended and req.pages_held is not None for req in self._left
+            ),
+            "no extra state is computed here": self.pages.slots is None or not local,
+        }
+        check_laws(laws, list(self._computing), self._left)
 
     # --- admission --------------------------------------------------------------------------------
 
@@ -693,7 +844,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         it was asked already.
         """
         lane = self.lanes.get(address)
-        if self.lanes.gated and lane is not None and not lane.is_met:
+        if self.lanes.gated and address and lane is not None and not lane.is_met:
             lane.is_met = True
             self._commands.append(MeetPrefill(address))
 
@@ -740,17 +891,44 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             else:
                 self._ask_again(req)
                 return
+        # No other attempt at prefill: decode may carry on alone.
+        fails_over = self.sources.fails_over or self.lanes.is_down(req.prefill)
+        if fails_over and self._may_go_alone(req):
+            self.counters["failovers"] += 1
+            req.error, req.is_alone = error, True
+            self._ask_again(req)
+            return
         self._end(req, DecodeState.FAILED, error, now_s)
 
     def _ask(self, req: DecodeRequest, now_s: float) -> None:
-        """Open the room of a request that decode has admitted, by which prefill sends what it
-        lacks.
+        """Choose where decode gets what a request lacks that it has admitted, and open the room by
+        which prefill sends it, or have the engine compute it.
         """
         flight = self.flights.of(req)
         assert flight is not None
         pages, page_size = flight.pages, self.pages.page_size
         start, end = pages.num_shared, pages_for(req.fill_len, page_size)
-        self.journal.admitted(req, end - start, pages.num_joined * page_size, now_s)
+        # Of this admission: the next one is decided by what is known then.
+        was_alone, req.is_alone = req.is_alone, not req.prefill
+        is_local = self._is_computed_here(req, flight, was_alone, now_s)
+        num_asked = 0 if is_local else end - start
+        self.journal.admitted(req, num_asked, pages.num_joined * page_size, now_s)
+        if is_local:
+            # Before the refusal: it has to find a flight without a room.
+            self.arriving.add_local(flight)
+            self.shares.release(flight.room_key)
+            if not was_alone and self._is_told(req):
+                mine = AbortedError(f"request {req.rid!r} is computed by decode")
+                self._refuse(req.room_key, req.prefill, mine, req.request.digest)
+            return
+        if was_alone:
+            # It lacks more than when it began to wait, and prefill can still not be asked.
+            lane = self.lanes.get(req.prefill)
+            if not req.prefill or lane is None or not lane.is_open:
+                self.arriving.add_local(flight)  # so that it ends as one without a room
+                self._end(req, DecodeState.FAILED, self._too_much(req), now_s)
+                return
+            self.shares.promise(flight.room_key, req.prefill, end - start)
         if req.resumed and req.prefix_len == req.fill_len and pages.slot < 0:
             # 1. A resumed request with all its KV in the tree, and no extra state, which is never
             # cached: nothing is to be sent, so no room is opened.
@@ -759,10 +937,11 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             return
         # 2. A later attempt: prefill has ended, or never had, the request of this generation. The
         # engine has to submit it there again.
-        if req.generation > req.request.generation:
+        if req.generation > req.request.generation or self._asks_late:
             self._asks.append(PrefillAsk(req, self.name))
         # 3. Registered before the command leaves, so that an answer always finds its flight.
         self.arriving.add(flight)
+        self.sources.promised(req.prefill, flight.room_key, now_s)
         promise = Promise(
             *flight.room_key.numbers,
             fill_len=req.fill_len,
@@ -776,6 +955,164 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         # another.
         digest = req.request.digest if req.fill_len == req.prompt_len else prompt_digest(req.key)
         self._commands.append(OpenRoom(promise, req.prefill, digest))
+
+    # --- what is computed here --------------------------------------------------------------------
+
+    @property
+    def _is_busy(self) -> bool:
+        """True if requests run on decode, beside which chunks would be computed. O(1)."""
+        return self.budget.active > self.flights.num_owned
+
+    @property
+    def _asks_late(self) -> bool:
+        """True if decode's engine submits a request to prefill only once `pop_needs_prefill` has
+        returned it.
+        """
+        config = self.sources.config
+        return config is not None and config.ask == "late"
+
+    def _is_told(self, req: DecodeRequest) -> bool:
+        """Return True if a prefill worker may have this attempt at a decode request that was not
+        admitted yet.
+        """
+        is_first = req.generation == req.request.generation
+        return is_first and bool(req.prefill) and not self._asks_late
+
+    def _due_tokens(self) -> int:
+        """Count the tokens that decode's engine has to compute. O(requests that it computes)."""
+        due = 0
+        for flight in self.arriving.local:
+            assert flight.owner is not None
+            req = flight.owner
+            due += req.fill_len - self._computing.get(req, req.prefix_len)
+        return due
+
+    def _is_computed_here(
+        self, req: DecodeRequest, flight: Flight, is_alone: bool, now_s: float
+    ) -> bool:
+        """Decide whether decode's engine computes what an admitted request lacks."""
+        config, missing = self.sources.config, req.fill_len - req.prefix_len
+        # 1. It never may: prefill's extra state, or something else of prefill is wanted. Or nothing
+        # is to be computed.
+        if config is None or flight.pages.slot >= 0 or not req.request.may_compute or not missing:
+            return False
+        # 2. Nothing else can.
+        if is_alone:
+            return missing <= self.sources.most_tokens(is_down=True)
+        # 3. Both could.
+        chosen = self.sources.choose(missing, self._due_tokens(), self._is_busy, req.prefill, now_s)
+        if chosen is Source.PREFILL and missing <= config.below:
+            self.counters["compute_declined"] += 1
+        return chosen is Source.HERE
+
+    def _may_go_alone(self, req: DecodeRequest) -> bool:
+        """Return True if decode may compute a request itself, by what it lacks now, if its prefill
+        worker cannot be asked.
+        """
+        if not req.request.may_compute or self.pages.slots is not None:
+            return False
+        # O(1) where nothing is computed here, or everything may be.
+        if (most := self.sources.most_tokens(is_down=True)) < 0 or most >= req.kv_len:
+            return most >= 0
+        match = self.pages.match(req.key, req.request.cacheable)
+        num_shared = 0
+        if match is not None:
+            _, num_shared = self.flights.find(req.key, match.depth)
+        return req.kv_len - num_shared * self.pages.page_size <= most
+
+    def _go_alone(self, req: DecodeRequest) -> None:
+        """Let a waiting decode request, whose prefill worker does not answer, wait to be computed
+        here, if it may.
+        """
+        if not req.is_alone and self._may_go_alone(req) and self._move(req, is_alone=True):
+            self.counters["failovers"] += 1
+
+    def _move(self, req: DecodeRequest, is_alone: bool) -> bool:
+        """Move a waiting decode request to the lane of those that are computed here, or back to
+        that of its prefill worker. False if its rank does not compare with those there.
+        """
+        to = ALONE if is_alone else req.prefill
+        try:
+            self.waiting.check_move(req, to)
+        except Exception as error:  # the user's; it stays where it is
+            self.pages.errors.caught(error)
+            return False
+        # The worker may have it, and may be back before this request is done.
+        if is_alone and req.state is DecodeState.QUEUED:
+            self._withdraw(req, AbortedError(f"request {req.rid!r} is computed by decode"))
+        req.is_alone = is_alone
+        self.waiting.move(req, to)
+        return True
+
+    def _withdraw(self, req: DecodeRequest, error: Exception) -> None:
+        """Refuse a waiting decode request at the prefill worker that may have it; its next attempt
+        is another generation.
+        """
+        if not req.is_alone and req.prefill and not self._asks_late:
+            self._refuse(req.room_key, req.prefill, error, req.request.digest)
+            req.generation += 1
+
+    def _recall(self, address: str, now_s: float) -> None:
+        """Take back from a prefill worker that does not answer what decode may compute itself."""
+        error = PeerLostError(f"prefill worker {address} does not answer")
+        most = self.sources.most_tokens(is_down=True)
+        # Each goes to the front of the queue, so the last one first.
+        for flight in reversed(self.flights.all()):
+            req = flight.owner
+            if flight.is_local or not flight.is_open or flight.prefill != address:
+                continue
+            if req is None:
+                # It goes on for those that joined it: they ask again.
+                self._end_for_waiters(flight, error)
+            # Ended by one before it, or more than may be computed here: then it waits for its end.
+            elif (
+                self.flights.of(req) is flight
+                and req.request.may_compute
+                and self.pages.slots is None
+                and self._unlocked_tokens(req) <= most
+            ):
+                self.counters["transfers_failed"] += 1
+                self._cancel(flight, error)
+                self._try_again(req, error, now_s)
+
+    def _end_for_waiters(self, flight: Flight, error: Exception) -> None:
+        """End a flight without an owner to decode, if it is still on its way."""
+        if flight in self.flights.all():
+            self._cancel(flight, error)
+
+    def _unlocked_tokens(self, req: DecodeRequest) -> int:
+        """Return how many tokens an admitted decode request lacks, those on their way included."""
+        assert req.pages_held is not None
+        lock = req.pages_held.lock
+        return req.fill_len - (0 if lock is None else lock.prefix_len)
+
+    def _too_much(self, req: DecodeRequest) -> Exception:
+        """Return the error of a decode request whose prefill worker cannot be asked, and that lacks
+        more than decode computes.
+        """
+        most, missing = self.sources.most_tokens(is_down=True), req.fill_len - req.prefix_len
+        worker = f"prefill worker {req.prefill} does not answer" if req.prefill else "it names none"
+        why = f"lacks {missing} tokens, decode computes {most} of one alone, and {worker}"
+        return PeerLostError(f"request {req.rid!r} {why}")
+
+    def _note_chunk(self, num_tokens: int, now_s: float) -> None:
+        """Measure a chunk that decode's engine has computed: its pass began where the last one
+        ended.
+        """
+        self.counters["computed_tokens"] += num_tokens
+        self.sources.chunk(num_tokens, max(0.0, now_s - self._pass_s), self._is_busy, now_s)
+        self._pass_s, self._has_chunk = now_s, True
+
+    def _note_step(self, reqs: Sequence[DecodeRequest], now_s: float) -> None:
+        """Measure a step of decode's engine, unless it computed a chunk too, or only first tokens
+        have come.
+        """
+        # A first token came with the KV: no step gave it.
+        if any(len(req.output) > 1 for req in reqs):
+            if not self._has_chunk and not self._computing:
+                self.sources.step(max(0.0, now_s - self._pass_s))
+            self._has_chunk = False
+        self._pass_s = now_s
 
     # --- ends -------------------------------------------------------------------------------------
 
@@ -797,7 +1134,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self._leave_flight(flight, error)
         elif before in (DecodeState.QUEUED, DecodeState.RETRACTED) and req in self.waiting:
             self.waiting.remove(req)
-            if before is DecodeState.QUEUED:  # else no prefill worker waits for it
+            # Else no prefill worker waits for it.
+            if before is DecodeState.QUEUED and not req.is_alone and not self._asks_late:
                 self._refuse(req.room_key, req.prefill, error, req.request.digest)
         self._leave(req, now_s)
 
@@ -826,6 +1164,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             why = self.waiting.why(req, now_s)
             error = AdmissionTimeoutError(f"request {req.rid!r} was not admitted {by}: {why}")
         self._end(req, DecodeState.FAILED, error, now_s)
+        # Its engine was computing it: `pop_failed` tells when the device is done.
+        if req.pages_held is not None:
+            self._left.append(req)
 
     def _check_can_open(self, request: Request, to_refuse: bool = False) -> bool:
         """Return True if the room of `request` is free on decode. Raise RequestError if decode's
@@ -836,7 +1177,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         is_free = request.room not in self.rooms
         if not is_free and not (to_refuse and not self.rooms.is_live(request.room)):
             raise RequestError(f"room {request.room} is in use")
-        check_prefill(request.rid, request.prefill)
+        # Decode may carry on without any prefill worker, where it is told so.
+        if request.prefill or to_refuse or not self.sources.fails_over or not request.may_compute:
+            check_prefill(request.rid, request.prefill)
         if request.decode not in ("", self.name):
             named = f"{request.decode!r}, this one is {self.name!r}"
             raise RequestError(f"request {request.rid!r} is for decode worker {named}")
@@ -856,8 +1199,11 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._commands.append(command)
 
     def _leave_flight(self, flight: Flight, error: Exception) -> None:
-        """End the decode request of a flight; the flight continues if others wait for it."""
-        if not flight.waiters:
+        """End the decode request of a flight; the flight continues if others wait for it, and
+        something brings it.
+        """
+        # Nothing computes it any more: those that joined ask again.
+        if not flight.waiters or (flight.is_local and flight.is_open):
             self._cancel(flight, error)
             return
         self.counters["flights_adopted"] += 1
@@ -913,6 +1259,11 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self.pages.hold(flight.pages, key)
             self.shares.hold(key)
             self.rooms.await_drained(key)
+            self.sources.gave_up(flight.prefill, key)
+        # 3. The engine is computing it, and its device may write these pages: they stay the
+        # request's, which has ended, until the engine says that the device is done.
+        elif flight.owner is not None and self._computing.pop(flight.owner, None) is not None:
+            return
         else:
             self.pages.drop(flight.pages)
         if flight.owner is not None:
@@ -937,6 +1288,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         req.prefix_len = 0
         self.waiting.add(req, first=True)
         self._meet(req.prefill)
+        if self.lanes.is_down(req.prefill):
+            self._go_alone(req)
 
     def _leave(self, req: DecodeRequest, now_s: float) -> None:
         """Forget an ended request everywhere in decode's scheduler but in the page accounts."""

@@ -1,6 +1,8 @@
 """Requests with KV on its way, and the steps that follow when it is there.
 
-A flight is complete when its room has succeeded and the flight that it joined has been committed.
+A flight is complete when its room has succeeded, or this worker's engine has computed it, and the
+flight that it joined has been committed. What an engine is to compute it gets once the flight that
+this one joined has been committed: it reads that KV.
 To commit it is to give its pages to the tree. The flights that joined it then find there what they
 waited for.
 
@@ -19,14 +21,17 @@ from prefixkv.protocol.ids import RoomKey
 
 
 class DecodeTransferQueue:
-    """Open rooms, and flights that are complete. Owned by the scheduler's thread."""
+    """Open rooms, flights that are computed here, and flights that are complete. Owned by the
+    scheduler's thread.
+    """
 
     def __init__(self, pages: PageManager, flights: InFlight) -> None:
         self._pages = pages
         self._flights = flights
-        # A flight is in `_open`, then in neither while the one it joined is on its way, then in
-        # `_complete`.
+        # A flight is in `_open` or in `_local`, then in none while the one it joined is on its way,
+        # then in `_complete`.
         self._open: dict[RoomKey, Flight] = {}
+        self._local: dict[Flight, None] = {}
         self._complete: deque[Flight] = deque()
 
     def add(self, flight: Flight) -> None:
@@ -35,6 +40,20 @@ class DecodeTransferQueue:
         if key in self._open:
             raise InternalError(f"{key} is in transfer twice")
         self._open[key] = flight
+
+    def add_local(self, flight: Flight) -> None:
+        """Enter the flight of an admitted request in decode's transfer queue that this worker's
+        engine computes; it has no room.
+        """
+        flight.is_local = True
+        self._local[flight] = None
+
+    @property
+    def local(self) -> list[Flight]:
+        """Flights of the transfer queue that the engine has to compute, or computes, oldest first.
+        Any thread may ask.
+        """
+        return list(self._local)
 
     def get(self, key: RoomKey) -> Flight | None:
         """Return the flight of an open room of the transfer queue, or None."""
@@ -56,6 +75,7 @@ class DecodeTransferQueue:
         flight it joined.
         """
         flight.is_open = False
+        self._local.pop(flight, None)
         # Else `pop_transferred` appends it, when the joined flight is committed.
         if flight.joined is None:
             self._complete.append(flight)
@@ -70,7 +90,9 @@ class DecodeTransferQueue:
         """Take a flight that will not be committed out of the transfer queue. Return True if its
         room was still open.
         """
-        if flight.is_open:
+        if flight in self._local:
+            del self._local[flight]
+        elif flight.is_open:
             del self._open[flight.room_key]
             return True
         if flight in self._complete:
@@ -128,7 +150,16 @@ class DecodeTransferQueue:
         complete = [flight for flight in arrived if flight.joined is None]
         laws = {
             "open flights have a room, and each room one": self._open
-            == {flight.room_key: flight for flight in self._flights if flight.is_open},
+            == {
+                flight.room_key: flight
+                for flight in self._flights
+                if flight.is_open and not flight.is_local
+            },
+            "what is computed here has no room": set(self._local)
+            == {flight for flight in self._flights if flight.is_open and flight.is_local},
+            "what is computed here is somebody's: a request's": all(
+                flight.owner is not None for flight in self._local
+            ),
             "what has arrived and waits for nothing is complete": sorted(map(id, complete))
             == sorted(map(id, self._complete)),
         }

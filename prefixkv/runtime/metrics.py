@@ -106,9 +106,11 @@ def _decode_queues(node: DecodeNode) -> Samples:
     # falling below 0.
     arriving, flights = scheduler.arriving, scheduler.flights.all()
     is_open, complete = arriving.num_open, arriving.num_complete
+    local = len(arriving.local)
     yield ("pages",), len(scheduler.waiting)
     yield ("transfer",), is_open
-    yield ("flight",), max(0, len(flights) - is_open - complete)
+    yield ("compute",), local
+    yield ("flight",), max(0, len(flights) - is_open - local - complete)
     yield ("commit",), complete
     yield ("device",), scheduler.num_deferred
     yield (
@@ -219,6 +221,9 @@ def _gauge(name: str, text: str, read: Callable[[Any], Samples], *labels: str) -
 _HIT_RATIO = "Hit tokens by prompt tokens of the last hundred requests or so."
 _ON_THEIR_WAY = "Tokens of prompts that were on their way for another request already."
 _QUARANTINED = "Pages that no proof freed in time; see pages for those still held."
+_COMPUTED = "Requests whose missing part this worker computed itself."
+_DECLINED = "Requests within DecodeConfig.compute.below that prefill computed, by the rule."
+_FAILOVERS = "Requests that went on without their prefill worker."
 _ASIDE = "Requests that wait and hold up no others, by what is missing."
 _STEPPED_ASIDE = "How often a request began to wait so."
 _OWNER = f"Whose it is, once it is {NAME_AFTER_S:g} s old."
@@ -273,6 +278,10 @@ DECODE = (
     _counter(
         "retries", "Requests asked for again after a failed transfer.", _count("retries")
     ),
+    _counter("computed_requests", _COMPUTED, _count("computed_requests")),
+    _counter("computed_tokens", "Tokens of their prompts.", _count("computed_tokens")),
+    _counter("compute_declined", _DECLINED, _count("compute_declined")),
+    _counter("failovers", _FAILOVERS, _count("failovers")),
     _counter("quarantined_pages", _QUARANTINED, _count("quarantined_pages")),
 )  # fmt: skip
 PREFILL = (

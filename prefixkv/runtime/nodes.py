@@ -17,7 +17,8 @@ from prefixkv.decode.lanes import Lanes
 from prefixkv.decode.request import DecodeRequest, PrefillAsk
 from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.decode.shares import PrefillShares
-from prefixkv.errors import AbortedError, CallerError, ConfigError, RequestError
+from prefixkv.decode.sources import Sources
+from prefixkv.errors import AbortedError, CallerError, ConfigError, RequestError, TransferError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_pool import StatePool
@@ -50,7 +51,8 @@ from prefixkv.runtime.transfers import MakeTransport, peer_id, secret_number
 from prefixkv.settings import check_callable, check_kind
 
 _DECODE_COUNTERS = (
-    *COUNTERS, "aborted", "admitted", "finished", "flight_fallbacks", "flights_adopted",
+    *COUNTERS, "aborted", "admitted", "compute_declined", "computed_requests", "computed_tokens",
+    "failovers", "finished", "flight_fallbacks", "flights_adopted",
     "quarantined_pages", "record_lost", "recorded", "refused", "retracted",
     "retries", "shared_flights", "shared_tokens", "skipped_tokens", "tags_dropped", "transferred",
     "transfers_failed",
@@ -81,8 +83,8 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
 
     Raises:
         ConfigError: an unknown policy (of eviction or admission), a pool that is not rank 0's share
-            or cannot be registered, a mesh of several ranks without `ranks`, a `record` that cannot
-            be written.
+            or cannot be registered, a mesh of several ranks without `ranks`, `compute` together
+            with `ranks` or `state`, a `record` that cannot be written.
     """
 
     scheduler: DecodeScheduler
@@ -110,6 +112,11 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         num_ranks = spec.mesh.num_ranks
         if num_ranks > 1 and ranks is None:
             raise ConfigError(f"a mesh of {num_ranks} ranks needs a RankLog")
+        # The other ranks would have to compute the same chunks, and no log tells them; prefill's
+        # extra state would have to be computed with the KV.
+        if config.compute is not None and (ranks is not None or state is not None):
+            what = "several ranks" if ranks is not None else "extra state (state=)"
+            raise ConfigError(f"compute: a decode worker with {what} does not compute prompts")
         # 2. The pages, the tree, and the scheduler over them. As rank 0 of several, each of their
         # operations is logged for the others.
         settings = config.for_page_manager(layout.num_pages, spec.num_slots)
@@ -135,6 +142,7 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
             name=config.name,
             ticket=secret_number,
             weights_version=config.model.weights_version,
+            sources=Sources(config.compute, config.failure_policy == "local"),
         )
         # 3. The transfer side, which starts the threads. If it fails, the policy object is free
         # again.
@@ -237,13 +245,61 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         """
         return self.scheduler.pop_transferred(self._pump())
 
-    def pop_failed(self) -> list[DecodeRequest]:
+    def pop_local(self) -> list[DecodeRequest]:
+        """Return the decode node's requests that the engine computes itself from now on, from
+        `prefix_len` to `fill_len` tokens (see `DecodeConfig.compute`).
+
+        Compute chunks of at most `chunk_tokens` beside the running batch, and call `computed` after
+        each. A request that came out of `pop_failed` is to be left.
+        """
+        return self.scheduler.pop_local(self._pump())
+
+    def computed(self, req: DecodeRequest, end: int, aux: bytes = b"") -> None:
+        """Tell the decode node that a request of `pop_local` has KV in `req.pages` up to token
+        `end`.
+
+        With `end` at `req.fill_len` it is whole, and comes out of `pop_transferred` with `aux`, as
+        if prefill had sent it. What the device has still to write has to be written before any
+        later work of it on these pages. A request that has ended meanwhile is left out.
+
+        Raises:
+            RequestError: it is not computed here, or `end` is not behind the last one, or beyond
+                `fill_len`. CallerError: `aux` is no bytes, or comes before the end. Nothing was
+                changed.
+        """
+        self.scheduler.computed(req, end, self._pump(), aux)
+        self._tell()
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Most tokens of prompts that the decode node's engine should compute in its next step, so
+        that those that run wait no longer for it than `ComputeConfig.itl_share` says; 0 without a
+        `DecodeConfig.compute`."""
+        return self.scheduler.chunk_tokens
+
+    def give_up_prefill(self, rid: str, reason: str = "prefill was not reached") -> bool:
+        """Tell the decode node that the engine could not bring a request to its prefill worker:
+        then it need not wait for a deadline. It is tried again, computed here, or fails, as
+        `DecodeConfig.failure_policy` says.
+
+        Returns False if nothing is asked of prefill for it, or no more.
+        """
+        check_reason(reason)
+        given_up = self.scheduler.give_up_prefill(rid, TransferError(reason), self._pump())
+        self._tell()
+        return given_up
+
+    def pop_failed(self, after: DeviceEvent | None = None) -> list[DecodeRequest]:
         """Return the decode node's requests that failed or were aborted; `req.error` says why.
 
         Their pages must not be touched.
+
+        Args:
+            after: an event behind the engine's work on requests of `pop_local`: nothing of those
+                that failed is released before it is done. None: the device is done with them.
         """
         self._pump()
-        return self.scheduler.pop_failed()
+        return self.scheduler.pop_failed(after)
 
     def pop_needs_prefill(self) -> list[PrefillAsk]:
         """Return the decode node's requests for the engine to submit to a prefill worker again."""

@@ -193,6 +193,12 @@ class ServeConfig:
     prefill_pages: Annotated[Count, doc("Pages of a prefill worker's pool.")] = 1024
     decode_pages: Annotated[Count, doc("Pages of a decode worker's pool.")] = 1024
     chunk_tokens: Annotated[Count, doc("Most tokens per forward of prefill.")] = 512
+    compute_below: Annotated[
+        CountOrZero, doc("Most missing tokens of a prompt that decode computes itself; 0: none.")
+    ] = 0
+    carry_on: Annotated[
+        bool, doc("Decode workers compute whole prompts while no prefill worker answers.")
+    ] = False
     answer_tokens: Annotated[
         CountOrZero, doc("Default limit of tokens per chat answer (0: up to the context).")
     ] = 512

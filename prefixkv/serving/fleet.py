@@ -103,19 +103,31 @@ class _Member:
 
 
 class _WorkerPair:
-    """The two workers of one attempt at a request, counted in their routers until `end`."""
+    """The two workers of one attempt at a request, counted in their routers until `end`. Without a
+    prefill worker the decode worker answers alone."""
 
-    def __init__(self, fleet: Fleet, decode: Route, prefill: Route) -> None:
-        self._fleet, self._routes = fleet, (decode, prefill)
+    def __init__(self, fleet: Fleet, decode: Route, prefill: Route | None) -> None:
+        self._fleet = fleet
+        self._routes = [decode] if prefill is None else [decode, prefill]
         self.decode = fleet.workers[decode.worker]
-        self.prefill = fleet.workers[prefill.worker]
+        self.prefill = None if prefill is None else fleet.workers[prefill.worker]
         self.facts = {  # for its spans
             "prefixkv.decode": decode.worker,
             "prefixkv.decode_matched_pages": decode.matched_pages,
-            "prefixkv.prefill": prefill.worker,
-            "prefixkv.prefill_matched_pages": prefill.matched_pages,
         }
-        self._members = [fleet.members[info.name] for info in (self.decode, self.prefill)]
+        if prefill is not None:
+            self.facts |= {
+                "prefixkv.prefill": prefill.worker,
+                "prefixkv.prefill_matched_pages": prefill.matched_pages,
+            }
+        self._members = [fleet.members[route.worker] for route in self._routes]
+        # A decode worker that answers alone need not hear of its prefill worker's silence.
+        self._awaited = self._members[:1] if self.decode.alone else self._members
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the pair's workers, decode's first."""
+        return tuple(route.worker for route in self._routes)
 
     async def first(self, stream: AsyncGenerator[TokenEvent, None]) -> TokenEvent:
         """Return the first output of the pair's attempt. Raises WorkerLostError if either worker
@@ -123,21 +135,22 @@ class _WorkerPair:
         try:
             # No time limit of its own: the prompt may take long. Only silence ends the wait.
             async with asyncio.timeout(None) as patience:
-                for member in self._members:
+                for member in self._awaited:
                     member.waiting.add(patience)
                 try:
                     return await anext(stream)
                 finally:
-                    for member in self._members:
+                    for member in self._awaited:
                         member.waiting.discard(patience)
         except TimeoutError:
-            silent = [member.info.name for member in self._members if member.silent]
+            silent = [member.info.name for member in self._awaited if member.silent]
             raise WorkerLostError(f"{' and '.join(silent)} did not answer") from None
 
     def end(self) -> None:
         """Release the count of the pair's attempt in the fleet's routers."""
         now_s = time.monotonic()
-        for router, route in zip(self._fleet.routers.values(), self._routes, strict=True):
+        # Decode's router is the first.
+        for router, route in zip(self._fleet.routers.values(), self._routes, strict=False):
             router.ended(route, now_s)
 
 
@@ -285,8 +298,11 @@ class Fleet:
 
     @property
     def ready(self) -> bool:
-        """True if the fleet has a worker of each kind that is not silent."""
-        return all(self._answering(role) for role in self.routers)
+        """True if the fleet has a worker of each kind that is not silent, or a decode worker that
+        answers alone."""
+        decode = self._answering("decode")
+        alone = any(self.workers[name].alone for name in decode)
+        return bool(decode) and (alone or bool(self._answering("prefill")))
 
     @property
     def silent(self) -> list[str]:
@@ -333,7 +349,7 @@ class Fleet:
                 step.add(pair.facts)
             begun = False
             try:
-                on_attempt(pair.decode.name, pair.prefill.name)
+                on_attempt(*pair.names, *[""] * (2 - len(pair.names)))
                 with current().call(
                     "generate", {"prefixkv.attempt": attempt, **pair.facts}
                 ) as step:
@@ -356,19 +372,25 @@ class Fleet:
                     detail = f"{error}: {error.detail}"
                     raise failed(503, str(error), detail, "worker_lost") from None
                 # Either of the two may be at fault: avoid both while there are others.
-                lost |= {pair.decode.name, pair.prefill.name}
+                lost |= {*pair.names}
                 self.retried += 1
             finally:
                 pair.end()
 
     def _choose_pair(self, ask: Ask, lost: Collection[str]) -> _WorkerPair:
-        """Choose a decode and a prefill worker of the fleet for an attempt, by their routers.
-        Raises ApiError 503 if a role has none that answers."""
+        """Choose a decode and a prefill worker of the fleet for an attempt, by their routers: only
+        a decode worker, among those that answer alone, where no prefill worker answers. Raises
+        ApiError 503 if a role has none that answers."""
         routes: list[Route] = []
         now_s = time.monotonic()
         data = RadixKey(ask.tokens).data
+        is_down = not self._answering("prefill") and not ask.prompt_logprobs
         for role, router in self.routers.items():
             among = self._answering(role)
+            if is_down and role == "decode":
+                among = [name for name in among if self.workers[name].alone] or among
+            if is_down and role == "prefill" and self.workers[routes[0].worker].alone:
+                return _WorkerPair(self, routes[0], None)
             if not among:
                 # Undo the choice made for the other role: a count without an end would stay in its
                 # load.
@@ -385,7 +407,8 @@ class Fleet:
             others = [name for name in among if name not in lost]
             namespace = namespace_of(ask.salt)
             routes.append(router.route(keys, now_s, namespace=namespace, among=others or among))
-        return _WorkerPair(self, *routes)
+        decode, prefill = routes
+        return _WorkerPair(self, decode, prefill)
 
     async def _stream(
         self, ask: Ask, pair: _WorkerPair, attempt: int, headers: Mapping[str, str]
@@ -395,8 +418,9 @@ class Fleet:
         body = msgspec.json.encode(
             msgspec.structs.replace(
                 # A rid per attempt: an earlier one may still be ending on the same worker.
-                ask, rid=part_rid(ask.rid, attempt), prefill=pair.prefill.endpoint,
-                prefill_url=pair.prefill.url,
+                ask, rid=part_rid(ask.rid, attempt),
+                prefill="" if pair.prefill is None else pair.prefill.endpoint,
+                prefill_url="" if pair.prefill is None else pair.prefill.url,
             )
         )  # fmt: skip
         url, left = f"{pair.decode.url}/generate", ask.num_samples

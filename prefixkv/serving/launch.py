@@ -295,6 +295,12 @@ class Launch:
         }  # fmt: skip
         if role == "prefill":
             settings["chunk_tokens"] = config.chunk_tokens
+        else:
+            # Without either a decode worker computes nothing, and has no such settings.
+            if config.compute_below or config.carry_on:
+                settings["compute_below"] = config.compute_below
+            if config.carry_on:
+                settings["failure_policy"] = "local"
         settings |= numbered(self._tables.get(role, {}), role, number, num)
         # These no one else sets (`plan`).
         settings |= {

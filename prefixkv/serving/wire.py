@@ -49,7 +49,8 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     `url` is for requests, `status_url` for health and metrics. `endpoint` is the address of a
     prefill worker's node. `model` is the model's name for people, `identity` what its KV depends
     on. `context` is the most tokens of a request here, prompt and answer together. `life` is its
-    node's incarnation in hexadecimal, another one each time the worker starts.
+    node's incarnation in hexadecimal, another one each time the worker starts. `alone`: a decode
+    worker that also answers without a prefill worker.
     """
 
     role: Literal["prefill", "decode"]
@@ -65,6 +66,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     vocab_size: int
     life: str
     pid: int
+    alone: bool = False
 
 
 # Requests: the engine's own classes as frozen structs, so that a front needs no engine.
@@ -84,7 +86,8 @@ class SamplingParams(msgspec.Struct, frozen=True):
 
 class Ask(msgspec.Struct, frozen=True):
     """A request for an answer: a `Generate` of the engine, with the address of its prefill worker's
-    node and that worker's URL. Requests with different `salt` share no KV."""
+    node and that worker's URL; without both, the decode worker computes the prompt itself, if it is
+    one that is `alone`. Requests with different `salt` share no KV."""
 
     rid: Name
     tokens: list[int]

@@ -68,6 +68,7 @@ logger = logging.getLogger("prefixkv.worker")
 
 _JOB_TIMEOUT_S: Final = 20.0
 _REFUSAL_BYTES: Final = 64 << 10
+_REASON_CHARS: Final = 500
 _TICK_S: Final = 0.2
 
 T = TypeVar("T")
@@ -163,6 +164,7 @@ class Worker:
             context=min(model.context, layout.num_pages * layout.page_size),
             vocab_size=model.vocab_size, pid=os.getpid(),
             life=f"{engine.node.peer_id.incarnation:x}",
+            alone=getattr(self.config.node, "failure_policy", "") == "local",
         )  # fmt: skip
 
     async def run(self) -> bool:
@@ -575,8 +577,8 @@ class DecodeWorker(Worker):
     # --- to prefill -------------------------------------------------------------------------------
 
     async def _send_job(self, one: _OpenRequest, job: Any) -> None:
-        """Send one job over HTTP to its prefill worker, and abort the request if it is not
-        accepted."""
+        """Send one job over HTTP to its prefill worker. If it is not accepted, abort the request,
+        or leave it to the node of a worker that computes prompts itself."""
         url = one.ask.prefill_url
         try:
             body = msgspec.json.encode(_job_of(job))
@@ -590,6 +592,11 @@ class DecodeWorker(Worker):
             why = f"{type(error).__name__} {error}"
         if why:
             logger.warning("prefill at %s refused %s: %s", url, job.rid, why)
+            if self.config.node.compute is not None:
+                reason = f"the prefill worker at {url} refused it: {why}"[:_REASON_CHARS]
+                with contextlib.suppress(ClosedError):
+                    self.loop.post(lambda engine: engine.give_up_job(job, reason))
+                return
             # Set before the abort is posted: the output that it causes is reported with this cause.
             one.error = f"the prefill worker at {url} refused it: {why}"
             self._abort_request(one)
@@ -643,7 +650,7 @@ class DecodeWorker(Worker):
     def _abort_jobs(self, one: _OpenRequest) -> None:
         """Tell a request's prefill worker to end the request's jobs, each at most once."""
         rids, one.jobs = one.jobs, []
-        if rids:
+        if rids and one.ask.prefill_url:
             self._spawn(self._send_abort(one.ask.prefill_url, rids))
 
     async def _send_abort(self, url: str, rids: list[str]) -> None:

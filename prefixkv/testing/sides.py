@@ -55,7 +55,8 @@ class ScenarioSettings:
         shared: the pools lie in memory that the other worker may map (`KVPool.create`).
         tokens_per_step: most tokens that one step of decode may give a request. An engine that
             has no speculative decoding raises NotImplementedError for more than 1.
-        decode, prefill: the configs of the nodes. An engine may set `model` in them.
+        decode, prefill: the configs of the nodes. An engine may set `model` in them, and `compute`
+            in decode's.
     """
 
     page_size: int = 4

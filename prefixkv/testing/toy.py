@@ -119,7 +119,8 @@ class ToyPrefill:
 
 
 class ToyDecode:
-    """The toy's decode worker: one step of the whole batch per pass."""
+    """The toy's decode worker: one step of the whole batch per pass, and one chunk of the oldest
+    prompt that it computes itself, if `DecodeConfig.compute` lets it."""
 
     def __init__(self, settings: ScenarioSettings) -> None:
         self.model = ToyModel(settings.decode_pages, settings.page_size, settings.shared)
@@ -130,6 +131,9 @@ class ToyDecode:
         # Tokens that are not appended yet: of a step that found no page.
         self.sampled: dict[DecodeRequest, list[int]] = {}
         self.asked: list[Request] = []  # to be brought to prefill
+        self.local: dict[DecodeRequest, int] = {}  # computed here: tokens with KV
+        compute = settings.decode.compute
+        self.asks_late = compute is not None and compute.ask == "late"
         self.rooms = 0
 
     def add(self, prompt: Prompt, answer: AnswerLog, prefill: str) -> None:
@@ -142,7 +146,8 @@ class ToyDecode:
         )  # fmt: skip
         self.node.add(request)
         self.answers[prompt.rid] = answer
-        self.asked.append(request)
+        if not self.asks_late:
+            self.asked.append(request)
 
     def abort(self, rid: str) -> None:
         """End a request whose toy client has left."""
@@ -154,16 +159,34 @@ class ToyDecode:
         node.pop_preallocated()
         self.batch += node.pop_transferred()
         self.ask_again()
+        for req in node.pop_local():
+            self.local[req] = req.prefix_len
         for req in node.pop_failed():
+            self.local.pop(req, None)
             self.answers.pop(req.rid).end(req.error)
         # An aborted request's pages may be another's by now.
         self.batch = [req for req in self.batch if not req.state.ended]
+        for req in [req for req in self.local if not req.state.ended][:1]:
+            self.compute(req)
         if not self.sampled:
             self.sampled = {req: self.sample(req) for req in self.batch}
         self.append()
         for req in [req for req in self.batch if self.is_done(req)]:
             self.finish(req)
-        return bool(self.batch)
+        return bool(self.batch or self.local)
+
+    def compute(self, req: DecodeRequest) -> None:
+        """Compute a chunk of a toy prompt here, behind what is in its pages already; the last one
+        with the first token, unless the request ran before."""
+        start = self.local[req]
+        end = min(start + self.node.chunk_tokens, req.fill_len)
+        token = self.model.forward(req.pages, req.tokens[:end], start)
+        self.local[req] = end
+        last = end == req.fill_len
+        if last:
+            del self.local[req]
+        first = last and not req.resumed
+        self.node.computed(req, end, token.to_bytes(4, "little") if first else b"")
 
     def ask_again(self) -> None:
         """Bring to prefill what it has to compute again: under another name, since the attempt

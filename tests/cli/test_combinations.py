@@ -145,6 +145,8 @@ COMMANDS: dict[str, dict[str, list[Any]]] = {
         "--prefill-pages": [NOT, "256"],
         "--decode-pages": [NOT, "128"],
         "--chunk-tokens": [NOT, "24"],
+        "--compute-below": [NOT, "64"],
+        "--carry-on": [NOT, SET],
         "--answer-tokens": [NOT, "8"],
         "--tokenizer-folder": [NOT, OUT + "/tokenizer"],
         "--ray": [NOT, "auto"],
@@ -158,6 +160,8 @@ COMMANDS: dict[str, dict[str, list[Any]]] = {
     "worker decode": {
         **WORKER, "--admission": [NOT, "fifo", "priority"], "--record": [NOT, OUT + ".jsonl"],
         "--thinking": [NOT, "on", "off"],
+        "--compute-below": [NOT, "64", "0"], "--compute-down-below": [NOT, "500"],
+        "--compute-chunk-tokens": [NOT, "32"], "--compute-itl-share": [NOT, "0.2"],
     },
     "proxy": {
         **LISTEN,

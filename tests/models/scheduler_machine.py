@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 from benchmarks.policies.gated import Gated
 from prefixkv.admission import DEFAULT_ADMISSION, admission_names
 from prefixkv.cache.eviction.policy import policy_names, register_policy
-from prefixkv.config import DecodeConfig
+from prefixkv.config import ComputeConfig, DecodeConfig
 from prefixkv.decode.lanes import Lanes
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.scheduler import DecodeScheduler
+from prefixkv.decode.sources import Source, Sources
 from prefixkv.errors import PrefixKVError
 from prefixkv.protocol.ids import PeerId
 from prefixkv.ranks.oplog import ReplicatedPageManager
@@ -88,6 +89,19 @@ class Event:
         return self.done
 
 
+class ChosenSources(Sources):
+    """Sources that chance chooses between, of those that the bounds leave: so near requests are
+    computed on both sides, and join each other."""
+
+    def __init__(self, sim: SchedulerSim) -> None:
+        super().__init__(sim.compute, sim.fails_over)
+        self._sim = sim
+
+    def choose(self, missing: int, due: int, is_busy: bool, address: str, now_s: float) -> Source:
+        chosen = super().choose(missing, due, is_busy, address, now_s)
+        return Source.PREFILL if self._sim.random.randrange(4) == 3 else chosen
+
+
 class Engine(DecodeEngine):
     """A decode engine whose device is late at times, and whose ranks follow."""
 
@@ -104,6 +118,9 @@ class Engine(DecodeEngine):
 
     def retract(self, rid: str) -> None:
         self.scheduler.retract(rid, self.sim.now_s, self.sim.device_work())
+
+    def pop_failed(self) -> list[DecodeRequest]:
+        return self.scheduler.pop_failed(self.sim.device_work())
 
 
 class SchedulerSim(PairSim):
@@ -124,6 +141,9 @@ class SchedulerSim(PairSim):
         )
         self.num_ranks = chance.choice([2, 1, 3, 4])
         digest_every = chance.choice([4, 0, 1])
+        below, ask = chance.choice([None, 4, 12, 0, 100]), chance.choice(["both", "late"])
+        self.compute = None if below is None else ComputeConfig(below=below, ask=ask)
+        self.fails_over = bool(chance.randrange(2))
         self.spared = {fault for fault in _FAULTS if chance.randrange(2)}
         self.lost: list[PeerId] = []
         self.stalls: list[Hold] = []
@@ -137,7 +157,7 @@ class SchedulerSim(PairSim):
             decode_pages=chance.choice([13, 11, 12, 18, 30]),
             prefill_pages=chance.choice([32, 14]),
             failure_policy=chance.choice(["fail", "retry"]),
-            num_slots=chance.choice([0, 8, 3]),
+            num_slots=chance.choice([0, 8, 3] if self.compute is None else [0, 0, 3]),
             digest_every=digest_every,
             chance=chance,
         )  # fmt: skip
@@ -165,6 +185,7 @@ class SchedulerSim(PairSim):
             waiting_timeout_s=self.random.choice([16.0, 2.0]),
             name=self.readers[0].me.name,
             lanes=Lanes(True, TIMING.bootstrap_timeout_s),
+            sources=ChosenSources(self) if self.compute is not None else None,
         )
 
     def device_work(self) -> Event | None:
@@ -240,6 +261,7 @@ class SchedulerSim(PairSim):
         if not (
             side.ranks[0].events
             or side.running
+            or side.local
             or side.scheduler.has_results
             or side.scheduler.waiting.wake_s <= self.now_s
         ):
@@ -337,6 +359,8 @@ class SchedulerSim(PairSim):
         except PrefixKVError:
             return
         self.decode.added.append(rid)
+        if self.compute is not None and self.compute.ask == "late":
+            return
         self.submit(
             Request(
                 rid,

@@ -211,6 +211,7 @@ class DecodeEngine:
         for rank in self.ranks[1:]:
             rank.replica = DecodeReplica(*sizes, config, side.num_slots)
         self.running: dict[str, DecodeRequest] = {}
+        self.local: dict[DecodeRequest, int] = {}  # what is computed here: tokens with KV
         # Rooms that have ended on some ranks: on which, and when the first of them failed.
         self.ending: dict[RoomKey, tuple[set[int], list[float]]] = {}
         self.outcomes: dict[str, DecodeState] = {}
@@ -234,9 +235,14 @@ class DecodeEngine:
             # Starting one of these may have retracted another.
             if req.state is DecodeState.TRANSFERRED:
                 self._start(req)
-        for req in scheduler.pop_failed():
+        for req in scheduler.pop_local(now_s):
+            self.local[req] = req.prefix_len
+        for req in self.pop_failed():
             self.running.pop(req.rid, None)
             self._ended(req)
+        self.local = {req: end for req, end in self.local.items() if not req.state.ended}
+        if self.local:
+            self._compute(self.sim.random.choice(list(self.local)))
         if self.running:
             self._step(self.sim.random.choice(list(self.running.values())))
         self.publish()
@@ -366,6 +372,27 @@ class DecodeEngine:
             self.finish(req)
             self._ended(req)
             sim.continue_conversation(req)
+
+    def pop_failed(self) -> list[DecodeRequest]:
+        return self.scheduler.pop_failed()
+
+    def _compute(self, req: DecodeRequest) -> None:
+        """Compute a chunk of a prompt here: what comes before it is right already."""
+        sim, start = self.sim, self.local[req]
+        end = min(req.fill_len, start + sim.random.randint(1, 2 * PAGE_SIZE))
+        tokens = req.key.tokens()
+        hashes = self.hashes(tokens)
+        for rank in self._each_rank(req):
+            rank.check_bytes(req, req.pages, hashes[:start], req.state_slot)
+            rank.fill(req.pages, start, hashes[:end], req.state_slot)
+        self.local[req] = end
+        aux = b""
+        if end == req.fill_len:
+            del self.local[req]
+            if not req.resumed:
+                aux = self.next_token(tokens).to_bytes(4, "little")
+        self.scheduler.computed(req, end, sim.now_s, aux)
+        sim.counters["chunks computed on decode"] += 1
 
     def finish(self, req: DecodeRequest) -> None:
         self.scheduler.finish(req, self.sim.now_s)
@@ -646,7 +673,8 @@ class EngineSim(Sim):
         return not (ranks or rooms or requests or self._to_submit or self.decode.log_waits)
 
     def idle(self) -> bool:
-        engines = self.decode.running or self.prefill.computing or self._to_submit
+        decode = self.decode.running or self.decode.local
+        engines = decode or self.prefill.computing or self._to_submit
         news = any(scheduler.has_results for scheduler in self.schedulers)
         return super().idle() and not engines and not news
 

@@ -6,12 +6,13 @@ The engine is the toy (`prefixkv.testing.toy`); each faulty one differs from it 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from prefixkv.config import ComputeConfig
 from prefixkv.errors import AbortedError, OutOfPagesError
 from prefixkv.testing import conformance
 from prefixkv.testing.sides import LAWS, AnswerLog, Prompt
@@ -36,6 +37,57 @@ def test_the_toy_keeps_every_law(case: conformance.Case) -> None:
 )
 def test_the_toy_keeps_the_laws_of_these(name: str) -> None:
     conformance.Case(name, 0).check(ToySides, **LOCAL)
+
+
+class ComputingSides(ToySides):
+    """A toy whose decode worker computes what lacks at most 9 tokens."""
+
+    ask: Any = "late"
+
+    def __init__(self, settings: Any) -> None:
+        compute = ComputeConfig(below=9, chunk_tokens=5, ask=self.ask)
+        super().__init__(replace(settings, decode=replace(settings.decode, compute=compute)))
+
+
+class ComputingSidesThatTellBoth(ComputingSides):
+    ask = "both"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [ComputingSides, ComputingSidesThatTellBoth])
+@pytest.mark.parametrize("case", conformance.scenarios(), ids=str)
+def test_a_toy_that_computes_on_decode_keeps_every_law(
+    case: conformance.Case, make: type[ToySides]
+) -> None:
+    case.check(make, patience_s=PATIENCE_S)
+
+
+@pytest.mark.parametrize("make", [ComputingSides, ComputingSidesThatTellBoth])
+@pytest.mark.parametrize("name", ["turns of a chat", "full hit", "tiny decode pool"])
+def test_it_keeps_the_laws_of_these(name: str, make: type[ToySides]) -> None:
+    made: list[ToySides] = []
+
+    def make_one(settings: Any) -> ToySides:
+        made.append(make(settings))
+        return made[-1]
+
+    conformance.Case(name, 0).check(make_one, **LOCAL)
+    assert made[0].decode.scheduler.counters["computed_requests"] > 0
+
+
+class ForgetsTheFirstOfAChunk(ToyDecode):
+    def compute(self, req: Any) -> None:
+        page = int(req.pages[req.prefix_len // self.model.page_size])
+        super().compute(req)
+        self.model.pool.v(0)[page] ^= 1
+
+
+def test_a_wrong_chunk_is_found() -> None:
+    class Sides(ComputingSides):
+        make_decode = ForgetsTheFirstOfAChunk
+
+    report = conformance.run(Sides, only=["turns of a chat"], **LOCAL)
+    assert report.laws == {"law 8"}
 
 
 @pytest.mark.slow

@@ -1,4 +1,6 @@
 """The decode worker: it answers prompts, one token per answer and step, all answers in one forward.
+With `DecodeConfig.compute` it also computes prompts of which little is missing, in chunks beside
+its answers.
 
 One thread owns an engine and calls it: `submit` and `abort` as requests arrive, `step` while it
 returns True, `wait` otherwise. `take_prefill_jobs` returns the jobs for prefill workers.
@@ -7,9 +9,9 @@ returns True, `wait` otherwise. `take_prefill_jobs` returns the jobs for prefill
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -27,7 +29,14 @@ from prefixkv.engines.hf.attention import FlatPool
 from prefixkv.engines.hf.identity import with_model
 from prefixkv.engines.hf.logprobs import MAX_PROMPT_NUMBERS, TokenLogprob
 from prefixkv.engines.hf.models import PagedModel
-from prefixkv.engines.hf.requests import Finish, Generate, Output, PrefillJob, unpack_first
+from prefixkv.engines.hf.requests import (
+    Finish,
+    Generate,
+    Output,
+    PrefillJob,
+    pack_first,
+    unpack_first,
+)
 from prefixkv.engines.hf.sampling import Choice, Sampling, choose, chosen_logprobs
 from prefixkv.engines.hf.text import AnswerText
 from prefixkv.engines.hf.thinking import KeepThinking, Markers, Thinking
@@ -41,6 +50,19 @@ _IDLE_S: Final = 0.1  # longest rest, after which deadlines are checked
 
 # A token that was sampled for a request, and its log-probabilities where they are wanted.
 _Sampled = tuple[DecodeRequest, int, TokenLogprob | None]
+
+
+class _Chunk(NamedTuple):
+    """The tokens [start, end) of a prompt that one forward computes on decode."""
+
+    req: DecodeRequest
+    start: int
+    end: int
+
+    @property
+    def gives_token(self) -> bool:
+        """True if the answer's first token is sampled behind this chunk of an HF prompt."""
+        return self.end == self.req.fill_len and not self.req.resumed
 
 
 @dataclass(slots=True, eq=False)
@@ -73,7 +95,8 @@ class DecodeEngine:
     Args:
         model: the model; it belongs to this engine from now on.
         pool: the KV memory, made by `model.make_pool`; it must outlive the engine.
-        config: the node's. Its `model` is replaced by the model's identity.
+        config: the node's. Its `model` is replaced by the model's identity. With `compute`, prefill
+            is asked only for what this engine does not compute: the config's `ask` is "late".
         tokenizer: from `load_tokenizer`: outputs then have text, and strings may end them.
         thinking: whether the KV of a model's thinking is cached, by the markers of the tokenizer:
             "on", "off", or "learn" by what clients send in their next turns. See `Thinking`.
@@ -92,12 +115,17 @@ class DecodeEngine:
         self.model, self._tokenizer = model, tokenizer
         self._flat = FlatPool(pool)
         config = with_model(config or DecodeConfig(), model.identity, model.name)
+        if config.compute is not None:
+            config = replace(config, compute=replace(config.compute, ask="late"))
+        self._computes = config.compute is not None
         self.node = DecodeNode(pool, config)
         self._thinking = Thinking(thinking, Markers(tokenizer) if tokenizer is not None else None)
         self._answers: dict[str, _Answer] = {}  # by the node's id of the request
         self._samples: dict[str, list[str]] = {}  # the node's ids by the client's id
         # Requests with all their KV here but the newest token's: one forward each step.
         self._running: list[DecodeRequest] = []
+        # Requests that are computed here, with the tokens that have KV, oldest first.
+        self._local: dict[DecodeRequest, int] = {}
         # Names of answers that want log-probabilities: without any, a step computes none.
         self._with_logprobs: set[str] = set()
         # Tokens that are not appended yet, with their log-probabilities. Not empty between two
@@ -130,6 +158,8 @@ class DecodeEngine:
                     f"{ask.rid}/{i}", ask.tokens, ask.max_new_tokens, room=self._rooms,
                     prefill=ask.prefill, namespace=ask.namespace, cacheable=ask.cacheable,
                     priority=ask.priority, deadline_s=ask.deadline_s,
+                    # Prefill gives the log-probabilities of the prompt with its KV.
+                    may_compute=bool(i) or not ask.prompt_logprobs,
                 )  # fmt: skip
                 prompt = request.key.tokens()
                 self._check_tokens(ask, prompt)
@@ -150,7 +180,9 @@ class DecodeEngine:
             self._answers[answer.req.rid] = answer
             if ask.sampling.logprobs is not None:
                 self._with_logprobs.add(answer.req.rid)
-            self._jobs.append(self._job(answer))
+            # Else the node asks for it, if this engine does not compute it.
+            if not self._computes:
+                self._jobs.append(self._job(answer))
 
     def abort(self, rid: str) -> bool:
         """End all of the decode engine's answers to a request; the next `step` reports it.
@@ -172,6 +204,18 @@ class DecodeEngine:
         """
         jobs, self._jobs = self._jobs, []
         return jobs
+
+    def give_up_job(self, job: PrefillJob, reason: str) -> bool:
+        """Tell the HF decode engine that a job did not reach its prefill worker, or was refused
+        there: it is tried again, computed here, or its answer fails, as the node's config says.
+
+        Returns False if the answer has ended, or the job is not its last attempt.
+        """
+        name = "/".join(job.rid.rsplit("/", 2)[1:]).rpartition(".")[0]
+        answer = self._answers.get(name)
+        if answer is None or answer.req.generation != job.generation:
+            return False
+        return self.node.give_up_prefill(name, reason)
 
     # --- the loop ---------------------------------------------------------------------------------
 
@@ -199,7 +243,10 @@ class DecodeEngine:
         arrived = node.pop_transferred()
         for req in arrived:
             self._begin(req)
-        for req in node.pop_failed():
+        for req in node.pop_local():
+            self._local[req] = req.prefix_len
+        # The event stands behind all chunks of those that failed.
+        for req in node.pop_failed(self.model.event() if self._local else None):
             self._failed(req, outputs)
         # 2. Append first tokens, and tokens that had no page at the last step: the forward needs
         # each request's newest token, and a page for its KV.
@@ -207,11 +254,25 @@ class DecodeEngine:
             return False
         # 3. One forward. An aborted request's pages may belong to another request by now.
         self._running = [req for req in self._running if not req.state.ended]
-        if not self._running:
+        if not self._running and not self._local:
             return bool(arrived or outputs or self._jobs)
-        self._sampled = self._forward(self._running)
+        self._forward(self._running.copy(), self._next_chunks())
         self._append(outputs)
         return True
+
+    def _next_chunks(self) -> list[_Chunk]:
+        """Return the chunks of prompts that the HF decode engine's next forward computes: the
+        oldest first, each as far as the node allows."""
+        chunks: list[_Chunk] = []
+        if not self._local:
+            return chunks
+        left = self.node.chunk_tokens
+        for req, start in self._local.items():
+            if left and not req.state.ended:
+                end = min(start + left, req.fill_len)
+                chunks.append(_Chunk(req, start, end))
+                left -= end - start
+        return chunks
 
     def _begin(self, req: DecodeRequest) -> None:
         """Start to decode an HF request that has all its KV here but the newest token's."""
@@ -229,22 +290,48 @@ class DecodeEngine:
             self._sampled.append((req, token, logprob))
         self._running.append(req)
 
-    def _forward(self, reqs: list[DecodeRequest]) -> list[_Sampled]:
-        """Run the HF model once: write each newest token's KV, and sample the next one."""
+    def _forward(self, reqs: list[DecodeRequest], chunks: list[_Chunk]) -> None:
+        """Run the HF model once: write each newest token's KV and the chunks', and sample the next
+        tokens."""
+        # 1. What is sampled comes from the first rows of the logits: of those that run, then of the
+        # chunks that complete a prompt.
         starts = [req.kv_len for req in reqs]
+        firsts = [chunk for chunk in chunks if chunk.gives_token]
+        sampled = [*reqs, *(chunk.req for chunk in firsts)]
+        tokens = [np.array([req.output[-1] for req in reqs], np.int32)]
+        tokens += [one.req.key.tokens()[one.start : one.end] for one in chunks]
         logits = self.model.forward(
             self._flat,
-            [req.output[-1] for req in reqs],
-            [req.pages for req in reqs],
-            starts,
-            [start + 1 for start in starts],
+            np.concatenate(tokens),
+            [req.pages for req in [*reqs, *(chunk.req for chunk in chunks)]],
+            starts + [chunk.start for chunk in chunks],
+            [start + 1 for start in starts] + [chunk.end for chunk in chunks],
+            [*range(len(reqs)), *(len(reqs) + chunks.index(one) for one in firsts)],
         )
-        choices = [replace(self._answers[req.rid].choice, position=len(req.output)) for req in reqs]
-        self._counters["steps"] += 1
-        tokens = choose(logits, choices, self.model.end_tokens)
-        if not self._with_logprobs:
-            return [(req, token, None) for req, token in zip(reqs, tokens, strict=True)]
-        return list(zip(reqs, tokens, chosen_logprobs(logits, tokens, choices), strict=True))
+        self._counters["steps"] += bool(reqs)
+        choices = [
+            replace(self._answers[req.rid].choice, position=len(req.output)) for req in sampled
+        ]
+        found = choose(logits, choices, self.model.end_tokens) if sampled else []
+        logprobs: Sequence[TokenLogprob | None] = [None] * len(found)
+        if self._with_logprobs and sampled:
+            logprobs = chosen_logprobs(logits, found, choices)
+        num = len(reqs)
+        self._sampled = list(zip(reqs, found[:num], logprobs[:num], strict=True))
+        # 2. The chunks. A first token takes the way of those that prefill sends.
+        aux = {
+            chunk.req: pack_first(token, 0, logprob)
+            for chunk, token, logprob in zip(firsts, found[num:], logprobs[num:], strict=True)
+        }
+        for chunk in chunks:
+            self._local[chunk.req] = chunk.end
+            if chunk.end == chunk.req.fill_len:
+                del self._local[chunk.req]
+            self.node.computed(chunk.req, chunk.end, aux.get(chunk.req, b""))
+        # 3. What is whole now runs, and its first token goes out with this pass.
+        if chunks:
+            for req in self.node.pop_transferred():
+                self._begin(req)
 
     def _append(self, outputs: list[tuple[OnOutput, Output]]) -> bool:
         """Append the tokens that the HF model sampled on the node, and report them to clients.
@@ -345,6 +432,7 @@ class DecodeEngine:
         """Report the end of an HF answer that failed on decode, or that its client aborted."""
         if req in self._running:
             self._running.remove(req)
+        self._local.pop(req, None)
         answer = self._answers.get(req.rid)
         # A request of a `submit` that was undone has no answer. A later one may have its id.
         if answer is None or answer.req is not req:
@@ -433,7 +521,8 @@ class DecodeEngine:
         if self._sampled:
             self.node.wait(min(timeout_s, _BLOCKED_S))
             return True
-        return bool(self._running or self._jobs) or self.node.wait(timeout_s)
+        busy = self._running or self._local or self._jobs
+        return bool(busy) or self.node.wait(timeout_s)
 
     def fileno(self) -> int:
         """Return the HF decode engine's descriptor for a poller, while `step` is False.
@@ -452,7 +541,7 @@ class DecodeEngine:
 
         Call `step` and this until then.
         """
-        busy = self._running or self._sampled
+        busy = self._running or self._sampled or self._local
         return self.node.drain(0.0 if busy else timeout_s) and not self._jobs
 
     def stats(self) -> dict[str, int]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
+from prefixkv.config import ComputeConfig
 from prefixkv.engines.hf.conformance import HFSides
 from prefixkv.testing import conformance
 from tests.models.patience import PATIENCE_S
@@ -13,6 +17,20 @@ from tests.models.patience import PATIENCE_S
 @pytest.mark.parametrize("case", conformance.scenarios(), ids=str)
 def test_the_engine_keeps_every_law(case: conformance.Case) -> None:
     case.check(HFSides, patience_s=PATIENCE_S)
+
+
+class ComputingSides(HFSides):
+    """The engine with a decode worker that computes what lacks at most 16 tokens."""
+
+    def __init__(self, settings: Any) -> None:
+        compute = ComputeConfig(below=16, chunk_tokens=5)
+        super().__init__(replace(settings, decode=replace(settings.decode, compute=compute)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", conformance.scenarios(), ids=str)
+def test_it_keeps_them_too_where_decode_computes(case: conformance.Case) -> None:
+    case.check(ComputingSides, patience_s=PATIENCE_S)
 
 
 def test_it_takes_part_in_all_but_drafts() -> None:
