@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,9 +27,19 @@ def rules() -> list[dict[str, Any]]:
     return [rule for group in groups for rule in group["rules"]]
 
 
-def panels() -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads((OPS / "grafana-dashboard.json").read_text())["panels"]
+def dashboard() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((OPS / "grafana-dashboard.json").read_text())
     return found
+
+
+def panels() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = dashboard()["panels"]
+    return found
+
+
+def targets() -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Each query, with its panel."""
+    return [(panel, target) for panel in panels() for target in panel.get("targets", ())]
 
 
 def test_every_alert_says_what_it_is_and_what_to_do() -> None:
@@ -89,3 +100,126 @@ def test_panels_lie_beside_each_other_and_say_what_they_show() -> None:
         for quoted in re.findall(r'operate\.md, "([^"]+)"', panel["description"]):
             assert quoted in HEADINGS, panel["title"]
     assert len({panel["id"] for panel in panels()}) == len(panels()) > 20
+
+
+BUILT_IN = {"__rate_interval", "__range"}  # variables that every dashboard has
+WORDS = {
+    "type": {"row", "stat", "timeseries"},
+    "fieldConfig.defaults.custom.lineInterpolation": {
+        "linear",
+        "smooth",
+        "stepBefore",
+        "stepAfter",
+    },
+    "fieldConfig.defaults.custom.showPoints": {"auto", "never", "always"},
+    "fieldConfig.defaults.custom.stacking.mode": {"none", "normal", "percent"},
+    "fieldConfig.defaults.mappings.type": {"value", "range", "regex", "special"},
+    "fieldConfig.defaults.thresholds.mode": {"absolute", "percentage"},
+    "options.colorMode": {"none", "value", "background", "background_solid"},
+    "options.graphMode": {"none", "area"},
+    "options.legend.calcs": {"lastNotNull", "last", "max", "min", "mean", "sum"},
+    "options.legend.displayMode": {"list", "table", "hidden"},
+    "options.legend.placement": {"bottom", "right"},
+    "options.reduceOptions.calcs": {"lastNotNull", "last", "max", "min", "mean", "sum"},
+    "options.textMode": {"auto", "value", "value_and_name", "name", "none"},
+    "options.tooltip.mode": {"single", "multi", "none"},
+    "options.tooltip.sort": {"none", "asc", "desc"},
+}
+"""What Grafana's model of a dashboard (the classic one) has for these keys; it shows nothing, or
+its default, for another word."""
+
+
+def leaves(value: Any, path: str = "") -> list[tuple[str, Any]]:
+    """Every value of a panel, with its keys. Lists are looked through."""
+    if isinstance(value, dict):
+        return [leaf for key, one in value.items() for leaf in leaves(one, f"{path}.{key}")]
+    if isinstance(value, list):
+        return [leaf for one in value for leaf in leaves(one, path)]
+    return [(path.removeprefix("."), value)]
+
+
+def test_the_dashboard_says_no_word_that_grafana_does_not_know() -> None:
+    met = set()
+    for panel in panels():
+        for path, value in leaves(panel):
+            if path in WORDS:
+                met.add(path)
+                assert value in WORDS[path], (panel["title"], path)
+        steps = panel.get("fieldConfig", {}).get("defaults", {}).get("thresholds", {}).get("steps")
+        if steps:  # the first is the colour below all others, which rise
+            values = [step["value"] for step in steps]
+            assert values[0] is None, panel["title"]
+            assert values[1:] == sorted(values[1:]), panel["title"]
+    assert met == WORDS.keys()
+
+
+def test_every_variable_that_is_used_is_there() -> None:
+    variables = {one["name"]: one for one in dashboard()["templating"]["list"]}
+    (source,) = (name for name, one in variables.items() if one["type"] == "datasource")
+    from_here = {"type": "prometheus", "uid": f"${{{source}}}"}
+    assert variables[source]["query"] == "prometheus"
+    used = set()
+    for panel, target in targets():
+        assert panel["datasource"] == target["datasource"] == from_here, panel["title"]
+        used |= set(re.findall(r"\$(\w+)", target["expr"]))
+        assert "${" not in target["expr"]
+    assert used - BUILT_IN == {
+        name for name, one in variables.items() if one["type"] != "datasource"
+    }  # fmt: skip
+    for name in used - BUILT_IN:
+        one = variables[name]
+        assert one["datasource"] == from_here
+        assert re.fullmatch(r"label_values\(prefixkv_\w+, \w+\)", one["query"]["query"])
+        # Several may be chosen, or all: only a pattern takes them.
+        assert one["multi"]
+        assert one["includeAll"]
+        for panel, target in targets():
+            found = re.findall(rf"\w+(\W+)\${name}", target["expr"])
+            assert set(found) <= {'=~"'}, panel["title"]
+
+
+def test_rows_are_as_wide_as_the_dashboard_and_what_is_below_them_has_no_gap() -> None:
+    at = [panel["gridPos"] for panel in panels()]
+    for panel in panels():
+        if panel["type"] == "row":
+            assert (panel["gridPos"]["x"], panel["gridPos"]["w"], panel["gridPos"]["h"]) == (
+                0,
+                24,
+                1,
+            )
+            assert (panel["collapsed"], panel["panels"]) == (False, [])
+    for one in at:
+        above = {
+            x for other in at if other["y"] + other["h"] == one["y"]
+            for x in range(other["x"], other["x"] + other["w"])
+        }  # fmt: skip
+        assert one["y"] == 0 or set(range(one["x"], one["x"] + one["w"])) <= above, one
+
+
+def test_a_panels_unit_is_that_of_its_metrics() -> None:
+    for panel, target in targets():
+        expr, unit = target["expr"], panel["fieldConfig"]["defaults"]["unit"]
+        is_rate = "rate(" in expr
+        if " / " in expr:
+            fitting = {"percentunit"}
+        elif "_bytes" in expr:
+            fitting = {"Bps" if is_rate else "bytes"}
+        elif "_seconds" in expr:
+            fitting = {"s"}
+        else:
+            fitting = {"reqps", "ops", "short"} if is_rate else {"short"}
+        assert unit in fitting, (panel["title"], expr)
+        if unit == "reqps":
+            assert re.search(r"_(requests|refused|cut|recomputed)_total", expr), expr
+
+
+def test_promtool_reads_every_query_of_the_dashboard(tmp_path: Path) -> None:
+    rules = []
+    for number, (_, target) in enumerate(targets()):
+        expr = target["expr"]
+        for name, text in (("__rate_interval", "5m"), ("__range", "1h"), ("worker", "a|b")):
+            expr = expr.replace(f"${name}", text)
+        rules.append({"record": f"panel:{number}", "expr": expr})
+    file = tmp_path / "rules.yml"
+    file.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
+    assert f"SUCCESS: {len(rules)} rules found" in promtool("check", "rules", str(file))

@@ -94,6 +94,11 @@ def test_two_turns_are_answered_and_the_second_shows_its_hits(
     assert numbers["sent"] == num - hit
     assert numbers["prefill-hit"] >= prompt // 16 * 16
     assert numbers["prefill-hit"] + numbers["computed"] == num
+    # The legend has a line for each bar.
+    assert page.texts(".usage .keys")[-2:] == [
+        f"{hit} hit on decode\n{num - hit} sent to decode, which did not have them",
+        f"{numbers['prefill-hit']} hit on prefill\n{numbers['computed']} computed by prefill",
+    ]
     label = page.one(".bars").get_attribute("aria-label")
     assert label.startswith(f"Of {num} prompt tokens: {hit} hit on decode, {num - hit} sent")
     for bar, side in ((0, ("decode-hit", "sent")), (1, ("prefill-hit", "computed"))):
@@ -214,6 +219,8 @@ def test_it_is_used_by_keyboard_alone_and_at_a_phones_width(page: Browser) -> No
         assert box["width"] > 30
         assert box["x"] >= 0
         assert box["x"] + box["width"] <= 360
+    options = [page.one(selector).rect["y"] for selector in ("#temperature", "#most")]
+    assert options[0] == options[1], "both fit in one line"
     main = page.run("const m = document.getElementById('main');"
                     "return m.scrollHeight - m.scrollTop - m.clientHeight")  # fmt: skip
     assert main < 2, "it shows the end"
