@@ -67,6 +67,12 @@ def audit_decode(scheduler: DecodeScheduler, control: DecodeControl) -> None:
             ), "law 4"
             writable[page] = machine.key
     assert written == control.num_expected, "the control counts the rooms that may be written"
+    for flight in scheduler.arriving.local:
+        mine = set(pages.pages(flight.pages)[flight.pages.num_shared :].tolist())
+        assert not mine & writable.keys(), f"law 9: a peer may write what {flight} computes"
+        assert flight.owner is not None, "law 9: nothing computes it"
+        states = {allocator.state(page) for page in mine}
+        assert states <= {PageState.OWNED}, f"law 9: pages of {flight} are {states}"
 
 
 def _audit_slot(
