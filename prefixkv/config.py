@@ -16,7 +16,7 @@ from msgspec import Meta
 from prefixkv.addresses import check_address
 from prefixkv.admission import Admission, explain_admission
 from prefixkv.cache.eviction.policy import Policy, explain_policy
-from prefixkv.errors import ConfigError
+from prefixkv.errors import ConfigError, shown
 from prefixkv.settings import (
     MAX_BYTES,
     Bytes,
@@ -392,7 +392,7 @@ class DecodeConfig:
             # Prefill has given a request up by then, so its pages would be taken for nothing.
             check_order(self, "waiting_timeout_s", "control.longest_wait_s")
         if self.retarget is not None and not callable(self.retarget):
-            raise ConfigError(f"retarget: {self.retarget!r} is not a function")
+            raise ConfigError(f"retarget: {shown(self.retarget)} is not a function")
 
     def for_page_manager(self, num_pages: int, num_slots: int = 0) -> PageSettings:
         """Return what this config of a decode worker gives a `PageManager` as arguments, besides

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from prefixkv.errors import RequestError
+from prefixkv.errors import RequestError, shown
 from prefixkv.paging import MAX_INDEX, pages_for, whole_pages
 from prefixkv.request import DeviceEvent, check_event, whole_number
 
@@ -84,7 +84,7 @@ def checked_chunk(
     if not isinstance(aux, bytes | bytearray | memoryview):
         raise RequestError(f"aux is a {type(aux).__name__}, bytes are needed")
     if not isinstance(last, bool):
-        raise RequestError(f"last is {last!r}, True or False is needed")
+        raise RequestError(f"last is {shown(last)}, True or False is needed")
     check_event("ready", ready)
     try:
         aux = bytes(aux)
