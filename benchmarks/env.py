@@ -98,7 +98,7 @@ RECIPES: Final = {
     Engine.ray: Recipe(
         imports=("ray.cluster_utils", "prefixkv.serving.cluster"),
         packages=("ray==2.60.0",),
-        extra="ray",
+        extra="ray,otel",
     ),
     # Clients of OpenAI's API, for tests/engines/clients: the server is of another environment.
     Engine.clients: Recipe(

@@ -134,11 +134,12 @@ def _check_namespace(namespace: Hashable) -> None:
     again: a list, NaN."""
     if namespace is None:
         return
-    # `==` of an array raises ValueError where a truth value is needed.
+    # `==` of an array raises ValueError where a truth value is needed, that of a tensor
+    # RuntimeError, as does one without end.
     try:
         hash(namespace)
         found_again = bool(namespace == namespace)
-    except (TypeError, ValueError, RecursionError):
+    except (TypeError, ValueError, RuntimeError):
         found_again = False
     if not found_again:
         raise RequestError(

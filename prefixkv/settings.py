@@ -80,11 +80,11 @@ class Kind(NamedTuple):
             return ""
         for meta in self.metas:
             if meta.ge is not None and value < meta.ge:
-                return f"{value} is below {meta.ge}"
+                return f"{shown(value)} is below {meta.ge}"
             if meta.gt is not None and value <= meta.gt:
-                return f"{value} is not above {meta.gt}"
+                return f"{shown(value)} is not above {meta.gt}"
             if meta.le is not None and value > meta.le:
-                return f"{value} is above {meta.le}"
+                return f"{shown(value)} is above {meta.le}"
         return ""
 
     def _explain_length(self, length: int) -> str:
@@ -163,7 +163,8 @@ class Field(NamedTuple):
         try:
             if self.plain is not MISSING and not _is_nan(value):  # nan is within no bounds
                 return msgspec.convert(value, self.plain)
-        except msgspec.ValidationError:
+        # msgspec takes an array for a mapping, and asks for its keys; a text may have no bytes.
+        except (msgspec.ValidationError, AttributeError, UnicodeEncodeError):
             pass
         reasons = (kind.explain(value) for kind in self.kinds)
         reason = next(filter(None, reasons), f"{_shown(value)} is not {self._wanted}")
@@ -176,7 +177,7 @@ class Field(NamedTuple):
         try:
             said = msgspec.json.decode(text) if self.is_mapping else text
             value = msgspec.convert(said, self.bare, strict=False)
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, UnicodeEncodeError):
             raise ConfigError(f"{where}: {text!r} is not {self._wanted}") from None
         return self.convert(value, where)
 

@@ -141,6 +141,7 @@ if TYPE_CHECKING:
     from prefixkv.transport.routes import Routes as Routes
     from prefixkv.transport.routes import routes_to as routes_to
     from prefixkv.transport.runs import RunTable as RunTable
+    from prefixkv.variables import check_environ as check_environ
     from prefixkv.wakeups import Inbox as Inbox
 
 _HOMES = {
@@ -263,6 +264,7 @@ _HOMES = {
     "read_toml": "settings",
     "settings_of": "settings",
     "at_least": "settings",
+    "check_environ": "variables",
     "check_version": "config",
     # Checks of values.
     "whole_number": "request",

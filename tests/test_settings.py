@@ -135,6 +135,8 @@ def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, why: str) -
 def test_what_is_wrong_elsewhere_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^PREFIXKV_PAGE_SIZE: 'many' is not a whole number$"):
         load(ServeConfig, None, {"PREFIXKV_PAGE_SIZE": "many"})
+    with pytest.raises(ConfigError, match=r"^PREFIXKV_PAGE_SIZE: '\\udcff' is not a whole number$"):
+        load(ServeConfig, None, {"PREFIXKV_PAGE_SIZE": os.fsdecode(b"\xff")})
     with pytest.raises(ConfigError, match=r"^PREFIXKV_CACHE: 'yes' is not true or false$"):
         load(DecodeWorkerConfig, None, {"PREFIXKV_CACHE": "yes"})
     with pytest.raises(ConfigError, match="No such file"):

@@ -57,6 +57,9 @@ def less(runs: dict[str, Any], figure: Callable[[dict[str, Any]], float]) -> flo
     return ratio(figure(runs["cache_off"]), figure(runs["cache_on"]))
 
 
+_ALIKE_RATIO: Final = 1.1
+"""Sides whose medians have a smaller ratio are alike, however close their own passes are."""
+
 _OPPOSITE: Final = {"lower": "higher", "fewer": "more", "less": "more", "higher": "lower"}
 
 
@@ -75,13 +78,21 @@ def times(ratio: float, comparison: str, digits: int = 2) -> str:
 
 def compared(ours: Sequence[float], theirs: Sequence[float], comparison: str) -> str:
     """Compare two sides' figures of several passes in words: by the ratio of their medians, theirs
-    by ours; "alike" where that differs by no more than the passes of one side do.
+    by ours; "alike" where that differs by no more than the passes of one side do, or by less than a
+    tenth.
+
+    The tenth is for sides of two passes: these may lie close together by chance, and a difference
+    of some percent between sides that are alike would then count in about a third of all runs.
 
     >>> compared([1.0, 1.2], [2.4, 2.0], "lower"), compared([1.0, 1.2], [1.2, 1.4], "lower")
     ('2.0 times lower', 'alike')
+    >>> compared([1.0, 1.0], [1.09, 1.09], "lower"), compared([1.0, 1.0], [1.1, 1.1], "lower")
+    ('alike', '1.1 times lower')
     """
     our, their = statistics.median(ours), statistics.median(theirs)
-    if abs(our - their) <= max(max(ours) - min(ours), max(theirs) - min(theirs)):
+    difference = abs(our - their)
+    spread = max(max(ours) - min(ours), max(theirs) - min(theirs))
+    if difference <= spread or max(our, their) < _ALIKE_RATIO * min(our, their):
         return "alike"
     return times(their / our, comparison, 1)
 

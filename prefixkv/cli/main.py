@@ -16,8 +16,7 @@ import typer
 from prefixkv import PrefixKVError, __version__
 from prefixkv.cli.replay.command import replay
 from prefixkv.cli.serve import add_commands, check_packages
-from prefixkv.serving.variables import check_environ
-from prefixkv.spi import PROTOCOL_VERSION, CallerError, CapacityError, check_range
+from prefixkv.spi import PROTOCOL_VERSION, CallerError, CapacityError, check_environ, check_range
 
 app = typer.Typer(
     name="prefixkv",

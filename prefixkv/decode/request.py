@@ -145,7 +145,7 @@ class DecodeRequest(PagedRequest[DecodeState]):
         The last token of all needs no page, since no step writes its KV.
         """
         assert self.pages_held is not None
-        space = self.pages_held.num_pages * self._page_manager.page_size - self.prompt_len
+        space = self.pages_held.num_pages * self.page_manager.page_size - self.prompt_len
         return self.max_new_tokens if space >= self.max_new_tokens - 1 else space
 
     @property

@@ -50,7 +50,12 @@ from prefixkv.errors import (
     shown,
 )
 from prefixkv.pages.manager import PageManager, RequestPages
-from prefixkv.pages.requests import PagedScheduler, check_error, reason_of
+from prefixkv.pages.requests import (
+    PagedScheduler,
+    check_error,
+    check_page_manager,
+    reason_of,
+)
 from prefixkv.paging import pages_for
 from prefixkv.protocol.commands import (
     AbortRoom,
@@ -396,20 +401,20 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
                 raise RequestError(f"{len(tokens)} tokens for {len(reqs)} requests")
             if len(set(reqs)) != len(reqs):
                 raise RequestError("a request is named twice")
-            # The whole batch passes here at every step, so all but a comparison is left to the few
-            # requests that are at their limit.
-            due = [req for req in reqs if len(req.output) >= req.output_limit]
+            # The whole batch passes here at every step, so all but two comparisons is left to the
+            # few requests that are at their limit, or of another node.
+            mine = self.pages
+            due = [
+                req
+                for req in reqs
+                if len(req.output) >= req.output_limit or req.page_manager is not mine
+            ]
         except (TypeError, AttributeError):  # what lacks these is no request
             raise RequestError(
                 f"reqs is {shown(reqs)}, a list of DecodeRequest is needed"
             ) from None
         for req in due:
-            # An aborted request is no error of the engine's: it may have sampled before it could
-            # hear of the abort. Any other that is gone from here is.
-            if self.requests.get(req.rid) is not req and req.state is not DecodeState.ABORTED:
-                raise RequestError(
-                    f"request {req.rid!r} is {req.state.value}, it does not run here"
-                )
+            self._check_in_batch(req)
         # This takes pages, or raises before it takes any. So the tokens are appended only
         # afterwards.
         if due and grow_for_next_token(
@@ -440,10 +445,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             if len(set(reqs)) != len(reqs):
                 raise RequestError("a request is named twice")
             for req in reqs:
-                if self.requests.get(req.rid) is not req and req.state is not DecodeState.ABORTED:
-                    raise RequestError(
-                        f"request {req.rid!r} is {req.state.value}, it does not run here"
-                    )
+                self._check_in_batch(req)
         except (TypeError, AttributeError):  # what lacks these is no request
             raise RequestError(
                 f"reqs is {shown(reqs)}, a list of DecodeRequest is needed"
@@ -1300,10 +1302,24 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.requests.pop(req.rid, None)
         self.journal.ended(req, now_s)
 
-    def _check_runs(self, req: DecodeRequest) -> None:
-        """Raise RequestError if the request does not run in this decode scheduler."""
+    def check_own(self, req: DecodeRequest) -> None:
+        """Raise RequestError for what is no request of this decode scheduler, whatever its
+        state."""
         if not isinstance(req, DecodeRequest):
             raise RequestError(f"req is a {type(req).__name__}, a DecodeRequest is needed")
+        check_page_manager(req, self.pages)
+
+    def _check_in_batch(self, req: DecodeRequest) -> None:
+        """Raise RequestError for a request that cannot be in a batch of this decode scheduler."""
+        check_page_manager(req, self.pages)
+        # An aborted request is no error of the engine's: it may have sampled before it could hear
+        # of the abort. Any other that is gone from here is.
+        if self.requests.get(req.rid) is not req and req.state is not DecodeState.ABORTED:
+            raise RequestError(f"request {req.rid!r} is {req.state.value}, it does not run here")
+
+    def _check_runs(self, req: DecodeRequest) -> None:
+        """Raise RequestError if the request does not run in this decode scheduler."""
+        self.check_own(req)
         if self.requests.get(req.rid) is not req or req.state not in CAN_RUN:
             raise RequestError(f"request {req.rid!r} is {req.state.value}, it does not run")
 

@@ -129,7 +129,8 @@ def _check_shape(tensor: torch.Tensor, axes: tuple[str, ...], description: AxisN
     for axis, name, value in (*given, ("kv", "K and V", 2)):
         if axis in sizes and value is not None and sizes[axis] != value:
             raise ConfigError(
-                f'{name} is {value}, but axis {axes.index(axis)} ("{axis}") has {sizes[axis]}'
+                f'{name} is {shown(value)}, but axis {axes.index(axis)} ("{axis}") has '
+                f"{sizes[axis]}"
             )
 
 

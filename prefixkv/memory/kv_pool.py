@@ -291,8 +291,10 @@ class ZerosFactory:
     def __init__(self, dtype: str, device: str, shared: bool) -> None:
         """Choose the kind of memory for tensors of a pool, or of staging. Raises ConfigError for
         shared memory that is not on the CPU."""
-        if shared and device != "cpu":
-            raise ConfigError(f'device is {device!r}, memory that a peer may map is on the "cpu"')
+        if shared and not (isinstance(device, str) and device == "cpu"):
+            raise ConfigError(
+                f'device is {shown(device)}, memory that a peer may map is on the "cpu"'
+            )
         self._dtype, self._device, self._shared = dtype, device, shared
 
     def __call__(self, shape: tuple[int, ...], count: int = 1) -> list[torch.Tensor]:

@@ -85,9 +85,8 @@ class StatePool:
             num_bytes = view[0].numel() * view.itemsize
             stride = view.stride(0) * view.itemsize if len(view) > 1 else num_bytes
             entries.append(StateEntry(view.data_ptr(), stride, num_bytes))
-        self.layout = StateLayout(
-            num_slots, tuple(entries), checked_regions(regions) if regions else storages(views)
-        )
+        found = storages(views) if regions is None else checked_regions(regions)
+        self.layout = StateLayout(num_slots, tuple(entries), found)
         self.layout.validate()
 
     @classmethod

@@ -59,7 +59,7 @@ class PagedRequest(Generic[State]):
     """
 
     __slots__ = (
-        "_page_manager", "arrived_s", "ended_s", "error", "generation", "pages_held", "request",
+        "arrived_s", "ended_s", "error", "generation", "page_manager", "pages_held", "request",
         "rid", "state",
     )  # fmt: skip
 
@@ -77,7 +77,7 @@ class PagedRequest(Generic[State]):
         self.pages_held: RequestPages | None = None
         self.arrived_s = now_s
         self.ended_s: float | None = None
-        self._page_manager = pages
+        self.page_manager = pages  # of the node that took the request in
 
     def become(self, state: State) -> None:
         """Move a paged request, of either side, to another state. Raises InternalError if
@@ -104,7 +104,7 @@ class PagedRequest(Generic[State]):
         on the node."""
         if self.pages_held is None:
             return np.empty(0, dtype=np.int32)
-        return self._page_manager.pages(self.pages_held)
+        return self.page_manager.pages(self.pages_held)
 
     @property
     def row(self) -> int:
@@ -135,6 +135,13 @@ class PagedRequest(Generic[State]):
                 for name, when_s in times.items()
             },
         }
+
+
+def check_page_manager(req: PagedRequest[Any], pages: PageManager) -> None:
+    """Raise RequestError for a paged request that another node has taken in: its pages are those of
+    another pool. By its id alone it may be taken for one of this node's."""
+    if req.page_manager is not pages:
+        raise RequestError(f"request {req.rid!r} is another node's")
 
 
 Req = TypeVar("Req", bound=PagedRequest[Any])

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
+from prefixkv.errors import RequestError
 from prefixkv.prefill.request import PrefillRequest
-from prefixkv.request import DeviceEvent, Request
+from prefixkv.request import DeviceEvent, Request, check_rid
 
 
 class PrefillCalls(Protocol):
@@ -78,8 +79,11 @@ class RankGroup(Generic[NodeT]):
 
     def ranks_of(self, rid: str) -> list[PrefillRequest]:
         """Return the request on each prefill rank of the group, until it is popped as sent or
-        failed.
+        failed. Raises RequestError for one that is not here.
         """
+        check_rid(rid)
+        if rid not in self._reqs:
+            raise RequestError(f"request {rid!r} is not here")
         return self._reqs[rid]
 
     def pop_bootstrapped(self, limit: int | None = None) -> list[PrefillRequest]:
@@ -104,10 +108,15 @@ class RankGroup(Generic[NodeT]):
         """Send a chunk on every prefill rank of the group; return the sum of the pages. See
         `PrefillNode.send_chunk`.
         """
-        # It is being aborted on the other ranks: another chunk would write for a room that ends.
+        # 1. What is not here on every rank: rank 0 says what is wrong with it, or nothing, if it
+        # has failed.
+        reqs = self._reqs.get(req.rid) if isinstance(req, PrefillRequest) else None
+        if reqs is None or reqs[0] is not req:
+            return self.nodes[0].send_chunk(req, end, last, aux, ready, state_slot)
+        # 2. It is being aborted on the other ranks: another chunk would write for a room that ends.
         if req.rid in self._failed:
             return 0
-        pairs = zip(self.nodes, self._reqs[req.rid], strict=True)
+        pairs = zip(self.nodes, reqs, strict=True)
         return sum(node.send_chunk(mine, end, last, aux, ready, state_slot) for node, mine in pairs)
 
     def pop_sent(self) -> list[PrefillRequest]:

@@ -32,6 +32,7 @@ from prefixkv.pages.manager import PageManager
 from prefixkv.pages.requests import (
     PagedScheduler,
     check_error,
+    check_page_manager,
     check_reason,
     reason_of,
     still_pending,
@@ -219,6 +220,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         # room stuck.
         if not isinstance(req, PrefillRequest):
             raise RequestError(f"req is a {type(req).__name__}, a PrefillRequest is needed")
+        check_page_manager(req, self.pages)
         end, state_slot, aux = checked_chunk(end, state_slot, aux, last, ready)
         # 2. Failed while the engine computed: no error of the engine's. What it computed is good
         # prefix; but not once it has popped the failure, since its pages may be released then.

@@ -22,7 +22,7 @@ import numpy as np
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.cache.results import MatchResult
 from prefixkv.config import PageSettings
-from prefixkv.errors import InternalError, OutOfPagesError
+from prefixkv.errors import CallerError, InternalError, OutOfPagesError, shown
 from prefixkv.pages.manager import PageManager, RequestPages
 from prefixkv.paging import Pages
 from prefixkv.protocol.ids import RoomKey
@@ -302,14 +302,23 @@ class Replica:
         self._requests: dict[int, tuple[RadixKey, RequestPages]] = {}
 
     def pages(self, row: int) -> Pages:
-        """Return the page ids, on this replica, of the request in this row."""
-        return self.page_manager.pages(self._requests[row][1])
+        """Return the page ids, on this replica, of the request in this row. Raises CallerError for
+        a row without one."""
+        return self.page_manager.pages(self._pages_held(row))
 
     def slot(self, row: int) -> int:
         """Return the slot of extra state, on this replica, of the request in this row, -1 if there
         is none.
         """
-        return self._requests[row][1].slot
+        return self._pages_held(row).slot
+
+    def _pages_held(self, row: int) -> RequestPages:
+        """Return what the request in a row of this replica holds. Raises CallerError for a row
+        without one."""
+        try:
+            return self._requests[row][1]
+        except (KeyError, TypeError):
+            raise CallerError(f"row {shown(row)} has no request on this rank") from None
 
     def apply(self, op: AnyOp) -> None:
         """Apply one operation of rank 0's log to this replica. Raises InternalError if this rank

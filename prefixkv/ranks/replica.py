@@ -21,13 +21,14 @@ import msgspec
 
 from prefixkv.cache.eviction.policy import Policy
 from prefixkv.config import DecodeConfig
-from prefixkv.errors import CallerError, ConfigError, InternalError, RequestError
+from prefixkv.errors import CallerError, ConfigError, InternalError, RequestError, shown
 from prefixkv.pages.allocator import PageState
 from prefixkv.pages.manager import PageManager
-from prefixkv.paging import Pages
+from prefixkv.paging import MAX_INDEX, Pages
 from prefixkv.protocol.commands import DecodeCommand
 from prefixkv.ranks.oplog import AnyOp, Replica
-from prefixkv.request import Request
+from prefixkv.request import Request, check_request
+from prefixkv.settings import check_whole
 
 
 class _Batch(msgspec.Struct, frozen=True, array_like=True):
@@ -117,9 +118,13 @@ class RankLog:
     Args:
         digest_every: each `digest_every`-th message carries digests, which cost O(pool) on all
             ranks; 0: none does.
+
+    Raises:
+        ConfigError: `digest_every` is no whole number, or below 0.
     """
 
     def __init__(self, digest_every: int = 0) -> None:
+        check_whole("digest_every", digest_every, 0, MAX_INDEX)
         self.num_batches = 0
         self._digest_every = digest_every
         self._ops: list[AnyOp] = []
@@ -135,10 +140,11 @@ class RankLog:
         """Raise RequestError if the request's namespace cannot travel to the replicas: None, str,
         int, bytes and tuples of them can.
         """
+        check_request(request)
         if not _can_travel(request.key.namespace):
             raise RequestError(
                 f"request {request.rid!r}: no message carries its namespace, "
-                f"{request.key.namespace!r}"
+                f"{shown(request.key.namespace)}"
             )
 
     def take(self, pages: PageManager) -> bytes:

@@ -9,7 +9,7 @@ from prefixkv.config import DecodeConfig
 from prefixkv.control.death_watch import LostPeers
 from prefixkv.errors import ConfigError
 from prefixkv.memory.kv_pool import KVPool
-from prefixkv.memory.mesh import Mesh
+from prefixkv.memory.mesh import MAX_RANKS, Mesh
 from prefixkv.memory.state_pool import StatePool
 from prefixkv.protocol.ids import PeerId
 from prefixkv.ranks.replica import DecodeReplica
@@ -17,7 +17,7 @@ from prefixkv.ranks.rooms import pack_rank_events
 from prefixkv.runtime.decode_transfers import DecodeTransfers
 from prefixkv.runtime.one_thread import OneThread
 from prefixkv.runtime.rank_spec import RankSpec
-from prefixkv.settings import check_kind
+from prefixkv.settings import check_kind, check_whole
 
 
 class DecodeRank(OneThread):
@@ -51,6 +51,7 @@ class DecodeRank(OneThread):
     ) -> None:
         check_kind("config", config, DecodeConfig)
         check_kind("worker", worker, PeerId)
+        check_whole("rank", rank, 0, MAX_RANKS - 1)
         if rank == 0:
             raise ConfigError(f"rank is {rank}: rank 0 is a DecodeNode")
         self.pool, self.state = pool, state

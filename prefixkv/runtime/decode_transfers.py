@@ -78,13 +78,14 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         state: StatePool | None = None,
         transport: MakeTransport | None = None,
     ) -> None:
-        born_s = None if rank else time.monotonic()  # first: no request came before
+        begun_s = time.monotonic()  # first: no request came before
         config = checked_config(config, DecodeConfig)
         super().__init__(config.model.weights_version)
         spec = RankSpec.of(pool, config.model, mesh, rank, state)
         check_callable("transport", transport)
         if worker is not None:
             check_kind("worker", worker, PeerId)
+        born_s = None if rank else begun_s
         name = f"{config.name}/{rank}" if rank else config.name
         self.peer_id = me = PeerId(name, secret_number())
         self._page_size = pool.layout.page_size
@@ -226,9 +227,10 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
                 malformed.
         """
         check_reason(reason)
-        check_prefill(f"room {room}", prefill)
-        digest = check_digest(digest) if digest else b""
         key = room_key(room, generation)
+        check_prefill(f"room {key.room}", prefill)
+        # Only b"" is none: the truth of an array is an error of numpy's.
+        digest = b"" if isinstance(digest, bytes) and not digest else check_digest(digest)
         ticket = secret_number() if ticket is None else whole_number("ticket", ticket, 1, 2**63)
         self._begin(key)
         self.submit(RefuseRoom(key, ticket, prefill, reason, digest))

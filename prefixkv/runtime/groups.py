@@ -176,8 +176,12 @@ class DecodeGroup(DecodeNode):
                 other.apply(raw)
 
     def pages_of(self, req: DecodeRequest) -> list[Pages]:
-        """Return the request's page ids as each rank of the decode group knows them."""
+        """Return the request's page ids as each rank of the decode group knows them; none on any
+        rank, if it holds none. Raises RequestError for a request that is not the group's."""
+        self.scheduler.check_own(req)
         self._hand_log()
+        if req.pages_held is None:
+            return [req.pages] * (1 + len(self.others))
         return [req.pages, *(other.pages(req.row) for other in self.others)]
 
     def lost_peers(self) -> LostPeers:

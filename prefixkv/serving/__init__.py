@@ -2,7 +2,7 @@
 proxy` run. The extra `serve`.
 
 - `config`: a worker's, a front's and a proxy's settings; `plan`: those of the workers of `serve`;
-  `variables`: the variables of the environment that are known.
+  `variables`: the variables of the environment that are settings.
 - `http`: what every HTTP server here has in common: bounds, time-outs, a key, errors in OpenAI's
   form.
 - `openai`: requests and answers of OpenAI's interface as plain values.

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import threading
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Final
@@ -44,14 +45,18 @@ class WorkerActor:
 
     Args:
         config: of the worker. It binds to the address of the actor's node.
+        environ: variables for the process, for those that its node's environment does not have.
 
     Raises: what `Worker.start` raises. If Ray has restarted the actor, the process ends instead, so
         that Ray tries again.
     """
 
-    def __init__(self, config: WorkerConfig) -> None:
+    def __init__(self, config: WorkerConfig, environ: Mapping[str, str]) -> None:
         import ray
 
+        # What the node has is kept: it may name the collector of its own machine.
+        for name, text in environ.items():
+            os.environ.setdefault(name, text)
         log_to_stderr()
         # Held for as long as the process lives: it is what `has_ended` looks for. Without it the
         # end of this life cannot be proved, only declared by an operator.

@@ -35,6 +35,7 @@ from prefixkv.serving.config import KINDS, PrefillWorkerConfig, WorkerConfig
 from prefixkv.serving.fleet import Fleet
 from prefixkv.serving.http import ApiError, decode_body, json_response, read_body
 from prefixkv.serving.launch import Launch, WorkerFailedError
+from prefixkv.serving.tracing import variables
 from prefixkv.serving.wire import FenceRequest
 from prefixkv.spi import ConfigError, load
 
@@ -319,7 +320,7 @@ class RayLaunch(Launch):
             max_restarts=-1, max_concurrency=_CALLS, scheduling_strategy=place,
         )  # fmt: skip
         try:
-            handle = kind.remote(config)
+            handle = kind.remote(config, variables())
         except ValueError as error:
             raise ConfigError(f"{name} is in {self._namespace} already: {error}") from None
         return Actor(handle, name, fleet, self._former)

@@ -178,13 +178,19 @@ def pass_on(headers: Headers) -> None:
 # --- whether and where to spans go ----------------------------------------------------------------
 
 
+def variables() -> dict[str, str]:
+    """Return OpenTelemetry's variables of this process: whether there are traces, and where spans
+    go. A process that does not inherit the environment needs them too."""
+    return {name: text for name, text in os.environ.items() if name.startswith("OTEL_")}
+
+
 def asked_by() -> str:
     """Return the variable of the environment that asks for traces; "" if none does.
 
     These are `OTEL_TRACES_EXPORTER`, unless it is "none", and the addresses of a collector;
     `OTEL_SDK_DISABLED=true` overrides them. Empty is the same as not set, by OpenTelemetry's rules.
     """
-    given = {name: text.strip() for name, text in os.environ.items() if name.startswith("OTEL_")}
+    given = {name: text.strip() for name, text in variables().items()}
     exporters = given.get("OTEL_TRACES_EXPORTER", "")
     if given.get("OTEL_SDK_DISABLED", "").lower() == "true" or exporters.lower() == "none":
         return ""

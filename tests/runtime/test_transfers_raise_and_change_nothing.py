@@ -1,9 +1,12 @@
-"""A call of the transfer sides that raises has changed nothing: the open rooms run to their ends,
-and the control thread hears of nothing that it cannot carry out."""
+"""A call of the transfer sides that raises has changed nothing, and what it raises for a wrong
+argument is CallerError: the open rooms run to their ends, and the control thread hears of nothing
+that it cannot carry out."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from prefixkv.config import ControlConfig, DecodeConfig, PrefillConfig
-from prefixkv.errors import ClosedError
+from prefixkv.errors import CallerError, ClosedError, shown
 from prefixkv.transfer import (
     DecodeTransfers,
     KVPoll,
@@ -19,13 +22,14 @@ from prefixkv.transfer import (
     RoomEnded,
     prompt_digest,
 )
-from tests.models.junk import JUNK, Broken
+from tests.models.junk import JUNK, Broken, OwnError
 from tests.models.node_pair import make_pool
 from tests.models.patience import until
 from tests.models.picture import picture
 
 PATIENT = ControlConfig(heartbeat_s=60.0, suspect_after_s=600.0, forget_after_s=900.0)
 DIGEST = prompt_digest(range(30), "lora")
+EXAMPLES = int(os.environ.get("PREFIXKV_JUNK_EXAMPLES", "100"))  # more for a long run
 DECODE, ROOM, PAGES = "decode-0", 5, [5, 6, 50, 51, 1, 12, 13, 60]
 
 
@@ -38,12 +42,24 @@ class Pair:
         self.prefill.add(ROOM, 0, 30, DECODE, DIGEST)
         self.decode.open(ROOM, 0, 30, 0, PAGES, self.prefill.endpoint, DIGEST)
         self.prefill.send_chunk(ROOM, 9, PAGES, decode=DECODE)
+        self.commands = 0
+        for side in (self.prefill, self.decode):
+            side.submit = self._counting(side.submit)  # type: ignore[method-assign]
+
+    def _counting(self, submit: Callable[[Any], None]) -> Callable[[Any], None]:
+        def counted(command: Any) -> None:
+            submit(command)
+            self.commands += 1
+
+        return counted
 
     def held(self) -> Any:
-        prefill = self.prefill
-        return picture(
-            sorted(self.decode._keys), prefill._rooms, prefill._last, prefill._undelivered
-        )
+        """All that no call that raises may change, with what the control threads were told."""
+        prefill, decode = self.prefill, self.decode
+        return self.commands, picture(
+            sorted(decode._keys), prefill._rooms, prefill._last, prefill._undelivered,
+            decode._undelivered, decode._weights_version, prefill._weights_version,
+        )  # fmt: skip
 
     def finish(self) -> None:
         self.prefill.send_chunk(ROOM, 30, PAGES, decode=DECODE, last=True, aux=b"x")
@@ -83,9 +99,11 @@ def calls(pair: Pair) -> dict[str, tuple[Any, list[Any], dict[str, Any]]]:
     return {
         "open": (decode.open, [ROOM, 0, 30, 0, PAGES, here, DIGEST], {"ticket": 7}),
         "decode.abort": (decode.abort, [99, 0, "why"], {}),
+        "decode.wait": (decode.wait, ["0"], {}),
         "decode.refuse": (decode.refuse, [ROOM, 0, here, "why", 7, DIGEST], {}),
         "decode.fence": (decode.fence, ["nobody", 7], {}),
         "decode.move_weights": (decode.move_weights, [7], {}),
+        "prefill.wait": (prefill.wait, ["0"], {}),
         "add": (prefill.add, [ROOM, 0, 30, DECODE, DIGEST], {}),
         "send_chunk": (
             prefill.send_chunk,
@@ -101,9 +119,29 @@ def calls(pair: Pair) -> dict[str, tuple[Any, list[Any], dict[str, Any]]]:
     }
 
 
+# These take nothing, or a node's commands.
+_WITHOUT_ARGUMENTS = {
+    "check_open", "close", "dropped_frames", "fileno", "lost_peers", "notify", "peer_states",
+    "peers", "stats", "submit", "take_events", "take_raw",
+}  # fmt: skip
+
+
+def test_every_public_call_is_tried(pair: Pair) -> None:
+    tried = {
+        f"{type(call.__self__).__name__}.{call.__name__}" for call, _, _ in calls(pair).values()
+    }
+    assert tried == {
+        f"{kind.__name__}.{name}"
+        for kind in (DecodeTransfers, PrefillTransfers)
+        for name, _ in inspect.getmembers(kind, inspect.isfunction)
+        if not name.startswith("_") and name not in _WITHOUT_ARGUMENTS
+    }
+
+
 @settings(
-    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+    max_examples=EXAMPLES, deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)  # fmt: skip
 @given(data=st.data())
 def test_whatever_is_handed_over(pair: Pair, data: st.DataObject) -> None:
     every = calls(pair)
@@ -111,10 +149,13 @@ def test_whatever_is_handed_over(pair: Pair, data: st.DataObject) -> None:
     call, given_args, given_named = every[name]
     args, named = list(given_args), dict(given_named)
     places: list[Any] = [*range(len(args)), *named]
+    odd = [pair.decode, pair.prefill, pair.prefill.endpoint, DIGEST, PAGES, PAGES * 2, [64] * 8]
     for place in data.draw(st.sets(st.sampled_from(places), min_size=1)):
-        junk = data.draw(JUNK)
+        junk = data.draw(st.one_of(JUNK, st.sampled_from(range(len(odd))).map(odd.__getitem__)))
         if name.endswith("move_weights") and isinstance(junk, str):
             return  # a call that is allowed, and ends the rooms
+        if name.endswith("wait") and isinstance(junk, int | float | None):
+            return  # a time to wait
         if isinstance(place, int):
             args[place] = junk
         else:
@@ -122,8 +163,10 @@ def test_whatever_is_handed_over(pair: Pair, data: st.DataObject) -> None:
     before = pair.held()
     try:
         call(*args, **named)
-    except Exception:
-        assert pair.held() == before, (name, args, named)
+    except (CallerError, OwnError):
+        assert pair.held() == before, (name, shown((args, named)))
+    except Exception as error:
+        raise AssertionError(f"{name}: {shown((args, named))} raised {error!r}") from error
 
 
 def test_a_closed_side_takes_nothing_in() -> None:
@@ -137,6 +180,7 @@ def test_a_closed_side_takes_nothing_in() -> None:
     every["offer"][1][-1] = 1.0
     every["decode.move_weights"][1][0] = every["prefill.move_weights"][1][0] = "2"
     every["prefill.abort"][1][0] = ROOM
+    every["decode.wait"][1][0] = every["prefill.wait"][1][0] = 0.0
     for name, (call, args, named) in every.items():
         with pytest.raises(ClosedError):
             call(*args, **named)

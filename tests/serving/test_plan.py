@@ -17,8 +17,9 @@ from prefixkv.errors import ConfigError
 from prefixkv.serving.config import KINDS, ProxyConfig, ServeConfig
 from prefixkv.serving.launch import Launch
 from prefixkv.serving.plan import TABLE, ServePlan, find_workers, own_names, plan
-from prefixkv.serving.variables import OTHERS, check_environ, settings_variables, without_settings
+from prefixkv.serving.variables import settings_variables, without_settings
 from prefixkv.settings import PREFIX, Setting, fields_of, find, load, read_toml, settings_of
+from prefixkv.variables import _OF_SERVING, check_environ, known_variables
 from tests.models.processes import ROOT
 
 ENVIRON: dict[str, str] = {}
@@ -369,7 +370,14 @@ def test_every_variable_that_the_tree_reads_is_known() -> None:
     found = {name for text in texts for name in named.findall(text)}
     assert len(found) > 15
     check_environ(dict.fromkeys(found, "x"))
-    check_environ(dict.fromkeys(OTHERS | settings_variables(), "x"))
+
+
+def test_the_settings_of_all_commands_are_known_where_only_the_core_is() -> None:
+    """What is missing here belongs into `_OF_SERVING` of prefixkv/variables.py."""
+    assert settings_variables() <= known_variables()
+    check_environ(dict.fromkeys(known_variables(), "x"))
+    of_serving = {PREFIX + name for name in _OF_SERVING}
+    assert of_serving <= settings_variables(), "no command has it any more"
 
 
 def test_a_child_inherits_what_is_no_setting() -> None:

@@ -57,7 +57,8 @@ class ChatsReport:
 
     def ttft_in_words(self) -> str:
         """Say how the chats' median TTFT with the cache on compares to that with it off: "alike" if
-        passes of one kind differ by as much; "" unless both were played."""
+        passes of one kind differ by as much, or they differ by less than a tenth; "" unless both
+        were played."""
         if len(self.played) < 2:
             return ""
         on, off = self.ttft_p50s(True), self.ttft_p50s(False)

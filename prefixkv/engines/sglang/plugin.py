@@ -14,6 +14,9 @@ Settings are environment variables, since SGLang's command line takes no options
     PREFIXKV_MIRROR     0: each checkpoint on a GPU reads page ids back from the device
     PREFIXKV_CPU_NIXL   1: KV is in host memory, for SGLang's NIXL backend on a CPU
     PREFIXKV_TRANSFER   JSON, of the transfer backend: `transfer_options.py`
+
+A server that uses one of prefixkv's backends refuses variables of other names
+(`prefixkv/variables.py`).
 """
 
 from __future__ import annotations
@@ -26,7 +29,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from prefixkv.engines.sglang import NAME, ROOMS, TESTED
-from prefixkv.spi import DEFAULT_POLICY, TOKEN_BYTES, ConfigError, explain_policy
+from prefixkv.spi import (
+    DEFAULT_POLICY,
+    TOKEN_BYTES,
+    ConfigError,
+    check_environ,
+    explain_policy,
+)
 
 _log = logging.getLogger("prefixkv.sglang")
 
@@ -75,10 +84,12 @@ def build(context: Any) -> Any:
     """Build SGLang's tree cache for `--radix-cache-backend prefixkv`, by the plug-in's settings.
 
     Raises:
-        ConfigError: names the option or the kind of model that is not supported.
+        ConfigError: names the option or the kind of model that is not supported, or a variable
+            PREFIXKV_... that nothing reads.
     """
     from prefixkv.engines.sglang.cache import PrefixKVCache
 
+    check_environ(os.environ)
     for reason in _refusals(context):
         raise ConfigError(f"--radix-cache-backend {NAME}: {reason}")
     policy = policy_name(os.environ.get("PREFIXKV_POLICY"), context.params.eviction_policy)

@@ -35,7 +35,7 @@ from prefixkv.engines.sglang.receives import Receive, Receives
 from prefixkv.engines.sglang.sends import ALONE, ANNOUNCED, SILENT, NumberState, RoomSend, RoomSends
 from prefixkv.engines.sglang.shares import OPAQUE, UNKNOWN, current_share
 from prefixkv.engines.sglang.transfer_options import OPTION_NAMES, VARIABLE, TransferOptions
-from prefixkv.spi import ConfigError, pages_for
+from prefixkv.spi import ConfigError, check_environ, pages_for
 from prefixkv.transfer import KVPoll
 
 _log = logging.getLogger("prefixkv.sglang")
@@ -151,6 +151,7 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
             page_size=args.page_size, device=device, tag=self._tag, share=share,
         )  # fmt: skip
         self._mesh = share.mesh(len(args.kv_data_ptrs), sgl.get_parallel().attn_tp_size)
+        check_environ(os.environ)
         self._options = TransferOptions.of(os.environ.get(VARIABLE, ""))
         self._fences: FenceFolder | None = None
         # 2. State. The live sender or receiver of each room number; weak, so that one that SGLang

@@ -3,6 +3,7 @@ the worker's side."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable
 from dataclasses import replace
@@ -19,7 +20,7 @@ from prefixkv.engines.vllm.scheduler import SchedulerSide
 from prefixkv.engines.vllm.shadow import Shadow
 from prefixkv.engines.vllm.wakeup import EngineWait, WakeupListener
 from prefixkv.engines.vllm.worker import WorkerSide
-from prefixkv.spi import ConfigError
+from prefixkv.spi import ConfigError, check_environ
 
 if TYPE_CHECKING:
     from prefixkv.engines.vllm.metrics import PrefixKVMetrics, PrefixKVStats
@@ -44,6 +45,8 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
         # class would name neither prefixkv nor the option that is wrong.
         compat.share_log()
         compat.check_version()
+        # The connector has no settings there: it would ignore what is misspelt.
+        check_environ(os.environ)
         compat.check_engine(vllm_config, kv_cache_config)
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config

@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 
+from tests.models.collector import Collector
 from tests.models.patience import PATIENCE_S, until
 from tests.models.served import Expected, Serve, client_of, get
 
@@ -96,10 +97,25 @@ def nodes() -> Iterator[Nodes]:
 
 
 @pytest.fixture(scope="module")
-def serve(nodes: Nodes) -> Iterator[Serve]:
+def collector() -> Iterator[Collector | None]:
+    """None where the interpreter has no OpenTelemetry."""
+    tried = subprocess.run([PYTHON, "-c", "import opentelemetry.exporter.otlp.proto.http"],
+                           capture_output=True, timeout=PATIENCE_S, check=False)  # fmt: skip
+    if tried.returncode:
+        yield None
+        return
+    with Collector() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="module")
+def serve(nodes: Nodes, collector: Collector | None) -> Iterator[Serve]:
     environ = {
         **QUIET, "PREFIXKV_CONTROL_PROVE_DEATH": "false", "PREFIXKV_CONTROL_DRAIN_TIMEOUT_S": "1",
     }  # fmt: skip
+    if collector is not None:
+        # The nodes do not have them: the actors have them from the command.
+        environ |= {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url, "OTEL_BSP_SCHEDULE_DELAY": "100"}
     with OnRay("--ray", nodes.address, "--chunk-tokens", "64", **environ) as serve:
         yield serve
         serve.signal()
@@ -187,6 +203,27 @@ def test_actors_answer_as_generate_does(
     assert fence(serve, "prefill-0", first[0]["life"]) == 409
     assert fence(serve, "prefill-0", "abc") == 404
     say_hello(client, expected)
+
+
+def test_the_spans_of_front_and_actors_are_one_trace(
+    client: openai.OpenAI, collector: Collector | None
+) -> None:
+    if collector is None:
+        pytest.skip("the interpreter has no OpenTelemetry: the spans of actors were NOT looked at")
+    trace = "0af7651916cd43dd8448eb211c80319c"
+    client.completions.create(
+        model="small", prompt="Tell me of salt.", max_tokens=4, temperature=0,
+        extra_headers={"traceparent": f"00-{trace}-b7ad6b7169203331-01"},
+    )  # fmt: skip
+
+    def workers() -> set[tuple[str, str]]:
+        return {(one.service, one.worker) for one in collector.spans if one.trace == trace}
+
+    wanted = {("prefixkv-decode", "decode-0"), ("prefixkv-prefill", "prefill-0")}
+    until(lambda: wanted <= workers(), state=lambda: str(workers()))
+    assert {service for service, _ in workers()} == {
+        "prefixkv-front", "prefixkv-decode", "prefixkv-prefill",
+    }  # fmt: skip
 
 
 def test_a_prefill_worker_killed_in_a_transfer_is_fenced_once_its_end_is_proved(

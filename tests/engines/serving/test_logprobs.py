@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from prefixkv.serving.fleet import Fleet
 from prefixkv.serving.http import ApiError
 from prefixkv.serving.wire import Ask, Logprob, SamplingParams
 from tests.engines.serving.test_worker import KEY, PROMPT, info_of, said
-from tests.models.patience import PATIENCE_S
-from tests.models.served import Expected, Served
+from tests.models.patience import PATIENCE_S, until
+from tests.models.served import Expected, Serve, Served, at_rest, client_of
 
 
 def ask(rid: str, tokens: list[int], num: int, **more: Any) -> Ask:
@@ -231,3 +235,62 @@ def test_what_is_out_of_range_is_refused_by_name(
     answer = httpx.post(f"{serve.url}/{path}", json=body, timeout=PATIENCE_S, trust_env=False)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
+
+
+# --- a prefill worker that is lost ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_prefill", [1, 2])
+def test_prefill_is_killed_while_the_log_probabilities_of_a_prompt_come(
+    num_prefill: int, expected: Expected
+) -> None:
+    """Nothing hangs, no page is kept, and the client gets them all, or is told what is missing."""
+    prompt = [300 + i % 100 for i in range(3400)]  # 54 chunks
+    num, streams = (0, True) if num_prefill == 1 else (4, False)
+    said = expected.tokens(prompt, max(num, 1))[:num]
+    rows = expected.logprobs([*prompt, *said])
+    names = [f"prefill-{number}" for number in range(num_prefill)]
+    with (
+        Serve("--chunk-tokens", "64", "--prefill", str(num_prefill)) as serve,
+        client_of(serve) as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
+
+        def score(tokens: list[int], num: int) -> list[float | None]:
+            made = client.completions.create(
+                prompt=tokens, max_tokens=num, logprobs=1, echo=True, stream=streams, **GREEDY
+            )
+            pieces = list(made) if streams else [made]
+            parts = [choice.logprobs for piece in pieces for choice in piece.choices]
+            return [number for part in parts if part for number in part.token_logprobs]
+
+        def check(numbers: list[float | None], tokens: list[int]) -> None:
+            assert numbers[0] is None
+            for number, token, row in zip(numbers[1:], tokens[1:], rows, strict=False):
+                assert number is not None
+                assert abs(number - row[token]) < NEAR
+            assert len(numbers) == len(tokens)
+
+        def sending() -> list[str]:
+            sent = 'prefixkv_sent_bytes_total{{node="{}"}}'.format
+            return [name for name in names if serve.figures(name).get(sent(name), 0)]
+
+        waiting = pool.submit(score, prompt, num)
+        until(lambda: bool(sending()))
+        (name,) = sending()
+        pid = serve.workers()[name]["pid"]
+        os.kill(pid, signal.SIGKILL)
+        assert not waiting.done(), "it has ended before the kill"
+        error = waiting.exception(timeout=PATIENCE_S)
+        if num_prefill == 1:  # none is left to ask, unless the next has started already
+            if error is not None:
+                assert isinstance(error, openai.APIError)
+                assert "prefill" in str(error)
+        else:
+            assert error is None
+        if error is None:
+            check(waiting.result(), [*prompt, *said])
+        until(lambda: serve.workers().get(name, {"pid": pid})["pid"] != pid)
+        at_rest(serve)
+        check(score(prompt[:300], 0), prompt[:300])
+        at_rest(serve)

@@ -135,6 +135,16 @@ def test_the_policy_is_prefixkvs_by_name_or_sglangs_option(
         create_tree_cache(built)
 
 
+def test_a_variable_that_nothing_reads_is_refused_with_the_nearest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PREFIXKV_PAGE_SIZE", "64")  # a setting of `prefixkv serve`, perhaps beside
+    create_tree_cache(context())
+    monkeypatch.setenv("PREFIXKV_POLICI", "gittins")
+    with pytest.raises(ConfigError, match=r"no variable PREFIXKV_POLICI; .* is PREFIXKV_POLICY$"):
+        create_tree_cache(context())
+
+
 def test_hooks_are_where_sglang_has_what_they_hook() -> None:
     hooked = {target: [kind for kind, *_ in found] for target, found in HookRegistry._hooks.items()}
     assert hooked[sgl.RECEIVER_BROADCAST] == [HookType.AROUND]

@@ -263,6 +263,7 @@ def test_prefill_with_another_backend_is_refused_by_name() -> None:
         ({"enable_kv_cache_sharding": True}, "--enable-kv-cache-sharding"),
         ({"SGLANG_RUST_SERVER": "1"}, "SGLANG_RUST_SERVER"),
         ({"kv_item_lens": [PAGE_BYTES, PAGE_BYTES, PAGE_BYTES, 64]}, "all have to be alike"),
+        ({"PREFIXKV_TRANSFERS": "{}"}, "no variable .*; the nearest is PREFIXKV_TRANSFER$"),
     ],
 )
 def test_what_is_not_served_is_refused_at_the_start(
