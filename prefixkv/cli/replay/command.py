@@ -107,7 +107,7 @@ def replay(
     own_compute: Annotated[
         int,
         typer.Option(
-            help="Decode computes a prompt itself if at most so many tokens are missing; first "
+            help="Decode computes a prompt itself if at most this many tokens are missing; first "
             "tokens are worked out with and without."
         ),
     ] = 2048,
