@@ -76,6 +76,7 @@ def switches(
         print(f"{capacity:>7,} {phase:<20} {own} {of_best:.3f}")
     recipe = {
         "command": f"python -m benchmarks switches {conversation.name} {agents.name}",
+        "running": "0: blocks of the request that comes do not count while it is admitted",
         "hits": "blocks found / blocks asked for, minutes 20 to 60 of each phase of an hour",
         "of_best": "adaptive / the best of the others, which each run through all phases",
     }

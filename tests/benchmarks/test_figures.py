@@ -163,6 +163,88 @@ _MEASURED = (
 )  # fmt: skip
 
 
+SWITCHED = {
+    "protection, by hits first": (("hit_aware", True, False), ("hit_aware", False, False)),
+    "protection, first come, first served": (("fifo", True, False), ("fifo", False, False)),
+    "order: by hits instead of by arrival": (("hit_aware", False, False), ("fifo", False, False)),
+    "nothing: pauses .1 s longer": (("hit_aware", False, True), ("hit_aware", False, False)),
+}
+"""What is compared: the case with it, and the case without it."""
+
+
+def seed_differences(trace: str, waiting: int, switched: str, what: str) -> list[float]:
+    """Of each seed: how much higher this figure is with what is switched than without it."""
+    with_it, without = (
+        {
+            row["seed"]: row[what]
+            for row in result("waiting_seeds")["rows"]
+            if (row["trace"], row["waiting"]) == (trace, waiting)
+            and (row["admission"], row["protect"], row["pause_more_s"] > 0) == case
+        }
+        for case in SWITCHED[switched]
+    )
+    return [with_it[seed] - without[seed] for seed in sorted(without)]
+
+
+def waiting_seeds_table() -> list[str]:
+    rows = result("waiting_seeds")["rows"]
+
+    def mean(values: list[float], digits: int) -> str:
+        error = statistics.stdev(values) / len(values) ** 0.5
+        middle = fixed(statistics.mean(values), digits).replace(
+            "-" + fixed(0, digits), fixed(0, digits)
+        )
+        sign = "" if middle.startswith("-") or not float(middle) else "+"
+        return f"{sign}{middle} ({fixed(error, digits)})"
+
+    lines = head(
+        "trace", "waiting", "switched on", "hits", "first tokens within 1 s", "TTFT mean, s",
+        "TTFT P50, s", "TTFT P50, s, by seed",
+    )  # fmt: skip
+    for trace, waiting in dict.fromkeys((row["trace"], row["waiting"]) for row in rows):
+        for switched in SWITCHED:
+
+            def of(
+                what: str, trace: str = trace, waiting: int = waiting, on: str = switched
+            ) -> Any:
+                return seed_differences(trace, waiting, on, what)
+
+            p50 = of("ttft_s_p50")
+            lines.append(
+                line(
+                    trace.split("_")[1], str(waiting), switched, mean(of("block_hit_ratio"), 3),
+                    mean(of("soon"), 3), mean(of("ttft_s_mean"), 1), mean(p50, 1),
+                    f"{fixed(min(p50), 1)} to {fixed(max(p50), 1)}",
+                )
+            )  # fmt: skip
+    return lines
+
+
+def host_tier_rows(running: int) -> list[dict[str, Any]]:
+    return [row for row in result("host_tier")["rows"] if row["running"] == running]
+
+
+def host_tier_table() -> list[str]:
+    """Twice the pool and more, one request at a time."""
+    lines = head(
+        "trace", "blocks", "policy", "too long", "the pool alone", "host 2x", "4x", "16x",
+        "written, 4x", "loaded, 4x",
+    )  # fmt: skip
+    for row in host_tier_rows(1):
+        _, *tiers = row["host"]
+        asked = row["hit_tokens"] / 512 / row["block_hit_ratio"]
+        lines.append(
+            line(
+                row["trace"].split("_")[1], f"{row['capacity_blocks']:,}", f"`{row['policy']}`",
+                f"{row['too_long']}", share(row["block_hit_ratio"], 3),
+                *(share(tier["block_hit_ratio"], 3) for tier in tiers),
+                share(tiers[1]["written_blocks"] / asked, 3),
+                share(tiers[1]["loaded_blocks"] / asked, 3),
+            )
+        )  # fmt: skip
+    return lines
+
+
 def sched_table() -> list[str]:
     """Files from before there were cold rows make a table without their column."""
     rows = result("sched")["rows"]
@@ -555,6 +637,7 @@ def gpu_table() -> list[str]:
 TABLES: dict[str, Callable[[], list[str]]] = {
     "radix-table": radix_table,
     "reserve-table": reserve_table, "waiting-table": waiting_table,
+    "waiting-seeds-table": waiting_seeds_table, "host-tier-table": host_tier_table,
     "sched-table": sched_table, "router-table": router_table,
     "ranks-table": ranks_table, "transport-table": transport_table,
     "full-hit-table": full_hit_table,
@@ -597,6 +680,30 @@ def figures() -> dict[str, str]:
         key: [after / before - 1 for before, after in waiting_pairs(key)]
         for key in ("block_hit_ratio", "ttft_s_p50", "ttft_s_mean")
     }
+    # Of the case that is compared most: by hits, 32 waiting, nothing protected.
+    plain = [
+        row for row in result("waiting_seeds")["rows"]
+        if (row["admission"], row["protect"], row["pause_more_s"], row["waiting"])
+        == ("hit_aware", False, 0, 32)
+    ]  # fmt: skip
+
+    def seed_values(what: str) -> list[float]:
+        return [row[what] for row in plain]
+
+    def seed_mean(what: str) -> float:
+        return statistics.mean(seed_values(what))
+
+    trace_of_seeds = plain[0]["trace"]
+    chance = [
+        one
+        for waiting_for in (8, 32, 128)
+        for one in seed_differences(trace_of_seeds, waiting_for, [*SWITCHED][-1], "ttft_s_p50")
+    ]
+    gains = [
+        statistics.mean(seed_differences(trace_of_seeds, waiting_for, switched, "ttft_s_mean"))
+        for waiting_for in (8, 32, 128)
+        for switched in [*SWITCHED][:2]
+    ]
     all_shm = result("transfer_shm")["claims"]
     shm = [one["measured"] for one in all_shm if one["case"].endswith("of one raw write")]
     aimed = [one["met"] for one in all_shm if one["met"] is not None]
@@ -626,6 +733,13 @@ def figures() -> dict[str, str]:
         f"{max(waiting['block_hit_ratio']):+.0%}",
         "TTFT of what waits": f"mean TTFT by {min(waiting['ttft_s_mean']):.0%} to "
         f"{max(waiting['ttft_s_mean']):+.0%}",
+        "a median in a gap": f"{seed_mean('soon'):.0%} of the requests get their first token "
+        f"within a second; the first 40% within {fixed(seed_mean('ttft_s_p40'), 1)} s, half of "
+        f"them within {fixed(seed_mean('ttft_s_p50'))}, and 60% within {fixed(seed_mean('ttft_s_p60'))}",
+        "P50 by seed": f"from {fixed(min(seed_values('ttft_s_p50')), 1)} to "
+        f"{fixed(max(seed_values('ttft_s_p50')), 1)} s",
+        "chance of P50": f"{fixed(min(chance), 1)} to +{fixed(max(chance), 1)} s",
+        "protection's mean TTFT": f"by {fixed(-max(gains), 1)} to {fixed(-min(gains), 1)} s",
         "shm": f"is {share(min(shm), 2)} to {share(max(shm), 2)} times as fast as one raw NIXL",
         "shm's aims": {(10, 1): "One of its ten aims is missed"}[len(aimed), aimed.count(False)],
         "TTFT that gets worse": f"worse in {counted[len(worse)]} cases of six",

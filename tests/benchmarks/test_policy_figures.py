@@ -151,6 +151,32 @@ def times_table() -> list[str]:
     ]
 
 
+def running_table() -> list[str]:
+    """Hits by the number of requests that run; in brackets the share of the pool that they hold."""
+    path = ROOT / "benchmarks" / "results" / "host_tier.json"
+    found = {
+        (row["trace"], row["policy"], row["capacity_blocks"], row["running"]): row
+        for row in json.loads(path.read_text(encoding="utf-8"))["rows"]
+    }
+    counts = sorted({running for *_, running in found})
+
+    def cell(trace: str, policy: str, blocks: int, running: int) -> str:
+        row = found[trace, policy, blocks, running]
+        held = row["running_blocks"] / blocks
+        return share(row["block_hit_ratio"], 3) + (f" ({share(held)})" if running else "")
+
+    return [
+        *head("trace", "policy", "blocks", *(f"`--running {running}`" for running in counts)),
+        *(
+            line(
+                RECORDED[trace], f"`{policy}`", f"{blocks:,}",
+                *(cell(trace, policy, blocks, running) for running in counts),
+            )
+            for trace, policy, blocks in sorted({key[:3] for key in found}, reverse=True)
+        ),
+    ]  # fmt: skip
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "replay-conversation": whole_table(CONVERSATION),
     "replay-agents": whole_table(AGENTS),
@@ -159,6 +185,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "replay-losses": losses_table,
     "replay-hints": hints_table,
     "replay-times": times_table,
+    "replay-running": running_table,
 }
 
 

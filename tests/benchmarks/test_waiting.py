@@ -4,16 +4,19 @@ waits is protected; how long it took is not looked at."""
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import host_tier as host_bench
 from benchmarks import waiting as bench
+from benchmarks import waiting_seeds as seeds_bench
 from benchmarks.__main__ import run as run_benchmark
-from benchmarks.waiting import play, sessions
+from benchmarks.waiting import Play, play, sessions
 from benchmarks.workloads import Entry, generate
-from prefixkv.cli.replay import make_trace
+from prefixkv.cli.replay import Trace, make_trace
 
 
 def entry(at_s: int, *ids: int) -> Entry:
@@ -64,3 +67,75 @@ def test_it_writes_rows_and_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [row["protect"] for row in result["rows"]] == [False, True] * 2
     (cost,) = result["costs"]
     assert cost["evicted_pages"][0] == cost["evicted_pages"][1] > 0, "both do the same work"
+
+
+def arrivals(trace: Trace, seed: int, more_s: float = 0.0, protect: bool = False) -> list[float]:
+    """When each request of the trace came."""
+    run = Play(trace, 400, "fifo", 8, protect, "lru", seed, more_s)
+    run.run()
+    return [run.arrived[str(at)][0] for at in range(len(trace.requests)) if str(at) in run.arrived]
+
+
+def test_a_seed_gives_sessions_another_order_and_other_pauses_and_one_gives_the_same() -> None:
+    trace = make_trace("chats", generate("chat")[:300])
+    begins, after = sessions(trace)
+    plain, once, again, other = (arrivals(trace, seed) for seed in (0, 1, 1, 2))
+    assert once == again
+    assert len({tuple(plain), tuple(once), tuple(other)}) == 3
+    assert len(plain) == len(once) == len(other) > 200
+    # Pauses follow the seed and the request, whatever happens in between.
+    (before, then), *_ = ((one, two[0]) for one, two in after.items())
+    for seed in (1, 2):
+        runs = [Play(trace, 400, "fifo", 8, protect, "lru", seed) for protect in (False, True)]
+        assert runs[0]._pauses == runs[1]._pauses
+        assert 0.9 <= runs[0]._pauses[then] <= 1.1
+        assert [*runs[0]._begins] == [*runs[1]._begins] != begins
+        assert sorted(runs[0]._begins) == begins
+    assert before < then
+
+
+def test_pauses_that_are_longer_delay_what_goes_on_from_another_request() -> None:
+    trace = make_trace("t", [entry(0, 1, 2), entry(30, 1, 2, 3), entry(99, 1, 2, 3, 4)])
+    for more_s in (0.0, 0.1):
+        came = arrivals(trace, 0, more_s)
+        first_s = 2 * bench.BLOCK_S + bench.ANSWER_S
+        assert came[1] == pytest.approx(first_s + 30 - bench.ANSWER_S + more_s)
+        assert came[2] == pytest.approx(
+            came[1] + bench.BLOCK_S + bench.ANSWER_S + 69 - bench.ANSWER_S + more_s
+        )
+
+
+@pytest.mark.slow
+def test_with_seeds_it_writes_each_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seeds_bench, "WAITING", (4,))
+    path, out = tmp_path / "chats.jsonl", tmp_path / "seeds.json"
+    entries: list[Any] = generate("retrieval")[:200]
+    path.write_text("".join(json.dumps(one) + "\n" for one in entries), encoding="utf-8")
+    told = ["waiting_seeds", str(path), "--blocks", "400", "--seeds", "2", "--json", str(out)]
+    assert run_benchmark([*told, "--requests", "150", "--jobs", "1"]) == 0
+    rows = json.loads(out.read_text(encoding="utf-8"))["rows"]
+    assert [row["seed"] for row in rows] == [1] * 5 + [2] * 5
+    cases = [(row["admission"], row["protect"], row["pause_more_s"]) for row in rows[:5]]
+    assert cases == [tuple(case) for case in seeds_bench.CASES]
+    for row in rows:
+        assert row["ttft_s_p40"] <= row["ttft_s_p50"] <= row["ttft_s_p60"] <= row["ttft_s_p90"]
+        assert 0 <= row["soon"] <= 1
+
+
+def test_host_tiers_of_a_trace_are_written_by_pool_policy_and_what_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_bench, "CAPACITIES", (40, 200))
+    path, out = tmp_path / "chats.jsonl", tmp_path / "hosts.json"
+    entries: list[Any] = generate("chat")[:300]
+    path.write_text("".join(json.dumps(one) + "\n" for one in entries), encoding="utf-8")
+    told = ["host_tier", str(path), "--jobs", "1", "--json", str(out)]
+    assert run_benchmark(told) == 0
+    rows = json.loads(out.read_text(encoding="utf-8"))["rows"]
+    assert [(row["capacity_blocks"], row["policy"], row["running"]) for row in rows] == list(
+        product((40, 200), host_bench.POLICIES, host_bench.RUNNING)
+    )
+    for row in rows:
+        sizes = [tier["host_blocks"] for tier in row["host"]]
+        times = host_bench.TIMES if row["running"] in host_bench.WITH_HOSTS else ()
+        assert sizes == [one * row["capacity_blocks"] for one in times]

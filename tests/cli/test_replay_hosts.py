@@ -257,7 +257,9 @@ def test_what_is_said_of_host_tiers(tmp_path: Any, capsys: Any) -> None:
     said = capsys.readouterr().out
     assert "(1.5x): finds 0.6667 more, 0.6667 in all; writes 1,536 tokens" in said
     assert run_command([*words, "2"]) == 0
-    assert "host tier" not in capsys.readouterr().out.splitlines()[-1], "nothing is found at all"
+    said = capsys.readouterr().out
+    assert "no policy found anything" in said
+    assert "host tier: none of these sizes is worth it: without a host tier 100.0%" in said
 
 
 def test_a_host_tier_that_is_not_worth_it_is_not_recommended() -> None:

@@ -107,7 +107,7 @@ def replay(
     own_compute: Annotated[
         int,
         typer.Option(
-            help="Decode computes a prompt itself if at most so many tokens are missing; first "
+            help="Decode computes a prompt itself if at most this many tokens are missing; first "
             "tokens are worked out with and without."
         ),
     ] = 2048,
@@ -268,8 +268,8 @@ def replay(
                     if (chosen.policy, size) not in there:
                         measure(chosen.policy, size)
                 sentences.append(sentence(trace_results, asked, bytes_each, trace.block_tokens))
-            # A host tier may find something where the pool is too small to.
-            if chosen is not None and any(one.hit_tokens for one in chosen.host):
+            # Also where the pool finds nothing: a host tier may.
+            if chosen is not None and chosen.host:
                 sentences.append(host_sentence(chosen, trace, warm))
             results += trace_results
     for text in sentences:

@@ -17,7 +17,7 @@ WORTH: Final = 0.05
 """A doubling of the host tier is worth it if of what is sent it saves at least this share."""
 
 LEAST_TIMES: Final = 2
-"""A host tier below so many times the device's pool is too small: it holds copies of what the
+"""A host tier below this many times the device's pool is too small: it holds copies of what the
 device has."""
 
 _MOST_BLOCKS: Final = 10**9

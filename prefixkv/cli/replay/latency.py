@@ -36,7 +36,7 @@ class Speeds:
         prefill_tokens_per_s: of one prefill worker.
         link_bytes_per_s: from prefill to decode, all workers together.
         host_bytes_per_s: from host memory to the device.
-        own_tokens: decode computes a prompt itself if at most so many tokens of it are missing.
+        own_tokens: decode computes a prompt itself if at most this many tokens of it are missing.
         own_tokens_per_s: at which it does; 0: half of prefill's, since its batch goes on beside it.
     Raises:
         ConfigError: a value out of its range.
