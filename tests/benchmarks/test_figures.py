@@ -735,8 +735,8 @@ def figures() -> dict[str, str]:
         f"{max(waiting['ttft_s_mean']):+.0%}",
         "a median in a gap": f"{seed_mean('soon'):.0%} of the requests get their first token "
         f"within a second; the first 40% within {fixed(seed_mean('ttft_s_p40'), 1)} s, half of "
-        f"them within {fixed(seed_mean('ttft_s_p50'))}, "
-        f"and 60% within {fixed(seed_mean('ttft_s_p60'))}",
+        f"them within {fixed(seed_mean('ttft_s_p50'))}, and 60% within "
+        f"{fixed(seed_mean('ttft_s_p60'))}",
         "P50 by seed": f"from {fixed(min(seed_values('ttft_s_p50')), 1)} to "
         f"{fixed(max(seed_values('ttft_s_p50')), 1)} s",
         "chance of P50": f"{fixed(min(chance), 1)} to +{fixed(max(chance), 1)} s",
