@@ -12,6 +12,7 @@ ended before it promised anything (`withdraw`).
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -46,10 +47,11 @@ that has not announced itself yet (SILENT), or one that has (ANNOUNCED)."""
 
 class DeclinedHalf(NamedTuple):
     """A request that has ended here before its decode worker announced itself. The digest is empty
-    where the prompt is not known."""
+    where the prompt is not known; `since_s` is when its request ended here, if it had one."""
 
     digest: bytes
     reason: str
+    since_s: float = -math.inf
 
     def is_half_of(self, announced: Announcement) -> bool:
         """Return whether a request that ended on SGLang's sending side is of an
@@ -93,6 +95,9 @@ class RoomSend:
     """True where nothing reads its pages: not added yet, or SourceFree has come."""
     duplicates: list[DeclinedHalf] = field(default_factory=list)
     """Further requests with its number that came before it was over, and failed."""
+    former_until_s: float = -math.inf
+    """Time until which a withdrawal may be of the number's former use, which ended here with no
+    word from decode."""
     later_announcements: list[Announcement] = field(default_factory=list)
     """Announcements after its own one: the other halves of `duplicates`, or of the next use."""
 
@@ -138,6 +143,9 @@ class RoomSends:
         # With the time at which decode is refused: a new request may still claim it until then.
         self._unclaimed: OrderedDict[int, tuple[float, Announcement, str]] = OrderedDict()
         self._withdrawn: OrderedDict[int, Announcement] = OrderedDict()
+        # Withdrawals of a live room or of the number's former use, with the time at which they
+        # count for the room.
+        self._doubted: OrderedDict[int, tuple[float, RoomSend, Announcement]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._rooms)
@@ -164,7 +172,9 @@ class RoomSends:
         # 3. A new use of the number: a former one that ended here no longer counts. An announcement
         # that waits belongs to it, also one that came after the end of a former use (`_unclaimed`).
         self._rooms[room] = send
-        self._declined.pop(room, None)
+        former = self._declined.pop(room, None)
+        if former is not None and former.digest in (b"", digest):
+            send.former_until_s = former.since_s + GRACE_S
         announced = self._announced.pop(room, None)
         if announced is None and room in self._unclaimed:
             announced = self._unclaimed.pop(room)[1]
@@ -189,7 +199,7 @@ class RoomSends:
         elif room in self._unclaimed:
             self._refuse(room, self._unclaimed.pop(room)[1].decode, reason)
         elif self._take_withdrawn(room, digest) is None:
-            _remember(self._declined, room, DeclinedHalf(digest, reason))
+            _remember(self._declined, room, DeclinedHalf(digest, reason, self._clock()))
 
     def announce(self, room: int, decode: str, digest: bytes) -> None:
         """Take in on SGLang's prefill that decode worker `decode` announces a room's other end.
@@ -232,8 +242,14 @@ class RoomSends:
         # this worker, or may be the other request's (SILENT): this is about another use of the
         # number. 3. Our half has ended too. 4. Our half has yet to come.
         if send is not None and not send.decode and number_state != SILENT:
-            send.fail(withdrawn.reason)
-            self._over(send)
+            # A request was aborted on both servers, and its number is in use again: decode's word
+            # about the first may be the last to arrive. An announcement would clear that up.
+            if withdrawn.since_s < send.former_until_s:
+                self._doubted[room] = send.former_until_s, send, withdrawn
+                send.former_until_s = -math.inf  # a second withdrawal is of this use
+            else:
+                send.fail(withdrawn.reason)
+                self._over(send)
         elif send is not None and send.decode in ("", decode):
             send.later_announcements.append(withdrawn)
             del send.later_announcements[:-MAX_DUPLICATES]
@@ -358,7 +374,8 @@ class RoomSends:
             self.transfers.abort(send.room, 0, reason, decode=send.decode)
         elif self._rooms.get(send.room) is send:
             self._over(send)
-            _remember(self._declined, send.room, DeclinedHalf(send.digest, reason))
+            declined = DeclinedHalf(send.digest, reason, self._clock())
+            _remember(self._declined, send.room, declined)
 
     def pump(self) -> None:
         """Take in the events of all rooms that SGLang's prefill sends.
@@ -369,6 +386,11 @@ class RoomSends:
         while self._unclaimed and next(iter(self._unclaimed.values()))[0] <= self._clock():
             room, (_, announced, reason) = self._unclaimed.popitem(last=False)
             self._refuse(room, announced.decode, reason)
+        # Withdrawals that no announcement has shown to be of a former use; nearly in that order.
+        while self._doubted and next(iter(self._doubted.values()))[0] <= self._clock():
+            room, (_, send, withdrawn) = self._doubted.popitem(last=False)
+            if self._rooms.get(room) is send and not send.decode:
+                self.abort(send, withdrawn.reason)
         try:
             events = self.transfers.take_events()
         except InternalError as error:  # the control thread survives it, and so do other rooms

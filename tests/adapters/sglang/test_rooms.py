@@ -376,6 +376,49 @@ def test_what_is_withdrawn_of_a_number_fails_no_other_request(servers: Servers) 
         assert served(servers, send, receive)
 
 
+@pytest.mark.parametrize("ended", ["aborted", "declined"])
+def test_a_late_word_about_the_former_use_of_a_number_takes_nothing_from_the_next(
+    servers: Servers, ended: str
+) -> None:
+    """Both servers have ended it and said so; the number is in use again on prefill before decode's
+    withdrawal arrives there."""
+    if ended == "aborted":
+        servers.sends.abort(servers.begin(1, 3), "enough")
+    else:
+        servers.sends.decline(1, b"", "enough")
+    again = servers.begin(1, 3)
+    servers.sends.withdraw(1, "decode-0", digest("prompt"), "enough")
+    assert again.poll is KVPoll.BOOTSTRAPPING
+    receive = servers.open(1, 3, [5, 6, 7])
+    servers.announce(1)
+    assert served(servers, again, receive)
+    assert len(servers.sends) == 0
+
+
+@pytest.mark.parametrize("how", ["in time", "twice", "another prompt", "long ago"])
+def test_a_withdrawal_that_may_be_of_a_former_use_ends_the_room_all_the_same(
+    servers: Servers, how: str
+) -> None:
+    """If decode does not announce the room: soon; at once, where it cannot be of the former one."""
+    now_s = 100.0
+    servers.sends._clock = lambda: now_s
+    servers.sends.abort(servers.begin(1, 3, "another" if how == "another prompt" else "prompt"), "")
+    now_s += sends_module.GRACE_S if how == "long ago" else sends_module.GRACE_S / 2
+    again = servers.begin(1, 3)
+    for _ in range(2 if how == "twice" else 1):
+        servers.sends.withdraw(1, "decode-0", digest("prompt"), "no room")
+    if how == "in time":
+        servers.sends.pump()
+        assert again.poll is KVPoll.BOOTSTRAPPING
+        now_s += sends_module.GRACE_S / 2
+        servers.sends.pump()
+    assert (again.poll, again.error) == (KVPoll.FAILED, "decode: no room")
+    now_s += sends_module.GRACE_S
+    servers.sends.pump()
+    assert not servers.sends._doubted
+    assert len(servers.sends) == 0
+
+
 def test_two_requests_of_a_number_that_came_crosswise_all_end(servers: Servers) -> None:
     """Decode has the first and refused the second, prefill has the second and then the first."""
     receive = servers.open(1, 3, [5, 6, 7], "first")
