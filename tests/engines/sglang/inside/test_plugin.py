@@ -23,6 +23,7 @@ from prefixkv.engines.sglang import plugin
 from prefixkv.engines.sglang.cache import PrefixKVCache
 from prefixkv.engines.sglang.clock import CLOCK, TimeMark
 from prefixkv.errors import ConfigError
+from prefixkv.settings import PREFIX
 from tests.engines.sglang.inside.desk import Desk
 from tests.engines.sglang.inside.test_requests import request, served
 from tests.engines.sglang.stubs import CONTEXT
@@ -140,8 +141,8 @@ def test_a_variable_that_nothing_reads_is_refused_with_the_nearest(
 ) -> None:
     monkeypatch.setenv("PREFIXKV_PAGE_SIZE", "64")  # a setting of `prefixkv serve`, perhaps beside
     create_tree_cache(context())
-    monkeypatch.setenv("PREFIXKV_POLICI", "gittins")
-    with pytest.raises(ConfigError, match=r"no variable PREFIXKV_POLICI; .* is PREFIXKV_POLICY$"):
+    monkeypatch.setenv(PREFIX + "POLICI", "gittins")
+    with pytest.raises(ConfigError, match=r"no variable \w+_POLICI; .* is PREFIXKV_POLICY$"):
         create_tree_cache(context())
 
 

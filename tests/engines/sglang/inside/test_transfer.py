@@ -29,6 +29,7 @@ from prefixkv.engines.sglang import internals as sgl
 from prefixkv.engines.sglang import plugin, transfer
 from prefixkv.engines.sglang.transfer import CLASSES, prompt_of
 from prefixkv.errors import ConfigError
+from prefixkv.settings import PREFIX
 from tests.engines.sglang.inside.desk import Desk, Request
 from tests.engines.sglang.inside.pair import PAGE, PAGE_BYTES, SERVER, Pair, Rank, request
 from tests.engines.sglang.stubs import CONTEXT
@@ -263,7 +264,7 @@ def test_prefill_with_another_backend_is_refused_by_name() -> None:
         ({"enable_kv_cache_sharding": True}, "--enable-kv-cache-sharding"),
         ({"SGLANG_RUST_SERVER": "1"}, "SGLANG_RUST_SERVER"),
         ({"kv_item_lens": [PAGE_BYTES, PAGE_BYTES, PAGE_BYTES, 64]}, "all have to be alike"),
-        ({"PREFIXKV_TRANSFERS": "{}"}, "no variable .*; the nearest is PREFIXKV_TRANSFER$"),
+        ({PREFIX + "TRANSFERS": "{}"}, "no variable .*; the nearest is PREFIXKV_TRANSFER$"),
     ],
 )
 def test_what_is_not_served_is_refused_at_the_start(
