@@ -8,6 +8,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
+from numbers import Real
 from typing import Any, NamedTuple
 
 import pytest
@@ -178,7 +179,7 @@ _WITHOUT_ARGUMENTS = {"audit", "close", "fileno", "lost_peers", "peers", "stats"
 _KEEPS_WHAT_IT_IS_GIVEN = {"on_ended"}  # any function is a listener: what one raises is its own
 # A number, a version and a request are arguments that these take: no more is tried then.
 _TAKES = {
-    "wait": (int, float, type(None)), "drain": (int, float), "flush": (str, type(None)),
+    "wait": (Real, type(None)), "drain": (Real,), "flush": (str, type(None)),
     "add": (Request,), "refuse": (Request,),
 }  # fmt: skip
 
