@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from functools import cache
+from numbers import Real
 from typing import Any
 
 import pytest
@@ -376,7 +377,7 @@ def test_whatever_is_handed_over(groups: Groups, data: st.DataObject) -> None:
     _with_junk(data, args, named, odd)
     side, _, call = name.partition(".")
     if call in ("wait", "flush", "pop_failed") and isinstance(
-        [*args, *named.values()][0], int | float | str | None
+        [*args, *named.values()][0], Real | str | None
     ):
         return  # it is taken
     thing = groups.decode.others[0] if side == "rank" else getattr(groups, side)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterator
+from numbers import Real
 from typing import Any
 
 import pytest
@@ -154,7 +155,7 @@ def test_whatever_is_handed_over(pair: Pair, data: st.DataObject) -> None:
         junk = data.draw(st.one_of(JUNK, st.sampled_from(range(len(odd))).map(odd.__getitem__)))
         if name.endswith("move_weights") and isinstance(junk, str):
             return  # a call that is allowed, and ends the rooms
-        if name.endswith("wait") and isinstance(junk, int | float | None):
+        if name.endswith("wait") and isinstance(junk, Real | None):
             return  # a time to wait
         if isinstance(place, int):
             args[place] = junk
