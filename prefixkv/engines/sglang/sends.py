@@ -388,9 +388,9 @@ class RoomSends:
             self._refuse(room, announced.decode, reason)
         # Withdrawals that no announcement has shown to be of a former use; nearly in that order.
         while self._doubted and next(iter(self._doubted.values()))[0] <= self._clock():
-            room, (_, send, withdrawn) = self._doubted.popitem(last=False)
-            if self._rooms.get(room) is send and not send.decode:
-                self.abort(send, withdrawn.reason)
+            room, (_, doubted, withdrawn) = self._doubted.popitem(last=False)
+            if self._rooms.get(room) is doubted and not doubted.decode:
+                self.abort(doubted, withdrawn.reason)
         try:
             events = self.transfers.take_events()
         except InternalError as error:  # the control thread survives it, and so do other rooms
