@@ -436,13 +436,17 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         """
         check_time(now_s)
         num_tokens = whole_count("num_tokens", num_tokens)
-        if len(set(reqs)) != len(reqs):
-            raise RequestError("a request is named twice")
-        for req in reqs:
-            if self.requests.get(req.rid) is not req and req.state is not DecodeState.ABORTED:
-                raise RequestError(
-                    f"request {req.rid!r} is {req.state.value}, it does not run here"
-                )
+        try:
+            if len(set(reqs)) != len(reqs):
+                raise RequestError("a request is named twice")
+            gone = [req for req in reqs if self.requests.get(req.rid) is not req]
+            running_elsewhere = [req for req in gone if req.state is not DecodeState.ABORTED]
+        except (TypeError, AttributeError):  # what lacks these is no request
+            raise RequestError(
+                f"reqs is {shown(reqs)}, a list of DecodeRequest is needed"
+            ) from None
+        for req in running_elsewhere:
+            raise RequestError(f"request {req.rid!r} is {req.state.value}, it does not run here")
         grow_ahead(self.pages, self.budget, reqs, num_tokens, self._running, self._deferred, now_s)
 
     def finish(

@@ -100,7 +100,7 @@ def test_prefill_closes_and_what_it_had_is_computed_here() -> None:
 
 
 def test_ranks_and_extra_state_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="^compute: a decode worker with several ranks"):
+    with pytest.raises(ConfigError, match=r"^compute: a decode worker with several ranks"):
         DecodeNode(make_pool(64), NEAR, ranks=RankLog())
-    with pytest.raises(ConfigError, match="^failure_policy: 'local' needs compute"):
+    with pytest.raises(ConfigError, match=r"^failure_policy: 'local' needs compute"):
         DecodeConfig(failure_policy="local")
