@@ -180,8 +180,10 @@ _ODD = st.builds(_Odd, st.integers(0, 11))
 # These take nothing, or end the story.
 _WITHOUT_ARGUMENTS = {"audit", "close", "fileno", "lost_peers", "peers", "stats"}
 _KEEPS_WHAT_IT_IS_GIVEN = {"on_ended"}  # any function is a listener: what one raises is its own
-# A number, a version and a request are arguments that these take: no more is tried then.
+# A number, a version and a request are arguments that these take: no more is tried then. What a
+# limit lets `pop_bootstrapped` return would be lost to the story.
 _TAKES = {
+    "pop_bootstrapped": (Real, type(None)),
     "wait": (Real, type(None)), "drain": (Real,), "flush": (str, type(None)),
     "add": (Request,), "refuse": (Request,),
 }  # fmt: skip
