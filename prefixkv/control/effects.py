@@ -64,10 +64,14 @@ class ConnectFailed(msgspec.Struct, frozen=True):
 
 
 class Unreached(msgspec.Struct, frozen=True):
-    """There is no connection to this address (any more), and an attempt at one has failed."""
+    """There is no connection to this address (any more), and an attempt at one has failed.
+
+    `guess` says what may be the cause where nothing has ever answered there.
+    """
 
     address: str
     why: str
+    guess: str = ""
 
 
 class Reached(msgspec.Struct, frozen=True):

@@ -28,7 +28,8 @@ from prefixkv.runtime.closing import Closing
 from prefixkv.runtime.fragments import MAX_MESSAGE_BYTES, FragmentError, Joiner, cut
 
 _REACHED = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
-_UNREACHABLE = "no answer: a wrong address, or it wants other CURVE keys than ours"
+_WRONG_ADDRESS = "a wrong address, or no prefill worker runs there"
+_WRONG_KEYS = "a wrong address, or it wants other CURVE keys than ours"
 _GONE = (
     zmq.EVENT_CONNECT_RETRIED
     | zmq.EVENT_DISCONNECTED
@@ -430,7 +431,8 @@ class DealerChannel(_Channel):
                     last = Unreached(address, "our key is refused")
                 # A refused key stays the reason, although a disconnection follows it.
                 elif last is None or isinstance(last, Reached):
-                    last = Unreached(address, _UNREACHABLE)
+                    guess = _WRONG_KEYS if self._is_curve else _WRONG_ADDRESS
+                    last = Unreached(address, "no answer", guess)
         if last is not None:
             yield last
 

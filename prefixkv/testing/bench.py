@@ -6,11 +6,13 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
+from dataclasses import fields
 from typing import Final
 
 import numpy as np
 
-from prefixkv import DecodeNode, PrefillNode
+from prefixkv import DecodeConfig, DecodeNode, PrefillConfig, PrefillNode, Request
 from prefixkv.spi import InternalError
 from prefixkv.testing.sides import (
     AnswerLog,
@@ -19,6 +21,8 @@ from prefixkv.testing.sides import (
     Prompt,
     ScenarioSettings,
     Side,
+    SidesError,
+    check_sides,
 )
 from prefixkv.testing.witness import DecodeWitness, PrefillWitness, fill_with_junk
 
@@ -26,6 +30,7 @@ MakeSides = Callable[[ScenarioSettings], EngineSides]
 
 _PAUSE_S: Final = 0.0005  # after a pass that had nothing to do
 _LEAST_PASSES: Final = 50  # without progress, before an engine counts as stalled
+_ENGINES_OWN: Final = ("model", "reserved_pages", "compute")  # fields of a node's config
 _LIVELOCK: Final = 10  # times the patience, for passes that do something and bring no token
 
 
@@ -58,9 +63,20 @@ class ScenarioRun:
         self._decode: DecodeWitness
         self._prefill: PrefillWitness | None
         self.sides = make(settings)
+        try:
+            check_sides(self.sides)
+        except SidesError:
+            self._close_half_made()
+            raise
         # Nothing of a page may matter that no request has computed.
         self._meet_decode()
         self._meet_prefill()
+
+    def _close_half_made(self) -> None:
+        """Close what a wrong `make` has returned, as far as it can be."""
+        # The error that says what is missing matters, not another one that follows from it.
+        with suppress(Exception):
+            self.sides.close()
 
     def _meet_decode(self) -> None:
         """Put a witness around the decode node of this run's engine, and junk into its pool."""
@@ -69,6 +85,7 @@ class ScenarioRun:
             fill_with_junk(node.pool, self.random)
         one_token = self.settings.tokens_per_step == 1
         self._decode = DecodeWitness(node, self.tell, self.random, self._probe, one_token)
+        self._check_made(node, self.settings.decode, self.settings.decode_pages, "decode")
 
     def _meet_prefill(self) -> None:
         """Put a witness around the prefill node of this run's engine, if it is in this process."""
@@ -80,6 +97,22 @@ class ScenarioRun:
             fill_with_junk(node.pool, self.random)
         asks = self._decode.asks
         self._prefill = PrefillWitness(node, self.tell, self.random, self._probe, asks)
+        self._check_made(node, self.settings.prefill, self.settings.prefill_pages, "prefill")
+
+    def _check_made(
+        self, node: DecodeNode | PrefillNode, wanted: DecodeConfig | PrefillConfig, pages: int,
+        side: Side,
+    ) -> None:  # fmt: skip
+        """Tell if a node is not what the scenario's settings say: it would show something else."""
+        for field in fields(wanted):
+            got, given = getattr(node.config, field.name), getattr(wanted, field.name)
+            if field.name not in _ENGINES_OWN and got != given:
+                what = f"{side}'s node has {field.name}={got!r}, the settings say {given!r}"
+                self.tell("calls", f"{what}; an engine may set {', '.join(_ENGINES_OWN)}")
+        has = node.pool.layout.num_pages - node.config.reserved_pages
+        if has != pages:
+            what = f"{side}'s pool has {has} pages besides the reserved, the settings say {pages}"
+            self.tell("calls", what)
 
     # --- what a scenario does ---------------------------------------------------------------------
 
@@ -127,6 +160,8 @@ class ScenarioRun:
         self._guarded(lambda: self.sides.restart(side))
         # What was to be asked again was the former life's.
         self._decode.asks.clear()
+        if self._prefill is not None:
+            self._prefill.added.clear()
         if side == "prefill":
             self._meet_prefill()
             return
@@ -205,10 +240,26 @@ class ScenarioRun:
         for found in why[:4]:
             self.tell(*found)
         if not why:
-            left = ", ".join(one.prompt.rid for one in self.answers if not one.ended)
-            sides = f"decode {self._left('decode')}, prefill {self._left('prefill')}"
-            self.tell(law, f"nothing happens any more; open: {left or 'rooms'}; {sides}")
+            self._tell_open(law)
         raise ScenarioOverError
+
+    def _tell_open(self, law: str) -> None:
+        """Tell of the answers that are open while no request of the engine's nodes waits."""
+        waiting = [one.prompt.rid for one in self.answers if not (one.ended or one.lost)]
+        decode, prefill = self._left("decode"), self._left("prefill")
+        if not waiting or decode or prefill:
+            open_ones = ", ".join(waiting) or "rooms"
+            sides = f"decode still has {decode}, prefill {prefill}"
+            self.tell(law, f"nothing happens any more; open: {open_ones}; {sides}")
+            return
+        for rid in waiting:
+            request = self._decode.requests.get(rid)
+            if request is None:
+                self.tell(law, f"{rid}: it was never added on decode, and its answer never ended")
+            else:
+                state = request.state.value
+                what = f"{rid}: the nodes are done with it ({state} on decode), and the engine"
+                self.tell(law, f"{what} never ended its answer")
 
     def _left(self, side: Side) -> dict[str, int]:
         """Return what keeps a node of this run's engine from rest."""
@@ -235,10 +286,36 @@ class ScenarioRun:
         self._decode.look(when)
         if self._prefill is not None:
             self._prefill.look(when)
+        self._check_given()
         for answer in self.answers:
             for law, what in answer.faults:
                 self.tell(law, what)
             answer.faults.clear()
+
+    def _check_given(self) -> None:
+        """Tell if a request that the engine added to a node is not as its prompt is."""
+        prompts = {one.prompt.rid: one.prompt for one in self.answers}
+        rooms = self._decode.rooms
+        given: list[tuple[Side, Request]] = [("decode", one) for one in self._decode.take_added()]
+        if self._prefill is not None:
+            # Decode alone knows whose a room is, and may get the request after prefill.
+            given += [("prefill", one) for one in self._prefill.take_added(rooms)]
+        for side, request in given:
+            prompt = prompts.get(rooms[request.room])
+            if prompt is None:  # the engine has names of its own
+                continue
+            wrong = []
+            # What prefill is asked for again is compared with the ask.
+            if not request.generation:
+                if request.key.namespace != prompt.namespace:
+                    wrong.append("another namespace than")
+                if request.cacheable != prompt.cacheable:
+                    wrong.append("another cacheable than")
+            if prompt.deadline_s is not None and request.deadline_s is None:
+                wrong.append("no deadline_s, which")
+            again = f" (generation {request.generation})" if request.generation else ""
+            for what in wrong:
+                self.tell("order", f"{prompt.rid}: {side} was given {what} its prompt has{again}")
 
     def tell(self, law: str, what: str) -> None:
         """Note a broken law of the engine, once for each text."""

@@ -16,9 +16,11 @@ aborts, ends and restarts on small workers, and says by law what broke.
 from __future__ import annotations
 
 import argparse
+import logging
+import re
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Final, Literal, NamedTuple
@@ -34,6 +36,7 @@ from prefixkv.testing.sides import Finding as Finding
 from prefixkv.testing.sides import Prompt as Prompt
 from prefixkv.testing.sides import ScenarioSettings as ScenarioSettings
 from prefixkv.testing.sides import Side as Side
+from prefixkv.testing.sides import SidesError as SidesError
 
 Backend = Literal["nixl", "shm", "auto"]
 
@@ -41,6 +44,10 @@ PATIENCE_S: Final = 30.0
 """How long nothing at all may happen before an engine counts as stalled, in seconds."""
 
 _PAGE_SIZE: Final = 4  # of most scenarios
+_SHOWN_LOG_LINES: Final = 20  # of one run, the last ones
+_LOGGER: Final = logging.getLogger("prefixkv")
+_NUMBER: Final = re.compile(r"\d+")
+_RID: Final = re.compile(r"r\d+\b")  # names of a run's prompts
 
 
 @dataclass(slots=True)
@@ -48,12 +55,14 @@ class ConformanceReport:
     """What scenarios have found. `str()` of it is for people.
 
     `passed` has the names of the runs ("full hit, seed 0") without a finding; `skipped` those that
-    the engine does not take part in, with its reason.
+    the engine does not take part in, with its reason; `logs` what the library logged in runs with
+    findings.
     """
 
     passed: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
+    logs: dict[str, list[str]] = field(default_factory=dict)
     seconds: float = 0.0
 
     @property
@@ -68,8 +77,13 @@ class ConformanceReport:
 
     def __str__(self) -> str:
         lines = []
-        for found in self.findings:
-            lines.append(f"in {found.scenario!r}, seed {found.seed}: {found}")
+        for first, *alike in _of_one_cause(self.findings):
+            lines.append(f"in {first.scenario!r}, seed {first.seed}: {first}")
+            if alike:
+                lines.append(f"    and {len(alike)} more of the kind: {_named(alike)}")
+        for name, logged in self.logs.items():
+            lines.append(f"logged in {name}:")
+            lines += [f"    {line}" for line in logged[-_SHOWN_LOG_LINES:]]
         lines += [f"not run: {name}: {why}" for name, why in self.skipped.items()]
         broken = {(found.scenario, found.seed) for found in self.findings}
         lines.append(
@@ -77,6 +91,43 @@ class ConformanceReport:
             f"{self.seconds:.1f} s"
         )
         return "\n".join(lines)
+
+
+def _of_one_cause(findings: Iterable[Finding]) -> Iterator[list[Finding]]:
+    """Group a report's findings that differ in names and numbers only, in order of the first."""
+    groups: dict[Finding, list[Finding]] = {}
+    for found in findings:
+        kind = found._replace(what=_NUMBER.sub("#", found.what))
+        groups.setdefault(kind, []).append(found)
+    yield from groups.values()
+
+
+def _named(findings: Sequence[Finding]) -> str:
+    """Return the requests that a report's findings begin with, else the first of their texts."""
+    names = [match[0] for found in findings if (match := _RID.match(found.what))]
+    return ", ".join(dict.fromkeys(names)) or findings[0].what
+
+
+class _HeldLog(logging.Handler):
+    """Keeps what the library logs while a scenario runs, instead of showing it: in many of them
+    something goes wrong on purpose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        self._before: tuple[bool, list[logging.Handler]]
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a record that a scenario has logged."""
+        self.lines.append(f"{record.levelname} {record.name}: {record.getMessage()}")
+
+    def __enter__(self) -> _HeldLog:
+        self._before = _LOGGER.propagate, _LOGGER.handlers
+        _LOGGER.propagate, _LOGGER.handlers = False, [self]
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        _LOGGER.propagate, _LOGGER.handlers = self._before
 
 
 class Case(NamedTuple):
@@ -110,6 +161,16 @@ def scenarios(seeds: Iterable[int] = (0,)) -> list[Case]:
     return [Case(name, seed) for name in SCENARIOS for seed in seeds]
 
 
+def _check_run(only: Sequence[str], page_size: int) -> None:
+    """Raise ValueError for what `run` cannot do."""
+    for name in only:
+        if name not in SCENARIOS:
+            known = ", ".join(repr(one) for one in SCENARIOS)
+            raise ValueError(f"there is no scenario {name!r}, there are {known}")
+    if page_size < _PAGE_SIZE or page_size % _PAGE_SIZE:
+        raise ValueError(f"page_size is {page_size}, a multiple of {_PAGE_SIZE} is needed")
+
+
 def run(
     make: MakeSides, *, only: Sequence[str] = (), seeds: Iterable[int] = (0,),
     patience_s: float = PATIENCE_S, probe: bool = True, backend: Backend = "nixl",
@@ -131,19 +192,22 @@ def run(
         page_size: tokens per page in most scenarios, a multiple of 4; all other sizes grow with it.
             A few have pages of a quarter or of half of it, or twice as large.
 
+    What the library logs meanwhile is held back, and is in the report where something was found.
+
     Returns: the report; nothing is raised for what an engine does wrong.
-    Raises: ValueError for a scenario that there is not, or another page size; what `make` raises.
+    Raises: ValueError for a scenario that there is not, or another page size; SidesError, a
+        TypeError, where `make` returns no EngineSides; what `make` raises.
     """
-    unknown = [name for name in only if name not in SCENARIOS]
-    if unknown:
-        raise ValueError(f"there is no scenario {unknown[0]!r}, there are {', '.join(SCENARIOS)}")
-    if page_size < _PAGE_SIZE or page_size % _PAGE_SIZE:
-        raise ValueError(f"page_size is {page_size}, a multiple of {_PAGE_SIZE} is needed")
+    _check_run(only, page_size)
     report = ConformanceReport()
     began_s = time.monotonic()
     for case in scenarios(seeds):
         if not only or case.scenario in only:
-            _run_case(case, make, report, patience_s, probe, backend, page_size)
+            found = len(report.findings)
+            with _HeldLog() as held:
+                _run_case(case, make, report, patience_s, probe, backend, page_size)
+            if held.lines and len(report.findings) > found:
+                report.logs[str(case)] = held.lines
     report.seconds = time.monotonic() - began_s
     return report
 
@@ -191,15 +255,45 @@ def _run_case(
         report.passed.append(str(case))
 
 
+class _MistakeError(Exception):
+    """The conformance command was given something that there is not."""
+
+
+def _imported(text: str) -> MakeSides:
+    """Return what MODULE:NAME stands for in the conformance command. Raises _MistakeError."""
+    module, _, name = text.partition(":")
+    name = name or "make"
+    try:
+        found = import_module(module)
+    except (ModuleNotFoundError, TypeError, ValueError) as error:
+        # Another module that this one imports and misses is the engine's fault, not a wrong name.
+        if isinstance(error, ModuleNotFoundError) and error.name not in _parents(module):
+            raise
+        raise _MistakeError(f"there is no module {module!r} here (MODULE:NAME is needed)") from None
+    make: MakeSides | None = getattr(found, name, None)
+    if not callable(make):
+        has = "is not callable" if hasattr(found, name) else "does not exist"
+        raise _MistakeError(f"{name!r} of module {module!r} {has} (MODULE:NAME is needed)")
+    return make
+
+
+def _parents(module: str) -> set[str]:
+    """Return the names of a module and of all packages around it."""
+    parts = module.split(".")
+    return {".".join(parts[: i + 1]) for i in range(len(parts))}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the conformance kit from a command line. Returns 1 if a law was found broken."""
+    """Run the conformance kit from a command line. Returns 1 if a law was found broken, 2 after a
+    mistake in the command, which is told in a line on stderr."""
     parser = argparse.ArgumentParser(
         prog="python -m prefixkv.testing.conformance",
         description="Run an engine's two loops through the conformance scenarios.",
     )
     parser.add_argument(
         "make", nargs="?", default="prefixkv.testing.toy:ToySides",
-        help="module:name of the function that makes both workers; %(default)s",
+        help="MODULE:NAME of the class or function that makes both workers, as `make` of `run`; "
+             "without :NAME it is `make` in that module; %(default)s",
     )  # fmt: skip
     parser.add_argument("--only", action="append", default=[], metavar="SCENARIO",
                         help="run this scenario; may be given several times")  # fmt: skip
@@ -218,13 +312,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for scenario in SCENARIOS.values():
             print(f"{scenario.name}: {scenario.about}")
         return 0
-    module, _, name = given.make.partition(":")
-    make: MakeSides = getattr(import_module(module), name or "make")
-    report = run(
-        make, only=given.only, seeds=given.seed or (0,), patience_s=given.patience,
-        probe=not given.no_probe, backend=given.backend,
-        page_size=given.page_size,
-    )  # fmt: skip
+    try:
+        _check_run(given.only, given.page_size)
+        make = _imported(given.make)
+    except (_MistakeError, ValueError) as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 2
+    try:
+        report = run(
+            make, only=given.only, seeds=given.seed or (0,), patience_s=given.patience,
+            probe=not given.no_probe, backend=given.backend,
+            page_size=given.page_size,
+        )  # fmt: skip
+    except SidesError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 2
     print(report)
     return int(not report.ok)
 

@@ -6,7 +6,7 @@ Each ends with a drain, after which nothing may be left. Sizes are in tokens, an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,6 +17,7 @@ from prefixkv.testing.sides import BRIEF, AnswerLog, ScenarioSettings
 Play = Callable[[ScenarioRun], None]
 
 _DEADLINE_S: Final = 5.0  # of prompts that a worker which goes away may have alone
+_FAR_S: Final = 3600.0  # of prompts whose deadline has to be passed on, and never comes
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,14 +158,23 @@ def not_cacheable(run: ScenarioRun) -> None:
 _TINY = ScenarioSettings(decode_pages=14, prefill_pages=24, chunk_tokens=5)
 
 
-def _many(run: ScenarioRun, num: int, **options: bool) -> list[AnswerLog]:
-    """Ask for `num` prompts of up to 16 tokens at once, some of them with a common beginning."""
+_NAMESPACES: Final[tuple[Hashable, ...]] = (None, "a", ("b", 1))
+
+
+def _many(run: ScenarioRun, num: int, *, cacheable: bool = True) -> list[AnswerLog]:
+    """Ask for `num` prompts of up to 16 tokens at once, some of them with a common beginning, most
+    in a namespace, some with a deadline that is far away."""
     common = run.prompt(10)
     answers = []
     for i in range(num):
         shared = int(run.random.integers(0, 11)) if i % 3 == 0 else 0
         tokens = [*common[: shared * run.factor], *run.prompt(int(run.random.integers(1, 7)))]
-        answers.append(run.ask(tokens, int(run.random.integers(12, 25)), **options))
+        # Of those with the common beginning two in a row are in one namespace.
+        namespace = _NAMESPACES[i // 6 % 3 if i % 3 == 0 else i % 3]
+        answers.append(run.ask(
+            tokens, int(run.random.integers(12, 25)), namespace=namespace, cacheable=cacheable,
+            deadline_s=None if i % 4 else _FAR_S,
+        ))  # fmt: skip
     return answers
 
 
@@ -307,18 +317,20 @@ def decode_restarts(run: ScenarioRun) -> None:
 
 
 def _mixed(run: ScenarioRun, num: int, *, aborts: bool = True) -> None:
-    """Ask for `num` prompts over time: new ones, later turns, repeated ones; some are aborted."""
-    for _ in range(num):
+    """Ask for `num` prompts over time: new ones, later turns, repeated ones, in three namespaces;
+    some are aborted."""
+    for i in range(num):
+        namespace = _NAMESPACES[i % 3]
         done = [one for one in run.answers if one.ended and one.error is None]
         kind = run.random.random()
         if done and kind < 0.5:
             one = done[int(run.random.integers(len(done)))]
-            before = [*one.prompt.tokens, *one.tokens]
+            before, namespace = [*one.prompt.tokens, *one.tokens], one.prompt.namespace
             tokens = before[: 24 * run.factor] + run.prompt(int(run.random.integers(1, 6)))
         else:
             tokens = run.prompt(int(run.random.integers(1, 25)))
         early = int(run.random.integers(0, 6)) if run.random.random() < 0.3 else None
-        answer = run.ask(tokens, int(run.random.integers(6, 14)), end_at=early)
+        answer = run.ask(tokens, int(run.random.integers(6, 14)), end_at=early, namespace=namespace)
         run.steps(int(run.random.integers(0, 8)))
         if aborts and run.random.random() < 0.2:
             run.abort(answer, "decode" if run.random.random() < 0.7 else "prefill")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, NamedTuple, Protocol
+from typing import Any, Final, Literal, NamedTuple, Protocol
 
 from prefixkv import ControlConfig, DecodeConfig, DecodeNode, PrefillConfig, PrefillNode
 
@@ -55,8 +55,9 @@ class ScenarioSettings:
         shared: the pools lie in memory that the other worker may map (`KVPool.create`).
         tokens_per_step: most tokens that one step of decode may give a request. An engine that
             has no speculative decoding raises NotImplementedError for more than 1.
-        decode, prefill: the configs of the nodes. An engine may set `model` in them, and `compute`
-            in decode's.
+        decode, prefill: the configs of the nodes, for an engine to pass on. It may set `model` and
+            `reserved_pages` in them (with as many pages more in the pool), and `compute` in
+            decode's.
     """
 
     page_size: int = 4
@@ -127,9 +128,10 @@ class AnswerLog:
         if self.ended:
             self.faults.append(("law 7", f"{rid}: token {at} came after the end"))
         elif at >= len(self.expected):
-            self.faults.append(
-                ("law 7", f"{rid}: token {at} came, its answer has {len(self.expected)}")
-            )
+            if at == len(self.expected):  # once: those behind it follow from it
+                num = f"{at} token" if at == 1 else f"{at} tokens"
+                what = f"{rid}: a token came after the last of its answer ({num})"
+                self.faults.append(("law 7", what))
         # One fault per answer: all tokens after a wrong one follow from it.
         elif token != self.expected[at] and self.tokens[:at] == self.expected[:at]:
             right = self.expected[at]
@@ -148,6 +150,10 @@ class AnswerLog:
         if error is None and len(self.tokens) < len(self.expected):
             so_far = f"{len(self.tokens)} of {len(self.expected)} tokens"
             self.faults.append(("law 7", f"{rid}: it ended after {so_far}, without an error"))
+
+
+class SidesError(TypeError):
+    """What `make` has returned is no `EngineSides`: the message says what is missing."""
 
 
 class EngineSides(Protocol):
@@ -189,3 +195,25 @@ class EngineSides(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+_CALLS: Final = ("submit", "abort", "step", "expected", "restart", "close")
+
+
+def check_sides(sides: Any) -> None:
+    """Raise SidesError for what a scenario could not drive: it lacks an attribute, or has one of
+    another type."""
+    kind = type(sides).__name__
+    for name, wanted, may_be_none in (
+        ("decode", DecodeNode, False), ("prefill", PrefillNode, True), ("vocabulary", range, False),
+    ):  # fmt: skip
+        needed = f"a {wanted.__name__} is needed" + " (or None)" * may_be_none
+        try:
+            value = getattr(sides, name)
+        except AttributeError as error:
+            raise SidesError(f"{kind}: {error}: {needed}") from error
+        if not isinstance(value, wanted) and not (may_be_none and value is None):
+            raise SidesError(f"{kind}.{name} is {value!r:.80}, {needed}")
+    for name in _CALLS:
+        if not callable(getattr(sides, name, None)):
+            raise SidesError(f"{kind} has no method {name!r}, EngineSides has one")

@@ -8,7 +8,7 @@ the slots that the engine has to write with junk, so that it sees what was not w
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import wraps
 from typing import Any, Final, NamedTuple
 
@@ -172,6 +172,8 @@ class DecodeWitness(_Watch):
         super().__init__(node, tell, random, probe)
         self._one_token = one_token
         self.requests: dict[str, DecodeRequest] = {}
+        self.rooms: dict[int, str] = {}  # whose they are
+        self._added: list[Request] = []
         self.asks: dict[tuple[int, int], PrefillAsk] = {}  # not submitted to prefill yet
         # Tokens that found no page, by request, with their position.
         self._owed: dict[DecodeRequest, tuple[int, int]] = {}
@@ -181,6 +183,13 @@ class DecodeWitness(_Watch):
 
     def _after_add(self, result: DecodeRequest, request: Request) -> None:
         self.requests[result.rid] = result
+        self.rooms[request.room] = result.rid
+        self._added.append(request)
+
+    def take_added(self) -> list[Request]:
+        """Return what was added to decode since the last call."""
+        added, self._added = self._added, []
+        return added
 
     def _after_pop_transferred(self, result: list[DecodeRequest]) -> None:
         for req in result:
@@ -327,11 +336,20 @@ class PrefillWitness(_Watch):
     ) -> None:  # fmt: skip
         super().__init__(node, tell, random, probe)
         self.asks = asks
+        self.added: list[Request] = []
         self._sent: dict[PrefillRequest, int] = {}  # tokens handed over of what is computed
         self._junk: dict[PrefillRequest, ByteArray] = {}  # from prefix_len on
         self._handed: dict[PrefillRequest, tuple[list[int], ByteArray]] = {}
 
+    def take_added(self, rooms: Container[int]) -> list[Request]:
+        """Return what was added to prefill and not returned before, as far as its room is one of
+        these."""
+        taken = [one for one in self.added if one.room in rooms]
+        self.added = [one for one in self.added if one.room not in rooms]
+        return taken
+
     def _before_add(self, request: Request) -> None:
+        self.added.append(request)
         ask = self.asks.pop((request.room, request.generation), None)
         if ask is None:
             return

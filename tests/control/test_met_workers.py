@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
+import pytest
 
+from prefixkv.control.decode.links import _MOST_ANSWERED
 from prefixkv.control.effects import ConnectFailed, Unreached
 from prefixkv.errors import ConfigError, HandshakeError, PeerLostError
-from prefixkv.protocol.commands import MeetPrefill
+from prefixkv.protocol.commands import Fence, MeetPrefill
 from prefixkv.protocol.events import PrefillAway, PrefillLost, PrefillReady
 from prefixkv.protocol.messages import Topology
-from tests.control.wire import ADDRESS, TIMING, PrefillPeer
+from tests.control.wire import ADDRESS, PREFILL, TIMING, PrefillPeer
 
 SAID = PrefillReady | PrefillAway | PrefillLost
 
@@ -54,6 +57,67 @@ def test_where_nothing_listens_it_is_lost_and_may_be_there_when_asked_again() ->
     assert isinstance(error, PeerLostError)
     peer.on(MeetPrefill(ADDRESS))
     assert said(peer.greet()) == [PrefillReady(ADDRESS)]
+
+
+def lost_why(peer: PrefillPeer) -> str:
+    """Let its address be without a connection until it counts as lost; the error's text."""
+    peer.on(Unreached(ADDRESS, "no answer", "a wrong address"))
+    lost = said(peer.pass_time(2 * TIMING.connect_timeout_s))
+    (error,) = [event.error for event in lost if isinstance(event, PrefillLost)]
+    assert isinstance(error, PeerLostError)
+    return str(error)
+
+
+def test_what_never_answered_is_lost_with_a_guess() -> None:
+    peer = PrefillPeer()
+    peer.on(MeetPrefill(ADDRESS))
+    assert lost_why(peer) == f"prefill worker {ADDRESS}: no answer: a wrong address"
+
+
+@pytest.mark.parametrize(
+    ("proved", "how"), [(True, "was fenced, since it is proved dead"), (False, "was fenced")]
+)
+def test_what_answered_before_is_lost_with_what_is_known(proved: bool, how: str) -> None:
+    peer = PrefillPeer()
+    peer.on(MeetPrefill(ADDRESS))
+    peer.greet()
+    peer.after(2.0)
+    peer.on(Fence(PREFILL, proved))
+    why = lost_why(peer)
+    seconds = re.fullmatch(
+        rf"prefill worker {ADDRESS}: no answer; {re.escape(str(PREFILL))} answered there until "
+        rf"(\d+\.\d) s ago, and {how}", why
+    )  # fmt: skip
+    assert seconds is not None, why
+    assert float(seconds[1]) >= 2.0
+    # Also the next time, when the link is another one: it is older then.
+    peer.on(MeetPrefill(ADDRESS))
+    again = re.search(r"until (\d+\.\d) s ago, and " + how, lost_why(peer))
+    assert again is not None
+    assert float(again[1]) > float(seconds[1])
+
+
+def test_what_answered_and_may_live_is_lost_without_a_guess() -> None:
+    peer = PrefillPeer()
+    peer.on(MeetPrefill(ADDRESS))
+    peer.greet()
+    why = lost_why(peer)
+    assert f"no answer; {PREFILL} answered there until " in why
+    assert why.endswith(" s ago")
+
+
+def test_only_some_addresses_are_remembered() -> None:
+    peer = PrefillPeer()
+    for number in range(_MOST_ANSWERED + 3):
+        links = peer.control._links
+        links.open(f"tcp://127.0.0.1:{number + 1}", 0.0)
+        link = links.get(f"tcp://127.0.0.1:{number + 1}")
+        assert link is not None
+        link.peer = PREFILL
+        links.close(link, 0.0)
+    kept = [*links._answered]
+    assert len(kept) == _MOST_ANSWERED
+    assert kept[0] == "tcp://127.0.0.1:4"
 
 
 def test_one_that_does_not_fit_is_lost_by_name() -> None:

@@ -257,21 +257,28 @@ def news(dealer: DealerChannel, patience_s: float = PATIENCE_S) -> Any:
     return None
 
 
-def test_a_dealer_tells_which_address_is_reached_and_which_is_not(ends: Ends) -> None:
+@pytest.mark.parametrize(
+    ("curve", "guess"),
+    [(False, "no prefill worker runs there"), (True, "it wants other CURVE keys than ours")],
+)
+def test_a_dealer_tells_which_address_is_reached_and_which_is_not(
+    ends: Ends, curve: bool, guess: str
+) -> None:
     address = lasting_address()
-    dealer = ends.dealer(address)
-    assert news(dealer) == Unreached(
-        address, "no answer: a wrong address, or it wants other CURVE keys than ours"
-    )
-    router = ends.router(bind=address)
+    theirs = ours = None
+    if curve:
+        mine = keys()
+        theirs = ControlConfig(curve=keys(client=mine.public_key))
+        server_key = theirs.curve.public_key  # type: ignore[union-attr]
+        ours = ControlConfig(curve=CurveConfig(mine.public_key, mine.secret_key, server_key))
+    gone = Unreached(address, "no answer", f"a wrong address, or {guess}")
+    dealer = ends.dealer(address, ours)
+    assert news(dealer) == gone
+    router = ends.router(theirs, address)
     while not isinstance(told := news(dealer), Reached):
-        assert told == Unreached(
-            address, "no answer: a wrong address, or it wants other CURVE keys than ours"
-        )
+        assert told == gone
     router.close()
-    assert news(dealer) == Unreached(
-        address, "no answer: a wrong address, or it wants other CURVE keys than ours"
-    )
+    assert news(dealer) == gone
     dealer.disconnect(address)
     assert news(dealer, 0.1) is None
 

@@ -5,15 +5,17 @@ The engine is the toy (`prefixkv.testing.toy`); each faulty one differs from it 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from prefixkv.config import ComputeConfig
-from prefixkv.errors import AbortedError, OutOfPagesError
+from prefixkv.errors import AbortedError, ClosedError, OutOfPagesError
 from prefixkv.testing import conformance
 from prefixkv.testing.sides import LAWS, AnswerLog, Prompt
 from prefixkv.testing.toy import ToyDecode, ToyModel, ToyPrefill, ToySides, toy_answer
@@ -238,6 +240,64 @@ class AsksAgainWithThePromptOnly(ToyDecode):
             )  # fmt: skip
 
 
+def changed(request: Any, **changes: Any) -> Any:
+    names = ("rid", "tokens", "max_new_tokens", "room", "prefill", "decode", "namespace",
+             "cacheable", "generation", "deadline_s")  # fmt: skip
+    return type(request)(**{name: getattr(request, name) for name in names} | changes)
+
+
+class AsksAgain(ToyDecode):
+    """Differs from the toy in what it asks prefill for again."""
+
+    CHANGES: dict[str, Any] = {}
+
+    def ask_again(self) -> None:
+        before = len(self.asked)
+        super().ask_again()
+        again = self.asked[before:]
+        self.asked[before:] = [changed(request, **self.CHANGES) for request in again]
+
+
+class AsksAgainInNoNamespace(AsksAgain):
+    CHANGES = {"namespace": None}
+
+
+class AsksAgainForWhatIsKept(AsksAgain):
+    CHANGES = {"cacheable": True}
+
+
+class AsksAgainWithoutADeadline(AsksAgain):
+    CHANGES = {"deadline_s": None}
+
+
+class TellsPrefillToKeepIt(ToyDecode):
+    def add(self, prompt: Prompt, answer: AnswerLog, prefill: str) -> None:
+        super().add(prompt, answer, prefill)
+        self.asked[-1] = changed(self.asked[-1], cacheable=True)
+
+
+class SetsNoDeadline(ToyDecode):
+    def add(self, prompt: Prompt, answer: AnswerLog, prefill: str) -> None:
+        super().add(replace(prompt, deadline_s=None), answer, prefill)
+
+
+class NeverEndsAnAnswer(ToyDecode):
+    def finish(self, req: Any) -> None:
+        self.node.finish(req)
+        self.batch.remove(req)
+
+
+class HasAConfigOfItsOwn(ToyPrefill):
+    def __init__(self, settings: Any) -> None:
+        own = replace(settings.prefill, follow_s=0.5, reserved_pages=0)
+        super().__init__(replace(settings, prefill=own))
+
+
+class HasAnotherPool(ToyPrefill):
+    def __init__(self, settings: Any) -> None:
+        super().__init__(replace(settings, prefill_pages=settings.prefill_pages + 1))
+
+
 class TakesAuxOfAResumedOne(ToyDecode):
     def step(self) -> bool:
         self.known = set(self.batch)
@@ -317,6 +377,11 @@ class StopsInTheMiddle(ToyPrefill):
             super().compute(req)
 
 
+def sides_of(engine: type) -> type[ToySides]:
+    side = "make_decode" if issubclass(engine, ToyDecode) else "make_prefill"
+    return type("Sides", (ToySides,), {side: engine})
+
+
 @dataclass(frozen=True)
 class Mutant:
     engine: type
@@ -330,11 +395,11 @@ class Mutant:
 
     @property
     def make(self) -> type[ToySides]:
-        side = "make_decode" if issubclass(self.engine, ToyDecode) else "make_prefill"
-        return type("Sides", (ToySides,), {side: self.engine})
+        return sides_of(self.engine)
 
 
 TINY = "tiny decode pool"
+NOT_KEPT = "tiny pools, not cacheable"
 FINISHES_TWICE = Mutant(FinishesTwice, "one prompt", "calls", "decode's finish raised RequestError")
 MUTANTS = [
     Mutant(ForgetsFinish, "one prompt", "law 2", "was never finished", True),
@@ -348,10 +413,20 @@ MUTANTS = [
     Mutant(IgnoresRetraction, TINY, "order", "was not retracted", True),
     Mutant(NeverAsksAgain, TINY, "order", "never asked for", True),
     Mutant(AsksAgainWithThePromptOnly, TINY, "order", "with another tokens"),
+    Mutant(AsksAgainInNoNamespace, TINY, "order", "asked again with another namespace"),
+    Mutant(AsksAgainForWhatIsKept, NOT_KEPT, "order", "asked again with another cacheable"),
+    Mutant(AsksAgainWithoutADeadline, TINY, "order", "no deadline_s, which its prompt has ("),
+    Mutant(TellsPrefillToKeepIt, "not cacheable", "order", "prefill was given another cacheable"),
+    Mutant(SetsNoDeadline, TINY, "order", "decode was given no deadline_s"),
+    Mutant(SetsNoDeadline, TINY, "order", "prefill was given no deadline_s"),
+    Mutant(NeverEndsAnAnswer, "one prompt", "law 7", "engine never ended its answer", True),
+    Mutant(HasAConfigOfItsOwn, "one prompt", "calls", "prefill's node has follow_s=0.5, the"),
+    Mutant(HasAnotherPool, "one prompt", "calls", "prefill's pool has 65 pages besides"),
     Mutant(TakesAuxOfAResumedOne, TINY, "law 8", "the model says"),
+    Mutant(ForgetsTheNamespace, "namespaces", "order", "decode was given another namespace"),
     Mutant(ForgetsTheNamespace, "namespaces", "cache", "first request of a namespace"),
     Mutant(AbortsWhatIsDone, "turns of a chat", "cache", "a later turn"),
-    Mutant(IgnoresTheEndToken, "early finish", "law 7", "its answer has"),
+    Mutant(IgnoresTheEndToken, "early finish", "law 7", "a token came after the last"),
     Mutant(Raises, "one prompt", "calls", "a loop raised KeyError"),
     Mutant(SendsBeforeItComputes, "one prompt", "law 8", "was not computed"),
     Mutant(SendsBeforeItComputes, "one prompt", "law 5", "after it was handed over"),
@@ -446,7 +521,7 @@ def test_an_engine_that_raises_at_its_end_is_found() -> None:
 
 
 def test_a_scenario_that_there_is_not_is_refused() -> None:
-    with pytest.raises(ValueError, match="there is no scenario 'none', there are one prompt, "):
+    with pytest.raises(ValueError, match="there is no scenario 'none', there are 'one prompt', "):
         conformance.run(ToySides, only=["none"])
 
 
@@ -464,6 +539,130 @@ def test_the_command_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--only", "one prompt", "--seed", "2", "--backend", "shm"]
     assert conformance.main([mutant, *options]) == 1
     assert "seed 2: calls" in capsys.readouterr().out
+
+
+class Bare:
+    vocabulary = None
+
+    def __init__(self, settings: Any) -> None:
+        self.decode = self.prefill = None
+
+
+class WithoutAnything:
+    def __init__(self, settings: Any) -> None:
+        pass
+
+
+class WithoutARange(ToySides):
+    vocabulary = None  # type: ignore[assignment]
+    made: ToySides | None = None
+
+    def __init__(self, settings: Any) -> None:
+        super().__init__(settings)
+        type(self).made = self
+
+
+class WithoutAbort(ToySides):
+    abort = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([f"{__name__}:Nothing"], f"'Nothing' of module {__name__!r} does not exist (MODULE:NAME"),
+        ([f"{__name__}:TINY"], f"'TINY' of module {__name__!r} is not callable (MODULE:NAME is"),
+        ([__name__], f"'make' of module {__name__!r} does not exist (MODULE:NAME is needed)"),
+        (["no_such_engine:Sides"], "there is no module 'no_such_engine' here (MODULE:NAME"),
+        ([".sides:Sides"], "there is no module '.sides' here"),
+        (["--only", "one promt"], "there is no scenario 'one promt', there are 'one prompt', 't"),
+        (["--page-size", "3"], "page_size is 3, a multiple of 4 is needed"),
+        ([f"{__name__}:WithoutAnything"], "WithoutAnything: 'WithoutAnything' object has no attri"),
+        ([f"{__name__}:Bare"], "Bare.decode is None, a DecodeNode is needed"),
+        ([f"{__name__}:WithoutARange"], "WithoutARange.vocabulary is None, a range is needed"),
+        ([f"{__name__}:WithoutAbort"], "WithoutAbort has no method 'abort', EngineSides has one"),
+    ],
+)
+def test_a_mistake_in_the_command_is_one_line_and_status_2(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert conformance.main([*arguments, "--backend", "shm"]) == 2
+    shown = capsys.readouterr()
+    assert not shown.out
+    assert shown.err.startswith(f"python -m prefixkv.testing.conformance: {said}")
+    assert shown.err.count("\n") == 1
+
+
+def test_what_is_no_engine_is_closed_again() -> None:
+    with pytest.raises(conformance.SidesError, match="a range is needed"):
+        conformance.run(WithoutARange, only=["one prompt"], **LOCAL)
+    assert WithoutARange.made is not None
+    with pytest.raises(ClosedError):
+        WithoutARange.made.decode.pop_failed()
+
+
+def test_a_module_that_an_engine_misses_is_not_taken_for_a_wrong_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "an_engine_with_a_fault.py").write_text("import no_such_package\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="no_such_package"):
+        conformance.main(["an_engine_with_a_fault:Sides"])
+
+
+class LogsAndGoesOn(ToyDecode):
+    def finish(self, req: Any) -> None:
+        logging.getLogger("prefixkv.peers").warning("something of %s is lost", req.rid)
+        super().finish(req)
+
+
+class LogsAndFinishesTwice(FinishesTwice):
+    finish = LogsAndGoesOn.finish
+
+    def step(self) -> bool:
+        done = [*self.batch]
+        busy = super().step()
+        for req in done:
+            if req.state.ended:
+                self.node.finish(req)
+        return busy
+
+
+def test_what_is_logged_is_shown_with_a_finding_only(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In many scenarios something is lost on purpose."""
+    report = conformance.run(sides_of(LogsAndGoesOn), only=["one prompt"], **LOCAL)
+    assert report.ok
+    assert not report.logs
+    assert "is lost" not in str(report)
+    report = conformance.run(sides_of(LogsAndFinishesTwice), only=["one prompt"], **LOCAL)
+    assert not report.ok
+    line = "WARNING prefixkv.peers: something of r0 is lost"
+    assert report.logs == {"one prompt, seed 0": [line]}
+    assert f"logged in one prompt, seed 0:\n    {line}\n" in str(report)
+    assert not caplog.records
+    assert capsys.readouterr() == ("", "")
+    # Afterwards it is as before.
+    logging.getLogger("prefixkv.peers").warning("of somebody else")
+    assert [record.message for record in caplog.records] == ["of somebody else"]
+
+
+def test_one_cause_is_told_once() -> None:
+    def found(what: str, seed: int = 0) -> conformance.Finding:
+        return conformance.Finding("law 7", "one prompt", seed, what)
+
+    report = conformance.ConformanceReport(
+        findings=[found("r0: token 4 is 17, the model says 3"),
+                  found("nothing happens any more"),
+                  found("r1: token 12 is 9, the model says 90"),
+                  found("r0: token 4 is 17, the model says 3", 1),
+                  found("r12: token 5 is 9, the model says 90")]
+    )  # fmt: skip
+    text = str(report)
+    assert text.count("the model says") == 2
+    assert text.count("    and 2 more of the kind: r1, r12\n") == 1
+    assert text.count("more of the kind") == 1
+    assert "0 passed, 2 broken" in text
 
 
 def faulty(settings: Any) -> ToySides:

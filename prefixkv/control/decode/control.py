@@ -416,7 +416,8 @@ class DecodeControl:
             if isinstance(key, str):
                 self._links.tick(key, now_s)
                 # No connection for too long: the rooms that wait there fail.
-                if (link := self._links.get(key)) and (why := self._links.gone(link, now_s)):
+                link = self._links.get(key)
+                if link and (why := self._links.gone(link, self._lives.how, now_s)):
                     self._refuse_link(link, why, now_s)
             elif (room := self._rooms.get(key)) is not None:
                 self._rooms.on(room, RoomTick(room.heard_s), now_s)

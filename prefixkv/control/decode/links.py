@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -49,6 +49,10 @@ from prefixkv.staging.receiver import StagingPlan
 Word = TypeVar("Word", bound=Promise | Abort)
 
 
+_MOST_ANSWERED: Final = 256
+"""Addresses of which it is remembered what answered there last, for the message of a later loss."""
+
+
 @dataclass(slots=True, eq=False)
 class Link:
     """The link to one prefill rank's address.
@@ -66,6 +70,7 @@ class Link:
     hello: Backoff
     gone_s: float = math.inf  # since when there is no connection
     gone_why: str = ""
+    gone_guess: str = ""
     peer: PeerId | None = None
     ready: bool = False
     reply: HelloReply | None = None
@@ -113,6 +118,7 @@ class Links:
         self._timers = timers
         self._stamp = Stamper(me)
         self._links: dict[str, Link] = {}
+        self._answered: dict[str, tuple[PeerId, float]] = {}  # by address, until when
         self._changed: set[str] = set()  # leaders that may be ready now, or may not be any more
 
     def take_changed(self) -> set[str]:
@@ -197,16 +203,39 @@ class Links:
             link.gone_s = math.inf
         else:
             # The first failure counts: attempts go on, and each is reported.
-            link.gone_s, link.gone_why = min(link.gone_s, now_s), what.why
+            link.gone_s = min(link.gone_s, now_s)
+            link.gone_why, link.gone_guess = what.why, what.guess
             self.deaths.doubt(link.peer, now_s)
             self._timers.wake(link.address, link.gone_s + self._timing.connect_timeout_s)
 
-    def gone(self, link: Link, now_s: float) -> PeerLostError | None:
+    def gone(
+        self, link: Link, how_ended: Callable[[PeerId], str], now_s: float
+    ) -> PeerLostError | None:
         """Return an error if the address of a link has had no connection for `connect_timeout_s`,
-        else None."""
+        else None. It says what is known of the process that answered there before; `how_ended` is
+        "" for one that may still live."""
         if now_s < link.gone_s + self._timing.connect_timeout_s:
             return None
-        return PeerLostError(f"prefill worker {link.address}: {link.gone_why}", link.peer)
+        if link.peer is not None:
+            self._note_answered(link)
+        before = self._answered.get(link.address)
+        if before is None:
+            why = link.gone_why + (f": {link.gone_guess}" if link.gone_guess else "")
+        else:
+            peer, heard_s = before
+            why = f"{link.gone_why}; {peer} answered there until {now_s - heard_s:.1f} s ago"
+            if how := how_ended(peer):
+                why = f"{why}, and {how}"
+        return PeerLostError(f"prefill worker {link.address}: {why}", link.peer)
+
+    def _note_answered(self, link: Link) -> None:
+        """Remember which prefill process answered last at a link's address, and until when."""
+        assert link.peer is not None
+        self._answered.pop(link.address, None)
+        self._answered[link.address] = link.peer, link.live.heard_s
+        # Addresses come and go with restarts; those of the longest ago are forgotten.
+        while len(self._answered) > _MOST_ANSWERED:
+            del self._answered[next(iter(self._answered))]
 
     def with_proof(self, link: Link, word: Word, digest: bytes) -> Word:
         """Return the frame body with the proof for this link; its prefill rank must have answered
@@ -309,6 +338,8 @@ class Links:
     def replace_peer(self, link: Link, newer: PeerId | None, now_s: float) -> PeerId | None:
         """Note that another prefill process answers at the link (`newer`), or none; return the one
         before."""
+        if link.peer is not None:
+            self._note_answered(link)
         former, link.peer, link.ready = link.peer, newer, False
         self.note_change(link)
         if former is not None:
