@@ -70,6 +70,7 @@ class ModelWorkers:
         prefill: settings of the prefill worker by name, see `prefixkv worker prefill --help`.
         decode: settings of each decode worker, by its name. A request names the one it goes to.
         prefill_within: a command that runs the prefill worker's command line, see `Child`.
+        decode_within: the same for each decode worker.
     """
 
     def __init__(
@@ -78,10 +79,11 @@ class ModelWorkers:
         prefill: Mapping[str, Any],
         decode: Mapping[str, Mapping[str, Any]],
         prefill_within: Sequence[str] = (),
+        decode_within: Sequence[str] = (),
     ) -> None:
         self._folder = folder
         self._settings = {PREFILL: dict(prefill), **{name: dict(of) for name, of in decode.items()}}
-        self._within = {PREFILL: prefill_within}
+        self._within = {PREFILL: prefill_within, **dict.fromkeys(decode, decode_within)}
         self._key = secrets.token_urlsafe(24)
         # A fleet per decode worker, each with the one prefill worker: so a request goes where it is
         # sent.
@@ -128,7 +130,7 @@ class ModelWorkers:
             for fleet in fleets:
                 fleet.remove(info.name, info.life)
 
-        return Child(role, environ, ready, gone, self._within.get(name, ()))
+        return Child(role, environ, ready, gone, self._within[name])
 
     # --- requests ---------------------------------------------------------------------------------
 

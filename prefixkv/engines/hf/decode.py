@@ -394,7 +394,6 @@ class DecodeEngine:
             outputs, answer, len(req.output) - 1, token, finish, text=text, logprob=logprob
         )
         if finish is not None:
-            # The newest token has no KV yet, so an answer's thinking may reach one token further.
             keep = self._thinking.keep_tokens(req.request.key.tokens(), req.output)
             self.node.finish(req, self.model.event(), keep_tokens=keep)
             self._running.remove(req)
