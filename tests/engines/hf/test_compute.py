@@ -143,7 +143,8 @@ def test_prefill_ends_and_every_answer_is_right(
 
         def step() -> None:
             for one in world.decode.take_prefill_jobs():
-                assert world.decode.give_up_job(one, "prefill has gone")
+                # Nothing is left to give up where the node has heard first that prefill left.
+                world.decode.give_up_job(one, "prefill has gone")
             if not world.decode.step():
                 world.decode.wait(0.005)
 
