@@ -267,6 +267,17 @@ class Retarget(Protocol):
 def _check_names(policy: str | Policy, admission: str | Admission = "fifo") -> None:
     """Raise ConfigError, with the nearest name, if a worker's config names an eviction or admission
     policy that is not registered."""
+    for setting, given in (("policy", policy), ("admission", admission)):
+        # Both look like what is meant, and an object is what a node needs.
+        if isinstance(given, type):
+            name = given.__name__
+            raise ConfigError(f"{setting}: {name} is a class, give an object: {name}()")
+        module, colon, name = given.partition(":") if isinstance(given, str) else ("", "", "")
+        if colon and name.isidentifier():
+            raise ConfigError(
+                f"{setting}: {given!r} names a class, as for prefixkv replay; give an object: "
+                f"{name}(), of module {module}"
+            )
     if isinstance(policy, str) and (why := explain_policy(policy)):
         raise ConfigError(f"policy: {why}")
     if isinstance(admission, str) and (why := explain_admission(admission)):
@@ -425,8 +436,8 @@ class DecodeConfig:
     compute: ComputeConfig | None = None
 
     def __post_init__(self) -> None:
+        _check_names(self.policy, self.admission)  # first: it says more of a class than its type
         check_fields(self)
-        _check_names(self.policy, self.admission)
         if self.failure_policy == "local" and self.compute is None:
             raise ConfigError(
                 "failure_policy: 'local' needs compute, the engine's word that it computes prompts"
@@ -493,7 +504,7 @@ class PrefillConfig:
     kv_events: KVEventsConfig | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self)
         _check_names(self.policy)
+        check_fields(self)
         # Decode waits no longer for the first chunk.
         check_order(self, "follow_s", "control.longest_wait_s")

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import pytest
 
 from prefixkv.admission import make_admission
+from prefixkv.cache.eviction.adaptive import Adaptive
 from prefixkv.cache.eviction.policy import DEFAULT_POLICY, make_policy
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.config import (
@@ -318,3 +319,23 @@ def test_the_reserve_is_a_part_of_the_pool() -> None:
         DecodeConfig(evict_reserve=1.5)
     with pytest.raises(ConfigError, match=r"prefill_share: 1.5 is above 1"):
         DecodeConfig(prefill_share=1.5)
+
+
+@pytest.mark.parametrize("kind", [DecodeConfig, PrefillConfig])
+def test_a_class_in_place_of_a_policy_is_told_from_an_object(kind: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=r"policy: Adaptive is a class, give an object: Adap\w+\(\)"
+    ):
+        kind(policy=Adaptive)
+    with pytest.raises(
+        ConfigError,
+        match=r"policy: 'mine.own:Deep' names a class, .* object: Deep\(\), of module mine",
+    ):
+        kind(policy="mine.own:Deep")
+    with pytest.raises(ConfigError, match="policy: 'adaptive:trust=2' is not one of"):
+        kind(policy="adaptive:trust=2")
+
+
+def test_a_class_in_place_of_an_admission_policy_is_told_from_an_object() -> None:
+    with pytest.raises(ConfigError, match=r"admission: Fifo is a class, give an object: Fifo\(\)"):
+        DecodeConfig(admission=type("Fifo", (), {}))  # type: ignore[arg-type]

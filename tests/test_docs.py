@@ -32,6 +32,7 @@ import pytest
 import prefixkv
 from benchmarks.__main__ import BENCHMARKS
 from prefixkv import transfer
+from prefixkv.cache.eviction.policy import Use
 from prefixkv.memory import kv_layout, state_layout
 from prefixkv.memory.kv_layout import ITEMSIZE
 from prefixkv.protocol import messages
@@ -455,6 +456,15 @@ def test_every_field_of_a_request_is_told_with_its_default() -> None:
         one.name: "" if one.default is dataclasses.MISSING else repr(one.default).replace("'", '"')
         for one in fields
     }
+    assert told == found
+
+
+def test_every_field_of_a_use_is_told_with_its_default() -> None:
+    told = {
+        name.strip("`"): default.strip("`")
+        for name, default, _ in table_below(read("docs/operate.md"), "use")
+    }
+    found = {one.name: repr(one.default).replace("'", '"') for one in dataclasses.fields(Use)}
     assert told == found
 
 

@@ -273,7 +273,11 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
             raise RequestError(f"state slot {state_slot} of {num_slots}, with the last chunk only")
         ids = as_pages(pages)
         if len(ids) < pages_for(end, self._page_size):
-            raise RequestError(f"{len(ids)} pages, {end} tokens need more")
+            need = pages_for(end, self._page_size)
+            raise RequestError(
+                f"{len(ids)} pages, {end} tokens need {need}: pages begin with the first token's, "
+                f"also in later chunks"
+            )
         if len(ids):
             checked_pages(ids, self._num_pages, "source")
         # 3. The pages between the last chunk's end and this one's. The copy is the job's: the

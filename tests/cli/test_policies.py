@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
-from prefixkv.cache.eviction.policy import policy_names
+from prefixkv.cache.eviction.policy import make_policy, policy_names
 from prefixkv.cli.main import run_command
-from prefixkv.cli.policies import policy_of
+from prefixkv.cli.policies import _broken_law, policy_of
 from prefixkv.cli.replay.command import replay
 from prefixkv.errors import ConfigError
 
@@ -124,6 +125,12 @@ class Nameless(Whole):
     def __init__(self):
         pass
 
+class Unnamed(Whole):
+    name = ""
+
+    def __init__(self):
+        pass
+
 class Open(Whole):
     def __init__(self, *rest, **settings):
         self.settings = settings
@@ -141,6 +148,7 @@ class Placed(Whole):
         ("faulty:Silent", "faulty:Silent cannot be made: RuntimeError"),
         ("faulty:Refuses", "not today"),
         ("faulty:Nameless", "faulty:Nameless has no name"),
+        ("faulty:Unnamed", "faulty:Unnamed has no name"),
         ("faulty:Open:width", "width is no number"),
         ("faulty:Placed:size=2", "'size' is no setting of faulty:Placed"),
         ("faulty:Picky:", "'' is no setting of faulty:Picky, of size"),
@@ -185,3 +193,72 @@ def test_a_class_with_any_settings_gets_them(tmp_path, monkeypatch) -> None:
     assert policy_of("faulty:Open:size=3:share=0.5").settings == {"size": 3, "share": 0.5}
     assert policy_of("faulty:Open").settings == {}
     assert policy_of("faulty:Placed").size == 1
+
+
+LAWLESS = """
+from prefixkv.spi import Policy
+
+class Lawful(Policy):
+    name = "lawful"
+
+    def mark(self, use):
+        return use.tick, 1, 0.1 * use.tick
+
+    def fold(self, upper, lower):
+        return max(upper[0], lower[0]), upper[1] + lower[1], upper[2] + lower[2]
+
+    def last_tick(self, history):
+        return history[0]
+
+    def rank(self, history):
+        return history[1] > 2, history[0]
+
+class Equal(Lawful):
+    def rank(self, history):
+        return history[1]
+
+class Unfair(Lawful):
+    def fold(self, upper, lower):
+        return max(upper[0], lower[0]), upper[1] - lower[1], 0.0
+
+class Lies(Lawful):
+    def last_tick(self, history):
+        return history[1]
+
+class Forgets(Lawful):
+    def fold(self, upper, lower):
+        return lower
+
+class Raises(Lawful):
+    def rank(self, history):
+        return history[7]
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Equal", "lawless:Equal gives two leaves the same rank, 1: no two may be equal"),
+        ("Unfair", "lawless:Unfair has a fold that is not associative: of three marks it makes"),
+        ("Lies", "lawless:Lies has a last_tick that says 1 of a history whose last is 4"),
+        ("Forgets", "lawless:Forgets has a last_tick that says 2 of a history whose last is 4"),
+    ],
+)
+def test_a_policy_that_breaks_a_law_is_refused(
+    name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lawless.py").write_text(LAWLESS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "lawless", raising=False)
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        policy_of(f"lawless:{name}")
+    assert policy_of("lawless:Lawful").name == "lawful"
+    # The replay shows where it raises.
+    assert policy_of("lawless:Raises").name == "lawful"
+    monkeypatch.delitem(sys.modules, "lawless")
+
+
+def test_the_policies_that_ship_break_no_law() -> None:
+    for name in policy_names():
+        assert _broken_law(make_policy(name)) == ""
+    assert policy_of("benchmarks.policies.gated:Gated").name == "gated"

@@ -119,8 +119,32 @@ def test_times_and_order_are_doubted() -> None:
     assert "one in 278 hours" in doubts(check_trace(slow))[0]
     back = make_trace("t", [entry([1], at=1000 * at) for at in (5, 4, 6, 1)])
     assert "2 requests are earlier" in doubts(check_trace(back))[0]
+    # Seconds in place of ms: one request a second.
+    seconds = make_trace("t", [entry([1], at=at) for at in range(9)])
+    assert "1,000 a second" in doubts(check_trace(seconds))[0]
+    busy = make_trace("t", [entry([1], at=10 * at) for at in range(9)])  # 100 a second
+    assert doubts(check_trace(busy)) == []
     good = make_trace("t", [entry([1], at=1000 * at) for at in range(9)])
     assert doubts(check_trace(good)) == []
+
+
+def test_ids_that_come_twice_in_a_prompt_are_doubted() -> None:
+    found = check_trace(make_trace("t", [entry([1, 7, 7]), entry([1, 2], at=9000)]))
+    (doubt,) = found.doubts
+    assert doubt.startswith("1 of 2 prompts have one id at two positions: an id stands for")
+    assert not found.why_nothing
+    # Equal tokens may well be at two positions.
+    tokens = {"tokens": [5] * 64, "timestamp": 0}
+    assert not check_trace(make_trace("t", [tokens, tokens | {"timestamp": 9000}])).doubts
+
+
+def test_empty_prompts_are_doubted_and_told_from_short_ones() -> None:
+    entries = [entry([], 0), entry([1], 9, at=9000), entry([1, 2], at=18000), entry([1], at=27000)]
+    found = check_trace(make_trace("t", entries))
+    assert found.doubts == (
+        "1 of 4 prompts are empty.",
+        "1 of 4 prompts are shorter than a block of 512 tokens: they can find nothing.",
+    )
 
 
 def test_a_check_says_what_each_file_is(tmp_path, capsys) -> None:

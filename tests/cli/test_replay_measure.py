@@ -66,6 +66,12 @@ def test_settings_are_told_apart_by_names_of_ones_own() -> None:
     assert replay_curves(small(), "adaptive:trust=5", [2])[0].policy == "adaptive:trust=5"
 
 
+def test_one_policy_and_one_capacity_need_no_list() -> None:
+    (one,) = replay_curves(small(), Gated, 2)
+    assert (one.policy, one.capacity_blocks) == ("gated", 2)
+    assert [one.hit_tokens] == [found.hit_tokens for found in replay_curves(small(), [Gated], [2])]
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [
@@ -75,6 +81,7 @@ def test_settings_are_told_apart_by_names_of_ones_own() -> None:
         ({"policies": [dict]}, "no function that makes"),
         ({"policies": {"a": lambda: None}}, "no function that makes"),
         ({"policies": [type("Nameless", (Gated,), {"name": 3})]}, "has no name"),
+        ({"policies": [type("Nameless", (Gated,), {"name": ""})]}, "has no name"),
         ({"capacities": [0]}, "capacity"),
         ({"warm": 1.0}, "warm"),
         ({"queue": -1}, "queue"),

@@ -381,6 +381,10 @@ def test_what_is_refused_changes_nothing(pair: Pair) -> None:
     pair.add()
     with pytest.raises(RequestError, match="here already"):
         pair.add()
+    with pytest.raises(
+        RequestError, match="4 pages, 20 tokens need 5: pages begin with the first token's, also"
+    ):
+        pair.send_chunk(20, SRC[:4])
     for call, error in (
         (lambda: pair.send_chunk(31, SRC), RequestError),
         (lambda: pair.send_chunk(20, SRC[:4]), RequestError),

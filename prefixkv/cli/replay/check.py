@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, Final
 
 from prefixkv.cli.replay.trace import MOONCAKE, RECORD, TOKENS, Trace, block_names
 from prefixkv.spi import TOKEN_BYTES, RadixKey
 
-_FAST_S: Final = 0.0005
+_FAST_S: Final = 0.005
 _SLOW_S: Final = 24 * 3600.0
 """Mean times between requests beyond which a trace's timestamps are hardly in ms."""
 
@@ -38,6 +38,10 @@ class TraceCheck:
     counted_asked_blocks: int
     counted_repeated_blocks: int
     counted_tokens: int
+    empty_prompts: int = 0
+    repeating_prompts: int = 0  # with an id at two of their positions; of token lists none count
+    why_nothing: tuple[str, ...] = ()  # why no cache can find a block, a sentence each
+    doubts: tuple[str, ...] = ()  # what looks wrong, a sentence each
 
     @property
     def block_bound(self) -> float:
@@ -51,7 +55,8 @@ class TraceCheck:
 
 
 def check_trace(trace: Trace, warm: float = 0.0) -> TraceCheck:
-    """Count what a trace holds, and what repeats in it. O(blocks).
+    """Count what a trace holds and what repeats in it, and say what looks wrong. O(blocks), but
+    where nothing repeats O(blocks log blocks).
 
     Args:
         warm: share of the requests that only warm the cache, as of a replay.
@@ -72,7 +77,7 @@ def check_trace(trace: Trace, warm: float = 0.0) -> TraceCheck:
             counted_asked, counted_repeated = counted_asked + blocks, counted_repeated + known
             counted_tokens += request.num_tokens
     times = [request.time_s for request in trace.requests]
-    return TraceCheck(
+    found = TraceCheck(
         trace=trace.name,
         kind=trace.kind,
         requests=len(trace.requests),
@@ -91,7 +96,22 @@ def check_trace(trace: Trace, warm: float = 0.0) -> TraceCheck:
         counted_asked_blocks=counted_asked,
         counted_repeated_blocks=counted_repeated,
         counted_tokens=counted_tokens,
+        empty_prompts=sum(not request.num_tokens for request in trace.requests),
+        repeating_prompts=_repeating_prompts(trace),
     )
+    found = replace(found, doubts=tuple(doubts(found)))
+    return replace(found, why_nothing=tuple(why_nothing(trace, found, warm)))
+
+
+def _repeating_prompts(trace: Trace) -> int:
+    """Count the prompts of a trace that have one block's id at two positions."""
+    if trace.kind == TOKENS:  # equal tokens at two positions are two blocks
+        return 0
+    count = 0
+    for request in trace.requests:
+        pages = [*_pages(trace, request.whole_key)]
+        count += len(set(pages)) < len(pages)
+    return count
 
 
 def doubts(check: TraceCheck) -> list[str]:
@@ -109,9 +129,18 @@ def doubts(check: TraceCheck) -> list[str]:
             f"{check.out_of_order:,} requests are earlier than the one before them in the file; "
             "all are replayed by time."
         )
-    if 0 < check.prompts_without_block < check.requests:
+    if check.repeating_prompts:
         found.append(
-            f"{check.prompts_without_block:,} of {check.requests:,} prompts are shorter than a "
+            f"{check.repeating_prompts:,} of {check.requests:,} prompts have one id at two "
+            "positions: an id stands for its block and all before it, so it cannot come again in a "
+            "prompt. Are the ids those of single blocks?"
+        )
+    if check.empty_prompts:
+        found.append(f"{check.empty_prompts:,} of {check.requests:,} prompts are empty.")
+    short = check.prompts_without_block - check.empty_prompts
+    if 0 < short < check.requests:
+        found.append(
+            f"{short:,} of {check.requests:,} prompts are shorter than a "
             f"block of {check.block_tokens} tokens: they can find nothing."
         )
     return found
@@ -150,7 +179,10 @@ def why_nothing(trace: Trace, check: TraceCheck, warm: float = 0.0) -> list[str]
             "has to stand for the whole prompt up to its end, not for a number in the request."
         )
     else:
-        found.append("No block comes a second time.")
+        found.append(
+            "No block comes a second time. An id has to be the same wherever the prompt is the "
+            "same up to its block's end; an id drawn for each request never comes again."
+        )
     if trace.kind == TOKENS and (common := _common_tokens(trace)):
         found.append(
             f"Prompts share up to {common:,} tokens from their beginnings, fewer than a block of "
@@ -161,13 +193,13 @@ def why_nothing(trace: Trace, check: TraceCheck, warm: float = 0.0) -> list[str]
             "The ids of a record are salted for each file: what another file has seen is unknown "
             "in this one, put together or not. A greater record_bytes keeps more in one file."
         )
-    return [*found, *doubts(check)]
+    return [*found, *check.doubts]
 
 
 def why_nothing_here(trace: Trace, check: TraceCheck, warm: float, capacity: int) -> list[str]:
     """Return why policies find no block at this capacity, a sentence each."""
-    if reasons := why_nothing(trace, check, warm):
-        return reasons
+    if check.why_nothing:
+        return [*check.why_nothing]
     enough = enough_for_lru(trace, warm)
     found = [
         f"With all blocks kept ({check.different_blocks:,}) {check.block_bound:.1%} would be found."

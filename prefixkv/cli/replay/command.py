@@ -16,9 +16,7 @@ from rich.progress import BarColumn, Progress, TimeRemainingColumn
 from prefixkv.cli.outputs import check_writable, write_text, writing
 from prefixkv.cli.replay.check import (
     check_trace,
-    doubts,
     enough_for_lru,
-    why_nothing,
     why_nothing_here,
 )
 from prefixkv.cli.replay.curves import (
@@ -312,7 +310,6 @@ def _check(console: Console, traces: list[Trace], warm: float, json_file: Path |
     rows = []
     for trace in traces:
         found = check_trace(trace, warm)
-        reasons = why_nothing(trace, found, warm)
         size = f"; KV of a token: {amount(found.bytes_per_token)}" if found.bytes_per_token else ""
         for line in (
             f"{found.trace}: {found.kind}",
@@ -325,16 +322,13 @@ def _check(console: Console, traces: list[Trace], warm: float, json_file: Path |
             "tokens; no cache finds more",
         ):
             console.print(line, highlight=False, markup=False)
-        if not reasons:
+        if not found.why_nothing:
             enough = enough_for_lru(trace, warm)
             console.print(f"  lru finds some from {enough:,} blocks on", highlight=False)
-        for line in reasons or doubts(found):
+        for line in found.why_nothing or found.doubts:
             console.print(f"  {line}", highlight=False, markup=False)
-        rows.append(
-            asdict(found)
-            | {"block_bound": found.block_bound, "token_bound": found.token_bound}
-            | {"why_nothing": reasons, "doubts": doubts(found)}
-        )
+        bounds = {"block_bound": found.block_bound, "token_bound": found.token_bound}
+        rows.append(asdict(found) | bounds)
     if json_file is not None:
         write_text("--json", json_file, json.dumps(rows, indent=1) + "\n")
 
@@ -359,7 +353,9 @@ def _makers(given: list[str]) -> dict[str, MakePolicy | None]:
         chosen |= dict.fromkeys(every if name == ALL else [name])
     for name in chosen:
         if name not in every and ":" not in name:
-            raise ConfigError(f"--policy {name!r} is not one of {', '.join(every)}")
+            raise ConfigError(
+                f"--policy {name!r} is not one of {', '.join(every)}, nor MODULE:CLASS"
+            )
     if not chosen:
         raise ConfigError("--policy names no policy")
     return {name: maker_of(name) for name in chosen}

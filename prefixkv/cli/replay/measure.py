@@ -143,8 +143,12 @@ class Replays:
 
 def replay_curves(
     trace: Trace,
-    policies: Iterable[str | MakePolicy] | Mapping[str, str | MakePolicy] | None = None,
-    capacities: Iterable[int] | None = None,
+    policies: str
+    | MakePolicy
+    | Iterable[str | MakePolicy]
+    | Mapping[str, str | MakePolicy]
+    | None = None,
+    capacities: int | Iterable[int] | None = None,
     *,
     warm: float = 0.0,
     queue: int = 0,
@@ -162,9 +166,10 @@ def replay_curves(
         trace: of `read_trace` or `make_trace`.
         policies: names as on the command line ("lru", "adaptive:trust=30", "MODULE:CLASS",
             "optimum"), or functions without arguments that make a new policy, such as a class; or
-            these by the name that the results are to have. None: all that are registered, and the
-            optimum.
-        capacities: in blocks, at least 1. None: from 1/64 of the trace's different blocks to all.
+            these by the name that the results are to have; or one of these. None: all that are
+            registered, and the optimum.
+        capacities: in blocks, at least 1; one, or several. None: from 1/64 of the trace's
+            different blocks to all.
         warm: share of the requests that only warm the cache, in [0, 0.99].
         queue: how many following requests count as waiting.
         hints: per request, what its client says at its end (`finish(continues=)`).
@@ -191,6 +196,8 @@ def replay_curves(
     if hints is not None and len(hints) != len(trace.requests):
         raise ConfigError(f"{len(hints)} hints for {len(trace.requests)} requests")
     makers = _makers([*policy_names(), OPTIMUM] if policies is None else policies)
+    if isinstance(capacities, int):
+        capacities = (capacities,)
     sizes = capacities_for(footprint(trace)) if capacities is None else sorted({*capacities})
     for size in sizes:
         check_range("capacity", size, 1, 10**8)
@@ -213,7 +220,7 @@ def maker_of(name: str) -> MakePolicy | None:
 
 def _makers(policies: Any) -> dict[str, MakePolicy | None]:
     """Return, by the name of its curve, what makes each policy. Raises ConfigError."""
-    if isinstance(policies, str):
+    if isinstance(policies, str) or callable(policies):
         policies = [policies]
     if not isinstance(policies, Mapping):
         named = [(one if isinstance(one, str) else _name_of(one), one) for one in policies]
@@ -238,6 +245,6 @@ def _name_of(make: Any) -> str:
     if not callable(make) or not isinstance(made, Policy):
         raise ConfigError(f"{make!r} is no function that makes an eviction policy")
     name = getattr(made, "name", None)
-    if not isinstance(name, str):
+    if not isinstance(name, str) or not name:
         raise ConfigError(f"the policy that {make!r} makes has no name")
     return name
