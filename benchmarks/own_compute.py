@@ -97,7 +97,7 @@ async def _case(
     most = agents(1).max_request_tokens + 64
     working_set = CHATS["conversations"] * -(-most // PAGE_SIZE)
     prefill = {"num_pages": max(int(CASES[case] * working_set), -(-most // PAGE_SIZE) + 8)}
-    decode = {"num_pages": 3 * working_set, "max_running": 64}
+    decode: dict[str, Any] = {"num_pages": 3 * working_set, "max_running": 64}
     settings = {ON: {**decode, "compute": {"below": below}}, OFF: decode}
     pins = [("taskset", "-c", str(core)) for core in cores[:2]]
     passes: dict[str, list[dict[str, float]]] = {ON: [], OFF: [], AGAIN: []}

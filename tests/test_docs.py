@@ -205,6 +205,7 @@ def free_port() -> int:
         return port
 
 
+@pytest.mark.slow
 def test_the_two_workers_of_the_first_steps_say_what_the_page_says(tmp_path: Path) -> None:
     """docs/start.md: the file that the reader makes, as two processes, at another port."""
     found = list(blocks(read("docs/start.md")))

@@ -78,6 +78,7 @@ def test_the_demo_is_measured_only_if_asked_for() -> None:
 # --- both trees -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @in_git
 def test_a_part_is_compared_with_a_commit(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]

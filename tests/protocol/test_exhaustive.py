@@ -32,6 +32,7 @@ def _is_slow(config: Config) -> Any:
     return pytest.mark.slow if config.name in _SECONDS else ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config", [pytest.param(one, marks=_is_slow(one), id=one.name) for one in QUICK]
 )

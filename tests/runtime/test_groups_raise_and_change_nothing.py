@@ -360,6 +360,7 @@ def test_every_call_that_a_group_or_a_rank_has_of_its_own_is_tried(groups: Group
     assert own <= groups.calls().keys()
 
 
+@pytest.mark.slow
 @settings(
     max_examples=EXAMPLES, deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],

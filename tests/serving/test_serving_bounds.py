@@ -213,6 +213,7 @@ def test_a_text_of_megabytes_is_not_kept(front: Serving, name: str) -> None:
     assert memory.grown() < 96 * MIB
 
 
+@pytest.mark.slow
 def test_salts_that_are_long_are_kept_as_their_digests(front: Serving) -> None:
     for salt in ("a", "b" * 1024):
         body = {"model": "small", "prompt": "hello", "cache_salt": salt}
@@ -325,6 +326,7 @@ def test_what_a_server_says_is_not_unpacked_and_not_held_without_bound(
     assert memory.grown() < 300 * MIB
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("user", ["trace", "trace as json", "bad request", "key"])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("prompt", ["hello", ["one", "two"]])

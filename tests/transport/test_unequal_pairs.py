@@ -85,6 +85,7 @@ def _bytes(table: np.ndarray, index: np.ndarray) -> Int64s:
     ).ravel()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_heads", "attention"), MODELS)
 @pytest.mark.parametrize("dst_pp", [1, 2])
 @pytest.mark.parametrize("src_pp", [1, 2])

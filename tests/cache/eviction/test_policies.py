@@ -141,6 +141,7 @@ def test_settings_out_of_range_name_the_value():
             build()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clock", [0.0, 41.0])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_large_batch_takes_what_single_steps_take(policy, clock):
@@ -176,6 +177,7 @@ def test_a_large_batch_takes_what_single_steps_take(policy, clock):
     assert one.evictable_pages == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 40, 500], ids=["one by one", "a few", "large batches"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_no_eviction_takes_a_leaf_that_is_locked(policy, batch):

@@ -75,6 +75,7 @@ def test_pages_reach_another_process_and_are_notified(driver: ShmDriver) -> None
         ]
 
 
+@pytest.mark.slow
 def test_a_killed_peer_fails_its_own_jobs_only_and_its_memory_goes(driver: ShmDriver) -> None:
     before = num_mapped()
     writer = driver.node("prefill", "page_major", TransportConfig(), num_pages=4, shape=BIG)
