@@ -15,14 +15,14 @@ from prefixkv.settings import PREFIX, nearest, settings_of
 # A plug-in of an engine cannot ask the commands for theirs, so the names stand here;
 # tests/serving/test_plan.py holds them against the commands' classes.
 _OF_SERVING: Final = (
-    "ANSWER_TIMEOUT_S", "ANSWER_TOKENS", "API_KEY", "CARRY_ON", "CHUNK_TOKENS", "CONTEXT", "DECODE",
-    "DECODE_PAGES", "DEVICE", "DRAIN_TIMEOUT_S", "DTYPE", "HOST", "LAYOUT",
+    "ANSWER_TIMEOUT_S", "ANSWER_TOKENS", "API_KEY", "CARRY_ON", "CHUNK_TOKENS", "CONTEXT",
+    "DECODE", "DECODE_PAGES", "DEVICE", "DRAIN_TIMEOUT_S", "DTYPE", "HOST", "LAYOUT",
     "LIMITS_BODY_TIMEOUT_S", "LIMITS_HEAD_TIMEOUT_S", "LIMITS_IDLE_TIMEOUT_S",
     "LIMITS_MAX_BODIES_BYTES", "LIMITS_MAX_BODY_BYTES", "LIMITS_MAX_REQUESTS_PER_CLIENT",
     "LIMITS_WRITE_TIMEOUT_S", "MODEL", "NUM_PAGES", "PAGE_SIZE", "PARENT", "PORT", "PREFILL",
     "PREFILL_PAGES", "RAY", "RAY_CPUS", "RAY_GPUS", "RAY_PLACEMENT", "REQUEST_LOG", "SEED",
-    "SERVED_NAME", "SERVERS_KEY", "START_TIMEOUT_S", "STATUS_HOST", "STATUS_PORT", "THINKING", "THREADS",
-    "TOKENIZER_FOLDER",
+    "SERVED_NAME", "SERVERS_KEY", "START_TIMEOUT_S", "STATUS_HOST", "STATUS_PORT", "THINKING",
+    "THREADS", "TOKENIZER_FOLDER",
 )  # fmt: skip
 _OTHERS: Final = (
     "DEBUG",  # nodes check that they are called from their own thread
