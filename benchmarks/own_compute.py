@@ -28,7 +28,7 @@ import typer
 
 from prefixkv.cli.chats.command import SIZES, small_vocabulary
 from prefixkv.cli.chats.play import Played, play
-from prefixkv.cli.chats.workers import PREFILL, ModelWorkers
+from prefixkv.cli.chats.workers import ModelWorkers
 from prefixkv.cli.chats.workload import Run, Turn, Workload
 from prefixkv.cli.figures import machine
 from prefixkv.engines.hf.reference import Reference
@@ -36,10 +36,10 @@ from prefixkv.engines.hf.small import small_model, small_tokenizer
 from prefixkv.errors import ConfigError
 
 CHATS = {
-    "conversations": 6, "turns": 6, "first_tokens": 1200, "least_tokens": 64, "most_tokens": 512,
+    "conversations": 4, "turns": 5, "first_tokens": 600, "least_tokens": 64, "most_tokens": 512,
     "output_tokens": 24,
 }  # fmt: skip
-ON, OFF, AGAIN = "on", "off", "off again"
+ON, OFF, AGAIN = "decode-computes", "decode-asks", "decode-asks again"
 PAGE_SIZE = 16
 CASES = {"as pool": 1 / 3, "keeps all": 3.0}
 
@@ -97,8 +97,8 @@ async def _case(
     most = agents(1).max_request_tokens + 64
     working_set = CHATS["conversations"] * -(-most // PAGE_SIZE)
     prefill = {"num_pages": max(int(CASES[case] * working_set), -(-most // PAGE_SIZE) + 8)}
-    decode: dict[str, Any] = {"num_pages": 3 * working_set, "max_running": 64}
-    settings = {ON: {**decode, "compute": {"below": below}}, OFF: decode}
+    decode: dict[str, Any] = {"num_pages": 3 * working_set}
+    settings = {ON: {**decode, "compute_below": below}, OFF: decode}
     pins = [("taskset", "-c", str(core)) for core in cores[:2]]
     passes: dict[str, list[dict[str, float]]] = {ON: [], OFF: [], AGAIN: []}
     async with ModelWorkers(folder, prefill, settings, *pins) as workers:
@@ -108,14 +108,12 @@ async def _case(
             order = [ON, OFF, AGAIN] if number % 2 == 0 else [OFF, AGAIN, ON]
             for kind in order:
                 name = ON if kind == ON else OFF
-                before = await workers.figures(PREFILL)
                 workload = agents(2 + number)
                 played = await play(
                     workers, name, workload, small_vocabulary(), f"{kind} {number}", ignore_end=True
                 )
                 await workers.settled(name)
-                after = await workers.figures(PREFILL)
-                passes[kind].append(_row(played) | {"prefill_requests": _sent(after, before)})
+                passes[kind].append(_row(played))
 
     def ratio(key: str, one: str, other: str) -> list[float]:
         pairs_of = zip(passes[one], passes[other], strict=True)
@@ -129,15 +127,6 @@ async def _case(
                 "median": round(statistics.median(ratios), 4), "ratios": ratios
             }  # fmt: skip
     return found
-
-
-def _sent(after: dict[str, float], before: dict[str, float]) -> float:
-    """Return how many requests a prefill worker has sent between two looks at its metrics."""
-    return sum(
-        value - before.get(name, 0.0)
-        for name, value in after.items()
-        if name.startswith("prefixkv_requests_ended") and 'outcome="sent"' in name
-    )
 
 
 def _row(played: Played) -> dict[str, float]:

@@ -441,8 +441,11 @@ def build(kind: type[T], found: Mapping[str, Found]) -> T:
 
 def as_environ(kind: type, values: Mapping[str, Any]) -> dict[str, str]:
     """Return the environment variables that set `values`, by name of the setting, in a child
-    process."""
+    process. Raises ConfigError for a name that is no setting of `kind`."""
     known = {setting.name: setting for setting in settings_of(kind)}
+    for name in values:
+        if name not in known:
+            raise ConfigError(f"there is no setting {name!r}{nearest(name, known)}")
     return {
         known[name].variable: (
             msgspec.json.encode(value).decode() if isinstance(value, bool | Mapping) else str(value)

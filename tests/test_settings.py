@@ -325,3 +325,10 @@ def test_help_fits_two_screens_and_the_rest_is_in_help_all(
     for setting in settings_of(kind):
         if not setting.field.is_mapping and (command, setting.name) != ("serve", "model"):
             assert re.search(rf"--(\[no-\])?{setting.option[2:]}\b", shown), setting.name
+
+
+def test_a_setting_for_a_child_that_is_none_is_refused_by_name() -> None:
+    with pytest.raises(
+        ConfigError, match="there is no setting 'num_page'; the nearest is num_pages"
+    ):
+        as_environ(DecodeWorkerConfig, {"name": "a", "num_page": 3})

@@ -93,7 +93,9 @@ class ModelWorkers:
 
     async def __aenter__(self) -> Self:
         try:
-            self._children += [self._start(name) for name in self._settings]
+            # One by one: where the settings of one are refused, those before it have to be ended.
+            for name in self._settings:
+                self._children.append(self._start(name))
             async with asyncio.timeout(_START_S):
                 await asyncio.gather(*(child.ready for child in self._children))
         except BaseException as error:

@@ -14,6 +14,7 @@ from prefixkv.cli.chats.rates import link_of
 from prefixkv.cli.chats.workers import ModelWorkerError, ModelWorkers
 from prefixkv.engines.hf.reference import Reference
 from prefixkv.engines.hf.small import small_model, small_tokenizer
+from prefixkv.errors import ConfigError
 from tests.models.patience import PATIENCE_S
 from tests.models.served import Served
 
@@ -66,6 +67,21 @@ def test_what_a_worker_refuses_is_said(tmp_path: Path) -> None:
             assert (await workers.settled("decode"))[1] == {}
 
     asyncio.run(ask())
+
+
+def test_settings_of_one_worker_that_are_refused_end_those_that_were_started(
+    tmp_path: Path,
+) -> None:
+    Reference(small_model(1, trial=False)).save(tmp_path)
+    small_tokenizer().save(str(tmp_path / "tokenizer.json"))
+
+    async def start() -> None:
+        async with ModelWorkers(tmp_path, {"num_pages": 8}, {"decode": {"num_page": 8}}):
+            raise AssertionError("it started")
+
+    with pytest.raises(ConfigError, match="there is no setting 'num_page'"):
+        asyncio.run(asyncio.wait_for(start(), PATIENCE_S))
+    assert not psutil.Process().children()
 
 
 @pytest.mark.parametrize("moment", ["a Llama", "30 turns"])
