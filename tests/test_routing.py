@@ -160,6 +160,7 @@ def test_what_cannot_follow_is_out_of_sync(event: Stored | Removed) -> None:
     assert not index.apply(EventBatch("w", 1, 2, ()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_pages", [0, 1, 7, 20])
 def test_the_index_is_bounded_and_never_claims_more(max_pages: int) -> None:
     life = Life(1)

@@ -257,6 +257,7 @@ def nested(key: tuple[str, ...], value: Any) -> dict[str, Any]:
     return {key[0]: nested(key[1:], value) if len(key) > 1 else value}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("role", "setting"), SETTINGS.values())
 def test_each_bound_holds_from_each_source(
     role: str, setting: Setting, capfd: pytest.CaptureFixture[str]

@@ -155,6 +155,7 @@ def test_host_tiers_agree_with_a_plain_model(seed: int, host: int) -> None:
     assert bool(result.loads) == (host > 30)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [*policy_names(), "benchmarks.policies.gated:Gated"])
 @pytest.mark.parametrize("running", [0, 1, 5])
 def test_a_host_tier_changes_nothing_on_the_device_and_one_of_no_pages_nothing_at_all(

@@ -9,11 +9,13 @@ from prefixkv.protocol.ids import KVPoll
 from tests.models.sim_rooms import calm_simulation, simulation
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(24))
 def test_storms_leave_nothing_behind_on_any_rank(seed: int) -> None:
     simulation(1000 + seed).run()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_without_faults_everything_succeeds(seed: int) -> None:
     sim = calm_simulation(seed)

@@ -87,6 +87,7 @@ def test_every_byte_arrives_on_every_rank(
         assert (pair.prefill.stats()["staging_pieces_written"] > 0) == staged
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_bytes", [0, 8 * LEASE], ids=["sliced", "staged"])
 def test_auto_takes_shm_on_every_rank_staged_or_not(num_bytes: int) -> None:
     """The staging memory is shared too."""
@@ -132,6 +133,7 @@ def test_pipeline_stages_may_differ(prefill: Mesh, decode: Mesh, mode: str) -> N
         serve(pair)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sliced", "staged, 1.5 leases"])
 def test_an_abort_from_either_side_ends_the_room_on_all_ranks(mode: str) -> None:
     options = staging(LEASE * 3 // 2) if mode != "sliced" else {}
@@ -163,6 +165,7 @@ def test_meshes_that_cannot_work_together_say_why() -> None:
         assert "tp_size" in str(pair.failed["r"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("prefill", "decode"),
     [(mesh(2), mesh(2)), (mesh(2, 2), mesh(2)), (mesh(1), mesh(1, 2, stages=(1, 3)))],

@@ -169,6 +169,7 @@ def test_where_it_is_switched_off_no_process_is_named_or_looked_at(
     assert there.node.stats()["peers_proved_dead"] == 0
 
 
+@pytest.mark.slow
 def test_decode_is_killed(start: Start, stack: ExitStack) -> None:
     """A write to it fails; so does the request that is still being computed, which no write has
     met, and its pages are free."""

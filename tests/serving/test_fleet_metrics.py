@@ -196,6 +196,7 @@ def test_promtool_finds_nothing_wrong_in_it() -> None:
     promtool("check", "metrics", given=found[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "say",
     [hangs, trickles, says_too_much, fails, is_torn, is_nonsense],

@@ -152,6 +152,7 @@ async def _hold(client: httpx.AsyncClient) -> httpx.Response:
     return answer
 
 
+@pytest.mark.slow
 def test_reasons_are_bounded_in_form_and_number(tmp_path: Path) -> None:
     async def scene(site: Site) -> None:
         for code in ("a" * 65, "<b>", "1st"):

@@ -284,6 +284,7 @@ def test_each_key_of_a_command_s_file_changes_its_settings(
         assert "changed" in found, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("role", "setting"), OF_A_TABLE)
 def test_each_key_of_a_worker_s_table_reaches_the_worker_or_is_refused(
     role: str, setting: Setting, tmp_path: Path

@@ -202,6 +202,7 @@ def test_a_proxy_without_any_server_left_is_an_error_and_a_refused_request_is_no
     run(scene)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sent", "seen"),
     [
@@ -484,6 +485,7 @@ def test_nothing_of_opentelemetry_is_imported_unless_it_is_asked_for() -> None:
     assert ran.stdout == "None NodeSpans\n[]\n", ran.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("missing", "propagators", "why"),
     [

@@ -90,6 +90,7 @@ def test_a_room_s_pages_and_blocks_go_in_order_and_other_rooms_go_on(driver: Dri
     assert target.pool.page(1) == writer.pool.page(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("src", "dst"),
     [

@@ -86,6 +86,7 @@ def pair(driver: Driver) -> tuple[Node, Node]:
     return writer, target
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("src", "dst"), [([4], [0]), ([0], [4]), ([-1], [0]), ([0], [-1]), ([0, 1], [0]), ([], [])]
 )

@@ -329,6 +329,7 @@ def served(servers: Servers, send: RoomSend, receive: Receive) -> bool:
 # --- what decode has ended before it promised anything --------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("known", ["prompt", ""])
 @pytest.mark.parametrize("order", ["request first", "withdrawn first"])
 def test_a_request_that_decode_has_ended_fails_now_or_as_it_comes(

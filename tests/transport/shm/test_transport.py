@@ -157,6 +157,7 @@ def test_a_job_is_cancelled_between_two_parts_and_nothing_lands_afterwards(
     assert target.pool.pages()[whole:23] == before[whole:23]
 
 
+@pytest.mark.slow
 def test_close_leaves_nothing_behind(driver: ShmDriver) -> None:
     before = num_descriptors(), num_mapped()
     pools = [make_pool("page_major", 4, zeros=shared_zeros) for _ in range(2)]
@@ -210,6 +211,7 @@ def test_a_thread_that_does_not_end_is_said_and_closed_later(
     transport.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["layout", "staging", "state"])
 def test_memory_that_breaks_its_laws_is_refused(what: str) -> None:
     layout = make_pool("layer_major", 4).layout
