@@ -150,8 +150,8 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "8", "KV of old weights is cached", ("PageManager.cache_unfinished",),
-        "pages.epoch != self.epoch or ", "",
+        "8", "KV of old weights is cached", ("PageManager._can_cache",),
+        " and pages.epoch == self.epoch", "",
         (
             "pages/test_manager.py::"
             "test_after_a_flush_those_that_run_cache_nothing_and_their_pages_come_back",

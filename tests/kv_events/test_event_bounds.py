@@ -14,7 +14,7 @@ import pytest
 import zmq
 
 from tests.kv_events.follower import Subscriber
-from tests.models.patience import PATIENCE_S
+from tests.models.patience import PATIENCE_S, until
 from tests.models.processes import Child, children, obey
 from tests.models.strangers import EMPTY_PART, Memory, flood, many_descriptors, part, stranger
 
@@ -110,7 +110,8 @@ def test_subscriptions(publishing: Publishing, chunk: bytes, num: int) -> None:
     with flood(lambda: stranger(publishing.ports.endpoint, b"SUB"), chunk, num) as attack:
         time.sleep(1.0)
         publishing.follows()
-    assert attack.num_cut
+        # How soon a bound is reached depends on what else the machine does.
+        until(lambda: attack.num_cut, pause_s=0.05)
     assert memory.grown() < 96 * MIB
     publishing.follows()
 
@@ -137,7 +138,7 @@ def test_requests_that_never_end(publishing: Publishing, name: str, chunk: bytes
     with flood(lambda: stranger(getattr(publishing.ports, name)), chunk, 4) as attack:
         time.sleep(1.0)
         publishing.follows()
-    assert attack.num_cut
+        until(lambda: attack.num_cut, pause_s=0.05)
     assert memory.grown() < 96 * MIB
 
 

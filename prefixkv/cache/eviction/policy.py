@@ -113,16 +113,22 @@ class Policy(ABC):
         worker.
 
         Raises:
-            ConfigError: this one serves a cache and is no dataclass, so its settings are not known.
+            ConfigError: this one serves a cache, and its settings are not known: it is no
+                dataclass, or its constructor does not take its fields.
         """
-        # The fields of a dataclass are its settings: `replace` builds a fresh object from them. Of
-        # any other class a copy would include what it has learnt, so only one that has not served
-        # is copied.
-        if is_dataclass(self):
-            return cast("Self", replace(cast("Any", self)))
-        if self._serves_a_cache:
-            raise ConfigError(f"policy {self.name!r} serves a cache already, and is no dataclass")
-        return deepcopy(self)
+        # One that has not served has learnt nothing, so a copy of it is another.
+        if not self._serves_a_cache:
+            return deepcopy(self)
+        # The fields of a dataclass are its settings: `replace` builds a fresh object from them.
+        try:
+            if is_dataclass(self):
+                return cast("Self", replace(cast("Any", self)))
+        except TypeError as error:  # a subclass has a constructor of its own
+            raise ConfigError(
+                f"policy {self.name!r} serves a cache already, and is not made of its fields: "
+                f"{error}"
+            ) from None
+        raise ConfigError(f"policy {self.name!r} serves a cache already, and is no dataclass")
 
     def bind(self, page_size: int, pool_pages: int | None) -> None:  # noqa: B027
         """Learn, as a policy, the sizes of the cache, before its first use. Called once."""
