@@ -148,12 +148,12 @@ class PrefillWorkerConfig:
 class DecodeWorkerConfig:
     """`prefixkv worker decode`."""
 
+    worker: WorkerSettings = _flat(WorkerSettings)
+    node: DecodeConfig = _flat(DecodeConfig, "model")
     thinking: Annotated[
         Literal["on", "off", "learn"],
         doc("Cache the KV of a model's thinking: on, off, or learn from clients' next turns."),
     ] = "learn"
-    worker: WorkerSettings = _flat(WorkerSettings)
-    node: DecodeConfig = _flat(DecodeConfig, "model")
 
     def __post_init__(self) -> None:
         check_fields(self)
