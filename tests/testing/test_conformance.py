@@ -29,7 +29,7 @@ STALLS = {"backend": "shm", "patience_s": 5.0}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", conformance.scenarios(seeds=range(3)), ids=str)
+@pytest.mark.parametrize("case", conformance.scenarios(seeds=range(1)), ids=str)
 def test_the_toy_keeps_every_law(case: conformance.Case) -> None:
     case.check(ToySides, patience_s=PATIENCE_S)
 
