@@ -101,7 +101,7 @@ class DecodeEngine:
         thinking: whether the KV of a model's thinking is cached, by the markers of the tokenizer:
             "on", "off", or "learn" by what clients send in their next turns. See `Thinking`.
 
-    Raises: ConfigError, as DecodeNode and FlatPool do.
+    Raises: ConfigError, as DecodeNode and FlatPool do, or for another word for `thinking`.
     """
 
     def __init__(
@@ -118,8 +118,9 @@ class DecodeEngine:
         if config.compute is not None:
             config = replace(config, compute=replace(config.compute, ask="late"))
         self._computes = config.compute is not None
-        self.node = DecodeNode(pool, config)
         self._thinking = Thinking(thinking, Markers(tokenizer) if tokenizer is not None else None)
+        # Last of what may raise: it has threads.
+        self.node = DecodeNode(pool, config)
         self._answers: dict[str, _Answer] = {}  # by the node's id of the request
         self._samples: dict[str, list[str]] = {}  # the node's ids by the client's id
         # Requests with all their KV here but the newest token's: one forward each step.
@@ -394,7 +395,9 @@ class DecodeEngine:
             outputs, answer, len(req.output) - 1, token, finish, text=text, logprob=logprob
         )
         if finish is not None:
-            keep = self._thinking.keep_tokens(req.request.key.tokens(), req.output)
+            keep = None
+            if self._thinking.may_leave_out:  # the prompt is copied to look at it
+                keep = self._thinking.keep_tokens(req.request.key.tokens(), req.output)
             self.node.finish(req, self.model.event(), keep_tokens=keep)
             self._running.remove(req)
             self._forget(req.rid, answer)

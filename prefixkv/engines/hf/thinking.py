@@ -12,12 +12,15 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
+from prefixkv.spi import ConfigError
+
 KeepThinking = Literal["on", "off", "learn"]
+_KEEPS: Final = get_args(KeepThinking)
 Tokens = npt.NDArray[np.int32]
 
 # What begins a model's thinking, and what ends it. The first of each must be a token of its own in
@@ -96,9 +99,13 @@ class Thinking:
         keep: "on": all of it is cached as any KV; "off": none; "learn": all of it until the next
             turns show that most clients leave it out, and again once they no longer do.
         markers: what begins and ends a thinking. Without any, nothing is left out.
+
+    Raises: ConfigError for another `keep`.
     """
 
     def __init__(self, keep: KeepThinking, markers: Markers | None) -> None:
+        if keep not in _KEEPS:
+            raise ConfigError(f"thinking is {keep!r}, one of {', '.join(_KEEPS)} is needed")
         self._keep, self._markers = keep, markers
         self._answers: OrderedDict[tuple[int, bytes], _Thought] = OrderedDict()
         self._seen = self._sent_back = 0.0  # next turns; those that have the thinking in them
@@ -107,6 +114,12 @@ class Thinking:
     def __len__(self) -> int:
         """Number of answers that the HF worker remembers until their next turn comes."""
         return len(self._answers)
+
+    @property
+    def may_leave_out(self) -> bool:
+        """True if the HF worker may keep less than all of an answer: then `keep_tokens` is to be
+        asked."""
+        return bool(self._markers) and self._keep != "on"
 
     @property
     def is_kept(self) -> bool:
@@ -121,7 +134,7 @@ class Thinking:
 
         Cost: a comparison of some tokens for each answer that is remembered, at most 256.
         """
-        if self._keep != "learn":
+        if self._keep != "learn" or not self._answers:
             return
         for place, answer in self._answers.items():
             start = place[0]
@@ -140,7 +153,7 @@ class Thinking:
     def keep_tokens(self, prompt: Tokens, output: Sequence[int]) -> int | None:
         """Return how many tokens of prompt and output the cache of HF's decode keeps, at the end of
         an answer; None: all."""
-        if not self._markers or self._keep == "on":
+        if not self._markers or not self.may_leave_out:
             return None
         start = self._markers.first_thought(prompt, output)
         if start is None:

@@ -3,6 +3,7 @@ and by what the next turns do."""
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from tokenizers.models import BPE
 
 from prefixkv.engines.hf import PagedModel
 from prefixkv.engines.hf.thinking import KeepThinking, Markers, Thinking
+from prefixkv.errors import ConfigError
 from tests.models.hf_world import Reference, World
 
 PAGE = 16
@@ -62,6 +64,16 @@ def test_a_marker_of_several_tokens() -> None:
     assert markers.first_thought(tokens(1, 1), [2, *begin, 3]) == 3
     assert markers.first_thought(tokens(1, 1), [2, *begin[:-1], 3]) is None
     assert markers.first_thought(tokens(1, 1), begin[:4]) is None
+
+
+def test_another_word_for_it_is_refused(model: PagedModel) -> None:
+    for keep in ("of", "", None, True):
+        with pytest.raises(ConfigError, match="one of on, off, learn is needed"):
+            Thinking(keep, Markers(TOKENIZER))  # type: ignore[arg-type]
+    threads = threading.active_count()
+    with pytest.raises(ConfigError, match="thinking is 'no'"):
+        World(model, tokenizer=TOKENIZER, thinking="no")  # type: ignore[arg-type]
+    assert threading.active_count() == threads
 
 
 def test_a_tokenizer_without_markers_leaves_nothing_out() -> None:
