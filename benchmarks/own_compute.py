@@ -1,16 +1,17 @@
-"""Claim: decode that computes what a turn adds answers it sooner than by way of a prefill worker
-that is busy, and costs those that run little.
+"""Claim: where prefill has to compute most prefixes again, decode that computes what a turn adds
+answers it sooner; where prefill has them all and nothing else to do, it does not.
 
-    python -m benchmarks own_compute --json benchmarks/results/own_compute.json
+    python -m benchmarks own_compute --pairs 2 --json benchmarks/results/own_compute.json
 
-A prefill worker and two decode workers as `prefixkv worker` runs them, one of them with
-`compute`, each on a core of its own; the idle decode worker waits. Chats as coding agents have
-them: a long first prompt, then turns of 64 to 512 tokens, as soon as the one before is answered.
-Passes on and off take turns, and two of each pair of pairs are of the same kind: A against A.
+A prefill worker on one core and two decode workers on another, as `prefixkv worker` runs them, one
+of which has `compute`; the other one waits meanwhile. Chats as coding agents have them: a long
+first prompt, then turns of 64 to 512 tokens, each as soon as the one before is answered. A round is
+a pass with own compute and two without, which are A against A; the order changes from round to
+round.
 
-"as pool": prefill's pool holds as many pages as decode's needs for a third of the chats, so it
-computes most prefixes again, as a worker does whose cache is shared by many decode workers.
-"keeps all": it keeps every prefix, and computes only what a turn adds.
+"as pool": prefill's pool holds a third of the pages of all chats, as that of a worker does which
+many decode workers share.
+"keeps all": it holds them all three times.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def agents(seed: int) -> Workload:
 
 
 def own_compute(
-    pairs: Annotated[int, typer.Option(help="Of passes, on and off, and one more off.")] = 4,
+    pairs: Annotated[int, typer.Option(help="Rounds of three passes.")] = 4,
     below: Annotated[int, typer.Option(help="Most tokens that decode computes of one.")] = 2048,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write recipe and rows there.")
@@ -84,7 +85,8 @@ def own_compute(
             print(json.dumps(rows[-1], indent=1), flush=True)
     if json_file is not None:
         recipe: dict[str, Any] = {
-            "command": "python -m benchmarks own_compute", "workload": CHATS, "below": below,
+            "command": f"python -m benchmarks own_compute --pairs {pairs} --below {below}",
+            "workload": CHATS, "below": below,
             "pairs": pairs, "load_average": [load_before[0], os.getloadavg()[0]], **machine(),
         }  # fmt: skip
         json_file.write_text(json.dumps({"recipe": recipe, "rows": rows}, indent=1) + "\n")

@@ -147,6 +147,9 @@ def thinking(
                 )
     if json_file is not None:
         recipe = {
+            "command": "python -m benchmarks thinking", "seeds": SEEDS,
+            "hit_ratio": "prompt tokens found / all of the second half, by the time of arrival",
+            "waits": "how often a turn found no pages when it was looked at",
             "page_size": PAGE_SIZE, "hours": HOURS, "chats_per_s": CHATS_PER_S,
             "system_tokens": SYSTEM_TOKENS, "tokens_per_s": TOKENS_PER_S,
         }  # fmt: skip

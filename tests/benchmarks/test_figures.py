@@ -768,6 +768,26 @@ def figures() -> dict[str, str]:
         "a busy machine": f"load {fixed(result('eviction_reserve')['recipe']['load'], 1)}",
         "a busier one": f"load {fixed(result('router')['recipe']['load_average'], 1)}",
         "the busiest": f"load {fixed(result('ranks')['recipe']['load'])}",
+        **own_compute_figures(),
+    }
+
+
+def own_compute_figures() -> dict[str, str]:
+    """Of agents' chats with decode's own compute and without."""
+    busy, idle = result("own_compute")["rows"]
+    assert (busy["prefill"], idle["prefill"]) == ("as pool", "keeps all")
+
+    def both(row: Any, key: str, digits: int = 2) -> str:
+        return " and ".join(fixed(one, digits).removeprefix("0") for one in row[key]["ratios"])
+
+    ttft, itl = "later_ttft_p50_ms", "itl_p99_ms"
+    return {
+        "own compute, busy prefill": f"P50 {both(busy, f'{ttft}_on_by_off')} times (A against A "
+        f"{both(busy, f'{ttft}_off_by_off')}; the goal was .5), "
+        f"P99 {both(busy, 'later_ttft_p99_ms_on_by_off')}, and the P99 between tokens "
+        f"{both(busy, f'{itl}_on_by_off')} (A against A {both(busy, f'{itl}_off_by_off')}; ",
+        "own compute, idle prefill": f"own compute is slower**: P50 "
+        f"{both(idle, f'{ttft}_on_by_off', 1)} times.",
     }
 
 
