@@ -24,6 +24,7 @@ from prefixkv.cache.radix_key import check_packed, pack
 from prefixkv.config import Retarget, check_version
 from prefixkv.decode.audit import check_decode
 from prefixkv.decode.budget import PreallocBudget
+from prefixkv.decode.computing import Computing
 from prefixkv.decode.deferred import Deferred, not_done
 from prefixkv.decode.growth import grow_ahead, grow_for_next_token
 from prefixkv.decode.inflight import Flight, InFlight
@@ -161,13 +162,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._late_refusals: dict[RoomKey, tuple[str, Exception, bytes]] = {}
         self._ticket = ticket or count(1).__next__
         self._admitted: list[DecodeRequest] = []  # to be returned by `pop_preallocated`
-        # What the engine computes: requests that `pop_local` has returned, with the tokens that
-        # have KV. Of those that failed meanwhile the pages are in `_left`, until `pop_failed` says
-        # that the device is done with them.
-        self._computing: dict[DecodeRequest, int] = {}
-        self._left: list[DecodeRequest] = []
-        self._pass_s = 0.0  # when the engine's last pass ended; and whether this one has a chunk
-        self._has_chunk = False
+        self.computing = Computing(self.sources)
 
     # --- calls of the engine ----------------------------------------------------------------------
 
@@ -256,7 +251,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         check_time(now_s)
         committed = self.arriving.pop_transferred(now_s)
         if committed:
-            self._pass_s = max(self._pass_s, now_s)
+            self.computing.has_work(now_s)
         for req in committed:
             assert req.pages_held is not None
             self.counters["transferred"] += 1
@@ -276,15 +271,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         The engine says what has KV by `computed`.
         """
         check_time(now_s)
-        found = []
-        for flight in self.arriving.local:
-            req = flight.owner
-            if flight.joined is None and req is not None and req not in self._computing:
-                self._computing[req] = req.prefix_len
-                found.append(req)
-        if found:
-            self._pass_s = max(self._pass_s, now_s)
-        return found
+        return self.computing.begin(self.arriving.local, now_s)
 
     def computed(self, req: DecodeRequest, end: int, now_s: float, aux: bytes = b"") -> None:
         """Note in decode's scheduler that the engine has written the KV of a request of `pop_local`
@@ -301,19 +288,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             raise RequestError(f"req is a {type(req).__name__}, a DecodeRequest is needed")
         if not isinstance(aux, bytes) or (aux and end != req.fill_len):
             raise CallerError(f"aux is {shown(aux)} at {end} of {req.fill_len} tokens")
-        done = self._computing.get(req)
-        if done is None:
-            if req.state.ended:
-                return
-            raise RequestError(f"request {req.rid!r} is not computed here")
-        if not done < end <= req.fill_len:
-            least, most = done + 1, req.fill_len
-            raise RequestError(f"request {req.rid!r}: end is {end}, not in [{least}, {most}]")
-        self._note_chunk(end - done, now_s)
-        if end < req.fill_len:
-            self._computing[req] = end
+        self.counters["computed_tokens"] += self.computing.advance(req, end, self._is_busy, now_s)
+        if end < req.fill_len or req.state.ended:
             return
-        del self._computing[req]
         flight = self.flights.of(req)
         assert flight is not None
         req.aux = aux
@@ -333,11 +310,10 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         theirs is released before it is done. None: the device is done.
         """
         check_event("after", after)
-        if self._left:
+        if self.computing.left:
             after = not_done(after)  # may raise: before anything changes
-            left, self._left = self._left, []
-            for req in left:
-                self._deferred.release_after(after, req, None, self._pass_s)
+            for req in self.computing.take_left():
+                self._deferred.release_after(after, req, None, self.computing.pass_s)
         failed, self._failed = self._failed, []
         return failed
 
@@ -428,7 +404,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             for req, token in zip(reqs, tokens, strict=True):
                 req.output.append(token)
         if self.sources.config is not None:
-            self._note_step(reqs, now_s)
+            self.computing.step(reqs, now_s)
 
     def reserve_many(self, reqs: Sequence[DecodeRequest], num_tokens: int, now_s: float) -> None:
         """Take pages on decode for the KV of `num_tokens` tokens behind what each running request
@@ -642,10 +618,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         complete = self.arriving.num_complete
         if self._failed or self._asks or complete or self.waiting.may_admit:
             return True
-        return any(
-            flight.joined is None and flight.owner not in self._computing
-            for flight in self.arriving.local
-        )
+        return bool(self.computing.new(self.arriving.local))
 
     @property
     def idle(self) -> bool:
@@ -796,7 +769,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         may call it.
         """
         orphans = [flight for flight in self.flights.all() if flight.owner is None]
-        left = [(req.rid, req.pages_held) for req in self._left.copy()]
+        left = [(req.rid, req.pages_held) for req in self.computing.left]
         held = super().holders() + self._deferred.holders()
         held += [(rid, pages) for rid, pages in left if pages is not None]
         return held + [(f"flight of room {one.room_key.room}", one.pages) for one in orphans]
@@ -822,22 +795,13 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self.rooms,
             waiting=self.waiting,
             requests=self.requests.values(),
-            deferred=[*self._deferred.requests(), *self._left],
+            deferred=[*self._deferred.requests(), *self.computing.left],
         )
-        local = {flight.owner: flight for flight in self.arriving.local}
-        laws = {
-            "what the engine computes has a flight of its own, and waits for none": all(
-                req in local and local[req].joined is None for req in self._computing
-            ),
-            "what is computed lies in its request": all(
-                req.prefix_len <= done < req.fill_len for req, done in self._computing.items()
-            ),
-            "what failed while it was computed has ended, and holds its pages": all(
-                req.state.ended and req.pages_held is not None for req in self._left
-            ),
-            "no extra state is computed here": self.pages.slots is None or not local,
-        }
-        check_laws(laws, list(self._computing), self._left)
+        local = self.arriving.local
+        self.computing.check_invariants(local)
+        check_laws(
+            {"no extra state is computed here": self.pages.slots is None or not local}, local
+        )
 
     # --- admission --------------------------------------------------------------------------------
 
@@ -980,15 +944,6 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         is_first = req.generation == req.request.generation
         return is_first and bool(req.prefill) and not self._asks_late
 
-    def _due_tokens(self) -> int:
-        """Count the tokens that decode's engine has to compute. O(requests that it computes)."""
-        due = 0
-        for flight in self.arriving.local:
-            assert flight.owner is not None
-            req = flight.owner
-            due += req.fill_len - self._computing.get(req, req.prefix_len)
-        return due
-
     def _is_computed_here(
         self, req: DecodeRequest, flight: Flight, is_alone: bool, now_s: float
     ) -> bool:
@@ -1002,7 +957,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         if is_alone:
             return missing <= self.sources.most_tokens(is_down=True)
         # 3. Both could.
-        chosen = self.sources.choose(missing, self._due_tokens(), self._is_busy, req.prefill, now_s)
+        due = self.computing.due_tokens(self.arriving.local)
+        chosen = self.sources.choose(missing, due, self._is_busy, req.prefill, now_s)
         if chosen is Source.PREFILL and missing <= config.below:
             self.counters["compute_declined"] += 1
         return chosen is Source.HERE
@@ -1097,25 +1053,6 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         why = f"lacks {missing} tokens, decode computes {most} of one alone, and {worker}"
         return PeerLostError(f"request {req.rid!r} {why}")
 
-    def _note_chunk(self, num_tokens: int, now_s: float) -> None:
-        """Measure a chunk that decode's engine has computed: its pass began where the last one
-        ended.
-        """
-        self.counters["computed_tokens"] += num_tokens
-        self.sources.chunk(num_tokens, max(0.0, now_s - self._pass_s), self._is_busy, now_s)
-        self._pass_s, self._has_chunk = now_s, True
-
-    def _note_step(self, reqs: Sequence[DecodeRequest], now_s: float) -> None:
-        """Measure a step of decode's engine, unless it computed a chunk too, or only first tokens
-        have come.
-        """
-        # A first token came with the KV: no step gave it.
-        if any(len(req.output) > 1 for req in reqs):
-            if not self._has_chunk and not self._computing:
-                self.sources.step(max(0.0, now_s - self._pass_s))
-            self._has_chunk = False
-        self._pass_s = now_s
-
     # --- ends -------------------------------------------------------------------------------------
 
     def _end(self, req: DecodeRequest, state: DecodeState, error: Exception, now_s: float) -> None:
@@ -1168,7 +1105,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._end(req, DecodeState.FAILED, error, now_s)
         # Its engine was computing it: `pop_failed` tells when the device is done.
         if req.pages_held is not None:
-            self._left.append(req)
+            self.computing.leave(req)
 
     def _check_can_open(self, request: Request, to_refuse: bool = False) -> bool:
         """Return True if the room of `request` is free on decode. Raise RequestError if decode's
@@ -1264,7 +1201,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self.sources.gave_up(flight.prefill, key)
         # 3. The engine is computing it, and its device may write these pages: they stay the
         # request's, which has ended, until the engine says that the device is done.
-        elif flight.owner is not None and self._computing.pop(flight.owner, None) is not None:
+        elif flight.owner is not None and self.computing.give_up(flight.owner):
             return
         else:
             self.pages.drop(flight.pages)

@@ -1,0 +1,142 @@
+"""Prompts that decode's engine computes itself: how far each is, and how long its passes take.
+
+A prompt is *new* until `begin` hands it out, then computed up to some token until `advance` brings
+it to its end. One that ends before is *left*: the device may still write its pages, until the
+engine says that it is done.
+
+An engine works in passes: a forward of its batch, of chunks of prompts, or both. A pass begins
+where the one before ended, or when it got something to do; so no call of the engine's is needed to
+measure it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from prefixkv.decode.inflight import Flight
+from prefixkv.decode.request import DecodeRequest
+from prefixkv.decode.sources import Sources
+from prefixkv.errors import RequestError, check_laws
+
+
+class Computing:
+    """The prompts that decode's engine computes. Owned by the scheduler's thread.
+
+    Args:
+        sources: is told how long chunks and steps take.
+    """
+
+    def __init__(self, sources: Sources) -> None:
+        self._sources = sources
+        self._done: dict[DecodeRequest, int] = {}  # tokens with KV, of those handed out
+        self._left: list[DecodeRequest] = []
+        self._pass_s = 0.0  # when the engine's last pass ended; and whether this one has a chunk
+        self._has_chunk = False
+
+    # --- prompts ----------------------------------------------------------------------------------
+
+    def new(self, flights: Iterable[Flight]) -> list[DecodeRequest]:
+        """Return the requests whose prompts the engine may begin to compute: of these flights,
+        which are computed here, those that wait for no other flight."""
+        return [
+            flight.owner
+            for flight in flights
+            if flight.joined is None and flight.owner is not None and flight.owner not in self._done
+        ]
+
+    def begin(self, flights: Iterable[Flight], now_s: float) -> list[DecodeRequest]:
+        """Hand out the prompts that are new: the engine computes them from now on."""
+        found = self.new(flights)
+        for req in found:
+            self._done[req] = req.prefix_len
+        if found:
+            self.has_work(now_s)
+        return found
+
+    def advance(self, req: DecodeRequest, end: int, is_busy: bool, now_s: float) -> int:
+        """Note that a prompt has KV up to token `end`; at its `fill_len` it is computed no more.
+        Return how many tokens that are; 0, with nothing noted, for one that has ended meanwhile.
+
+        `is_busy`: requests run beside it. Raises RequestError, with nothing changed, for a prompt
+        that is not computed here, or an `end` that is not behind the last one, or beyond it.
+        """
+        done = self._done.get(req)
+        if done is None:
+            if req.state.ended:
+                return 0
+            raise RequestError(f"request {req.rid!r} is not computed here")
+        if not done < end <= req.fill_len:
+            least, most = done + 1, req.fill_len
+            raise RequestError(f"request {req.rid!r}: end is {end}, not in [{least}, {most}]")
+        if end < req.fill_len:
+            self._done[req] = end
+        else:
+            del self._done[req]
+        self._sources.chunk(end - done, max(0.0, now_s - self._pass_s), is_busy, now_s)
+        self._pass_s, self._has_chunk = now_s, True
+        return end - done
+
+    def give_up(self, req: DecodeRequest) -> bool:
+        """Stop computing a prompt whose request ends, and return True if its pages may still be
+        written: they are to be kept, by `leave`, until `take_left`."""
+        return self._done.pop(req, None) is not None
+
+    def leave(self, req: DecodeRequest) -> None:
+        """Keep the pages of a request that was given up and has ended."""
+        self._left.append(req)
+
+    @property
+    def left(self) -> list[DecodeRequest]:
+        """Requests that have ended while their prompts were computed, and hold pages. Any thread
+        may ask."""
+        return self._left.copy()
+
+    def take_left(self) -> list[DecodeRequest]:
+        """Return those that are left, to be released once the device is done with them."""
+        left, self._left = self._left, []
+        return left
+
+    def due_tokens(self, flights: Iterable[Flight]) -> int:
+        """Count the tokens of these flights, which are computed here, that have no KV yet."""
+        owners = [flight.owner for flight in flights if flight.owner is not None]
+        return sum(req.fill_len - self._done.get(req, req.prefix_len) for req in owners)
+
+    # --- passes -----------------------------------------------------------------------------------
+
+    def has_work(self, now_s: float) -> None:
+        """Note that the engine gets something to do: its next pass begins no earlier."""
+        self._pass_s = max(self._pass_s, now_s)
+
+    @property
+    def pass_s(self) -> float:
+        """Time at which the engine's last pass ended."""
+        return self._pass_s
+
+    def step(self, reqs: Sequence[DecodeRequest], now_s: float) -> None:
+        """Note that the engine has appended tokens of a step of its batch. It is measured, unless
+        it computed a chunk too, or only first tokens have come."""
+        # A first token came with the KV: no step gave it.
+        if any(len(req.output) > 1 for req in reqs):
+            if not self._has_chunk and not self._done:
+                self._sources.step(max(0.0, now_s - self._pass_s))
+            self._has_chunk = False
+        self._pass_s = now_s
+
+    # --- laws -------------------------------------------------------------------------------------
+
+    def check_invariants(self, flights: Sequence[Flight]) -> None:
+        """Check the prompts that the engine computes against the flights that are computed here.
+        Raises InternalError."""
+        local = {flight.owner: flight for flight in flights}
+        laws = {
+            "what the engine computes has a flight of its own, and waits for none": all(
+                req in local and local[req].joined is None for req in self._done
+            ),
+            "what is computed lies in its request": all(
+                req.prefix_len <= done < req.fill_len for req, done in self._done.items()
+            ),
+            "what failed while it was computed has ended, and holds its pages": all(
+                req.state.ended and req.pages_held is not None for req in self._left
+            ),
+        }
+        check_laws(laws, list(self._done), self._left)
