@@ -74,6 +74,7 @@ def test_there_is_one_version_number() -> None:
     assert version("prefixkv") == prefixkv.__version__
 
 
+@pytest.mark.slow
 def test_nodes_are_made_without_the_command_lines_packages() -> None:
     made = python(NODES)
     assert (made.returncode, made.stdout) == (0, "made\n"), made.stderr

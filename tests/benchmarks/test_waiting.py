@@ -122,6 +122,7 @@ def test_with_seeds_it_writes_each_case(tmp_path: Path, monkeypatch: pytest.Monk
         assert 0 <= row["soon"] <= 1
 
 
+@pytest.mark.slow
 def test_host_tiers_of_a_trace_are_written_by_pool_policy_and_what_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

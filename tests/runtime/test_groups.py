@@ -102,6 +102,7 @@ class Untyped(LeastRecentlyUsed):
         self.weight = weight
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [Adaptive(half_life_s=7.0), Untyped(3.0), "adaptive"])
 def test_an_object_of_a_policy_serves_a_group(policy: Any) -> None:
     """Each rank has one of its own with the same settings, on either side."""

@@ -58,6 +58,7 @@ def test_a_node_that_cannot_bind_leaves_nothing_behind(bind: str) -> None:
     assert not node_threads()
 
 
+@pytest.mark.slow
 def test_a_node_whose_transport_does_not_start_leaves_nothing_behind() -> None:
     pool = make_pool(device="cpu")
     pool.layout = msgspec.structs.replace(pool.layout, device="cuda:900")

@@ -42,6 +42,7 @@ def pool(page_size: int = 8, tag: str = "", dtype: str = "float32", num_heads: i
     return KVPool.create(16, page_size, 1, 2, 4, dtype=dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", NAMES)
 @pytest.mark.parametrize(
     ("ours", "theirs", "field", "engine"),

@@ -68,6 +68,7 @@ def test_state_arrives_with_the_last_chunk_on_every_rank(sizes: tuple[int, int],
         turns(pair)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tensors", [(SHARDED,), (WHOLE,)], ids=["sharded", "whole"])
 @pytest.mark.parametrize("sizes", [(2, 1), (1, 2)], ids=str)
 def test_sharded_or_whole_alone(sizes: tuple[int, int], tensors: tuple[StateTensor, ...]) -> None:

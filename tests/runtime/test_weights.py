@@ -38,6 +38,7 @@ def works(pair: NodePair, rid: str) -> None:
     pair.check_at_rest()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["decode", "prefill"])
 def test_one_side_moves_and_then_the_other(pair: NodePair, first: str) -> None:
     works(pair, "before")

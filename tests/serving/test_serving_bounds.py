@@ -220,6 +220,7 @@ def test_salts_that_are_long_are_kept_as_their_digests(front: Serving) -> None:
         assert front.post("/v1/completions", body)[0] == 200
 
 
+@pytest.mark.slow
 def test_bodies_that_are_never_finished(front: Serving) -> None:
     memory = Memory(front.pid)
     address = (urlsplit(front.url).hostname, urlsplit(front.url).port)
@@ -353,6 +354,7 @@ PROXIED = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", PROXIED)
 def test_a_body_of_very_many_things_passes_a_proxy_or_is_refused(proxy: Serving, what: str) -> None:
     body = HEAVY[what]()

@@ -84,6 +84,7 @@ def test_no_byte_leaves_before_the_rate_allows_it(paced: Driver) -> None:
     assert took_s >= (num_bytes - SLICE - part) / RATE
 
 
+@pytest.mark.slow
 def test_peers_take_turns_at_a_rate(paced: Driver) -> None:
     """Both have parts left all the time, so neither may be a few parts ahead."""
     writer, one = paced.pair(shape=LARGE, config=TransportConfig(max_bytes_per_s=RATE))

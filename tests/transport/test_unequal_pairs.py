@@ -164,6 +164,7 @@ def _copy(
     return to
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", PAGE_SIZES)
 @pytest.mark.parametrize(
     "orders",

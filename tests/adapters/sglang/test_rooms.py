@@ -141,6 +141,7 @@ def test_too_few_pages_end_a_room(servers: Servers) -> None:
     servers.until(lambda: receive.outcome is KVPoll.FAILED and not receive.held)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change", [{"prefix_len": PAGE + 1}, {"pages": [5, 6]}, {"pages": [5, 6, 99]}]
 )

@@ -279,6 +279,7 @@ def refused() -> None:
     raise OSError("there are none")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", ["listen", "boot_id"])
 def test_a_transport_that_cannot_start_leaves_nothing_open(
     monkeypatch: pytest.MonkeyPatch, step: str
@@ -300,6 +301,7 @@ def test_a_door_whose_name_is_taken_leaves_nothing_open() -> None:
         assert num_descriptors() == before
 
 
+@pytest.mark.slow
 def test_no_more_blocks_are_taken_than_ranges_were_named() -> None:
     memory = shared_zeros((mmap.PAGESIZE,))
     block = block_of(memory.ctypes.data, 1)
@@ -318,6 +320,7 @@ def test_no_more_blocks_are_taken_than_ranges_were_named() -> None:
             assert num_descriptors() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("magic", "is_taken"), [(MAGIC, True), (b"pkvshm2|", False)])
 def test_an_answer_of_another_version_is_refused(magic: bytes, is_taken: bool) -> None:
     memory = shared_zeros((mmap.PAGESIZE,))

@@ -57,6 +57,7 @@ def add_child(writer: Node, child: Child) -> Node:
 # --- other processes ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_pages_reach_another_process_and_are_notified(driver: ShmDriver) -> None:
     writer = driver.node("prefill", "layer_major", TransportConfig(), num_pages=6, shape=BIG)
     with children(PeerId("decode", 5), shm=True) as (child,):
