@@ -209,11 +209,11 @@ def test_transfers_of_one_size_say_nothing_of_the_rate() -> None:
 
 
 def test_a_short_transfer_counts_as_much_as_a_long_one() -> None:
-    """One that took 3 s, where .65 are expected, says little of what 200 tokens take."""
+    """One that took 6 s, where .35 are expected, says little of what 200 tokens take."""
     scale = Scale(rate=2500)  # .08 s for 200 tokens
-    for number, tokens in enumerate((200, 50_000, 400, 200, 300, 60_000, 200)):
+    for number, tokens in enumerate((200, 60_000, 400, 200, 300, 30_000, 200)):
         scale.now_s += 100.0
-        scale.transfer(number, tokens, 3.0 if tokens == 60_000 else tokens / 1e5 + 0.05)
+        scale.transfer(number, tokens, 6.0 if tokens == 30_000 else tokens / 1e5 + 0.05)
     scale.sources.chunk(1000, 0.4, beside=False, now_s=scale.now_s)
     way = scale.sources.choose_way([Lack(200)], 0, False, "p", scale.now_s)
     assert way.source is PREFILL
