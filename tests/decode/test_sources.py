@@ -124,7 +124,7 @@ def test_itl_share_bounds_the_chunk_beside_a_batch() -> None:
     assert scale.sources.chunk_tokens(True) == pytest.approx(150, abs=1)
     for _ in range(200):
         scale.sources.step(0.0001)
-    assert scale.sources.chunk_tokens(True) == 16  # prompts go on
+    assert scale.sources.chunk_tokens(True) == 8  # prompts go on
 
 
 def test_a_chunk_beside_a_batch_is_measured_without_the_step() -> None:
