@@ -192,12 +192,15 @@ def test_close_waits_for_the_chunk_that_is_pinned_and_takes_no_other(
     pinning = Pinning(monkeypatch)
     pool = HostPool(layout(), 10, "cuda:0", chunk_bytes=1024)
     until(lambda: bool(pinning.asked))
+    (thread,) = (one for one in threading.enumerate() if one.name == "prefixkv-host-pool")
     closer = threading.Thread(target=pool.close)
     closer.start()
     until(lambda: pool._closing)
+    assert closer.is_alive()
     pinning.go_on.release(3)
     closer.join(WAIT_S)
     assert not closer.is_alive()
+    assert not thread.is_alive()
     assert pinning.asked == [1024]
     assert pool.ready_pages == 0
 
