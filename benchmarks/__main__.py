@@ -22,6 +22,7 @@ BENCHMARKS = {
     "fleet": "our router beside Dynamo's selection service, on the same workers",
     "replay": "hits of each eviction policy on a trace, at many capacities",
     "host_tier": "hits and copies of host tiers behind a pool, on a trace",
+    "host_hits": "hits in pool and host memory by the real scheduler, beside the replay",
     "allocator": "allocating and freeing pages of a fragmented pool",
     "eviction_reserve": "runs of new pages and hits, when more is evicted than is missing",
     "switches": "hits of each eviction policy when the workload changes",

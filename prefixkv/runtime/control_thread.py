@@ -46,6 +46,7 @@ from prefixkv.control.effects import (
     Unreached,
 )
 from prefixkv.control.peer_changes import PeerChanges
+from prefixkv.decode.host_copy import HostCopyDone
 from prefixkv.errors import ClosedError, ConfigError, InternalError
 from prefixkv.protocol.events import (
     Bootstrapped,
@@ -182,7 +183,8 @@ class ControlThread(Generic[Command, To]):
             prover: looks at processes; closed here, also if this raises.
         """
         self.inbox: Inbox[Command | FrameReceived[To] | Common | None] = Inbox()
-        self.events: Inbox[RoomEvent | ControlFailed] = Inbox()
+        # The threads that copy to and from host memory put theirs there as well.
+        self.events: Inbox[RoomEvent | ControlFailed | HostCopyDone] = Inbox()
         self.num_errors = 0  # exceptions handed to the scheduler's thread
         self.num_log_errors = 0  # what log handlers have raised
         self._peer_log = PeerLog(name)
