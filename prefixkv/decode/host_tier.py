@@ -32,7 +32,7 @@ from prefixkv.cache.eviction.policy import Policy
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import TOKEN_BYTES, RadixKey, common_pages
 from prefixkv.cache.releases import Releases
-from prefixkv.cache.results import PrefixLock
+from prefixkv.cache.results import MatchResult, PrefixLock
 from prefixkv.decode.host_copy import HostCopy, HostCopyDone
 from prefixkv.errors import check_laws
 from prefixkv.pages.allocator import PageAllocator
@@ -134,19 +134,22 @@ class HostTier:
 
     # --- loads ------------------------------------------------------------------------------------
 
-    def find(self, key: RadixKey, start: int, most: int) -> int:
-        """Return where the pages end that host memory has of `key` from page `start` on, at most
-        `most` pages of it; `start` if it has none, or no load can begin."""
+    def find(self, key: RadixKey, start: int) -> MatchResult | None:
+        """Return what host memory has of `key` if that is more than its first `start` pages, and a
+        load can begin; else None."""
         if not self.cache.num_pages or not self.pages.table.free_spare_rows:
-            return start
-        return max(start, min(most, self.cache.match_prefix(key).depth))
+            return None
+        found = self.cache.match_prefix(key)
+        return found if found.depth > start else None
 
-    def load(self, key: RadixKey, device_pages: Pages, now_s: float) -> RoomKey:
-        """Order the load of the last pages of `key`, all of which host memory has, to these device
-        pages. Return the key of its flight.
+    def load(self, found: MatchResult, key: RadixKey, device_pages: Pages, now_s: float) -> RoomKey:
+        """Order the load of the last pages of `key` to these device pages, and return the key of
+        its flight. Host memory has all of `key`, and `found` is what was found of it, or of more.
         """
-        host_lock = self.cache.pin(self.cache.match_prefix(key), now_s)
         end = len(key.data) // self._page_bytes
+        if found.depth > end:
+            found = self.cache.match_prefix(key)
+        host_lock = self.cache.pin(found, now_s)
         start = end - len(device_pages)
         src = host_lock.pages[start:]
         self._order(True, key, start, src, device_pages, host_lock, None)

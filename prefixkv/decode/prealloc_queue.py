@@ -18,6 +18,7 @@ import math
 from collections.abc import Iterator
 from itertools import islice
 
+import numpy as np
 from sortedcontainers import SortedList
 
 from prefixkv.admission import DEFAULT_ADMISSION, Admission, Rank, make_admission
@@ -617,10 +618,12 @@ class DecodePreallocQueue:
         load_pages = waiter.load_end = 0
         if self._host is not None and match is not None and req.may_load:
             # With the last page left, where something has to be computed.
-            samples = self._computes and not req.resumed and req.request.may_compute
-            load_end = self._host.find(key, shared_pages, (len(key) - samples) // page_size)
-            if load_end > shared_pages:
-                waiter.load_end, load_pages = load_end, load_end - shared_pages
+            found = waiter.found_in_host = self._host.find(key, shared_pages)
+            if found is not None:
+                samples = self._computes and not req.resumed and req.request.may_compute
+                load_end = min(found.depth, (len(key) - samples) // page_size)
+                if load_end > shared_pages:
+                    waiter.load_end, load_pages = load_end, load_end - shared_pages
         # 3. What is missing, now and in the end. Locking the match takes its unprotected pages out
         # of the evictable ones, so they count as needed; what is shared does not.
         reserve = min(self._reserve_tokens, req.max_new_tokens - len(req.output))
@@ -712,13 +715,16 @@ class DecodePreallocQueue:
         is here or on its way. Return its flight, for the request to join.
         """
         assert self._host is not None
+        assert waiter.found_in_host is not None
         pages, num_pages = self._pages, waiter.load_end - shared_pages
         key = waiter.req.key.prefix(waiter.load_end * pages.page_size)
         joined_pages = joined.pages if joined is not None else None
         loaded = pages.open(
             key, waiter.match, num_pages, now_s, joined_pages, shared_pages, is_load=True
         )
-        room_key = self._host.load(key, pages.pages(loaded)[shared_pages:].copy(), now_s)
+        packed = pages.table.packed(loaded.row, shared_pages, waiter.load_end)
+        new = np.frombuffer(packed, np.int32)
+        room_key = self._host.load(waiter.found_in_host, key, new, now_s)
         load = self._flights.start_load(waiter.req, key, loaded, room_key, joined)
         self._loads.append(load)
         return load
