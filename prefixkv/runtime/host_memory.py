@@ -41,6 +41,11 @@ class HostMemory:
             self._name,
         )
 
+    def wait_until_ready(self) -> None:
+        """Wait until all of a decode rank's host memory can be used. Raises CapacityError if that
+        cannot be had."""
+        self._pool.wait_until_ready()
+
     @property
     def ready_pages(self) -> int:
         """Pages of a decode rank's host memory that can be used by now, from the first on."""
