@@ -32,6 +32,7 @@ BENCHMARKS = {
     "waiting_seeds": "the same with seeds, with and without, and with each order of admission",
     "ranks": "what publishing its operations costs decode's rank 0",
     "staging_copy": "gathering into and scattering out of staging memory, on the CPU",
+    "host_copies": "copies between a pool and host pages, beside a memcpy of the same rows",
     "sglang": "the tree under SGLang's scheduler, beside SGLang's own",
     "engine": "the engine of Hugging Face's models beside transformers by itself",
     "gpu": "KV in VRAM between two processes on one GPU, and a model's steps beside it",

@@ -22,9 +22,9 @@ import numpy as np
 import numpy.typing as npt
 import typer
 
-from prefixkv.decode.host_copy import HostCopyDone
 from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.pages.manager import PageManager
+from prefixkv.protocol.host_copy import HostCopyDone
 from prefixkv.protocol.ids import KVPoll
 from prefixkv.request import Request
 
@@ -124,14 +124,12 @@ def host_admission(
             for other in others if at % 20 == 0 else ():
                 desk.serve(other)
     base = statistics.median(times["no host"])
-    rows = []
+    rows: list[dict[str, object]] = []
     for name, took in times.items():
         median = statistics.median(took)
         over = statistics.median([a - b for a, b in zip(took, times["no host"], strict=True)])
-        row = {"kind": name, "us": median * 1e6, "more_us": over * 1e6, "ratio": median / base}
-        rows.append(
-            {key: round(value, 3) if key != "kind" else value for key, value in row.items()}
-        )
+        found = {"us": median * 1e6, "more_us": over * 1e6, "ratio": median / base}
+        rows.append({"kind": name} | {key: round(value, 3) for key, value in found.items()})
         print(rows[-1])
     if json_file is not None:
         recipe = {

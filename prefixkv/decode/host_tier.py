@@ -33,11 +33,11 @@ from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import TOKEN_BYTES, RadixKey, common_pages
 from prefixkv.cache.releases import Releases
 from prefixkv.cache.results import MatchResult, PrefixLock
-from prefixkv.decode.host_copy import HostCopy, HostCopyDone
 from prefixkv.errors import check_laws
 from prefixkv.pages.allocator import PageAllocator
 from prefixkv.pages.manager import PageManager
 from prefixkv.paging import Pages
+from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
 from prefixkv.protocol.ids import RoomKey
 
 HOST: Final = "host memory"

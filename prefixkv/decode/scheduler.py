@@ -28,7 +28,6 @@ from prefixkv.decode.budget import PreallocBudget
 from prefixkv.decode.computing import Computing
 from prefixkv.decode.deferred import Deferred, not_done
 from prefixkv.decode.growth import grow_ahead, grow_for_next_token
-from prefixkv.decode.host_copy import HostCopy, HostCopyDone
 from prefixkv.decode.host_tier import HostTier
 from prefixkv.decode.inflight import Flight, InFlight
 from prefixkv.decode.journal import DecodeJournal
@@ -69,6 +68,7 @@ from prefixkv.protocol.commands import (
     OpenRoom,
     RefuseRoom,
 )
+from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
 from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.protocol.messages import MAX_PAGES, Promise
 from prefixkv.request import DeviceEvent, Request, check_event, check_request, check_rid

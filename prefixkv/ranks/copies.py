@@ -7,7 +7,7 @@ page is over when it is on every rank, and good when it was good on every rank.
 
 from __future__ import annotations
 
-from prefixkv.decode.host_copy import HostCopyDone
+from prefixkv.protocol.host_copy import HostCopyDone
 
 
 class RankCopies:

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol, assert_never
 
-from prefixkv.decode.host_copy import HostCopyDone
 from prefixkv.errors import CallerError
 from prefixkv.protocol.commands import DecodeCommand, MeetPrefill
 from prefixkv.protocol.events import (
@@ -21,6 +20,7 @@ from prefixkv.protocol.events import (
     RoomOverdue,
     WorkerEvent,
 )
+from prefixkv.protocol.host_copy import HostCopyDone
 from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.ranks.copies import RankCopies
 from prefixkv.ranks.replica import RankLog

@@ -22,12 +22,12 @@ import numpy as np
 
 from prefixkv.cache.eviction.policy import Policy
 from prefixkv.config import DecodeConfig
-from prefixkv.decode.host_copy import HostCopy
 from prefixkv.errors import CallerError, ConfigError, InternalError, RequestError, shown
 from prefixkv.pages.allocator import PageState
 from prefixkv.pages.manager import PageManager
 from prefixkv.paging import MAX_INDEX, Pages
 from prefixkv.protocol.commands import DecodeCommand
+from prefixkv.protocol.host_copy import HostCopy
 from prefixkv.ranks.oplog import AnyOp, Replica
 from prefixkv.request import Request, check_request
 from prefixkv.settings import check_whole

@@ -7,12 +7,12 @@ import numpy.typing as npt
 
 from prefixkv.config import DecodeConfig
 from prefixkv.control.death_watch import LostPeers
-from prefixkv.decode.host_copy import HostCopyDone
 from prefixkv.errors import ConfigError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import MAX_RANKS, Mesh
 from prefixkv.memory.state_pool import StatePool
 from prefixkv.protocol.events import CopyEnded
+from prefixkv.protocol.host_copy import HostCopyDone
 from prefixkv.protocol.ids import PeerId
 from prefixkv.ranks.replica import DecodeReplica
 from prefixkv.ranks.rooms import pack_rank_events

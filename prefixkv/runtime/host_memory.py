@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from prefixkv.config import HostConfig
-from prefixkv.decode.host_copy import HostCopy, HostCopyDone
 from prefixkv.memory.host_pool import HostPool
 from prefixkv.memory.kv_pool import KVPool
+from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
 from prefixkv.runtime.host_copies import HostCopies
 
 

@@ -13,7 +13,6 @@ from typing import assert_never
 from prefixkv.config import DecodeConfig, PrefillConfig, check_reserved
 from prefixkv.control.death_watch import LostPeers
 from prefixkv.decode import journal as decode_journal
-from prefixkv.decode.host_copy import HostCopyDone
 from prefixkv.decode.lanes import Lanes
 from prefixkv.decode.request import DecodeRequest, PrefillAsk
 from prefixkv.decode.scheduler import DecodeScheduler
@@ -38,6 +37,7 @@ from prefixkv.protocol.events import (
     SourceFree,
     WorkerEvent,
 )
+from prefixkv.protocol.host_copy import HostCopyDone
 from prefixkv.protocol.ids import PeerId
 from prefixkv.ranks.leader import RankLeader
 from prefixkv.ranks.oplog import ReplicatedPageManager

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from prefixkv.config import ComputeConfig
-from prefixkv.decode.host_copy import HostCopy, HostCopyDone
 from prefixkv.decode.host_tier import HOST
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.sources import Sources
 from prefixkv.errors import OutOfPagesError
+from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
 from prefixkv.protocol.ids import RoomKey
 from prefixkv.protocol.messages import Promise
 from tests.decode.desk import PAGE_SIZE, Desk, OpenRoom

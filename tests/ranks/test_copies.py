@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from prefixkv.decode.host_copy import HostCopyDone
 from prefixkv.protocol.events import CopyEnded
+from prefixkv.protocol.host_copy import HostCopyDone
 from prefixkv.ranks.copies import RankCopies
 from prefixkv.ranks.rooms import RankRooms, pack_rank_events
 

@@ -71,7 +71,7 @@ def test_what_is_in_host_memory_is_forgotten_with_the_weights(make_pair: MakePai
 @pytest.mark.parametrize("page_sizes", [(4, 4), (8, 4)], ids=["whole", "parts of pages"])
 def test_every_rank_copies_its_own_part(page_sizes: tuple[int, int]) -> None:
     """Two ranks of decode, each with half of the heads: all bytes of both are checked."""
-    one, two = (Mesh.even(num_layers=2, num_kv_heads=4, tp=tp) for tp in (1, 2))
+    one, two = (Mesh(2, 4, tp_size=tp) for tp in (1, 2))
     host = HostConfig(num_pages=256, policy="lru")
     pair = MeshPair(
         one, two, page_sizes=page_sizes, num_pages=48, decode_config=DecodeConfig(host_memory=host)
