@@ -692,7 +692,9 @@ class DecodePreallocQueue:
         joined_pages = joined.pages if joined is not None else None
         # By the key that was matched: other ranks match it again.
         key = req.key.prefix(len(req.key) - 1) if waiter.leaves_last else req.key
-        req.pages_held = pages.open(key, match, new, now_s, joined_pages, shared_pages)
+        req.pages_held = pages.open(
+            key, match, new, now_s, joined_pages, shared_pages, is_used=num_loaded > 0
+        )
         req.prefix_len = shared_pages * pages.page_size
         # 4. Enter the flight, so that the next look of this pass can join it; then the sums that
         # the next `_limits` reads.
