@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from prefixkv.config import ControlConfig as ControlConfig
     from prefixkv.config import CurveConfig as CurveConfig
     from prefixkv.config import DecodeConfig as DecodeConfig
+    from prefixkv.config import HostConfig as HostConfig
     from prefixkv.config import KVEventsConfig as KVEventsConfig
     from prefixkv.config import ModelConfig as ModelConfig
     from prefixkv.config import PrefillConfig as PrefillConfig
@@ -47,6 +48,7 @@ _HOMES = {
     "DecodeConfig": "config",
     "DecodeNode": "runtime.nodes",
     "DecodeRequest": "decode.request",
+    "HostConfig": "config",
     "KVEventsConfig": "config",
     "KVPool": "memory.kv_pool",
     "Mesh": "memory.mesh",

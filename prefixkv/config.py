@@ -49,6 +49,10 @@ _SPIN_S: Final = 50e-6
 _SLEEP_S: Final = 30e-6
 _IDLE_SLEEP_S: Final = 200e-6
 
+MOST_LOADS: Final = 64
+"""Loads from host memory that are under way at once, at most: each has a spare row of the page
+table."""
+
 MAX_VERSION_CHARS = 256
 """Characters of a weights version: it travels with each promise."""
 
@@ -248,6 +252,7 @@ class PageSettings(TypedDict, total=False):
     evict_reserve_pages: int
     num_slots: int
     reserved_pages: int
+    spare_rows: int
 
 
 def check_reserved(reserved_pages: int, num_pages: int) -> int:
@@ -365,6 +370,53 @@ class ComputeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class HostConfig:
+    """Host memory in which a decode worker keeps what its pool cannot: `times` the size of the
+    pool, or `num_bytes` on each rank, or `num_pages` pages. The last two exclude each other.
+
+    Less than twice the pool is of little use, since what is in the pool is there as well. `policy`
+    chooses the pages that are evicted there first, as `DecodeConfig.policy` does in the pool; None:
+    the same, with a name.
+
+    `copy_threads` copy between both, in pieces of at most `piece_bytes`; loads go before writes.
+    """
+
+    times: Annotated[
+        Annotated[float, Meta(gt=0, le=1000)],
+        doc("Host memory for KV that the pool cannot keep, by the pool's size."),
+    ] = 4.0
+    num_bytes: Annotated[BytesOrZero, doc("The same in bytes on each rank; 0: by times.")] = 0
+    num_pages: Annotated[CountOrZero, doc("The same in pages; 0: by times.")] = 0
+    policy: Annotated[
+        str | Policy | None, doc("Eviction policy of host memory; none: that of the pool.")
+    ] = None
+    copy_threads: Annotated[Count, doc("Threads that copy to and from host memory.")] = 2
+    piece_bytes: Annotated[Bytes, doc("Most bytes that are copied in one piece.")] = 4 << 20
+
+    def __post_init__(self) -> None:
+        if self.policy is not None:
+            _check_names(self.policy)
+        check_fields(self)
+        if self.num_bytes and self.num_pages:
+            raise ConfigError(
+                f"num_pages: is {self.num_pages}, and num_bytes {self.num_bytes}; give one of them"
+            )
+
+    def pages_of(self, pool_pages: int, page_bytes: int) -> int:
+        """Return how many pages the configured host memory has, for a pool of `pool_pages`, each of
+        `page_bytes` on this rank. Raises ConfigError for none."""
+        if self.num_pages:
+            return self.num_pages
+        if not self.num_bytes:
+            return max(1, int(self.times * pool_pages))
+        if self.num_bytes < page_bytes:
+            raise ConfigError(
+                f"host_memory: num_bytes is {self.num_bytes}, a page has {page_bytes} bytes"
+            )
+        return self.num_bytes // page_bytes
+
+
+@dataclass(frozen=True, slots=True)
 class DecodeConfig:
     """A decode worker.
 
@@ -405,6 +457,8 @@ class DecodeConfig:
     hash is of `record_block_tokens`, cut to whole pages; of one page, if that is larger.
 
     `kv_events` publishes the changes of the prefix cache, for routers; None: not.
+
+    `host_memory` keeps in host memory what the pool cannot (see HostConfig); None: it is forgotten.
     """
 
     name: Name = "decode-0"
@@ -434,10 +488,22 @@ class DecodeConfig:
     transport: TransportConfig = TransportConfig()
     kv_events: KVEventsConfig | None = None
     compute: ComputeConfig | None = None
+    host_memory: HostConfig | None = None
 
     def __post_init__(self) -> None:
         _check_names(self.policy, self.admission)  # first: it says more of a class than its type
         check_fields(self)
+        if self.host_memory is not None and not self.cache:
+            raise ConfigError("host_memory: without cache nothing is kept there")
+        if (
+            self.host_memory is not None
+            and self.host_memory.policy is None
+            and not isinstance(self.policy, str)
+        ):
+            raise ConfigError(
+                "host_memory: policy is needed, since the pool's is an object, which serves one "
+                "cache"
+            )
         if self.failure_policy == "local" and self.compute is None:
             raise ConfigError(
                 "failure_policy: 'local' needs compute, the engine's word that it computes prompts"
@@ -457,6 +523,7 @@ class DecodeConfig:
             "evict_reserve_pages": int(self.evict_reserve * num_pages),
             "num_slots": num_slots,
             "reserved_pages": check_reserved(self.reserved_pages, num_pages),
+            "spare_rows": 0 if self.host_memory is None else MOST_LOADS,
         }
 
     @property

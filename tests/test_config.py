@@ -19,6 +19,7 @@ from prefixkv.config import (
     ControlConfig,
     CurveConfig,
     DecodeConfig,
+    HostConfig,
     KVEventsConfig,
     ModelConfig,
     PrefillConfig,
@@ -87,6 +88,13 @@ TOO_LOW: dict[type, dict[str, Any]] = {
         "chunk_tokens": 0,
         "itl_share": 0,
         "ask": "never",
+    },
+    HostConfig: {
+        "times": 0,
+        "num_bytes": -1,
+        "num_pages": -1,
+        "copy_threads": 0,
+        "piece_bytes": 0,
     },
     PrefillConfig: {
         "max_running": 0,
@@ -165,6 +173,8 @@ WRONG: dict[str, list[Any]] = {
     "TransportConfig": [None, ControlConfig()],
     "KVEventsConfig | None": [7, "tcp://127.0.0.1:5557"],
     "ComputeConfig | None": [7, 2048],
+    "HostConfig | None": [7, "8GiB"],
+    "str | Policy | None": [7, b"lru"],
 }
 
 
@@ -244,6 +254,7 @@ def test_every_number_and_choice_has_a_bound() -> None:
         "epoch_frames",
         "kv_events",
         "compute",
+        "host_memory",
         "model",
         "control",
         "transport",

@@ -21,6 +21,7 @@ from prefixkv.config import (
     ControlConfig,
     CurveConfig,
     DecodeConfig,
+    HostConfig,
     KVEventsConfig,
     ModelConfig,
     PrefillConfig,
@@ -71,8 +72,8 @@ def by_side(mark: str) -> Iterator[tuple[str, list[str], list[str]]]:
 # --- settings -------------------------------------------------------------------------------------
 
 CONFIGS = [
-    DecodeConfig, ComputeConfig, PrefillConfig, ControlConfig, TransportConfig, KVEventsConfig,
-    ModelConfig, CurveConfig,
+    DecodeConfig, ComputeConfig, HostConfig, PrefillConfig, ControlConfig, TransportConfig,
+    KVEventsConfig, ModelConfig, CurveConfig,
 ]  # fmt: skip
 
 

@@ -25,6 +25,7 @@ PUBLIC = {
     "DecodeConfig",
     "DecodeNode",
     "DecodeRequest",
+    "HostConfig",
     "KVEventsConfig",
     "KVPool",
     "Mesh",

@@ -174,15 +174,8 @@ class RadixCache(RadixTree):
             self.errors.raise_due()
         check_time(now_s)
         check_flag("visit", visit, or_none=True)
-        # The namespace may be empty: the lock then holds its root, so that it is not dropped.
-        found, depth = self.locate(result)
-        node = found if found is not None else self._root(result.namespace)
-        # Split before holding, or pages below the match would be protected too.
-        if depth < node.end:
-            node = self._split(node, depth)
-        self._hold(node)
-        lock = PrefixLock(self, node, depth * self.page_size, self._epoch, now_s, NO_PAGES)
-        self._locks.add(lock)
+        lock = self.pin(result, now_s)
+        node, depth = lock.node, lock.prefix_len // self.page_size
         # A use, of the pages that the lock holds. An empty lock used nothing. The history is kept
         # in the lock, because others may use the page before this request inserts.
         if depth:
@@ -191,6 +184,22 @@ class RadixCache(RadixTree):
             use = self._next_use(result.data, node, depth, depth, visit, None, now_s)
             self._leave_mark(node, depth, use)
             lock.mark = node.mark
+        return lock
+
+    def pin(self, result: MatchResult, now_s: float = 0.0) -> PrefixLock:
+        """Lock a prefix in the radix cache without counting a use, as for a copy of its pages,
+        which is no sign that they are wanted. Otherwise as `lock`.
+        """
+        # The namespace may be empty: the lock then holds its root, so that it is not dropped.
+        found, depth = self.locate(result)
+        node = found if found is not None else self._root(result.namespace)
+        # Split before holding, or pages below the match would be protected too.
+        if depth < node.end:
+            node = self._split(node, depth)
+        self._hold(node)
+        lock = PrefixLock(self, node, depth * self.page_size, self._epoch, now_s, NO_PAGES)
+        lock.mark = node.mark
+        self._locks.add(lock)
         return lock
 
     def unlock(self, lock: PrefixLock) -> Pages:

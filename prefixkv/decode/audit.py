@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise
 
 from prefixkv.decode.budget import PreallocBudget
+from prefixkv.decode.host_tier import HostTier
 from prefixkv.decode.inflight import InFlight
 from prefixkv.decode.lanes import LEFT, Lanes, Waiter
 from prefixkv.decode.request import ACTIVE, CAN_RUN, DecodeRequest, DecodeState
@@ -26,6 +27,7 @@ def check_decode(
     waiting: Iterable[DecodeRequest],
     requests: Collection[DecodeRequest],
     deferred: Collection[DecodeRequest],
+    host: HostTier | None = None,
 ) -> None:
     """Audit decode's scheduler: check its pages, budget, flights, rooms and requests against each
     other; each part checks itself elsewhere.
@@ -45,17 +47,37 @@ def check_decode(
     own = sum(pages.num_own for pages in held)
     allocator, slots = page_manager.allocator, page_manager.slots
     undrained = rooms.undrained()
+    pins = set() if host is None else host.pins
+    loads = set() if host is None else host.loads
+    held_by = set() if host is None else host.held_by
+    table = page_manager.table
     # A page that no law finds an owner for has leaked; one that two find would be freed twice.
     laws = {
         "every owned page is a request's, or a flight's without an owner": own
         == allocator.owned_pages,
         "every owned slot is a request's, or a flight's without an owner": slots is None
-        or sorted(pages.slot for pages in held) == slots.pages_in(PageState.OWNED).tolist(),
-        "every lock is a request's, or a flight's without an owner": page_manager.cache.locks
-        == {pages.lock for pages in held if pages.lock is not None},
-        "every row is a request's, or a flight's without an owner": page_manager.table.free_rows
-        == len(page_manager.table.array) - len(held),
-        "only undrained rooms hold pages": set(allocator.owners()) <= undrained,
+        or sorted(pages.slot for pages in held if pages.slot >= 0)
+        == slots.pages_in(PageState.OWNED).tolist(),
+        "every lock is a request's, a flight's without an owner, or a copy's": (
+            page_manager.cache.locks
+            == {pages.lock for pages in held if pages.lock is not None} | pins
+        ),
+        "every row is a request's, or a flight's without an owner": table.free_rows
+        + table.free_spare_rows
+        == len(table.array) - len(held),
+        "only undrained rooms hold pages, and loads that nothing waits for": held_by
+        <= set(allocator.owners())
+        <= undrained | held_by,
+        "T5 what waits for a load has one under way": {
+            flight.room_key for flight in flights if flight.is_load and flight.is_open
+        }
+        == loads - held_by,
+        "T2 a load fills the pages of its flight": host is None
+        or all(
+            host.fills(flight.room_key, page_manager.pages(flight.pages)[flight.start_pages :])
+            for flight in flights
+            if flight.is_load and flight.is_open
+        ),
         "a request's row is as long as its pages": all(
             page_manager.table.length(pages.row) == pages.num_pages for pages in held
         ),
@@ -67,7 +89,7 @@ def check_decode(
         )
         and sum(flights.of(req) is not None for req in live) == len(flights) - len(orphans),
         "the room of a flight without an owner is in use": all(
-            flight.room_key in undrained for flight in orphans if flight.is_open
+            flight.room_key in undrained for flight in orphans if flight.is_open and flight.has_room
         ),
         "what prefill may write, it does not compute here": not any(
             flight.is_local and allocator.held_by(flight.room_key).size for flight in flights

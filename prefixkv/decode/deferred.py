@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from prefixkv.cache.releases import Releases
+from prefixkv.decode.host_tier import HostTier
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.pages.manager import PageManager, RequestPages
 from prefixkv.pages.requests import BrokenEvent, still_pending
@@ -28,12 +29,19 @@ class _DeferredEnd(NamedTuple):
 class Deferred:
     """Ended decode requests with a release that waits for the device. Owned by a `DecodeScheduler`.
 
-    `queue_again` queues a request that was retracted, when its pages are released.
+    `queue_again` queues a request that was retracted, when its pages are released. `host` writes
+    what is cached then to host memory.
     """
 
-    def __init__(self, pages: PageManager, queue_again: Callable[[DecodeRequest], None]) -> None:
+    def __init__(
+        self,
+        pages: PageManager,
+        queue_again: Callable[[DecodeRequest], None],
+        host: HostTier | None = None,
+    ) -> None:
         self._pages = pages
         self._queue_again = queue_again
+        self._host = host
         self._waiting: list[tuple[DeviceEvent, _DeferredEnd]] = []
 
     def __len__(self) -> int:
@@ -54,8 +62,9 @@ class Deferred:
         return [(rid, pages) for rid, pages in held if pages is not None]
 
     def coming_pages(self, releases: Releases) -> int:
-        """Count the pages with a deferred release that are available again once the device is done.
-        O(requests that wait for the device).
+        """Count the pages with a deferred release that are available again once the device is done,
+        and those that copies to and from host memory keep. O(requests that wait for the device, and
+        copies).
 
         `releases` collects the locks that end with them.
         """
@@ -64,7 +73,10 @@ class Deferred:
             for event, ended in self._waiting
             if not isinstance(event, BrokenEvent)
         ]
-        return sum(pages.num_own + releases.end(pages.lock) for pages in held if pages is not None)
+        coming = 0 if self._host is None else self._host.coming_pages(releases)
+        return coming + sum(
+            pages.num_own + releases.end(pages.lock) for pages in held if pages is not None
+        )
 
     def stuck_pages(self, releases: Releases) -> int:
         """Count the pages with a deferred release that a broken device event keeps: nothing proves
@@ -124,6 +136,10 @@ class Deferred:
                     continues=continues,
                     keep_tokens=keep_tokens,
                 )
+                # Behind the device's work, so that no copy reads what is still to be written.
+                if self._host is not None:
+                    key = req.key if keep_tokens is None else req.key.prefix(keep_tokens)
+                    self._host.leave(key, now_s, continues)
             else:
                 self._pages.drop(req.pages_held)
             req.pages_held = None

@@ -7,6 +7,9 @@ flights form trees, each pointing to the one at the end of which it continues:
 
     a: [0, 9)    b joined a at 6: [6, 8)    c joined b at 8: [8, 12)    c waits for b, b for a
 
+What a request finds in host memory is a flight too, a *load*: it has no owner, and the request
+joins it. A copy brings it, and everything else about it is as with any flight.
+
 A flight that loses its request to an abort continues without an owner, for as long as another waits
 for it. A flight that will not arrive takes with it all that wait for it; their requests ask again
 for what they lack.
@@ -36,9 +39,12 @@ class Flight:
     """One request's pages on their way.
 
     Args:
-        owner: its request; None once that has gone, while other flights wait for the pages.
-        request: what the engine submitted.
-        prefill: the address of the prefill worker that sends it.
+        owner: its request; None once that has gone, while other flights wait for the pages, and for
+            a load.
+        request: what the engine submitted; of a load, the first that joined it.
+        prefill: the address of the prefill worker that sends it; "" for a load.
+        room_key: of its room. Of a load a key of its own, which holds its pages where it ends
+            before its copy (see `host_tier.py`).
         key: its tokens, up to `kv_len`: they do not change while it is on its way.
         pages: the request's; the flight brings those at [start_pages, end_pages) of its row, whole
             pages only.
@@ -59,8 +65,19 @@ class Flight:
     # Until its pages are here, or its room has ended without them.
     is_open: bool = True
     is_local: bool = False  # computed by this worker's own engine: it has no room
+    is_load: bool = False  # copied from host memory: it has no room
     start_key: StartKey | None = None  # key in `InFlight._by_start`; None: may not be joined
     waiters: dict[Flight, None] = field(default_factory=dict)  # flights that joined, oldest first
+
+    @property
+    def num_pages(self) -> int:
+        """Number of whole pages that the flight brings."""
+        return self.end_pages - self.start_pages
+
+    @property
+    def has_room(self) -> bool:
+        """True if a prefill worker sends what the flight brings."""
+        return not self.is_local and not self.is_load
 
     def __repr__(self) -> str:
         owner = self.owner.rid if self.owner is not None else None
@@ -150,12 +167,8 @@ class InFlight:
 
     def start(self, owner: DecodeRequest, joined: Flight | None, shareable: bool) -> Flight:
         """Enter the flight of an admitted request; others may join it if `shareable`."""
-        self._count += 1
-        page_bytes = self._page_bytes
         key, pages = owner.key, owner.pages_held
         assert pages is not None
-        data = key.data
-        start, end = pages.num_shared, len(data) // page_bytes
         flight = Flight(
             owner=owner,
             request=owner.request,
@@ -163,21 +176,55 @@ class InFlight:
             room_key=owner.room_key,
             key=key,
             pages=pages,
-            start_pages=start,
-            end_pages=end,
+            start_pages=pages.num_shared,
+            end_pages=len(key.data) // self._page_bytes,
             joined=joined,
-            number=self._count,
+            number=self._count + 1,
         )
-        self._flights[flight] = None
         self._by_owner[owner] = flight
-        if joined is not None:
-            joined.waiters[flight] = None
-        # It can be found only if it brings a whole page: a partial one is never shared.
-        if shareable and start < end:
-            first_page = data[start * page_bytes : (start + 1) * page_bytes]
-            flight.start_key = start_key = key.namespace, start, first_page
-            self._by_start.setdefault(start_key, []).append(flight)
+        self._enter(flight, shareable)
         return flight
+
+    def start_load(
+        self,
+        first: DecodeRequest,
+        key: RadixKey,
+        pages: RequestPages,
+        room_key: RoomKey,
+        joined: Flight | None,
+    ) -> Flight:
+        """Enter the flight that brings the last pages of `key` from host memory for an admitted
+        request, `first`, which joins it next, as others may.
+        """
+        flight = Flight(
+            owner=None,
+            request=first.request,
+            prefill="",
+            room_key=room_key,
+            key=key,
+            pages=pages,
+            start_pages=pages.num_shared,
+            end_pages=pages.num_pages,
+            joined=joined,
+            number=self._count + 1,
+            is_load=True,
+        )
+        self._enter(flight, shareable=True)
+        return flight
+
+    def _enter(self, flight: Flight, shareable: bool) -> None:
+        """Enter a new flight in the table, in the one that it joined, and in the index if it is
+        `shareable`."""
+        self._count += 1
+        self._flights[flight] = None
+        if flight.joined is not None:
+            flight.joined.waiters[flight] = None
+        # It can be found only if it brings a whole page: a partial one is never shared.
+        start, page_bytes = flight.start_pages, self._page_bytes
+        if shareable and start < flight.end_pages:
+            first_page = flight.key.data[start * page_bytes : (start + 1) * page_bytes]
+            flight.start_key = start_key = flight.key.namespace, start, first_page
+            self._by_start.setdefault(start_key, []).append(flight)
 
     def disown(self, flight: Flight) -> None:
         """Take a flight's owner from it: its request ends, it continues for its waiters."""
@@ -201,9 +248,7 @@ class InFlight:
         These are, by number, the flights that wait for it, and those it waited for that nothing
         else needs.
         """
-        gone = [flight]
-        for one in gone:  # the list grows as waiters of waiters come to light
-            gone.extend(one.waiters)
+        gone = [flight, *self.waiting_for(flight)]
         # Upwards: a flight without an owner lived only for those that waited. The first that has an
         # owner, or another waiter, stays.
         needless = flight
@@ -219,6 +264,14 @@ class InFlight:
             one.waiters.clear()
             one.joined = None
         return sorted(gone[1:], key=attrgetter("number"))
+
+    def waiting_for(self, flight: Flight) -> list[Flight]:
+        """Return the flights on their way that wait for this one, those that wait for them
+        included."""
+        found = list(flight.waiters)
+        for one in found:  # the list grows as waiters of waiters come to light
+            found.extend(one.waiters)
+        return found
 
     def flush(self) -> list[Flight]:
         """Take out and return the flights on their way that a flush of the tree ends, by number.
@@ -310,6 +363,8 @@ class InFlight:
                     and key.namespace == above.key.namespace
                 ),
                 "without an owner, another flight waits": bool(owner or flight.waiters),
+                "a load has no owner, and is not computed here": not flight.is_load
+                or (owner is None and not flight.is_local),
                 "an owner's pages are the flight's": owner is None
                 or (owner.pages_held is flight.pages and self.of(owner) is flight),
                 "a flight begins where it is found": flight.start_key == keys.get(flight)

@@ -4,7 +4,8 @@
     committed -- engine --> first token
 
 The request keeps each of these times, of the first time it happened. Between two of them lies a
-wait, named by its reason. A request that joined no flight skips one: its engine's part begins when
+wait, named by its reason; "load" in place of "flight" where it waits for a copy from host memory. A
+request that joined no flight skips one: its engine's part begins when
 its pages are there, for the engine to pop.
 """
 
@@ -16,7 +17,7 @@ from prefixkv.decode.inflight import Flight
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.stats import Journal
 
-REASONS = ("pages", "transfer", "compute", "flight", "engine", "first_token")
+REASONS = ("pages", "transfer", "compute", "flight", "load", "engine", "first_token")
 """Reasons of a wait; `first_token` is the sum of all."""
 
 
@@ -32,12 +33,18 @@ class DecodeJournal(Journal):
         self.pages_received = 0
 
     def admitted(
-        self, req: DecodeRequest, new_pages: int, shared_tokens: int, now_s: float
+        self,
+        req: DecodeRequest,
+        new_pages: int,
+        shared_tokens: int,
+        now_s: float,
+        host_tokens: int = 0,
     ) -> None:
         """Write down in decode's journal that a request was admitted, and prefill is asked for
         `new_pages`.
 
-        Its prefix is locked; of that, `shared_tokens` are on their way with another flight.
+        Its prefix is locked; of that, `shared_tokens` are on their way with another flight, and
+        `host_tokens` come from host memory.
         """
         counters = self.counters
         counters["admitted"] += 1
@@ -46,6 +53,8 @@ class DecodeJournal(Journal):
         if shared_tokens:
             counters["shared_flights"] += 1
             counters["shared_tokens"] += shared_tokens
+        if host_tokens:
+            counters["host_hit_tokens"] += host_tokens
         req.new_pages += new_pages
         # Counters above are of admissions; what follows is of requests, so a second admission adds
         # nothing.
@@ -54,6 +63,7 @@ class DecodeJournal(Journal):
         req.admitted_s = now_s
         req.hit_tokens = req.prefix_len - shared_tokens
         req.shared_tokens = shared_tokens
+        req.host_tokens = host_tokens
         self.waited("pages", req.arrived_s, now_s)
         self.found(req.request.key.namespace, req.fill_len, req.hit_tokens, shared_tokens)
 
@@ -80,8 +90,8 @@ class DecodeJournal(Journal):
         if req.committed_s is not None:
             return
         req.committed_s = now_s
-        if req.shared_tokens:
-            self.waited("flight", req.transferred_s, now_s)
+        if req.host_tokens or req.shared_tokens:
+            self.waited("load" if req.host_tokens else "flight", req.transferred_s, now_s)
 
     def runs(self, req: DecodeRequest, now_s: float) -> None:
         """Write down the first token of a request, appended by the engine, in decode's journal.
@@ -89,9 +99,8 @@ class DecodeJournal(Journal):
         """
         if req.first_token_s is None:
             req.first_token_s = now_s
-            self.waited(
-                "engine", req.committed_s if req.shared_tokens else req.transferred_s, now_s
-            )
+            waits = req.host_tokens or req.shared_tokens
+            self.waited("engine", req.committed_s if waits else req.transferred_s, now_s)
             self.waited("first_token", req.arrived_s, now_s)
 
     def ended(self, req: DecodeRequest, now_s: float) -> None:
@@ -110,6 +119,7 @@ def timeline(req: DecodeRequest, page_bytes: int, page_size: int) -> dict[str, A
         req.prefill,
         prompt_tokens=req.prompt_len,
         hit_tokens=req.hit_tokens,
+        host_tokens=req.host_tokens,
         shared_tokens=req.shared_tokens,
         output_tokens=len(req.output),
         asked_bytes=req.new_pages * page_bytes,

@@ -36,9 +36,10 @@ class Waiter:
     `arrival` numbers the queue's waiters. `is_returned`: it was admitted before. `since_s` is when
     it came, None for one that came back since the last pass.
 
-    Admitting it takes pages: `new_pages` at once; `needed_pages` have to be available, the reserve
-    included; `most_pages` it may come to take in the end. The last two include the evictable pages
-    that its match would lock. `seen_at` is the version at which a look admitted nothing.
+    Admitting it takes pages: `new_pages` at once, for what is to be sent, besides those of a load;
+    `needed_pages` have to be available, the reserve included; `most_pages` it may come to take in
+    the end. The last two include the evictable pages that its match would lock. `seen_at` is the
+    version at which a look admitted nothing.
     """
 
     req: DecodeRequest
@@ -49,6 +50,8 @@ class Waiter:
     is_aside: bool = False  # it may need more pages than can come back
     match: MatchResult | None = None
     new_pages: int = 0
+    found_in_host: MatchResult | None = None  # in host memory, if that has more
+    load_end: int = 0  # end of what a load from there would bring, in pages; 0: no load
     needed_pages: int = 0
     most_pages: int = 0
     rank: Rank = None

@@ -18,16 +18,19 @@ import math
 from collections.abc import Iterator
 from itertools import islice
 
+import numpy as np
 from sortedcontainers import SortedList
 
 from prefixkv.admission import DEFAULT_ADMISSION, Admission, Rank, make_admission
 from prefixkv.decode.audit import check_queue
 from prefixkv.decode.budget import PreallocBudget
+from prefixkv.decode.host_tier import HostTier
 from prefixkv.decode.inflight import Flight, InFlight
 from prefixkv.decode.lanes import ALONE, Lane, Lanes, Waiter
 from prefixkv.decode.prospects import Prospects
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.decode.shares import PrefillShares
+from prefixkv.decode.sources import Lack, Sources
 from prefixkv.decode.wants import Wants
 from prefixkv.errors import InternalError, shown
 from prefixkv.pages.manager import PageManager
@@ -75,6 +78,8 @@ class DecodePreallocQueue:
         protect: whether the cached prefixes of waiting requests are evicted last.
         computes: whether what a request lacks may be computed here. Then one that lacks nothing
             leaves its last page: something has to be computed to sample its first token.
+        host: loads what host memory has behind what is here, or on its way; None: no host memory.
+        sources: says whether that is worth it.
     """
 
     def __init__(
@@ -92,8 +97,13 @@ class DecodePreallocQueue:
         waiting_timeout_s: float = math.inf,
         protect: bool = True,
         computes: bool = False,
+        host: HostTier | None = None,
+        sources: Sources | None = None,
     ) -> None:
         self._computes = computes
+        self._host = host
+        self._sources = sources or Sources()
+        self._now_s = -math.inf  # of the last pass
         self._pages = pages
         self._budget = budget
         self._flights = flights
@@ -116,6 +126,7 @@ class DecodePreallocQueue:
         self.wants = Wants(pages, protect)
         self._deadlines: Timers[DecodeRequest] = Timers()
         self._admitted: list[DecodeRequest] = []  # to be returned by `take_admitted`
+        self._loads: list[Flight] = []  # to be returned by `take_loads`
         self._num_arrivals = 0
         self._num_started = 0
         self._all_back = True  # False: another pass has more to bring back
@@ -353,6 +364,7 @@ class DecodePreallocQueue:
         """
         # `_bring_back` sets it to False where more requests are aside than one pass may bring back.
         self._all_back = True
+        self._now_s = now_s
         self._admit_what_fits(now_s)
         if not self._all_back:
             self._spent_at = -1  # the next pass brings more of them back
@@ -416,6 +428,12 @@ class DecodePreallocQueue:
         """
         admitted, self._admitted = self._admitted, []
         return admitted
+
+    def take_loads(self) -> list[Flight]:
+        """Return the flights of loads from host memory that the prealloc queue has begun since the
+        last call, in that order."""
+        loads, self._loads = self._loads, []
+        return loads
 
     def _bring_back(self) -> bool:
         """Put requests of the prealloc queue that are aside back into their lanes where enough
@@ -602,6 +620,18 @@ class DecodePreallocQueue:
                 assert match is not None
                 joined, shared_pages = self._flights.find(shorter, match.depth)
             unprotected = match.unprotected_pages
+        # It takes pages as those that prefill sends do, so it changes only what is to be sent.
+        load_pages = waiter.load_end = 0
+        if self._host is not None and match is not None and req.may_load:
+            # With the last page left, where something has to be computed.
+            found = waiter.found_in_host = self._host.find(key, shared_pages)
+            if found is not None:
+                samples = self._computes and not req.resumed and req.request.may_compute
+                load_end = min(found.depth, (len(key) - samples) // page_size)
+                if load_end > shared_pages and self._is_worth_loading(
+                    waiter, len(key) - shared_pages * page_size, load_end - shared_pages
+                ):
+                    waiter.load_end, load_pages = load_end, load_end - shared_pages
         # 3. What is missing, now and in the end. Locking the match takes its unprotected pages out
         # of the evictable ones, so they count as needed; what is shared does not.
         reserve = min(self._reserve_tokens, req.max_new_tokens - len(req.output))
@@ -610,9 +640,20 @@ class DecodePreallocQueue:
         first_len = min(req.fill_len + req.resumed, req.most_kv_len)
         kept = pages_for(max(first_len, min(req.fill_len + reserve, req.most_kv_len)), page_size)
         less = shared_pages - unprotected
-        waiter.new_pages = pages_for(first_len, page_size) - shared_pages
+        waiter.new_pages = pages_for(first_len, page_size) - shared_pages - load_pages
         waiter.needed_pages, waiter.most_pages = kept - less, req.max_pages - less
         return joined, shared_pages
+
+    def _is_worth_loading(self, waiter: Waiter, num_missing: int, num_pages: int) -> bool:
+        """Return whether to load `num_pages` from host memory for a request of the prealloc queue
+        that lacks `num_missing` tokens with them."""
+        assert self._host is not None
+        address, load_s = waiter.lane.address, self._host.load_s(num_pages)
+        if address == ALONE or not load_s:
+            return True
+        num_loaded = num_pages * self._pages.page_size
+        loaded = Lack(num_missing - num_loaded, num_loaded, load_s)
+        return self._sources.worth_loading(Lack(num_missing), loaded, address, self._now_s)
 
     def _renew_rank(self, waiter: Waiter) -> bool:
         """Rank a request of the prealloc queue by its new estimate, and move it in its lane's
@@ -660,14 +701,19 @@ class DecodePreallocQueue:
             return False
         # 2. Before an eviction the tree has to know what the others wait for, or it evicts just
         # that.
-        if new > pages.allocator.free_pages:  # an eviction is due
+        num_loaded = max(0, waiter.load_end - shared_pages)
+        if new + num_loaded > pages.allocator.free_pages:  # an eviction is due
             self.wants.admitting(waiter)
         # 3. Lock and take. The look has counted what locking costs, and nothing ran since, so this
         # cannot fail: there is nothing to undo below.
+        if num_loaded:
+            joined, shared_pages = self._load(waiter, joined, shared_pages, now_s), waiter.load_end
         joined_pages = joined.pages if joined is not None else None
         # By the key that was matched: other ranks match it again.
         key = req.key.prefix(len(req.key) - 1) if waiter.leaves_last else req.key
-        req.pages_held = pages.open(key, match, new, now_s, joined_pages, shared_pages)
+        req.pages_held = pages.open(
+            key, match, new, now_s, joined_pages, shared_pages, is_used=num_loaded > 0
+        )
         req.prefix_len = shared_pages * pages.page_size
         # 4. Enter the flight, so that the next look of this pass can join it; then the sums that
         # the next `_limits` reads.
@@ -682,6 +728,27 @@ class DecodePreallocQueue:
         self._budget.start(req.rid, req.max_pages - req.pages_held.num_pages, 0)
         self._admitted.append(req)
         return True
+
+    def _load(
+        self, waiter: Waiter, joined: Flight | None, shared_pages: int, now_s: float
+    ) -> Flight:
+        """Begin the load of what host memory has for a request of the prealloc queue, behind what
+        is here or on its way. Return its flight, for the request to join.
+        """
+        assert self._host is not None
+        assert waiter.found_in_host is not None
+        pages, num_pages = self._pages, waiter.load_end - shared_pages
+        key = waiter.req.key.prefix(waiter.load_end * pages.page_size)
+        joined_pages = joined.pages if joined is not None else None
+        loaded = pages.open(
+            key, waiter.match, num_pages, now_s, joined_pages, shared_pages, is_load=True
+        )
+        packed = pages.table.packed(loaded.row, shared_pages, waiter.load_end)
+        new = np.frombuffer(packed, np.int32)
+        room_key = self._host.load(waiter.found_in_host, key, new, now_s)
+        load = self._flights.start_load(waiter.req, key, loaded, room_key, joined)
+        self._loads.append(load)
+        return load
 
 
 def _checked(rank: Rank) -> Rank:

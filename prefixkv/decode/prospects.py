@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from prefixkv.cache.releases import Releases
+from prefixkv.decode.host_tier import HostTier
 from prefixkv.decode.inflight import InFlight
 from prefixkv.decode.lanes import Lanes
 from prefixkv.decode.shares import PrefillShares
@@ -37,6 +38,7 @@ class Prospects:
     Args:
         stuck: returns the pages of requests with a device event that has raised, and enters the
             locks of these requests into the `Releases` that it is given.
+        host: holds pages too, for copies from host memory, which end by themselves.
     """
 
     def __init__(
@@ -46,7 +48,9 @@ class Prospects:
         lanes: Lanes,
         flights: InFlight,
         stuck: Callable[[Releases], int],
+        host: HostTier | None = None,
     ) -> None:
+        self._host = host
         self._pages, self._shares, self._lanes = pages, shares, lanes
         self._flights, self._stuck = flights, stuck
 
@@ -63,10 +67,13 @@ class Prospects:
         # both.
         if closed := self._lanes.closed:
             for flight in self._flights:
-                if flight.is_open and not flight.is_local and flight.prefill in closed:
+                if flight.is_open and flight.has_room and flight.prefill in closed:
                     away += flight.pages.num_own + releases.end(flight.pages.lock)
         stuck = self._stuck(releases)
-        return Unproved(pages.held_pages + pages.quarantined_pages, away, stuck)
+        held = pages.held_pages + pages.quarantined_pages
+        if self._host is not None:
+            held -= self._host.held_pages
+        return Unproved(held, away, stuck)
 
     @property
     def most_pages(self) -> int:

@@ -57,8 +57,9 @@ class DecodeRequest(PagedRequest[DecodeState]):
 
     __slots__ = (
         "_key", "admitted_s", "aux", "committed_s", "fill_len", "first_token_s", "hit_tokens",
-        "is_alone", "max_new_tokens", "max_pages", "new_pages", "output", "output_limit", "prefill",
-        "prefix_len", "prompt_len", "retractions", "retries", "shared_tokens", "transferred_s",
+        "host_tokens", "is_alone", "max_new_tokens", "max_pages", "may_load", "new_pages", "output",
+        "output_limit", "prefill", "prefix_len", "prompt_len", "retractions", "retries",
+        "shared_tokens", "transferred_s",
     )  # fmt: skip
 
     TRANSITIONS = {
@@ -78,6 +79,7 @@ class DecodeRequest(PagedRequest[DecodeState]):
         self.prefill = request.prefill
         # No prefill worker is to be asked at its next admission: see `lanes.ALONE`.
         self.is_alone = not request.prefill
+        self.may_load = True  # from host memory; False once such a copy has failed
         self.max_new_tokens = request.max_new_tokens
         self.prompt_len = len(request.key)  # tokens
         self.max_pages = pages_for(self.most_kv_len, pages.page_size)
@@ -96,7 +98,7 @@ class DecodeRequest(PagedRequest[DecodeState]):
         self.transferred_s: float | None = None
         self.committed_s: float | None = None
         self.first_token_s: float | None = None
-        self.hit_tokens = self.shared_tokens = self.new_pages = 0
+        self.hit_tokens = self.host_tokens = self.shared_tokens = self.new_pages = 0
 
     def become(self, state: DecodeState) -> None:
         """Move a decode request to another state, and set its `output_limit` to 0. Raises

@@ -20,6 +20,7 @@ import numpy as np
 
 from prefixkv.addresses import check_prefill
 from prefixkv.admission import DEFAULT_ADMISSION, Admission
+from prefixkv.cache.eviction.policy import Policy
 from prefixkv.cache.radix_key import check_packed, pack
 from prefixkv.config import Retarget, check_version
 from prefixkv.decode.audit import check_decode
@@ -27,6 +28,7 @@ from prefixkv.decode.budget import PreallocBudget
 from prefixkv.decode.computing import Computing
 from prefixkv.decode.deferred import Deferred, not_done
 from prefixkv.decode.growth import grow_ahead, grow_for_next_token
+from prefixkv.decode.host_tier import HostTier
 from prefixkv.decode.inflight import Flight, InFlight
 from prefixkv.decode.journal import DecodeJournal
 from prefixkv.decode.lanes import ALONE, Lanes
@@ -66,6 +68,7 @@ from prefixkv.protocol.commands import (
     OpenRoom,
     RefuseRoom,
 )
+from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
 from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.protocol.messages import MAX_PAGES, Promise
 from prefixkv.request import DeviceEvent, Request, check_event, check_request, check_rid
@@ -98,6 +101,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         weights_version: version of the weights that it begins with.
         sources: decides what the engine computes itself; None: nothing. With `ask` "late" in its
             config, `pop_needs_prefill` returns first attempts too.
+        host: pages of host memory, their eviction policy, and whether all are ready at once; None:
+            no host memory. `take_copies` gives its copies.
     """
 
     def __init__(
@@ -118,6 +123,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         ticket: Callable[[], int] | None = None,
         weights_version: str = "",
         sources: Sources | None = None,
+        host: tuple[int, str | Policy, bool] | None = None,
     ) -> None:
         self.name = name
         self.sources = sources or Sources()
@@ -129,9 +135,16 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.flights = InFlight(pages.page_size)
         self.shares = shares or PrefillShares()
         self.lanes = lanes or Lanes()
-        self._deferred = Deferred(pages, self._queue_again)
+        # A write leaves a page to each request that runs, for its next token.
+        self.host: HostTier | None = None
+        if host is not None:
+            num_pages, policy, are_ready = host
+            self.host = HostTier(
+                pages, num_pages, policy, self.counters, lambda: self.budget.active, are_ready
+            )
+        self._deferred = Deferred(pages, self._queue_again, self.host)
         self.prospects = Prospects(
-            pages, self.shares, self.lanes, self.flights, self._deferred.stuck_pages
+            pages, self.shares, self.lanes, self.flights, self._deferred.stuck_pages, self.host
         )
         # The queues, in the order in which a request passes through them: waiting, arriving.
         # `requests` (of the base class) has every live request, in whichever of the two it is, or
@@ -149,6 +162,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             waiting_timeout_s=waiting_timeout_s,
             protect=protect_waiting,
             computes=self.sources.config is not None,
+            host=self.host,
+            sources=self.sources,
         )
         self.arriving = DecodeTransferQueue(pages, self.flights)
         self._retries = Retries(max_retries, retarget, pages.errors)
@@ -221,6 +236,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         if self._deadlines.next_s <= now_s:
             for req in self._deadlines.due(now_s):
                 self._too_late(req, now_s)
+        if self.host is not None and self.host.has_due:
+            self.host.write_due()
         # Left from a call that raised. One of them may have failed or completed since; it comes out
         # elsewhere.
         if self._admitted:
@@ -237,6 +254,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self._end(req, DecodeState.FAILED, error, now_s)
         # 3. Open the rooms. `_ask` may find that nothing is to be sent; then the flight is complete
         # at once.
+        for load in self.waiting.take_loads():
+            self.arriving.add_load(load)
         for req in self.waiting.take_admitted():
             self._ask(req, now_s)
             if not req.state.ended:
@@ -579,7 +598,11 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         """
         # Flights first: they release their locks, so that the flush frees those pages at once.
         self._fall_back(self.flights.flush())
-        return self.pages.flush()
+        freed = self.pages.flush()
+        # After the device's, whose epoch tells a copy of before.
+        if self.host is not None:
+            self.host.flush()
+        return freed
 
     def move_weights(
         self, weights_version: str, now_s: float, after: DeviceEvent | None = None
@@ -626,7 +649,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         room. O(1).
         """
         left = self.requests, self._failed, self._asks, self._deferred, self.rooms.any_undrained
-        return not any(left) and not len(self.flights)
+        return not any(left) and not len(self.flights) and not self.host
 
     @property
     def wake_s(self) -> float:
@@ -728,6 +751,38 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         # Last, since each request that leaves may be the one that makes the lane idle.
         self.lanes.forget_if_idle(lane)
 
+    def take_copies(self) -> list[HostCopy]:
+        """Return the copies between decode's pool and host memory that are to be made, and forget
+        them; `copy_ended` takes the end of each."""
+        return [] if self.host is None else self.host.take_orders()
+
+    def host_ready(self, num_pages: int) -> None:
+        """Take note in decode's scheduler that the first `num_pages` of host memory can be used."""
+        if self.host is not None:
+            self.host.ready(num_pages)
+
+    def copy_ended(self, done: HostCopyDone, now_s: float) -> None:
+        """Take note in decode's scheduler that a copy between its pool and host memory has ended:
+        what it loaded can be committed, or what waits for it tries again.
+        """
+        assert self.host is not None
+        key = self.host.ended(done, now_s)
+        # What was written may be what a request needs that its prefill worker's share is too small
+        # for.
+        self.waiting.look_again()
+        if key is None:
+            return
+        if done.error is None:
+            self.arriving.loaded(key)
+            return
+        flight = self.arriving.get_load(key)
+        assert flight is not None
+        # No second try from host memory: the error may be of these pages.
+        for one in self.flights.waiting_for(flight):
+            if one.owner is not None:
+                one.owner.may_load = False
+        self._cancel(flight, done.error)
+
     def room_drained(self, key: RoomKey) -> None:
         """Release in decode's scheduler a room's held pages and its number: no write can land in
         its pages any more.
@@ -772,7 +827,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         left = [(req.rid, req.pages_held) for req in self.computing.left]
         held = super().holders() + self._deferred.holders()
         held += [(rid, pages) for rid, pages in left if pages is not None]
-        return held + [(f"flight of room {one.room_key.room}", one.pages) for one in orphans]
+        kinds = "flight of room", "load"
+        return held + [(f"{kinds[one.is_load]} {one.room_key.room}", one.pages) for one in orphans]
 
     def check_invariants(self) -> None:
         """Check every part of decode's scheduler, and the parts against each other. Raises
@@ -784,9 +840,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.arriving.check_invariants()
         # Pages may be in a prefill worker's power only while a room is open, or failed and not
         # drained.
-        flying = {
-            flight.room_key for flight in self.flights if flight.is_open and not flight.is_local
-        }
+        flying = {flight.room_key for flight in self.flights if flight.is_open and flight.has_room}
         self.shares.check_invariants(flying | self.rooms.undrained())
         check_decode(
             self.pages,
@@ -796,7 +850,10 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             waiting=self.waiting,
             requests=self.requests.values(),
             deferred=[*self._deferred.requests(), *self.computing.left],
+            host=self.host,
         )
+        if self.host is not None:
+            self.host.check_invariants()
         local = self.arriving.local
         self.computing.check_invariants(local)
         check_laws(
@@ -878,7 +935,12 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         was_alone, req.is_alone = req.is_alone, not req.prefill
         is_local = self._is_computed_here(req, flight, was_alone, now_s)
         num_asked = 0 if is_local else end - start
-        self.journal.admitted(req, num_asked, pages.num_joined * page_size, now_s)
+        num_loaded = 0
+        if (joined := flight.joined) is not None and joined.is_load:
+            # Its own load is a hit; one that it shares is on its way with another's flight.
+            num_loaded = joined.num_pages if joined.request is req.request else 0
+        shared_tokens = (pages.num_joined - num_loaded) * page_size
+        self.journal.admitted(req, num_asked, shared_tokens, now_s, num_loaded * page_size)
         if is_local:
             # Before the refusal: it has to find a flight without a room.
             self.arriving.add_local(flight)
@@ -907,7 +969,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self._asks.append(PrefillAsk(req, self.name))
         # 3. Registered before the command leaves, so that an answer always finds its flight.
         self.arriving.add(flight)
-        self.sources.promised(req.prefill, flight.room_key, now_s)
+        num_sent = req.fill_len - req.prefix_len
+        self.sources.promised(req.prefill, flight.room_key, now_s, num_sent, num_loaded * page_size)
         promise = Promise(
             *flight.room_key.numbers,
             fill_len=req.fill_len,
@@ -976,6 +1039,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         num_shared = 0
         if match is not None:
             _, num_shared = self.flights.find(req.key, match.depth)
+            if self.host is not None and (found := self.host.find(req.key, num_shared)):
+                num_shared = found.depth
         return req.kv_len - num_shared * self.pages.page_size <= most
 
     def _go_alone(self, req: DecodeRequest) -> None:
@@ -1187,6 +1252,15 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         report its end.
         """
         key = flight.room_key
+        # 0. A load: the copy may still write its pages, and they wait for its end.
+        if flight.is_load:
+            assert self.host is not None
+            self.arriving.remove(flight)
+            if flight.is_open and self.host.give_up(key):
+                self.pages.hold(flight.pages, key)
+            else:
+                self.pages.drop(flight.pages)
+            return
         # 1. The room is open, or has failed: prefill knows the page ids, and a posted write cannot
         # be called back. The pages change owner, from request to room, and wait for proof.
         # 2. The room has succeeded, or was never opened: nothing can land, so they are free at

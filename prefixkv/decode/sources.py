@@ -253,11 +253,15 @@ class Sources:
         config: None: everything comes from prefill.
         fails_over: True if decode computes up to `down_below` tokens of a request where its prefill
             worker cannot be asked; else up to `below`.
+        loads: True if decode has host memory, whose loads are compared with what prefill takes.
     """
 
-    def __init__(self, config: ComputeConfig | None = None, fails_over: bool = False) -> None:
+    def __init__(
+        self, config: ComputeConfig | None = None, fails_over: bool = False, loads: bool = False
+    ) -> None:
         self.config = config
         self.fails_over = fails_over
+        self._measures = config is not None or loads
         # Of chunks: tokens, and the seconds that they took beyond a step without one. Fading sums.
         self._tokens = self._seconds = 0.0
         self._computed_s = -math.inf
@@ -296,7 +300,7 @@ class Sources:
             tokens: that it sends; None: as many as others do.
             loaded: tokens of the prompt that decode loads meanwhile.
         """
-        if self.config is None:
+        if not self._measures:
             return
         worker = self._workers.pop(address, None) or _Worker()
         self._workers[address] = worker  # the one that was asked last is forgotten last
@@ -390,6 +394,20 @@ class Sources:
         way = fair(ways)
         self._note_seconds(way.seconds)
         return way
+
+    def worth_loading(self, sent: Lack, loaded: Lack, address: str, now_s: float) -> bool:
+        """Return whether decode loads what host memory has of a request (`loaded`), rather than
+        have all of it sent (`sent`). Without own compute alone: with it both ways are about as
+        good, and what is loaded makes prompts short enough to be computed here.
+        """
+        if self.config is not None or not loaded.load_s:
+            return True
+        worker = self._workers.get(address) or _Worker()
+        is_fresh = now_s - self._answered_s <= FRESH_S
+        if self._line.num < _LEAST_TRANSFERS or not is_fresh:
+            return True
+        ways = [self._by_prefill(lack, worker, now_s) for lack in (loaded, sent)]
+        return fair(ways).loaded > 0
 
     def chunk_tokens(self, is_busy: bool) -> int:
         """Return the most tokens of prompts that decode's next step may compute; `is_busy`: beside

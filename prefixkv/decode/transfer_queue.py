@@ -1,8 +1,8 @@
 """Requests with KV on its way, and the steps that follow when it is there.
 
-A flight is complete when its room has succeeded, or this worker's engine has computed it, and the
-flight that it joined has been committed. What an engine is to compute it gets once the flight that
-this one joined has been committed: it reads that KV.
+A flight is complete when its room has succeeded, or its copy from host memory, or this worker's
+engine has computed it, and the flight that it joined has been committed. What an engine is to
+compute it gets once the flight that this one joined has been committed: it reads that KV.
 To commit it is to give its pages to the tree. The flights that joined it then find there what they
 waited for.
 
@@ -21,16 +21,17 @@ from prefixkv.protocol.ids import RoomKey
 
 
 class DecodeTransferQueue:
-    """Open rooms, flights that are computed here, and flights that are complete. Owned by the
-    scheduler's thread.
+    """Open rooms, flights that are computed here or loaded from host memory, and flights that are
+    complete. Owned by the scheduler's thread.
     """
 
     def __init__(self, pages: PageManager, flights: InFlight) -> None:
         self._pages = pages
         self._flights = flights
-        # A flight is in `_open` or in `_local`, then in none while the one it joined is on its way,
-        # then in `_complete`.
+        # A flight is in `_open`, `_loads` or `_local`, then in none while the one it joined is on
+        # its way, then in `_complete`.
         self._open: dict[RoomKey, Flight] = {}
+        self._loads: dict[RoomKey, Flight] = {}
         self._local: dict[Flight, None] = {}
         self._complete: deque[Flight] = deque()
 
@@ -40,6 +41,23 @@ class DecodeTransferQueue:
         if key in self._open:
             raise InternalError(f"{key} is in transfer twice")
         self._open[key] = flight
+
+    def add_load(self, flight: Flight) -> None:
+        """Enter a flight in decode's transfer queue that a copy from host memory brings."""
+        self._loads[flight.room_key] = flight
+
+    def loaded(self, key: RoomKey) -> Flight | None:
+        """Note in the transfer queue that a load's pages are all copied. Return its flight; None if
+        nothing waits for it any more.
+        """
+        flight = self._loads.pop(key, None)
+        if flight is not None:
+            self.arrived(flight)
+        return flight
+
+    def get_load(self, key: RoomKey) -> Flight | None:
+        """Return the flight of a load that is under way in the transfer queue, or None."""
+        return self._loads.get(key)
 
     def add_local(self, flight: Flight) -> None:
         """Enter the flight of an admitted request in decode's transfer queue that this worker's
@@ -92,6 +110,8 @@ class DecodeTransferQueue:
         """
         if flight in self._local:
             del self._local[flight]
+        elif flight.is_load:
+            self._loads.pop(flight.room_key, None)
         elif flight.is_open:
             del self._open[flight.room_key]
             return True
@@ -103,6 +123,11 @@ class DecodeTransferQueue:
     def num_open(self) -> int:
         """Number of rooms in the transfer queue with pages that are still being written."""
         return len(self._open)
+
+    @property
+    def num_loads(self) -> int:
+        """Number of loads from host memory in the transfer queue that are under way."""
+        return len(self._loads)
 
     @property
     def num_complete(self) -> int:
@@ -130,7 +155,9 @@ class DecodeTransferQueue:
             # 2. Its waiters lock what they joined, before the flight's own lock may end below: in
             # between nothing may evict these pages.
             for waiter in self._flights.commit(flight):
-                self._pages.lock_joined(waiter.pages, waiter.key, now_s)
+                # The load was the use of the request that it was begun for.
+                is_own = flight.is_load and waiter.request is flight.request
+                self._pages.lock_joined(waiter.pages, waiter.key, now_s, is_used=is_own)
                 if not waiter.is_open:
                     self._complete.append(waiter)
             # 3. Without an owner nothing runs: the lock and the tail go.
@@ -153,7 +180,13 @@ class DecodeTransferQueue:
             == {
                 flight.room_key: flight
                 for flight in self._flights
-                if flight.is_open and not flight.is_local
+                if flight.is_open and flight.has_room
+            },
+            "what is loaded has no room": self._loads
+            == {
+                flight.room_key: flight
+                for flight in self._flights
+                if flight.is_open and flight.is_load
             },
             "what is computed here has no room": set(self._local)
             == {flight for flight in self._flights if flight.is_open and flight.is_local},

@@ -275,7 +275,7 @@ def zeros(shape: tuple[int, ...], dtype: str, device: str) -> torch.Tensor:
         # A block more than needed, so that an aligned start lies in it.
         raw = torch.empty(num_bytes + BLOCK_BYTES, dtype=torch.uint8, device=device)
         if device == "cpu":
-            _prefer_huge_pages(raw)
+            prefer_huge_pages(raw)
         # After the hint for huge pages, which counts only for memory that was not touched yet.
         raw.zero_()
         _synchronize(raw.device)
@@ -337,7 +337,7 @@ def check_device(device: str) -> None:
         raise ConfigError(f"device is {device!r}, torch {torch.__version__} finds {num_gpus} GPUs")
 
 
-def _prefer_huge_pages(memory: torch.Tensor) -> None:
+def prefer_huge_pages(memory: torch.Tensor) -> None:
     """Ask Linux for huge pages for a pool's memory, before it is first touched. NIXL's copies then
     walk fewer pages."""
     # Only whole huge pages inside the memory: its edges belong to others.

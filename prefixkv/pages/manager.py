@@ -72,6 +72,7 @@ class PageManager:
         reserved_pages: the first pages of the pool, which are the engine's own.
         num_slots: slots of extra state, or 0. Every request has one from `open` to its end, under
             the rules of its own pages.
+        spare_rows: rows of the page table for pages that are loaded from host memory.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class PageManager:
         evict_reserve_pages: int = 0,
         num_slots: int = 0,
         reserved_pages: int = 0,
+        spare_rows: int = 0,
     ) -> None:
         self.page_size = page_size
         self.num_pages = num_pages - reserved_pages  # that requests may have
@@ -95,7 +97,7 @@ class PageManager:
         self.errors = UserErrors()
         self.allocator = PageAllocator(num_pages, reserved_pages)
         self.slots = PageAllocator(num_slots) if num_slots else None
-        self.table = PageTable(max_requests, max_pages_per_request or self.num_pages)
+        self.table = PageTable(max_requests, max_pages_per_request or self.num_pages, spare_rows)
         # Last: a policy object serves one cache, so nothing that could fail may come after it.
         self.cache = RadixCache(page_size, policy, num_pages, self.errors)
         self.clock: Callable[[], float] | None = None
@@ -134,6 +136,8 @@ class PageManager:
         now_s: float,
         joined: RequestPages | None = None,
         joined_end: int = 0,
+        is_load: bool = False,
+        is_used: bool = False,
     ) -> RequestPages:
         """Lock the match of `key`, take new pages behind it from the allocator, and return the
         request's pages, in a new row of the page table.
@@ -143,13 +147,16 @@ class PageManager:
                 the match has. From the match's end to there the row names its pages; they stay its
                 own until `lock_joined`.
             joined_end: in pages.
+            is_load: the new pages are loaded from host memory for a request that is opened next,
+                and joins them. They get a spare row and no slot.
+            is_used: the use of the cache was counted: by the load that was opened for this request.
         Raises:
             CapacityError: no row or slot is left. OutOfPagesError. RequestError: more pages than a
                 row has. Nothing is locked or taken then, and no use is counted.
         """
         check_time(now_s)
         num_new_pages = whole_count("num_new_pages", num_new_pages)
-        if self.slots is not None and not self.slots.free_pages:
+        if self.slots is not None and not is_load and not self.slots.free_pages:
             raise CapacityError(f"all {self.slots.num_pages} state slots are in use")
         # All that may fail is looked at before anything moves: a lock counts as a use, and what an
         # eviction has taken does not come back.
@@ -167,14 +174,16 @@ class PageManager:
                 raise OutOfPagesError(num_new_pages, self.allocator.free_pages, evictable)
         self.table.check_fits(num_locked + num_joined + num_new_pages)
         # From here on only `lock` and `_take` could fail, and both undo below.
-        row = self.table.alloc_row()
+        row = self.table.alloc_row(is_load)
         # A use of the cache is counted once, of all that was found: if the request joins another,
         # that is when it locks what it joined.
         visit = None if joined is None else False
         lock: PrefixLock | None = None
         # Lock first, then take: else the eviction could take the match itself.
         try:
-            if match is not None:
+            if match is not None and is_used:
+                lock = self.cache.pin(match, now_s)
+            elif match is not None:
                 lock = self.cache.lock(match, now_s=now_s, visit=visit)
             new = self._take(num_new_pages, now_s)
         except BaseException:
@@ -190,11 +199,17 @@ class PageManager:
             runs.append(joined_pages)
         runs.append(new)
         num_pages = self.table.fill(row, runs)
-        slot = int(self.slots.alloc(1)[0]) if self.slots is not None else -1
+        slot = -1
+        if self.slots is not None and not is_load:
+            slot = int(self.slots.alloc(1)[0])
         return RequestPages(row, lock, num_locked, num_joined, num_pages, self.epoch, slot)
 
-    def lock_joined(self, pages: RequestPages, key: RadixKey, now_s: float) -> None:
+    def lock_joined(
+        self, pages: RequestPages, key: RadixKey, now_s: float, *, is_used: bool = False
+    ) -> None:
         """Lock in the tree the pages that the request joined, now that they have gone there.
+
+        With `is_used` no use is counted: they went there by this request's own load, as a use.
 
         Raises:
             InternalError: the tree does not have them. CallerError: the request has ended. Nothing
@@ -215,7 +230,7 @@ class PageManager:
             )
         # The new lock before the end of the old one, so that the prefix is never evictable in
         # between.
-        lock = self.cache.lock(match, now_s=now_s)
+        lock = self.cache.pin(match, now_s) if is_used else self.cache.lock(match, now_s=now_s)
         # The tree may have had some of these pages already. Then it kept its own, and those that
         # were joined are free now, so the row must name the tree's.
         self.table.write(pages.row, pages.num_locked, lock.pages[pages.num_locked :])
@@ -353,10 +368,21 @@ class PageManager:
         """End a want in the page manager's tree: the request waits no longer."""
         self.cache.unwant(number)
 
+    def pin(self, match: MatchResult, now_s: float) -> PrefixLock:
+        """Lock a match in the page manager's tree while its pages are copied, until `unpin`: no use
+        is counted."""
+        return self.cache.pin(match, now_s)
+
+    def unpin(self, lock: PrefixLock) -> None:
+        """End a lock of `pin` in the page manager's tree, and free what only it held: pages of
+        before a flush."""
+        self._unlock(lock)
+        self.version += 1
+
     def drop(self, pages: RequestPages) -> None:
         """End the request in the page manager and free its own pages, which no peer can write."""
         self.allocator.free(self._close(pages))
-        if self.slots is not None:
+        if self.slots is not None and pages.slot >= 0:
             self.slots.free([pages.slot])
 
     def hold(self, pages: RequestPages, owner: Hashable) -> None:
@@ -369,7 +395,7 @@ class PageManager:
             # With slots also for no pages: `release` asks the allocator if it knows the owner.
             self.allocator.hold(own, owner)
         if self.slots is not None:
-            self.slots.hold([pages.slot], owner)
+            self.slots.hold([pages.slot] if pages.slot >= 0 else [], owner)
 
     def release(self, owner: Hashable) -> int:
         """Free the pages, and slots, that `owner` holds in the page manager, and return how many

@@ -38,34 +38,51 @@ class Growth(NamedTuple):
 class PageTable:
     """Rows of page ids. Owner: the scheduler's thread.
 
-    The memory never moves, so a kernel may keep `array` (int32 [max_requests,
+    The memory never moves, so a kernel may keep `array` (int32 [max_requests + spare_rows,
     max_pages_per_request], C order). A row in use holds `length(row)` page ids and then -1; a row
-    not in use only -1.
+    not in use only -1. The spare rows come last: they are for pages of no running request.
     """
 
-    def __init__(self, max_requests: int, max_pages_per_request: int) -> None:
+    def __init__(self, max_requests: int, max_pages_per_request: int, spare_rows: int = 0) -> None:
         check_whole("max_requests", max_requests, 1, MAX_INDEX)
         check_whole("max_pages_per_request", max_pages_per_request, 1, MAX_INDEX)
-        self.array = np.full((max_requests, max_pages_per_request), UNUSED, np.int32)
-        self._lengths = np.full(max_requests, _NO_ROW, np.int32)
+        check_whole("spare_rows", spare_rows, 0, MAX_INDEX - max_requests)
+        num_rows = max_requests + spare_rows
+        self.array = np.full((num_rows, max_pages_per_request), UNUSED, np.int32)
+        self._lengths = np.full(num_rows, _NO_ROW, np.int32)
         self._length = self._lengths.data  # the same memory, faster for single rows
         # The same memory as `array`, as bytes, for packed ids: little-endian, like every machine
         # that NIXL runs on. It spans all rows, so each write has to stay within its row.
         self._packed = self.array.data.cast("B")
-        # A stack: the row freed last is used next, at first the lowest.
+        # Stacks: the row freed last is used next, at first the lowest.
         self._free_rows = list(range(max_requests - 1, -1, -1))
+        self._first_spare = max_requests
+        self._spare_rows = list(range(num_rows - 1, max_requests - 1, -1))
+
+    @property
+    def max_requests(self) -> int:
+        """Number of rows of the page table, without the spare ones."""
+        return self._first_spare
 
     @property
     def free_rows(self) -> int:
-        """Number of rows of the page table that are not in use."""
+        """Number of rows of the page table that are not in use, without the spare ones."""
         return len(self._free_rows)
 
-    def alloc_row(self) -> int:
-        """Return a row of the page table without pages, now in use. Raises CapacityError if there
-        is none."""
-        if not self._free_rows:
-            raise CapacityError(f"all {len(self.array)} rows of the page table are in use")
-        row = self._free_rows.pop()
+    @property
+    def free_spare_rows(self) -> int:
+        """Number of spare rows of the page table that are not in use."""
+        return len(self._spare_rows)
+
+    def alloc_row(self, spare: bool = False) -> int:
+        """Return a row of the page table without pages, now in use; with `spare` one of the spare
+        rows. Raises CapacityError if there is none."""
+        rows = self._spare_rows if spare else self._free_rows
+        if not rows:
+            num_rows = len(self.array) - self._first_spare if spare else self._first_spare
+            which = "spare rows" if spare else "rows"
+            raise CapacityError(f"all {num_rows} {which} of the page table are in use")
+        row = rows.pop()
         self._length[row] = 0
         return row
 
@@ -77,7 +94,7 @@ class PageTable:
         start, size = _BYTES * row * self.array.shape[1], _BYTES * self.length(row)
         self._packed[start : start + size] = _UNUSED_BYTE * size
         self._length[row] = _NO_ROW
-        self._free_rows.append(row)
+        (self._free_rows if row < self._first_spare else self._spare_rows).append(row)
 
     def length(self, row: int) -> int:
         """Return the number of pages in the page table's row. Raises CallerError if it is not in
@@ -234,6 +251,8 @@ class PageTable:
             ),
             "a row holds page ids up to its length": bool((self.array[in_use] >= 0).all()),
             "and -1 from there on": bool((self.array[~in_use] == UNUSED).all()),
-            "each row is free once or in use": sorted(self._free_rows) == free,
+            "each row is free once or in use": sorted(self._free_rows + self._spare_rows) == free,
+            "spare rows come last": all(row >= self._first_spare for row in self._spare_rows)
+            and all(row < self._first_spare for row in self._free_rows),
         }
         check_laws(laws, f"{rows} rows", f"lengths {self._lengths.tolist()[:50]}")

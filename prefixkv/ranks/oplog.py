@@ -19,8 +19,8 @@ from typing import Any, Unpack, assert_never
 import msgspec
 import numpy as np
 
-from prefixkv.cache.radix_key import RadixKey
-from prefixkv.cache.results import MatchResult
+from prefixkv.cache.radix_key import TOKEN_BYTES, RadixKey
+from prefixkv.cache.results import MatchResult, PrefixLock
 from prefixkv.config import PageSettings
 from prefixkv.errors import CallerError, InternalError, OutOfPagesError, shown
 from prefixkv.pages.manager import PageManager, RequestPages
@@ -36,7 +36,9 @@ class Opened(_Op, frozen=True, tag="open"):
     """A request of these tokens holds `prefix_len` cached tokens, and these pages in all.
 
     A `prefix_len` of -1: not looked for. Of the pages `num_joined`, next to the cached ones, are
-    those of the request in `joined_row` (-1: of none). `slot` is that of its extra state.
+    those of the request in `joined_row` (-1: of none). `slot` is that of its extra state. With
+    `is_load` it is no request, but pages that are loaded from host memory for the one opened next,
+    which has `is_used`: its use was counted.
     """
 
     row: int
@@ -48,6 +50,8 @@ class Opened(_Op, frozen=True, tag="open"):
     joined_row: int = -1
     num_joined: int = 0
     slot: int = -1
+    is_load: bool = False
+    is_used: bool = False
 
 
 class Refused(_Op, frozen=True, tag="refuse"):
@@ -62,6 +66,8 @@ class Refused(_Op, frozen=True, tag="refuse"):
     now_s: float
     joined_row: int
     joined_end: int
+    is_load: bool = False
+    is_used: bool = False
 
 
 class JoinedLocked(_Op, frozen=True, tag="lock_joined"):
@@ -72,6 +78,7 @@ class JoinedLocked(_Op, frozen=True, tag="lock_joined"):
     row: int
     pages: bytes
     now_s: float
+    is_used: bool = False
 
 
 class Grown(_Op, frozen=True, tag="grow"):
@@ -114,6 +121,23 @@ class Unwanted(_Op, frozen=True, tag="unwant"):
     number: int
 
 
+class Pinned(_Op, frozen=True, tag="pin"):
+    """The cached prefix of these tokens is locked while it is copied; this is the pin of this
+    number.
+    """
+
+    number: int
+    tokens: bytes
+    namespace: Any
+    now_s: float
+
+
+class Unpinned(_Op, frozen=True, tag="unpin"):
+    """The pin of this number has ended."""
+
+    number: int
+
+
 class Dropped(_Op, frozen=True, tag="drop"):
     """The request in this row ended, and its own pages are free."""
 
@@ -144,7 +168,7 @@ class Flushed(_Op, frozen=True, tag="flush"):
 
 
 RowOp = Opened | JoinedLocked | Grown | Cached | Hinted | Dropped | Held
-AnyOp = RowOp | Refused | Wanted | Unwanted | Released | Quarantined | Flushed
+AnyOp = RowOp | Refused | Wanted | Unwanted | Pinned | Unpinned | Released | Quarantined | Flushed
 
 encode_op: Callable[[AnyOp], bytes] = msgspec.msgpack.Encoder().encode
 decode_op: Callable[[bytes], AnyOp] = msgspec.msgpack.Decoder(AnyOp).decode
@@ -168,6 +192,8 @@ class ReplicatedPageManager(PageManager):
         super().__init__(num_pages, page_size, max_requests, **settings)
         self._publish = publish
         self._logged_tokens: dict[int, int] = {}  # number of tokens that the log has, by row
+        self._pins: dict[PrefixLock, int] = {}  # numbers in the log
+        self._num_pins = 0
 
     def open(
         self,
@@ -177,16 +203,27 @@ class ReplicatedPageManager(PageManager):
         now_s: float,
         joined: RequestPages | None = None,
         joined_end: int = 0,
+        is_load: bool = False,
+        is_used: bool = False,
     ) -> RequestPages:
         # Each method changes first and publishes then, so an operation that raised is not in the
         # log. A refusal is, though it changes nothing: a replica that has the pages has come apart.
         joined_row = joined.row if joined is not None else -1
         try:
-            pages = super().open(key, match, num_new_pages, now_s, joined, joined_end)
+            pages = super().open(
+                key, match, num_new_pages, now_s, joined, joined_end, is_load, is_used
+            )
         except OutOfPagesError:
             if match is not None:
                 refused = Refused(
-                    key.data, key.namespace, num_new_pages, now_s, joined_row, joined_end
+                    key.data,
+                    key.namespace,
+                    num_new_pages,
+                    now_s,
+                    joined_row,
+                    joined_end,
+                    is_load,
+                    is_used,
                 )
                 self._publish(refused)
             raise
@@ -202,13 +239,17 @@ class ReplicatedPageManager(PageManager):
             joined_row=joined_row,
             num_joined=pages.num_joined,
             slot=pages.slot,
+            is_load=is_load,
+            is_used=is_used,
         )
         self._publish(opened)
         return pages
 
-    def lock_joined(self, pages: RequestPages, key: RadixKey, now_s: float) -> None:
-        super().lock_joined(pages, key, now_s)
-        self._publish(JoinedLocked(pages.row, _packed(self, pages), now_s))
+    def lock_joined(
+        self, pages: RequestPages, key: RadixKey, now_s: float, *, is_used: bool = False
+    ) -> None:
+        super().lock_joined(pages, key, now_s, is_used=is_used)
+        self._publish(JoinedLocked(pages.row, _packed(self, pages), now_s, is_used))
 
     def grow_many(self, many: Sequence[RequestPages], now_s: float) -> None:
         many = list(many)
@@ -247,6 +288,19 @@ class ReplicatedPageManager(PageManager):
     def unwant(self, number: int) -> None:
         super().unwant(number)
         self._publish(Unwanted(number))
+
+    def pin(self, match: MatchResult, now_s: float) -> PrefixLock:
+        lock = super().pin(match, now_s)
+        self._num_pins += 1
+        self._pins[lock] = self._num_pins
+        # What is locked, and not what was matched: pages may have gone since.
+        tokens = match.data[: lock.prefix_len * TOKEN_BYTES]
+        self._publish(Pinned(self._num_pins, tokens, match.namespace, now_s))
+        return lock
+
+    def unpin(self, lock: PrefixLock) -> None:
+        super().unpin(lock)
+        self._publish(Unpinned(self._pins.pop(lock)))
 
     def drop(self, pages: RequestPages) -> None:
         # Read before: ending the request clears it. The same in `hold`.
@@ -300,6 +354,7 @@ class Replica:
     def __init__(self, page_manager: PageManager) -> None:
         self.page_manager = page_manager
         self._requests: dict[int, tuple[RadixKey, RequestPages]] = {}
+        self._pins: dict[int, PrefixLock] = {}
 
     def pages(self, row: int) -> Pages:
         """Return the page ids, on this replica, of the request in this row. Raises CallerError for
@@ -340,7 +395,9 @@ class Replica:
                 num_shared = max(0, op.prefix_len) // page_manager.page_size + op.num_joined
                 num_new = len(op.pages) // 4 - num_shared
                 joined = self._joined(op.joined_row)
-                pages = page_manager.open(key, match, num_new, op.now_s, joined, num_shared)
+                pages = page_manager.open(
+                    key, match, num_new, op.now_s, joined, num_shared, op.is_load, op.is_used
+                )
                 requests[pages.row] = (key, pages)
                 self._compare(op.row, pages.row, op)
                 self._compare(op.slot, pages.slot, op)
@@ -349,12 +406,21 @@ class Replica:
                 key, joined = _key(op), self._joined(op.joined_row)
                 match = page_manager.cache.match_prefix(key)
                 with suppress(OutOfPagesError):
-                    page_manager.open(key, match, op.num_new_pages, op.now_s, joined, op.joined_end)
+                    page_manager.open(
+                        key,
+                        match,
+                        op.num_new_pages,
+                        op.now_s,
+                        joined,
+                        op.joined_end,
+                        op.is_load,
+                        op.is_used,
+                    )
                     # Not suppressed: only OutOfPagesError is, which is the right answer here.
                     raise InternalError(f"this rank had the pages that rank 0 had not: {op}")
             case JoinedLocked():
                 key, pages = requests[op.row]
-                page_manager.lock_joined(pages, key, op.now_s)
+                page_manager.lock_joined(pages, key, op.now_s, is_used=op.is_used)
                 self._compare(op.pages, _packed(page_manager, pages), op)
             case Grown():
                 page_manager.grow_many([requests[row][1] for row in op.rows], op.now_s)
@@ -375,6 +441,12 @@ class Replica:
                 self._compare(op.number, number, op)
             case Unwanted():
                 page_manager.unwant(op.number)
+            case Pinned():
+                lock = page_manager.pin(page_manager.cache.match_prefix(_key(op)), op.now_s)
+                self._compare(len(op.tokens), lock.prefix_len * TOKEN_BYTES, op)
+                self._pins[op.number] = lock
+            case Unpinned():
+                page_manager.unpin(self._pins.pop(op.number))
             case Dropped():
                 page_manager.drop(requests.pop(op.row)[1])
             case Held():
@@ -405,7 +477,7 @@ def _packed(page_manager: PageManager, pages: RequestPages) -> bytes:
     return page_manager.pages(pages).astype("<i4").tobytes()
 
 
-def _key(op: Opened | Refused | Wanted) -> RadixKey:
+def _key(op: Opened | Refused | Wanted | Pinned) -> RadixKey:
     """Return the key of the tokens that a logged operation names."""
     return RadixKey(np.frombuffer(op.tokens, "<i4"), _as_sent(op.namespace))
 

@@ -58,6 +58,7 @@ from prefixkv.protocol.events import (
     RoomOverdue,
     SourceFree,
 )
+from prefixkv.protocol.host_copy import HostCopyDone
 from prefixkv.protocol.ids import PeerId
 from prefixkv.runtime.channel import DealerChannel
 from prefixkv.runtime.copies import CopySink, StagingCopies
@@ -182,7 +183,8 @@ class ControlThread(Generic[Command, To]):
             prover: looks at processes; closed here, also if this raises.
         """
         self.inbox: Inbox[Command | FrameReceived[To] | Common | None] = Inbox()
-        self.events: Inbox[RoomEvent | ControlFailed] = Inbox()
+        # The threads that copy to and from host memory put theirs there as well.
+        self.events: Inbox[RoomEvent | ControlFailed | HostCopyDone] = Inbox()
         self.num_errors = 0  # exceptions handed to the scheduler's thread
         self.num_log_errors = 0  # what log handlers have raised
         self._peer_log = PeerLog(name)

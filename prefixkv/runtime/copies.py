@@ -28,6 +28,8 @@ from prefixkv.staging.receiver import Scatter
 from prefixkv.staging.sender import Gather
 
 CopySink = Callable[[CopyDone], None]
+Settle = Callable[[], None]
+"""Waits until the device has done all that was queued on the thread's stream."""
 
 
 class Workers(Protocol):
@@ -36,6 +38,63 @@ class Workers(Protocol):
     def submit(self, copy_id: int, copy: Callable[[], None]) -> None: ...
 
     def close(self) -> None: ...
+
+
+def start_workers(
+    num_threads: int, run: Callable[[Settle | None], None], device: str, name: str
+) -> list[threading.Thread]:
+    """Start threads that make copies, each in `run`, which gets the wait for the device.
+
+    On CUDA each has a stream of its own, which is current in it. On the CPU there is nothing to
+    wait for. The threads are daemons, "prefixkv-NAME-0" and so on.
+
+    Raises:
+        ConfigError: `num_threads` is not positive.
+    """
+    if num_threads < 1:
+        raise ConfigError(f"num_threads is {num_threads}, must be at least 1")
+    on_cuda = device.startswith("cuda")
+    target: Callable[..., None] = _run_on_stream if on_cuda else run
+    args = (run, device) if on_cuda else (None,)
+    threads = [
+        threading.Thread(target=target, args=args, name=f"prefixkv-{name}-{i}", daemon=True)
+        for i in range(num_threads)
+    ]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def _run_on_stream(run: Callable[[Settle | None], None], device: str) -> None:
+    """Run a thread of copies on a CUDA device, with a stream of its own."""
+    import torch
+
+    cuda: Any = torch.cuda  # in parts untyped
+    with cuda.device(device):
+        stream = cuda.Stream()
+        done = cuda.Event(blocking=True)  # blocking: the thread sleeps, and does not spin
+
+        def settle() -> None:
+            done.record(stream)
+            done.synchronize()
+
+        with cuda.stream(stream):
+            run(settle)
+
+
+def run_settled(copy: Callable[[], None], settle: Settle | None) -> Exception | None:
+    """Make one copy and wait until the device has done what it queued; return the first error of
+    both, None if there was none."""
+    error: Exception | None = None
+    # `settle` also after a copy that failed: it may have queued work that still reads or writes the
+    # memory which the end of the copy gives back.
+    for step in (copy, settle):
+        try:
+            if step is not None:
+                step()
+        except Exception as raised:
+            error = error or raised
+    return error
 
 
 class _CopyJob(NamedTuple):
@@ -51,19 +110,10 @@ class CopyPool:
         self, num_threads: int, sink: CopySink, device: str = "cpu", name: str = "node"
     ) -> None:
         """Start the copy pool's threads. Raises ConfigError if `num_threads` is not positive."""
-        if num_threads < 1:
-            raise ConfigError(f"num_threads is {num_threads}, must be at least 1")
         self._sink = sink
         self._jobs: SimpleQueue[_CopyJob | None] = SimpleQueue()
         self._closed = False  # read by the workers without a lock: one more copy may start, no more
-        run = self._run_cuda if device.startswith("cuda") else self._run
-        args = (device,) if device.startswith("cuda") else ()
-        self._threads = [
-            threading.Thread(target=run, args=args, name=f"prefixkv-copy-{name}-{i}", daemon=True)
-            for i in range(num_threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads = start_workers(num_threads, self._run, device, f"copy-{name}")
 
     def submit(self, copy_id: int, copy: Callable[[], None]) -> None:
         """Queue a staging copy for the pool's threads. Raises ClosedError after `close`."""
@@ -82,43 +132,16 @@ class CopyPool:
             thread.join()
         self._threads.clear()
 
-    def _run(self, settle: Callable[[], None] | None = None) -> None:
-        """Run a thread of the copy pool: one staging copy after the other until None comes.
-        `settle` waits for the device."""
+    def _run(self, settle: Settle | None) -> None:
+        """Run a thread of the copy pool: one staging copy after the other until None comes."""
         while (job := self._jobs.get()) is not None:
-            self._sink(CopyDone(job.copy_id, self._copy(job, settle)))
-
-    def _copy(self, job: _CopyJob, settle: Callable[[], None] | None) -> Exception | None:
-        """Run one staging copy on a thread of the pool; return the first error of it or of
-        `settle`, None if there was none."""
-        if self._closed:
-            return ClosedError("the copy pool was closed before the copy began")
-        error: Exception | None = None
-        # `settle` also after a copy that failed: it may have queued work that still reads or writes
-        # the memory which CopyDone gives back.
-        for step in (job.copy, settle):
-            try:
-                if step is not None:
-                    step()
-            except Exception as raised:
-                error = error or raised
-        return error
-
-    def _run_cuda(self, device: str) -> None:
-        """Run a thread of the copy pool on a CUDA device, with a stream of its own."""
-        import torch
-
-        cuda: Any = torch.cuda  # in parts untyped
-        with cuda.device(device):
-            stream = cuda.Stream()
-            done = cuda.Event(blocking=True)  # blocking: the thread sleeps, and does not spin
-
-            def settle() -> None:
-                done.record(stream)
-                done.synchronize()
-
-            with cuda.stream(stream):
-                self._run(settle)
+            if self._closed:
+                error: Exception | None = ClosedError(
+                    "the copy pool was closed before the copy began"
+                )
+            else:
+                error = run_settled(job.copy, settle)
+            self._sink(CopyDone(job.copy_id, error))
 
 
 class StagingCopies:

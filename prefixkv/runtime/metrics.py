@@ -106,17 +106,24 @@ def _decode_queues(node: DecodeNode) -> Samples:
     # falling below 0.
     arriving, flights = scheduler.arriving, scheduler.flights.all()
     is_open, complete = arriving.num_open, arriving.num_complete
-    local = len(arriving.local)
+    local, loads = len(arriving.local), arriving.num_loads
     yield ("pages",), len(scheduler.waiting)
     yield ("transfer",), is_open
     yield ("compute",), local
-    yield ("flight",), max(0, len(flights) - is_open - local - complete)
+    yield ("flight",), max(0, len(flights) - is_open - local - loads - complete)
     yield ("commit",), complete
     yield ("device",), scheduler.num_deferred
     yield (
         ("running",),
         max(0, scheduler.budget.active - sum(flight.owner is not None for flight in flights)),
     )
+
+
+def _host_pages(node: DecodeNode) -> Samples:
+    """Yield the pages of a decode node's host memory by state, none without such memory."""
+    if (host := node.scheduler.host) is not None:
+        for state in ("free", "owned", "cached"):
+            yield (state,), getattr(host.allocator, f"{state}_pages")
 
 
 def _aside(node: DecodeNode) -> Samples:
@@ -223,6 +230,8 @@ _ON_THEIR_WAY = "Tokens of prompts that were on their way for another request al
 _QUARANTINED = "Pages that no proof freed in time; see pages for those still held."
 _COMPUTED = "Requests whose missing part this worker computed itself."
 _DECLINED = "Requests within DecodeConfig.compute.below that prefill computed, by the rule."
+_HOST_HITS = "Tokens of admitted prompts that were loaded from host memory."
+_HOST_MISSED = "Pages that were needed for others before they were copied to host memory."
 _FAILOVERS = "Requests that went on without their prefill worker."
 _ASIDE = "Requests that wait and hold up no others, by what is missing."
 _STEPPED_ASIDE = "How often a request began to wait so."
@@ -282,6 +291,17 @@ DECODE = (
     _counter("computed_tokens", "Tokens of their prompts.", _count("computed_tokens")),
     _counter("compute_declined", _DECLINED, _count("compute_declined")),
     _counter("failovers", _FAILOVERS, _count("failovers")),
+    _counter("host_hit_tokens", _HOST_HITS, _count("host_hit_tokens")),
+    _counter("host_loads", "Loads from host memory.", _count("host_loads")),
+    _counter(
+        "host_loaded_pages", "Pages that these loaded, or tried to.", _count("host_loaded_pages")
+    ),
+    _counter(
+        "host_written_pages", "Pages copied to host memory.", _count("host_written_pages")
+    ),
+    _counter("host_missed_pages", _HOST_MISSED, _count("host_missed_pages")),
+    _counter("host_copies_failed", "Such copies that failed.", _count("host_copies_failed")),
+    _gauge("host_pages", "Pages of host memory by state.", _host_pages, "state"),
     _counter("quarantined_pages", _QUARANTINED, _count("quarantined_pages")),
 )  # fmt: skip
 PREFILL = (

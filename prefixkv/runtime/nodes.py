@@ -37,12 +37,14 @@ from prefixkv.protocol.events import (
     SourceFree,
     WorkerEvent,
 )
+from prefixkv.protocol.host_copy import HostCopyDone
 from prefixkv.protocol.ids import PeerId
 from prefixkv.ranks.leader import RankLeader
 from prefixkv.ranks.oplog import ReplicatedPageManager
 from prefixkv.ranks.replica import RankLog
 from prefixkv.request import DeviceEvent, Request, check_event, check_request
 from prefixkv.runtime.decode_transfers import DecodeTransfers
+from prefixkv.runtime.host_memory import HostMemory
 from prefixkv.runtime.node import COUNTERS, Node
 from prefixkv.runtime.prefill_transfers import PrefillTransfers
 from prefixkv.runtime.rank_spec import RankSpec, checked_config
@@ -52,7 +54,8 @@ from prefixkv.settings import check_callable, check_kind
 
 _DECODE_COUNTERS = (
     *COUNTERS, "aborted", "admitted", "compute_declined", "computed_requests", "computed_tokens",
-    "failovers", "finished", "flight_fallbacks", "flights_adopted",
+    "failovers", "finished", "flight_fallbacks", "flights_adopted", "host_copies_failed",
+    "host_hit_tokens", "host_loaded_pages", "host_loads", "host_missed_pages", "host_written_pages",
     "quarantined_pages", "record_lost", "recorded", "refused", "retracted",
     "retries", "shared_flights", "shared_tokens", "skipped_tokens", "tags_dropped", "transferred",
     "transfers_failed",
@@ -84,12 +87,14 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
     Raises:
         ConfigError: an unknown policy (of eviction or admission), a pool that is not rank 0's share
             or cannot be registered, a mesh of several ranks without `ranks`, `compute` together
-            with `ranks` or `state`, a `record` that cannot be written.
+            with `ranks` or `state`, `host_memory` together with `state` or with `ranks` without a
+            mesh, more host memory than there is, a `record` that cannot be written.
     """
 
     scheduler: DecodeScheduler
     transfers: DecodeTransfers
     _recorder: Recorder | None = None
+    _host: HostMemory | None = None
     _counters = _DECODE_COUNTERS
 
     def __init__(
@@ -117,6 +122,19 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         if config.compute is not None and (ranks is not None or state is not None):
             what = "several ranks" if ranks is not None else "extra state (state=)"
             raise ConfigError(f"compute: a decode worker with {what} does not compute prompts")
+        # Nothing copies prefill's extra state; and a log alone, without a mesh, makes no copies on
+        # other ranks.
+        if config.host_memory is not None and (
+            state is not None or (ranks is not None and num_ranks == 1)
+        ):
+            what = "ranks without a mesh" if state is None else "extra state (state=)"
+            raise ConfigError(f"host_memory: a decode worker with {what} keeps nothing there")
+        host = None
+        if config.host_memory is not None:
+            self._host = HostMemory(pool, config.host_memory, config.name)
+            host = self._host.num_pages, config.host_memory.policy or config.policy, False
+            if ranks is not None:
+                ranks.host_pages = self._host.num_pages
         # 2. The pages, the tree, and the scheduler over them. As rank 0 of several, each of their
         # operations is logged for the others.
         settings = config.for_page_manager(layout.num_pages, spec.num_slots)
@@ -142,15 +160,22 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
             name=config.name,
             ticket=secret_number,
             weights_version=config.model.weights_version,
-            sources=Sources(config.compute, config.failure_policy == "local"),
+            sources=Sources(
+                config.compute, config.failure_policy == "local", loads=self._host is not None
+            ),
+            host=host,
         )
         # 3. The transfer side, which starts the threads. If it fails, the policy object is free
         # again.
         try:
             self.transfers = DecodeTransfers(pool, config, mesh, state=state, transport=transport)
         except BaseException:
-            pages.cache.policy.release()  # the next node may have it
+            self._release_policies()
+            if self._host is not None:
+                self._host.close()
             raise
+        if self._host is not None:
+            self._host.start(self.transfers.thread.events.put)
         # 4. What observes all this, and may still fail: then the node is closed.
         self._leader = RankLeader(self.scheduler, num_ranks, ranks, self.transfers.submit)
         self.peer_id = self.transfers.peer_id
@@ -188,11 +213,21 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         journal.on_ended = ended
         return recorder
 
+    def _release_policies(self) -> None:
+        """Free the policy objects of a decode node that could not be made: the next one may have
+        them."""
+        self.scheduler.pages.cache.policy.release()
+        if self.scheduler.host is not None:
+            self.scheduler.host.cache.policy.release()
+
     def close(self) -> None:
         """Close the decode node, its recorder last: that writes what waits. See `Node.close`."""
         try:
             super().close()
         finally:
+            # Copies that run end first: the caller may give the pool back when this returns.
+            if self._host is not None:
+                self._host.close()
             if self._recorder is not None:
                 self._recorder.close()
 
@@ -233,7 +268,10 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         Call it once per pass. The first request to a prefill worker is admitted when that has
         answered, by a later call, and `wait` returns for it.
         """
-        admitted = self.scheduler.pop_preallocated(self._pump())
+        now_s = self._pump()
+        if self._host is not None:
+            self.scheduler.host_ready(self._host.ready_pages)
+        admitted = self.scheduler.pop_preallocated(now_s)
         self._tell()
         return admitted
 
@@ -417,6 +455,12 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         if (recorder := self._recorder) is not None:
             stats |= {"recorded": recorder.recorded, "record_lost": recorder.lost}
         waiting = self.scheduler.waiting
+        host = self.scheduler.host
+        stats |= {
+            "host_pages": 0 if host is None else host.num_ready,
+            "host_pages_cached": 0 if host is None else host.allocator.cached_pages,
+            "host_copies": 0 if host is None else len(host),
+        }
         stats |= {f"aside_{why}": num for why, num in waiting.aside().items()}
         stats |= {f"stepped_aside_{why}": num for why, num in waiting.stepped_aside.items()}
         return stats
@@ -460,10 +504,23 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         """Return and remove the commands of the decode node's scheduler."""
         return self.scheduler.take_commands()
 
-    def _take(self, event: DecodeEvent | WorkerEvent, now_s: float) -> None:
+    def _take(self, event: DecodeEvent | WorkerEvent | HostCopyDone, now_s: float) -> None:
         """Hand an event of a room to the decode node's leader, which waits for the other ranks
-        before the scheduler hears it."""
-        self._leader.on(event, now_s)
+        before the scheduler hears it; the end of a copy to the scheduler."""
+        if isinstance(event, HostCopyDone):
+            self._leader.on_copy(0, event, now_s)
+        else:
+            self._leader.on(event, now_s)
+
+    def _tell(self) -> None:
+        """Hand the commands and copies of the decode node's scheduler to their threads. See
+        `Node._tell`."""
+        if self._host is not None:
+            for order in self.scheduler.take_copies():
+                self._host.submit(order)
+                if self._ranks is not None:
+                    self._ranks.copy(order)
+        super()._tell()
 
     def apply_rank_events(self, raw: bytes) -> None:
         """Take the events of a `DecodeRank` (its `take_rank_events`) into the decode node, rank 0;

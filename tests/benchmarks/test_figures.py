@@ -120,6 +120,43 @@ def reserve_table() -> list[str]:
     ]  # fmt: skip
 
 
+def host_copies_table() -> list[str]:
+    def ratios(row: dict[str, Any], way: str) -> str:
+        return f"{fixed(row[f'{way}_by_rows'][0], 2)} ({fixed(row[f'{way}_by_rows_cpu'][0], 2)})"
+
+    return [
+        *head("pool", "copy", "rows, KiB", "rows", "the same again", "pieces", "an order",
+              "by two threads"),
+        *(
+            line(
+                row["shape"], row["what"], fixed(row["row_bytes"] / 1024),
+                f"{fixed(row['rows_gb_s'], 1)} GB/s",
+                *(ratios(row, way) for way in ("rows_again", "copy", "order_1", "order_2")),
+            )
+            for row in result("host_copies")["rows"]
+        ),
+    ]  # fmt: skip
+
+
+def host_copies_figures() -> dict[str, str]:
+    """Of copies to and from host pages, by a memcpy of the same rows; the goal was .7."""
+    rows = result("host_copies")["rows"]
+
+    def least(way: str) -> str:
+        return fixed(min(row[way][0] for row in rows), 2).removeprefix("0")
+
+    low = sum(row["order_1_by_rows"][0] < 0.7 for row in rows)
+    return {
+        "host copies, pieces": f"{least('copy_by_rows')} of that speed at least",
+        "host copies, an order": f"{least('order_1_by_rows')} ({low} of {len(rows)} below .7)",
+        "host copies, processor": f"{least('order_1_by_rows_cpu')} by processor time",
+        "host copies, missed": f"{least('order_1_by_rows')} of a memcpy of the same rows at least, "
+        f"not .7 ({least('order_1_by_rows_cpu')} by processor time)",
+        "host copies, load": f"load {fixed(result('host_copies')['recipe']['load_average'][0])}, "
+        "two cores",
+    }
+
+
 def waiting_pairs(what: str) -> list[tuple[float, float]]:
     """Of each case, in the table's order: this figure without and with protecting what waits."""
     rows = result("waiting")["rows"]
@@ -691,6 +728,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "radix-table": radix_table,
     "reserve-table": reserve_table, "waiting-table": waiting_table,
     "waiting-seeds-table": waiting_seeds_table, "host-tier-table": host_tier_table,
+    "host-copies-table": host_copies_table,
     "rule-table": rule_table,
     "sched-table": sched_table, "router-table": router_table,
     "ranks-table": ranks_table, "transport-table": transport_table,
@@ -823,6 +861,7 @@ def figures() -> dict[str, str]:
         "a busier one": f"load {fixed(result('router')['recipe']['load_average'], 1)}",
         "the busiest": f"load {fixed(result('ranks')['recipe']['load'])}",
         **own_compute_figures(),
+        **host_copies_figures(),
         **rule_figures(),
     }
 

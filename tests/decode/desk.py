@@ -37,11 +37,13 @@ class Desk:
         caching: bool = True,
         num_slots: int = 0,
         policy: str = DEFAULT_POLICY,
+        spare_rows: int = 0,
         **settings: Any,
     ) -> None:
         self.pages = PageManager(
-            num_pages, PAGE_SIZE, rows, caching=caching, num_slots=num_slots, policy=policy
-        )
+            num_pages, PAGE_SIZE, rows, caching=caching, num_slots=num_slots, policy=policy,
+            spare_rows=spare_rows,
+        )  # fmt: skip
         settings = {"reserve_tokens": 0, **settings}
         self.scheduler = DecodeScheduler(self.pages, **settings)
         self.now_s = 0.0

@@ -28,7 +28,8 @@ from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
 from prefixkv.paging import unit_pages
 from prefixkv.staging.cut import LeaseCut
 from tests.models.engine_tensors import DTYPES, ENGINES, distinct
-from tests.models.mesh_pools import ORDERS, elements, mesh_layout, moved, shards
+from tests.models.mesh_pools import ORDERS, mesh_layout, shards
+from tests.models.rank_memory import Memory
 
 Make = Callable[[KVLayout, Shard, int], StagingCopy]
 
@@ -55,31 +56,6 @@ def make(engine: str, device: str, monkeypatch: pytest.MonkeyPatch) -> Make:
     from prefixkv.memory.copy_triton import TritonCopy
 
     return lambda layout, part, unit: TritonCopy(StagePlan.of(layout, part, unit), device)
-
-
-class Memory:
-    """A rank's memory on a device, with the layout that says where it really is. Every byte
-    random."""
-
-    def __init__(self, made: tuple[KVLayout, int], device: str, seed: int = 0) -> None:
-        virtual, num_bytes = made
-        raw = np.random.default_rng(seed).integers(0, 256, num_bytes, np.uint8)
-        self.tensor = torch.from_numpy(raw).to(device)
-        self.virtual = virtual
-        self.layout = moved(virtual, self.tensor.data_ptr())
-
-    def bytes(self) -> np.ndarray:
-        return self.tensor.cpu().numpy().copy()
-
-    def places(
-        self, pages: tuple[int, ...], part: Shard, unit_tokens: int, start: int, stop: int
-    ) -> np.ndarray:
-        """Where units `start` to `stop` of a request in `pages` lie, in the order of the stage:
-        flat."""
-        kinds = self.virtual.slabs_per_layer
-        at = elements(self.virtual, pages, stop * unit_tokens)[:, start * unit_tokens :]
-        layers = slice(part.first_layer * kinds, (part.first_layer + part.num_layers) * kinds)
-        return at[layers, :, part.first_head : part.first_head + part.num_heads].ravel()
 
 
 PARTS = [Shard(0, 3, 0, 4), Shard(1, 2, 1, 2), Shard(2, 1, 3, 1)]

@@ -118,11 +118,15 @@ def assert_at_rest(scheduler: DecodeScheduler | PrefillScheduler) -> None:
     assert not scheduler.requests, f"requests left: {scheduler.requests}"
     if isinstance(scheduler, DecodeScheduler):
         assert not len(scheduler.flights), f"flights left: {list(scheduler.flights)}"
+        if (host := scheduler.host) is not None:
+            host.check_invariants()
+            assert not len(host), "T6: copies are under way"
+            assert host.cache.protected_pages == host.allocator.owned_pages == 0, "T6"
     assert pages.cache.protected_pages == 0
     assert pages.cache.stats().num_locks == 0
     assert pages.allocator.owned_pages == 0
     assert pages.allocator.held_pages == 0
     assert pages.allocator.quarantined_pages == 0
     assert pages.slots is None or pages.slots.free_pages == pages.slots.num_pages
-    assert pages.table.free_rows == len(pages.table.array)
+    assert pages.table.free_rows + pages.table.free_spare_rows == len(pages.table.array)
     assert pages.cache.num_pages == pages.allocator.cached_pages

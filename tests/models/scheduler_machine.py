@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 from collections import Counter, deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from benchmarks.policies.gated import Gated
 from prefixkv.admission import DEFAULT_ADMISSION, admission_names
 from prefixkv.cache.eviction.policy import policy_names, register_policy
-from prefixkv.config import ComputeConfig, DecodeConfig
+from prefixkv.config import ComputeConfig, DecodeConfig, HostConfig
 from prefixkv.decode.lanes import Lanes
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.scheduler import DecodeScheduler
@@ -33,6 +34,7 @@ from prefixkv.testing.fabric import Hold
 from tests.models.auditor import assert_at_rest, audit_decode, audit_prefill
 from tests.models.sim import Storm
 from tests.models.sim_engines import PAGE_SIZE, ROWS, DecodeEngine, PairSim
+from tests.models.sim_host import SimHost
 from tests.models.sim_rank import TIMING, SimRank
 
 _IDLE, _DONE, _DECODE, _PREFILL = (
@@ -139,25 +141,35 @@ class SchedulerSim(PairSim):
             evict_reserve=chance.choice([0.0, 0.2]),
             cache=chance.randrange(8) < 7,
         )
+        self.host_pages = chance.choice([0, 24, 6, 60]) if self.config.cache else 0
+        if self.host_pages:
+            policy = chance.choice(["lru", *policy_names()])
+            host = HostConfig(num_pages=self.host_pages, policy=policy)
+            self.config = replace(self.config, host_memory=host)
         self.num_ranks = chance.choice([2, 1, 3, 4])
         digest_every = chance.choice([4, 0, 1])
         below, ask = chance.choice([None, 4, 12, 0, 100]), chance.choice(["both", "late"])
         self.compute = None if below is None else ComputeConfig(below=below, ask=ask)
         self.fails_over = bool(chance.randrange(2))
         self.spared = {fault for fault in _FAULTS if chance.randrange(2)}
+        is_quiet = bool(self.host_pages) and chance.randrange(2)
+        if is_quiet:  # the network is well: more is finished, written and loaded again
+            self.spared |= set(_FAULTS) - {"abort", "retract", "flush", "reorder"}
         self.lost: list[PeerId] = []
+        self.past: list[tuple[list[int], object]] = []  # conversations that may go on
         self.stalls: list[Hold] = []
         super().__init__(
             seed=0,
             storm=Storm(
-                **{fault: chance.choice([0.0, 0.05, 0.2])
+                **{fault: chance.choice([0.0] if is_quiet else [0.0, 0.05, 0.2])
                    for fault in ("fail_at_post", "fail_at_check")},
-                lose_notification=chance.choice([0.0, 0.01, 0.05]),
+                lose_notification=chance.choice([0.0] if is_quiet else [0.0, 0.01, 0.05]),
             ),
             decode_pages=chance.choice([13, 11, 12, 18, 30]),
             prefill_pages=chance.choice([32, 14]),
             failure_policy=chance.choice(["fail", "retry"]),
-            num_slots=chance.choice([0, 8, 3] if self.compute is None else [0, 0, 3]),
+            num_slots=0 if self.host_pages
+            else chance.choice([0, 8, 3] if self.compute is None else [0, 0, 3]),
             digest_every=digest_every,
             chance=chance,
         )  # fmt: skip
@@ -165,7 +177,10 @@ class SchedulerSim(PairSim):
     # --- what is built ----------------------------------------------------------------------------
 
     def new_decode(self) -> Engine:
-        return Engine(self)
+        engine = Engine(self)
+        # A life that ends takes its host memory, and the copies that run, with it.
+        self.copies = SimHost(self.readers[0].memory, max(1, self.host_pages), self.random)
+        return engine
 
     def decode_scheduler(self, log: RankLog) -> DecodeScheduler:
         num_pages, self.log = self.decode_pages, log
@@ -186,6 +201,9 @@ class SchedulerSim(PairSim):
             name=self.readers[0].me.name,
             lanes=Lanes(True, TIMING.bootstrap_timeout_s),
             sources=ChosenSources(self) if self.compute is not None else None,
+            host=None
+            if self.config.host_memory is None or self.config.host_memory.policy is None
+            else (self.host_pages, self.config.host_memory.policy, True),
         )
 
     def device_work(self) -> Event | None:
@@ -218,6 +236,7 @@ class SchedulerSim(PairSim):
 
     def _audit(self, touched: int) -> None:
         self.decode.tell()
+        self.copies.ordered += self.decode.scheduler.take_copies()
         self.prefill.tell()
         if touched & _DECODE:
             audit_decode(self.decode.scheduler, self.readers[0].control)
@@ -255,6 +274,12 @@ class SchedulerSim(PairSim):
             return _IDLE
         rank.work()
         return touched
+
+    def copy_step(self) -> int:
+        return _DONE if self.copies.step(self.calm) else _IDLE
+
+    def copy_is_heard(self) -> int:
+        return _DECODE if self.copies.hear(self.decode.scheduler, self.now_s) else _IDLE
 
     def decode_schedule(self) -> int:
         side = self.decode
@@ -336,6 +361,10 @@ class SchedulerSim(PairSim):
         namespace = self.random.choice([None, None, None, "lora", ("tenant", 1)])
         length = self.random.randint(1, 14)
         tokens = [1] * 6 + [self.random.randint(0, 1) for _ in range(length)]
+        if self.past and self.host_pages and self.random.randrange(3) < 2:
+            # Somebody comes back whose pages the pool may have forgotten.
+            tokens, namespace = self.random.choice(self.past)
+            tokens = tokens + [self.random.randint(0, 1) for _ in range(length // 4)]
         for _ in range(copies):
             self._submit(tokens, namespace)
         return _DECODE
@@ -374,6 +403,8 @@ class SchedulerSim(PairSim):
 
     def continue_conversation(self, req: DecodeRequest) -> None:
         self.finished += 1
+        if len(req.tokens) < 30:
+            self.past = [*self.past[-7:], (req.tokens.tolist(), req.request.key.namespace)]
         if len(req.tokens) < 40 and not self.calm and self.random.randrange(2):
             more = [self.random.randint(0, 1) for _ in range(self.random.randint(1, 6))]
             self._submit(req.tokens.tolist() + more, req.request.key.namespace)
@@ -430,6 +461,7 @@ class SchedulerSim(PairSim):
         """Overwrite all free pages, so that one freed too early shows."""
         self.decode.scribble()
         self.prefill.scribble()
+        self.copies.scribble(self.decode.scheduler)
         return _DONE
 
     # --- faults -----------------------------------------------------------------------------------
@@ -550,6 +582,7 @@ class SchedulerSim(PairSim):
         for _ in range(max_rounds):
             if not self._round():
                 is_quiet = self.quiet() and not self.decode.scheduler.num_deferred
+                is_quiet = is_quiet and not self.copies.busy
                 if (is_quiet or self.now_s - started_s > 60.0) and self._go_on():
                     continue  # writes that stood still land long after every deadline
                 if is_quiet:
@@ -586,6 +619,7 @@ class SchedulerSim(PairSim):
         assert self.decode.scheduler.budget.active == 0
         assert not len(self.decode.scheduler.waiting)
         assert not len(self.decode.scheduler.arriving)
+        assert self.decode.scheduler.idle
         unended = set(self.decode.added) ^ set(self.decode.outcomes)
         assert not unended, f"law 7: {unended} have not ended, or ended unknown"
 
@@ -599,6 +633,8 @@ _ONWARD = (
     "prefill_schedule",
     "submit_next",
     "follow",
+    "copy_step",
+    "copy_is_heard",
 )
 _ONCE = ("decode_schedule", "prefill_schedule")
 _WEIGHTS = {
@@ -608,6 +644,7 @@ _WEIGHTS = {
     "drop": 1, "cut": 0.15, "deadline": 1, "silence": 0.1, "abort": 1.5, "abort_at_prefill": 0.3,
     "retract": 2, "flush": 0.4, "flush_prefill": 0.2, "listen": 0.4, "lose_peer": 0.2, "stall": 0.3,
     "restart_prefill_dead": 0.15, "restart_prefill_stopped": 0.15, "fence_dead": 0.25,
+    "copy_step": 10, "copy_is_heard": 6,
     "fence_living": 0.1, "restart_decode_dead": 0.15,
 }  # fmt: skip
 _FAULTS = (  # each is spared in half of the runs

@@ -11,7 +11,7 @@ import torch
 
 from prefixkv.control.effects import CopyDone
 from prefixkv.errors import ClosedError, ConfigError
-from prefixkv.runtime.copies import CopyPool
+from prefixkv.runtime.copies import CopyPool, run_settled
 from tests.models.gpu import GPU
 from tests.models.patience import until
 
@@ -104,6 +104,21 @@ def test_threads_are_gone_after_close_and_named_before() -> None:
 def test_a_pool_without_threads_is_refused() -> None:
     with pytest.raises(ConfigError, match="num_threads is 0"):
         CopyPool(0, lambda done: None)
+
+
+@pytest.mark.parametrize(("failing", "first"), [(0, -1), (1, 0), (2, 1), (3, 0)])
+def test_the_device_is_waited_for_whatever_became_of_the_copy(failing: int, first: int) -> None:
+    errors = [OSError("copy"), OSError("device")]
+    ran: list[int] = []
+
+    def step(number: int) -> None:
+        ran.append(number)
+        if failing & (1 << number):
+            raise errors[number]
+
+    error = run_settled(lambda: step(0), lambda: step(1))
+    assert error is (errors[first] if failing else None)
+    assert ran == [0, 1]
 
 
 @GPU

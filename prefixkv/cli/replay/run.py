@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from prefixkv.cli.replay.latency import Latency
-from prefixkv.cli.replay.tiers import HostResult, HostTier, Tier
+from prefixkv.cli.replay.tiers import HostResult, SimulatedTier, Tier
 from prefixkv.cli.replay.trace import Trace, TraceRequest
 from prefixkv.spi import InsertResult, Policy, PrefixLock, make_policy
 
@@ -56,7 +56,7 @@ class Hits:
         warm: float,
         each: Each | None = None,
         running: int = 0,
-        hosts: Sequence[HostTier] = (),
+        hosts: Sequence[SimulatedTier] = (),
     ) -> None:
         self._trace, self._each, self._running, self._hosts = trace, each, running, hosts
         self._held_blocks = self._too_long = 0
@@ -153,7 +153,7 @@ def replay_policy(
         hosts: sizes of host tiers, blocks; each is replayed by itself behind the same device.
     """
     chosen = make_policy(policy)
-    tiers = [HostTier(trace, chosen.another(), size, running > 0) for size in hosts]
+    tiers = [SimulatedTier(trace, chosen.another(), size, running > 0) for size in hosts]
     device = Tier(trace, chosen, capacity, makes_room=running > 0)
     hits = Hits(trace, warm, each, running, tiers)
     return _Replay(trace, device, tiers, running, hints, hits).run(queue, progress)
@@ -166,7 +166,7 @@ class _Replay:
         self,
         trace: Trace,
         device: Tier,
-        tiers: Sequence[HostTier],
+        tiers: Sequence[SimulatedTier],
         running: int,
         hints: Sequence[bool | None] | None,
         hits: Hits,

@@ -87,7 +87,7 @@ class Tier:
             self._free += self.cache.evict(over, now_s).tolist()
 
 
-class HostTier(Tier):
+class SimulatedTier(Tier):
     """A host tier of a replay, and counts of what is copied to and from it."""
 
     def __init__(self, trace: Trace, policy: Policy, capacity: int, makes_room: bool) -> None:

@@ -1,0 +1,444 @@
+"""Decode's second tier: what the device's pool cannot keep stays in host memory.
+
+Two trees of one class over two pools. The device's tree, its locks and its evictions are as without
+a host tier; the host's tree has what was copied there, and nothing in it waits for the device:
+
+    write   behind a request's end. Its path is *due*; when its turn comes, the path on the device
+            and its prefix in the host's tree are pinned, host pages are taken, and a copy begins.
+            What the device has evicted by then is not written. No eviction waits for a copy, but
+            for those that read what it would take.
+    load    at admission. The device pages are taken as for pages that prefill sends; the host's
+            path is pinned, and the copy runs beside the transfer of the rest. It is a flight
+            (`inflight.py`), so others join it, and what it brought goes to the tree as it ends.
+
+    host page     FREE -> OWNED (a write fills it) -> CACHED -> OWNED (evicted) -> FREE
+    device page   that a load fills: OWNED by the load's flight; HELD if that ends before the copy
+
+Only decisions are made here. `take_orders` gives the copies to be made, `ended` takes what became
+of them. The laws T1 to T8 (docs/architecture.md) are checked by `check_invariants`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from itertools import combinations, islice
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from prefixkv.cache.eviction.policy import Policy
+from prefixkv.cache.radix_cache import RadixCache
+from prefixkv.cache.radix_key import TOKEN_BYTES, RadixKey, common_pages
+from prefixkv.cache.releases import Releases
+from prefixkv.cache.results import MatchResult, PrefixLock
+from prefixkv.errors import check_laws
+from prefixkv.pages.allocator import PageAllocator
+from prefixkv.pages.manager import PageManager
+from prefixkv.paging import Pages
+from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
+from prefixkv.protocol.ids import RoomKey
+
+HOST: Final = "host memory"
+"""In place of a decode worker's name in the key by which a load holds its pages; no room has it."""
+
+_MOST_WRITES: Final = 32  # under way at once
+_MOST_DUE: Final = 1024  # paths that wait to be written
+_KEPT: Final = 0.9  # the weight that the loads before keep when another has ended
+_LOOKS: Final = 8  # at paths that are due, in one pass
+
+
+class _Due(NamedTuple):
+    """A path that a request has left on the device, to be written."""
+
+    key: RadixKey
+    now_s: float
+    continues: bool | None
+
+
+@dataclass(slots=True, eq=False)
+class _TierCopy:
+    """A copy that is under way: of the pages [start, end) of `key`, the last ones of it."""
+
+    number: int
+    is_load: bool
+    key: RadixKey
+    start: int
+    end: int
+    src: Pages
+    dst: Pages
+    epoch: int
+    host_lock: PrefixLock
+    device_lock: PrefixLock | None  # of a write
+    is_given_up: bool = False  # a load whose flight has ended; its device pages are held
+
+
+class HostTier:
+    """The host's tree and pages, and the copies between both tiers. Owned by the scheduler's
+    thread.
+
+    Args:
+        pages: the device's, with spare rows: one for each load that is under way.
+        num_pages: host pages.
+        policy: of eviction in the host's tree.
+        counters: where hits, loads and writes are counted.
+        spare: returns how many device pages a write has to leave available.
+        are_ready: whether all host pages can be used from the start; else `ready` says which.
+    """
+
+    def __init__(
+        self,
+        pages: PageManager,
+        num_pages: int,
+        policy: str | Policy,
+        counters: Counter[str],
+        spare: Callable[[], int],
+        are_ready: bool = True,
+    ) -> None:
+        self.pages = pages
+        self.cache = RadixCache(pages.page_size, policy, num_pages, pages.errors)
+        self.allocator = PageAllocator(num_pages)
+        self._page_bytes = pages.page_size * TOKEN_BYTES
+        self._counters = counters
+        self._spare = spare
+        # Pages that are not ready are owned by nothing that writes.
+        self.num_ready = num_pages if are_ready else 0
+        if not are_ready:
+            self.allocator.alloc(num_pages)
+        self._copies: dict[int, _TierCopy] = {}
+        self._orders: list[HostCopy] = []  # not taken yet
+        self._due: OrderedDict[tuple[Hashable, bytes], _Due] = OrderedDict()
+        self._count = 0
+        self._num_writes = 0
+        # Of loads: pages that are under way; pages and seconds of those that ended, fading sums.
+        self._loading_pages = 0
+        self._loaded_pages = self._loading_s = 0.0
+
+    def __len__(self) -> int:
+        """Return the number of copies between decode's tiers that are under way."""
+        return len(self._copies)
+
+    @property
+    def has_due(self) -> bool:
+        """True if paths wait to be written to host memory."""
+        return bool(self._due)
+
+    def ready(self, num_pages: int) -> None:
+        """Note that the first `num_pages` of host memory can be used from now on, no fewer than
+        before."""
+        if num_pages > self.num_ready:
+            self.allocator.free(range(self.num_ready, num_pages))
+            self.num_ready = num_pages
+
+    def take_orders(self) -> list[HostCopy]:
+        """Return the copies between decode's tiers that are to be made, and forget them."""
+        orders, self._orders = self._orders, []
+        return orders
+
+    # --- loads ------------------------------------------------------------------------------------
+
+    def find(self, key: RadixKey, start: int) -> MatchResult | None:
+        """Return what host memory has of `key` if that is more than its first `start` pages, and a
+        load can begin; else None."""
+        if not self.cache.num_pages or not self.pages.table.free_spare_rows:
+            return None
+        found = self.cache.match_prefix(key)
+        return found if found.depth > start else None
+
+    def load_s(self, num_pages: int) -> float:
+        """Return the seconds that a load of `num_pages` from host memory takes, behind those under
+        way, by what the last ones took; 0 where that is not known."""
+        if not self._loaded_pages:
+            return 0.0
+        return (self._loading_pages + num_pages) * self._loading_s / self._loaded_pages
+
+    def load(self, found: MatchResult, key: RadixKey, device_pages: Pages, now_s: float) -> RoomKey:
+        """Order the load of the last pages of `key` to these device pages, and return the key of
+        its flight. Host memory has all of `key`, and `found` is what was found of it, or of more.
+        """
+        end = len(key.data) // self._page_bytes
+        if found.depth > end:
+            found = self.cache.match_prefix(key)
+        host_lock = self.cache.pin(found, now_s)
+        start = end - len(device_pages)
+        src = host_lock.pages[start:]
+        self._order(True, key, start, src, device_pages, host_lock, None)
+        self._loading_pages += len(src)
+        self._counters["host_loads"] += 1
+        self._counters["host_loaded_pages"] += len(src)
+        return load_key(self._count)
+
+    def give_up(self, key: RoomKey) -> bool:
+        """Note that the flight of a load has ended. Return True if its copy still goes on: then its
+        key has to hold the device pages, which `ended` releases."""
+        copy = self._copies.get(key.room)
+        if copy is None:
+            return False
+        copy.is_given_up = True
+        return True
+
+    # --- writes -----------------------------------------------------------------------------------
+
+    def leave(self, key: RadixKey, now_s: float, continues: bool | None) -> None:
+        """Note that a request has left the path of `key` in the device's tree: it is written to
+        host memory, unless the conversation will not go on. O(log due)."""
+        if len(key.data) < self._page_bytes:
+            return
+        # A key of its own: that of a retracted request grows.
+        name = key.namespace, key.data
+        self._due[name] = _Due(RadixKey.of_packed(key.data, key.namespace), now_s, continues)
+        self._due.move_to_end(name)
+        if len(self._due) > _MOST_DUE:
+            _, oldest = self._due.popitem(last=False)
+            self._counters["host_missed_pages"] += len(oldest.key.data) // self._page_bytes
+        self.write_due()
+
+    def write_due(self) -> None:
+        """Begin the writes to host memory that are due, as far as there is room. O(1) if none
+        is."""
+        for name in list(islice(self._due, _LOOKS)):
+            if self._num_writes >= _MOST_WRITES:
+                return
+            due = self._due[name]
+            if self._begin_write(due):
+                del self._due[name]
+            else:
+                # It may have to wait for long: others take their turns.
+                self._due.move_to_end(name)
+
+    def _begin_write(self, due: _Due) -> bool:
+        """Count the use of a path in the host's tree, and begin the write of what that lacks.
+        Return False if the path has to wait, or a part of it."""
+        key, now_s, continues = due
+        match, found = self.pages.cache.match_prefix(key), self.cache.match_prefix(key)
+        start, end, whole = found.depth, match.depth, len(key.data) // self._page_bytes
+        # 1. Another write brings a part of it: what is left then is seen when that has ended.
+        if self._is_being_written(key, start, whole):
+            return False
+        # 2. What need not be written, or cannot any more.
+        if continues is False:
+            whole = end = min(end, start)
+        num_pages = max(0, end - start)
+        if num_pages:
+            # 3. The copy keeps device pages that those that run may need for their next tokens: so
+            # the last ones have to wait.
+            left = self.pages.available_pages - self._spare() - match.unprotected_pages
+            num_pages += min(0, left)
+            if num_pages <= 0:
+                return False
+        num_later = end - start - num_pages if num_pages else 0
+        self._counters["host_missed_pages"] += max(0, whole - max(start, end))
+        # 4. One use a request; and what is there already stays until the rest is.
+        host_lock = self.cache.lock(found, now_s)
+        num_pages = min(num_pages, self.allocator.free_pages + self.cache.evictable_pages)
+        if num_pages <= 0:
+            if continues is not None:
+                self.cache.hint(host_lock, continues)
+            self._free(self.cache.unlock(host_lock))
+            return True
+        # 5. Shorter where the rest of host memory is pinned: a prefix is of use as well.
+        end = start + num_pages
+        missing = num_pages - self.allocator.free_pages
+        if missing > 0:
+            self._free(self.cache.evict(missing, now_s))
+        dst = self.allocator.alloc(num_pages)
+        key = key.prefix(end * self.pages.page_size)
+        # Cut to what is written: what lies behind may be evicted meanwhile.
+        device_lock = self.pages.pin(self.pages.cache.match_prefix(key), now_s)
+        self._order(False, key, start, device_lock.pages[start:], dst, host_lock, device_lock)
+        self._num_writes += 1
+        return num_later <= 0
+
+    def _is_being_written(self, key: RadixKey, start: int, whole: int) -> bool:
+        """Return whether a write to host memory that is under way brings pages of `key` behind
+        `start`. O(writes under way)."""
+        if not self._num_writes:
+            return False
+        return any(
+            not copy.is_load
+            and copy.epoch == self.pages.epoch
+            and copy.key.namespace == key.namespace
+            and (end := min(copy.end, whole)) > start
+            and common_pages(key.data, copy.key.data, 0, end, self._page_bytes) > start
+            for copy in self._copies.values()
+        )
+
+    # --- copies -----------------------------------------------------------------------------------
+
+    def _order(
+        self,
+        is_load: bool,
+        key: RadixKey,
+        start: int,
+        src: Pages,
+        dst: Pages,
+        host_lock: PrefixLock,
+        device_lock: PrefixLock | None,
+    ) -> None:
+        """Enter a copy between decode's tiers, and order it."""
+        self._count = number = self._count + 1
+        end, epoch = start + len(src), self.pages.epoch
+        self._copies[number] = _TierCopy(
+            number, is_load, key, start, end, src, dst, epoch, host_lock, device_lock
+        )
+        host_pages, device_pages = (src, dst) if is_load else (dst, src)
+        self._orders.append(HostCopy(number, is_load, host_pages, device_pages))
+
+    def ended(self, done: HostCopyDone, now_s: float) -> RoomKey | None:
+        """Note that a copy between decode's tiers has ended: nothing reads its source or writes its
+        destination any more. Return the key of a load's flight; None for a write, or where the
+        flight has ended before.
+        """
+        copy = self._copies.pop(done.number)
+        if done.error is not None:
+            self._counters["host_copies_failed"] += 1
+        if copy.is_load:
+            self._loading_pages -= len(copy.src)
+            if done.error is None:
+                self._loaded_pages = self._loaded_pages * _KEPT + len(copy.src)
+                self._loading_s = self._loading_s * _KEPT + done.seconds
+            self._free(self.cache.unlock(copy.host_lock))
+            if copy.is_given_up:
+                self.pages.release(load_key(copy.number))
+                return None
+            return load_key(copy.number)
+        self._num_writes -= 1
+        self._wrote(copy, done.error is None and copy.epoch == self.pages.epoch, now_s)
+        self.write_due()
+        return None
+
+    def _wrote(self, copy: _TierCopy, is_good: bool, now_s: float) -> None:
+        """Give the host's tree what a write has copied, if all of it is there, and end its pins."""
+        assert copy.device_lock is not None
+        self.pages.unpin(copy.device_lock)
+        if is_good:
+            # The lock was this request's use, but where it held nothing.
+            result = self.cache.insert(
+                copy.key, copy.dst, now_s=now_s, lock=copy.host_lock, visit=copy.start == 0
+            )
+            # T4: nothing else has written these pages meanwhile.
+            num_there = result.prefix_len // self.pages.page_size - copy.start
+            self.allocator.free(copy.dst[:num_there])
+            self.allocator.cache(copy.dst[num_there:])
+            self._counters["host_written_pages"] += len(copy.dst)
+        else:
+            self.allocator.free(copy.dst)
+        self._free(self.cache.unlock(copy.host_lock))
+
+    def flush(self) -> None:
+        """Empty host memory, after new weights; the device's tree has been emptied. Copies that are
+        under way end for nothing."""
+        self._due.clear()
+        self._free(self.cache.reset())
+
+    def _free(self, ids: Pages) -> None:
+        """Free host pages that the host's tree has given up."""
+        if len(ids):
+            self.allocator.uncache(ids)
+            self.allocator.free(ids)
+
+    # --- what comes back --------------------------------------------------------------------------
+
+    def coming_pages(self, releases: Releases) -> int:
+        """Count the device pages that are available again once the copies to and from host memory
+        have ended. O(copies). `releases` collects the locks that end with them."""
+        return self.held_pages + sum(
+            releases.end(copy.device_lock) for copy in self._copies.values()
+        )
+
+    @property
+    def held_pages(self) -> int:
+        """Device pages that are held for loads from host memory whose flights have ended."""
+        return sum(len(copy.dst) for copy in self._copies.values() if copy.is_given_up)
+
+    # --- laws -------------------------------------------------------------------------------------
+
+    @property
+    def loads(self) -> set[RoomKey]:
+        """Keys of the loads from host memory that are under way."""
+        return {load_key(copy.number) for copy in self._copies.values() if copy.is_load}
+
+    @property
+    def held_by(self) -> set[RoomKey]:
+        """Keys of the loads from host memory that hold device pages."""
+        return {load_key(copy.number) for copy in self._copies.values() if copy.is_given_up}
+
+    @property
+    def pins(self) -> set[PrefixLock]:
+        """Locks of writes to host memory in the device's tree."""
+        locks = (copy.device_lock for copy in self._copies.values())
+        return {lock for lock in locks if lock is not None}
+
+    def fills(self, key: RoomKey, device_pages: Pages) -> bool:
+        """Return whether the load of this key from host memory fills just these device pages."""
+        return np.array_equal(self._copies[key.room].dst, device_pages)
+
+    def check_invariants(self) -> None:
+        """Check the laws of decode's two tiers, T1 to T4 and T6. Raises InternalError."""
+        self.cache.check_invariants()
+        self.allocator.check_invariants()
+        copies, pages, allocator = list(self._copies.values()), self.pages, self.allocator
+        writes = [copy for copy in copies if not copy.is_load]
+        owned = sum(len(copy.dst) for copy in writes) + allocator.num_pages - self.num_ready
+        laws = {
+            "T1 host pages are free, owned or cached": not allocator.held_pages
+            and not allocator.quarantined_pages,
+            "T1 cached host pages are the host's tree's, and its orphans'": allocator.cached_pages
+            == self.cache.num_pages + self.cache.orphan_pages,
+            "T1 owned host pages are being written, or not ready": allocator.owned_pages == owned,
+            "writes are counted": self._num_writes == len(writes),
+            "pages of loads are counted": self._loading_pages
+            == sum(len(copy.dst) for copy in copies if copy.is_load),
+            "every lock in the host's tree is a copy's": self.cache.locks
+            == {copy.host_lock for copy in copies},
+            "T4 no page of a path is brought twice at once": not any(
+                self._overlap(one, other) for one, other in combinations(copies, 2)
+            ),
+            "what is due is a path": all(
+                len(data) >= self._page_bytes and data == due.key.data
+                for (_, data), due in self._due.items()
+            ),
+            "T6 without a copy nothing is protected": bool(copies)
+            or not (self.cache.protected_pages or self.cache.orphan_pages),
+        }
+        check_laws(laws, f"{len(copies)} copies", allocator)
+        for copy in copies:
+            source = copy.host_lock if copy.is_load else copy.device_lock
+            laws = {
+                "T2 a copy's source is locked": source is not None
+                and source.held
+                and np.array_equal(source.pages[copy.start : copy.end], copy.src),
+                "T2 the host's part of a copied path is locked": copy.host_lock.held
+                and copy.host_lock.prefix_len >= copy.start * pages.page_size,
+                "T2 a copy has as many pages as it names": len(copy.src)
+                == len(copy.dst)
+                == copy.end - copy.start
+                > 0,
+                "T2 a load whose flight has ended holds its pages": not copy.is_given_up
+                or np.array_equal(
+                    np.sort(copy.dst), pages.allocator.held_by(load_key(copy.number))
+                ),
+            }
+            check_laws(laws, copy)
+
+    def _overlap(self, one: _TierCopy, other: _TierCopy) -> bool:
+        """Return whether two copies of one kind, with live paths of today's epoch, bring the same
+        page of a path."""
+        if (
+            one.is_load is not other.is_load
+            or one.epoch != self.pages.epoch
+            or other.epoch != self.pages.epoch
+            or one.is_given_up
+            or other.is_given_up
+            or one.key.namespace != other.key.namespace
+        ):
+            return False
+        start, end = max(one.start, other.start), min(one.end, other.end)
+        same = common_pages(one.key.data, other.key.data, 0, end, self._page_bytes)
+        return same > start
+
+
+def load_key(number: int) -> RoomKey:
+    """Return the key of the flight of a load from host memory, by which its pages are held."""
+    return RoomKey(number, 0, HOST)

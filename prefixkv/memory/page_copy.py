@@ -1,0 +1,267 @@
+"""Copies of whole pages between a pool and its host pool, for decode's host tier: a load fills
+pages of the pool, a write fills host pages.
+
+`page_copy` picks the copy. `CpuPageCopy` copies between two places that the CPU reads, in one pass
+over the bytes: a page of the pool is a few runs of bytes, and a host page is these runs, one after
+the other. `StagedPageCopy` is for a GPU: a `StagingCopy` between the pool and memory of the device,
+and one copy between that and each stretch of the pinned host pages. The order of the bytes in a
+host page is the copy's own affair.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixkv.errors import ConfigError, PageStateError
+from prefixkv.memory.kv_layout import KVLayout
+from prefixkv.memory.mesh import Shard
+from prefixkv.memory.stage_copy import StagingCopy, staging_copy
+from prefixkv.memory.stage_plan import StagePlan
+from prefixkv.paging import Pages, checked_pages
+
+if TYPE_CHECKING:
+    import torch
+
+    from prefixkv.memory.host_pool import HostPool
+
+Int64s = npt.NDArray[np.int64]
+_Transfer = Callable[..., int]
+
+_VECTOR: Final = 1024  # pieces of memory that Linux takes in one call
+_MOVED_BYTES: Final = 24 << 10  # from this mean length on memmove is the faster one
+
+_move = ctypes.memmove
+
+
+class PageCopy(Protocol):
+    """A copy between one pool and one host pool. May be used from several threads at once, on pages
+    that no two of them touch.
+
+    Both pools' memory has to outlive it. On CUDA a copy is queued on the current stream, and is
+    done when an event recorded there is.
+    """
+
+    def load(self, host_pages: Pages, device_pages: Pages) -> None:
+        """Copy host_pages[i] to device_pages[i] of the pool, which are named once each.
+
+        Args:
+            host_pages, device_pages: int32 [n], n >= 1.
+        Raises:
+            PageStateError: a page that is in neither pool, or not yet. Nothing was copied. OSError:
+                the system broke the copy off. Some pages may be filled.
+        """
+        ...
+
+    def write(self, host_pages: Pages, device_pages: Pages) -> None:
+        """Copy device_pages[i] of the pool to host_pages[i], which are named once each; the inverse
+        of `load`."""
+        ...
+
+
+def page_copy(layout: KVLayout, pool: HostPool, device: str = "cpu") -> PageCopy:
+    """Return the copy of pages between a pool of ours and a host pool.
+
+    Raises:
+        ConfigError: a host pool for other pages, or a device without a copy.
+    """
+    if device == "cpu":
+        return CpuPageCopy(layout, pool)
+    staged = staging_copy(layout, Shard.whole(layout), layout.page_size, device)
+    return StagedPageCopy(staged, layout, pool, device)
+
+
+class _Ends:
+    """Both ends of copies between a pool and a host pool, checked."""
+
+    def __init__(self, layout: KVLayout, pool: HostPool) -> None:
+        if layout.page_bytes != pool.page_bytes:
+            raise ConfigError(
+                f"host pages have {pool.page_bytes} bytes, pages of the pool {layout.page_bytes}"
+            )
+        self.host = pool
+        self._num_pages = layout.num_pages
+
+    def checked(self, host_pages: Pages, device_pages: Pages) -> tuple[Pages, Pages]:
+        """Return the pages at both ends of a host copy as int32. Raises PageStateError if there are
+        no such."""
+        host = self.host.checked(host_pages)
+        device = checked_pages(device_pages, self._num_pages, "device")
+        if len(host) != len(device):
+            raise PageStateError(f"{len(host)} host pages for {len(device)} of the device")
+        return host, device
+
+
+class CpuPageCopy:
+    """A `PageCopy` for memory that the CPU reads. It lets the GIL go while it copies.
+
+    Long runs are copied by one memmove each. Many short ones are handed to Linux at once, by
+    process_vm_readv and process_vm_writev on this very process: between them there is neither
+    Python nor a wait for the GIL.
+    """
+
+    def __init__(self, layout: KVLayout, pool: HostPool) -> None:
+        """Plan the copies of pages between a pool and a host pool. O(rows of a page)."""
+        self._ends = _Ends(layout, pool)
+        self._starts, self._strides, self._lengths = page_runs(layout)
+        # Where each run begins in a host page.
+        self._offsets = np.cumsum(self._lengths) - self._lengths
+        short = self._lengths.mean() < _MOVED_BYTES
+        self._in_vectors = bool(short) and _vectors_work()
+
+    def load(self, host_pages: Pages, device_pages: Pages) -> None:
+        self._copy(host_pages, device_pages, is_load=True)
+
+    def write(self, host_pages: Pages, device_pages: Pages) -> None:
+        self._copy(host_pages, device_pages, is_load=False)
+
+    def _copy(self, host_pages: Pages, device_pages: Pages, is_load: bool) -> None:
+        """Copy pages to or from a host pool, run by run."""
+        host, device = self._ends.checked(host_pages, device_pages)
+        rows = self._ends.host.addresses(host)
+        places = self._starts + device.astype(np.int64)[:, None] * self._strides  # [page, run]
+        if self._in_vectors:
+            self._by_vectors(rows, places, is_load)
+        else:
+            self._by_moves(rows, places, is_load)
+
+    def _by_moves(self, rows: Int64s, places: Int64s, is_load: bool) -> None:
+        """Copy pages to or from host rows by one memmove per run."""
+        targets, sources = (rows[:, None] + self._offsets).ravel().tolist(), places.ravel().tolist()
+        if is_load:
+            targets, sources = sources, targets
+        lengths = self._lengths.tolist() * len(rows)
+        for target, source, num_bytes in zip(targets, sources, lengths, strict=True):
+            _move(target, source, num_bytes)
+
+    def _by_vectors(self, rows: Int64s, places: Int64s, is_load: bool) -> None:
+        """Copy pages to or from host rows by one call of Linux per `_VECTOR` runs."""
+        read, write = _transfers()
+        # The pool's runs are the local side, which costs least where it is in many pieces.
+        transfer, pid, num_runs = read if is_load else write, os.getpid(), places.shape[1]
+        local = np.empty((*places.shape, 2), np.uint64)
+        local[:, :, 0], local[:, :, 1] = places, self._lengths
+        # Of pages with fewer runs than a call takes, several at once; of others, parts.
+        at_once = max(1, _VECTOR // num_runs)
+        for first in range(0, len(rows), at_once):
+            pages = slice(first, first + at_once)
+            for start in range(0, num_runs, _VECTOR):
+                # Contiguous: several pages are taken whole.
+                runs = local[pages, start : start + _VECTOR]
+                remote = np.empty((len(runs), 2), np.uint64)
+                remote[:, 0] = rows[pages] + self._offsets[start]
+                remote[:, 1] = wanted = int(self._lengths[start : start + _VECTOR].sum())
+                _call(transfer, pid, runs.reshape(-1, 2), remote, wanted * len(runs))
+
+
+class StagedPageCopy:
+    """A `PageCopy` through memory of the device, for CUDA; with a `StagingCopy` of whole pages."""
+
+    def __init__(self, staged: StagingCopy, layout: KVLayout, pool: HostPool, device: str) -> None:
+        self._ends = _Ends(layout, pool)
+        self._staged = staged
+        self._device = device
+        self._num_slabs = len(layout.slabs)
+
+    def load(self, host_pages: Pages, device_pages: Pages) -> None:
+        host, device = self._ends.checked(host_pages, device_pages)
+        rows = self._stage(len(host))
+        by_page = rows.view(len(host), -1)
+        for some, memory in self._ends.host.stretches(host):
+            by_page[some].view(-1).copy_(memory, non_blocking=True)
+        # The stage has all pages of one slab side by side, a host page all slabs.
+        self._staged.scatter(device, _turned(rows, len(host), self._num_slabs))
+
+    def write(self, host_pages: Pages, device_pages: Pages) -> None:
+        host, device = self._ends.checked(host_pages, device_pages)
+        stage = self._stage(len(host))
+        self._staged.gather(device, stage)
+        by_page = _turned(stage, self._num_slabs, len(host)).view(len(host), -1)
+        for some, memory in self._ends.host.stretches(host):
+            memory.copy_(by_page[some].view(-1), non_blocking=True)
+
+    def _stage(self, num_pages: int) -> torch.Tensor:
+        """Return memory of the device for a copy of host pages. Torch keeps it for this stream, so
+        it is not given to another before the copy has ended."""
+        import torch
+
+        num_bytes = self._staged.num_bytes(num_pages)
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+
+def _turned(staged: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
+    """Return [outer, inner, bytes], a stage between host and device, as [inner, outer, bytes],
+    flat."""
+    import torch
+
+    # In the widest words: torch moves one element at a time.
+    word = torch.int64 if staged.numel() // (outer * inner) % 8 == 0 else torch.uint8
+    turned = staged.view(word).view(outer, inner, -1).transpose(0, 1).contiguous()
+    return turned.view(-1).view(torch.uint8)
+
+
+def page_runs(layout: KVLayout) -> tuple[Int64s, Int64s, Int64s]:
+    """Return the runs of bytes that a page of the pool consists of, for host copies: address in
+    page 0, stride from page to page, and length."""
+    plan = StagePlan.of(layout, Shard.whole(layout), layout.page_size)
+    # The stride of a dimension with one element means nothing.
+    strides = [slab.page_stride if layout.num_pages > 1 else 0 for slab in plan.slabs]
+    bases = np.array([slab.base for slab in plan.slabs], np.int64)
+    starts = (bases[:, None] + plan.row_offsets).ravel()
+    steps = np.repeat(np.array(strides, np.int64), plan.row_offsets.shape[1])
+    # In the order of addresses, rows that touch become one run, if they do so in every page.
+    order = np.lexsort((starts, steps))
+    starts, steps = starts[order], steps[order]
+    apart = (np.diff(starts) != plan.row_bytes) | (np.diff(steps) != 0)
+    first = np.concatenate(([0], np.flatnonzero(apart) + 1))
+    lengths = np.diff(first, append=len(starts)) * plan.row_bytes
+    return starts[first], steps[first], lengths
+
+
+@cache
+def _transfers() -> tuple[_Transfer, _Transfer]:
+    """Return Linux's process_vm_readv and process_vm_writev, for host copies. Raises AttributeError
+    where there are none."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    word, address = ctypes.c_ulong, ctypes.c_void_p
+    for found in (libc.process_vm_readv, libc.process_vm_writev):
+        found.argtypes = (ctypes.c_int, address, word, address, word, word)
+        found.restype = ctypes.c_ssize_t
+    return libc.process_vm_readv, libc.process_vm_writev
+
+
+def _call(
+    transfer: _Transfer,
+    pid: int,
+    local: npt.NDArray[np.uint64],
+    remote: npt.NDArray[np.uint64],
+    wanted: int,
+) -> None:
+    """Copy between two lists of (address, bytes), pool and host rows, in one call of Linux. Raises
+    OSError unless all was copied."""
+    copied = transfer(pid, local.ctypes.data, len(local), remote.ctypes.data, len(remote), 0)
+    if copied < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"host copy of {wanted} bytes: {os.strerror(number)}")
+    if copied != wanted:
+        raise OSError(f"host copy of {wanted} bytes ended after {copied}")
+
+
+@cache
+def _vectors_work() -> bool:
+    """Return whether host copies may use process_vm_readv and process_vm_writev: some sandboxes
+    refuse them."""
+    ends = np.zeros(2, np.uint8)
+    local, remote = (np.array([[ends.ctypes.data + i, 1]], np.uint64) for i in range(2))
+    try:
+        for transfer in _transfers():
+            _call(transfer, os.getpid(), local, remote, 1)
+    except (AttributeError, OSError):
+        return False
+    return True

@@ -1,0 +1,36 @@
+"""Orders of decode's host tier, copies of pages between the host and the device, and what says that
+one has ended."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from prefixkv.paging import Pages
+
+
+class HostCopy(NamedTuple):
+    """An order of decode's host tier: copy pages between host memory and the device's pool.
+
+    Until its `HostCopyDone` has come, nothing writes the pages that it reads, and nothing reads or
+    writes those that it fills. A load names each of its device pages once, a write each of its host
+    pages.
+    """
+
+    number: int  # of the order; none that is under way has the same
+    is_load: bool  # host to device; else it is a write, device to host
+    host_pages: Pages  # int32 [n], n >= 1
+    device_pages: Pages  # int32 [n]; host_pages[i] and device_pages[i] are the ends of page i
+
+
+class HostCopyDone(NamedTuple):
+    """The end of an order of decode's host tier: nothing of it touches memory any more. Comes once
+    for each order.
+
+    After an error some of the order's destination pages may have been written, and the bytes in
+    them mean nothing.
+    """
+
+    number: int
+    error: Exception | None  # the first one; None if all pages were copied
+    num_bytes: int  # that were copied, of the pieces without an error
+    seconds: float  # from the begin of the order's first piece on; 0 if none began

@@ -1,0 +1,174 @@
+"""The copies of decode's host tier: orders of whole pages, in pieces, made by threads of their own.
+
+Loads go before writes: a load waits at most for the pieces that run. Orders of one kind are begun
+in the order they came in; the pieces of one order may run at once. Each order ends with one
+HostCopyDone to the sink. It comes when nothing touches the order's pages any more, so after a piece
+that failed it waits for those that run; none of the others begins then.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
+
+from prefixkv.errors import ClosedError, PageStateError
+from prefixkv.memory.host_pool import HostPool
+from prefixkv.memory.kv_layout import KVLayout
+from prefixkv.memory.page_copy import page_copy
+from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
+from prefixkv.runtime.copies import Settle, run_settled, start_workers
+from prefixkv.settings import MAX_BYTES, check_whole
+
+
+@dataclass(slots=True, eq=False)
+class _Order:
+    """An order of host copies that has not ended. Owned by the lock of its `HostCopies`."""
+
+    copy: HostCopy
+    begun_pages: int = 0  # those of pieces that have begun, or never will
+    running: int = 0  # pieces
+    copied_pages: int = 0
+    began_s: float = 0.0
+    error: Exception | None = None
+
+    @property
+    def has_begun_all(self) -> bool:
+        """True when no other piece of the order of host copies will begin."""
+        return self.begun_pages == len(self.copy.host_pages)
+
+    def done(self, page_bytes: int) -> HostCopyDone:
+        """Return the end of the order of host copies."""
+        seconds = time.perf_counter() - self.began_s if self.began_s else 0.0
+        return HostCopyDone(self.copy.number, self.error, self.copied_pages * page_bytes, seconds)
+
+
+class HostCopies:
+    """The threads that copy pages between decode's pool and its host pool. Created, given orders
+    and closed by one thread; see the module's text.
+
+    The sink is called by these threads, and by `close` for orders that it cuts off.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        pool: HostPool,
+        num_threads: int,
+        sink: Callable[[HostCopyDone], None],
+        device: str = "cpu",
+        piece_bytes: int = 4 << 20,
+        name: str = "node",
+    ) -> None:
+        """Start the threads of the host copies.
+
+        Args:
+            layout: of the device's pool, whose memory has to stay until `close` has returned, as
+                the host pool's has.
+            num_threads: on CUDA each has a stream, and uses twice `piece_bytes` of the device.
+            sink: takes each order's end; it must not raise, nor wait.
+            piece_bytes: a piece is as many whole pages as fit, at least one.
+        Raises:
+            ConfigError: a value out of range, a host pool for other pages, or a device without a
+                copy.
+        """
+        check_whole("piece_bytes", piece_bytes, 1, MAX_BYTES)
+        self._copy = page_copy(layout, pool, device)
+        self._page_bytes = pool.page_bytes
+        self._piece_pages = max(1, piece_bytes // pool.page_bytes)
+        self._sink = sink
+        self._closed = False
+        # Orders of which pieces are still to be begun: filled by `submit`, emptied under the lock.
+        self._loads: deque[_Order] = deque()
+        self._writes: deque[_Order] = deque()
+        # Only the workers take it, so that `submit` never waits for one of them.
+        self._lock = threading.Lock()
+        # An entry wakes a worker, which then works until it finds nothing.
+        self._wakes: SimpleQueue[None] = SimpleQueue()
+        self._threads = start_workers(num_threads, self._run, device, f"host-copy-{name}")
+        self._num_threads = num_threads
+
+    def submit(self, order: HostCopy) -> None:
+        """Queue an order of host copies. It never waits; O(threads). Errors in its pages come back
+        in its HostCopyDone.
+
+        Raises:
+            PageStateError: not as many host pages as pages of the device, or none. ClosedError:
+                after `close`. Nothing was queued.
+        """
+        num_pages = len(order.host_pages)
+        if num_pages != len(order.device_pages) or not num_pages:
+            raise PageStateError(
+                f"order {order.number} has {num_pages} host pages and {len(order.device_pages)} of "
+                "the device; as many of both are needed, and one at least"
+            )
+        if self._closed:
+            raise ClosedError("the host copies are closed")
+        (self._loads if order.is_load else self._writes).append(_Order(order))
+        pieces = -(-num_pages // self._piece_pages)
+        # After the order is there: a worker that finds nothing waits for the next entry.
+        for _ in range(min(pieces, self._num_threads)):
+            self._wakes.put(None)
+
+    def close(self) -> None:
+        """Let the host copies' pieces that run end, begin no others, join the threads. Orders that
+        were cut off end with a ClosedError. Idempotent."""
+        # Set first: a worker that is woken then begins no piece.
+        self._closed = True
+        for _ in self._threads:
+            self._wakes.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
+        # An order that had begun all its pieces has ended by now, though it may stand here still.
+        for order in (*self._loads, *self._writes):
+            if not order.has_begun_all:
+                order.error = ClosedError("the host copies were closed before the copy ended")
+                self._sink(order.done(self._page_bytes))
+        self._loads.clear()
+        self._writes.clear()
+
+    def _run(self, settle: Settle | None) -> None:
+        """Run a thread of the host copies: piece after piece while there is one, then wait."""
+        while not self._closed:
+            self._wakes.get()
+            while (piece := self._next_piece()) is not None:
+                order, start, stop = piece
+                act = self._copy.load if order.copy.is_load else self._copy.write
+                host, device = order.copy.host_pages, order.copy.device_pages
+                copy = partial(act, host[start:stop], device[start:stop])
+                self._piece_ended(order, stop - start, run_settled(copy, settle))
+
+    def _next_piece(self) -> tuple[_Order, int, int] | None:
+        """Begin the next piece of a host copy: return its order, and its pages as a range."""
+        with self._lock:
+            for orders in (self._loads, self._writes):
+                while orders and not self._closed:
+                    order = orders[0]
+                    if order.has_begun_all:
+                        orders.popleft()
+                        continue
+                    start = order.begun_pages
+                    order.begun_pages = min(start + self._piece_pages, len(order.copy.host_pages))
+                    order.running += 1
+                    order.began_s = order.began_s or time.perf_counter()
+                    return order, start, order.begun_pages
+        return None
+
+    def _piece_ended(self, order: _Order, num_pages: int, error: Exception | None) -> None:
+        """Count a piece of a host copy that has ended, and report its order if it was the last."""
+        with self._lock:
+            order.running -= 1
+            if error is None:
+                order.copied_pages += num_pages
+            else:
+                order.error = order.error or error
+                order.begun_pages = len(order.copy.host_pages)  # the rest is of no use any more
+            if order.running or not order.has_begun_all:
+                return
+        # Without the lock: the sink may take its time.
+        self._sink(order.done(self._page_bytes))

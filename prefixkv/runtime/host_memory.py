@@ -1,0 +1,64 @@
+"""A decode rank's host memory, and the threads that copy between it and the pool, as one object."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prefixkv.config import HostConfig
+from prefixkv.memory.host_pool import HostPool
+from prefixkv.memory.kv_pool import KVPool
+from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
+from prefixkv.runtime.host_copies import HostCopies
+
+
+class HostMemory:
+    """The host memory of a decode rank. Used from one thread.
+
+    Args:
+        pool: the rank's; kept until this has closed.
+        name: the worker's, for the names of threads.
+
+    Raises:
+        ConfigError: more memory than the host has, or less than a page.
+    """
+
+    def __init__(self, pool: KVPool, config: HostConfig, name: str) -> None:
+        self.num_pages = config.pages_of(pool.layout.num_pages, pool.layout.page_bytes)
+        self._device_pool, self._config, self._name = pool, config, name
+        self._pool = HostPool(pool.layout, self.num_pages, pool.device)
+        self._copies: HostCopies | None = None
+
+    def start(self, sink: Callable[[HostCopyDone], None]) -> None:
+        """Start the threads that copy to and from a decode rank's host memory; `sink` gets the end
+        of each copy, from any thread."""
+        self._copies = HostCopies(
+            self._device_pool.layout,
+            self._pool,
+            self._config.copy_threads,
+            sink,
+            self._device_pool.device,
+            self._config.piece_bytes,
+            self._name,
+        )
+
+    def wait_until_ready(self) -> None:
+        """Wait until all of a decode rank's host memory can be used. Raises CapacityError if that
+        cannot be had."""
+        self._pool.wait_until_ready()
+
+    @property
+    def ready_pages(self) -> int:
+        """Pages of a decode rank's host memory that can be used by now, from the first on."""
+        return self._pool.ready_pages
+
+    def submit(self, order: HostCopy) -> None:
+        """Begin a copy between a decode rank's pool and its host memory, once a thread is free."""
+        assert self._copies is not None
+        self._copies.submit(order)
+
+    def close(self) -> None:
+        """Let the copies to and from a decode rank's host memory that run end, and give the memory
+        back. Idempotent."""
+        if self._copies is not None:
+            self._copies.close()
+        self._pool.close()

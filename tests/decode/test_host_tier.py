@@ -1,0 +1,568 @@
+"""What the pool cannot keep stays in host memory: written behind a request's end, loaded for the
+next one, whatever else happens in between."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from prefixkv.config import ComputeConfig
+from prefixkv.decode.host_tier import HOST
+from prefixkv.decode.request import DecodeRequest
+from prefixkv.decode.sources import Sources
+from prefixkv.errors import OutOfPagesError
+from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
+from prefixkv.protocol.ids import RoomKey
+from prefixkv.protocol.messages import Promise
+from tests.decode.desk import PAGE_SIZE, Desk, OpenRoom
+
+
+class HostDesk(Desk):
+    """A desk with host memory, whose copies are made by hand."""
+
+    def __init__(
+        self,
+        num_pages: int = 16,
+        host_pages: int = 32,
+        spare_rows: int = 4,
+        are_ready: bool = True,
+        **settings: Any,
+    ) -> None:
+        settings = {"policy": "lru", "admission": "fifo", **settings}
+        super().__init__(
+            num_pages, spare_rows=spare_rows, host=(host_pages, "lru", are_ready), **settings
+        )
+        assert self.scheduler.host is not None
+        self.host = self.scheduler.host
+        self.under_way: list[HostCopy] = []
+
+    def orders(self) -> list[HostCopy]:
+        """The copies that were ordered since the last call."""
+        new = self.scheduler.take_copies()
+        self.under_way += new
+        return self._checked(new)
+
+    def end_copy(self, order: HostCopy | None = None, error: Exception | None = None) -> HostCopy:
+        """The copy ends, the oldest if none is named."""
+        self.orders()
+        order = order or self.under_way[0]
+        self.under_way.remove(order)
+        done = HostCopyDone(order.number, error, 1, 1e-6)
+        self._checked(self.scheduler.copy_ended(done, self.now_s))
+        return order
+
+    def end_all_copies(self) -> None:
+        while self.orders() or self.under_way:
+            self.end_copy()
+
+    def promises(self) -> dict[RoomKey, Promise]:
+        opened = [command.promise for command in self.commands() if isinstance(command, OpenRoom)]
+        return {RoomKey(promise.room, promise.generation): promise for promise in opened}
+
+    def evict(self, num_pages: int) -> None:
+        """Other requests have needed these pages meanwhile."""
+        freed = self.pages.cache.evict(num_pages, self.now_s)
+        self.pages.allocator.uncache(freed)
+        self.pages.allocator.free(freed)
+        self.pages.version += 1
+
+    def leave_in_host_memory(self, rid: str = "a", tokens: int = 16, **how: Any) -> DecodeRequest:
+        """A request has been here, was written, and the pool has forgotten it."""
+        req = self.start(rid, tokens)
+        self.finish(req, **how)
+        self.end_all_copies()
+        self.evict(self.pages.num_pages)
+        assert self.prefix_of(req) == 0
+        self.commands()
+        return req
+
+    def at_rest(self) -> None:
+        super().at_rest()
+        self.pop_failed()
+        self.scheduler.pop_needs_prefill()
+        assert not self.under_way
+        assert not len(self.host)
+        assert self.host.cache.protected_pages == self.host.allocator.owned_pages == 0
+        assert self.scheduler.idle
+
+
+def prompt(rid: str, num_tokens: int) -> list[int]:
+    """The tokens that `Desk.request` gives a request of this name."""
+    return [ord(rid[0]) * 1000 + place for place in range(num_tokens)]
+
+
+def next_turn(desk: HostDesk, rid: str = "b", num_tokens: int = 22) -> DecodeRequest:
+    """The conversation of "a" goes on: 16 tokens that were here, then new ones."""
+    req = desk.add(rid, prompt("a", num_tokens))
+    assert desk.admit() == [rid]
+    return req
+
+
+# --- written, and loaded --------------------------------------------------------------------------
+
+
+def test_what_the_pool_forgets_is_loaded_again() -> None:
+    desk = HostDesk()
+    desk.leave_in_host_memory()
+    assert desk.host.cache.num_pages == 4
+    req = next_turn(desk)
+    (promise,) = desk.promises().values()
+    assert promise.prefix_len == req.prefix_len == 16
+    assert len(promise.page_ids()) == 2
+    (load,) = desk.orders()
+    assert load.is_load
+    assert load.device_pages.tolist() == req.pages[:4].tolist()
+    # Prefill's part alone is not enough, and neither is the load alone.
+    desk.succeed(req.room_key)
+    assert desk.transferred() == []
+    desk.end_copy()
+    assert desk.transferred() == ["b"]
+    assert (req.hit_tokens, req.host_tokens, req.shared_tokens) == (16, 16, 0)
+    assert desk.prefix_of(req) == 20
+    counters = desk.scheduler.counters
+    assert (counters["host_hit_tokens"], counters["host_loaded_pages"]) == (16, 4)
+    desk.finish(req)
+    desk.end_all_copies()
+    assert desk.host.cache.num_pages == 5
+    assert counters["host_written_pages"] == 5, "what is there already is not written again"
+    desk.at_rest()
+
+
+def test_the_load_may_end_first() -> None:
+    desk = HostDesk()
+    desk.leave_in_host_memory()
+    req = next_turn(desk)
+    desk.end_copy()
+    assert desk.transferred() == []
+    assert desk.prefix_of(req) == 16, "others find it before prefill's part is there"
+    desk.succeed(req.room_key)
+    assert desk.transferred() == ["b"]
+    desk.finish(req)
+    desk.end_all_copies()
+    desk.at_rest()
+
+
+def test_only_what_the_pool_lacks_is_loaded() -> None:
+    desk = HostDesk()
+    a = desk.start("a", 16)
+    desk.finish(a)
+    desk.end_all_copies()
+    desk.evict(3)
+    assert desk.prefix_of(a) == 4
+    req = next_turn(desk)
+    (load,) = desk.orders()
+    assert len(load.device_pages) == 3
+    assert load.device_pages.tolist() == req.pages[1:4].tolist()
+    assert (req.hit_tokens, req.host_tokens) == (16, 12)
+
+
+def test_a_load_takes_pages_as_what_is_sent_does() -> None:
+    desk = HostDesk(num_pages=6)
+    desk.leave_in_host_memory()
+    other = desk.start("x", 8, 1)
+    req = desk.add("b", prompt("a", 22), 1)
+    assert desk.admit() == [], "it needs six, four are free"
+    assert not desk.orders()
+    desk.finish(other, continues=False)
+    assert desk.admit() == ["b"]
+    assert len(req.pages) == 6
+
+
+def test_a_page_that_nothing_waits_for_is_not_written() -> None:
+    desk = HostDesk()
+    desk.finish(desk.start("a", 16), continues=False)
+    desk.finish(desk.start("b", 16, cacheable=False))
+    desk.finish(desk.start("c", 3))
+    desk.abort(desk.start("d", 16))
+    assert desk.orders() == []
+    kept = desk.start("e", 16, max_new=8, outputs=7)
+    desk.finish(kept, keep_tokens=16)
+    (write,) = desk.orders()
+    assert len(write.host_pages) == 4, "and not the two of the answer"
+    desk.end_copy()
+    assert desk.scheduler.counters["host_missed_pages"] == 0
+
+
+def test_a_write_waits_for_the_device() -> None:
+    class Late:
+        done = False
+
+        def query(self) -> bool:
+            return self.done
+
+    event, desk = Late(), HostDesk()
+    desk.finish(desk.start("a", 16), after=event)
+    assert desk.orders() == [], "the device may still write what would be read"
+    event.done = True
+    desk.scheduler.release_deferred(desk.now_s)
+    assert len(desk.orders()) == 1
+
+
+def test_a_write_leaves_a_page_to_each_that_runs() -> None:
+    desk = HostDesk(num_pages=8)
+    a = desk.start("a", 16)
+    others = [desk.start(rid, 4) for rid in "xyz"]
+    desk.finish(a)
+    (write,) = desk.orders()
+    assert len(write.device_pages) == 2, "five could be had, three may be needed"
+    desk.end_copy()
+    # The others are done, so the rest has its turn.
+    for req in others:
+        desk.finish(req, continues=False)
+    desk.admit()
+    (write,) = desk.orders()
+    assert len(write.device_pages) == 2
+    desk.end_copy()
+    assert desk.host.cache.match_prefix(prompt("a", 16)).prefix_len == 16
+    desk.at_rest()
+
+
+def test_what_is_evicted_before_its_turn_is_missed() -> None:
+    desk = HostDesk(num_pages=8)
+    a = desk.start("a", 16, 1)
+    others = [desk.start(rid, 4, 1) for rid in "wxyz"]
+    desk.finish(a)
+    assert desk.orders() == []
+    desk.evict(2)
+    for req in others:
+        desk.finish(req, continues=False)
+    desk.admit()
+    (write,) = desk.orders()
+    assert len(write.device_pages) == 2
+    assert desk.scheduler.counters["host_missed_pages"] == 2
+
+
+def test_no_eviction_takes_what_a_copy_reads() -> None:
+    desk = HostDesk(num_pages=6)
+    desk.finish(desk.start("a", 16))
+    (write,) = desk.orders()
+    other = desk.add("x", 12)
+    assert desk.admit() == []
+    desk.end_copy(write)
+    assert desk.admit() == ["x"]
+    assert len(other.pages) == 3
+
+
+def test_nothing_is_retracted_for_pages_that_a_write_gives_back() -> None:
+    desk = HostDesk(num_pages=12)
+    first, second = desk.start("x", 4, 16), desk.start("y", 4, 16)
+    desk.finish(desk.start("a", 16, 1))
+    assert len(desk.orders()) == 1
+    for _ in range(12):
+        desk.token(first, second)
+    assert desk.pages.available_pages == 0
+    with pytest.raises(OutOfPagesError) as caught:
+        desk.token(first, second)
+    assert caught.value.retract == (), "the copy's pages come back by themselves"
+    desk.end_copy()
+    desk.token(first, second)
+
+
+def test_host_memory_forgets_what_was_used_longest_ago() -> None:
+    desk = HostDesk(host_pages=8)
+    for rid in "abc":
+        desk.leave_in_host_memory(rid)
+    assert desk.host.cache.num_pages == 8
+    assert desk.host.cache.match_prefix(prompt("a", 16)).prefix_len == 0
+    assert desk.host.cache.match_prefix(prompt("b", 16)).prefix_len == 16
+
+
+def test_where_all_host_pages_are_busy_less_is_written() -> None:
+    desk = HostDesk(num_pages=24, host_pages=6)
+    desk.finish(desk.start("a", 16))
+    desk.finish(desk.start("b", 16))
+    one, two = desk.orders()
+    assert (len(one.host_pages), len(two.host_pages)) == (4, 2)
+    desk.finish(desk.start("c", 16))
+    assert desk.orders() == []
+    desk.end_all_copies()
+    assert desk.host.cache.match_prefix(prompt("b", 16)).prefix_len == 8
+    desk.at_rest()
+
+
+def test_host_pages_are_used_once_they_are_ready() -> None:
+    desk = HostDesk(host_pages=8, are_ready=False)
+    desk.finish(desk.start("a", 16))
+    assert desk.orders() == []
+    desk.scheduler.host_ready(3)
+    desk.finish(desk.start("b", 16))
+    (write,) = desk.orders()
+    assert write.host_pages.tolist() == [0, 1, 2]
+    desk.scheduler.host_ready(8)
+    desk.finish(desk.start("c", 16))
+    assert sorted(desk.orders()[0].host_pages.tolist()) == [3, 4, 5, 6]
+    desk.end_all_copies()
+    desk.at_rest()
+
+
+# --- several at once ------------------------------------------------------------------------------
+
+
+def test_what_two_need_is_loaded_once() -> None:
+    desk = HostDesk(num_pages=32)
+    desk.leave_in_host_memory()
+    b = desk.add("b", prompt("a", 22))
+    c = desk.add("c", [*prompt("a", 16), 7, 7, 7])
+    assert desk.admit() == ["b", "c"]
+    assert len(desk.orders()) == 1
+    assert c.pages[:4].tolist() == b.pages[:4].tolist()
+    assert (c.hit_tokens, c.host_tokens, c.shared_tokens) == (0, 0, 16)
+    desk.succeed(b.room_key)
+    desk.succeed(c.room_key)
+    assert desk.transferred() == []
+    desk.end_copy()
+    assert sorted(desk.transferred()) == ["b", "c"]
+    for req in (b, c):
+        desk.finish(req)
+    desk.end_all_copies()
+    desk.at_rest()
+
+
+def test_a_load_goes_on_behind_what_is_on_its_way() -> None:
+    """The first page comes from prefill for another; host memory has what follows."""
+    desk = HostDesk(num_pages=32)
+    desk.leave_in_host_memory()
+    desk.host.allocator.check_invariants()
+    first = desk.add("b", prompt("a", 5), max_new=1)
+    # Nothing of it is loaded: so it has to be sent.
+    first.may_load = False
+    assert desk.admit() == ["b"]
+    second = desk.add("c", prompt("a", 22))
+    assert desk.admit() == ["c"]
+    (load,) = desk.orders()
+    assert len(load.device_pages) == 3
+    assert (second.shared_tokens, second.host_tokens) == (4, 12)
+    desk.end_copy()
+    desk.succeed(second.room_key)
+    assert desk.transferred() == []
+    desk.succeed(first.room_key)
+    assert desk.transferred() == ["b", "c"]
+
+
+def test_no_more_loads_than_there_are_rows_for() -> None:
+    desk = HostDesk(num_pages=32, spare_rows=1)
+    for rid in "ab":
+        desk.leave_in_host_memory(rid)
+    one, two = desk.add("c", prompt("a", 20)), desk.add("d", prompt("b", 20))
+    assert desk.admit() == ["c", "d"]
+    assert (one.prefix_len, two.prefix_len) == (16, 0)
+    assert len(desk.orders()) == 1
+
+
+# --- ends before the copy's -----------------------------------------------------------------------
+
+
+def test_an_aborted_load_keeps_its_pages_until_the_copy_has_ended() -> None:
+    desk = HostDesk()
+    desk.leave_in_host_memory()
+    req = next_turn(desk)
+    pages = req.pages[:4].tolist()
+    (load,) = desk.orders()
+    desk.abort(req)
+    desk.carry_out_aborts()
+    held_by = RoomKey(load.number, 0, HOST)
+    assert desk.pages.allocator.held_by(held_by).tolist() == sorted(pages)
+    assert desk.host.cache.protected_pages == 4, "the copy reads them"
+    assert desk.scheduler.prospects.unproved().held == 0, "they come back by themselves"
+    assert not desk.scheduler.idle
+    desk.end_copy()
+    assert desk.pages.allocator.held_pages == 0
+    assert desk.prefix_of(req) == 0, "nothing vouches for what no request waits for"
+    desk.at_rest()
+
+
+def test_a_load_goes_on_for_the_one_that_joined_it() -> None:
+    desk = HostDesk(num_pages=32)
+    desk.leave_in_host_memory()
+    b = desk.add("b", prompt("a", 22))
+    c = desk.add("c", [*prompt("a", 16), 7, 7, 7])
+    desk.admit()
+    desk.abort(b)
+    desk.carry_out_aborts()
+    desk.succeed(c.room_key)
+    desk.end_copy()
+    assert desk.transferred() == ["c"]
+    desk.finish(c)
+    desk.end_all_copies()
+    desk.at_rest()
+
+
+@pytest.mark.parametrize("has_arrived", [False, True])
+def test_a_load_that_fails_leaves_nothing_in_the_tree(has_arrived: bool) -> None:
+    desk = HostDesk(num_pages=32)
+    desk.leave_in_host_memory()
+    b = desk.add("b", prompt("a", 22))
+    c = desk.add("c", [*prompt("a", 16), 7, 7, 7])
+    desk.admit()
+    if has_arrived:
+        desk.succeed(b.room_key)
+    generations = b.generation, c.generation
+    desk.commands()
+    desk.end_copy(error=OSError("a bad page"))
+    desk.carry_out_aborts()
+    assert desk.prefix_of(b) == 0
+    assert (b.generation, c.generation) == (generations[0] + 1, generations[1] + 1)
+    assert sorted(desk.admit()) == ["b", "c"]
+    assert desk.orders() == [], "the copy's error may be of these pages"
+    for req in (b, c):
+        desk.succeed(req.room_key)
+    assert sorted(desk.transferred()) == ["b", "c"]
+    assert desk.scheduler.counters["host_copies_failed"] == 1
+
+
+def test_a_write_that_fails_leaves_nothing_in_host_memory() -> None:
+    desk = HostDesk()
+    desk.finish(desk.start("a", 16))
+    desk.end_copy(error=OSError("a bad page"))
+    assert desk.host.cache.num_pages == desk.host.allocator.cached_pages == 0
+    desk.at_rest()
+
+
+def test_a_flush_between_order_and_end_of_a_write() -> None:
+    desk = HostDesk()
+    desk.finish(desk.start("a", 16))
+    desk.orders()
+    desk.scheduler.flush()
+    desk.scheduler.check_invariants()
+    desk.end_copy()
+    assert desk.host.cache.num_pages == 0
+    assert desk.pages.allocator.free_pages == 16
+    desk.at_rest()
+
+
+def test_a_flush_between_order_and_end_of_a_load() -> None:
+    desk = HostDesk()
+    desk.leave_in_host_memory()
+    req = next_turn(desk)
+    desk.orders()
+    desk.scheduler.flush()
+    desk.scheduler.check_invariants()
+    assert desk.host.cache.num_pages == 0
+    assert desk.admit() == ["b"], "it asks for all of it, in other pages"
+    desk.end_copy()
+    assert desk.prefix_of(req) == 0
+    assert desk.host.allocator.free_pages == 32
+    desk.carry_out_aborts()
+    desk.succeed(req.room_key)
+    assert desk.transferred() == ["b"]
+    desk.finish(req)
+    desk.end_all_copies()
+    desk.at_rest()
+
+
+def test_new_weights_end_what_is_loaded() -> None:
+    desk = HostDesk()
+    desk.leave_in_host_memory()
+    req = next_turn(desk)
+    desk.scheduler.move_weights("2", desk.now_s)
+    desk.scheduler.flush()
+    desk.scheduler.check_invariants()
+    assert [one.rid for one in desk.pop_failed()] == ["b"]
+    desk.carry_out_aborts()
+    desk.end_copy()
+    assert (desk.prefix_of(req), desk.host.cache.num_pages) == (0, 0)
+    desk.at_rest()
+
+
+def test_a_retracted_request_comes_back_from_host_memory() -> None:
+    desk = HostDesk(num_pages=12)
+    first = desk.start("x", 4, 20)
+    req = desk.start("a", 16, 8, outputs=2)
+    desk.retract(req)
+    desk.end_all_copies()
+    desk.evict(12)
+    desk.commands()
+    assert desk.admit() == ["a"]
+    (promise,) = desk.promises().values()
+    assert (promise.prefix_len, promise.fill_len) == (16, 17)
+    desk.end_copy()
+    desk.succeed(req.room_key)
+    assert desk.transferred() == ["a"]
+    desk.finish(req)
+    desk.finish(first)
+    desk.end_all_copies()
+    desk.at_rest()
+
+
+def test_all_of_a_retracted_request_may_be_in_host_memory() -> None:
+    """Then nothing is asked of prefill."""
+    desk = HostDesk(num_pages=12)
+    desk.start("x", 4, 20)
+    req = desk.start("a", 15, 8, outputs=2)
+    assert req.kv_len == 16
+    desk.retract(req)
+    desk.end_all_copies()
+    desk.evict(12)
+    desk.commands()
+    assert desk.admit() == ["a"]
+    assert desk.commands() == []
+    assert desk.transferred() == []
+    desk.end_copy()
+    assert desk.transferred() == ["a"]
+
+
+# --- or not loaded --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("load_s", "is_loaded"), [(1e-3, True), (10.0, False)])
+def test_what_comes_sooner_from_prefill_is_not_loaded(load_s: float, is_loaded: bool) -> None:
+    desk = HostDesk(num_pages=32, sources=Sources(loads=True))
+    desk.leave_in_host_memory("a")
+    # What is not measured is loaded; then the loads, and prefill, are.
+    for number in range(2):
+        req = next_turn(desk, f"b{number}")
+        desk.now_s += 0.1
+        desk.succeed(req.room_key)
+        (order,) = desk.orders()
+        desk.under_way.remove(order)
+        desk.scheduler.copy_ended(HostCopyDone(order.number, None, 1, load_s), desk.now_s)
+        assert desk.transferred() == [req.rid]
+        desk.finish(req)
+        desk.end_all_copies()
+        desk.evict(32)
+        assert req.host_tokens >= 16
+    last = next_turn(desk, "c")
+    assert (last.host_tokens > 0) is is_loaded
+    assert bool(desk.orders()) is is_loaded
+
+
+# --- and what decode computes itself --------------------------------------------------------------
+
+
+def test_what_is_computed_waits_for_what_it_continues() -> None:
+    sources = Sources(ComputeConfig(below=16))
+    desk = HostDesk(sources=sources)
+    a = desk.add("a", 16)
+    desk.admit()
+    assert desk.scheduler.pop_local(desk.now_s) == [a]
+    desk.scheduler.computed(a, 16, desk.now_s)
+    desk.transferred()
+    desk.finish(a)
+    desk.end_all_copies()
+    desk.evict(16)
+    desk.commands()
+    req = desk.add("b", prompt("a", 16))
+    assert desk.admit() == ["b"]
+    assert req.prefix_len == 12, "its last page is computed, to sample its first token"
+    assert desk.scheduler.pop_local(desk.now_s) == []
+    desk.end_copy()
+    assert desk.transferred() == []
+    assert desk.scheduler.pop_local(desk.now_s) == [req]
+    desk.scheduler.computed(req, 16, desk.now_s)
+    assert desk.transferred() == ["b"]
+
+
+def test_host_memory_counts_where_decode_is_alone() -> None:
+    """What it lacks is small enough to compute, with what host memory has."""
+    desk = HostDesk(sources=Sources(ComputeConfig(below=0, down_below=8), fails_over=True))
+    desk.leave_in_host_memory()
+    req = desk.add("b", prompt("a", 22), prefill="")
+    assert desk.admit() == ["b"]
+    assert req.state.value == "preallocated"
+    desk.end_copy()
+    assert desk.transferred() == []
+    assert desk.scheduler.pop_local(desk.now_s) == [req]
+
+
+assert PAGE_SIZE == 4
