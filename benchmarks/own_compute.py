@@ -12,6 +12,9 @@ round.
 "as pool": prefill's pool holds a third of the pages of all chats, as that of a worker does which
 many decode workers share.
 "keeps all": it holds them all three times.
+
+`steps`: processor time of one forward of the engine by itself, with a chunk beside its batch and
+without.
 """
 
 from __future__ import annotations
@@ -21,10 +24,12 @@ import json
 import os
 import statistics
 import tempfile
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+import torch
 import typer
 
 from prefixkv.cli.chats.command import SIZES, small_vocabulary
@@ -32,6 +37,7 @@ from prefixkv.cli.chats.play import Played, play
 from prefixkv.cli.chats.workers import ModelWorkers
 from prefixkv.cli.chats.workload import Run, Turn, Workload
 from prefixkv.cli.figures import machine
+from prefixkv.engines.hf.attention import FlatPool
 from prefixkv.engines.hf.reference import Reference
 from prefixkv.engines.hf.small import small_model, small_tokenizer
 from prefixkv.errors import ConfigError
@@ -43,6 +49,7 @@ CHATS = {
 ON, OFF, AGAIN = "decode-computes", "decode-asks", "decode-asks again"
 PAGE_SIZE = 16
 CASES = {"as pool": 1 / 3, "keeps all": 3.0}
+BATCH, CONTEXT, CHUNKS = 3, 1000, (4, 8, 16, 64)  # sequences, tokens, tokens
 
 
 def agents(seed: int, num_chats: int = CHATS["conversations"]) -> Workload:
@@ -96,8 +103,37 @@ def own_compute(
             "command": f"python -m benchmarks own_compute --pairs {pairs} --below {below}",
             "workload": CHATS, "below": below, **machine(),
         }  # fmt: skip
-        found = {"recipe": recipe, "rows": [rows[case] for case in CASES if case in rows]}
+        of_cases = [rows[case] for case in CASES if case in rows]
+        found = {"recipe": recipe, "steps": steps_ms(), "rows": of_cases}
         json_file.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def steps_ms(repeats: int = 15) -> dict[str, Any]:
+    """Measure a step of the engine's batch, and the same with a chunk of a prompt beside it:
+    medians of the thread's processor time, in ms."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    model = small_model(1, **SIZES, trial=False)
+    pages = CONTEXT // PAGE_SIZE + 8
+    flat = FlatPool(model.make_pool((BATCH + 1) * pages, PAGE_SIZE))
+    rows = np.arange((BATCH + 1) * pages, dtype=np.int32).reshape(-1, pages)
+
+    def median_ms(chunk: int) -> float:
+        news = [1] * BATCH + [chunk] * (chunk > 0)
+        found = []
+        for _ in range(repeats):
+            begin_s = time.thread_time()
+            model.forward(
+                flat, np.full(sum(news), 7), rows[: len(news)], [CONTEXT] * len(news),
+                [CONTEXT + num for num in news], range(BATCH),
+            )  # fmt: skip
+            found.append(time.thread_time() - begin_s)
+        return round(1e3 * statistics.median(found), 2)
+
+    median_ms(0)
+    by_chunk = {num: median_ms(num) for num in (0, *CHUNKS)}
+    torch.set_num_threads(threads)
+    return {"batch": BATCH, "context": CONTEXT, "ms_by_chunk": by_chunk}
 
 
 async def _case(
