@@ -330,8 +330,8 @@ def rule_figures() -> dict[str, str]:
         "the rule, all known": f"it would be {told('agents', 'rule, all known')}",
         "the rule, held out": f"On the rows held out it is {told('held out')}",
         "the rule, held out, all known": f"({told('held out', 'rule, all known')} with",
-        "the rule, its aim": f"| {share(ratios['agents']['rule'][p50]['median'], 2)} at the median, "
-        f"not .9 | With prefill's times known in advance it would be "
+        "the rule, its aim": f"| {share(ratios['agents']['rule'][p50]['median'], 2)} at the "
+        f"median, not .9 | With prefill's times known in advance it would be "
         f"{share(ratios['agents']['rule, all known'][p50]['median'], 2)}. |",
         "the rule's P99": f"P99 is {told('agents', of='p99')}",
         "fixed numbers alone": f"2,048 for all rows is {alone('2048')} times the best, median and "
@@ -894,8 +894,8 @@ def own_compute_figures() -> dict[str, str]:
         "goal was 1.25",
         "own compute, idle prefill": f"and is idle it is P50 {told(idle, ttft)}",
         "own compute, idle prefill, ITL": f"P99 between tokens {told(idle, itl)}.",
-        "own compute, steps": f"takes {fixed(steps['0'], 1)} ms of processor time, with 4 tokens of "
-        f"a prompt beside it {fixed(steps['4'], 1)} and with 8 {fixed(steps['8'], 1)}",
+        "own compute, steps": f"takes {fixed(steps['0'], 1)} ms of processor time, with 4 tokens "
+        f"of a prompt beside it {fixed(steps['4'], 1)} and with 8 {fixed(steps['8'], 1)}",
     }
 
 
