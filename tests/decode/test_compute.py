@@ -103,6 +103,29 @@ def test_one_that_lacks_more_is_asked_of_prefill_and_late_when_it_is_admitted() 
     assert desk.transferred() == ["a"]
 
 
+def test_prefill_is_asked_for_one_request_where_only_decodes_own_rate_is_known() -> None:
+    """Or decode would never know that prefill is sooner. What is on its way says how long it takes,
+    also to the request after it."""
+    desk = Alone(below=1000, num_pages=512, rows=16)
+    for number in range(2):  # 128 tokens are a rate
+        first = desk.compute(f"own {number}", list(range(1000 * number, 1000 * number + 80)))
+        desk.computed(first, 80)
+    desk.transferred()
+    for number in range(3):
+        asked = desk.add(f"asked {number}", list(range(5000 * number + 9000, 5000 * number + 9080)))
+        desk.add(f"own too {number}", list(range(5000 * number + 11000, 5000 * number + 11080)))
+        assert sorted(desk.admit()) == [f"asked {number}", f"own too {number}"]
+        assert desk.local() == [f"own too {number}"]
+        assert kinds(desk) == [OpenRoom]
+        desk.computed(desk.scheduler.requests[f"own too {number}"], 80)
+        desk.now_s += 5.0
+        desk.succeed(asked.room_key)
+        assert sorted(desk.transferred()) == [f"asked {number}", f"own too {number}"]
+    # It takes 5 s, and decode's own compute .01.
+    desk.compute("last", list(range(30000, 30080)))
+    assert kinds(desk) == []
+
+
 def test_where_prefill_was_told_it_is_refused_there() -> None:
     desk = Alone(ask="both")
     req = desk.compute("a")
