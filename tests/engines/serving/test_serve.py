@@ -25,6 +25,27 @@ def greedy(client: openai.OpenAI, messages: list[dict[str, str]], num: int, **mo
     )
 
 
+def test_a_front_knows_what_its_workers_have_cached(serve: Serve, client: openai.OpenAI) -> None:
+    """The first here: of a client that leaves the front expects pages for half a minute more."""
+    known = 'prefixkv_front_routing{{what="{}_known_pages"}}'
+
+    def is_known(worker: str) -> bool:
+        cached = f'prefixkv_pages{{node="{worker}",state="cached"}}'
+        role = worker.partition("-")[0]
+        return serve.figures(worker)[cached] == serve.figures()[known.format(role)]
+
+    workers = ("decode-0", "prefill-0")
+    until(lambda: all(map(is_known, workers)))
+    texts = [{"role": "user", "content": "Pages of a chat that nothing else has: " + "x" * 64}]
+    before = {role: serve.figures()[known.format(role)] for role in ("decode", "prefill")}
+    for salt, pages in (("a", 6), ("b", 12)):  # 105 tokens; another salt shares nothing
+        greedy(client, texts, 3, extra_body={"cache_salt": salt})
+        greedy(client, texts, 3, extra_body={"cache_salt": salt})
+        for role, had in before.items():
+            until(lambda role=role, most=had + pages: serve.figures()[known.format(role)] == most)
+    until(lambda: all(map(is_known, workers)))
+
+
 def test_turns_of_a_chat_are_answered_as_generate_does_and_the_second_hits(
     serve: Serve, client: openai.OpenAI, expected: Expected
 ) -> None:
@@ -140,21 +161,6 @@ def test_a_client_that_leaves_ends_its_request_on_both_sides(
     at_rest(serve)
     figures = serve.figures("decode-0")
     assert figures['prefixkv_oldest_lock_age_seconds{node="decode-0"}'] == 0
-
-
-def test_a_front_knows_what_its_workers_have_cached(serve: Serve, client: openai.OpenAI) -> None:
-    name = 'prefixkv_front_routing{{what="{}_known_pages"}}'
-    texts = [{"role": "user", "content": "Pages of a chat that nothing else has: " + "x" * 64}]
-    before = {role: serve.figures()[name.format(role)] for role in ("decode", "prefill")}
-    for salt, pages in (("a", 6), ("b", 12)):  # 105 tokens; another salt shares nothing
-        greedy(client, texts, 3, extra_body={"cache_salt": salt})
-        greedy(client, texts, 3, extra_body={"cache_salt": salt})
-        for role, had in before.items():
-            until(lambda role=role, most=had + pages: serve.figures()[name.format(role)] == most)
-    for worker in ("decode-0", "prefill-0"):
-        cached = f'prefixkv_pages{{node="{worker}",state="cached"}}'
-        known = name.format(worker.partition("-")[0])
-        until(lambda w=worker, c=cached, k=known: serve.figures(w)[c] == serve.figures()[k])
 
 
 def test_turns_of_a_chat_go_to_the_worker_that_has_it_and_a_killed_front_takes_all_along(
