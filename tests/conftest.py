@@ -1,6 +1,7 @@
 """Hypothesis profiles: `ci` (derandomised, the default), `dev` (random), `fuzz` (long). Every node
 checks that one thread uses it, also those of the processes that tests start."""
 
+import gc
 import os
 
 from hypothesis import HealthCheck, settings
@@ -21,3 +22,10 @@ settings.register_profile(
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 os.environ.setdefault("PREFIXKV_DEBUG", "1")
+
+
+def pytest_collection_finish() -> None:
+    """What is imported now stays, so no later collection looks at it: torch alone is 0.2 s of
+    each, and tests that count what is left collect before they count."""
+    gc.collect()
+    gc.freeze()

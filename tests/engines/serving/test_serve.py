@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from tests.engines.serving.conftest import KEY
-from tests.models.patience import until
+from tests.models.patience import NEVER_S, until
 from tests.models.served import Expected, Serve, at_rest, client_of, get
 
 # No other module begins so: the first hits nothing.
@@ -208,7 +208,11 @@ def test_sigterm_lets_a_stream_end_and_leaves_no_process(expected: Expected) -> 
 
 
 def test_a_second_sigterm_ends_at_once() -> None:
-    with Serve() as serve, client_of(serve) as client:
+    patient = {"PREFIXKV_LIMITS_WRITE_TIMEOUT_S": str(NEVER_S)}
+    with (
+        Serve("--drain-timeout-s", str(NEVER_S), **patient) as serve,
+        client_of(serve) as client,
+    ):
         stream = greedy(client, HELLO, 3000, stream=True, extra_body={"ignore_eos": True})
         next(stream)
         pids = [worker["pid"] for worker in serve.workers().values()]
