@@ -26,8 +26,6 @@ os.environ.setdefault("PREFIXKV_DEBUG", "1")
 
 def pytest_collection_finish() -> None:
     """What is imported now stays, so no later collection of garbage looks at it: torch alone is 0.2
-    s of each, and tests that count what is left collect before they count. What they make in
-    between is looked at less often than by default, which is a tenth of some tests' time."""
+    s of each, and tests that count what is left collect before they count."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 10, 10)
