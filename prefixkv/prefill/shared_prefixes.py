@@ -16,7 +16,7 @@ computed for `stall_s`. Then the wait is over.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, MutableMapping
+from collections.abc import Callable, Hashable, MutableMapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -57,6 +57,9 @@ class SharedPrefixes:
     With `oldest_leads`, only requests that were added earlier are waited for. The ranks of a worker
     may hand out in different orders, but add in the same: so no two wait for each other on two
     ranks.
+
+    A wait ends at a multiple of `step_pages`. `on_wait` is told of its leader, and of the tokens
+    that this has to pass.
     """
 
     def __init__(
@@ -65,7 +68,11 @@ class SharedPrefixes:
         counters: MutableMapping[str, int],
         stall_s: float,
         oldest_leads: bool = False,
+        step_pages: int = 1,
+        on_wait: Callable[[PrefillRequest, int], object] | None = None,
     ) -> None:
+        self._step_pages = step_pages
+        self._on_wait = on_wait
         self._counters = counters  # "followed": requests that waited; "overtaken": waits cut short
         self._page_size = page_size
         self._page_bytes = page_size * TOKEN_BYTES
@@ -139,9 +146,14 @@ class SharedPrefixes:
                 continue
             end = min(last, leader.num_tokens // self._page_size)
             end = common_pages(data, leader_data, num_pages + 1, end, page_bytes)
+            end -= end % self._step_pages
+            if end <= num_pages:  # nothing that the follower could go on from
+                continue
             num_tokens = (end - num_pages) * self._page_size
             wait = _Wait(leader, end, num_tokens, self._handed_out, now_s, passed_over)
             self._waits[req] = wait
+            if self._on_wait is not None:
+                self._on_wait(leader, end * self._page_size)
             self._counters["followed"] += before is None
             return True
         if before is not None and before.is_over:
