@@ -60,9 +60,9 @@ class Checkpoints:
 
     The laws, which `check_invariants` checks:
 
-        9   a checkpoint ends on a page in the tree, at its depth; it goes with that page
-        12  it has a slot of its own, filled at its depth; computing goes on there and at no other
-        13  a locked checkpoint ends on a locked path, and is not evicted
+        H9   a checkpoint ends on a page in the tree, at its depth; it goes with that page
+        H12  it has a slot of its own, filled at its depth; computing goes on there and at no other
+        H13  a locked checkpoint ends on a locked path, and is not evicted
     """
 
     def __init__(self, cache: RadixCache, pool_pages: int, num_slots: int) -> None:
@@ -244,13 +244,13 @@ class Checkpoints:
         slots = [one.slot for one in all_of] + self._free + list(self._taken)
         queued = {id(one) for rank, _, one in self._heap if rank == one.rank}
         laws = {
-            "law 9: a checkpoint ends on a page in the tree, at its depth": all(
+            "H9: a checkpoint ends on a page in the tree, at its depth": all(
                 in_tree.get(page) == one.depth and one.page == page and not one.is_gone
                 for page, one in self._at.items()
             ),
-            "law 12: each slot is free, taken, or of one checkpoint": sorted(slots)
+            "H12: each slot is free, taken, or of one checkpoint": sorted(slots)
             == list(range(self.num_slots)),
-            "law 13: a locked checkpoint ends on a locked path": all(
+            "H13: a locked checkpoint ends on a locked path": all(
                 not one.locks or one.page in locked for one in self._at.values()
             ),
             "what is gone is kept while it is locked": all(

@@ -45,8 +45,9 @@ class PrefillRequest(PagedRequest[PrefillState]):
 
     __slots__ = (
         "checkpoint", "checkpoint_slot", "computed_s", "decode_prefix_len", "dense_pages",
-        "holds_checkpoint", "key", "num_chunks", "number", "peer", "plan", "popped", "prefix_len",
-        "promised_s", "saved", "sent_pages", "source_free", "started_s", "state_slot", "stops",
+        "goes_on_at", "holds_checkpoint", "key", "num_chunks", "number", "peer", "plan", "popped",
+        "prefix_len", "promised_s", "saved", "sent_pages", "source_free", "started_s",
+        "state_slot", "stops",
     )  # fmt: skip
 
     TRANSITIONS = {
@@ -77,6 +78,7 @@ class PrefillRequest(PagedRequest[PrefillState]):
         self.holds_checkpoint = False
         self.checkpoint_slot = -1
         self.dense_pages = 0
+        self.goes_on_at = 0  # depth in tokens of the deepest checkpoint that it knows of
         self.stops: list[int] = []
         self.saved: list[tuple[int, int]] = []
         # Its journal (journal.py): when each of these happened, and what was sent.

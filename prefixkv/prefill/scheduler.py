@@ -506,9 +506,6 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         del self._computed[req]
         if req.pages_held is None or req.plan is None:
             return
-        # The leader moves to what it has computed. The queue looks only after the next lines, so a
-        # follower finds those pages in the tree.
-        self.shared_prefixes.advance(req, req.plan.computed)
         pages_computed = req.plan.computed // self.pages.page_size
         if req.request.cacheable and pages_computed > req.pages_held.num_locked:
             # Writes, and steps on their way, may read what turns out to be there already.
@@ -516,8 +513,12 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
                 req.pages_held, _computed(req), now_s, priority=req.request.priority,
                 being_read=True,
             )  # fmt: skip
+        # The leader moves to what it has computed: a follower finds those pages in the tree, and
+        # where it can go on.
+        goes_on_at = None
         if self.checkpoints is not None:
-            self.checkpoints.enter(req)
+            goes_on_at = self.checkpoints.enter(req)
+        self.shared_prefixes.advance(req, req.plan.computed, goes_on_at)
 
     def _maybe_release(self, req: PrefillRequest, now_s: float) -> None:
         """Release the pages of an ended prefill request once no write and no kernel uses them."""

@@ -28,7 +28,7 @@ class StateCheckpoints:
     Args:
         pages: with `num_checkpoints`.
         first_slot: of the StatePool, that is a checkpoint's; those before it are the engine's.
-        tokens: a checkpoint is a multiple of so many tokens long, and of a page.
+        tokens: the depth of each is a multiple of that number of tokens, and of a page.
     """
 
     def __init__(self, pages: PageManager, first_slot: int, tokens: int) -> None:
@@ -54,6 +54,7 @@ class StateCheckpoints:
         """Lock the checkpoint that a request of prefill goes on from, just looked at and opened,
         and say where it is to save others."""
         found, page_size = self._found, self._pages.page_size
+        req.goes_on_at = req.prefix_len
         if found is not None:
             self._points.use(found)
             self._points.lock(found)
@@ -89,12 +90,12 @@ class StateCheckpoints:
         if req.plan is not None and req.stops:
             req.stops = [at for at in req.stops if at > req.plan.computed]
 
-    def enter(self, req: PrefillRequest) -> None:
+    def enter(self, req: PrefillRequest) -> int:
         """Enter the states that a request of prefill has saved, and whose pages are in the tree by
-        now."""
-        pages = req.pages_held
+        now. Return the depth, in tokens, of the deepest that it has entered, or went on from."""
+        pages, page_size = req.pages_held, self._pages.page_size
         if not req.saved or pages is None:
-            return
+            return req.goes_on_at
         left = []
         for depth, slot in req.saved:
             # Not in the tree yet, or never: after a flush nothing more of the request goes there.
@@ -103,7 +104,9 @@ class StateCheckpoints:
                 continue
             page = int(self._pages.pages(pages)[depth - 1])
             self._points.save(page, depth, slot, req.checkpoint)
+            req.goes_on_at = max(req.goes_on_at, depth * page_size)
         req.saved = left
+        return req.goes_on_at
 
     def end(self, req: PrefillRequest) -> None:
         """Give back what a request of prefill has of checkpoints. Before its pages are released."""

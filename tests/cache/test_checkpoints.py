@@ -134,5 +134,5 @@ def test_a_broken_law_is_named(cache: RadixCache) -> None:
     points = Checkpoints(cache, 32, 4)
     saved(points, (3, 4))
     cache.evict(100)  # and nobody says so
-    with pytest.raises(InternalError, match="law 9"):
+    with pytest.raises(InternalError, match="H9"):
         points.check_invariants()
