@@ -37,8 +37,8 @@ class HostMemory:
         self._copies: HostCopies | None = None
         if self.num_pages < _LEAST_TIMES * pool.layout.num_pages:
             _log.warning(
-                "%s: host memory has %d pages and the pool %d: less than twice the pool is of little "
-                "use, since what is in the pool is there as well",
+                "%s: host memory has %d pages and the pool %d: less than twice the pool is of "
+                "little use, since what is in the pool is there as well",
                 name, self.num_pages, pool.layout.num_pages,
             )  # fmt: skip
 

@@ -202,8 +202,8 @@ class ServeConfig:
     ] = False
     host_memory: Annotated[
         str,
-        doc("Host memory of a decode worker for KV that its pool cannot keep: 8GiB, or 4x (times the "
-            "pool); none: it is forgotten."),
+        doc("Host memory of a decode worker for KV that its pool cannot keep: 8GiB, or 4x (times "
+            "the pool); none: it is forgotten."),
     ] = ""  # fmt: skip
     answer_tokens: Annotated[
         CountOrZero, doc("Default limit of tokens per chat answer (0: up to the context).")

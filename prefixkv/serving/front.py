@@ -533,8 +533,8 @@ class _FrontMetrics:
         )
         self._tokens = Counter(
             "prefixkv_front_tokens",
-            "Tokens: of prompts, those of them that were hit on decode (of these, in its host memory) "
-            "and on prefill, of answers.",
+            "Tokens: of prompts, those of them that were hit on decode (of these, in its host "
+            "memory) and on prefill, of answers.",
             ["kind"], registry=None,
         )  # fmt: skip
         # All rows are there from the start, so that a rate sees the first request that fails.

@@ -207,9 +207,7 @@ def _settle(given: dict[str, Found], mine: str, theirs: Found | None) -> None:
         raise ConfigError(f"{own.where}: {own.value} is not {theirs.value}, {_path(theirs)}")
 
 
-def _give_host_memory(
-    config: ServeConfig, theirs: Found | None, given: dict[str, Found]
-) -> None:
+def _give_host_memory(config: ServeConfig, theirs: Found | None, given: dict[str, Found]) -> None:
     """Enter the size of decode workers' host memory that `serve` has into their own settings, where
     it goes before what they say. Raises ConfigError if a file has both, and not alike."""
     size = config.host_size()

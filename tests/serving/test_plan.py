@@ -217,8 +217,8 @@ def test_the_front_s_addresses_and_key_are_not_its_workers(
          "serve.toml: workers.decode.policy: 'lruu' is not one of the policies; the nearest is "
          "lru"),
         ("host_memory = '8GiB'\n[workers.decode.host_memory]\nnum_pages = 3",
-         "serve.toml: workers.decode.host_memory.num_pages: beside host_memory, which says how much "
-         "it is"),
+         "serve.toml: workers.decode.host_memory.num_pages: beside host_memory, which says how "
+         "much it is"),
         ("host_memory = '8'",
          "serve.toml: host_memory: '8' is no size: 8GiB, or 4x (times the pool)"),
         ("host_memory = '-8GiB'",

@@ -16,6 +16,7 @@ from tests.engines.hf.test_thinking import OPEN, TOKENIZER
 from tests.models.hf_world import Answer, Reference, World
 from tests.models.patience import until
 
+
 def _slow(below: int | None) -> Any:
     return pytest.param(below, marks=pytest.mark.slow)
 
