@@ -23,6 +23,7 @@ BENCHMARKS = {
     "replay": "hits of each eviction policy on a trace, at many capacities",
     "host_tier": "hits and copies of host tiers behind a pool, on a trace",
     "host_hits": "hits in pool and host memory by the real scheduler, beside the replay",
+    "host_identity": "chats that come back from host memory, beside the model by itself",
     "allocator": "allocating and freeing pages of a fragmented pool",
     "eviction_reserve": "runs of new pages and hits, when more is evicted than is missing",
     "switches": "hits of each eviction policy when the workload changes",
