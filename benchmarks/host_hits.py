@@ -21,9 +21,9 @@ import typer
 
 from prefixkv.cache.eviction.policy import Policy, make_policy
 from prefixkv.cli.replay import Trace, read_trace, replay_policy
-from prefixkv.decode.host_copy import HostCopyDone
 from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.pages.manager import PageManager
+from prefixkv.protocol.host_copy import HostCopyDone
 from prefixkv.protocol.ids import KVPoll
 from prefixkv.request import Request
 

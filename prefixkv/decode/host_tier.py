@@ -32,12 +32,12 @@ from prefixkv.cache.eviction.policy import Policy
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import TOKEN_BYTES, RadixKey, common_pages
 from prefixkv.cache.releases import Releases
-from prefixkv.cache.results import PrefixLock
-from prefixkv.decode.host_copy import HostCopy, HostCopyDone
+from prefixkv.cache.results import MatchResult, PrefixLock
 from prefixkv.errors import check_laws
 from prefixkv.pages.allocator import PageAllocator
 from prefixkv.pages.manager import PageManager
 from prefixkv.paging import Pages
+from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
 from prefixkv.protocol.ids import RoomKey
 
 HOST: Final = "host memory"
@@ -45,6 +45,7 @@ HOST: Final = "host memory"
 
 _MOST_WRITES: Final = 32  # under way at once
 _MOST_DUE: Final = 1024  # paths that wait to be written
+_KEPT: Final = 0.9  # the weight that the loads before keep when another has ended
 _LOOKS: Final = 8  # at paths that are due, in one pass
 
 
@@ -110,6 +111,9 @@ class HostTier:
         self._due: OrderedDict[tuple[Hashable, bytes], _Due] = OrderedDict()
         self._count = 0
         self._num_writes = 0
+        # Of loads: pages that are under way; pages and seconds of those that ended, fading sums.
+        self._loading_pages = 0
+        self._loaded_pages = self._loading_s = 0.0
 
     def __len__(self) -> int:
         """Return the number of copies between decode's tiers that are under way."""
@@ -134,22 +138,33 @@ class HostTier:
 
     # --- loads ------------------------------------------------------------------------------------
 
-    def find(self, key: RadixKey, start: int, most: int) -> int:
-        """Return where the pages end that host memory has of `key` from page `start` on, at most
-        `most` pages of it; `start` if it has none, or no load can begin."""
+    def find(self, key: RadixKey, start: int) -> MatchResult | None:
+        """Return what host memory has of `key` if that is more than its first `start` pages, and a
+        load can begin; else None."""
         if not self.cache.num_pages or not self.pages.table.free_spare_rows:
-            return start
-        return max(start, min(most, self.cache.match_prefix(key).depth))
+            return None
+        found = self.cache.match_prefix(key)
+        return found if found.depth > start else None
 
-    def load(self, key: RadixKey, device_pages: Pages, now_s: float) -> RoomKey:
-        """Order the load of the last pages of `key`, all of which host memory has, to these device
-        pages. Return the key of its flight.
+    def load_s(self, num_pages: int) -> float:
+        """Return the seconds that a load of `num_pages` from host memory takes, behind those under
+        way, by what the last ones took; 0 where that is not known."""
+        if not self._loaded_pages:
+            return 0.0
+        return (self._loading_pages + num_pages) * self._loading_s / self._loaded_pages
+
+    def load(self, found: MatchResult, key: RadixKey, device_pages: Pages, now_s: float) -> RoomKey:
+        """Order the load of the last pages of `key` to these device pages, and return the key of
+        its flight. Host memory has all of `key`, and `found` is what was found of it, or of more.
         """
-        host_lock = self.cache.pin(self.cache.match_prefix(key), now_s)
         end = len(key.data) // self._page_bytes
+        if found.depth > end:
+            found = self.cache.match_prefix(key)
+        host_lock = self.cache.pin(found, now_s)
         start = end - len(device_pages)
         src = host_lock.pages[start:]
         self._order(True, key, start, src, device_pages, host_lock, None)
+        self._loading_pages += len(src)
         self._counters["host_loads"] += 1
         self._counters["host_loaded_pages"] += len(src)
         return load_key(self._count)
@@ -279,6 +294,10 @@ class HostTier:
         if done.error is not None:
             self._counters["host_copies_failed"] += 1
         if copy.is_load:
+            self._loading_pages -= len(copy.src)
+            if done.error is None:
+                self._loaded_pages = self._loaded_pages * _KEPT + len(copy.src)
+                self._loading_s = self._loading_s * _KEPT + done.seconds
             self._free(self.cache.unlock(copy.host_lock))
             if copy.is_given_up:
                 self.pages.release(load_key(copy.number))
@@ -369,6 +388,8 @@ class HostTier:
             == self.cache.num_pages + self.cache.orphan_pages,
             "T1 owned host pages are being written, or not ready": allocator.owned_pages == owned,
             "writes are counted": self._num_writes == len(writes),
+            "pages of loads are counted": self._loading_pages
+            == sum(len(copy.dst) for copy in copies if copy.is_load),
             "every lock in the host's tree is a copy's": self.cache.locks
             == {copy.host_lock for copy in copies},
             "T4 no page of a path is brought twice at once": not any(

@@ -28,7 +28,6 @@ from prefixkv.decode.budget import PreallocBudget
 from prefixkv.decode.computing import Computing
 from prefixkv.decode.deferred import Deferred, not_done
 from prefixkv.decode.growth import grow_ahead, grow_for_next_token
-from prefixkv.decode.host_copy import HostCopy, HostCopyDone
 from prefixkv.decode.host_tier import HostTier
 from prefixkv.decode.inflight import Flight, InFlight
 from prefixkv.decode.journal import DecodeJournal
@@ -69,6 +68,7 @@ from prefixkv.protocol.commands import (
     OpenRoom,
     RefuseRoom,
 )
+from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
 from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.protocol.messages import MAX_PAGES, Promise
 from prefixkv.request import DeviceEvent, Request, check_event, check_request, check_rid
@@ -163,6 +163,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             protect=protect_waiting,
             computes=self.sources.config is not None,
             host=self.host,
+            sources=self.sources,
         )
         self.arriving = DecodeTransferQueue(pages, self.flights)
         self._retries = Retries(max_retries, retarget, pages.errors)
@@ -968,7 +969,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self._asks.append(PrefillAsk(req, self.name))
         # 3. Registered before the command leaves, so that an answer always finds its flight.
         self.arriving.add(flight)
-        self.sources.promised(req.prefill, flight.room_key, now_s)
+        num_sent = req.fill_len - req.prefix_len
+        self.sources.promised(req.prefill, flight.room_key, now_s, num_sent, num_loaded * page_size)
         promise = Promise(
             *flight.room_key.numbers,
             fill_len=req.fill_len,
@@ -1037,8 +1039,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         num_shared = 0
         if match is not None:
             _, num_shared = self.flights.find(req.key, match.depth)
-            if self.host is not None:
-                num_shared = self.host.find(req.key, num_shared, self.pages.num_pages)
+            if self.host is not None and (found := self.host.find(req.key, num_shared)):
+                num_shared = found.depth
         return req.kv_len - num_shared * self.pages.page_size <= most
 
     def _go_alone(self, req: DecodeRequest) -> None:

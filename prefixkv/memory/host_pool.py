@@ -88,6 +88,14 @@ class HostPool:
         `num_pages`. Any thread may ask."""
         return self._ready_pages
 
+    def wait_until_ready(self) -> None:
+        """Wait until all host pages can be used. Raises CapacityError if the system refused
+        some."""
+        if self._thread is not None:
+            self._thread.join()
+        if self.error is not None:
+            raise CapacityError(f"host memory: {self.error}") from self.error
+
     def close(self) -> None:
         """Give the host pages' memory back, once the chunk that is being pinned is. Idempotent.
 

@@ -109,7 +109,7 @@ class CpuPageCopy:
     def __init__(self, layout: KVLayout, pool: HostPool) -> None:
         """Plan the copies of pages between a pool and a host pool. O(rows of a page)."""
         self._ends = _Ends(layout, pool)
-        self._starts, self._strides, self._lengths = _page_runs(layout)
+        self._starts, self._strides, self._lengths = page_runs(layout)
         # Where each run begins in a host page.
         self._offsets = np.cumsum(self._lengths) - self._lengths
         short = self._lengths.mean() < _MOVED_BYTES
@@ -206,7 +206,7 @@ def _turned(staged: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
     return turned.view(-1).view(torch.uint8)
 
 
-def _page_runs(layout: KVLayout) -> tuple[Int64s, Int64s, Int64s]:
+def page_runs(layout: KVLayout) -> tuple[Int64s, Int64s, Int64s]:
     """Return the runs of bytes that a page of the pool consists of, for host copies: address in
     page 0, stride from page to page, and length."""
     plan = StagePlan.of(layout, Shard.whole(layout), layout.page_size)

@@ -60,6 +60,11 @@ class PageTable:
         self._spare_rows = list(range(num_rows - 1, max_requests - 1, -1))
 
     @property
+    def max_requests(self) -> int:
+        """Number of rows of the page table, without the spare ones."""
+        return self._first_spare
+
+    @property
     def free_rows(self) -> int:
         """Number of rows of the page table that are not in use, without the spare ones."""
         return len(self._free_rows)

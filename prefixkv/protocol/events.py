@@ -41,6 +41,16 @@ class RoomOverdue(_Event, frozen=True, tag="overdue"):
     key: RoomKey
 
 
+class CopyEnded(_Event, frozen=True, tag="copied"):
+    """A copy between a decode rank's pool and its host memory has ended; see `HostCopyDone`. Only
+    ranks above 0 report it so."""
+
+    number: int
+    error: Exception | None
+    num_bytes: int
+    seconds: float
+
+
 class PrefillReady(_Event, frozen=True, tag="ready"):
     """All ranks of the prefill worker at this address answer decode's rank 0. Its pool holds
     `max_tokens`, 0 where it does not say."""

@@ -10,6 +10,7 @@ from typing import Protocol, assert_never
 from prefixkv.errors import CallerError
 from prefixkv.protocol.commands import DecodeCommand, MeetPrefill
 from prefixkv.protocol.events import (
+    CopyEnded,
     DecodeEvent,
     PrefillAway,
     PrefillLost,
@@ -19,7 +20,9 @@ from prefixkv.protocol.events import (
     RoomOverdue,
     WorkerEvent,
 )
+from prefixkv.protocol.host_copy import HostCopyDone
 from prefixkv.protocol.ids import KVPoll, RoomKey
+from prefixkv.ranks.copies import RankCopies
 from prefixkv.ranks.replica import RankLog
 from prefixkv.ranks.rooms import RankRooms
 
@@ -34,6 +37,8 @@ class RoomScheduler(Protocol):
     def room_drained(self, key: RoomKey) -> None: ...
 
     def room_overdue(self, key: RoomKey) -> None: ...
+
+    def copy_ended(self, done: HostCopyDone, now_s: float) -> None: ...
 
     def prefill_ready(self, address: str, max_tokens: int, now_s: float) -> None: ...
 
@@ -64,6 +69,7 @@ class RankLeader:
         self._submit = submit
         self._log = log if num_ranks > 1 else None
         self.rooms = RankRooms(num_ranks) if num_ranks > 1 else None
+        self.copies = RankCopies(num_ranks)
 
     def command(self, command: DecodeCommand) -> None:
         """Send a command of rank 0's scheduler, the leader, to the control object of every rank.
@@ -106,7 +112,17 @@ class RankLeader:
         if self.rooms is None:
             raise CallerError("events of another rank, and this worker has only one")
         for rank, event in self.rooms.unpack(raw):
-            self._on_rank_event(self.rooms, rank, event, now_s)
+            if isinstance(event, CopyEnded):
+                done = HostCopyDone(event.number, event.error, event.num_bytes, event.seconds)
+                self.on_copy(rank, done, now_s)
+            else:
+                self._on_rank_event(self.rooms, rank, event, now_s)
+
+    def on_copy(self, rank: int, done: HostCopyDone, now_s: float) -> None:
+        """Join the end of a copy of host memory on one rank, at the leader, with those on the
+        others, and pass it to the scheduler once it has ended on all."""
+        if (joined := self.copies.on(rank, done)) is not None:
+            self._scheduler.copy_ended(joined, now_s)
 
     def _on_rank_event(self, rooms: RankRooms, rank: int, event: DecodeEvent, now_s: float) -> None:
         """Join a rank's event with those of the others at the leader, and pass on what follows."""

@@ -18,6 +18,7 @@ from dataclasses import asdict, is_dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from prefixkv.cache.eviction.policy import Policy
 from prefixkv.config import DecodeConfig
@@ -26,9 +27,19 @@ from prefixkv.pages.allocator import PageState
 from prefixkv.pages.manager import PageManager
 from prefixkv.paging import MAX_INDEX, Pages
 from prefixkv.protocol.commands import DecodeCommand
+from prefixkv.protocol.host_copy import HostCopy
 from prefixkv.ranks.oplog import AnyOp, Replica
 from prefixkv.request import Request, check_request
 from prefixkv.settings import check_whole
+
+
+class _LoggedCopy(msgspec.Struct, frozen=True, array_like=True):
+    """A `HostCopy` that every rank has to make of its own part: page numbers packed."""
+
+    number: int
+    is_load: bool
+    host_pages: bytes
+    device_pages: bytes
 
 
 class _Batch(msgspec.Struct, frozen=True, array_like=True):
@@ -42,6 +53,7 @@ class _Batch(msgspec.Struct, frozen=True, array_like=True):
     digests: dict[str, bytes]
     settings: dict[str, int | str | bool]
     rooms: list[DecodeCommand] = []
+    copies: list[_LoggedCopy] = []
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -87,11 +99,12 @@ def digests(page_manager: PageManager) -> dict[str, bytes]:
     return {"tree": tree.digest(), "page table": table.digest(), "allocator": pages.digest()}
 
 
-def _settings(pages: PageManager) -> dict[str, int | str | bool]:
+def _settings(pages: PageManager, host_pages: int) -> dict[str, int | str | bool]:
     """Return the settings that have to be equal on rank 0 and all replicas."""
-    max_requests, max_pages = pages.table.array.shape
+    max_pages = pages.table.array.shape[1]
     return {
-        "num_pages": pages.num_pages, "page_size": pages.page_size, "max_running": max_requests,
+        "num_pages": pages.num_pages, "page_size": pages.page_size,
+        "max_running": pages.table.max_requests, "host_pages": host_pages,
         "max_pages_per_request": max_pages, "cache": pages.caching,
         "policy": _described(pages.cache.policy), "evict_reserve_pages": pages.evict_reserve_pages,
         "num_slots": pages.slots.num_pages if pages.slots is not None else 0,
@@ -131,10 +144,20 @@ class RankLog:
         # Bound once: `_ops` is cleared by `take`, never replaced.
         self.append = self._ops.append
         self.rooms: list[DecodeCommand] = []  # commands for every rank's control object
+        self.host_pages = 0  # of each rank; set by rank 0's node
+        self._copies: list[_LoggedCopy] = []
 
     def __bool__(self) -> bool:
-        """Return True if the next message to the replicas has an operation or a room in it."""
-        return bool(self._ops or self.rooms)
+        """Return True if the next message to the replicas has an operation, a room or a copy in
+        it."""
+        return bool(self._ops or self.rooms or self._copies)
+
+    def copy(self, order: HostCopy) -> None:
+        """Add a copy between pool and host memory, for every rank to make of its own part."""
+        host, device = order.host_pages.astype("<i4"), order.device_pages.astype("<i4")
+        self._copies.append(
+            _LoggedCopy(order.number, order.is_load, host.tobytes(), device.tobytes())
+        )
 
     def check(self, request: Request) -> None:
         """Raise RequestError if the request's namespace cannot travel to the replicas: None, str,
@@ -154,7 +177,7 @@ class RankLog:
         Every rank has to apply every message, in order, also one without operations.
         """
         with_digests = self._digest_every and self.num_batches % self._digest_every == 0
-        settings = {} if self.num_batches else _settings(pages)
+        settings = {} if self.num_batches else _settings(pages, self.host_pages)
         # Taken with the operations, in one call on one thread: sums of another moment would differ.
         batch = _Batch(
             self.num_batches,
@@ -163,12 +186,14 @@ class RankLog:
             digests=digests(pages) if with_digests else {},
             settings=settings,
             rooms=self.rooms,
+            copies=self._copies,
         )
         raw = _encode(batch)
         self.num_batches += 1
         # Only after encoding: if that raises, no operation is lost.
         self._ops.clear()
         self.rooms.clear()
+        self._copies.clear()
         return raw
 
 
@@ -182,12 +207,18 @@ class DecodeReplica:
         num_pages, page_size: of this rank's pool, which has the shape of rank 0's.
         config: rank 0's. Settings that both need alike are compared when the first message comes.
         num_slots: of this rank's StatePool, as many as of rank 0's; 0 without.
+        host_pages: of this rank's host memory, as many as of rank 0's; 0 without.
     Raises:
         ConfigError: an unknown policy.
     """
 
     def __init__(
-        self, num_pages: int, page_size: int, config: DecodeConfig, num_slots: int = 0
+        self,
+        num_pages: int,
+        page_size: int,
+        config: DecodeConfig,
+        num_slots: int = 0,
+        host_pages: int = 0,
     ) -> None:
         settings = config.for_page_manager(num_pages, num_slots)
         if isinstance(config.policy, Policy):  # an object serves one cache: another like it
@@ -196,11 +227,13 @@ class DecodeReplica:
         self.num_batches = 0
         self._replica = Replica(self.page_manager)
         self._broken: InternalError | None = None
+        self._host_pages = host_pages
+        self._copies: list[HostCopy] = []
 
     @property
     def page_table(self) -> Pages:
-        """Page ids of this replica, int32 [max_running, num_pages], by `DecodeRequest.row`, -1
-        where unused. Its memory never moves.
+        """Page ids of this replica, int32 [max_running or more, num_pages], by `DecodeRequest.row`,
+        -1 where unused. Its memory never moves.
         """
         return self.page_manager.table.array
 
@@ -256,7 +289,22 @@ class DecodeReplica:
             )
             raise self._broken from error
         self.num_batches += 1
+        self._copies += [
+            HostCopy(
+                copy.number,
+                copy.is_load,
+                np.frombuffer(copy.host_pages, "<i4"),
+                np.frombuffer(copy.device_pages, "<i4"),
+            )
+            for copy in batch.copies
+        ]
         return batch.rooms
+
+    def take_copies(self) -> list[HostCopy]:
+        """Return the copies between this replica's pool and its host memory that are to be made,
+        and forget them."""
+        copies, self._copies = self._copies, []
+        return copies
 
     def audit(self) -> None:
         """Check every law of this replica's tree, allocator and page table. Slow. Raises
@@ -266,7 +314,7 @@ class DecodeReplica:
 
     def _check_settings(self, theirs: dict[str, int | str | bool]) -> None:
         """Raise ConfigError for the first setting of this replica that differs from rank 0's."""
-        for name, value in _settings(self.page_manager).items():
+        for name, value in _settings(self.page_manager, self._host_pages).items():
             if value != theirs.get(name):
                 raise ConfigError(f"{name} is {value} on this rank, {theirs.get(name)} on rank 0")
 

@@ -11,7 +11,7 @@ engine carries both.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
@@ -20,6 +20,7 @@ import msgspec
 from prefixkv.errors import CallerError, PeerLostError, TransferError, WeightsVersionError
 from prefixkv.protocol.commands import AbortRoom
 from prefixkv.protocol.events import (
+    CopyEnded,
     DecodeEvent,
     RoomDrained,
     RoomEnded,
@@ -55,8 +56,9 @@ class RankRooms:
         """
         return len(self._rooms)
 
-    def unpack(self, raw: bytes) -> Iterator[tuple[int, DecodeEvent]]:
-        """Return the room events of another rank's message to rank 0, as (rank, event) for `on`.
+    def unpack(self, raw: bytes) -> Iterator[tuple[int, DecodeEvent | CopyEnded]]:
+        """Return the room events of another rank's message to rank 0, as (rank, event) for `on`,
+        and the ends of its copies.
 
         Each rank's messages have to come in order, and none may be left out: else it raises
         CallerError, with nothing changed.
@@ -130,19 +132,20 @@ def _with_rank(rank: int, error: Exception | None) -> TransferError:
 
 
 class RankEvents(msgspec.Struct, frozen=True, array_like=True):
-    """Events of rooms on a rank above 0, in order; `number` counts the rank's messages from 0."""
+    """Events of rooms, and ends of copies, on a rank above 0, in order; `number` counts the rank's
+    messages from 0."""
 
     rank: int
     number: int
-    events: list[DecodeEvent]
+    events: list[DecodeEvent | CopyEnded]
 
 
 _encode = msgspec.msgpack.Encoder(enc_hook=encode_error).encode
 _decode = msgspec.msgpack.Decoder(RankEvents, dec_hook=decode_error).decode
 
 
-def pack_rank_events(rank: int, number: int, events: list[DecodeEvent]) -> bytes:
+def pack_rank_events(rank: int, number: int, events: Sequence[DecodeEvent | CopyEnded]) -> bytes:
     """Return the room events of rank `rank` as the bytes of its message `number` to rank 0, counted
     from 0.
     """
-    return _encode(RankEvents(rank, number, events))
+    return _encode(RankEvents(rank, number, list(events)))

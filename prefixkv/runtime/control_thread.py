@@ -46,7 +46,6 @@ from prefixkv.control.effects import (
     Unreached,
 )
 from prefixkv.control.peer_changes import PeerChanges
-from prefixkv.decode.host_copy import HostCopyDone
 from prefixkv.errors import ClosedError, ConfigError, InternalError
 from prefixkv.protocol.events import (
     Bootstrapped,
@@ -59,6 +58,7 @@ from prefixkv.protocol.events import (
     RoomOverdue,
     SourceFree,
 )
+from prefixkv.protocol.host_copy import HostCopyDone
 from prefixkv.protocol.ids import PeerId
 from prefixkv.runtime.channel import DealerChannel
 from prefixkv.runtime.copies import CopySink, StagingCopies

@@ -11,10 +11,13 @@ from prefixkv.errors import ConfigError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import MAX_RANKS, Mesh
 from prefixkv.memory.state_pool import StatePool
+from prefixkv.protocol.events import CopyEnded
+from prefixkv.protocol.host_copy import HostCopyDone
 from prefixkv.protocol.ids import PeerId
 from prefixkv.ranks.replica import DecodeReplica
 from prefixkv.ranks.rooms import pack_rank_events
 from prefixkv.runtime.decode_transfers import DecodeTransfers
+from prefixkv.runtime.host_memory import HostMemory
 from prefixkv.runtime.one_thread import OneThread
 from prefixkv.runtime.rank_spec import RankSpec
 from prefixkv.settings import check_kind, check_whole
@@ -58,9 +61,26 @@ class DecodeRank(OneThread):
         self.rank = rank
         spec = RankSpec.of(pool, config.model, mesh, rank, state)
         layout = pool.layout
+        self._host: HostMemory | None = None
+        host_pages = 0
+        if config.host_memory is not None:
+            self._host = HostMemory(pool, config.host_memory, f"{config.name}/{rank}")
+            host_pages = self._host.num_pages
         # The replica follows rank 0's tree and page table; nothing is decided here.
-        self.replica = DecodeReplica(layout.num_pages, layout.page_size, config, spec.num_slots)
-        self.transfers = DecodeTransfers(pool, config, mesh, rank, worker, state)
+        try:
+            self.replica = DecodeReplica(
+                layout.num_pages, layout.page_size, config, spec.num_slots, host_pages
+            )
+            if self._host is not None:
+                # Rank 0 knows of its own memory only, and orders copies once that can be used.
+                self._host.wait_until_ready()
+            self.transfers = DecodeTransfers(pool, config, mesh, rank, worker, state)
+        except BaseException:
+            if self._host is not None:
+                self._host.close()
+            raise
+        if self._host is not None:
+            self._host.start(self.transfers.thread.events.put)
         self.peer_id = self.transfers.peer_id
         self._num_messages = 0  # counts batches of events, so that rank 0 notices a missing one
 
@@ -70,10 +90,13 @@ class DecodeRank(OneThread):
         # The tree and the page table first, then the rooms: their pages are taken by now.
         for command in self.replica.apply(raw):
             self.transfers.submit(command)
+        for order in self.replica.take_copies():
+            assert self._host is not None  # else the settings differ from rank 0's
+            self._host.submit(order)
 
     def take_rank_events(self) -> bytes:
-        """Return what became of this decode rank's rooms since the last call, packed for
-        `DecodeNode.apply_rank_events`.
+        """Return what became of this decode rank's rooms and copies since the last call, packed
+        for `DecodeNode.apply_rank_events`.
 
         Each result has to be applied, in order; empty if nothing happened. Raises InternalError for
         an exception in the control thread; the events come next time.
@@ -82,7 +105,9 @@ class DecodeRank(OneThread):
         if not events:
             return b""
         self._num_messages += 1
-        return pack_rank_events(self.rank, self._num_messages - 1, events)
+        # The threads that copy put their ends among the events of rooms.
+        told = [CopyEnded(*one) if isinstance(one, HostCopyDone) else one for one in events]
+        return pack_rank_events(self.rank, self._num_messages - 1, told)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until this decode rank may have events for rank 0, at most `timeout_s`; return True
@@ -126,4 +151,8 @@ class DecodeRank(OneThread):
 
     def close(self) -> None:
         """Close this decode rank's transfer side, with its threads. See `DecodeNode.close`."""
-        self.transfers.close()
+        try:
+            self.transfers.close()
+        finally:
+            if self._host is not None:
+                self._host.close()

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 
-from prefixkv.decode.host_copy import HostCopy, HostCopyDone
 from prefixkv.errors import ClosedError, PageStateError
 from prefixkv.memory.host_pool import HostPool
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.page_copy import page_copy
+from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
 from prefixkv.runtime.copies import Settle, run_settled, start_workers
 from prefixkv.settings import MAX_BYTES, check_whole
 

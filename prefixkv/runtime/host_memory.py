@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Final
 
 from prefixkv.config import HostConfig
-from prefixkv.decode.host_copy import HostCopy, HostCopyDone
 from prefixkv.memory.host_pool import HostPool
 from prefixkv.memory.kv_pool import KVPool
+from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
 from prefixkv.runtime.host_copies import HostCopies
 
 _log = logging.getLogger("prefixkv.host")
@@ -54,6 +54,11 @@ class HostMemory:
             self._config.piece_bytes,
             self._name,
         )
+
+    def wait_until_ready(self) -> None:
+        """Wait until all of a decode rank's host memory can be used. Raises CapacityError if that
+        cannot be had."""
+        self._pool.wait_until_ready()
 
     @property
     def ready_pages(self) -> int:

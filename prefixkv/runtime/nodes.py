@@ -13,7 +13,6 @@ from typing import assert_never
 from prefixkv.config import DecodeConfig, PrefillConfig, check_reserved
 from prefixkv.control.death_watch import LostPeers
 from prefixkv.decode import journal as decode_journal
-from prefixkv.decode.host_copy import HostCopyDone
 from prefixkv.decode.lanes import Lanes
 from prefixkv.decode.request import DecodeRequest, PrefillAsk
 from prefixkv.decode.scheduler import DecodeScheduler
@@ -38,6 +37,7 @@ from prefixkv.protocol.events import (
     SourceFree,
     WorkerEvent,
 )
+from prefixkv.protocol.host_copy import HostCopyDone
 from prefixkv.protocol.ids import PeerId
 from prefixkv.ranks.leader import RankLeader
 from prefixkv.ranks.oplog import ReplicatedPageManager
@@ -86,9 +86,9 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
 
     Raises:
         ConfigError: an unknown policy (of eviction or admission), a pool that is not rank 0's share
-            or cannot be registered, a mesh of several ranks without `ranks`, `compute` or
-            `host_memory` together with `ranks` or `state`, more host memory than there is, a
-            `record` that cannot be written.
+            or cannot be registered, a mesh of several ranks without `ranks`, `compute` together
+            with `ranks` or `state`, `host_memory` together with `state` or with `ranks` without a
+            mesh, more host memory than there is, a `record` that cannot be written.
     """
 
     scheduler: DecodeScheduler
@@ -122,14 +122,19 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         if config.compute is not None and (ranks is not None or state is not None):
             what = "several ranks" if ranks is not None else "extra state (state=)"
             raise ConfigError(f"compute: a decode worker with {what} does not compute prompts")
-        # The other ranks would have to make the same copies; nothing copies prefill's extra state.
-        if config.host_memory is not None and (ranks is not None or state is not None):
-            what = "several ranks" if ranks is not None else "extra state (state=)"
+        # Nothing copies prefill's extra state; and a log alone, without a mesh, makes no copies on
+        # other ranks.
+        if config.host_memory is not None and (
+            state is not None or (ranks is not None and num_ranks == 1)
+        ):
+            what = "ranks without a mesh" if state is None else "extra state (state=)"
             raise ConfigError(f"host_memory: a decode worker with {what} keeps nothing there")
         host = None
         if config.host_memory is not None:
             self._host = HostMemory(pool, config.host_memory, config.name)
             host = self._host.num_pages, config.host_memory.policy or config.policy, False
+            if ranks is not None:
+                ranks.host_pages = self._host.num_pages
         # 2. The pages, the tree, and the scheduler over them. As rank 0 of several, each of their
         # operations is logged for the others.
         settings = config.for_page_manager(layout.num_pages, spec.num_slots)
@@ -155,7 +160,9 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
             name=config.name,
             ticket=secret_number,
             weights_version=config.model.weights_version,
-            sources=Sources(config.compute, config.failure_policy == "local"),
+            sources=Sources(
+                config.compute, config.failure_policy == "local", loads=self._host is not None
+            ),
             host=host,
         )
         # 3. The transfer side, which starts the threads. If it fails, the policy object is free
@@ -501,7 +508,7 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         """Hand an event of a room to the decode node's leader, which waits for the other ranks
         before the scheduler hears it; the end of a copy to the scheduler."""
         if isinstance(event, HostCopyDone):
-            self.scheduler.copy_ended(event, now_s)
+            self._leader.on_copy(0, event, now_s)
         else:
             self._leader.on(event, now_s)
 
@@ -511,6 +518,8 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         if self._host is not None:
             for order in self.scheduler.take_copies():
                 self._host.submit(order)
+                if self._ranks is not None:
+                    self._ranks.copy(order)
         super()._tell()
 
     def apply_rank_events(self, raw: bytes) -> None:

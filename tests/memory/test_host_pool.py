@@ -138,6 +138,11 @@ def test_other_settings_are_refused(
         HostPool(layout(), num_pages, device, chunk_bytes)
 
 
+def test_memory_that_the_system_refuses_is_a_lack_of_room() -> None:
+    with pytest.raises(CapacityError, match="bytes of host memory"):
+        host_pool._host_bytes(1 << 60, "cpu")
+
+
 # --- chunk by chunk -------------------------------------------------------------------------------
 
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from prefixkv.decode.host_copy import HostCopy, HostCopyDone
 from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.pages.allocator import PageState
+from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
 from tests.models.sim_memory import Memory
 
 GARBAGE = 0xC3

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from prefixkv.decode.host_copy import HostCopy, HostCopyDone
 from prefixkv.errors import ClosedError, ConfigError, PageStateError
 from prefixkv.memory.host_pool import HostPool
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.page_copy import PageCopy
 from prefixkv.paging import Pages
+from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
 from prefixkv.runtime.host_copies import HostCopies
 from tests.models.gpu import GPU
 from tests.models.patience import until
@@ -38,7 +38,7 @@ POOLS: dict[str, Callable[[], KVPool]] = {
     "a rank of two": lambda: KVPool.create(24, 4, 3, 1, 8, order="page_major"),
     "mla": lambda: KVPool.create(24, 4, 5, 1, 24, attention="mla"),
     "K and V of a page together": _k_and_v_of_a_page_together,
-    "long runs": lambda: KVPool.create(24, 32, 1, 4, 64, dtype="float32"),
+    "long runs": lambda: KVPool.create(24, 4, 1, 1, 6144, dtype="uint8", attention="mla"),
 }
 
 

@@ -10,9 +10,13 @@ import pytest
 
 from prefixkv.config import DecodeConfig, HostConfig, PrefillConfig
 from prefixkv.errors import ConfigError
-from prefixkv.ranks.replica import RankLog
+from prefixkv.memory.mesh import Mesh
+from prefixkv.ranks.oplog import ReplicatedPageManager
+from prefixkv.ranks.replica import DecodeReplica, RankLog
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
+from tests.models.mesh_workers import MeshPair
 from tests.models.node_pair import NodePair, make_pool, tokens_of
+from tests.models.patience import until
 from tests.runtime.conftest import MakePair
 
 HOST = HostConfig(num_pages=512, policy="lru")
@@ -64,6 +68,45 @@ def test_what_is_in_host_memory_is_forgotten_with_the_weights(make_pair: MakePai
     pair.check_at_rest()
 
 
+@pytest.mark.parametrize("page_sizes", [(4, 4), (8, 4)], ids=["whole", "parts of pages"])
+def test_every_rank_copies_its_own_part(page_sizes: tuple[int, int]) -> None:
+    """Two ranks of decode, each with half of the heads: all bytes of both are checked."""
+    one, two = (Mesh(2, 4, tp_size=tp) for tp in (1, 2))
+    host = HostConfig(num_pages=256, policy="lru")
+    pair = MeshPair(
+        one, two, page_sizes=page_sizes, num_pages=48, decode_config=DecodeConfig(host_memory=host)
+    )
+    with pair:
+        prompts = [tokens_of(chat, 50) for chat in range(5)]
+        for turn in range(3):
+            for chat, prompt in enumerate(prompts):
+                rid = f"c{chat}.{turn}"
+                req = pair.submit(rid, prompt[: 40 + 5 * turn], room=100 * turn + chat + 1)
+                until(lambda rid=rid: rid in pair.arrived, step=pair.step)
+                pair.decode.append_many([req], [7])
+                pair.decode.finish(req)
+                until(lambda: not pair.decode.stats()["host_copies"], step=pair.step)
+        stats = pair.decode.stats()
+        assert stats["host_hit_tokens"] > 200, stats
+        assert pair.mismatches == 0
+        assert not pair.failed
+        assert stats["host_copies_failed"] == 0
+        pair.decode.audit()
+
+
+def test_a_rank_with_other_host_memory_is_refused() -> None:
+    config = DecodeConfig(host_memory=HostConfig(num_pages=8, policy="lru"))
+    other = DecodeConfig(host_memory=HostConfig(num_pages=9, policy="lru"))
+    pages = ReplicatedPageManager(
+        (log := RankLog()).append, 16, 4, config.max_running, **config.for_page_manager(16)
+    )
+    log.host_pages = 8
+    message = log.take(pages)
+    DecodeReplica(16, 4, config, host_pages=8).apply(message)
+    with pytest.raises(ConfigError, match="host_pages is 9 on this rank, 8 on rank 0"):
+        DecodeReplica(16, 4, other, host_pages=9).apply(message)
+
+
 def test_a_node_with_copies_under_way_closes() -> None:
     for _ in range(5):
         config = DecodeConfig(reserve_tokens=0, host_memory=HOST)
@@ -84,7 +127,7 @@ def test_a_node_with_copies_under_way_closes() -> None:
     ("config", "more", "why"),
     [
         ({"cache": False}, {}, "without cache"),
-        ({}, {"ranks": RankLog()}, "several ranks"),
+        ({}, {"ranks": RankLog()}, "ranks without a mesh"),
         ({"host_memory": HostConfig(num_bytes=1)}, {}, "a page has"),
         ({"host_memory": HostConfig(num_bytes=1 << 40)}, {}, "the host has .* free"),
     ],

@@ -1,0 +1,36 @@
+"""The end of a copy on every rank is joined to one."""
+
+from __future__ import annotations
+
+from prefixkv.protocol.events import CopyEnded
+from prefixkv.protocol.host_copy import HostCopyDone
+from prefixkv.ranks.copies import RankCopies
+from prefixkv.ranks.rooms import RankRooms, pack_rank_events
+
+
+def test_a_copy_has_ended_when_it_has_on_every_rank() -> None:
+    copies = RankCopies(3)
+    assert copies.on(0, HostCopyDone(1, None, 10, 0.5)) is None
+    assert copies.on(2, HostCopyDone(1, None, 20, 0.2)) is None
+    assert copies.on(1, HostCopyDone(2, None, 5, 0.1)) is None, "another copy"
+    assert copies.on(1, HostCopyDone(1, None, 30, 0.9)) == HostCopyDone(1, None, 60, 0.9)
+    assert len(copies) == 1
+
+
+def test_a_copy_that_failed_on_one_rank_has_failed() -> None:
+    copies = RankCopies(2)
+    error = OSError("a bad page")
+    assert copies.on(1, HostCopyDone(1, error, 0, 0.1)) is None
+    joined = copies.on(0, HostCopyDone(1, None, 10, 0.5))
+    assert joined is not None
+    assert joined.error is error
+
+
+def test_the_end_of_a_copy_travels_to_rank_0() -> None:
+    rooms = RankRooms(2)
+    raw = pack_rank_events(1, 0, [CopyEnded(7, OSError("a bad page"), 3, 0.25)])
+    ((rank, event),) = rooms.unpack(raw)
+    assert rank == 1
+    assert isinstance(event, CopyEnded)
+    assert (event.number, event.num_bytes, event.seconds) == (7, 3, 0.25)
+    assert "a bad page" in str(event.error)
