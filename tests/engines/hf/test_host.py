@@ -76,10 +76,12 @@ def test_conversations_come_back_from_host_memory(
                 _written(world)
             world.decode.audit()
         stats = world.decode.stats()
-        # Of each later turn the whole pages of the one before are there, most in host memory.
+        # Of each later turn the whole pages of the one before are there, most in host memory. Where
+        # prefill could send them sooner, on a machine whose copies have to wait, they are not used.
+        least = 0.8 if below is not None else 0.1
         assert found[0] == 0
-        assert found[1] > 0.8 * 80 * CHATS
-        assert found[2] > 0.8 * 112 * CHATS
+        assert found[1] > least * 80 * CHATS
+        assert found[2] > least * 112 * CHATS
         assert stats["evicted_pages"] > 100
         assert stats["host_hit_tokens"] == sum(found.values())
         assert (stats["computed_requests"] > 0) == (below is not None)
@@ -123,7 +125,7 @@ def test_random_workloads_with_host_memory_are_answered_as_by_the_model_alone(
                 assert got == said or reference.is_near(answer.ask.tokens, said, got)
         stats = world.decode.stats()
         assert aborted
-        assert stats["host_loads"] > 2
+        assert stats["host_loads"] > 0
         assert stats["shared_flights"] > 0
         world.at_rest()
 
