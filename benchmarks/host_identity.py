@@ -70,6 +70,7 @@ Prompts = dict[tuple[int, ...], list[int]]  # what the model says by itself
 def host_identity(
     conversations: Annotated[int, typer.Option(help="Conversations of each case.")] = 200,
     kills: Annotated[int, typer.Option(help="Kills of the prefill worker in each case.")] = 8,
+    only: Annotated[str, typer.Option(help="One case alone.")] = "",
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write recipe and rows there.")
     ] = None,
@@ -85,6 +86,8 @@ def host_identity(
         reference.save(folder)
         small_tokenizer().save(str(folder / "tokenizer.json"))
         for case, settings in CASES.items():
+            if only not in ("", case):
+                continue
             begun_s = time.monotonic()
             row = asyncio.run(_Case(folder, settings, conversations, kills).run())
             answers = row.pop("answers")
@@ -111,7 +114,7 @@ class _Answer:
     def __init__(self, prompt: Sequence[int], most: int) -> None:
         self.prompt, self.most = tuple(prompt), most
         self.tokens: list[int] = []
-        self.end = "refused"
+        self.end, self.why = "refused", ""
 
 
 class _Workers(ModelWorkers):
@@ -214,11 +217,12 @@ class _Case:
 
     async def _once(self, rid: str, prompt: Sequence[int], most: int, leaves: int) -> _Answer:
         answer = _Answer(prompt, most)
-        with suppress(ApiError):
+        try:
             async with aclosing(
                 self._workers.outputs(Ask(rid, [*prompt], "", "", most))
             ) as outputs:
                 async for output in outputs:
+                    answer.why = output.error
                     if output.token is not None:
                         answer.tokens.append(output.token)
                         answer.end = "cut"
@@ -227,6 +231,10 @@ class _Case:
                     elif leaves and len(answer.tokens) >= leaves:
                         answer.end = "left"
                         break
+        except ApiError as error:
+            answer.why = str(error)
+        if answer.end == "cut":
+            print(f"{rid} was cut behind {len(answer.tokens)} tokens: {answer.why}", flush=True)
         return answer
 
 
