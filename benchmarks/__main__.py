@@ -40,6 +40,8 @@ BENCHMARKS = {
     "stand_in": "a stand-in engine over two processes: every byte verified, rates, latencies",
     "demo_chats": "first tokens of the demo's chats, decode's cache on and off, turn about",
     "own_compute": "first tokens of agents' chats, with decode's own compute and without",
+    "host_turns": "first tokens and bytes of agents that come back, with host memory",
+    "rule": "first tokens by decode's rule of what it computes, beside fixed numbers, on a trace",
     "demo_trace": "the same of a trace that hardly repeats, with the stand-in engine",
     "demo_parts": "first tokens of the stand-in engine, part by part",
     "demo_meshes": "the stand-in engine between unequal ranks and layouts, every byte verified",

@@ -45,13 +45,13 @@ PAGE_SIZE = 16
 CASES = {"as pool": 1 / 3, "keeps all": 3.0}
 
 
-def agents(seed: int) -> Workload:
+def agents(seed: int, num_chats: int = CHATS["conversations"]) -> Workload:
     """Return chats whose first prompts are long and have nothing in common, and whose later turns
     add 64 to 512 tokens, equally many of each power of two."""
     draw = np.random.default_rng(seed)
     low, high = np.log(CHATS["least_tokens"]), np.log(CHATS["most_tokens"])
     sessions = []
-    for chat in range(CHATS["conversations"]):
+    for chat in range(num_chats):
         lengths = [CHATS["first_tokens"]]
         lengths += np.exp(draw.uniform(low, high, CHATS["turns"] - 1)).astype(int).tolist()
         marks = 8  # the marks of a chat

@@ -354,7 +354,7 @@ class ComputeConfig:
 
     below: Annotated[
         CountOrZero, doc("Most missing tokens of a prompt that decode computes itself.")
-    ] = 2048
+    ] = 16384
     down_below: Annotated[
         CountOrZero, doc("The same where prefill is down and failure_policy is local.")
     ] = MAX_COUNT

@@ -45,6 +45,7 @@ HOST: Final = "host memory"
 
 _MOST_WRITES: Final = 32  # under way at once
 _MOST_DUE: Final = 1024  # paths that wait to be written
+_KEPT: Final = 0.9  # the weight that the loads before keep when another has ended
 _LOOKS: Final = 8  # at paths that are due, in one pass
 
 
@@ -110,6 +111,9 @@ class HostTier:
         self._due: OrderedDict[tuple[Hashable, bytes], _Due] = OrderedDict()
         self._count = 0
         self._num_writes = 0
+        # Of loads: pages that are under way; pages and seconds of those that ended, fading sums.
+        self._loading_pages = 0
+        self._loaded_pages = self._loading_s = 0.0
 
     def __len__(self) -> int:
         """Return the number of copies between decode's tiers that are under way."""
@@ -142,6 +146,13 @@ class HostTier:
         found = self.cache.match_prefix(key)
         return found if found.depth > start else None
 
+    def load_s(self, num_pages: int) -> float:
+        """Return the seconds that a load of `num_pages` from host memory takes, behind those under
+        way, by what the last ones took; 0 where that is not known."""
+        if not self._loaded_pages:
+            return 0.0
+        return (self._loading_pages + num_pages) * self._loading_s / self._loaded_pages
+
     def load(self, found: MatchResult, key: RadixKey, device_pages: Pages, now_s: float) -> RoomKey:
         """Order the load of the last pages of `key` to these device pages, and return the key of
         its flight. Host memory has all of `key`, and `found` is what was found of it, or of more.
@@ -153,6 +164,7 @@ class HostTier:
         start = end - len(device_pages)
         src = host_lock.pages[start:]
         self._order(True, key, start, src, device_pages, host_lock, None)
+        self._loading_pages += len(src)
         self._counters["host_loads"] += 1
         self._counters["host_loaded_pages"] += len(src)
         return load_key(self._count)
@@ -282,6 +294,10 @@ class HostTier:
         if done.error is not None:
             self._counters["host_copies_failed"] += 1
         if copy.is_load:
+            self._loading_pages -= len(copy.src)
+            if done.error is None:
+                self._loaded_pages = self._loaded_pages * _KEPT + len(copy.src)
+                self._loading_s = self._loading_s * _KEPT + done.seconds
             self._free(self.cache.unlock(copy.host_lock))
             if copy.is_given_up:
                 self.pages.release(load_key(copy.number))
@@ -372,6 +388,8 @@ class HostTier:
             == self.cache.num_pages + self.cache.orphan_pages,
             "T1 owned host pages are being written, or not ready": allocator.owned_pages == owned,
             "writes are counted": self._num_writes == len(writes),
+            "pages of loads are counted": self._loading_pages
+            == sum(len(copy.dst) for copy in copies if copy.is_load),
             "every lock in the host's tree is a copy's": self.cache.locks
             == {copy.host_lock for copy in copies},
             "T4 no page of a path is brought twice at once": not any(

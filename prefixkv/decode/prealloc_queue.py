@@ -30,6 +30,7 @@ from prefixkv.decode.lanes import ALONE, Lane, Lanes, Waiter
 from prefixkv.decode.prospects import Prospects
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.decode.shares import PrefillShares
+from prefixkv.decode.sources import Lack, Sources
 from prefixkv.decode.wants import Wants
 from prefixkv.errors import InternalError, shown
 from prefixkv.pages.manager import PageManager
@@ -78,6 +79,7 @@ class DecodePreallocQueue:
         computes: whether what a request lacks may be computed here. Then one that lacks nothing
             leaves its last page: something has to be computed to sample its first token.
         host: loads what host memory has behind what is here, or on its way; None: no host memory.
+        sources: says whether that is worth it.
     """
 
     def __init__(
@@ -96,9 +98,12 @@ class DecodePreallocQueue:
         protect: bool = True,
         computes: bool = False,
         host: HostTier | None = None,
+        sources: Sources | None = None,
     ) -> None:
         self._computes = computes
         self._host = host
+        self._sources = sources or Sources()
+        self._now_s = -math.inf  # of the last pass
         self._pages = pages
         self._budget = budget
         self._flights = flights
@@ -359,6 +364,7 @@ class DecodePreallocQueue:
         """
         # `_bring_back` sets it to False where more requests are aside than one pass may bring back.
         self._all_back = True
+        self._now_s = now_s
         self._admit_what_fits(now_s)
         if not self._all_back:
             self._spent_at = -1  # the next pass brings more of them back
@@ -622,7 +628,9 @@ class DecodePreallocQueue:
             if found is not None:
                 samples = self._computes and not req.resumed and req.request.may_compute
                 load_end = min(found.depth, (len(key) - samples) // page_size)
-                if load_end > shared_pages:
+                if load_end > shared_pages and self._is_worth_loading(
+                    waiter, len(key) - shared_pages * page_size, load_end - shared_pages
+                ):
                     waiter.load_end, load_pages = load_end, load_end - shared_pages
         # 3. What is missing, now and in the end. Locking the match takes its unprotected pages out
         # of the evictable ones, so they count as needed; what is shared does not.
@@ -635,6 +643,17 @@ class DecodePreallocQueue:
         waiter.new_pages = pages_for(first_len, page_size) - shared_pages - load_pages
         waiter.needed_pages, waiter.most_pages = kept - less, req.max_pages - less
         return joined, shared_pages
+
+    def _is_worth_loading(self, waiter: Waiter, num_missing: int, num_pages: int) -> bool:
+        """Return whether to load `num_pages` from host memory for a request of the prealloc queue
+        that lacks `num_missing` tokens with them."""
+        assert self._host is not None
+        address, load_s = waiter.lane.address, self._host.load_s(num_pages)
+        if address == ALONE or not load_s:
+            return True
+        num_loaded = num_pages * self._pages.page_size
+        loaded = Lack(num_missing - num_loaded, num_loaded, load_s)
+        return self._sources.worth_loading(Lack(num_missing), loaded, address, self._now_s)
 
     def _renew_rank(self, waiter: Waiter) -> bool:
         """Rank a request of the prealloc queue by its new estimate, and move it in its lane's
@@ -692,7 +711,9 @@ class DecodePreallocQueue:
         joined_pages = joined.pages if joined is not None else None
         # By the key that was matched: other ranks match it again.
         key = req.key.prefix(len(req.key) - 1) if waiter.leaves_last else req.key
-        req.pages_held = pages.open(key, match, new, now_s, joined_pages, shared_pages)
+        req.pages_held = pages.open(
+            key, match, new, now_s, joined_pages, shared_pages, is_used=num_loaded > 0
+        )
         req.prefix_len = shared_pages * pages.page_size
         # 4. Enter the flight, so that the next look of this pass can join it; then the sums that
         # the next `_limits` reads.

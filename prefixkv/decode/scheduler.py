@@ -163,6 +163,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             protect=protect_waiting,
             computes=self.sources.config is not None,
             host=self.host,
+            sources=self.sources,
         )
         self.arriving = DecodeTransferQueue(pages, self.flights)
         self._retries = Retries(max_retries, retarget, pages.errors)
@@ -972,7 +973,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self._asks.append(PrefillAsk(req, self.name))
         # 3. Registered before the command leaves, so that an answer always finds its flight.
         self.arriving.add(flight)
-        self.sources.promised(req.prefill, flight.room_key, now_s)
+        num_sent = req.fill_len - req.prefix_len
+        self.sources.promised(req.prefill, flight.room_key, now_s, num_sent, num_loaded * page_size)
         promise = Promise(
             *flight.room_key.numbers,
             fill_len=req.fill_len,

@@ -5,19 +5,21 @@ way, and what the batch does. The rule:
 
     1. more than `below` tokens: prefill
     2. at most `_ALWAYS` of them: here, since a transfer's round trip costs more than a step
-    3. not measured lately: here, as long as all that is due here is at most `below` tokens
-    4. else *fair*: of the ways that take at most twice as long as the fastest, and 20 ms, the one
-       that sends least, and of those the fastest
+    3. not measured lately: here, as long as little is due here; but prefill, if that is what is not
+       measured, and it has no promise to answer
+    4. else the least of `seconds * weight` (`fair`), of all ways by what was measured
 
-Each way is a `Way`: how long it takes by what was measured, and how many tokens it sends. Another
-source is another `Way`. A request that each finds fastest by itself would take the shared link
-where its own compute is a little slower, and all would be slower for it; hence *fair*.
+A `Way` takes seconds until it is there. Where others wait for it, its seconds weigh more: what is
+computed here is computed in order, so a long prompt makes all short ones behind it late, and the
+few long prompts of agents belong to prefill although here is sooner for each by itself. What is
+sent costs others nothing while the link has time left, and where it has none it is slow by itself.
 
-    here       (due + missing) tokens, in chunks beside the batch: the engine's calls of `computed`
-    prefill    wait + missing / rate, fitted to the last transfers of the worker, from the promise
-               to the KV; at least as long as its oldest promise has waited by now
-
-While no prefill worker can be asked, decode computes as much as `down_below` per request.
+    here       backlog + service, of tokens at the rate of the last chunks, beside the batch's steps
+    prefill    backlog + service of the worker, which answers its promises one after the other: a
+               service is from the answer before, or from the promise, to this answer; a line
+               through the last ones says what each token costs
+    weight     here: 1 + `OTHERS` * requests per second * service * (backlog + service) / typical,
+               the seconds for which it makes others wait, by those that a request takes typically
 """
 
 from __future__ import annotations
@@ -33,18 +35,28 @@ from prefixkv.protocol.ids import RoomKey
 
 FAIR_FACTOR: Final = 2.0
 FAIR_S: Final = 0.02
-"""A way may take `FAIR_FACTOR` times as long as the fastest, and `FAIR_S` seconds more."""
+"""Of the ways that send, one may take `FAIR_FACTOR` times as long as the fastest, and `FAIR_S`
+seconds more, if it sends less."""
 
 FRESH_S: Final = 60.0
 """Seconds after which a measurement is no longer used: the load may be another by then."""
 
+OTHERS: Final = 8.0
+"""How much more a second counts that others wait than one of the request itself: those that wait
+are mostly the shorter ones. On traces 4 to 12 do about as well."""
+
 _ALWAYS: Final = 64  # tokens
+_UNMEASURED: Final = 2048  # most tokens due here while a rate is not known
+_AGAIN: Final = 512  # the same where the rate was known, but is old: it may be slow here
 _FIRST_CHUNK: Final = 64  # tokens of a chunk beside a batch while nothing is measured
 _LEAST_CHUNK: Final = 16  # tokens of a chunk, whatever `itl_share` says: else prompts never end
 _LEAST_TOKENS: Final = 128.0  # tokens that have to be computed before the rate counts as measured
-_LEAST_TRANSFERS: Final = 3.0
-_KEPT: Final = 0.9  # the weight that a sum keeps from one measurement to the next
+_LEAST_TRANSFERS: Final = 3
+_KEPT: Final = 0.9  # the weight that a sum of chunks keeps from one measurement to the next
+_KEPT_TRANSFERS: Final = 0.95
+_KEPT_REQUESTS: Final = 0.98
 _MAX_WORKERS: Final = 256  # prefill workers that are remembered
+_ROUND: Final = 512  # tokens that the costs of a transfer's round trip count for in its weight
 
 
 class Source(enum.Enum):
@@ -54,82 +66,214 @@ class Source(enum.Enum):
     PREFILL = "prefill"
 
 
+class Lack(NamedTuple):
+    """What a request lacks on decode's device, in one of the ways to get it: `missing` tokens,
+    which have to be computed or sent, and `loaded` ones, which decode has elsewhere and are here
+    in `load_s` seconds."""
+
+    missing: int
+    loaded: int = 0
+    load_s: float = 0.0
+
+
 class Way(NamedTuple):
-    """One way to get what a request lacks: seconds until it is here, and tokens that are sent."""
+    """One way to get what a request lacks: seconds until it is here, and tokens that are sent.
+
+    `weight`: how much more than its own these seconds cost, as others wait for it; at least 1.
+    """
 
     source: Source
     seconds: float
     sent_tokens: int
+    weight: float = 1.0
+    loaded: int = 0
 
 
 def fair(ways: Sequence[Way]) -> Way:
-    """Return the fair one of the ways to get what a request lacks; see the module's rule.
+    """Return the way to take of those to get what a request lacks; see the module's rule.
 
-    >>> here, sent = Way(Source.HERE, 0.5, 0), Way(Source.PREFILL, 0.3, 400)
+    All that send share one link, so one of these is looked at: that which sends least, unless it
+    takes more than `FAIR_FACTOR` times as long as the fastest, and `FAIR_S`.
+
+    >>> here, sent = Way(Source.HERE, 0.4, 0), Way(Source.PREFILL, 0.5, 400)
     >>> fair([here, sent]).source
     <Source.HERE: 'here'>
-    >>> fair([here._replace(seconds=0.7), sent]).source
+    >>> fair([here._replace(weight=1.5), sent]).source
     <Source.PREFILL: 'prefill'>
     """
-    most_s = FAIR_FACTOR * min(way.seconds for way in ways) + FAIR_S
-    return min(
-        (way for way in ways if way.seconds <= most_s),
-        key=lambda way: (way.sent_tokens, way.seconds),
-    )
+    send = [way for way in ways if way.sent_tokens]
+    if len(send) > 1:
+        most_s = FAIR_FACTOR * min(way.seconds for way in send) + FAIR_S
+        least = min(
+            (way for way in send if way.seconds <= most_s),
+            key=lambda way: (way.sent_tokens, way.seconds),
+        )
+        ways = [least, *(way for way in ways if not way.sent_tokens)]
+    return min(ways, key=lambda way: (way.seconds * way.weight, way.sent_tokens))
 
 
 @dataclass(slots=True)
 class _Line:
-    """A line through the last transfers of a prefill worker: seconds by tokens. Old ones fade."""
+    """A line through the last services of prefill workers: seconds by tokens that are sent, and by
+    tokens that decode loads, as prefill may have to compute these again. Old ones fade.
 
-    num: float = 0.0
-    tokens: float = 0.0
-    seconds: float = 0.0
-    squares: float = 0.0
-    products: float = 0.0
-    last_s: float = -math.inf
-    promised: dict[RoomKey, float] = field(default_factory=dict)  # when; the oldest first
+    Services are weighed by about the inverse of their tokens: of a long one a second is noise, of a
+    short one it is all. No part of the line is below 0.
+    """
 
-    def add(self, tokens: int, seconds: float, now_s: float) -> None:
-        """Add a transfer's tokens, and the seconds that it took, to its prefill worker's line."""
-        self.num = self.num * _KEPT + 1
-        self.tokens = self.tokens * _KEPT + tokens
-        self.seconds = self.seconds * _KEPT + seconds
-        self.squares = self.squares * _KEPT + tokens * tokens
-        self.products = self.products * _KEPT + tokens * seconds
-        self.last_s = now_s
+    # Weighted sums, of products too: x tokens sent, h loaded, y seconds.
+    weights: float = 0.0
+    x: float = 0.0
+    h: float = 0.0
+    y: float = 0.0
+    xx: float = 0.0
+    xh: float = 0.0
+    hh: float = 0.0
+    xy: float = 0.0
+    hy: float = 0.0
+    num: int = 0
+    first_s: float = 0.0  # of each transfer, per token sent, and per token loaded
+    per_token_s: float = 0.0
+    per_loaded_s: float = 0.0
 
-    def at(self, tokens: int) -> float:
-        """Return the seconds that a transfer of `tokens` takes by the line of its worker."""
-        mean, mean_s = self.tokens / self.num, self.seconds / self.num
-        spread = self.squares / self.num - mean * mean
-        # Transfers of one size say nothing of the rate; then every size takes as long.
-        slope = 0.0
-        if spread > 1.0:
-            slope = max(0.0, (self.products / self.num - mean * mean_s) / spread)
-        # No more than the mean belongs to the rate, since no wait is below 0.
-        slope = min(slope, mean_s / mean)
-        return max(0.0, mean_s + slope * (tokens - mean))
+    def add(self, tokens: int, loaded: int, seconds: float) -> tuple[float, float]:
+        """Add a prefill worker's service: tokens sent to decode, and loaded there meanwhile. Return
+        its weight, and the seconds by the line.
+        """
+        weight, kept = 1.0 / (tokens + loaded + _ROUND), _KEPT_TRANSFERS
+        self.num += 1
+        self.weights = self.weights * kept + weight
+        self.x = self.x * kept + weight * tokens
+        self.h = self.h * kept + weight * loaded
+        self.y = self.y * kept + weight * seconds
+        self.xx = self.xx * kept + weight * tokens * tokens
+        self.xh = self.xh * kept + weight * tokens * loaded
+        self.hh = self.hh * kept + weight * loaded * loaded
+        self.xy = self.xy * kept + weight * tokens * seconds
+        self.hy = self.hy * kept + weight * loaded * seconds
+        self._fit()
+        return weight, self.at(1, tokens, loaded)
+
+    def _fit(self) -> None:
+        """Fit the line to the last services of prefill workers, by least squares."""
+        x, h, y = self.x / self.weights, self.h / self.weights, self.y / self.weights
+        xx, hh = self.xx / self.weights - x * x, self.hh / self.weights - h * h
+        xh = self.xh / self.weights - x * h
+        xy, hy = self.xy / self.weights - x * y, self.hy / self.weights - h * y
+        # 1. By both. Transfers of one size, or of sizes that go together, say nothing of one of the
+        # rates.
+        per_token = per_loaded = 0.0
+        if (det := xx * hh - xh * xh) > 1e-3 * xx * hh > 0:
+            per_token, per_loaded = (xy * hh - hy * xh) / det, (hy * xx - xy * xh) / det
+        # 2. By one, where the other is not known or below 0; what is sent goes before.
+        if per_token <= 0 or per_loaded <= 0:
+            by_token, by_loaded = xy / xx if xx > 1 else 0.0, hy / hh if hh > 1 else 0.0
+            if by_token > 0 and per_token >= 0:
+                per_token, per_loaded = by_token, 0.0
+            else:
+                per_token, per_loaded = 0.0, max(0.0, by_loaded)
+        # 3. No more than the mean belongs to the rates, since no round trip is below 0.
+        by_rates_s = per_token * x + per_loaded * h
+        most = min(1.0, y / by_rates_s) if by_rates_s > 0 else 0.0
+        self.per_token_s, self.per_loaded_s = per_token * most, per_loaded * most
+        self.first_s = max(0.0, y - most * by_rates_s)
+
+    @property
+    def mean_tokens(self) -> float:
+        """Tokens of a transfer from prefill to decode, on average."""
+        return self.x / self.weights if self.weights else 0.0
+
+    def at(self, num: float, tokens: float, loaded: float) -> float:
+        """Return the seconds that `num` transfers from prefill take, with these tokens in all."""
+        return self.first_s * num + self.per_token_s * tokens + self.per_loaded_s * loaded
+
+
+class _Promise(NamedTuple):
+    """A room that a prefill worker was promised: when, the tokens that it sends, and those that
+    decode loads."""
+
+    time_s: float
+    tokens: float
+    loaded: int
+
+
+@dataclass(slots=True)
+class _Worker:
+    """The promises that a prefill worker has to answer, and how it compares with all workers."""
+
+    promises: dict[RoomKey, _Promise] = field(default_factory=dict)  # the oldest first
+    tokens: float = 0.0  # of all of them
+    loaded: int = 0
+    answered_s: float = -math.inf
+    # Of its services: seconds, and those by the line. Fading sums, weighed as the line's.
+    took_s: float = 0.0
+    by_line_s: float = 0.0
+
+    def add(self, key: RoomKey, promise: _Promise) -> None:
+        """Add a promise to this prefill worker."""
+        self.promises[key] = promise
+        self.tokens += promise.tokens
+        self.loaded += promise.loaded
+
+    def remove(self, key: RoomKey) -> _Promise | None:
+        """Remove a promise to this prefill worker, and return it; None if it is not there."""
+        promise = self.promises.pop(key, None)
+        if promise is not None:
+            self.tokens -= promise.tokens
+            self.loaded -= promise.loaded
+        return promise
+
+    def began_s(self, promise: _Promise) -> float:
+        """Return when this prefill worker began with its oldest promise."""
+        return max(promise.time_s, self.answered_s)
+
+    def factor(self, now_s: float) -> float:
+        """Return how many times as long as others this prefill worker takes; 1 if not known."""
+        if now_s - self.answered_s > FRESH_S or self.by_line_s <= 0.0:
+            return 1.0
+        return self.took_s / self.by_line_s
+
+    def backlog_s(self, line: _Line, now_s: float) -> float:
+        """Return the seconds until this prefill worker has answered what decode promised it."""
+        oldest = next(iter(self.promises.values()), None)
+        if oldest is None:
+            return 0.0
+        factor, had_s = self.factor(now_s), now_s - self.began_s(oldest)
+        head_s = factor * line.at(1, oldest.tokens, oldest.loaded)
+        behind = len(self.promises) - 1, self.tokens - oldest.tokens, self.loaded - oldest.loaded
+        # One that takes longer than it should takes as long again.
+        return max(head_s - had_s, had_s) + factor * line.at(*behind)
 
 
 class Sources:
     """Measurements, and the decision by them; the module's text has the rule. Owned by the
-    scheduler's thread.
+    scheduler's thread. Every call is O(1).
 
     Args:
         config: None: everything comes from prefill.
         fails_over: True if decode computes up to `down_below` tokens of a request where its prefill
             worker cannot be asked; else up to `below`.
+        loads: True if decode has host memory, whose loads are compared with what prefill takes.
     """
 
-    def __init__(self, config: ComputeConfig | None = None, fails_over: bool = False) -> None:
+    def __init__(
+        self, config: ComputeConfig | None = None, fails_over: bool = False, loads: bool = False
+    ) -> None:
         self.config = config
         self.fails_over = fails_over
+        self._measures = config is not None or loads
         # Of chunks: tokens, and the seconds that they took beyond a step without one. Fading sums.
         self._tokens = self._seconds = 0.0
         self._computed_s = -math.inf
         self._step_s = 0.0  # mean of a step without a chunk; 0: not known
-        self._lines: dict[str, _Line] = {}
+        self._line = _Line()
+        self._answered_s = -math.inf  # when the last transfer of any worker arrived
+        self._workers: dict[str, _Worker] = {}
+        # Of requests: how many, and the seconds between them. Fading sums.
+        # At first as if one had come in a second: of a burst at the beginning nothing is known.
+        self._requests, self._between_s = 0.0, 1.0
+        self._request_s = -math.inf
+        self._log_s: float | None = None  # mean of the logarithm of what requests take
 
     # --- measurements -----------------------------------------------------------------------------
 
@@ -147,28 +291,41 @@ class Sources:
         step_s = self._step_s
         self._step_s = step_s * _KEPT + seconds * (1 - _KEPT) if step_s else seconds
 
-    def promised(self, address: str, key: RoomKey, now_s: float) -> None:
-        """Note that the prefill worker at `address` was promised a room, and has to answer."""
-        if self.config is None:
+    def promised(
+        self, address: str, key: RoomKey, now_s: float, tokens: int | None = None, loaded: int = 0
+    ) -> None:
+        """Note that the prefill worker at `address` was promised a room, and has to answer.
+
+        Args:
+            tokens: that it sends; None: as many as others do.
+            loaded: tokens of the prompt that decode loads meanwhile.
+        """
+        if not self._measures:
             return
-        line = self._lines.pop(address, None) or _Line()
-        self._lines[address] = line  # the one that was asked last is forgotten last
-        line.promised[key] = now_s
-        if len(self._lines) > _MAX_WORKERS:
-            del self._lines[next(iter(self._lines))]
+        worker = self._workers.pop(address, None) or _Worker()
+        self._workers[address] = worker  # the one that was asked last is forgotten last
+        sent = self._line.mean_tokens if tokens is None else tokens
+        worker.add(key, _Promise(now_s, sent, loaded))
+        if len(self._workers) > _MAX_WORKERS:
+            del self._workers[next(iter(self._workers))]
 
     def arrived(self, address: str, key: RoomKey, num_tokens: int, now_s: float) -> None:
         """Note that the KV of a room has arrived from the prefill worker at `address`."""
-        line = self._lines.get(address)
-        if line is not None and (since_s := line.promised.pop(key, None)) is not None:
-            line.add(num_tokens, now_s - since_s, now_s)
+        worker = self._workers.get(address)
+        if worker is None or (promise := worker.remove(key)) is None:
+            return
+        took_s = max(0.0, now_s - worker.began_s(promise))
+        weight, by_line_s = self._line.add(num_tokens, promise.loaded, took_s)
+        worker.took_s = worker.took_s * _KEPT_TRANSFERS + weight * took_s
+        worker.by_line_s = worker.by_line_s * _KEPT_TRANSFERS + weight * by_line_s
+        worker.answered_s = self._answered_s = now_s
 
     def gave_up(self, address: str, key: RoomKey) -> None:
         """Note that a room of the prefill worker at `address` has failed, or was aborted: its time
         says nothing.
         """
-        if (line := self._lines.get(address)) is not None:
-            line.promised.pop(key, None)
+        if (worker := self._workers.get(address)) is not None:
+            worker.remove(key)
 
     @property
     def tokens_per_s(self) -> float:
@@ -196,20 +353,61 @@ class Sources:
             is_busy: requests run, beside which the chunks are computed.
             address: its prefill worker, which can be asked.
         """
-        config = self.config
+        return self.choose_way([Lack(missing)], due, is_busy, address, now_s).source
+
+    def choose_way(
+        self, lacks: Sequence[Lack], due: int, is_busy: bool, address: str, now_s: float
+    ) -> Way:
+        """Choose the way to get what a request lacks on decode, by the module's rule. Its `seconds`
+        are 0 where it was not chosen by them.
+
+        Args:
+            lacks: at least one; the first lacks least, and is taken while nothing is measured.
+            due, is_busy, address: as for `choose`.
+        """
+        config, first = self.config, lacks[0]
+        self._note_request(now_s)
+        here = Way(Source.HERE, 0.0, 0, loaded=first.loaded)
+        sent = Way(Source.PREFILL, 0.0, first.missing, loaded=first.loaded)
         # 1. and 2.: by size alone.
-        if config is None or missing > config.below:
-            return Source.PREFILL
-        if missing <= _ALWAYS:
-            return Source.HERE
+        if config is None:
+            return sent
+        if first.missing <= min(_ALWAYS, config.below):
+            return here
         # 3. One of the two ways is not known.
-        here_s = self._here_s(due + missing, is_busy, now_s)
-        prefill_s = self._prefill_s(address, missing, now_s)
-        if here_s is None or prefill_s is None:
-            return Source.HERE if due + missing <= config.below else Source.PREFILL
-        # 4. Both are.
-        ways = Way(Source.HERE, here_s, 0), Way(Source.PREFILL, prefill_s, missing)
-        return fair(ways).source
+        worker = self._workers.get(address) or _Worker()
+        knows_here = self.tokens_per_s > 0 and now_s - self._computed_s <= FRESH_S
+        knows_prefill = self._line.num >= _LEAST_TRANSFERS and (
+            now_s - self._answered_s <= FRESH_S or bool(worker.promises)
+        )
+        if first.missing <= config.below and not (knows_here and knows_prefill):
+            # One request at a time says what prefill takes, and little what it takes here.
+            if knows_here and not worker.promises:
+                return sent
+            most = _AGAIN if self.tokens_per_s and not knows_here else _UNMEASURED
+            return here if due + first.missing <= min(most, config.below) else sent
+        if not knows_prefill:
+            return sent
+        # 4. Both are, or at least all that may be taken.
+        ways = [self._by_prefill(lack, worker, now_s) for lack in lacks]
+        ways += [self._here(one, due, is_busy) for one in lacks if one.missing <= config.below]
+        way = fair(ways)
+        self._note_seconds(way.seconds)
+        return way
+
+    def worth_loading(self, sent: Lack, loaded: Lack, address: str, now_s: float) -> bool:
+        """Return whether decode loads what host memory has of a request (`loaded`), rather than
+        have all of it sent (`sent`). Without own compute alone: with it both ways are about as
+        good, and what is loaded makes prompts short enough to be computed here.
+        """
+        if self.config is not None or not loaded.load_s:
+            return True
+        worker = self._workers.get(address) or _Worker()
+        is_fresh = now_s - self._answered_s <= FRESH_S
+        if self._line.num < _LEAST_TRANSFERS or not is_fresh:
+            return True
+        ways = [self._by_prefill(lack, worker, now_s) for lack in (loaded, sent)]
+        return fair(ways).loaded > 0
 
     def chunk_tokens(self, is_busy: bool) -> int:
         """Return the most tokens of prompts that decode's next step may compute; `is_busy`: beside
@@ -226,26 +424,48 @@ class Sources:
         share = self.config.itl_share * self._step_s * rate
         return min(most, max(_LEAST_CHUNK, int(share)))
 
-    def _here_s(self, num_tokens: int, is_busy: bool, now_s: float) -> float | None:
-        """Return the seconds until decode has computed `num_tokens` itself; None if not known."""
-        rate = self.tokens_per_s
-        if not rate or now_s - self._computed_s > FRESH_S:
-            return None
-        seconds = num_tokens / rate
+    def _here(self, lack: Lack, due: int, is_busy: bool) -> Way:
+        """Return the way by which decode computes what is missing, behind what is due here."""
+        backlog_s = self._compute_s(due, is_busy)
+        service_s = self._compute_s(lack.missing, is_busy)
+        seconds = max(backlog_s, lack.load_s) + service_s
+        waits_s = self._requests_per_s * service_s * (backlog_s + service_s)
+        weight = 1.0 + OTHERS * waits_s / self._typical_s(seconds)
+        return Way(Source.HERE, seconds, 0, weight, lack.loaded)
+
+    def _compute_s(self, num_tokens: int, is_busy: bool) -> float:
+        """Return the seconds in which decode computes `num_tokens` itself. The rate is known."""
+        seconds = num_tokens / self.tokens_per_s
         # Beside a batch each chunk waits for its step.
         if is_busy:
             seconds += math.ceil(num_tokens / self.chunk_tokens(True)) * self._step_s
         return seconds
 
-    def _prefill_s(self, address: str, num_tokens: int, now_s: float) -> float | None:
-        """Return the seconds until `num_tokens` have come from a prefill worker to decode; None if
-        not known.
-        """
-        line = self._lines.get(address)
-        if line is None or line.num < _LEAST_TRANSFERS * _KEPT**2:
-            return None
-        if now_s - line.last_s > FRESH_S and not line.promised:
-            return None
-        # A worker that is behind answers none of the promises after the oldest before that one.
-        waited_s = now_s - next(iter(line.promised.values()), now_s)
-        return max(line.at(num_tokens), waited_s)
+    def _by_prefill(self, lack: Lack, worker: _Worker, now_s: float) -> Way:
+        """Return the way by which a prefill worker sends what is missing on decode."""
+        seconds = worker.backlog_s(self._line, now_s)
+        seconds += worker.factor(now_s) * self._line.at(1, lack.missing, lack.loaded)
+        return Way(Source.PREFILL, max(seconds, lack.load_s), lack.missing, loaded=lack.loaded)
+
+    def _note_request(self, now_s: float) -> None:
+        """Note that decode has admitted a request that lacks something."""
+        if self._request_s > -math.inf:
+            self._requests = self._requests * _KEPT_REQUESTS + 1
+            self._between_s = self._between_s * _KEPT_REQUESTS + now_s - self._request_s
+        self._request_s = now_s
+
+    @property
+    def _requests_per_s(self) -> float:
+        """Requests per second that decode admits, of those that lack something."""
+        return self._requests / max(1e-3, self._between_s)
+
+    def _note_seconds(self, seconds: float) -> None:
+        """Note the seconds in which decode is to have what a request lacks."""
+        log_s, kept = math.log(seconds + 1e-3), _KEPT_REQUESTS
+        self._log_s = log_s if self._log_s is None else self._log_s * kept + log_s * (1 - kept)
+
+    def _typical_s(self, seconds: float) -> float:
+        """Return the seconds in which decode typically has what a request lacks: a mean in which a
+        few long ones count little, and at least `FAIR_S`. `seconds`: as long as there is none."""
+        found_s = seconds if self._log_s is None else math.exp(self._log_s)
+        return max(FAIR_S, found_s)

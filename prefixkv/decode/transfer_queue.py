@@ -151,14 +151,11 @@ class DecodeTransferQueue:
             # the tree.
             if req is None or req.request.cacheable:
                 priority = flight.request.priority
-                # What was loaded is used by the request that it was loaded for, and just once.
-                visit = True if flight.is_load else None
-                self._pages.cache_unfinished(
-                    flight.pages, flight.key, now_s, priority=priority, visit=visit
-                )
+                self._pages.cache_unfinished(flight.pages, flight.key, now_s, priority=priority)
             # 2. Its waiters lock what they joined, before the flight's own lock may end below: in
             # between nothing may evict these pages.
             for waiter in self._flights.commit(flight):
+                # The load was the use of the request that it was begun for.
                 is_own = flight.is_load and waiter.request is flight.request
                 self._pages.lock_joined(waiter.pages, waiter.key, now_s, is_used=is_own)
                 if not waiter.is_open:

@@ -137,6 +137,7 @@ class PageManager:
         joined: RequestPages | None = None,
         joined_end: int = 0,
         is_load: bool = False,
+        is_used: bool = False,
     ) -> RequestPages:
         """Lock the match of `key`, take new pages behind it from the allocator, and return the
         request's pages, in a new row of the page table.
@@ -147,7 +148,8 @@ class PageManager:
                 own until `lock_joined`.
             joined_end: in pages.
             is_load: the new pages are loaded from host memory for a request that is opened next,
-                and joins them. They get a spare row and no slot, and no use is counted.
+                and joins them. They get a spare row and no slot.
+            is_used: the use of the cache was counted: by the load that was opened for this request.
         Raises:
             CapacityError: no row or slot is left. OutOfPagesError. RequestError: more pages than a
                 row has. Nothing is locked or taken then, and no use is counted.
@@ -179,7 +181,7 @@ class PageManager:
         lock: PrefixLock | None = None
         # Lock first, then take: else the eviction could take the match itself.
         try:
-            if match is not None and is_load:
+            if match is not None and is_used:
                 lock = self.cache.pin(match, now_s)
             elif match is not None:
                 lock = self.cache.lock(match, now_s=now_s, visit=visit)
@@ -263,14 +265,13 @@ class PageManager:
         *,
         priority: int = 0,
         being_read: bool = False,
-        visit: bool | None = None,
     ) -> None:
         """Give the request's whole pages, while it runs, to the tree, and extend its lock over
         them.
 
         Where the tree has a page already, the request's row is repointed to it and its own page is
         freed. With `being_read` (writes to a peer may still read it) that waits until the request
-        ends. `visit`: see `RadixCache.insert`.
+        ends.
         """
         # What was joined is another request's to cache; the key would cover pages that are not
         # ours.
@@ -290,7 +291,6 @@ class PageManager:
             own,
             priority=priority,
             now_s=now_s,
-            visit=visit,
             lock=pages.lock,
             extend_lock=True,
             checked=owned,

@@ -37,7 +37,8 @@ class Opened(_Op, frozen=True, tag="open"):
 
     A `prefix_len` of -1: not looked for. Of the pages `num_joined`, next to the cached ones, are
     those of the request in `joined_row` (-1: of none). `slot` is that of its extra state. With
-    `is_load` it is no request, but pages that are loaded from host memory.
+    `is_load` it is no request, but pages that are loaded from host memory for the one opened next,
+    which has `is_used`: its use was counted.
     """
 
     row: int
@@ -50,6 +51,7 @@ class Opened(_Op, frozen=True, tag="open"):
     num_joined: int = 0
     slot: int = -1
     is_load: bool = False
+    is_used: bool = False
 
 
 class Refused(_Op, frozen=True, tag="refuse"):
@@ -65,6 +67,7 @@ class Refused(_Op, frozen=True, tag="refuse"):
     joined_row: int
     joined_end: int
     is_load: bool = False
+    is_used: bool = False
 
 
 class JoinedLocked(_Op, frozen=True, tag="lock_joined"):
@@ -95,7 +98,6 @@ class Cached(_Op, frozen=True, tag="cache"):
     priority: int
     being_read: bool
     now_s: float
-    visit: bool | None = None
 
 
 class Hinted(_Op, frozen=True, tag="hint"):
@@ -202,16 +204,26 @@ class ReplicatedPageManager(PageManager):
         joined: RequestPages | None = None,
         joined_end: int = 0,
         is_load: bool = False,
+        is_used: bool = False,
     ) -> RequestPages:
         # Each method changes first and publishes then, so an operation that raised is not in the
         # log. A refusal is, though it changes nothing: a replica that has the pages has come apart.
         joined_row = joined.row if joined is not None else -1
         try:
-            pages = super().open(key, match, num_new_pages, now_s, joined, joined_end, is_load)
+            pages = super().open(
+                key, match, num_new_pages, now_s, joined, joined_end, is_load, is_used
+            )
         except OutOfPagesError:
             if match is not None:
                 refused = Refused(
-                    key.data, key.namespace, num_new_pages, now_s, joined_row, joined_end, is_load
+                    key.data,
+                    key.namespace,
+                    num_new_pages,
+                    now_s,
+                    joined_row,
+                    joined_end,
+                    is_load,
+                    is_used,
                 )
                 self._publish(refused)
             raise
@@ -228,6 +240,7 @@ class ReplicatedPageManager(PageManager):
             num_joined=pages.num_joined,
             slot=pages.slot,
             is_load=is_load,
+            is_used=is_used,
         )
         self._publish(opened)
         return pages
@@ -253,18 +266,15 @@ class ReplicatedPageManager(PageManager):
         *,
         priority: int = 0,
         being_read: bool = False,
-        visit: bool | None = None,
     ) -> None:
         if len(key) < self._logged_tokens[pages.row]:
             raise InternalError(f"the key of row {pages.row} has shrunk to {len(key)} tokens")
-        super().cache_unfinished(
-            pages, key, now_s, priority=priority, being_read=being_read, visit=visit
-        )
+        super().cache_unfinished(pages, key, now_s, priority=priority, being_read=being_read)
         # Only the tokens since the last operation of the row travel: the replica has the rest.
         new_tokens = key.data[self._logged_tokens[pages.row] * 4 :]
         self._logged_tokens[pages.row] = len(key)
         packed = _packed(self, pages)
-        self._publish(Cached(pages.row, new_tokens, packed, priority, being_read, now_s, visit))
+        self._publish(Cached(pages.row, new_tokens, packed, priority, being_read, now_s))
 
     def hint(self, pages: RequestPages, continues: bool) -> None:
         super().hint(pages, continues)
@@ -386,7 +396,7 @@ class Replica:
                 num_new = len(op.pages) // 4 - num_shared
                 joined = self._joined(op.joined_row)
                 pages = page_manager.open(
-                    key, match, num_new, op.now_s, joined, num_shared, op.is_load
+                    key, match, num_new, op.now_s, joined, num_shared, op.is_load, op.is_used
                 )
                 requests[pages.row] = (key, pages)
                 self._compare(op.row, pages.row, op)
@@ -404,6 +414,7 @@ class Replica:
                         joined,
                         op.joined_end,
                         op.is_load,
+                        op.is_used,
                     )
                     # Not suppressed: only OutOfPagesError is, which is the right answer here.
                     raise InternalError(f"this rank had the pages that rank 0 had not: {op}")
@@ -420,12 +431,7 @@ class Replica:
                 # This rank's own copy of the key: it grows by what the log brings.
                 key.extend(np.frombuffer(op.new_tokens, "<i4"))
                 page_manager.cache_unfinished(
-                    pages,
-                    key,
-                    op.now_s,
-                    priority=op.priority,
-                    being_read=op.being_read,
-                    visit=op.visit,
+                    pages, key, op.now_s, priority=op.priority, being_read=op.being_read
                 )
                 self._compare(op.pages, _packed(page_manager, pages), op)
             case Hinted():

@@ -160,7 +160,9 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
             name=config.name,
             ticket=secret_number,
             weights_version=config.model.weights_version,
-            sources=Sources(config.compute, config.failure_policy == "local"),
+            sources=Sources(
+                config.compute, config.failure_policy == "local", loads=self._host is not None
+            ),
             host=host,
         )
         # 3. The transfer side, which starts the threads. If it fails, the policy object is free

@@ -282,6 +282,59 @@ def host_tier_table() -> list[str]:
     return lines
 
 
+def rule_table() -> list[str]:
+    """The best fixed number of tokens of each row, and the rule."""
+    lines = head(
+        "trace, blocks", "prefill's cache, tokens/s", "link", "host", "best fixed number: P50",
+        "the rule's P50", "by the best", "prefill's times known", "P99 by the best",
+    )  # fmt: skip
+    for row in result("rule")["rows"]:
+        best = min(row["fixed"], key=lambda most: row["fixed"][most]["ttft_s_p50"])
+        rule, known = row["rule"], row["rule, all known"]
+        held_out = ", held out" if row["held_out"] else ""
+        lines.append(
+            line(
+                f"{row['trace']}, {row['capacity']:,}{held_out}",
+                f"{row['prefill']}, {fixed(row['tokens_per_s'])}", f"{row['link_gbit']} Gbit/s",
+                f"{row['host_times']}x" if row["host_times"] else "none",
+                f"{int(best):,}: {fixed(row['fixed'][best]['ttft_s_p50'], 3)} s",
+                f"{fixed(rule['ttft_s_p50'], 3)} s", share(rule["ttft_s_p50_by_best_fixed"], 2),
+                share(known["ttft_s_p50_by_best_fixed"], 2),
+                share(rule["ttft_s_p99_by_best_fixed"], 2),
+            )
+        )  # fmt: skip
+    return lines
+
+
+def rule_figures() -> dict[str, str]:
+    """Of decode's rule beside fixed numbers of tokens."""
+    ratios, rows = result("rule")["ratios"], result("rule")["rows"]
+
+    def told(kind: str, name: str = "rule", of: str = "p50") -> str:
+        one = ratios[kind][name][f"ttft_s_{of}_by_best_fixed"]
+        return f"{share(one['median'], 2)} at the median and {share(one['most'], 2)} at most"
+
+    def alone(most: str) -> str:
+        of = [
+            row["fixed"][most]["ttft_s_p50"]
+            / min(one["ttft_s_p50"] for one in row["fixed"].values())
+            for row in rows
+            if not row["held_out"]
+        ]
+        return f"{share(statistics.median(of), 2)} and {share(max(of), 2)}"
+
+    return {
+        "the rule, agents": f"rule's P50 is {told('agents')} of that of each row's best number",
+        "the rule, agents with a host": f"({told('agents, host')} with a host tier)",
+        "the rule, all known": f"it would be {told('agents', 'rule, all known')}",
+        "the rule, held out": f"On the rows held out it is {told('held out')}",
+        "the rule, held out, all known": f"({told('held out', 'rule, all known')} with",
+        "the rule's P99": f"P99 is {told('agents', of='p99')}",
+        "fixed numbers alone": f"2,048 for all rows is {alone('2048')} times the best, median and "
+        f"most, 512 {alone('512')}, 8,192 {alone('8192')}",
+    }
+
+
 def sched_table() -> list[str]:
     """Files from before there were cold rows make a table without their column."""
     rows = result("sched")["rows"]
@@ -676,6 +729,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "reserve-table": reserve_table, "waiting-table": waiting_table,
     "waiting-seeds-table": waiting_seeds_table, "host-tier-table": host_tier_table,
     "host-copies-table": host_copies_table,
+    "rule-table": rule_table,
     "sched-table": sched_table, "router-table": router_table,
     "ranks-table": ranks_table, "transport-table": transport_table,
     "full-hit-table": full_hit_table,
@@ -808,6 +862,7 @@ def figures() -> dict[str, str]:
         "the busiest": f"load {fixed(result('ranks')['recipe']['load'])}",
         **own_compute_figures(),
         **host_copies_figures(),
+        **rule_figures(),
     }
 
 

@@ -502,6 +502,31 @@ def test_all_of_a_retracted_request_may_be_in_host_memory() -> None:
     assert desk.transferred() == ["a"]
 
 
+# --- or not loaded --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("load_s", "is_loaded"), [(1e-3, True), (10.0, False)])
+def test_what_comes_sooner_from_prefill_is_not_loaded(load_s: float, is_loaded: bool) -> None:
+    desk = HostDesk(num_pages=32, sources=Sources(loads=True))
+    desk.leave_in_host_memory("a")
+    # What is not measured is loaded; then the loads, and prefill, are.
+    for number in range(2):
+        req = next_turn(desk, f"b{number}")
+        desk.now_s += 0.1
+        desk.succeed(req.room_key)
+        (order,) = desk.orders()
+        desk.under_way.remove(order)
+        desk.scheduler.copy_ended(HostCopyDone(order.number, None, 1, load_s), desk.now_s)
+        assert desk.transferred() == [req.rid]
+        desk.finish(req)
+        desk.end_all_copies()
+        desk.evict(32)
+        assert req.host_tokens >= 16
+    last = next_turn(desk, "c")
+    assert (last.host_tokens > 0) is is_loaded
+    assert bool(desk.orders()) is is_loaded
+
+
 # --- and what decode computes itself --------------------------------------------------------------
 
 

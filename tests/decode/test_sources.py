@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from prefixkv.config import ComputeConfig
-from prefixkv.decode.sources import FRESH_S, Source, Sources, Way, fair
+from prefixkv.decode.sources import FRESH_S, Lack, Source, Sources, Way, fair
 from prefixkv.protocol.ids import RoomKey
 
 HERE, PREFILL = Source.HERE, Source.PREFILL
@@ -22,7 +22,11 @@ class Scale:
             self.sources.chunk(1000, 1000 / rate, beside=False, now_s=self.now_s)
         if sent := measured.get("sent"):
             for number, tokens in enumerate((100, 900, 500, 2000)):
+                self.now_s += 30.0  # none waits for the one before
                 self.transfer(number, tokens, measured.get("wait_s", 0.0) + tokens / sent)
+            self.now_s = 100.0 + 4 * 30.0
+            if rate:
+                self.sources.chunk(1000, 1000 / rate, beside=False, now_s=self.now_s)
 
     def transfer(self, number: int, tokens: int, seconds: float, address: str = "p") -> None:
         key = RoomKey(number, 0)
@@ -54,25 +58,27 @@ def test_without_measurements_the_bound_decides() -> None:
 def test_a_few_tokens_are_computed_here_whatever_was_measured() -> None:
     scale = Scale(rate=1.0, sent=1e6)
     assert scale.choose(64) is HERE
-    assert scale.choose(65) is PREFILL
+    assert scale.choose(65) is PREFILL  # what it takes here is known
     none = Scale(ComputeConfig(below=0))
     assert none.choose(1) is PREFILL
 
 
 def test_no_measurement_takes_more_than_the_bound_here() -> None:
-    assert Scale(rate=1e9, sent=1.0).choose(2049) is PREFILL
+    bound = ComputeConfig().below
+    assert Scale(rate=1e9, sent=1.0).choose(bound) is HERE
+    assert Scale(rate=1e9, sent=1.0).choose(bound + 1) is PREFILL
 
 
-def test_the_faster_way_is_taken_but_a_little_slower_one_that_sends_nothing_goes_before() -> None:
-    # 1,000 tokens from prefill in .1 + .1 s: here they may take .2 * 2 + .02 s.
-    for rate, chosen in ((2400, HERE), (2300, PREFILL), (1e5, HERE)):
+def test_the_sooner_way_is_taken() -> None:
+    # 1,000 tokens from prefill in .1 + .1 s.
+    for rate, chosen in ((5100, HERE), (4900, PREFILL), (1e5, HERE), (10, PREFILL)):
         assert Scale(rate=rate, sent=1e4, wait_s=0.1).choose(1000) is chosen
 
 
 def test_what_is_due_here_makes_it_slower_here() -> None:
     scale = Scale(rate=1e4, sent=1e4, wait_s=0.1)
-    assert scale.choose(1000, due=3000) is HERE  # .4 of .2 * 2 + .02 s
-    assert scale.choose(1000, due=3300) is PREFILL
+    assert scale.choose(1000, due=900) is HERE  # .19 of .2 s
+    assert Scale(rate=1e4, sent=1e4, wait_s=0.1).choose(1000, due=1100) is PREFILL
 
 
 def test_beside_a_batch_each_chunk_waits_for_its_step() -> None:
@@ -83,6 +89,30 @@ def test_beside_a_batch_each_chunk_waits_for_its_step() -> None:
     assert scale.sources.chunk_tokens(True) == 100
     assert scale.choose(1000, is_busy=False) is HERE
     assert scale.choose(1000, is_busy=True) is PREFILL
+
+
+def test_a_long_prompt_for_which_others_would_wait_is_prefills() -> None:
+    """5,000 tokens take .5 s here and 2 s from prefill: at 10 requests a second five wait."""
+    scale = Scale(rate=1e4, sent=1e4, wait_s=1.5)
+    assert scale.choose(5000) is HERE
+    for _ in range(200):
+        scale.now_s += 0.1
+        scale.choose(500)
+    assert scale.choose(5000) is PREFILL
+    assert scale.choose(500) is HERE
+    # Where a request comes every hundred seconds, none waits.
+    scale = Scale(rate=1e4, sent=1e4, wait_s=1.5)
+    for number in range(200):
+        scale.now_s += 100.0
+        scale.transfer(number, 100, 1.6)
+        scale.sources.chunk(100, 0.01, beside=False, now_s=scale.now_s)
+        scale.choose(500)
+    assert scale.choose(5000) is HERE
+
+
+def test_a_burst_at_the_beginning_is_no_rate_of_requests() -> None:
+    scale = Scale(rate=1e4, sent=1e4, wait_s=1.5)
+    assert [scale.choose(200) for _ in range(5)] == [HERE] * 5
 
 
 def test_itl_share_bounds_the_chunk_beside_a_batch() -> None:
@@ -108,38 +138,184 @@ def test_a_chunk_beside_a_batch_is_measured_without_the_step() -> None:
     assert sources.tokens_per_s < 1e7
 
 
+def test_a_prefill_worker_answers_one_promise_after_the_other() -> None:
+    """.2 s for 1,000 tokens each: the third is there after .6 s."""
+    scale = Scale(rate=100, sent=1e4, wait_s=0.1)
+
+    def seconds(address: str = "p") -> float:
+        return scale.sources.choose_way([Lack(1000)], 0, False, address, scale.now_s).seconds
+
+    for number in range(3):
+        assert seconds() == pytest.approx(0.2 * (number + 1), abs=0.01)
+        scale.sources.promised("p", RoomKey(70 + number, 0), scale.now_s, 1000)
+    assert seconds("other") == pytest.approx(0.2, abs=0.01)
+    # When one has arrived, the next one begins: it is no slower for having waited.
+    for number in range(3):
+        scale.now_s += 0.2
+        scale.sources.arrived("p", RoomKey(70 + number, 0), 1000, scale.now_s)
+        assert seconds() == pytest.approx(0.2 * (3 - number), abs=0.01)
+
+
+def test_promises_of_unknown_size_count_as_others() -> None:
+    known, unknown = (Scale(rate=1e3, sent=1e4, wait_s=0.1) for _ in range(2))
+    mean = round(unknown.sources._line.mean_tokens)
+    known.sources.promised("p", RoomKey(70, 0), known.now_s, mean)
+    unknown.sources.promised("p", RoomKey(70, 0), unknown.now_s)
+    ways = [
+        one.sources.choose_way([Lack(500)], 0, False, "p", one.now_s) for one in (known, unknown)
+    ]
+    assert ways[0].seconds == pytest.approx(ways[1].seconds, rel=0.01)
+    assert ways[0].source is PREFILL
+    assert ways[0].seconds > 0.2
+
+
 def test_a_prefill_worker_that_does_not_answer_counts_as_slow_as_it_is_by_now() -> None:
     scale = Scale(rate=1e4, sent=1e6)  # prefill takes no time
     assert scale.choose(1000) is PREFILL
     scale.sources.promised("p", RoomKey(77, 0), scale.now_s - 1.0)
+    scale.now_s += 0.01  # its last answer was before
+    assert scale.choose(1000) is PREFILL
+    scale.now_s += 1.0
     assert scale.choose(1000) is HERE
     scale.sources.gave_up("p", RoomKey(77, 0))
     assert scale.choose(1000) is PREFILL
 
 
-def test_each_prefill_worker_is_measured_by_itself() -> None:
+def test_a_prefill_worker_that_is_slower_than_the_others_is_known() -> None:
     scale = Scale(rate=1e4, sent=1e6)
-    for number in range(9):
+    for number in range(40):
+        scale.now_s += 3.0
+        scale.transfer(number, 1000, 0.01, address="p")
         scale.transfer(number, 1000, 3.0, address="slow")
+    scale.sources.chunk(1000, 0.1, beside=False, now_s=scale.now_s)
     assert scale.choose(1000, address="slow") is HERE
     assert scale.choose(1000, address="p") is PREFILL
-    assert scale.choose(1000, address="new") is HERE  # by its bound: not measured
+
+
+def test_a_new_prefill_worker_counts_as_one_that_does_nothing_else() -> None:
+    scale = Scale(rate=1e4, sent=1e6)
+    assert scale.choose(1000, address="new") is PREFILL
+    assert Scale(rate=1e6, sent=1e4).choose(1000, address="new") is HERE
 
 
 def test_transfers_of_one_size_say_nothing_of_the_rate() -> None:
     scale = Scale(rate=500.0)
     for number in range(9):
+        scale.now_s += 1.0
         scale.transfer(number, 1000, 1.0)
-    # Whatever the size, it takes 1 s: 100 tokens take .2 s here, 1,200 take 2.4.
-    assert scale.choose(100) is HERE
-    assert scale.choose(1200) is PREFILL
+    # Whatever the size, it takes 1 s: 400 tokens take .8 s here, 600 take 1.2.
+    assert scale.choose(400) is HERE
+    assert scale.choose(600) is PREFILL
 
 
-def test_old_measurements_are_forgotten() -> None:
-    scale = Scale(rate=100.0, sent=1e6)
+def test_a_short_transfer_counts_as_much_as_a_long_one() -> None:
+    """One that took 6 s, where .35 are expected, says little of what 200 tokens take."""
+    scale = Scale(rate=2500)  # .08 s for 200 tokens
+    for number, tokens in enumerate((200, 60_000, 400, 200, 300, 30_000, 200)):
+        scale.now_s += 100.0
+        scale.transfer(number, tokens, 6.0 if tokens == 30_000 else tokens / 1e5 + 0.05)
+    scale.sources.chunk(1000, 0.4, beside=False, now_s=scale.now_s)
+    way = scale.sources.choose_way([Lack(200)], 0, False, "p", scale.now_s)
+    assert way.source is PREFILL
+    assert way.seconds < 0.08
+
+
+# --- what is measured again -----------------------------------------------------------------------
+
+
+def test_prefill_is_tried_where_nothing_of_it_is_known_one_request_at_a_time() -> None:
+    """Decode is slow, and all that it is given is below what it takes while nothing is known."""
+    scale = Scale(rate=100.0)
+    taken = []
+    for number in range(12):
+        chosen = scale.choose(200)
+        taken.append(chosen)
+        if chosen is PREFILL:
+            key = RoomKey(number, 0)
+            scale.sources.promised("p", key, scale.now_s, 200)
+            if number < 3:
+                assert scale.choose(200) is HERE  # it is not answered yet
+            scale.now_s += 0.1
+            scale.sources.arrived("p", key, 200, scale.now_s)
+    assert taken == [PREFILL] * 12  # three to know it, the others because it is sooner
+
+
+def test_prefill_is_tried_again_when_it_was_not_measured_lately() -> None:
+    scale = Scale(rate=1e4, sent=100.0)
+    for _ in range(3):
+        scale.now_s += FRESH_S / 4
+        scale.sources.chunk(1000, 0.1, beside=False, now_s=scale.now_s)
+        assert scale.choose(1000) is HERE
+    scale.now_s += FRESH_S / 2
+    scale.sources.chunk(1000, 0.1, beside=False, now_s=scale.now_s)
     assert scale.choose(1000) is PREFILL
-    scale.now_s += FRESH_S + 1
+    scale.sources.promised("p", RoomKey(50, 0), scale.now_s, 1000)
     assert scale.choose(1000) is HERE
+
+
+def test_own_compute_is_tried_again_with_little_when_it_was_not_measured_lately() -> None:
+    scale = Scale(rate=100.0, sent=1e6)
+    assert scale.choose(500) is PREFILL
+    for number in range(3):
+        scale.now_s += FRESH_S / 2
+        scale.transfer(number, 500, 0.01)
+    assert scale.choose(513) is PREFILL
+    assert scale.choose(512) is HERE
+    assert scale.choose(500, due=13) is PREFILL
+    # Measured, it is as slow as it was.
+    scale.sources.chunk(500, 5.0, beside=False, now_s=scale.now_s)
+    assert scale.choose(500) is PREFILL
+
+
+def test_nothing_is_known_of_what_was_measured_long_ago() -> None:
+    scale = Scale(rate=100.0, sent=1e6)
+    assert scale.choose(500) is PREFILL
+    scale.now_s += FRESH_S + 1
+    assert scale.choose(500) is HERE
+
+
+# --- what is loaded meanwhile ---------------------------------------------------------------------
+
+
+def test_what_prefill_computes_again_beside_a_load_is_known() -> None:
+    """1 ms a token for those that decode loads, .1 ms for those that are sent."""
+    scale = Scale(rate=1e5)
+    for number in range(60):
+        tokens, loaded = 100 + 37 * (number % 11), 500 * (number % 7)
+        scale.now_s += 30.0
+        key = RoomKey(number, 0)
+        scale.sources.promised("p", key, scale.now_s - 20.0, tokens, loaded)
+        scale.now_s += 1e-4 * tokens + 1e-3 * loaded - 20.0
+        scale.sources.arrived("p", key, tokens, scale.now_s)
+    scale.sources.chunk(1000, 100.0, beside=False, now_s=scale.now_s)
+    for lack, seconds in ((Lack(400), 0.04), (Lack(400, 2000, 0.01), 2.04)):
+        way = scale.sources.choose_way([lack], 0, False, "p", scale.now_s)
+        assert way.source is PREFILL
+        assert way.seconds == pytest.approx(seconds, rel=0.1, abs=0.01)
+
+
+@pytest.mark.parametrize(("load_s", "loaded"), [(0.2, 800), (0.3, 0)])
+def test_what_is_loaded_is_sent_instead_where_that_is_much_sooner(
+    load_s: float, loaded: int
+) -> None:
+    """All of it is sent in .11 s, and a load may take twice that, and 20 ms."""
+    scale = Scale(rate=100.0, sent=1e4)
+    lacks = [Lack(300, 800, load_s), Lack(1100)]
+    way = scale.sources.choose_way(lacks, 0, False, "p", scale.now_s)
+    assert (way.source, way.loaded, way.sent_tokens) == (PREFILL, loaded, 1100 - loaded)
+
+
+def test_decode_computes_no_sooner_than_what_is_before_it_is_loaded() -> None:
+    scale = Scale(rate=1e5, sent=1e3)
+    lacks = [Lack(300, 800, 5.0), Lack(1100)]
+    way = scale.sources.choose_way(lacks, 0, False, "p", scale.now_s)
+    assert (way.source, way.loaded, way.sent_tokens) == (HERE, 0, 0)
+    way = scale.sources.choose_way(lacks[:1], 0, False, "p", scale.now_s)
+    assert way.loaded == 800
+    assert way.seconds == pytest.approx(5.003, abs=0.01)
+
+
+# --- the rest -------------------------------------------------------------------------------------
 
 
 def test_where_prefill_is_down_the_other_bound_holds() -> None:
@@ -149,15 +325,25 @@ def test_where_prefill_is_down_the_other_bound_holds() -> None:
     assert Sources(config).most_tokens(is_down=True) == 100
 
 
-def test_fair_takes_the_way_that_sends_least_of_those_that_are_fast_enough() -> None:
-    ways = [Way(PREFILL, 1.0, 500), Way(PREFILL, 1.9, 100), Way(HERE, 2.02, 0)]
-    assert fair(ways).seconds == 2.02
-    assert fair([*ways[:2], Way(HERE, 2.03, 0)]).seconds == 1.9
+def test_of_the_ways_that_send_fair_takes_the_one_that_sends_least_if_it_is_fast_enough() -> None:
+    sends = [Way(PREFILL, 1.0, 500), Way(PREFILL, 2.02, 100)]
+    assert fair(sends).sent_tokens == 100
+    assert fair([sends[0], Way(PREFILL, 2.03, 100)]).sent_tokens == 500
+    # One that sends nothing takes nothing from the link, and need not be slower for that.
+    assert fair([*sends, Way(HERE, 1.9, 0)]).source is HERE
+    assert fair([*sends, Way(HERE, 2.1, 0)]).sent_tokens == 100
     assert fair([Way(HERE, 3.0, 0), Way(HERE, 2.0, 0)]).seconds == 2.0
+
+
+def test_seconds_for_which_others_wait_weigh_more() -> None:
+    sent, here = Way(PREFILL, 1.0, 500), Way(HERE, 0.6, 0)
+    assert fair([sent, here]) is here
+    assert fair([sent, here._replace(weight=1.6)]) is not sent
+    assert fair([sent, here._replace(weight=1.7)]) is sent
 
 
 def test_workers_that_were_asked_long_ago_are_forgotten() -> None:
     scale = Scale(rate=1e4)
     for number in range(400):
         scale.transfer(number, 100, 0.1, address=f"p{number}")
-    assert len(scale.sources._lines) == 256
+    assert len(scale.sources._workers) == 256

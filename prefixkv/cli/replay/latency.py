@@ -16,6 +16,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -119,17 +120,20 @@ def latencies(
         return []
     span_s = max(found[-1].time_s - found[0].time_s, 1e-9)
     work_tokens = sum(max(1, one.tokens - one.device_tokens) for one in found)
-    work_s = work_tokens / speeds.prefill_tokens_per_s
-    # More workers than requests have nothing to do, however short the time is.
-    workers = max(1, math.ceil(min(len(found), work_s / span_s / MOST_BUSY)))
+    workers = prefill_workers(work_tokens, span_s, speeds.prefill_tokens_per_s, len(found))
     rows = []
     for at, blocks in [(-1, 0), *enumerate(hosts)]:
         for own_tokens in (0, speeds.own_tokens):
-            queues = _Queues(trace, speeds, workers, own_tokens)
-            ttfts_s = [
-                queues.first_token_s(one, 0 if at < 0 else one.host_tokens[at]) - one.time_s
-                for one in found
-            ]
+            queues = Queues(trace, speeds, workers)
+            ttfts_s = []
+            for one in found:
+                host_tokens = 0 if at < 0 else one.host_tokens[at]
+                # Without own compute prefill is asked for a full hit too, as the first token is its
+                # work. Its cache finds what decode's finds.
+                missing = one.tokens - one.device_tokens - host_tokens
+                is_own = bool(own_tokens) and missing <= own_tokens
+                served = queues.serve(one, host_tokens, is_own, one.device_tokens)
+                ttfts_s.append(served.first_token_s - one.time_s)
             counted = [ttft_s for one, ttft_s in zip(found, ttfts_s, strict=True) if one.counted]
             p50, p99 = (float(one) for one in np.percentile(counted, [50, 99]))
             rows.append(
@@ -147,47 +151,98 @@ def latencies(
     return rows
 
 
-class _Queues:
-    """The four queues of one case, and the time that three of them have worked."""
+class Served(NamedTuple):
+    """What the queues did for one request: times in seconds."""
 
-    def __init__(self, trace: Trace, speeds: Speeds, workers: int, own_tokens: int) -> None:
-        self._trace, self._speeds, self._own_tokens = trace, speeds, own_tokens
-        self._own_rate = speeds.own_tokens_per_s or speeds.prefill_tokens_per_s / 2
-        # When each is free again.
-        self._workers_free_s = [0.0] * workers
+    first_token_s: float
+    loaded_s: float  # when the device has what the host had
+    worker: int  # of prefill; -1: decode has computed it
+    arrived_s: float  # when the KV from prefill was there, or was computed
+
+
+class Queues:
+    """The four queues of one case, and the time that three of them have worked. Requests come in
+    order of time.
+
+    `own_rate` is decode's, in tokens per second.
+
+    Args:
+        workers: of prefill, at least 1.
+    """
+
+    def __init__(self, trace: Trace, speeds: Speeds, workers: int) -> None:
+        self._speeds, self._token_bytes = speeds, trace.bytes_per_token
+        self._block_tokens = trace.block_tokens
+        self.own_rate = speeds.own_tokens_per_s or speeds.prefill_tokens_per_s / 2
+        # When each is free again, and of prefill's workers the number.
+        self._workers_free_s = [(0.0, number) for number in range(workers)]
         self._link_free_s = self._host_free_s = self._own_free_s = 0.0
         self.prefill_s = self.link_s = self.own_s = 0.0
 
-    def first_token_s(self, one: RequestTokens, host_tokens: int) -> float:
-        """Take one request through the queues; returns when its first token is there."""
-        speeds, token_bytes = self._speeds, self._trace.bytes_per_token
-        missing = one.tokens - one.device_tokens - host_tokens
+    def copy(self) -> Queues:
+        """Return a copy, to see what a request would take."""
+        found = copy(self)
+        found._workers_free_s = self._workers_free_s.copy()
+        return found
+
+    @property
+    def next_worker(self) -> int:
+        """Number of the prefill worker that is free first: the next prompt is its."""
+        return self._workers_free_s[0][1]
+
+    def load_s(self, host_tokens: int, time_s: float) -> float:
+        """Return the seconds until this many tokens of a request are loaded from the host tier."""
+        if not host_tokens:
+            return 0.0
+        took_s = host_tokens * self._token_bytes / self._speeds.host_bytes_per_s
+        return max(0.0, self._host_free_s - time_s) + took_s
+
+    def serve(
+        self, one: RequestTokens, host_tokens: int, is_own: bool, prefill_tokens: int
+    ) -> Served:
+        """Take one request through the queues.
+
+        Args:
+            host_tokens: that are loaded from the host tier, behind those that the device has.
+            is_own: decode computes what is missing.
+            prefill_tokens: of the prompt, that prefill's cache has.
+        """
+        speeds, missing = self._speeds, one.tokens - one.device_tokens - host_tokens
         # 1. What the host has. Nothing waits for it but the first token, and own compute.
-        loaded_s = one.time_s
+        loaded_s = one.time_s + self.load_s(host_tokens, one.time_s)
         if host_tokens:
-            begin_s = max(one.time_s, self._host_free_s)
-            self._host_free_s = loaded_s = (
-                begin_s + host_tokens * token_bytes / speeds.host_bytes_per_s
-            )
-        # 2. Little is missing: decode computes it, behind what it loads. Without own compute
-        #    prefill is asked for a full hit too, as the first token is its work.
-        if self._own_tokens and missing <= self._own_tokens:
+            self._host_free_s = loaded_s
+        # 2. Decode computes it, behind what it loads.
+        if is_own:
             begin_s = max(loaded_s, self._own_free_s)
-            took_s = max(1, missing) / self._own_rate
+            took_s = max(1, missing) / self.own_rate
             self.own_s += took_s
-            self._own_free_s = begin_s + took_s
-            return self._own_free_s
-        # 3. Prefill, at the worker that is free first. Its cache finds what decode's finds.
-        begin_s = max(one.time_s, heapq.heappop(self._workers_free_s))
-        took_s = max(1, one.tokens - one.device_tokens) / speeds.prefill_tokens_per_s
+            self._own_free_s = end_s = begin_s + took_s
+            return Served(end_s, loaded_s, -1, end_s)
+        # 3. Prefill, at the worker that is free first.
+        free_s, worker = heapq.heappop(self._workers_free_s)
+        begin_s = max(one.time_s, free_s)
+        took_s = max(1, one.tokens - prefill_tokens) / speeds.prefill_tokens_per_s
         end_s = begin_s + took_s
-        heapq.heappush(self._workers_free_s, end_s)
+        heapq.heappush(self._workers_free_s, (end_s, worker))
         self.prefill_s += took_s
         # 4. The link: what prefill has goes at once, and what it computes as it comes; the last
         #    block only when all is computed.
-        sent_s = missing * token_bytes / speeds.link_bytes_per_s
+        sent_s = missing * self._token_bytes / speeds.link_bytes_per_s
         self.link_s += sent_s
         self._link_free_s = max(begin_s, self._link_free_s) + sent_s
-        last = min(missing, self._trace.block_tokens)
-        last_s = end_s + last * token_bytes / speeds.link_bytes_per_s
-        return max(last_s, self._link_free_s, loaded_s)
+        last = min(missing, self._block_tokens)
+        last_s = end_s + last * self._token_bytes / speeds.link_bytes_per_s
+        arrived_s = max(last_s, self._link_free_s)
+        return Served(max(arrived_s, loaded_s), loaded_s, worker, arrived_s)
+
+
+def prefill_workers(work_tokens: int, span_s: float, rate: float, requests: int) -> int:
+    """Return how many prefill workers a replay's work keeps `MOST_BUSY` at most.
+
+    Args:
+        work_tokens: that prefill computes in all, in `span_s` seconds.
+        rate: tokens per second of one.
+        requests: more workers than that have nothing to do, however short the time is.
+    """
+    return max(1, math.ceil(min(requests, work_tokens / rate / span_s / MOST_BUSY)))

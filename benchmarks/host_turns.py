@@ -1,0 +1,180 @@
+"""Claim: agents that come back find in decode's host memory what its pool has forgotten, so that
+over a slow link their first token is there sooner and little is sent.
+
+    python -m benchmarks host_turns --pairs 2 --json benchmarks/results/host_turns.json
+
+A prefill worker on one core and two decode workers on another, as `prefixkv worker` runs them; the
+other decode worker waits meanwhile. Prefill sends at most 1 Gbit/s. Decode's pool holds a tenth of
+the pages of all sessions. One of the two has host memory of four times its pool, and computes what
+a turn adds (`compute_below`). Two sessions are active at a time. The next one is mostly one of the
+last few (`NEAR`), else any: so most turns come soon, and some long after.
+
+A round is a pass with both and two without, which are A against A; the order changes from round to
+round. "as pool": prefill's pool holds a third of all pages. "keeps all": it holds them all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import statistics
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from benchmarks.own_compute import agents
+from prefixkv.cli.chats.command import SIZES, small_vocabulary
+from prefixkv.cli.chats.workers import PREFILL, ChatAnswer, ModelWorkers
+from prefixkv.cli.chats.workload import Workload
+from prefixkv.cli.figures import machine
+from prefixkv.engines.hf.reference import Reference
+from prefixkv.engines.hf.small import small_model, small_tokenizer
+from prefixkv.errors import ConfigError
+
+SESSIONS, ACTIVE = 20, 2
+NEAR, NEAR_SHARE = 3, 0.6
+"""Of the turns so many are of one of the last `NEAR` sessions of their lane."""
+LINK_BYTES_PER_S = 125_000_000
+PAGE_SIZE = 16
+POOL, HOST = 0.1, 4.0  # of all sessions' pages; of the pool
+CASES = {"as pool": 1 / 3, "keeps all": 1.5}
+ON, OFF, AGAIN = "decode-both", "decode-today", "decode-today again"
+
+
+def order(seed: int, turns: list[int]) -> Iterator[int]:
+    """Yield the sessions in the order of their turns: `turns` says how many each has."""
+    draw = np.random.default_rng(seed)
+    left = dict(enumerate(turns))
+    last: list[int] = []
+    while left:
+        near = [one for one in last[-NEAR:] if one in left]
+        among = near if near and draw.random() < NEAR_SHARE else list(left)
+        chosen = among[int(draw.integers(len(among)))]
+        last = [*(one for one in last if one != chosen), chosen]
+        left[chosen] -= 1
+        if not left[chosen]:
+            del left[chosen]
+        yield chosen
+
+
+async def _play(
+    workers: ModelWorkers, decode: str, workload: Workload, salt: str
+) -> list[ChatAnswer]:
+    """Play all sessions, `ACTIVE` at a time, each lane its own ones. Returns the answers of later
+    turns."""
+    speller = small_vocabulary()
+    later: list[ChatAnswer] = []
+
+    async def lane(number: int) -> None:
+        mine = list(range(number, len(workload.sessions), ACTIVE))
+        said: dict[int, list[int]] = {session: [] for session in mine}
+        turn_of = dict.fromkeys(mine, 0)
+        turns = [len(workload.sessions[session]) for session in mine]
+        for at in order(1000 * number + len(mine), turns):
+            session = mine[at]
+            turn_number = turn_of[session]
+            turn = workload.sessions[session][turn_number]
+            turn_of[session] += 1
+            said[session] += speller(turn, turn_number == 0)
+            rid = f"{salt}.{session}.{turn_number}"
+            answer = await workers.ask(decode, rid, said[session], turn.output_len, salt, True)
+            said[session] += answer.tokens
+            if turn_number:
+                later.append(answer)
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(ACTIVE):
+            group.create_task(lane(number))
+    return later
+
+
+async def _case(
+    folder: Path, case: str, pairs: int, below: int, cores: list[int]
+) -> dict[str, Any]:
+    """Measure one case: the ratios of each pair, and their medians."""
+    most = agents(1, SESSIONS).max_request_tokens + 64
+    working_set = SESSIONS * -(-most // PAGE_SIZE)
+    pool = int(POOL * working_set)
+    prefill = {
+        "num_pages": int(CASES[case] * working_set),
+        "transport_max_bytes_per_s": LINK_BYTES_PER_S,
+    }
+    both = {
+        "num_pages": pool, "compute_below": below, "host_memory_num_pages": int(HOST * pool),
+    }  # fmt: skip
+    settings: dict[str, dict[str, Any]] = {ON: both, OFF: {"num_pages": pool}}
+    pins = [("taskset", "-c", str(core)) for core in cores[:2]]
+    passes: dict[str, list[dict[str, float]]] = {ON: [], OFF: [], AGAIN: []}
+    async with ModelWorkers(folder, prefill, settings, *pins) as workers:
+        for name in settings:  # so that no pass has the nodes' wire-up in it
+            await workers.ask(name, "first", [*range(16)], 2, f"first {name}")
+        for number in range(pairs):
+            for kind in [ON, OFF, AGAIN] if number % 2 == 0 else [OFF, AGAIN, ON]:
+                name = ON if kind == ON else OFF
+                before = await workers.figures(PREFILL)
+                later = await _play(workers, name, agents(2 + number, SESSIONS), f"{kind} {number}")
+                await workers.settled(name)
+                after = await workers.figures(PREFILL)
+                passes[kind].append(_row(later, _sent(after) - _sent(before)))
+                print(case, kind, passes[kind][-1], flush=True)
+
+    found: dict[str, Any] = {"pool_pages": pool, "working_set_pages": working_set, "passes": passes}
+    for key in ("later_ttft_p50_ms", "later_ttft_p99_ms", "itl_p99_ms", "sent_mib"):
+        for name, one in (("both_by_today", ON), ("today_by_today", AGAIN)):
+            pairs_of = zip(passes[one], passes[OFF], strict=True)
+            ratios = [round(mine[key] / theirs[key], 4) for mine, theirs in pairs_of]
+            median = round(statistics.median(ratios), 4)
+            found[f"{key}_{name}"] = {"median": median, "ratios": ratios}
+    return found
+
+
+def _sent(figures: dict[str, float]) -> float:
+    return sum(value for name, value in figures.items() if "prefixkv_sent_bytes_total" in name)
+
+
+def _row(later: list[ChatAnswer], sent_bytes: float) -> dict[str, float]:
+    ttft_ms = 1e3 * np.array([answer.ttft_s for answer in later])
+    itl_ms = 1e3 * np.array([one for answer in later for one in answer.itl_s])
+    hits = sum(answer.hit_tokens for answer in later) / sum(len(answer.prompt) for answer in later)
+    return {
+        "later_ttft_p50_ms": round(float(np.percentile(ttft_ms, 50)), 2),
+        "later_ttft_p99_ms": round(float(np.percentile(ttft_ms, 99)), 2),
+        "itl_p99_ms": round(float(np.percentile(itl_ms, 99)), 2),
+        "hit_ratio": round(hits, 4),
+        "sent_mib": round(sent_bytes / (1 << 20), 1),
+    }
+
+
+def host_turns(
+    pairs: Annotated[int, typer.Option(help="Rounds of three passes.")] = 2,
+    below: Annotated[int, typer.Option(help="Most tokens that decode computes of one.")] = 2048,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write recipe and rows there.")
+    ] = None,
+) -> None:
+    """First tokens and bytes sent of agents that come back, with host memory and own compute."""
+    cores = sorted(os.sched_getaffinity(0))
+    if pairs < 1 or len(cores) < 2:
+        raise ConfigError("--pairs must be at least 1, and two cores are needed")
+    load_before = os.getloadavg()
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="prefixkv-host-") as name:
+        folder = Path(name)
+        Reference(small_model(1, **SIZES, trial=False)).save(folder)
+        small_tokenizer().save(str(folder / "tokenizer.json"))
+        for case in CASES:
+            row = asyncio.run(_case(folder, case, pairs, below, cores))
+            rows.append({"prefill": case, **row})
+    if json_file is not None:
+        recipe: dict[str, Any] = {
+            "command": f"python -m benchmarks host_turns --pairs {pairs} --below {below}",
+            "sessions": SESSIONS, "active": ACTIVE, "near": NEAR, "near_share": NEAR_SHARE,
+            "pool": POOL, "host": HOST, "link_bytes_per_s": LINK_BYTES_PER_S, "below": below,
+            "pairs": pairs, "load_average": [load_before[0], os.getloadavg()[0]], **machine(),
+        }  # fmt: skip
+        json_file.write_text(json.dumps({"recipe": recipe, "rows": rows}, indent=1) + "\n")
