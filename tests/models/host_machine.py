@@ -134,7 +134,9 @@ class HostMachine:
             admission=admission,
             patience_s=chance.choice([5.0, 0.0]),
             lanes=Lanes(gated),
-            sources=None if config is None else ChosenSources(self, config, fails_over),
+            sources=Sources(loads=chance.randrange(2) > 0)
+            if config is None
+            else ChosenSources(self, config, fails_over),
             host=(self.host_pages, host_policy, is_ready),
         )
         assert self.scheduler.host is not None
@@ -621,8 +623,12 @@ class HostMachine:
             self.counts["copies failed"] += 1
         else:
             self._move(copy, copy.num_done, num_pages)
-        self.ends.append((copy.rank, HostCopyDone(copy.order.number, error, 1, 1e-6)))
+        self.ends.append((copy.rank, HostCopyDone(copy.order.number, error, 1, self._seconds())))
         return True
+
+    def _seconds(self) -> float:
+        """How long a copy took; where it is long, prefill may be the better source."""
+        return self.chance.choice([1e-6, 1e-6, 0.1, 3.0])
 
     def _move(self, copy: RankCopy, start: int, end: int, is_good: bool = True) -> None:
         order, rank = copy.order, copy.rank
