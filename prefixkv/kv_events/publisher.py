@@ -71,7 +71,7 @@ _COUNTERS = (
 _Socket = zmq.Socket[bytes]
 
 
-class _Tier:
+class _TierFeed:
     """The listener of a publisher to the cache in one kind of memory."""
 
     def __init__(self, publisher: KVEventPublisher, number: int) -> None:
@@ -125,8 +125,8 @@ class KVEventPublisher:
                 "this worker keeps pages too: name another one"
             )
         self.dialect = kind(page_size, config.medium)
-        self._device = _Tier(self, 0)
-        self.host = _Tier(self, 1) if has_host else None
+        self._device = _TierFeed(self, 0)
+        self.host = _TierFeed(self, 1) if has_host else None
         # In microseconds: no life publishes a million batches per second, so the next begins above.
         first_seq = time.time_ns() // 1000
         host = kind(page_size, kind.host_medium) if has_host else None
@@ -138,7 +138,7 @@ class KVEventPublisher:
         self._topic_frame = self.topic.encode()
         # Lists of changes on their way to the thread: appended by the scheduler, taken by the
         # thread.
-        self._handed: deque[tuple[_Tier, list[Change]]] = deque()
+        self._handed: deque[tuple[_TierFeed, list[Change]]] = deque()
         self._asleep = False  # set by the thread: `hand_over` must wake it
         self._bell: Inbox[None] = Inbox()
         self._handed_lists = self._handed_pages = 0  # written by the scheduler's thread alone
@@ -177,7 +177,7 @@ class KVEventPublisher:
         is lost. Under 5 us per change. See `Listener.hand_over`."""
         return self._hand_over(self._device, changes)
 
-    def _hand_over(self, tier: _Tier, changes: list[Change]) -> bool:
+    def _hand_over(self, tier: _TierFeed, changes: list[Change]) -> bool:
         """Take a list of changes of one tier's cache for the publisher's thread, or refuse it."""
         # 1. A list that begins with Cleared repairs every loss before it.
         # 2. After a loss all else is refused: it would build on what routers do not have.
@@ -282,7 +282,7 @@ class KVEventPublisher:
         self._publish(list(self._handed))
         self._send(self._stream.clear(time.time()))
 
-    def _publish(self, lists: list[tuple[_Tier, list[Change]]]) -> None:
+    def _publish(self, lists: list[tuple[_TierFeed, list[Change]]]) -> None:
         """Publish lists of the caches' changes as batches of events. After a defect those of a tier
         are dropped up to one that begins with Cleared."""
         for tier, changes in lists:
