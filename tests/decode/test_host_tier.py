@@ -3,11 +3,16 @@ next one, whatever else happens in between."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from prefixkv.cache.eviction.plain import LeastFrequentlyUsed
+from prefixkv.cache.eviction.policy import Policy, Use
+from prefixkv.cache.node import Mark
 from prefixkv.cache.radix_cache import RadixCache
+from prefixkv.cache.releases import Releases
 from prefixkv.config import ComputeConfig
 from prefixkv.decode.host_tier import HOST
 from prefixkv.decode.request import DecodeRequest
@@ -29,7 +34,7 @@ class HostDesk(Desk):
         host_pages: int = 32,
         spare_rows: int = 4,
         are_ready: bool = True,
-        host_policy: str = "lru",
+        host_policy: str | Policy = "lru",
         **settings: Any,
     ) -> None:
         settings = {"policy": "lru", "admission": "fifo", **settings}
@@ -520,9 +525,23 @@ def visits(cache: RadixCache, num_pages: int) -> list[int]:
 
 def test_each_request_is_one_use_of_what_host_memory_has() -> None:
     """Of what it found there, and of what was written for it."""
-    desk = HostDesk(num_pages=32, policy="lfu", host_policy="lfu")
+    heard: list[bool] = []
+
+    class Hearing(LeastFrequentlyUsed):
+        name = "hearing"
+
+        def mark(self, use: Use) -> Mark:
+            heard.append(use.visit)
+            return super().mark(use)
+
+        def insertion_marks(self, use: Use) -> Sequence[tuple[int, Mark]]:
+            heard.append(use.visit)
+            return super().insertion_marks(use)
+
+    desk = HostDesk(num_pages=32, policy="lfu", host_policy=Hearing())
     desk.leave_in_host_memory("a", 8)
     assert visits(desk.host.cache, 2) == [1, 1]
+    assert sum(heard) == 1
     req = desk.add("b", prompt("a", 16))
     desk.admit()
     desk.succeed(req.room_key)
@@ -531,6 +550,7 @@ def test_each_request_is_one_use_of_what_host_memory_has() -> None:
     desk.finish(req)
     desk.end_all_copies()
     assert visits(desk.host.cache, 4) == [2, 2, 1, 1]
+    assert sum(heard) == 2
 
 
 def test_a_load_is_one_use_of_the_pool() -> None:
@@ -561,6 +581,7 @@ def test_nothing_is_retracted_for_pages_that_an_aborted_load_gives_back() -> Non
     desk.abort(loading)
     desk.carry_out_aborts()
     assert len(desk.orders()) == 1
+    assert desk.host.coming_pages(Releases()) == desk.host.held_pages == 4
     while desk.pages.available_pages or not desk.pages.allocator.held_pages:
         desk.token(first, second)
     for _ in range(PAGE_SIZE):
