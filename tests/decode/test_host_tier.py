@@ -569,6 +569,21 @@ def test_a_load_is_one_use_of_the_pool() -> None:
     assert visits(desk.pages.cache, 4) == [2] * 4
 
 
+def test_what_the_pool_has_and_what_is_loaded_behind_it_is_used_once() -> None:
+    desk = HostDesk(num_pages=32, policy="lfu")
+    desk.finish(desk.start("a", 16))
+    desk.end_all_copies()
+    desk.evict(3)
+    desk.commands()
+    before = visits(desk.pages.cache, 1)
+    req = next_turn(desk)
+    assert req.host_tokens == 12
+    desk.end_copy()
+    desk.succeed(req.room_key)
+    assert desk.transferred() == ["b"]
+    assert visits(desk.pages.cache, 4) == [before[0] + 1, 1, 1, 1]
+
+
 # --- what others got wrong ------------------------------------------------------------------------
 
 
