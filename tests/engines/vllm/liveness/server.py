@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import tempfile
 from collections import deque
 from collections.abc import Callable
@@ -140,8 +141,11 @@ class Server:
         self.side: SchedulerSide = self.connector.scheduler
         self.side._now_s = self.side.sends.now_s = lambda: world.now_s
         self.side._draw = world.draw
-        # What is measured is measured in what happens in this world, which the case decides.
-        self.side.compute.now_s = lambda: world.now_s + 0.01 * len(world.steps)
+        # Whatever was measured, and again on each call: so every decision has to be a live one.
+        chance = random.Random(case.seed)
+        vars(self.side.compute)["is_here"] = lambda missing, _: (
+            missing <= case.compute_below and chance.random() < 0.5
+        )
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.memory = torch.zeros(num_blocks, BLOCK, 1)
         transfer = self.config.kv_transfer_config
