@@ -53,6 +53,8 @@ class OwnCompute:
         self._due: dict[str, int] = {}
         self._due_tokens = 0  # sum of these
         self._decoding: set[str] = set()
+        # Of requests that wait to be admitted: what was missing, and what was decided by that.
+        self._decided: dict[str, tuple[int, bool]] = {}
         # Of the step that is being scheduled.
         self._prompt_tokens, self._is_busy = 0, False
         self._steps: deque[_VllmStep] = deque(maxlen=_MOST_STEPS)  # under way, the oldest first
@@ -60,14 +62,21 @@ class OwnCompute:
 
     # --- the decision -----------------------------------------------------------------------------
 
-    def is_here(self, missing: int, address: str) -> bool:
+    def is_here(self, rid: str, missing: int, address: str) -> bool:
         """Decide whether decode's vLLM computes a request's `missing` tokens, or the prefill server
-        at `address`, by the rule of `Sources`."""
+        at `address`, by the rule of `Sources`.
+
+        vLLM asks in each step until it admits the request; it is decided again where other tokens
+        are missing, since the rule counts decisions as requests.
+        """
         if not self.is_on:
             return False
-        is_busy = bool(self._decoding)
-        source = self.sources.choose(missing, self._due_tokens, is_busy, address, self.now_s())
-        return source is Source.HERE
+        last = self._decided.get(rid)
+        if last is None or last[0] != missing:
+            due, is_busy = self._due_tokens, bool(self._decoding)
+            source = self.sources.choose(missing, due, is_busy, address, self.now_s())
+            last = self._decided[rid] = missing, source is Source.HERE
+        return last[1]
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -77,11 +86,13 @@ class OwnCompute:
         Its steps say so too; those who are admitted before the next one have to know it now.
         """
         if self.is_on:
+            self._decided.pop(rid, None)
             self._prompt_lens[rid] = prompt_len
             self._set_due(rid, due)
 
     def ended(self, rid: str) -> None:
         """Note that a request of decode's vLLM has ended."""
+        self._decided.pop(rid, None)
         self._prompt_lens.pop(rid, None)
         self._decoding.discard(rid)
         self._set_due(rid, 0)
@@ -93,10 +104,11 @@ class OwnCompute:
 
     # --- transfers --------------------------------------------------------------------------------
 
-    def promised(self, address: str, room: int) -> None:
-        """Note that a prefill server was promised a room that a router has drawn."""
+    def promised(self, address: str, room: int, num_tokens: int) -> None:
+        """Note that a prefill server was promised a room that a router has drawn, and is to send
+        the KV of `num_tokens` to decode's vLLM."""
         if self.is_on:
-            self.sources.promised(address, RoomKey(room, 0), self.now_s())
+            self.sources.promised(address, RoomKey(room, 0), self.now_s(), num_tokens)
 
     def arrived(self, address: str, room: int, num_tokens: int) -> None:
         """Note that the KV of a room has come to decode's vLLM."""
@@ -147,8 +159,8 @@ class OwnCompute:
 
     @property
     def rids(self) -> frozenset[str]:
-        """Requests of vLLM that are remembered: admitted, and not over."""
-        return frozenset(self._prompt_lens)
+        """Requests of vLLM that are remembered: decided or admitted, and not over."""
+        return frozenset(self._decided) | frozenset(self._prompt_lens)
 
     def check_invariants(self) -> None:
         """Raise InternalError if what is due in vLLM's steps is not the sum of its parts."""
@@ -156,6 +168,7 @@ class OwnCompute:
         check_laws(
             {
                 "what is due is the sum of it": self._due_tokens == sum(self._due.values()),
+                "what is decided is not admitted": not self._decided.keys() & admitted,
                 "only admitted requests are due or decode": self._due.keys() <= admitted
                 and self._decoding <= admitted,
                 "what is due is part of a prompt": all(

@@ -270,7 +270,7 @@ class SchedulerSide:
         # 7. It is quicker to compute it here. Asked behind 5., since what is on its way is not
         # missing.
         ask, _ = self._wanted[rid]
-        if self._may_compute(ask) and self.compute.is_here(missing, ask.prefill):
+        if self._may_compute(ask) and self.compute.is_here(rid, missing, ask.prefill):
             return 0, False
         # 8. A server of both roles: loads together leave blocks to compute with (see `bind`).
         if self._most_loading is not None:
@@ -340,7 +340,7 @@ class SchedulerSide:
             ask.room, ask.prefill, num_external, end, load_pages, self._num_ranks, self._now_s()
         )
         if self._may_compute(ask):
-            self.compute.promised(ask.prefill, ask.room)
+            self.compute.promised(ask.prefill, ask.room, num_external)
             if num_external <= self._options.compute_below:
                 self.counters.add("compute_declined")
         self._loaded_of[rid] = ask.room, num_external, prefix_len

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -25,6 +26,12 @@ class Steps:
         self.now_s = 100.0
         self.compute = OwnCompute(below, step_tokens, lambda: self.now_s)
 
+    def is_here(self, num_tokens: int) -> bool:
+        """Whether a request that lacks so many tokens, and is not heard of again, is computed."""
+        found = self.compute.is_here("new", num_tokens, FAR)
+        self.compute.ended("new")
+        return found
+
     def begin(self, **requests: tuple[int, int]) -> None:
         """A step is scheduled: where each request begins, and how many tokens it computes."""
         for rid, (start, count) in requests.items():
@@ -42,7 +49,7 @@ class Steps:
 
     def load(self, room: int, num_tokens: int, seconds: float) -> None:
         """A load of a room takes so long."""
-        self.compute.promised(FAR, room)
+        self.compute.promised(FAR, room, num_tokens)
         self.now_s += seconds
         self.compute.arrived(FAR, room, num_tokens)
 
@@ -104,13 +111,13 @@ def test_steps_that_compute_nothing_are_not_measured() -> None:
 def test_what_is_due_counts_from_the_admission_until_it_is_computed() -> None:
     steps = Steps()
     steps.compute.admitted("a", 900, 800)  # 100 are cached
-    assert not steps.compute.is_here(201, FAR)
-    assert steps.compute.is_here(200, FAR)
+    assert not steps.is_here(201)
+    assert steps.is_here(200)
     steps.begin(a=(100, 500))
-    assert steps.compute.is_here(700, FAR)
-    assert not steps.compute.is_here(701, FAR)
+    assert steps.is_here(700)
+    assert not steps.is_here(701)
     steps.compute.ended("a")
-    assert steps.compute.is_here(1000, FAR)
+    assert steps.is_here(1000)
     assert not steps.compute.rids
     steps.compute.check_invariants()
 
@@ -119,24 +126,37 @@ def test_a_preempted_prompt_is_due_again() -> None:
     steps = Steps()
     steps.compute.admitted("a", 900, 900)
     steps.begin(a=(0, 900))
-    assert steps.compute.is_here(1000, FAR)
+    assert steps.is_here(1000)
     steps.compute.admitted("a", 900, 0)  # as it comes back
     steps.begin(a=(0, 200))
-    assert steps.compute.is_here(300, FAR)
-    assert not steps.compute.is_here(301, FAR)
+    assert steps.is_here(300)
+    assert not steps.is_here(301)
 
 
-def test_the_way_that_was_quicker_of_late_is_taken() -> None:
-    """500 tokens of decode take a second; prefill sends them in a fifth, then in two."""
+@pytest.mark.parametrize(("seconds", "is_here"), [(0.2, False), (8.0, True)])
+def test_the_way_that_is_sooner_is_taken(seconds: float, is_here: bool) -> None:
+    """500 tokens of decode take a second."""
     steps = Steps()
     steps.compute.admitted("a", 500, 500)
     steps.step(1.0, a=(0, 500))
     for room in range(5):
-        steps.load(room, 500, 0.2)
-    assert not steps.compute.is_here(500, FAR)
-    for room in range(5, 10):
-        steps.load(room, 500, 2.0)
-    assert steps.compute.is_here(500, FAR)
+        steps.load(room, 500, seconds)
+    assert steps.is_here(500) is is_here
+
+
+def test_a_request_that_waits_is_decided_once() -> None:
+    """vLLM asks for it in each step; to the rule it is another one if it lacks other tokens."""
+    steps = Steps()
+    assert steps.compute.is_here("a", 1000, FAR)
+    steps.compute.admitted("b", 1000, 1000)
+    assert steps.compute.is_here("a", 1000, FAR)
+    assert not steps.compute.is_here("a", 999, FAR)
+    assert steps.compute.rids == {"a", "b"}
+    steps.compute.admitted("a", 1000, 0)
+    steps.compute.check_invariants()
+    for rid in "ab":
+        steps.compute.ended(rid)
+    assert not steps.compute.rids
 
 
 def test_a_prefill_server_that_does_not_answer_is_slow() -> None:
@@ -145,29 +165,52 @@ def test_a_prefill_server_that_does_not_answer_is_slow() -> None:
     steps.step(1.0, a=(0, 500))
     for room in range(5):
         steps.load(room, 500, 0.2)
-    steps.compute.promised(FAR, 5)
+    steps.compute.promised(FAR, 5, 500)
     steps.now_s += 1.0
-    assert steps.compute.is_here(500, FAR)
+    assert steps.is_here(500)
     steps.compute.gave_up(FAR, 5)
-    assert not steps.compute.is_here(500, FAR)
+    assert not steps.is_here(500)
 
 
-def test_beside_running_requests_each_step_of_theirs_counts() -> None:
-    """Prefill takes 1.6 s, so decode may take 3.22: it computes a thousand tokens in two seconds,
-    in steps of 500, and a step of the batch is .2 s long."""
+@pytest.mark.parametrize(("promised", "is_here"), [(100, False), (5000, True)])
+def test_what_a_prefill_server_has_still_to_send_counts(promised: int, is_here: bool) -> None:
+    """It sends a token in a millisecond, decode computes one in two."""
+    steps = Steps()
+    steps.compute.admitted("a", 500, 500)
+    steps.step(1.0, a=(0, 500))
+    for room in range(6):
+        steps.load(room, 500 + 500 * (room % 2), 0.5 + 0.5 * (room % 2))
+    steps.compute.promised(FAR, 6, promised)
+    assert steps.is_here(500) is is_here
+
+
+@pytest.mark.parametrize(
+    ("missing", "state", "is_here"),
+    [
+        (1300, "runs", True),  # 2.6 + 3 * .2 s
+        (1500, "runs", False),  # 3.0 + 3 * .2 s
+        (1500, "over", True),
+        (1000, "again", True),  # it was preempted: nothing runs, and half of it is due again
+        (1300, "again", False),
+    ],
+)
+def test_beside_running_requests_each_step_of_theirs_counts(
+    missing: int, state: str, is_here: bool
+) -> None:
+    """Prefill takes 3.4 s. Decode computes a thousand tokens in two seconds, in steps of 500, and a
+    step of the batch is .2 s long."""
     steps = Steps(below=2000)
     steps.compute.admitted("a", 1000, 1000)
     steps.step(1.0, a=(0, 500))
     steps.step(1.0, a=(500, 500))
     steps.step(0.2, a=(1000, 1))
     for room in range(5):
-        steps.load(room, 1500, 1.6)
-    assert steps.compute.is_here(1300, FAR)  # 2.6 + 3 * .2 s
-    assert not steps.compute.is_here(1500, FAR)  # 3.0 + 3 * .2 s
-    steps.step(1.0, a=(0, 500))  # it was preempted: nothing runs, and half of it is due again
-    assert steps.compute.is_here(1000, FAR)
-    steps.compute.ended("a")
-    assert steps.compute.is_here(1500, FAR)
+        steps.load(room, 1500, 3.4)
+    if state == "over":
+        steps.compute.ended("a")
+    elif state == "again":
+        steps.step(1.0, a=(0, 500))
+    assert steps.is_here(missing) is is_here
 
 
 def test_an_engine_that_does_not_say_when_steps_end_is_not_measured() -> None:
@@ -177,7 +220,7 @@ def test_an_engine_that_does_not_say_when_steps_end_is_not_measured() -> None:
         steps.begin(**{str(rid): (0, 100)})
         steps.compute.ended(str(rid))
     assert steps.compute.sources.tokens_per_s == 0.0
-    assert steps.compute.is_here(1000, FAR)
+    assert steps.is_here(1000)
     assert len(steps.compute._steps) < 100
 
 
@@ -186,7 +229,7 @@ def test_without_the_option_nothing_is_kept() -> None:
     steps.compute.admitted("a", 500, 500)
     steps.step(1.0, a=(0, 500))
     steps.load(1, 500, 0.2)
-    assert not steps.compute.is_here(1, FAR)
+    assert not steps.is_here(1)
     assert not steps.compute.rids
 
 
@@ -226,7 +269,7 @@ def slow(servers: Servers) -> None:
     compute = servers.decode.scheduler.compute
     compute.sources.chunk(1000, 1000.0, False, compute.now_s())
     for room in range(1000, 1010):
-        compute.promised(servers.address, room)
+        compute.promised(servers.address, room, 100)
         compute.arrived(servers.address, room, 100)
 
 
@@ -260,7 +303,9 @@ def test_steps_and_loads_are_measured(make_servers: MakeServers) -> None:
         forward(*args)
 
     vars(decode).update(CHUNK=50, _forward=take_a_second)
-    numbers = itertools.count(1)
+    numbers, promised, gave_up = itertools.count(1), Mock(), Mock()
+    promised.side_effect, gave_up.side_effect = compute.promised, compute.gave_up
+    vars(compute).update(promised=promised, gave_up=gave_up)
 
     def is_computed(num_tokens: int) -> bool:
         number = next(numbers)
@@ -273,13 +318,13 @@ def test_steps_and_loads_are_measured(make_servers: MakeServers) -> None:
     assert compute.sources.tokens_per_s == pytest.approx(50.0)
     assert not any(is_computed(300) for _ in range(3))
     assert not is_computed(200)  # 4 s here
+    assert [asked.args[2] for asked in promised.mock_calls] == [300, 300, 300, 200]
     left = servers.requests("left", [*range(300)])[0]
     decode.add(left)
     servers.step()
     decode.abort("left")
     servers.until(lambda: not any(decode.scheduler.gauges().values()))
-    now_s += 30.0
-    assert not is_computed(200)  # nothing waits for prefill any more
+    assert gave_up.mock_calls == [call(servers.address, left.kv_transfer_params["room"])]
 
 
 def test_what_is_on_its_way_is_waited_for(make_servers: MakeServers) -> None:

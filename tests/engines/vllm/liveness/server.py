@@ -143,7 +143,7 @@ class Server:
         self.side._draw = world.draw
         # Whatever was measured, and again on each call: so every decision has to be a live one.
         chance = random.Random(case.seed)
-        vars(self.side.compute)["is_here"] = lambda missing, _: (
+        vars(self.side.compute)["is_here"] = lambda rid, missing, _: (
             missing <= case.compute_below and chance.random() < 0.5
         )
         self.pool = self.scheduler.kv_cache_manager.block_pool
