@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from prefixkv.cache.results import PrefixLock as PrefixLock
     from prefixkv.cache.results import packed_ids as packed_ids
     from prefixkv.config import check_version as check_version
+    from prefixkv.decode.sources import Source as Source
+    from prefixkv.decode.sources import Sources as Sources
     from prefixkv.errors import AbortedError as AbortedError
     from prefixkv.errors import CallerError as CallerError
     from prefixkv.errors import CapacityError as CapacityError
@@ -184,6 +186,9 @@ _HOMES = {
     "staircase": "cache.eviction.ghosts",
     "AdmissionPolicy": "admission",
     "register_admission": "admission",
+    # Where decode gets what a request lacks.
+    "Source": "decode.sources",
+    "Sources": "decode.sources",
     # Pages and tokens.
     "MAX_INDEX": "paging",
     "PageIds": "paging",

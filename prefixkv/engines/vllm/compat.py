@@ -82,7 +82,8 @@ POLICY: Final = VllmFeature(
 )
 ENDING: Final = VllmFeature(
     "ending requests uncomputed",
-    "prefill computes the prompts of requests that decode has refused or left",
+    "prefill computes the prompts of requests that decode has refused or left, and `compute_below` "
+    "goes by its number alone, since steps are not measured",
 )
 RESTING: Final = VllmFeature(
     "resting while nothing can run", "a server that only waits for another one uses its cores"
@@ -133,7 +134,7 @@ TABLE: Final = (
          "_get_connector_metadata wait_for_save get_transfer_results build_connector_worker_meta",
          "be asked by a worker"),
     _row(CONFIG, "vllm.config", "VllmConfig", "kv_transfer_config parallel_config model_config "
-         "cache_config device_config lora_config", "know what the server is"),
+         "cache_config device_config lora_config scheduler_config", "know what the server is"),
     _row(CONFIG, "vllm.config", "KVTransferConfig", "kv_connector_extra_config kv_port "
          "is_kv_producer is_kv_consumer", "know its options"),
     _row(CONFIG, "vllm.config", "ParallelConfig", "tensor_parallel_size pipeline_parallel_size "
@@ -141,6 +142,8 @@ TABLE: Final = (
          "know the server's ranks"),
     _row(CONFIG, "vllm.config", "ModelConfig", "model dtype max_model_len is_encoder_decoder "
          "is_multimodal_model enable_sleep_mode get_total_num_kv_heads", "know the model"),
+    _row(CONFIG, "vllm.config", "SchedulerConfig", "max_num_batched_tokens",
+         "know how much a step computes"),
     _row(CONFIG, "vllm.config", "CacheConfig", "cache_dtype", "know how KV is kept"),
     _row(CONFIG, "vllm.config", "DeviceConfig", "device_type", "know where KV is"),
     _row(CONFIG, _SPECS, "KVCacheConfig", "num_blocks kv_cache_groups hash_block_size "

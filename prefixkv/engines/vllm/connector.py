@@ -75,6 +75,7 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
                 hash_size=kv_cache_config.hash_block_size,
                 num_ranks=self._num_ranks,
                 max_len=vllm_config.model_config.max_model_len,
+                step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
                 **self._roles,
             )
             # Without the resting hook nothing would listen, so no worker gets an address.

@@ -1,9 +1,10 @@
 """Three methods of vLLM that are wrapped, since its connector interface lacks the hook.
 
-`Scheduler.update_from_output`: ends requests that are not to be computed. A connector by itself can
-only answer "not yet" for a request, without an end. `EngineCoreProc._process_engine_step`: waits
-for a request or a ring where nothing can run; vLLM would sleep a millisecond and step again.
-`EngineCore.set_weight_version`: passes on the version of weights that were changed in place.
+`Scheduler.update_from_output`: says when a step's result has come, and ends requests that are not
+to be computed. A connector by itself can only answer "not yet" for a request, without an end.
+`EngineCoreProc._process_engine_step`: waits for a request or a ring where nothing can run; vLLM
+would sleep a millisecond and step again. `EngineCore.set_weight_version`: passes on the version of
+weights that were changed in place.
 
 All are wrapped when the scheduler's connector is made, each where vLLM has the names it needs. They
 do nothing for another connector, nor where `MultiConnector` stands between.
@@ -41,13 +42,18 @@ def install() -> bool:
 
 
 def _wrap_update_from_output(original: Any) -> Any:
-    """Wrap vLLM's `update_from_output`: a hook then ends requests that decode does not want."""
+    """Wrap vLLM's `update_from_output`: a hook then measures the step, and ends requests that
+    decode does not want.
+    """
 
     @functools.wraps(original)
     def update_from_output(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # After vLLM's own work: the report that decode has refused a request was taken in there.
-        outputs = original(self, *args, **kwargs)
         side = _side(self)
+        # Before vLLM's own work: a step ends when its result comes.
+        if side is not None:
+            side.compute.step_ended()
+        # After it: the report that decode has refused a request was taken in there.
+        outputs = original(self, *args, **kwargs)
         if side is not None:
             # Only now is it known that this scheduler passes here: from the first call on
             # `ScheduledSends` keeps such requests waiting until they are ended, instead of

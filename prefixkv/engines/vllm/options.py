@@ -64,8 +64,9 @@ class ConnectorOptions:
     where `bind` names none. Both servers have to agree on `model` ("": the model as vLLM was given
     it) and on `weights_version`.
 
-    With `join_flights` a request on decode waits for another that loads the same blocks. It
-    computes missing tokens itself where they are at most `recompute_below`.
+    With `join_flights` a request on decode waits for another that loads the same blocks. Where at
+    most `compute_below` tokens are missing, decode computes them itself if that is measured to be
+    the better way; where they are at most `recompute_below`, always. One of the two may be set.
 
     The blocks of a room that prefill has drawn are kept for a decode server: at most
     `offer_timeout_s`, and at least `offer_grace_s` against requests for which no decode server
@@ -87,12 +88,19 @@ class ConnectorOptions:
     policy: str = ""
     control: ControlConfig = field(default_factory=ControlConfig)
     transport: TransportConfig = field(default_factory=TransportConfig)
+    compute_below: CountOrZero = 0
 
     def __post_init__(self) -> None:
         check_fields(self)
         # "": the engine keeps its own rule.
         if self.policy and (why := explain_policy(self.policy)):
             raise ConfigError(f"policy: {why}")
+        if self.compute_below and self.recompute_below:
+            raise ConfigError(
+                f"compute_below: is {self.compute_below}, and recompute_below "
+                f"{self.recompute_below}: leave out recompute_below, which computes on decode "
+                "whatever that costs"
+            )
 
     @property
     def reached_at(self) -> str:

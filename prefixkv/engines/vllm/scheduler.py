@@ -27,6 +27,7 @@ from prefixkv.engines.vllm.asks import (
     namespace_of,
 )
 from prefixkv.engines.vllm.blocks import BlockPool, Flights, Holds
+from prefixkv.engines.vllm.compute import OwnCompute
 from prefixkv.engines.vllm.options import ConnectorOptions
 from prefixkv.engines.vllm.orders import Open, Refuse, StepOrders, WorkerReport
 from prefixkv.engines.vllm.sends import ScheduledSends
@@ -59,6 +60,8 @@ class _PendingLoad:
     """One load on decode, from its admission until all ranks have settled it."""
 
     room: int
+    prefill: str  # the server's address
+    num_tokens: int  # to be loaded
     num_blocks: int  # of the whole prompt
     pages: tuple[int, ...]  # to be loaded
     unsettled: int  # ranks into which a peer may still write
@@ -77,6 +80,7 @@ class SchedulerSide:
         block_size, hash_size: tokens of a block, and of each entry of `Request.block_hashes`.
         num_ranks: number of workers, each of which holds a share of every block.
         max_len: tokens of the longest request that vLLM takes; 0: unknown.
+        step_tokens: most tokens that a step of vLLM computes.
         draw: returns a new random ticket.
         now_s: seconds since the epoch.
     """
@@ -91,6 +95,7 @@ class SchedulerSide:
         hash_size: int | None = None,
         num_ranks: int = 1,
         max_len: int = 0,
+        step_tokens: int = 2048,
         draw: Callable[[], int] = secret_number,
         now_s: Callable[[], float] = time.time,
     ) -> None:
@@ -120,6 +125,7 @@ class SchedulerSide:
         self._reported_gauges = dict.fromkeys(GAUGES, 0.0)
         self.flights = Flights()
         self.counters = Counters()
+        self.compute = OwnCompute(options.compute_below, step_tokens)
         self.sends = ScheduledSends(
             block_size,
             num_ranks,
@@ -261,7 +267,12 @@ class SchedulerSide:
         # 6. A follower, and no load of its prompt is under way: vLLM computes what is missing.
         if rid in self._followers:
             return 0, False
-        # 7. A server of both roles: loads together leave blocks to compute with (see `bind`).
+        # 7. It is quicker to compute it here. Asked behind 5., since what is on its way is not
+        # missing.
+        ask, _ = self._wanted[rid]
+        if self._may_compute(ask) and self.compute.is_here(rid, missing, ask.prefill):
+            return 0, False
+        # 8. A server of both roles: loads together leave blocks to compute with (see `bind`).
         if self._most_loading is not None:
             num_blocks = pages_for(request.num_prompt_tokens, self._block_size)
             if num_blocks > self._most_loading:
@@ -270,6 +281,14 @@ class SchedulerSide:
             if loading + num_blocks > self._most_loading:
                 return None, False
         return missing, True
+
+    def _may_compute(self, ask: LoadAsk) -> bool:
+        """Return whether measured cost decides how vLLM gets what a request lacks.
+
+        Not where prefill has drawn the room: it has computed the prompt already, and would have
+        done so in vain.
+        """
+        return self.compute.is_on and not ask.nonce
 
     def _hashes(self, request: Any, start: int, end: int) -> list[Any]:
         """Return the hash in vLLM's scheduler of each whole block of a prompt's tokens.
@@ -301,19 +320,29 @@ class SchedulerSide:
         if rid in self._joined:
             self._joined.discard(rid)
             self.counters.add("flights_joined")
+        computed = 0 if wanted is None or num_external > 0 else request.num_prompt_tokens - hit
+        self.compute.admitted(rid, request.num_prompt_tokens, computed)
         if wanted is None:
             return  # asks for nothing, or has been loaded already
         ask, digest = wanted
-        # The prefix cache had the prompt, or it is cheaper to compute: prefill must stop waiting.
+        # What is missing is computed here: prefill must stop waiting.
         if num_external <= 0:
             self._loaded_of[rid] = ask.room, 0, hit
+            self.counters.add("computed_requests")
+            self.counters.add("computed_tokens", computed)
             self._refuse(ask, "decode computes it itself")
             return
         num_tokens = request.num_prompt_tokens
         prefix_len = num_tokens - num_external
         first, end = prefix_len // self._block_size, pages_for(num_tokens, self._block_size)
         load_pages = tuple(pages[first:end])
-        self._loads[rid] = _PendingLoad(ask.room, end, load_pages, self._num_ranks, self._now_s())
+        self._loads[rid] = _PendingLoad(
+            ask.room, ask.prefill, num_external, end, load_pages, self._num_ranks, self._now_s()
+        )
+        if self._may_compute(ask):
+            self.compute.promised(ask.prefill, ask.room, num_external)
+            if num_external <= self._options.compute_below:
+                self.counters.add("compute_declined")
         self._loaded_of[rid] = ask.room, num_external, prefix_len
         self.flights.begin(rid, self._hashes(request, prefix_len, num_tokens))
         self._orders.opens.append(
@@ -345,6 +374,7 @@ class SchedulerSide:
         self._joined.discard(rid)
         self._followers.discard(rid)
         self._hits.pop(rid, None)
+        self.compute.ended(rid)
         # 1. Never admitted: no block was promised, and a refusal is all that prefill needs.
         if (wanted := self._wanted.pop(rid, None)) is not None:
             self._refuse(wanted[0], "decode's request ended before it was admitted")
@@ -394,6 +424,7 @@ class SchedulerSide:
         again = step.scheduled_cached_reqs
         for rid, computed in zip(again.req_ids, again.num_computed_tokens, strict=True):
             self._compute(rid, computed, step)
+        self.compute.step_scheduled()
         # Everything ordered since the last step goes out together; the next step starts empty.
         orders, self._orders = self._orders, StepOrders()
         self._quiet_steps = 0 if orders or scheduled else self._quiet_steps + 1
@@ -409,6 +440,7 @@ class SchedulerSide:
             return list(pages)
 
         count = step.num_scheduled_tokens[rid]
+        self.compute.scheduled(rid, computed, count)
         self.sends.compute(rid, computed, count, table, self.holds, self._orders)
 
     def take_reports(self, report: WorkerReport | None, received: Iterable[str]) -> None:
@@ -454,7 +486,9 @@ class SchedulerSide:
         self.flights.land(rid)
         if not load.error:
             self.counters.add("loads_done")
+            self.compute.arrived(load.prefill, load.room, load.num_tokens)
             return
+        self.compute.gave_up(load.prefill, load.room)
         self.counters.add("loads_failed")
         if not load.left:
             self._record_error(rid, load.error, logging.DEBUG if load.refused else logging.WARNING)
@@ -609,4 +643,5 @@ class SchedulerSide:
             self._loads,
         )
         self.flights.check_invariants()
+        self.compute.check_invariants()
         self.holds.check_invariants()

@@ -57,6 +57,7 @@ class Servers:
             assert engine.num_used == 0
             assert len(engine.scheduler.flights) == 0
             assert not engine.scheduler._errors
+            assert not engine.scheduler.compute.rids
 
     def close(self) -> None:
         self.decode.close()

@@ -280,6 +280,7 @@ class Engine:
         return wrong
 
     def _update(self, results: Any, news: Any) -> None:
+        self.scheduler.compute.step_ended()  # as `hooks` has it, before vLLM's own work
         for rid in results.failed:
             if rid in self.loading and self.policy == "fail":
                 request = self.loading.pop(rid)

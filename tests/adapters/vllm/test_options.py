@@ -30,6 +30,8 @@ def test_what_is_said_is_what_is_meant() -> None:
     )
     assert made.bind == "tcp://127.0.0.1:14579"
     assert (made.name, made.join_flights, made.recompute_below) == ("decode-3", False, 64)
+    assert made.compute_below == 0
+    assert ConnectorOptions.of({"name": "d", "compute_below": 2048}, 1).compute_below == 2048
     assert made.control.transfer_timeout_s == 5
     assert made.control.curve is not None
     assert made.control.curve.public_key == "p" * 40
@@ -47,6 +49,11 @@ def test_what_is_said_is_what_is_meant() -> None:
         ({"name": "d", "policy": "lruu"}, "policy: 'lruu' is not one of .*; the nearest is lru"),
         ({"name": "d", "polcy": "gated"}, "there is no setting polcy; the nearest is policy"),
         ({"name": "d", "recompute_below": -1}, "recompute_below: -1 is below 0"),
+        ({"name": "d", "compute_below": -1}, "compute_below: -1 is below 0"),
+        (
+            {"name": "d", "compute_below": 64, "recompute_below": 32},
+            "compute_below: is 64, and recompute_below 32: leave out recompute_below",
+        ),
         ({"name": "d", "join_flights": "yes"}, "join_flights: 'yes' is not true or false"),
         ({"name": "d", "control": 5}, "control: 5 is not a table"),
         (

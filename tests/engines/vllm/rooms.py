@@ -111,6 +111,9 @@ class Gate:
                 one.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
+        """Listen no more, and end every connection. Idempotent."""
+        with suppress(OSError):  # else the thread that accepts would take one more
+            self._listening.shutdown(socket.SHUT_RDWR)
         self._listening.close()
         self.open()
         self.cut()
@@ -220,17 +223,19 @@ _HELD: Final = frozenset(
 
 
 class Rooms:
-    """The servers, the gates, the proxy."""
+    """The servers, the gates, the proxy. `decode` are options of decode's connector."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **decode: Any) -> None:
         model = make_model(PYTHON, folder / "model", TINY)
         self.kv_port = free_port()
         common = ["--chat-template", TEMPLATE, "--enable-prompt-tokens-details"]
         roles = {"prefill": "kv_producer", "decode": "kv_consumer"}
         for side, role in roles.items():
             port = self.kv_port if side == "prefill" else free_port()
+            options = decode if side == "decode" else {}
             server = Server(
-                PYTHON, model, folder / f"{side}.log", transfer_config(role, f"{side}-0", port),
+                PYTHON, model, folder / f"{side}.log",
+                transfer_config(role, f"{side}-0", port, **options),
                 chunk=64, max_len=DECODE_LEN if side == "decode" else 4096,
                 more=[*common, "--served-model-name", MODEL, NAMES[side]],
             )  # fmt: skip

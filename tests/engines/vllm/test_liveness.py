@@ -38,6 +38,8 @@ def test_every_request_ends_and_leaves_nothing_behind(results: list[dict[str, An
     assert explored["failures"] == 0
     assert explored["cases"] > 800
     assert explored["repeatable"]
+    for both in ("loaded, and might be computed", "computed, and might be loaded"):
+        assert explored[both] > 20
 
 
 def test_each_mutant_is_found(results: list[dict[str, Any]]) -> None:

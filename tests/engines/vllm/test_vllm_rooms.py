@@ -2,11 +2,13 @@
 for each event, through `prefixkv proxy` and two real vLLM servers.
 
 In each row the answer is one vLLM's, nothing is held afterwards on the servers or the proxy,
-and the next request is answered as ever. `rooms` has what is compared with what.
+and the next request is answered as ever. `rooms` has what is compared with what. The last test
+kills prefill.
 """
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,12 +33,13 @@ from tests.engines.vllm.test_vllm import PYTHON, until
 
 TOKENS, BLOCKS = 70, 3  # of a row's prompt
 OUT = 4
+BELOW = 8  # tokens that decode computes; all prompts but those of conversations lack more
 
 
 @pytest.fixture(scope="module")
 def rooms(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rooms]:
     assert PYTHON, "PREFIXKV_ENGINE_PYTHON is the interpreter of `benchmarks env vllm`"
-    made = Rooms(tmp_path_factory.mktemp("rooms"))
+    made = Rooms(tmp_path_factory.mktemp("rooms"), compute_below=BELOW)
     try:
         try:
             made.start()
@@ -467,3 +470,89 @@ def test_a_room_of_a_prompt_that_decode_computes(rooms: Rooms, more: Json) -> No
     both = Client(rooms.decode.port, PATHS["completions"], {**body, "kv_transfer_params": load})
     assert is_same(both.read().value, rooms.alone(PATHS["completions"], body).value)
     check_after(rooms)
+
+
+# --- what decode computes itself ------------------------------------------------------------------
+
+
+@dataclass
+class Conversation:
+    """Turns through the proxy. Each answer ends with a block, so that the next turn lacks the
+    answer's last token, which has no KV, and what is said then."""
+
+    rooms: Rooms
+    tokens: list[int] = field(default_factory=list)
+
+    def say(self, num_tokens: int, **more: Any) -> Json:
+        """The request of the next turn."""
+        self.tokens = [*self.tokens, *new_prompt(num_tokens)]
+        most = -len(self.tokens) % BLOCK + 1
+        return body_of("completions", prompt=self.tokens, max_tokens=most, **more)
+
+    def hear(self, body: Json, client: Client) -> None:
+        """The answer: it is one server's."""
+        said = client.read()
+        assert (said.status, said.error) == (200, "")
+        assert is_same(said.value, self.rooms.alone(PATHS["completions"], body).value)
+        (choice,) = said.value["choices"].values() if body.get("stream") else said.value["choices"]
+        self.tokens = [*self.tokens, *choice["token_ids"]]
+
+    def turn(self, num_tokens: int, **more: Any) -> None:
+        body = self.say(num_tokens, **more)
+        self.hear(body, self.rooms.ask(PATHS["completions"], body))
+        self.rooms.settled()
+
+
+def prefill_computed(rooms: Rooms) -> float:
+    """Tokens of the prompts that prefill has computed."""
+    return rooms.prefill.metrics()["vllm:prompt_tokens_total"]
+
+
+def of_decode(rooms: Rooms) -> tuple[int, int]:
+    """Requests whose missing tokens it has computed, and these tokens."""
+    return rooms.decode.counter("computed_requests"), rooms.decode.counter("computed_tokens")
+
+
+def test_a_conversation_whose_turns_lack_little_is_decodes_alone(rooms: Rooms) -> None:
+    talk = Conversation(rooms)
+    computed, sent, (requests, tokens) = (
+        prefill_computed(rooms),
+        rooms.blocks_sent(),
+        of_decode(rooms),
+    )
+    talk.turn(200)
+    rooms.has_sent(sent + 7)
+    until(lambda: prefill_computed(rooms) == computed + 200)
+    for turn in range(4):
+        talk.turn(BELOW - 1, stream=turn % 2 == 1)
+    assert (prefill_computed(rooms), rooms.blocks_sent()) == (computed + 200, sent + 7)
+    assert of_decode(rooms) == (requests + 4, tokens + 4 * BELOW)
+    talk.turn(BELOW)  # a token more
+    rooms.has_sent(sent + 7 + 1)
+    until(lambda: prefill_computed(rooms) > computed + 200)
+    assert of_decode(rooms) == (requests + 4, tokens + 4 * BELOW)
+
+
+def test_a_conversation_goes_on_when_prefill_is_killed(rooms: Rooms) -> None:
+    """In the middle of a request that it has got, and afterwards."""
+    talk = Conversation(rooms)
+    talk.turn(100)
+    alone = rooms.proxy_metrics()["prefixkv_proxy_recomputed_total"]
+    rooms.prefill.signal(signal.SIGSTOP)
+    body = talk.say(BELOW - 1)  # decode needs no word of prefill
+    talk.hear(body, rooms.ask(PATHS["completions"], body))
+    assert rooms.proxy_metrics()["prefixkv_proxy_recomputed_total"] == alone
+    body = talk.say(50)
+    client = rooms.ask(PATHS["completions"], body)
+    rooms.until_gauge("decode", "loads_waiting")
+    rooms.prefill.signal(signal.SIGKILL)
+    rooms.before["prefill"].close()
+    talk.hear(body, client)
+    for num_tokens in (BELOW - 1, 50):
+        for stream in (False, True):
+            body = talk.say(num_tokens, stream=stream)
+            talk.hear(body, rooms.ask(PATHS["completions"], body))
+    # Of these that of the killed server at least; a little is computed before the proxy knows.
+    assert rooms.proxy_metrics()["prefixkv_proxy_recomputed_total"] > alone
+    until(lambda: rooms.decode.metrics()["vllm:kv_cache_usage_perc"] == 0)
+    until(lambda: rooms.gauge("decode", "held_blocks") == 0)

@@ -33,6 +33,7 @@ class Case:
     recompute_below: int = 0
     asynchronous: bool = False
     both: bool = False
+    compute_below: int = 0
 
     def __str__(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
-from tests.engines.vllm.liveness.case import Case
+from tests.engines.vllm.liveness.case import MAX_LEN_BLOCKS, Case
 from tests.models.liveness.arrivals import BLOCK, PATTERNS, Ask, arrivals, orders, prompts
 
 LENGTHS = 14 * BLOCK, 14 * BLOCK - 2, 10 * BLOCK, 7 * BLOCK + 1
@@ -46,7 +47,7 @@ def at_random(seed: int) -> Case:
     chance.shuffle(order)
     if chance.random() < 0.4:
         order = leaving(order, asks, chance)
-    return Case(
+    case = Case(
         asks,
         tuple(order),
         pace=chance.choice(("none", "rest", "a", "b", "random", "random", "random")),
@@ -60,6 +61,8 @@ def at_random(seed: int) -> Case:
         asynchronous=chance.random() < 0.4,
         both=both,
     )
+    below = chance.choice((0, 0, 2 * BLOCK, 9 * BLOCK, MAX_LEN_BLOCKS * BLOCK))
+    return replace(case, compute_below=0 if case.recompute_below else below)
 
 
 def leaving(order: list[str], asks: tuple[Ask, ...], chance: random.Random) -> list[str]:

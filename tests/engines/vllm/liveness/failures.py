@@ -44,7 +44,15 @@ def _smaller(case: Case) -> Iterator[Case]:
         if event[0] == "-":
             yield replace(case, order=tuple(one for one in case.order if one != event))
     plain = Case(case.asks, case.order)
-    names = ["storm", "asynchronous", "recompute_below", "chunk", "share", "blocks"]
+    names = [
+        "storm",
+        "asynchronous",
+        "recompute_below",
+        "compute_below",
+        "chunk",
+        "share",
+        "blocks",
+    ]
     if not any(ask.way == "ba" for ask in case.asks):
         names.append("both")
     for name in names:

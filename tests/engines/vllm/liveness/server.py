@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import tempfile
 from collections import deque
 from collections.abc import Callable
@@ -63,6 +64,7 @@ def _config(
     join: bool,
     recompute_below: int,
     asynchronous: bool,
+    compute_below: int,
 ) -> VllmConfig:
     extra: dict[str, Any] = {
         "offer_grace_s": OFFER_GRACE_S,
@@ -70,6 +72,7 @@ def _config(
         "name": name,
         "join_flights": join,
         "recompute_below": recompute_below,
+        "compute_below": compute_below,
         "transport": {"trial_peers": False},
     }
     scheduling = SchedulerConfig(
@@ -123,8 +126,10 @@ class Server:
     def __init__(self, world: World, name: str, role: str, num_blocks: int) -> None:
         case = world.case
         self.world, self.name = world, name
-        settings = case.chunk, case.share, case.join, case.recompute_below, case.asynchronous
-        self.config = _config(name, role, num_blocks, *settings)
+        self.config = _config(
+            name, role, num_blocks, case.chunk, case.share, case.join, case.recompute_below,
+            case.asynchronous, case.compute_below,
+        )  # fmt: skip
         self.batch_queue_size = self.config.max_concurrent_batches
         spec = FullAttentionSpec(BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32)
         kv = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)])
@@ -136,6 +141,11 @@ class Server:
         self.side: SchedulerSide = self.connector.scheduler
         self.side._now_s = self.side.sends.now_s = lambda: world.now_s
         self.side._draw = world.draw
+        # Whatever was measured, and again on each call: so every decision has to be a live one.
+        chance = random.Random(case.seed)
+        vars(self.side.compute)["is_here"] = lambda rid, missing, _: (
+            missing <= case.compute_below and chance.random() < 0.5
+        )
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.memory = torch.zeros(num_blocks, BLOCK, 1)
         transfer = self.config.kv_transfer_config
@@ -358,6 +368,7 @@ class Server:
             "followers": list(self.side._followers),
             "joined": list(self.side._joined),
             "flights": len(self.side.flights),
+            "computing": sorted(self.side.compute.rids),
             "sends": list(sends.sends),
             "drawn": list(sends._drawn),
             "ending": list(sends.ending),

@@ -99,6 +99,12 @@ class World:
     def ordered(self, server: Server, orders: Any) -> None:
         self.opened |= {opening.room for opening in orders.opens}
         self.declined |= {one.room for one in orders.declines}
+        if below := self.case.compute_below:
+            lacks = [one.num_tokens - one.prefix_len for one in orders.opens]
+            self.counts["loaded, and might be computed"] += sum(one <= below for one in lacks)
+            self.counts["computed, and might be loaded"] += sum(
+                one.reason == "decode computes it itself" for one in orders.refusals
+            )
         if self.tell is not None and orders:
             self.tell(f"    {server.name}: {orders}")
 

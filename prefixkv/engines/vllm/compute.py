@@ -1,0 +1,180 @@
+"""Prompts that decode's own vLLM computes: the measurements from vLLM's steps by which `Sources`
+decides, the same rule as of a `DecodeNode`.
+
+A step ends when its result comes. It begins where the one before ended, or when it was scheduled,
+whichever is later, since vLLM may schedule a step while another one runs. The size of a step is
+vLLM's decision alone, so no share of a step bounds what is computed here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+from prefixkv import ComputeConfig
+from prefixkv.spi import Source, Sources, check_laws
+from prefixkv.transfer import RoomKey
+
+_UNBOUNDED_SHARE: Final = 100.0
+"""`ComputeConfig.itl_share` at its most: vLLM alone says how long a step may become."""
+
+_MOST_STEPS: Final = 64
+"""Steps that are remembered until they end; a vLLM that says nothing of their ends keeps these."""
+
+
+class _VllmStep(NamedTuple):
+    begun_s: float
+    prompt_tokens: int
+    is_busy: bool  # it decodes
+
+
+class OwnCompute:
+    """What decode's vLLM computes of prompts, and what is left. Owned by vLLM's scheduler.
+
+    Every call costs O(1). With `below` 0 nothing is measured, and nothing is computed here.
+
+    Args:
+        below: most missing tokens of a request that may be computed here.
+        step_tokens: the most that a step of vLLM computes of prompts, at least 1.
+        now_s: seconds of a clock that never goes back.
+    """
+
+    def __init__(
+        self, below: int, step_tokens: int, now_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        config = ComputeConfig(below=below, chunk_tokens=step_tokens, itl_share=_UNBOUNDED_SHARE)
+        self.is_on = below > 0
+        self.now_s = now_s
+        self.sources = Sources(config if self.is_on else None)
+        # Of admitted requests: the length of the prompt, and what of it vLLM has still to compute.
+        self._prompt_lens: dict[str, int] = {}
+        self._due: dict[str, int] = {}
+        self._due_tokens = 0  # sum of these
+        self._decoding: set[str] = set()
+        # Of requests that wait to be admitted: what was missing, and what was decided by that.
+        self._decided: dict[str, tuple[int, bool]] = {}
+        # Of the step that is being scheduled.
+        self._prompt_tokens, self._is_busy = 0, False
+        self._steps: deque[_VllmStep] = deque(maxlen=_MOST_STEPS)  # under way, the oldest first
+        self._ended_s = 0.0  # when the last step ended
+
+    # --- the decision -----------------------------------------------------------------------------
+
+    def is_here(self, rid: str, missing: int, address: str) -> bool:
+        """Decide whether decode's vLLM computes a request's `missing` tokens, or the prefill server
+        at `address`, by the rule of `Sources`.
+
+        vLLM asks in each step until it admits the request; it is decided again where other tokens
+        are missing, since the rule counts decisions as requests.
+        """
+        if not self.is_on:
+            return False
+        last = self._decided.get(rid)
+        if last is None or last[0] != missing:
+            due, is_busy = self._due_tokens, bool(self._decoding)
+            source = self.sources.choose(missing, due, is_busy, address, self.now_s())
+            last = self._decided[rid] = missing, source is Source.HERE
+        return last[1]
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def admitted(self, rid: str, prompt_len: int, due: int) -> None:
+        """Note that vLLM has admitted a request, and computes `due` tokens of its prompt itself.
+
+        Its steps say so too; those who are admitted before the next one have to know it now.
+        """
+        if self.is_on:
+            self._decided.pop(rid, None)
+            self._prompt_lens[rid] = prompt_len
+            self._set_due(rid, due)
+
+    def ended(self, rid: str) -> None:
+        """Note that a request of decode's vLLM has ended."""
+        self._decided.pop(rid, None)
+        self._prompt_lens.pop(rid, None)
+        self._decoding.discard(rid)
+        self._set_due(rid, 0)
+
+    def _set_due(self, rid: str, due: int) -> None:
+        self._due_tokens += due - self._due.pop(rid, 0)
+        if due:
+            self._due[rid] = due
+
+    # --- transfers --------------------------------------------------------------------------------
+
+    def promised(self, address: str, room: int, num_tokens: int) -> None:
+        """Note that a prefill server was promised a room that a router has drawn, and is to send
+        the KV of `num_tokens` to decode's vLLM."""
+        if self.is_on:
+            self.sources.promised(address, RoomKey(room, 0), self.now_s(), num_tokens)
+
+    def arrived(self, address: str, room: int, num_tokens: int) -> None:
+        """Note that the KV of a room has come to decode's vLLM."""
+        self.sources.arrived(address, RoomKey(room, 0), num_tokens, self.now_s())
+
+    def gave_up(self, address: str, room: int) -> None:
+        """Note that a room of decode's vLLM has failed: its time says nothing."""
+        self.sources.gave_up(address, RoomKey(room, 0))
+
+    # --- steps ------------------------------------------------------------------------------------
+
+    def scheduled(self, rid: str, start: int, count: int) -> None:
+        """Note that vLLM's next step computes `count` tokens of a request from token `start` on."""
+        prompt_len = self._prompt_lens.get(rid)
+        if prompt_len is None:
+            return
+        self._set_due(rid, max(0, prompt_len - start - count))
+        # One token is a step of the batch, also where it is a prompt's last one: so a request
+        # begins whose KV was loaded.
+        if start < prompt_len and count > 1:
+            self._prompt_tokens += count
+        else:
+            self._is_busy = True
+        if start + count >= prompt_len:
+            self._decoding.add(rid)
+        else:
+            self._decoding.discard(rid)  # where it comes back after a preemption
+
+    def step_scheduled(self) -> None:
+        """Note that all requests of vLLM's next step were named."""
+        if self.is_on:
+            self._steps.append(_VllmStep(self.now_s(), self._prompt_tokens, self._is_busy))
+            self._prompt_tokens, self._is_busy = 0, False
+
+    def step_ended(self) -> None:
+        """Note that the result of the oldest step of vLLM has come."""
+        if not self._steps:
+            return
+        step, now_s = self._steps.popleft(), self.now_s()
+        seconds = now_s - max(step.begun_s, self._ended_s)
+        self._ended_s = now_s
+        if step.prompt_tokens:
+            self.sources.chunk(step.prompt_tokens, seconds, step.is_busy, now_s)
+        elif step.is_busy:
+            self.sources.step(seconds)
+
+    # --- laws -------------------------------------------------------------------------------------
+
+    @property
+    def rids(self) -> frozenset[str]:
+        """Requests of vLLM that are remembered: decided or admitted, and not over."""
+        return frozenset(self._decided) | frozenset(self._prompt_lens)
+
+    def check_invariants(self) -> None:
+        """Raise InternalError if what is due in vLLM's steps is not the sum of its parts."""
+        admitted = self._prompt_lens.keys()
+        check_laws(
+            {
+                "what is due is the sum of it": self._due_tokens == sum(self._due.values()),
+                "what is decided is not admitted": not self._decided.keys() & admitted,
+                "only admitted requests are due or decode": self._due.keys() <= admitted
+                and self._decoding <= admitted,
+                "what is due is part of a prompt": all(
+                    0 < due <= self._prompt_lens[rid] for rid, due in self._due.items()
+                ),
+            },
+            self._due,
+            self._prompt_lens,
+        )
