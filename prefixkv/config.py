@@ -554,6 +554,11 @@ class PrefillConfig:
     A request whose prefix another computes waits for it, but not once nothing has been computed for
     `follow_s`; 0: each computes its own. `reserved_pages` and `kv_events` as on decode; of
     several ranks the first publishes events.
+
+    With extra state, `checkpoints` of the StatePool's slots, the last ones, keep states behind
+    cached prefixes, at multiples of `checkpoint_tokens`, from which the engine goes on
+    (`PrefillRequest.checkpoint_slot`). 0: it computes every prompt from its beginning, unless it
+    has states of its own (`usable_prefix`).
     """
 
     name: Name = "prefill-0"
@@ -569,6 +574,8 @@ class PrefillConfig:
     control: ControlConfig = ControlConfig()
     transport: TransportConfig = TransportConfig()
     kv_events: KVEventsConfig | None = None
+    checkpoints: CountOrZero = 0
+    checkpoint_tokens: Count = 1
 
     def __post_init__(self) -> None:
         _check_names(self.policy)

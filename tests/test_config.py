@@ -100,6 +100,8 @@ TOO_LOW: dict[type, dict[str, Any]] = {
         "max_running": 0,
         "follow_s": -0.1,
         "reserved_pages": -1,
+        "checkpoints": -1,
+        "checkpoint_tokens": 0,
         "name": "x" * 257,
     },
     ModelConfig: {},

@@ -13,7 +13,7 @@ FUZZ = Path(__file__).parents[1] / "fuzz"
 SHORT = {
     "allocator.py": ["--seconds", "2"],
     "engine.py": ["--rounds", "2"],
-    "explore.py": ["--max-states", "2000"],
+    "explore.py": ["--max-states", "300"],
     "frames.py": ["--frames", "3000"],
     "liveness.py": ["--seed", "7000", "--seconds", "3"],
     "host_tier.py": ["--steps", "4000"],

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from prefixkv.cache.checkpoints import Checkpoints
 from prefixkv.cache.eviction.policy import DEFAULT_POLICY, Policy
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import RadixKey
@@ -73,6 +74,7 @@ class PageManager:
         num_slots: slots of extra state, or 0. Every request has one from `open` to its end, under
             the rules of its own pages.
         spare_rows: rows of the page table for pages that are loaded from host memory.
+        num_checkpoints: slots for checkpoints of extra state (`cache/checkpoints.py`).
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class PageManager:
         num_slots: int = 0,
         reserved_pages: int = 0,
         spare_rows: int = 0,
+        num_checkpoints: int = 0,
     ) -> None:
         self.page_size = page_size
         self.num_pages = num_pages - reserved_pages  # that requests may have
@@ -100,6 +103,9 @@ class PageManager:
         self.table = PageTable(max_requests, max_pages_per_request or self.num_pages, spare_rows)
         # Last: a policy object serves one cache, so nothing that could fail may come after it.
         self.cache = RadixCache(page_size, policy, num_pages, self.errors)
+        self.checkpoints: Checkpoints | None = None
+        if num_checkpoints:
+            self.checkpoints = Checkpoints(self.cache, num_pages, num_checkpoints)
         self.clock: Callable[[], float] | None = None
         self.evictions = Histogram(MICROSECONDS)  # seconds that each took, by `clock`, if set
         self.evicted_pages = 0
@@ -433,6 +439,8 @@ class PageManager:
         # The epoch first: from here on no request of before adds KV of the old weights.
         self.epoch += 1
         freed = self.cache.reset()
+        if self.checkpoints is not None:
+            self.checkpoints.reset()
         self._free_cached(freed)
         return len(freed)
 
@@ -466,6 +474,8 @@ class PageManager:
         began_s = self.clock() if self.clock is not None else 0.0
         evicted = self.cache.evict(num_pages, now_s)
         self.evicted_pages += len(evicted)
+        if self.checkpoints is not None:
+            self.checkpoints.dropped(evicted)
         if self.clock is not None:
             self.evictions.observe(self.clock() - began_s)
         return evicted
@@ -503,6 +513,8 @@ class PageManager:
         """Audit the page manager's tree, allocator and table, and that they agree on how many pages
         are cached."""
         self.cache.check_invariants()
+        if self.checkpoints is not None:
+            self.checkpoints.check_invariants()
         self.allocator.check_invariants()
         if self.slots is not None:
             self.slots.check_invariants()

@@ -15,6 +15,7 @@ from prefixkv.paging import page_floor, pages_for, whole_pages
 from prefixkv.prefill.request import PrefillRequest, PrefillState
 from prefixkv.prefill.send_plan import SendPlan
 from prefixkv.prefill.shared_prefixes import SharedPrefixes
+from prefixkv.prefill.state_checkpoints import StateCheckpoints
 
 UsablePrefix = Callable[[PrefillRequest, int], int]
 """Function of a request and the number of its cached tokens that returns how many the engine
@@ -26,7 +27,7 @@ class PrefillBootstrapQueue:
     by the scheduler's thread.
 
     `usable_prefix` is called for each hit; None: every hit is used whole, and requests follow
-    others (`SharedPrefixes`).
+    others (`SharedPrefixes`). With `checkpoints`, a hit is used up to the deepest of them.
     """
 
     def __init__(
@@ -34,8 +35,10 @@ class PrefillBootstrapQueue:
         pages: PageManager,
         shared_prefixes: SharedPrefixes,
         usable_prefix: UsablePrefix | None = None,
+        checkpoints: StateCheckpoints | None = None,
     ) -> None:
         self._pages = pages
+        self._checkpoints = checkpoints
         self._shared_prefixes = shared_prefixes
         self._usable_prefix = usable_prefix
         self._ready: dict[PrefillRequest, None] = {}  # in the order of their promises
@@ -143,6 +146,8 @@ class PrefillBootstrapQueue:
             return False
         req.pages_held = pages.open(req.key, match, num_new, now_s)
         req.prefix_len = prefix_len
+        if self._checkpoints is not None:
+            self._checkpoints.begin(req)
         req.plan = SendPlan(req.num_tokens, req.decode_prefix_len, page_size)
         req.become(PrefillState.COMPUTING)
         return True
@@ -157,6 +162,9 @@ class PrefillBootstrapQueue:
         if len(key) % self._pages.page_size == 0:
             key = key.prefix(len(key) - 1)
         match = self._pages.match(key, req.request.cacheable)
+        if self._checkpoints is not None:
+            usable = self._checkpoints.usable_tokens(req, match)
+            return match if match is None else self._pages.match(key.prefix(usable))
         if match is None or self._usable_prefix is None or not match.prefix_len:
             return match
         # The engine's code: what it raises is reported by the scheduler, and the request is

@@ -7,6 +7,7 @@ import enum
 import numpy as np
 import numpy.typing as npt
 
+from prefixkv.cache.checkpoints import Checkpoint
 from prefixkv.pages.manager import PageManager
 from prefixkv.pages.requests import PagedRequest
 from prefixkv.prefill.send_plan import SendPlan
@@ -35,11 +36,18 @@ class PrefillRequest(PagedRequest[PrefillState]):
 
     `decode_prefix_len` tokens are on the decode worker already; `prefix_len` tokens have their KV
     in `pages` already (this worker's own cache), so the engine computes from there.
+
+    With checkpoints of extra state: `checkpoint_slot` has the state behind `prefix_len` tokens, -1
+    where that is 0. The engine copies it before it computes the first chunk. It ends chunks at each
+    of `stops` (tokens, ascending; more may come while it computes), and asks there by `save_state`
+    where the state is to be copied.
     """
 
     __slots__ = (
-        "computed_s", "decode_prefix_len", "key", "num_chunks", "number", "peer", "plan", "popped",
-        "prefix_len", "promised_s", "sent_pages", "source_free", "started_s", "state_slot",
+        "checkpoint", "checkpoint_slot", "computed_s", "decode_prefix_len", "dense_pages",
+        "goes_on_at", "holds_checkpoint", "key", "num_chunks", "number", "peer", "plan", "popped",
+        "prefix_len", "promised_s", "saved", "sent_pages", "source_free", "started_s",
+        "state_slot", "stops",
     )  # fmt: skip
 
     TRANSITIONS = {
@@ -63,6 +71,16 @@ class PrefillRequest(PagedRequest[PrefillState]):
         self.source_free = False  # no write reads its pages, and its state, any more
         self.state_slot = -1  # slot of extra state that the engine handed over
         self.popped = False  # the engine has seen its end
+        # Of extra state: the checkpoint that it goes on from, and whether it is locked for that;
+        # how much of the path is cached; and slots that were filled at these depths, in pages, and
+        # are not entered in the cache yet.
+        self.checkpoint: Checkpoint | None = None
+        self.holds_checkpoint = False
+        self.checkpoint_slot = -1
+        self.dense_pages = 0
+        self.goes_on_at = 0  # depth in tokens of the deepest checkpoint that it knows of
+        self.stops: list[int] = []
+        self.saved: list[tuple[int, int]] = []
         # Its journal (journal.py): when each of these happened, and what was sent.
         self.promised_s: float | None = None
         self.started_s: float | None = None

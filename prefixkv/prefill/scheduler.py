@@ -43,6 +43,7 @@ from prefixkv.prefill.journal import PrefillJournal
 from prefixkv.prefill.request import PrefillRequest, PrefillState
 from prefixkv.prefill.send_plan import checked_chunk
 from prefixkv.prefill.shared_prefixes import SharedPrefixes
+from prefixkv.prefill.state_checkpoints import StateCheckpoints
 from prefixkv.protocol.commands import (
     AbortRoom,
     AddRoom,
@@ -71,20 +72,30 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         follow_s: float = 1.0,
         in_step: bool = False,
         weights_version: str = "",
+        checkpoint_tokens: int = 1,
     ) -> None:
         """Begin prefill's scheduler without requests. `num_slots`: of the engine's extra state, a
         slot of which is sent with every request; 0: there is none. `follow_s`: see PrefillConfig.
         `in_step`: with the other ranks of a worker. `weights_version`: of the weights that it
-        begins with.
+        begins with. `checkpoint_tokens`: where `pages` has checkpoints, the depth of each is a
+        multiple of it; their slots of the extra state come behind the `num_slots`.
         """
         self.journal = PrefillJournal()
         super().__init__(pages, self.journal, weights_version)
         self.num_slots = num_slots
+        self.checkpoints: StateCheckpoints | None = None
+        if pages.checkpoints is not None:
+            self.checkpoints = StateCheckpoints(pages, num_slots, checkpoint_tokens)
+        elif num_slots:
+            usable_prefix = usable_prefix or _no_prefix
+        points = self.checkpoints
         self.shared_prefixes = SharedPrefixes(
-            pages.page_size, self.counters, follow_s, oldest_leads=in_step
-        )
+            pages.page_size, self.counters, follow_s, oldest_leads=in_step,
+            step_pages=1 if points is None else points.step_pages,
+            on_wait=None if points is None else points.add_stop,
+        )  # fmt: skip
         self.bootstrapped = PrefillBootstrapQueue(
-            pages, self.shared_prefixes, usable_prefix or (_no_prefix if num_slots else None)
+            pages, self.shared_prefixes, usable_prefix, points
         )
         # Requests: `requests` (of the base class) has all that live or hold pages; `_rooms` those
         # with a room that may still be spoken of; `_sent` and `_failed` what the engine has not
@@ -248,6 +259,8 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         if last:
             req.state_slot = state_slot
             req.become(PrefillState.SENDING)
+        if self.checkpoints is not None:
+            self.checkpoints.computed(req)
         # 4. Progress, for the tree and for those that follow this request.
         self._computed[req] = None
         self.shared_prefixes.progress_s = now_s
@@ -266,6 +279,26 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
             )
             self._commands.append(chunk)
         return len(src_pages)
+
+    def save_state(self, req: PrefillRequest, end: int, now_s: float) -> int:
+        """Return the slot into which prefill's engine copies a request's extra state behind `end`
+        tokens, one of its `stops`, which it has just computed; -1 if it need not.
+
+        Before the chunk is handed over by `send_chunk`. Raises RequestError, with nothing changed,
+        for another place, or a request that is not computed.
+        """
+        check_time(now_s)
+        if not isinstance(req, PrefillRequest):
+            raise RequestError(f"req is a {type(req).__name__}, a PrefillRequest is needed")
+        check_page_manager(req, self.pages)
+        end = whole_count("end", end)
+        if req.state is PrefillState.FAILED:
+            return -1
+        if self.checkpoints is None or req.state is not PrefillState.COMPUTING:
+            raise RequestError(f"request {req.rid!r} is {req.state.value}, it saves no state")
+        if end not in req.stops:
+            raise RequestError(f"request {req.rid!r} saves no state at {end}, but at {req.stops}")
+        return self.checkpoints.take(req, end)
 
     def pop_sent(self, now_s: float) -> list[PrefillRequest]:
         """Return the requests of prefill's scheduler with their KV at decode, whole."""
@@ -403,6 +436,8 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         """
         self.pages.check_invariants()
         self.shared_prefixes.check_invariants()
+        if self.checkpoints is not None:
+            self.checkpoints.check_invariants(list(self.requests.values()))
         held = [pages for _, pages in self.holders()]
         own = sum(pages.num_own + sum(map(len, pages.duplicates)) for pages in held)
         laws = {
@@ -471,9 +506,6 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         del self._computed[req]
         if req.pages_held is None or req.plan is None:
             return
-        # The leader moves to what it has computed. The queue looks only after the next lines, so a
-        # follower finds those pages in the tree.
-        self.shared_prefixes.advance(req, req.plan.computed)
         pages_computed = req.plan.computed // self.pages.page_size
         if req.request.cacheable and pages_computed > req.pages_held.num_locked:
             # Writes, and steps on their way, may read what turns out to be there already.
@@ -481,6 +513,12 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
                 req.pages_held, _computed(req), now_s, priority=req.request.priority,
                 being_read=True,
             )  # fmt: skip
+        # The leader moves to what it has computed: a follower finds those pages in the tree, and
+        # where it can go on.
+        goes_on_at = None
+        if self.checkpoints is not None:
+            goes_on_at = self.checkpoints.enter(req)
+        self.shared_prefixes.advance(req, req.plan.computed, goes_on_at)
 
     def _maybe_release(self, req: PrefillRequest, now_s: float) -> None:
         """Release the pages of an ended prefill request once no write and no kernel uses them."""
@@ -495,7 +533,14 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         self._computes_no_more(req)
         if req.pages_held is None:
             return
-        if req.request.cacheable and (key := _computed(req)):
+        key = _computed(req)
+        if self.checkpoints is not None:
+            # The states of its last chunks: once their pages are in the tree, and under its lock.
+            if req.saved and req.request.cacheable and key:
+                self.pages.cache_unfinished(req.pages_held, key, now_s, being_read=True)
+                self.checkpoints.enter(req)
+            self.checkpoints.end(req)
+        if req.request.cacheable and key:
             # What was computed is good prefix, even if the request failed.
             self.pages.cache_finished(req.pages_held, key, now_s, priority=req.request.priority)
         else:

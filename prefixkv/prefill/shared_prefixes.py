@@ -16,7 +16,7 @@ computed for `stall_s`. Then the wait is over.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, MutableMapping
+from collections.abc import Callable, Hashable, MutableMapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -34,6 +34,7 @@ class _Lead:
 
     number: int
     next_page: NextPage | None = None
+    passed_pages: int = 0  # computed, and in the tree
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +58,9 @@ class SharedPrefixes:
     With `oldest_leads`, only requests that were added earlier are waited for. The ranks of a worker
     may hand out in different orders, but add in the same: so no two wait for each other on two
     ranks.
+
+    A wait ends at a multiple of `step_pages`. `on_wait` is told of its leader, and of the tokens
+    that this has to pass.
     """
 
     def __init__(
@@ -65,7 +69,11 @@ class SharedPrefixes:
         counters: MutableMapping[str, int],
         stall_s: float,
         oldest_leads: bool = False,
+        step_pages: int = 1,
+        on_wait: Callable[[PrefillRequest, int], object] | None = None,
     ) -> None:
+        self._step_pages = step_pages
+        self._on_wait = on_wait
         self._counters = counters  # "followed": requests that waited; "overtaken": waits cut short
         self._page_size = page_size
         self._page_bytes = page_size * TOKEN_BYTES
@@ -108,7 +116,7 @@ class SharedPrefixes:
         lead = self._leads.get(wait.leader)
         next_page = lead.next_page if lead is not None else None
         # The leader has ended, was flushed, or has passed the common part.
-        if next_page is None or next_page[1] >= wait.end_pages:
+        if lead is None or next_page is None or lead.passed_pages >= wait.end_pages:
             return False
         if now_s - max(wait.since_s, self.progress_s) >= self._stall_s:
             self._end_wait(wait)
@@ -139,9 +147,15 @@ class SharedPrefixes:
                 continue
             end = min(last, leader.num_tokens // self._page_size)
             end = common_pages(data, leader_data, num_pages + 1, end, page_bytes)
+            end -= end % self._step_pages
+            # Nothing that the follower could go on from, or not any more.
+            if end <= max(num_pages, self._leads[leader].passed_pages):
+                continue
             num_tokens = (end - num_pages) * self._page_size
             wait = _Wait(leader, end, num_tokens, self._handed_out, now_s, passed_over)
             self._waits[req] = wait
+            if self._on_wait is not None:
+                self._on_wait(leader, end * self._page_size)
             self._counters["followed"] += before is None
             return True
         if before is not None and before.is_over:
@@ -175,11 +189,14 @@ class SharedPrefixes:
         # Also one that caches nothing is counted: its progress shows that an older leader is passed
         # over.
         if caches:
+            lead.passed_pages = req.prefix_len // self._page_size
             self._set_next_page(req, lead, req.prefix_len)
 
-    def advance(self, req: PrefillRequest, computed: int) -> None:
+    def advance(self, req: PrefillRequest, computed: int, goes_on_at: int | None = None) -> None:
         """Note that the first `computed` tokens of a request with the engine are there: a leader
         leads from there, and followers that it has overtaken wait no longer. O(waits).
+
+        `goes_on_at`: tokens behind which others can go on, if not behind all; it leads from there.
         """
         lead = self._leads.get(req)
         if lead is None:
@@ -191,7 +208,9 @@ class SharedPrefixes:
             if lead.number > wait.handed_out and progress >= wait.num_tokens:
                 self._end_wait(wait)
         if lead.next_page is not None:
-            self._set_next_page(req, lead, max(computed, req.prefix_len))
+            there = max(computed, req.prefix_len)
+            lead.passed_pages = there // self._page_size
+            self._set_next_page(req, lead, there if goes_on_at is None else goes_on_at)
 
     def end(self, req: PrefillRequest) -> None:
         """Drop the leader of a shared prefix that computes nothing any more. Repeated, or never

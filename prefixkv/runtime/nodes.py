@@ -553,13 +553,14 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
             request is popped as sent or failed.
         usable_prefix: called for a hit in this worker's own cache, with the request and the tokens
             that hit. Returns from how many of them the engine can go on, having the extra state
-            behind them; rounded down to whole pages. By default none where there is extra state,
-            all where there is none.
+            behind them; rounded down to whole pages. By default none where there is extra state
+            without `PrefillConfig.checkpoints`, all where there is none.
         transport: makes another transport than NIXL's, for tests.
 
     Raises:
         ConfigError: an address that cannot be bound, an unknown policy, a pool that is not this
-            rank's share or cannot be registered.
+            rank's share or cannot be registered, `checkpoints` without as many slots of extra state
+            and one more, with several ranks, or with `usable_prefix`.
     """
 
     scheduler: PrefillScheduler
@@ -582,6 +583,7 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         # The same order as in `DecodeNode`: refuse, build, start threads, observe.
         spec = RankSpec.of(pool, config.model, mesh, rank, state)
         check_callable("usable_prefix", usable_prefix)
+        _check_checkpoints(config.checkpoints, spec, usable_prefix)
         layout = pool.layout
         pages = PageManager(
             layout.num_pages,
@@ -590,16 +592,18 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
             caching=config.cache,
             policy=config.policy,
             reserved_pages=check_reserved(config.reserved_pages, layout.num_pages),
+            num_checkpoints=config.checkpoints,
         )
         self.config = config
         self.scheduler = PrefillScheduler(
             pages,
             max_aux_bytes=config.control.max_aux_bytes,
-            num_slots=spec.num_slots,
+            num_slots=spec.num_slots - config.checkpoints,
             usable_prefix=usable_prefix,
             follow_s=config.follow_s,
             in_step=spec.mesh.num_ranks > 1,
             weights_version=config.model.weights_version,
+            checkpoint_tokens=config.checkpoint_tokens,
         )
         try:
             self.transfers = PrefillTransfers(
@@ -679,6 +683,19 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         )
         self._tell()
         return queued
+
+    def save_state(self, req: PrefillRequest, end: int) -> int:
+        """Return the slot of the StatePool into which the prefill node's engine copies the extra
+        state of a request behind `end` tokens, one of its `stops`, which it has just computed; -1
+        if it need not.
+
+        Before the chunk up to there is handed over by `send_chunk`. The copy has to be queued
+        before any later work on that slot. The slot is the library's from then on.
+
+        Raises:
+            RequestError: `end` is none of its stops, or it is not computed. Nothing was changed.
+        """
+        return self.scheduler.save_state(req, end, self._pump())
 
     def pop_sent(self) -> list[PrefillRequest]:
         """Return the requests that are done on the prefill node: decode has all of their KV."""
@@ -769,3 +786,20 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
                 self.scheduler.source_free(event.key, now_s)
             case _:
                 assert_never(event)
+
+
+def _check_checkpoints(
+    num_checkpoints: int, spec: RankSpec, usable_prefix: UsablePrefix | None
+) -> None:
+    """Raise ConfigError for checkpoints that a prefill node of this rank cannot have."""
+    if not num_checkpoints:
+        return
+    why = ""
+    if spec.num_slots <= num_checkpoints:
+        why = f"the extra state has {spec.num_slots} slots, and the engine needs some"
+    elif spec.mesh.num_ranks > 1:
+        why = "a prefill worker of several ranks keeps none"
+    elif usable_prefix is not None:
+        why = "usable_prefix says where the engine goes on"
+    if why:
+        raise ConfigError(f"checkpoints: {num_checkpoints}: {why}")

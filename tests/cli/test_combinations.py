@@ -21,6 +21,7 @@ from typer.main import get_command
 from benchmarks.__main__ import run as run_benchmark
 from benchmarks.stand_in import stand_in
 from prefixkv.cli.chats import command as chats
+from prefixkv.cli.chats.rates import link_of
 from prefixkv.cli.main import app, run_command
 from prefixkv.engines.hf.reference import Reference
 from prefixkv.engines.hf.small import small_model, small_tokenizer
@@ -338,16 +339,35 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def few(command: str, without: Callable[[Row], bool]) -> list[Any]:
-    """Rows in which each value of each option occurs, a pair perhaps not."""
-    rows = [row for row in all_pairs(choices_of(command), fits) if not without(row)]
+def few(command: str, without: Callable[[Row], bool] = lambda row: False) -> list[Any]:
+    """As few rows as have each value of each option, a pair perhaps not: each of them is processes.
+    What comes first of an option is what a row has that needs none of its values any more."""
+    choices = choices_of(command)
+
+    def may(row: Row) -> bool:
+        return fits(row) and not without(row)
+
+    rows = [row for row in all_pairs(choices, fits) if not without(row)]
     wanted = {pair for row in rows for pair in row.items()}
     chosen = []
     while wanted:
-        row = max(rows, key=lambda one: len(wanted & set(one.items())))
+        row = {name: values[0] for name, values in choices.items()}
+        for name, values in choices.items():
+            lacking = (row | {name: value} for value in values if (name, value) in wanted)
+            row = next(filter(may, lacking), row)
+        assert wanted & set(row.items()), wanted
         wanted -= set(row.items())
         chosen.append(pytest.param(row, id=str(len(chosen))))
     return chosen
+
+
+def test_few_rows_have_each_value() -> None:
+    for command, most in ("serve", 4), ("worker prefill", 4), ("worker decode", 4), ("demo", 3):
+        rows = [one.values[0] for one in few(command)]
+        assert len(rows) <= most
+        assert all(map(fits, rows))
+        for name, values in choices_of(command).items():
+            assert {row[name] for row in rows} == set(values)
 
 
 @pytest.mark.slow
@@ -377,7 +397,7 @@ def test_serve_answers(row: Row, model: Path, tmp_path: Path) -> None:
     [
         pytest.param(role, *one.values, id=f"{role} {one.id}")
         for role in KINDS
-        for one in few(f"worker {role}", without=lambda row: False)
+        for one in few(f"worker {role}")
     ],
 )
 def test_a_worker_starts_and_drains(role: str, row: Row, model: Path, tmp_path: Path) -> None:
@@ -391,7 +411,7 @@ def test_a_worker_starts_and_drains(role: str, row: Row, model: Path, tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", few("proxy", without=lambda row: False))
+@pytest.mark.parametrize("row", few("proxy"))
 def test_a_proxy_listens(row: Row, tmp_path: Path) -> None:
     with Served("proxy", *words(row, out=tmp_path / "out")) as proxy:
         assert proxy.line("http") or proxy.line("")
@@ -399,8 +419,21 @@ def test_a_proxy_listens(row: Row, tmp_path: Path) -> None:
         assert proxy.ended() == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("row", rows_of("demo"))
+def test_demo_takes_each_row(row: Row, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as its workers, which would start here."""
+    made: list[Any] = []
+    monkeypatch.setattr(chats, "run", lambda *given: made.append(given) or 0)
+    assert run_command(["demo", *words(row, out=tmp_path / "out")]) == 0
+    ((seed, caches, links, _, json_path),) = made
+    assert seed == int(row["--seed"] or 1)
+    assert list(caches) == {None: [True, False], "on": [True], "off": [False]}[row["--cache"]]
+    assert list(links) == ([] if row["--link"] == "none" else [link_of(row["--link"])])
+    assert (json_path is None) == (row["--json"] is NOT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", few("demo"))
 def test_demo(
     row: Row, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -443,8 +476,27 @@ def test_stand_in_takes_each_row(
     assert len(made) == 1
 
 
+OF_MEMORY = (
+    "--page-size", "--layers", "--kv-heads", "--head-dim", "--dtype", "--attention", "--layout",
+    "--prefill-tp", "--decode-tp", "--prefill-layout", "--decode-layout", "--staging",
+    "--staging-leases", "--chunk-tokens", "--cache",
+)  # fmt: skip
+"""Options of the stand-in that say where bytes lie and how they travel."""
+
+
+def rows_of_memory() -> list[Any]:
+    """Rows with each pair of `OF_MEMORY`, and each value of the other options."""
+    choices = choices_of("stand_in")
+    others = [one.values[0] for one in few("stand_in")]
+    made = []
+    for number, row in enumerate(all_pairs({name: choices[name] for name in OF_MEMORY}, fits)):
+        made.append(pytest.param(others[number % len(others)] | row, id=str(number)))
+    assert len(made) >= len(others)
+    return made
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("row", rows_of("stand_in"))
+@pytest.mark.parametrize("row", rows_of_memory())
 def test_stand_in(row: Row, trace: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Real ranks, unequal ones too; every byte is verified."""
     status = run_benchmark(["stand_in", *words(row, out=tmp_path / "out", trace=trace)])

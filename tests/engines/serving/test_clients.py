@@ -13,6 +13,7 @@ import httpx
 import openai
 import pytest
 
+from tests.engines.serving.conftest import KEY
 from tests.models.patience import PATIENCE_S, until
 from tests.models.served import Expected, Serve, at_rest, get
 
@@ -163,12 +164,11 @@ def test_without_a_temperature_the_small_model_is_greedy(
 # --- health and ids -------------------------------------------------------------------------------
 
 
-def test_health_is_told_on_the_port_of_clients_without_a_key() -> None:
-    with Serve("--api-key", "secret") as serve:
-        base = serve.url.removesuffix("/v1")
-        assert get(f"{base}/health") == (200, {"status": "ok"})
-        assert httpx.get(f"{base}/v1/models").status_code == 401
-        assert httpx.head(f"{base}/health").status_code == 200
+def test_health_is_told_on_the_port_of_clients_without_a_key(guarded: Serve) -> None:
+    base = guarded.url.removesuffix("/v1")
+    assert get(f"{base}/health") == (200, {"status": "ok"})
+    assert httpx.get(f"{base}/v1/models").status_code == 401
+    assert httpx.head(f"{base}/health").status_code == 200
 
 
 def test_a_request_keeps_the_id_that_its_client_gave(http: httpx.Client) -> None:
@@ -207,18 +207,17 @@ def test_requests_of_one_id_do_not_meet(http: httpx.Client, client: openai.OpenA
         assert other.id.startswith("chatcmpl-same-")
 
 
-def test_the_logs_of_front_and_workers_have_the_id() -> None:
-    """Of a request that fails on all sides: its prefill worker takes no job."""
-    with Serve("--chunk-tokens", "64") as serve:
-        base = serve.url.removesuffix("/v1")
-        body = {**GOOD, "messages": HELLO, "max_tokens": 3000, "ignore_eos": True, "stream": True}
-        with httpx.stream(
-            "POST", f"{base}{CHAT}", json=body, headers={"x-request-id": "find-me"},
-            timeout=PATIENCE_S,
-        ) as answer:  # fmt: skip
-            lines = answer.iter_lines()
-            next(lines)
-            os.kill(serve.workers()["decode-0"]["pid"], signal.SIGKILL)
-            rest = list(lines)
-        assert any("(request find-me)" in line for line in rest)
-        until(lambda: any("request find-me" in line for line in serve.err))
+def test_the_logs_of_front_and_workers_have_the_id(guarded: Serve) -> None:
+    """Of a request that fails on all sides: its decode worker is killed."""
+    base = guarded.url.removesuffix("/v1")
+    body = {**GOOD, "messages": HELLO, "max_tokens": 3000, "ignore_eos": True, "stream": True}
+    headers = {"x-request-id": "find-me", "authorization": f"Bearer {KEY}"}
+    with httpx.stream(
+        "POST", f"{base}{CHAT}", json=body, headers=headers, timeout=PATIENCE_S
+    ) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        os.kill(guarded.workers()["decode-0"]["pid"], signal.SIGKILL)
+        rest = list(lines)
+    assert any("(request find-me)" in line for line in rest)
+    until(lambda: any("request find-me" in line for line in guarded.err))

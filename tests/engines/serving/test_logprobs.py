@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import httpx
@@ -15,6 +16,7 @@ import pytest
 from prefixkv.serving.fleet import Fleet
 from prefixkv.serving.http import ApiError
 from prefixkv.serving.wire import Ask, Logprob, SamplingParams
+from tests.engines.serving.conftest import KEY as KEY_OF_CLIENTS
 from tests.engines.serving.test_worker import KEY, PROMPT, info_of, said
 from tests.models.patience import PATIENCE_S, until
 from tests.models.served import Expected, Serve, Served, at_rest, client_of
@@ -242,7 +244,7 @@ def test_what_is_out_of_range_is_refused_by_name(
 
 @pytest.mark.parametrize("num_prefill", [1, 2])
 def test_prefill_is_killed_while_the_log_probabilities_of_a_prompt_come(
-    num_prefill: int, expected: Expected
+    num_prefill: int, request: pytest.FixtureRequest, expected: Expected
 ) -> None:
     """Nothing hangs, no page is kept, and the client gets them all, or is told what is missing."""
     prompt = [300 + i % 100 for i in range(3400)]  # 54 chunks
@@ -250,9 +252,11 @@ def test_prefill_is_killed_while_the_log_probabilities_of_a_prompt_come(
     said = expected.tokens(prompt, max(num, 1))[:num]
     rows = expected.logprobs([*prompt, *said])
     names = [f"prefill-{number}" for number in range(num_prefill)]
+    more = ("--chunk-tokens", "64", "--prefill", "2", "--api-key", KEY_OF_CLIENTS)
+    served = nullcontext(request.getfixturevalue("guarded")) if num_prefill == 1 else Serve(*more)
     with (
-        Serve("--chunk-tokens", "64", "--prefill", str(num_prefill)) as serve,
-        client_of(serve) as client,
+        served as serve,
+        client_of(serve, KEY_OF_CLIENTS) as client,
         ThreadPoolExecutor(1) as pool,
     ):
 
@@ -271,10 +275,13 @@ def test_prefill_is_killed_while_the_log_probabilities_of_a_prompt_come(
                 assert abs(number - row[token]) < NEAR
             assert len(numbers) == len(tokens)
 
-        def sending() -> list[str]:
-            sent = 'prefixkv_sent_bytes_total{{node="{}"}}'.format
-            return [name for name in names if serve.figures(name).get(sent(name), 0)]
+        def sent_bytes(name: str) -> float:
+            return serve.figures(name).get(f'prefixkv_sent_bytes_total{{node="{name}"}}', 0)
 
+        def sending() -> list[str]:
+            return [name for name in names if sent_bytes(name) > before[name]]
+
+        before = {name: sent_bytes(name) for name in names}
         waiting = pool.submit(score, prompt, num)
         until(lambda: bool(sending()))
         (name,) = sending()

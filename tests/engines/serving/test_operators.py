@@ -177,27 +177,26 @@ def test_every_metric_of_serve_and_proxy_is_in_the_documents(exposed: dict[str, 
     assert told == there
 
 
-def test_a_worker_that_is_killed_is_down_and_up_again_at_another_port(tmp_path: Path) -> None:
-    with Serve() as serve:
-        up = 'prefixkv_worker_up{role="decode",worker="decode-0"}'
-        pages = 'prefixkv_pages{node="decode-0",role="decode",state="free",worker="decode-0"}'
-        before = serve.workers()["decode-0"]
-        assert serve.figures()[up] == 1
-        assert pages in serve.figures()
-        # It stands still: the scrape waits for it no longer than its time.
-        os.kill(before["pid"], signal.SIGSTOP)
-        figures = serve.figures()
-        assert figures[up] == 0
-        assert pages not in figures
-        assert figures['prefixkv_worker_up{role="prefill",worker="prefill-0"}'] == 1
-        os.kill(before["pid"], signal.SIGKILL)
-        until(lambda: serve.workers().get("decode-0", before)["pid"] != before["pid"])
-        until(lambda: serve.figures()[up] == 1)
-        assert pages in serve.figures()
-        after = serve.workers()["decode-0"]
-        _, found = get(f"{serve.status}/sd")
-        assert after["status_url"].removeprefix("http://") in str(found)
-        assert before["status_url"].removeprefix("http://") not in str(found)
+def test_a_worker_that_is_killed_is_down_and_up_again_at_another_port(guarded: Serve) -> None:
+    up = 'prefixkv_worker_up{role="decode",worker="decode-0"}'
+    pages = 'prefixkv_pages{node="decode-0",role="decode",state="free",worker="decode-0"}'
+    before = guarded.workers()["decode-0"]
+    assert guarded.figures()[up] == 1
+    assert pages in guarded.figures()
+    # It stands still: the scrape waits for it no longer than its time.
+    os.kill(before["pid"], signal.SIGSTOP)
+    figures = guarded.figures()
+    assert figures[up] == 0
+    assert pages not in figures
+    assert figures['prefixkv_worker_up{role="prefill",worker="prefill-0"}'] == 1
+    os.kill(before["pid"], signal.SIGKILL)
+    until(lambda: guarded.workers().get("decode-0", before)["pid"] != before["pid"])
+    until(lambda: guarded.figures()[up] == 1)
+    assert pages in guarded.figures()
+    after = guarded.workers()["decode-0"]
+    _, found = get(f"{guarded.status}/sd")
+    assert after["status_url"].removeprefix("http://") in str(found)
+    assert before["status_url"].removeprefix("http://") not in str(found)
 
 
 # --- the request log ------------------------------------------------------------------------------

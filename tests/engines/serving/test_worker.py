@@ -85,25 +85,24 @@ def test_workers_of_a_file_answer_a_fleet_and_drain(tmp_path: Path, expected: Ex
         assert decode.ended() == prefill.ended() == 0
 
 
-def test_a_worker_dies_with_its_parent_and_at_its_second_signal() -> None:
-    with Served("worker", "prefill", "--threads", "1", "--parent", str(os.getpid())) as worker:
-        assert get(f"{info_of(worker).status_url}/health")[0] == 200
-        worker.signal()
-        worker.signal(signal.SIGINT)
-        worker.ended()
-    with Served("worker", "prefill", "--parent", str(os.getpid() + 1)) as stray:
-        assert stray.ended() == 1
-        assert not stray.out
-
-
-def test_health_and_metrics_of_a_worker_are_on_a_port_of_their_own() -> None:
-    with Served("worker", "prefill", "--threads", "1", "--name", "p", **KEY) as worker:
+def test_a_worker_is_asked_at_two_ports_and_dies_at_its_second_signal() -> None:
+    mine = ("--parent", str(os.getpid()))
+    with Served("worker", "prefill", "--threads", "1", "--name", "p", *mine, **KEY) as worker:
         info = info_of(worker)
         status, told = get(f"{info.status_url}/health")
         assert (status, told["status"], told["name"]) == (200, "ok", "p")
         with urllib.request.urlopen(f"{info.status_url}/metrics") as answer:
             assert b'prefixkv_pages{node="p",state="free"}' in answer.read()
         assert get(f"{info.url}/health")[0] == 401
+        worker.signal()
+        worker.signal(signal.SIGINT)
+        worker.ended()
+
+
+def test_a_worker_whose_parent_is_another_does_not_start() -> None:
+    with Served("worker", "prefill", "--parent", str(os.getpid() + 1)) as stray:
+        assert stray.ended() == 1
+        assert not stray.out
 
 
 def test_what_is_wrong_is_one_line_and_status_2(tmp_path: Path) -> None:

@@ -1,0 +1,338 @@
+"""Extra state on prefill: computing goes on from a checkpoint, at its depth and at no other."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from prefixkv.errors import RequestError
+from prefixkv.pages.manager import PageManager
+from prefixkv.prefill.request import PrefillRequest, PrefillState
+from prefixkv.prefill.scheduler import PrefillScheduler
+from prefixkv.protocol.ids import KVPoll
+from prefixkv.request import Request
+
+PAGE_SIZE = 4
+OWN = 4  # slots of the engine
+
+
+class Worker:
+    """A prefill scheduler, and an engine whose state is all tokens so far: wrong ones show."""
+
+    def __init__(
+        self, num_pages: int = 64, num_checkpoints: int = 8, rows: int = 8, tokens: int = 1,
+        **settings: Any,
+    ) -> None:  # fmt: skip
+        self.pages = PageManager(
+            num_pages, PAGE_SIZE, rows, policy="lru", num_checkpoints=num_checkpoints
+        )
+        self.scheduler = PrefillScheduler(
+            self.pages, num_slots=OWN, checkpoint_tokens=tokens, **settings
+        )
+        self.points = self.pages.checkpoints
+        assert self.points is not None
+        self.slots: list[tuple[int, ...] | None] = [None] * (OWN + num_checkpoints)
+        self.kv: dict[int, tuple[int, ...]] = {}  # by page: the tokens up to its end
+        self.state: dict[str, tuple[int, ...]] = {}
+        self.resumed: dict[str, int] = {}
+        self.now_s, self.rooms = 0.0, 0
+
+    def add(self, rid: str, tokens: list[int], **fields: Any) -> PrefillRequest:
+        self.rooms += 1
+        request = Request(rid, tokens, room=self.rooms, decode="d", **fields)
+        req = self.scheduler.add(request, self.now_s)
+        self.scheduler.take_commands()
+        self.scheduler.room_bootstrapped(req.room_key, 0, "d", self.now_s)
+        return req
+
+    def begin(self) -> list[PrefillRequest]:
+        found = self.scheduler.pop_bootstrapped(self.now_s)
+        for req in found:
+            known = tuple(req.tokens[: req.prefix_len].tolist())
+            self.resumed[req.rid] = req.prefix_len
+            assert (req.checkpoint_slot >= 0) == (req.prefix_len > 0), req
+            if known:
+                assert self.slots[req.checkpoint_slot] == known, "H12: another depth's state"
+                for at, page in enumerate(req.pages[: len(known) // PAGE_SIZE].tolist()):
+                    assert self.kv[page] == known[: (at + 1) * PAGE_SIZE], "law 8"
+            self.state[req.rid] = known
+        self.check()
+        return found
+
+    def compute(self, req: PrefillRequest, most: int = 1000, saves: bool = True) -> bool:
+        """One chunk, up to the next stop. True once it was the last one."""
+        done = len(self.state[req.rid])
+        end = min(done + most, req.num_tokens, *(at for at in req.stops if at > done))
+        tokens = tuple(req.tokens[:end].tolist())
+        for at in range(done // PAGE_SIZE, end // PAGE_SIZE):
+            self.kv[int(req.pages[at])] = tokens[: (at + 1) * PAGE_SIZE]
+        self.state[req.rid] = tokens
+        if end in req.stops and saves:
+            slot = self.scheduler.save_state(req, end, self.now_s)
+            if slot >= 0:
+                assert slot >= OWN
+                self.slots[slot] = tokens
+        is_last = end == req.num_tokens
+        more: Any = {"last": True, "state_slot": 0} if is_last else {}
+        self.scheduler.send_chunk(req, end, self.now_s, **more)
+        self.check()
+        return is_last
+
+    def end(self, req: PrefillRequest, is_good: bool = True) -> None:
+        if req.state is PrefillState.SENDING:
+            poll = KVPoll.SUCCESS if is_good else KVPoll.FAILED
+            error = None if is_good else RequestError("broken")
+            self.scheduler.room_ended(req.room_key, poll, error, self.now_s)
+        self.scheduler.source_free(req.room_key, self.now_s)
+        self.scheduler.pop_sent(self.now_s)
+        self.scheduler.pop_failed(self.now_s)
+        self.check()
+
+    def serve(self, rid: str, tokens: list[int], **fields: Any) -> PrefillRequest:
+        """All of it. `resumed` has how much was computed before."""
+        req = self.add(rid, tokens, **fields)
+        assert self.begin() == [req]
+        while not self.compute(req):
+            pass
+        self.end(req)
+        return req
+
+    def check(self) -> None:
+        self.scheduler.check_invariants()
+
+    def at_rest(self) -> None:
+        self.scheduler.pop_bootstrapped(self.now_s)
+        self.check()
+        assert self.points is not None
+        assert (self.points.num_locks, self.points.taken) == (0, [])
+        assert not self.scheduler.requests
+
+
+def turns(chat: int, num: int) -> list[int]:
+    """The first tokens of a chat; all chats begin alike."""
+    return [7] * 6 + [1000 * chat + at for at in range(num)]
+
+
+def test_the_next_turn_goes_on_from_the_end_of_the_last_one() -> None:
+    worker = Worker()
+    for num in (10, 21, 40, 41):
+        worker.serve(f"a{num}", turns(1, num))
+    # Prompts have six tokens more; a page has four.
+    assert [worker.resumed[rid] for rid in ("a10", "a21", "a40", "a41")] == [0, 16, 24, 44]
+    worker.at_rest()
+
+
+def test_the_last_token_is_always_computed() -> None:
+    worker = Worker()
+    worker.serve("a", turns(1, 10))
+    worker.serve("again", turns(1, 10))
+    assert worker.resumed["again"] == 0, "its only state is behind its last token"
+    worker.serve("longer", turns(1, 11))
+    assert worker.resumed["longer"] == 16
+
+
+def test_where_paths_part_a_state_is_saved() -> None:
+    worker = Worker()
+    common = [5] * 8
+    worker.serve("a", [*common, *range(100, 110)])
+    worker.serve("b", [*common, *range(200, 210)])
+    worker.serve("c", [*common, *range(300, 310)])
+    assert [worker.resumed[rid] for rid in "abc"] == [0, 0, 8]
+
+
+def test_pages_without_a_state_are_not_gone_on_from() -> None:
+    worker = Worker(num_checkpoints=1)
+    worker.serve("a", turns(1, 10))
+    worker.serve("b", [9] * 16)
+    worker.serve("a2", turns(1, 20))
+    assert worker.resumed["a2"] == 0, "the one slot is another's, though the pages are here"
+    assert worker.pages.cache.match_prefix(turns(1, 20)).prefix_len > 16
+
+
+def test_what_a_session_has_left_behind_goes_first() -> None:
+    worker = Worker(num_checkpoints=3)
+    worker.serve("a", turns(1, 10))
+    worker.serve("b", turns(2, 10))
+    # The common beginning was saved by b, then a's next turn supersedes its former state.
+    worker.serve("a2", turns(1, 20))
+    worker.serve("b2", turns(2, 20))
+    assert [worker.resumed[rid] for rid in ("a2", "b2")] == [16, 16]
+    worker.serve("a3", turns(1, 30))
+    assert worker.resumed["a3"] == 24
+
+
+def test_depths_are_multiples_of_what_the_engine_can() -> None:
+    worker = Worker(tokens=6)  # and of a page: twelve
+    worker.serve("a", turns(1, 24))
+    worker.serve("a2", turns(1, 40))
+    assert worker.resumed["a2"] == 24
+
+
+def test_a_state_goes_with_its_page() -> None:
+    worker = Worker(num_pages=12, rows=2)
+    worker.serve("a", turns(1, 10))
+    worker.serve("x", [9] * 44)
+    worker.serve("a2", turns(1, 12))
+    assert worker.resumed["a2"] == 0
+    worker.at_rest()
+
+
+def test_a_flush_forgets_them_and_frees_a_slot_only_when_it_is_read_no_more() -> None:
+    worker = Worker(num_checkpoints=2)
+    worker.serve("a", turns(1, 10))
+    req = worker.add("a2", turns(1, 20))
+    worker.begin()
+    assert req.checkpoint_slot >= 0
+    worker.scheduler.flush()
+    worker.check()
+    other = worker.add("b", turns(2, 10))
+    worker.begin()
+    while not worker.compute(other):
+        pass
+    # The engine has not copied it yet: the slot is as it was.
+    assert worker.slots[req.checkpoint_slot] == tuple(req.tokens[:16].tolist())
+    while not worker.compute(req):
+        pass
+    for one in (req, other):
+        worker.end(one)
+    worker.serve("a3", turns(1, 30))
+    assert worker.resumed["a3"] == 0, "what was computed with old weights is not gone on from"
+    worker.at_rest()
+
+
+def test_one_that_waits_for_another_s_prefix_has_it_saved_where_they_part() -> None:
+    worker = Worker()
+    common = [5] * 12
+    first = worker.add("a", [*common, *range(100, 120)])
+    second = worker.add("b", [*common, *range(200, 210)])
+    assert worker.begin() == [first]
+    assert first.stops == [12, 32]
+    worker.compute(first)
+    assert worker.begin() == [second]
+    assert worker.resumed["b"] == 12
+    while not worker.compute(second):
+        pass
+    while not worker.compute(first):
+        pass
+    for req in (first, second):
+        worker.end(req)
+    worker.at_rest()
+
+
+def test_a_wait_ends_where_a_state_can_be_saved() -> None:
+    worker = Worker(tokens=8)
+    common = [5] * 12
+    first = worker.add("a", [*common, *range(100, 120)])
+    second = worker.add("b", [*common, *range(200, 210)])
+    assert worker.begin() == [first]
+    assert first.stops == [8, 32]
+    worker.compute(first)
+    assert worker.begin() == [second], "at 8, and not at 12"
+    assert worker.resumed["b"] == 8
+
+
+def test_a_state_is_found_once_its_page_is() -> None:
+    worker = Worker()
+    req = worker.add("a", turns(1, 10))
+    worker.begin()
+    worker.compute(req, most=4)
+    # The state behind 16 tokens is there, and its chunk is not handed over yet.
+    worker.slots[worker.scheduler.save_state(req, 16, worker.now_s)] = tuple(req.tokens.tolist())
+    worker.check()
+    other = worker.add("b", [*turns(1, 10), 1, 2])
+    assert worker.begin() == [], "it waits, though the other stands where no state is"
+    assert other.prefix_len == 0
+    assert worker.compute(req, saves=False)
+    worker.end(req)
+    assert worker.begin() == [other]
+    assert worker.resumed["b"] == 16
+
+
+def test_a_stop_that_was_passed_is_over() -> None:
+    worker = Worker()
+    common = [5] * 12
+    first = worker.add("a", [*common, *range(100, 120)])
+    worker.add("b", [*common, *range(200, 210)])
+    worker.begin()
+    assert first.stops == [12, 32]
+    worker.state["a"] = ()
+    worker.scheduler.send_chunk(first, 16, worker.now_s)
+    with pytest.raises(RequestError, match="saves no state at 12"):
+        worker.scheduler.save_state(first, 12, worker.now_s)
+
+
+def test_an_engine_that_does_not_save_harms_nothing() -> None:
+    worker = Worker()
+    req = worker.add("a", turns(1, 10))
+    worker.begin()
+    assert worker.compute(req, saves=False)
+    worker.end(req)
+    worker.serve("a2", turns(1, 20))
+    assert worker.resumed["a2"] == 0
+
+
+def test_a_wrong_place_is_refused_and_changes_nothing() -> None:
+    worker = Worker()
+    req = worker.add("a", turns(1, 10))
+    with pytest.raises(RequestError, match="saves no state"):
+        worker.scheduler.save_state(req, 16, 0.0)
+    worker.begin()
+    for end in (12, 17):
+        with pytest.raises(RequestError, match=f"saves no state at {end}"):
+            worker.scheduler.save_state(req, end, 0.0)
+    assert req.stops == [16]
+    worker.scheduler.abort("a", 0.0)
+    assert worker.scheduler.save_state(req, 16, 0.0) == -1
+    worker.end(req)
+    worker.at_rest()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_state_of_another_path_or_depth_is_ever_gone_on_from(seed: int) -> None:
+    """Chats that branch and come back, few slots, few pages, aborts, failures and flushes."""
+    chance = random.Random(seed)
+    worker = Worker(
+        num_pages=chance.choice([14, 24, 60]), num_checkpoints=chance.choice([1, 3, 9]),
+        rows=4, tokens=chance.choice([1, 1, 8]), follow_s=chance.choice([0.0, 1.0]),
+    )  # fmt: skip
+    chats: list[list[int]] = [[5] * 6]
+    live: list[PrefillRequest] = []
+    resumed = 0
+    for step in range(500):
+        worker.now_s += 0.01
+        what = chance.random()
+        if what < 0.25 and len(worker.scheduler.requests) < 6:
+            tokens = chance.choice(chats)[: chance.choice([6, 14, 1000])]
+            tokens = tokens + [chance.randint(0, 1) for _ in range(chance.randint(1, 12))]
+            if len(tokens) < 44:
+                chats = [*chats[-8:], tokens]
+                worker.add(f"r{step}", tokens, cacheable=chance.random() < 0.9)
+        elif what < 0.5:
+            begun = worker.begin()
+            live += begun
+            resumed += sum(req.prefix_len > 0 for req in begun)
+        elif what < 0.52:
+            worker.scheduler.flush()
+        elif what < 0.56 and worker.scheduler.requests:
+            rid = chance.choice(list(worker.scheduler.requests))
+            req = worker.scheduler.requests[rid]
+            if req.state is not PrefillState.SENDING:
+                worker.scheduler.abort(rid, worker.now_s)
+                live = [one for one in live if one is not req]
+                worker.end(req)
+        elif live:
+            req = chance.choice(live)
+            if worker.compute(req, chance.randint(1, 9), saves=chance.random() < 0.9):
+                live.remove(req)
+                worker.end(req, is_good=chance.random() < 0.9)
+        worker.check()
+    for _ in range(50):
+        worker.now_s += 2.0
+        live += worker.begin()
+        while live:
+            if worker.compute(live[0]):
+                worker.end(live.pop(0))
+    worker.at_rest()
+    assert resumed > 2

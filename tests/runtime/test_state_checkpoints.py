@@ -1,0 +1,137 @@
+"""A model with a recurrent state over real nodes: prefill computes of a next turn what is new, and
+decode gets the right state all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from prefixkv.config import ConfigError, DecodeConfig, PrefillConfig
+from prefixkv.decode.request import DecodeRequest
+from prefixkv.memory.mesh import Mesh
+from prefixkv.memory.state_layout import StateTensor
+from prefixkv.memory.state_pool import StatePool
+from prefixkv.request import Request
+from prefixkv.runtime.nodes import DecodeNode, PrefillNode
+from tests.models.node_pair import left, make_pool
+from tests.models.patience import until
+
+TENSORS = (StateTensor("sum", 0, 1, (1,), "float32"),)
+OWN = 2  # slots of prefill's engine
+
+
+def state_of(tokens: Sequence[int], before: float = 0.0) -> float:
+    """What the state is after these tokens, if it was `before`: exact in float32."""
+    for token in tokens:
+        before = (before * 31 + token + 1) % 65_521
+    return before
+
+
+class Pair:
+    """Two nodes, and the engine of a model that has one number of state."""
+
+    def __init__(self, checkpoints: int, step: int = 1) -> None:
+        pools = make_pool(64, device="cpu"), make_pool(64, device="cpu")
+        states = [StatePool.create(TENSORS, num) for num in (4, OWN + checkpoints)]
+        self.decode_state, self.prefill_state = (state.view("sum", 0) for state in states)
+        config = PrefillConfig(checkpoints=checkpoints, checkpoint_tokens=step)
+        self.prefill = PrefillNode(pools[1], config, state=states[1])
+        self.decode = DecodeNode(pools[0], DecodeConfig(reserve_tokens=0), state=states[0])
+        self.computed: list[int] = []  # tokens, of each prompt
+        self._rooms = 0
+
+    def serve(self, tokens: list[int]) -> DecodeRequest:
+        """Compute a prompt on prefill, and look at what arrives."""
+        self._rooms += 1
+        room = {"room": self._rooms, "decode": self.decode.peer_id.name}
+        rid = f"r{self._rooms}"
+        self.prefill.add(Request(rid, tokens, **room))
+        self.decode.add(Request(rid, tokens, 2, prefill=self.prefill.endpoint, **room))
+        arrived: list[DecodeRequest] = []
+
+        def step() -> None:
+            self.decode.pop_preallocated()
+            for req in self.prefill.pop_bootstrapped():
+                self._compute(req)
+            arrived.extend(self.decode.pop_transferred())
+            self.prefill.pop_sent()
+
+        until(lambda: bool(arrived), step=step)
+        (req,) = arrived
+        assert float(self.decode_state[req.state_slot]) == state_of(tokens)
+        self.decode.append_many([req], [1])
+        self.decode.finish(req)
+        until(lambda: not left(self.decode) and not left(self.prefill), step=step)
+        return req
+
+    def _compute(self, req: Any) -> None:
+        own, tokens, done = 0, req.tokens.tolist(), req.prefix_len
+        assert (req.checkpoint_slot >= 0) == (done > 0)
+        # The checkpoint is copied: a state that is being computed is never one.
+        self.prefill_state[own] = self.prefill_state[req.checkpoint_slot] if done else 0.0
+        self.computed.append(len(tokens) - done)
+        while done < len(tokens):
+            end = min([len(tokens), *(at for at in req.stops if at > done)])
+            self.prefill_state[own] = state_of(tokens[done:end], float(self.prefill_state[own]))
+            if end in req.stops and (slot := self.prefill.save_state(req, end)) >= 0:
+                self.prefill_state[slot] = self.prefill_state[own]
+            last = end == len(tokens)
+            more: dict[str, Any] = {"last": True, "state_slot": own} if last else {}
+            self.prefill.send_chunk(req, end, **more)
+            done = end
+
+    def __enter__(self) -> Pair:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.decode.close()
+        self.prefill.close()
+
+
+@pytest.mark.parametrize("step", [1, 8])
+def test_a_next_turn_computes_what_is_new(step: int) -> None:
+    with Pair(checkpoints=4, step=step) as pair:
+        said = [5] * 30
+        for turn in range(5):
+            pair.serve(said)
+            said = said + [turn] * 12
+        # A page has 4 tokens: each turn is 12 more, and what the last page, or step, cut off.
+        first, *later = pair.computed
+        assert first == 30
+        assert max(later) <= 12 + max(4, step) - 1, pair.computed
+        pair.prefill.audit()
+        pair.prefill.flush()
+        pair.serve(said)
+        assert pair.computed[-1] == len(said)
+
+
+def test_without_checkpoints_every_turn_is_computed_from_its_beginning() -> None:
+    with Pair(checkpoints=0) as pair:
+        said = [5] * 30
+        for turn in range(3):
+            pair.serve(said)
+            said = said + [turn] * 12
+        assert pair.computed == [30, 42, 54]
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({}, "the extra state has 0 slots"),
+        ({"state": StatePool.create(TENSORS, 4)}, "the extra state has 4 slots"),
+        (
+            {"state": StatePool.create(TENSORS, 6), "usable_prefix": lambda req, num: num},
+            "usable_prefix says",
+        ),
+        (
+            {"state": StatePool.create(TENSORS, 6), "mesh": Mesh(2, 2, tp_size=1, pp_size=2)},
+            "several ranks",
+        ),
+    ],
+)
+def test_checkpoints_that_cannot_be_are_refused_by_name(more: dict[str, Any], why: str) -> None:
+    pool = make_pool(8, num_layers=1) if "mesh" in more else make_pool(8, device="cpu")
+    with pytest.raises(ConfigError, match=f"checkpoints: 4: .*{why}"):
+        PrefillNode(pool, PrefillConfig(checkpoints=4), **more)
