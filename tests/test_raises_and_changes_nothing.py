@@ -461,7 +461,8 @@ _NOT_THE_ENGINES = {
     "stats", "check_invariants", "nodes", "oldest_lock", "owners", "free_runs", "cache_owned",
     "room_ended", "room_drained", "room_overdue", "room_bootstrapped", "source_free",
     "check_fits", "check_growth", "check_own", "append_checked", "prefill_ready", "prefill_away",
-    "prefill_lost", "release_deferred", "settle_deferred", "holders",
+    "prefill_lost", "release_deferred", "settle_deferred", "holders", "pin", "unpin",
+    "take_copies", "host_ready", "copy_ended",
 }  # fmt: skip
 
 

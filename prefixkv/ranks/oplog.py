@@ -38,7 +38,8 @@ class Opened(_Op, frozen=True, tag="open"):
     A `prefix_len` of -1: not looked for. Of the pages `num_joined`, next to the cached ones, are
     those of the request in `joined_row` (-1: of none). `slot` is that of its extra state. With
     `is_load` it is no request, but pages that are loaded from host memory for the one opened next,
-    which has `is_used`: its use was counted.
+    which has `is_used`: its use was counted. A load was matched by all tokens of its request, which
+    policies hear of: `rest` are those behind `tokens`.
     """
 
     row: int
@@ -52,6 +53,7 @@ class Opened(_Op, frozen=True, tag="open"):
     slot: int = -1
     is_load: bool = False
     is_used: bool = False
+    rest: bytes = b""
 
 
 class Refused(_Op, frozen=True, tag="refuse"):
@@ -241,6 +243,7 @@ class ReplicatedPageManager(PageManager):
             slot=pages.slot,
             is_load=is_load,
             is_used=is_used,
+            rest=b"" if match is None else bytes(match.data[len(key.data) :]),
         )
         self._publish(opened)
         return pages
@@ -385,7 +388,8 @@ class Replica:
         match op:
             case Opened():
                 key = _key(op)
-                match = None if op.prefix_len < 0 else page_manager.cache.match_prefix(key)
+                matched = _key(op, op.rest) if op.rest else key
+                match = None if op.prefix_len < 0 else page_manager.cache.match_prefix(matched)
                 if match is not None and match.prefix_len != op.prefix_len:
                     raise InternalError(
                         f"rank 0 matched {op.prefix_len} tokens, this rank {match.prefix_len}: {op}"
@@ -477,9 +481,9 @@ def _packed(page_manager: PageManager, pages: RequestPages) -> bytes:
     return page_manager.pages(pages).astype("<i4").tobytes()
 
 
-def _key(op: Opened | Refused | Wanted | Pinned) -> RadixKey:
-    """Return the key of the tokens that a logged operation names."""
-    return RadixKey(np.frombuffer(op.tokens, "<i4"), _as_sent(op.namespace))
+def _key(op: Opened | Refused | Wanted | Pinned, rest: bytes = b"") -> RadixKey:
+    """Return the key of the tokens that a logged operation names, and of the `rest` behind them."""
+    return RadixKey(np.frombuffer(op.tokens + rest, "<i4"), _as_sent(op.namespace))
 
 
 def _as_sent(namespace: Any) -> Any:

@@ -6,6 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from prefixkv.cache.eviction.plain import LeastRecentlyUsed
+from prefixkv.cache.eviction.policy import Use
+from prefixkv.cache.node import Mark
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.errors import InternalError
@@ -71,6 +74,37 @@ def test_replica_equals_rank_0_after_a_storm(seed: int) -> None:
             replica.apply(decode_op(raw))
         replica.page_manager.check_invariants()
         _assert_equal(leader, replica.page_manager)
+
+
+def test_policies_hear_of_all_tokens_of_a_load_s_request_on_every_rank() -> None:
+    """A load from host memory is of a part of them; what a policy makes of it has to be equal."""
+
+    class Hearing(LeastRecentlyUsed):
+        name = "hearing"
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.heard: list[bytes] = []
+
+        def mark(self, use: Use) -> Mark:
+            self.heard.append(use.data)
+            return super().mark(use)
+
+    ops: list[bytes] = []
+    policies = Hearing(), Hearing()
+    pages = ReplicatedPageManager(
+        lambda op: ops.append(encode_op(op)), 16, 4, ROWS, policy=policies[0], spare_rows=1
+    )
+    replica = Replica(PageManager(16, 4, ROWS, policy=policies[1], spare_rows=1))
+    key, longer = RadixKey(range(8)), RadixKey(range(24))
+    pages.cache_finished(pages.open(key, pages.match(key), 2, 0.0), key, 0.0)
+    load = pages.open(longer.prefix(16), pages.match(longer), 2, 1.0, is_load=True)
+    pages.cache_unfinished(load, longer.prefix(16), 2.0)
+    for raw in ops:
+        replica.apply(decode_op(raw))
+    assert longer.data in policies[0].heard
+    assert policies[0].heard == policies[1].heard
+    _assert_equal(pages, replica.page_manager)
 
 
 def test_a_replica_that_drifts_raises() -> None:
