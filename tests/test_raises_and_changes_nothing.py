@@ -399,7 +399,7 @@ class PrefillWorld(World):
     kind = PrefillScheduler
 
     def __init__(self) -> None:
-        pages = PageManager(32, 2, 8)
+        pages = PageManager(32, 2, 8, num_checkpoints=3)
         self.thing = scheduler = PrefillScheduler(pages, max_aux_bytes=16)
         for rid, room in (("sent", 1), ("fails", 2), ("computes", 3), ("waits", 4)):
             scheduler.add(request(rid, room, namespace=rid), 1.0)
@@ -421,6 +421,7 @@ class PrefillWorld(World):
                 [self.computes, 9, 3.0],
                 {"last": True, "aux": b"x", "ready": None, "state_slot": -1},
             ),
+            "save_state": ([self.computes, 8, 3.0], {}),
             "pop_sent": ([3.0], {}),
             "pop_failed": ([3.0, None], {}),
             "abort": (["waits", 3.0, None], {}),

@@ -27,6 +27,7 @@ from prefixkv.errors import (
     TransferTimeoutError,
     WeightsVersionError,
     check_laws,
+    shown,
 )
 from prefixkv.pages.manager import PageManager
 from prefixkv.pages.requests import (
@@ -297,7 +298,8 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         if self.checkpoints is None or req.state is not PrefillState.COMPUTING:
             raise RequestError(f"request {req.rid!r} is {req.state.value}, it saves no state")
         if end not in req.stops:
-            raise RequestError(f"request {req.rid!r} saves no state at {end}, but at {req.stops}")
+            where = f"at {shown(end)}, but at {req.stops}"
+            raise RequestError(f"request {req.rid!r} saves no state {where}")
         return self.checkpoints.take(req, end)
 
     def pop_sent(self, now_s: float) -> list[PrefillRequest]:

@@ -149,6 +149,7 @@ class Story:
                 [computing, 99],
                 {"last": True, "aux": "text", "ready": None, "state_slot": -1},
             ),
+            "prefill.save_state": ([computing, 99], {}),
             "prefill.pop_sent": ([], {}),
             "prefill.pop_failed": ([], {"after": 7}),
             "prefill.abort": (["nobody"], {}),
