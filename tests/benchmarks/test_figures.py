@@ -157,6 +157,19 @@ def host_copies_figures() -> dict[str, str]:
     }
 
 
+def host_identity_table() -> list[str]:
+    keys = ("finished", "left", "cut", "refused", "host_loads", "host_loaded_pages",
+            "computed_requests", "retractions", "tokens", "different")  # fmt: skip
+    return [
+        *head("", "answers to their ends", "left", "cut", "refused", "loads", "pages loaded",
+              "computed by decode", "retracted", "tokens compared", "other tokens"),
+        *(
+            line(row["case"], *(fixed(row[key]) for key in keys))
+            for row in result("host_identity")["rows"]
+        ),
+    ]  # fmt: skip
+
+
 def waiting_pairs(what: str) -> list[tuple[float, float]]:
     """Of each case, in the table's order: this figure without and with protecting what waits."""
     rows = result("waiting")["rows"]
@@ -728,7 +741,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "radix-table": radix_table,
     "reserve-table": reserve_table, "waiting-table": waiting_table,
     "waiting-seeds-table": waiting_seeds_table, "host-tier-table": host_tier_table,
-    "host-copies-table": host_copies_table,
+    "host-copies-table": host_copies_table, "host-identity-table": host_identity_table,
     "rule-table": rule_table,
     "sched-table": sched_table, "router-table": router_table,
     "ranks-table": ranks_table, "transport-table": transport_table,
