@@ -1,4 +1,5 @@
-"""Invariant tested: each of twenty mistakes against the laws is noticed, before and after a change.
+"""Invariant tested: each of twenty mistakes against the laws, and of eight against those of host
+memory, is noticed, before and after a change.
 
 Run it before a refactoring and after it. A mutant is one edit of one function; a law is broken by
 it (numbers as in docs/architecture.md), and one test has to fail. Functions are found by their
@@ -193,6 +194,55 @@ MUTANTS = (
         "trust", "a repeated frame is taken", ("PeerClock.take", "Liveness.take"),
         "frame.seq <= self.in_seq", "False",
         ("control/decode/test_control.py::test_a_frame_that_is_overtaken_or_repeated_is_dropped",),
+    ),
+    Mutant(
+        "T1", "host pages are used before they are ready", ("HostTier.__init__",),
+        "self.allocator.alloc(num_pages)", "pass",
+        ("decode/test_host_tier.py::test_host_pages_are_used_once_they_are_ready",),
+    ),
+    Mutant(
+        "T2", "a load lets go of what it reads", ("HostTier.load",),
+        "        self._order(True, key, start, src, device_pages, host_lock, None)",
+        """        self.cache.unlock(host_lock)
+        host_lock = self.cache.pin(self.cache.match_prefix(key.prefix(0)), now_s)
+        self._order(True, key, start, src, device_pages, host_lock, None)""",
+        ("decode/test_host_storm.py::test_what_is_read_is_what_was_written_in_a_short_storm",),
+    ),
+    Mutant(
+        "T2", "pages of an aborted load are free before its copy ends",
+        ("DecodeScheduler._end_flight",),
+        "if flight.is_open and self.host.give_up(key):",
+        "if flight.is_open and self.host.give_up(key) and False:",
+        (
+            "decode/test_host_tier.py::"
+            "test_an_aborted_load_keeps_its_pages_until_the_copy_has_ended",
+        ),
+    ),
+    Mutant(
+        "T2", "a write does not wait for the device", ("Deferred.release_after",),
+        "if after is not None:", "if after is not None and self._host is None:",
+        ("decode/test_host_tier.py::test_a_write_waits_for_the_device",),
+    ),
+    Mutant(
+        "T3", "a copy of old weights goes to the tree", ("HostTier.ended",),
+        " and copy.epoch == self.pages.epoch", "",
+        ("decode/test_host_tier.py::test_a_flush_between_order_and_end_of_a_write",),
+    ),
+    Mutant(
+        "T4", "what two need is loaded twice", ("InFlight.start_load",),
+        "shareable=True", "shareable=False",
+        ("decode/test_host_tier.py::test_what_two_need_is_loaded_once",),
+    ),
+    Mutant(
+        "T5", "a request is committed before its load", ("DecodeScheduler.pop_preallocated",),
+        "self.arriving.add_load(load)",
+        "self.arriving.add_load(load), self.arriving.loaded(load.room_key)",
+        ("decode/test_host_tier.py::test_what_the_pool_forgets_is_loaded_again",),
+    ),
+    Mutant(
+        "T3", "one rank's good end is that of all", ("RankCopies.on",),
+        "next(errors, None)", "ranks[0].error",
+        ("decode/test_host_tier.py::test_a_second_rank_that_failed_ends_the_load",),
     ),
 )  # fmt: skip
 

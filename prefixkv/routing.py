@@ -8,6 +8,9 @@ busy.
     ...  # the request goes to route.worker
     router.ended(route, now_s)
 
+What a worker has in its host memory counts as what it has in its pool: it is loaded from there, and
+neither computed nor sent.
+
 A choice is only a hint: the worker matches again at admission, so a late event costs a hit, never
 an error.
 """
@@ -24,7 +27,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from prefixkv.cache.events import Cleared, EventBatch, Removed, Stored
+from prefixkv.cache.events import CacheEvent, Cleared, EventBatch, Removed, Stored
 from prefixkv.errors import CallerError, shown
 from prefixkv.settings import (
     MAX_BYTES,
@@ -53,11 +56,87 @@ class Route:
     _home: _RoutedWorker | None = field(repr=False)  # None once the request has ended
 
 
-class WorkerIndex:
-    """Pages that one worker holds, or is expected to hold soon. Bounded; about 150 bytes per page.
+class _HeldPages:
+    """Pages that one worker holds in one kind of memory, by its events. A worker always holds whole
+    prefixes there, so a match is found by bisection."""
 
-    Of a path longer than the bound allows only the upper part is known. A worker always holds whole
-    prefixes, so a match is found by bisection.
+    def __init__(self) -> None:
+        self.in_sync = False
+        self.num_pages = 0
+        self.skipped_pages = 0  # reported as stored, but beyond the bound or below such a page
+        # By namespace and page key: until when the page counts; `_STORED` once it was reported.
+        self._held: dict[Hashable, dict[bytes, float]] = {}
+
+    def of(self, namespace: Hashable) -> dict[bytes, float]:
+        """Return until when each page of a namespace counts, on the routed worker; not to be
+        changed."""
+        return self._held.get(namespace, {})
+
+    def depth(self, namespace: Hashable, keys: Sequence[bytes]) -> int:
+        """Count how many of these pages, from the first on, the routed worker holds in this kind of
+        memory. O(log pages)."""
+        held = self._held.get(namespace)
+        if not held or not keys or keys[0] not in held:
+            return 0
+        return bisect_left(keys, True, 1, key=lambda page_key: page_key not in held)
+
+    def forget(self) -> None:
+        """Forget all pages that the router knows of in this kind of a worker's memory."""
+        self._held.clear()
+        self.num_pages = self.skipped_pages = 0
+
+    def store(self, event: Stored, room: int) -> bool:
+        """Add the pages of a worker's cache event to the router's index of it, `room` at most.
+        Returns False if its parent should be known and is not."""
+        held = self._held.get(event.namespace, {})
+        keys = event.page_keys
+        # The parent is unknown. If any page was skipped before, the parent may be one of those, and
+        # its children are skipped like it. Otherwise an event is missing.
+        if event.parent and held.get(event.parent) != _STORED:
+            self.skipped_pages += len(keys)
+            return self.skipped_pages > len(keys)
+        keys = keys[:room]
+        self.skipped_pages += len(event.page_keys) - len(keys)
+        if keys:
+            self.hold(event.namespace, keys, _STORED)
+        return True
+
+    def remove(self, event: Removed) -> bool:
+        """Remove the pages of a worker's cache event from the router's index of it. Returns False
+        for a page that is neither known nor skipped."""
+        held = self._held.get(event.namespace, {})
+        # From the end, so that what is left is a whole prefix at every moment.
+        for key in reversed(event.page_keys):
+            if held.get(key) == _STORED:
+                self.drop(event.namespace, key)
+            elif self.skipped_pages:
+                self.skipped_pages -= 1
+            else:
+                return False
+        return True
+
+    def hold(self, namespace: Hashable, keys: Sequence[bytes], until_s: float) -> None:
+        """Set until when pages count in the router's index of a worker. `num_pages` counts those
+        that are new."""
+        held = self._held.setdefault(namespace, {})
+        before = len(held)
+        held.update(dict.fromkeys(keys, until_s))
+        self.num_pages += len(held) - before
+
+    def drop(self, namespace: Hashable, key: bytes) -> None:
+        """Remove one page that is held from the router's index of a worker."""
+        held = self._held[namespace]
+        del held[key]
+        self.num_pages -= 1
+        if not held:
+            del self._held[namespace]
+
+
+class WorkerIndex:
+    """Pages that one worker holds, or is expected to hold soon, in its pool or in its host memory.
+    Bounded; about 150 bytes per page and kind of memory.
+
+    Of a path longer than the bound allows only the upper part is known.
     """
 
     def __init__(self, max_pages: int) -> None:
@@ -65,14 +144,28 @@ class WorkerIndex:
         self.incarnation = -1
         self._former: deque[int] = deque(maxlen=64)  # earlier incarnations
         self.next_seq = 0
-        self.in_sync = False
-        self.num_pages = 0
-        self.skipped_pages = 0  # reported as stored, but beyond the bound or below such a page
-        # By namespace and page key: until when the page counts; `_STORED` once it was reported.
-        self._held: dict[Hashable, dict[bytes, float]] = {}
+        self._pool = _HeldPages()
+        self._host: _HeldPages | None = None  # of a worker that has told of its host memory
         # In order of time, since every expectation lasts as long: `expire` looks at its front
         # alone.
         self._expected: deque[tuple[float, Hashable, Sequence[bytes]]] = deque()
+
+    @property
+    def in_sync(self) -> bool:
+        """True if no event of the routed worker is missing."""
+        return self._pool.in_sync and (self._host is None or self._host.in_sync)
+
+    @property
+    def num_pages(self) -> int:
+        """Number of pages of the routed worker that are known; one in both kinds of memory counts
+        twice."""
+        return self._pool.num_pages + (0 if self._host is None else self._host.num_pages)
+
+    @property
+    def skipped_pages(self) -> int:
+        """Number of pages that the routed worker has reported and that are not known, for the
+        bound."""
+        return self._pool.skipped_pages + (0 if self._host is None else self._host.skipped_pages)
 
     def apply(self, batch: EventBatch) -> bool:
         """Follow a batch of the worker's cache events, for routing. Returns False if an event is
@@ -88,39 +181,54 @@ class WorkerIndex:
             self.forget()
             self._former.append(self.incarnation)
             self.incarnation = batch.incarnation
-            self.in_sync = False
+            self._pool.in_sync, self._host = False, None
         elif batch.seq != self.next_seq:
-            self.in_sync = False
+            self._pool.in_sync = False
+            if self._host is not None:
+                self._host.in_sync = False
         self.next_seq = batch.seq + 1
-        # A `Cleared` repairs any gap: after it all that the worker holds is reported again.
+        # A `Cleared` repairs any gap: after it all that the worker holds there is reported again.
         for event in batch.events:
+            pages = self._pages_of(event)
             if isinstance(event, Cleared):
-                self.forget()
-                self.in_sync = True
-            elif self.in_sync:
-                self.in_sync = (
-                    self._store(event) if isinstance(event, Stored) else self._remove(event)
+                if not event.is_host:
+                    self._expected.clear()
+                pages.forget()
+                pages.in_sync = True
+            elif pages.in_sync:
+                pages.in_sync = (
+                    pages.store(event, self.max_pages - self.num_pages)
+                    if isinstance(event, Stored)
+                    else pages.remove(event)
                 )
         return self.in_sync
+
+    def _pages_of(self, event: CacheEvent) -> _HeldPages:
+        """Return what the router knows of the kind of memory that a worker's cache event is
+        about."""
+        if not event.is_host:
+            return self._pool
+        if self._host is None:
+            self._host = _HeldPages()
+        return self._host
 
     def depth(self, namespace: Hashable, keys: Sequence[bytes]) -> int:
         """Count how many of these pages, from the first on, the routed worker holds, or is expected
         to hold. O(log pages)."""
-        held = self._held.get(namespace)
-        if not held or not keys or keys[0] not in held:
-            return 0
-        return bisect_left(keys, True, 1, key=lambda page_key: page_key not in held)
+        depth = self._pool.depth(namespace, keys)
+        # A whole prefix in either, so the longer one counts.
+        return depth if self._host is None else max(depth, self._host.depth(namespace, keys))
 
     def expect(self, namespace: Hashable, keys: Sequence[bytes], until_s: float) -> None:
         """Count these pages, a prefix, as held until `until_s` by the worker that a request is
         routed to, unless events say more by then."""
-        held = self._held.get(namespace, {})
+        held = self._pool.of(namespace)
         # Pages that are reported must not be turned into expected ones, which expire.
         keys = [key for key in keys if held.get(key, 0.0) != _STORED]
         keys = keys[: self.max_pages - self.num_pages]
         if not keys:
             return
-        self._hold(namespace, keys, until_s)
+        self._pool.hold(namespace, keys, until_s)
         self._expected.append((until_s, namespace, keys))
 
     def expire(self, now_s: float) -> None:
@@ -128,63 +236,19 @@ class WorkerIndex:
         reported. Amortised O(pages expected)."""
         while self._expected and self._expected[0][0] <= now_s:
             _, namespace, keys = self._expected.popleft()
-            held = self._held.get(namespace, {})
+            held = self._pool.of(namespace)
             for key in keys:
                 # A page may have been reported meanwhile, or be expected for longer by a later
                 # request.
                 if held.get(key, _STORED) <= now_s:
-                    self._drop(namespace, held, key)
+                    self._pool.drop(namespace, key)
 
     def forget(self) -> None:
         """Forget all pages that the router knows of one worker."""
-        self._held.clear()
         self._expected.clear()
-        self.num_pages = self.skipped_pages = 0
-
-    def _store(self, event: Stored) -> bool:
-        """Add the pages of a worker's cache event to the router's index of it. Returns False if its
-        parent should be known and is not."""
-        held = self._held.get(event.namespace, {})
-        keys = event.page_keys
-        # The parent is unknown. If any page was skipped before, the parent may be one of those, and
-        # its children are skipped like it. Otherwise an event is missing.
-        if event.parent and held.get(event.parent) != _STORED:
-            self.skipped_pages += len(keys)
-            return self.skipped_pages > len(keys)
-        keys = keys[: self.max_pages - self.num_pages]
-        self.skipped_pages += len(event.page_keys) - len(keys)
-        if keys:
-            self._hold(event.namespace, keys, _STORED)
-        return True
-
-    def _remove(self, event: Removed) -> bool:
-        """Remove the pages of a worker's cache event from the router's index of it. Returns False
-        for a page that is neither known nor skipped."""
-        held = self._held.get(event.namespace, {})
-        # From the end, so that what is left is a whole prefix at every moment.
-        for key in reversed(event.page_keys):
-            if held.get(key) == _STORED:
-                self._drop(event.namespace, held, key)
-            elif self.skipped_pages:
-                self.skipped_pages -= 1
-            else:
-                return False
-        return True
-
-    def _hold(self, namespace: Hashable, keys: Sequence[bytes], until_s: float) -> None:
-        """Set until when pages count in the router's index of a worker. `num_pages` counts those
-        that are new."""
-        held = self._held.setdefault(namespace, {})
-        before = len(held)
-        held.update(dict.fromkeys(keys, until_s))
-        self.num_pages += len(held) - before
-
-    def _drop(self, namespace: Hashable, held: dict[bytes, float], key: bytes) -> None:
-        """Remove one page that is held from the router's index of a worker."""
-        del held[key]
-        self.num_pages -= 1
-        if not held:
-            del self._held[namespace]
+        self._pool.forget()
+        if self._host is not None:
+            self._host.forget()
 
 
 @dataclass(slots=True, eq=False)

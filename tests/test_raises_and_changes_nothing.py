@@ -294,7 +294,7 @@ class RouterWorld(World):
     def check(self) -> None:
         for worker in self.thing._workers.values():
             index = worker.index
-            assert index.num_pages == sum(map(len, index._held.values()))
+            assert index.num_pages == sum(map(len, index._pool._held.values()))
             assert worker.open_work >= 0
             assert worker.faded >= 0
 

@@ -89,6 +89,60 @@ def test_the_index_matches_what_the_cache_does(seed: int) -> None:
         assert index.num_pages == life.worker.cache.num_pages
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_in_host_memory_counts_as_what_is_in_the_pool(seed: int) -> None:
+    """Each has its own events in a worker's batches; a gap is mended for both."""
+    life, host = Life(seed), Life(seed)
+    host.rng = random.Random(seed + 1000)
+    host.worker.feed = EventFeed(host.worker.cache, "w", 1, is_host=True)
+    index = WorkerIndex(1000)
+
+    def take(snapshot: bool = False) -> EventBatch:
+        batch, more = (one.worker.feed.take(snapshot) for one in (life, host))
+        return EventBatch("w", 1, batch.seq, batch.events + more.events)
+
+    for _ in range(80):
+        for _ in range(life.rng.randrange(4)):
+            life.rng.choice([life, host]).step()
+        batch = take()
+        if life.rng.randrange(8):
+            in_sync = index.apply(EventBatch.decode(batch.encode()))
+            if index.next_seq and not in_sync:
+                assert index.apply(EventBatch.decode(take(snapshot=True).encode()))
+            pairs = zip(life.depths(index), host.depths(index), strict=True)
+            assert all(ours == max(pool, host) for (ours, pool), (_, host) in pairs)
+            caches = life.worker.cache, host.worker.cache
+            assert index.num_pages == sum(cache.num_pages for cache in caches)
+
+
+def test_a_page_that_left_the_pool_attracts_while_it_is_in_host_memory() -> None:
+    router = BoundedAffinityRouter(expect_s=0)
+    workers, hosts = [Worker("a"), Worker("b")], Worker("a")
+    hosts.feed = EventFeed(hosts.cache, "a", 1, is_host=True)
+    for worker in workers:
+        router.add_worker(worker.feed.take().worker)
+    prompt = chat(1, 8)
+    workers[0].insert(prompt)
+    hosts.insert(prompt)
+
+    def tell() -> None:
+        for worker in workers:
+            events = worker.feed.take(snapshot=True)
+            if worker is workers[0]:
+                more = hosts.feed.take(snapshot=True).events
+                events = EventBatch("a", 1, events.seq, events.events + more)
+            assert router.apply(events)
+
+    tell()
+    for cache in (workers[0].cache, hosts.cache):
+        route = router.route(keys_of(prompt), now_s=0.0)
+        assert (route.worker, route.matched_pages) == ("a", 16)
+        assert router.ended(route, now_s=0.0)
+        cache.reset()
+        tell()
+    assert router.route(keys_of(prompt), now_s=1000.0).matched_pages == 0
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_a_lost_batch_is_noticed_and_a_fresh_one_mends_it(seed: int) -> None:
     life = Life(seed)
@@ -174,7 +228,7 @@ def test_the_index_is_bounded_and_never_claims_more(max_pages: int) -> None:
     life.worker.cache.evict(10_000)
     assert index.apply(life.worker.feed.take())
     assert index.num_pages == index.skipped_pages == 0
-    assert not index._held
+    assert not index._pool._held
 
 
 def test_what_is_expected_counts_until_its_time_or_until_it_is_there() -> None:

@@ -40,10 +40,11 @@ NO_PARENT = b""
 """The parent of the first page of a namespace."""
 
 
-class _Path(msgspec.Struct, frozen=True):
+class _Path(msgspec.Struct, frozen=True, omit_defaults=True):
     namespace: Any  # hashable; in a frame None, bool, int, str, bytes, or a tuple of these
     parent: bytes
     page_keys: tuple[bytes, ...]
+    is_host: bool = False  # in the worker's host memory, where it may be beside its pool
 
 
 class Stored(_Path, frozen=True, tag=True):
@@ -55,17 +56,19 @@ class Removed(_Path, frozen=True, tag=True):
     before."""
 
 
-class Cleared(msgspec.Struct, frozen=True, tag=True):
+class Cleared(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
     """Nothing is stored any more (a reset), or the listener fell behind. `Stored` events follow for
-    all that there is."""
+    all that there is. It is about the pool, or about host memory, alone."""
+
+    is_host: bool = False
 
 
 CacheEvent: TypeAlias = Stored | Removed | Cleared
 
 
 class EventBatch(msgspec.Struct, frozen=True):
-    """The changes of one worker's cache since the batch before. One that begins with `Cleared` is
-    complete by itself.
+    """The changes of one worker's cache since the batch before, and behind them those in its host
+    memory. One that has a `Cleared` for each is complete by itself.
 
     `worker` and `incarnation` name the cache; that of an older incarnation is gone. `seq` counts
     from 0.
@@ -220,9 +223,9 @@ class PagePaths:
         self._page_refs.clear()
 
 
-def as_stored(run: list[PageRef]) -> Stored:
+def as_stored(run: list[PageRef], is_host: bool = False) -> Stored:
     """Return the cache event that a run of new pages is stored."""
-    return Stored(run[0].namespace, run[0].parent, tuple(ref.key for ref in run))
+    return Stored(run[0].namespace, run[0].parent, tuple(ref.key for ref in run), is_host)
 
 
 class EventSource(Protocol):
@@ -256,10 +259,15 @@ class EventFeed:
     Two readers may share it: a caller of `take` gets numbered batches, a `Listener` gets the
     changes as they are. The cache hands out each change once, so what one of them draws is kept or
     passed on for the other.
+
+    `is_host`: the cache is that of the worker's host memory.
     """
 
-    def __init__(self, cache: EventSource, worker: str, incarnation: int) -> None:
+    def __init__(
+        self, cache: EventSource, worker: str, incarnation: int, is_host: bool = False
+    ) -> None:
         self._cache = cache
+        self._is_host = is_host
         self._worker = worker
         self._incarnation = incarnation
         self._seq = 0
@@ -338,14 +346,14 @@ class EventFeed:
         for change in changes:
             match change:
                 case Inserted():
-                    yield as_stored(self._paths.inserted(change))
+                    yield as_stored(self._paths.inserted(change), self._is_host)
                 case TakenOut():
                     for run in self._paths.taken_out(change):
                         keys = tuple(ref.key for ref in run)
-                        yield Removed(run[0].namespace, run[0].parent, keys)
+                        yield Removed(run[0].namespace, run[0].parent, keys, self._is_host)
                 case Cleared():
                     self._paths.clear()
-                    yield change
+                    yield Cleared(self._is_host)
                 case _:
                     assert_never(change)
 

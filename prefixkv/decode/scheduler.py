@@ -256,10 +256,13 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         # at once.
         for load in self.waiting.take_loads():
             self.arriving.add_load(load)
-        for req in self.waiting.take_admitted():
-            self._ask(req, now_s)
-            if not req.state.ended:
-                self._admitted.append(req)
+        asked = self.waiting.take_admitted()
+        hopeless = [req for req in asked if not self._ask(req, now_s)]
+        # Only now, when each flight is on its way: those that joined one of these end with it.
+        for req in hopeless:
+            if req.state is DecodeState.PREALLOCATED:
+                self._end(req, DecodeState.FAILED, self._too_much(req), now_s)
+        self._admitted += [req for req in asked if req.state is DecodeState.PREALLOCATED]
         # 4. Raise last: by now every admitted request has its room, and the next call returns it.
         self.pages.errors.raise_due()
         admitted, self._admitted = self._admitted, []
@@ -923,9 +926,11 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             return
         self._end(req, DecodeState.FAILED, error, now_s)
 
-    def _ask(self, req: DecodeRequest, now_s: float) -> None:
+    def _ask(self, req: DecodeRequest, now_s: float) -> bool:
         """Choose where decode gets what a request lacks that it has admitted, and open the room by
         which prefill sends it, or have the engine compute it.
+
+        Returns False if there is no source for it: then its request is to be failed.
         """
         flight = self.flights.of(req)
         assert flight is not None
@@ -948,20 +953,19 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             if not was_alone and self._is_told(req):
                 mine = AbortedError(f"request {req.rid!r} is computed by decode")
                 self._refuse(req.room_key, req.prefill, mine, req.request.digest)
-            return
+            return True
         if req.resumed and req.prefix_len == req.fill_len and pages.slot < 0:
             # 1. A resumed request with all its KV in the tree, and no extra state, which is never
             # cached: nothing is to be sent, so no room is opened, whether or not prefill is there.
             self.arriving.arrived(flight)
             self.shares.release(flight.room_key)
-            return
+            return True
         if was_alone:
             # It lacks more than when it began to wait, and prefill can still not be asked.
             lane = self.lanes.get(req.prefill)
             if not req.prefill or lane is None or not lane.is_open:
                 self.arriving.add_local(flight)  # so that it ends as one without a room
-                self._end(req, DecodeState.FAILED, self._too_much(req), now_s)
-                return
+                return False
             self.shares.promise(flight.room_key, req.prefill, end - start)
         # 2. A later attempt: prefill has ended, or never had, the request of this generation. The
         # engine has to submit it there again.
@@ -984,6 +988,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         # another.
         digest = req.request.digest if req.fill_len == req.prompt_len else prompt_digest(req.key)
         self._commands.append(OpenRoom(promise, req.prefill, digest))
+        return True
 
     # --- what is computed here --------------------------------------------------------------------
 

@@ -4,6 +4,9 @@ Both send `[time, [events], data-parallel rank]` as msgpack. An event is a map w
 BlockStored, BlockRemoved or AllBlocksCleared; a block is a page. One router drops a whole batch for
 one event that it refuses, so every field that the decoders demand is sent, null or not.
 
+Of a block that is in two kinds of memory each is told, and its end, by the event's `medium`.
+AllBlocksCleared has none: it ends all that a worker holds.
+
 A block's hash is cut out of its page key and mixed with its namespace: page keys of two namespaces
 are equal, but their blocks differ. It is never 0, which one consumer reads as "no parent".
 
@@ -80,6 +83,8 @@ class Dialect(ABC):
 
     name: str
     topic_in_replay: bool
+    host_medium: str
+    """Its word for a worker's host memory."""
 
     def __init__(self, page_size: int, medium: str) -> None:
         self._page_size = page_size
@@ -125,6 +130,7 @@ class VLLM(Dialect):
 
     name = "vllm"
     topic_in_replay = True
+    host_medium = "CPU"
 
     def check(self, namespace: Hashable) -> None:
         """Refuse any namespace but None and a `Namespace` for vLLM's events. See
@@ -175,6 +181,7 @@ class SGLang(Dialect):
 
     name = "sglang"
     topic_in_replay = False
+    host_medium = "CPU_PINNED"
 
     def check(self, namespace: Hashable) -> None:
         """Refuse for SGLang's events any namespace but None and a `Namespace` without images. See

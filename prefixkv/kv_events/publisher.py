@@ -71,6 +71,27 @@ _COUNTERS = (
 _Socket = zmq.Socket[bytes]
 
 
+class _TierFeed:
+    """The listener of a publisher to the cache in one kind of memory."""
+
+    def __init__(self, publisher: KVEventPublisher, number: int) -> None:
+        self._publisher = publisher
+        self.number = number
+        self.refuses_until_clear = False
+        self.skips_until_clear = False  # the publisher's thread's
+
+    def hand_over(self, changes: list[Change]) -> bool:
+        """Take a list of this tier's changes for the publisher's thread. See
+        `Listener.hand_over`."""
+        return self._publisher._hand_over(self, changes)
+
+    @property
+    def idle(self) -> bool:
+        """True if the publisher's thread has dealt with all that was handed over, by any tier. See
+        `Listener.idle`."""
+        return self._publisher.idle
+
+
 class KVEventPublisher:
     """Publisher of one worker's cache events. `hand_over` and `idle` are called by the scheduler's
     thread; the rest happens in a thread of its own.
@@ -80,33 +101,49 @@ class KVEventPublisher:
         worker: the one with this cache.
         model: `ModelConfig.model`, for the topic.
         page_size: tokens per page.
+        has_host: it has a cache in host memory too, whose changes `host` takes.
     Raises:
-        ConfigError: an address cannot be bound, or a name makes no topic. Nothing is left open.
+        ConfigError: an address cannot be bound, a name makes no topic, or `medium` is that of host
+            memory. Nothing is left open.
     """
 
-    def __init__(self, config: KVEventsConfig, worker: PeerId, model: str, page_size: int) -> None:
+    def __init__(
+        self,
+        config: KVEventsConfig,
+        worker: PeerId,
+        model: str,
+        page_size: int,
+        has_host: bool = False,
+    ) -> None:
         self.config = config
         self.counters = Counter(dict.fromkeys(_COUNTERS, 0))
         self.topic = config.topic or default_topic(worker.name, model)
-        self.dialect = DIALECTS[config.dialect](page_size, config.medium)
+        kind = DIALECTS[config.dialect]
+        if has_host and config.medium == kind.host_medium:
+            raise ConfigError(
+                f"kv_events: medium is {config.medium!r}, which is the word for host memory, where "
+                "this worker keeps pages too: name another one"
+            )
+        self.dialect = kind(page_size, config.medium)
+        self._device = _TierFeed(self, 0)
+        self.host = _TierFeed(self, 1) if has_host else None
         # In microseconds: no life publishes a million batches per second, so the next begins above.
         first_seq = time.time_ns() // 1000
+        host = kind(page_size, kind.host_medium) if has_host else None
         self._stream = EventStream(
             page_size, self.dialect, config.dp_rank, first_seq,
-            config.keep_batches, config.keep_bytes,
+            config.keep_batches, config.keep_bytes, host,
         )  # fmt: skip
         self._epoch = worker.incarnation.to_bytes(EPOCH_BYTES)
         self._topic_frame = self.topic.encode()
         # Lists of changes on their way to the thread: appended by the scheduler, taken by the
         # thread.
-        self._handed: deque[list[Change]] = deque()
+        self._handed: deque[tuple[_TierFeed, list[Change]]] = deque()
         self._asleep = False  # set by the thread: `hand_over` must wake it
         self._bell: Inbox[None] = Inbox()
         self._handed_lists = self._handed_pages = 0  # written by the scheduler's thread alone
         self._done_lists = self._done_pages = 0  # by this object's
         self._max_backlog_pages = config.max_backlog_pages
-        self._refuses_until_clear = False
-        self._skips_until_clear = False
         self._num_failures = 0
         self._closing = False
         self._waiting: dict[tuple[_Socket, bytes], int] = {}  # clients: the batch to send next
@@ -136,22 +173,26 @@ class KVEventPublisher:
     # --- the scheduler's thread -------------------------------------------------------------------
 
     def hand_over(self, changes: list[Change]) -> bool:
-        """Take a list of cache changes for the publisher's thread; False if the list is lost. Under
-        5 us per change. See `Listener.hand_over`."""
+        """Take a list of changes of the pool's cache for the publisher's thread; False if the list
+        is lost. Under 5 us per change. See `Listener.hand_over`."""
+        return self._hand_over(self._device, changes)
+
+    def _hand_over(self, tier: _TierFeed, changes: list[Change]) -> bool:
+        """Take a list of changes of one tier's cache for the publisher's thread, or refuse it."""
         # 1. A list that begins with Cleared repairs every loss before it.
         # 2. After a loss all else is refused: it would build on what routers do not have.
         # 3. Too far behind: lose this list, rather than hold changes without bound.
         if type(changes[0]) is Cleared:
-            self._refuses_until_clear = False
-        elif self._refuses_until_clear:
+            tier.refuses_until_clear = False
+        elif tier.refuses_until_clear:
             return False
         if self._handed_pages - self._done_pages > self._max_backlog_pages:
             self.counters["overruns"] += 1
-            self._refuses_until_clear = True
+            tier.refuses_until_clear = True
             return False
         self._handed_pages += stored_pages(changes)
         self._handed_lists += 1
-        self._handed.append(changes)
+        self._handed.append((tier, changes))
         # After the append: the thread says that it sleeps before it looks at the queue, so at least
         # one of the two sees the other.
         if self._asleep:
@@ -238,36 +279,38 @@ class KVEventPublisher:
                 self._answer(*client)
         # A worker that ends holds nothing: routers that hear this send it no requests for its
         # cache.
-        self._publish([*self._handed, [Cleared()]])
+        self._publish(list(self._handed))
+        self._send(self._stream.clear(time.time()))
 
-    def _publish(self, lists: list[list[Change]]) -> None:
-        """Publish lists of the cache's changes as batches of events. After a defect they are
-        dropped up to one that begins with Cleared."""
-        for changes in lists:
+    def _publish(self, lists: list[tuple[_TierFeed, list[Change]]]) -> None:
+        """Publish lists of the caches' changes as batches of events. After a defect those of a tier
+        are dropped up to one that begins with Cleared."""
+        for tier, changes in lists:
             if type(changes[0]) is Cleared:
-                self._skips_until_clear = False
-            if not self._skips_until_clear:
+                tier.skips_until_clear = False
+            if not tier.skips_until_clear:
                 try:
-                    for batch in self._stream.publish(changes, time.time()):
+                    for batch in self._stream.publish(changes, time.time(), tier.number):
                         self._send(batch)
                 except Exception:
                     self._failed()
-            if self._skips_until_clear:
+            if tier.skips_until_clear:
                 self.counters["events_lost"] += len(changes)
             # Pages before lists, and both after sending: `idle` is true only when all has left.
             self._done_pages += stored_pages(changes)
             self._done_lists += 1
 
     def _failed(self) -> None:
-        """Handle a defect of the publisher: what routers know may be wrong, so publish an empty
-        cache until a snapshot comes."""
+        """Handle a defect of the publisher: what routers know may be wrong, so publish empty caches
+        until snapshots come."""
         self._num_failures += 1
         _log.exception(
             "cache events could not be made; an empty cache is published until the next snapshot"
         )
-        self._skips_until_clear = self._refuses_until_clear = True
-        for batch in self._stream.publish([Cleared()], time.time()):
-            self._send(batch)
+        for tier in (self._device, self.host):
+            if tier is not None:
+                tier.skips_until_clear = tier.refuses_until_clear = True
+        self._send(self._stream.clear(time.time()))
 
     def _send(self, batch: Batch) -> None:
         """Publish one batch of events to all subscribers."""

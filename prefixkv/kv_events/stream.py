@@ -4,6 +4,9 @@ Numbers are dense and begin at `first_seq`, above those of every former life of 
 that was away sees a gap, asks for what it missed, and gets what there is instead. A request for a
 batch that is no longer kept is answered by a *snapshot*: one batch that begins with
 AllBlocksCleared and holds all blocks. It has the number of the last batch that it contains.
+
+A worker has one cache per kind of memory, a *tier*: its pool, and host memory where it has some.
+Their events share the numbers, and differ by their medium.
 """
 
 from __future__ import annotations
@@ -28,6 +31,13 @@ class Batch(NamedTuple):
     payload: bytes
 
 
+class _Tier(NamedTuple):
+    """One cache of the worker's, as published: the words for it, and what it holds."""
+
+    dialect: Dialect
+    paths: PagePaths
+
+
 class EventStream:
     """Batches of one worker's events. One owner; no clock, no sockets.
 
@@ -38,6 +48,8 @@ class EventStream:
         first_seq: number of the first batch.
         keep_batches, keep_bytes: most that is kept for repeats; a batch longer than `keep_bytes` is
             not kept.
+        host: the format of events for the cache in host memory, which is tier 1; None: there is
+            none.
     """
 
     def __init__(
@@ -48,6 +60,7 @@ class EventStream:
         first_seq: int,
         keep_batches: int,
         keep_bytes: int,
+        host: Dialect | None = None,
     ) -> None:
         self.dialect = dialect
         self.next_seq = first_seq
@@ -56,34 +69,47 @@ class EventStream:
         self._keep_batches = keep_batches
         self._keep_bytes = keep_bytes
         self._kept: dict[int, bytes] = {}  # by number, without a gap up to the newest batch
-        self._paths = PagePaths(page_size, keep_tokens=True)
+        dialects = [dialect] if host is None else [dialect, host]
+        self._tiers = [_Tier(one, PagePaths(page_size, keep_tokens=True)) for one in dialects]
         self._encode = msgspec.msgpack.Encoder().encode
         # The latest snapshot; good as long as its number is the newest batch's.
         self._snapshot: Batch | None = None
 
     @property
     def num_pages(self) -> int:
-        """Number of pages that the cache holds, by the events published so far."""
-        return len(self._paths)
+        """Number of pages that the worker's caches hold, by the events published so far."""
+        return sum(len(paths) for _, paths in self._tiers)
 
-    def publish(self, changes: Iterable[Change], ts: float) -> Iterator[Batch]:
-        """Yield numbered batches of events for the cache's changes as they are made; none if there
-        are none."""
+    def publish(self, changes: Iterable[Change], ts: float, tier: int = 0) -> Iterator[Batch]:
+        """Yield numbered batches of events for the changes of the cache of this tier as they are
+        made; none if there are none."""
+        dialect, paths = self._tiers[tier]
         events, num_pages = [], 0
         for change in changes:
-            # `_paths` follows each change in the same step, so it always equals what was published.
+            # `paths` follows each change in the same step, so it always equals what was published.
             match change:
                 case Inserted():
-                    run = self._paths.inserted(change)
-                    events.append(self.dialect.stored(run))
+                    run = paths.inserted(change)
+                    events.append(dialect.stored(run))
                     num_pages += len(run)
                 case TakenOut():
-                    for run in self._paths.taken_out(change):
-                        events.append(self.dialect.removed(run))
+                    for run in paths.taken_out(change):
+                        events.append(dialect.removed(run))
                         num_pages += len(run)
+                case Cleared() if self.num_pages == len(paths):
+                    paths.clear()
+                    events.append(dialect.cleared())
                 case Cleared():
-                    self._paths.clear()
-                    events.append(self.dialect.cleared())
+                    # The one event for it would end what the other tier holds as well. From the
+                    # end, so that what follows a page goes before it.
+                    runs = list(paths.runs())
+                    paths.clear()
+                    for run in reversed(runs):
+                        events.append(dialect.removed(run))
+                        num_pages += len(run)
+                        if num_pages >= BATCH_PAGES:
+                            yield self._batch(events, ts)
+                            events, num_pages = [], 0
                 case _:
                     assert_never(change)
             # Cut here, so that many changes at once do not make one very long message.
@@ -92,6 +118,12 @@ class EventStream:
                 events, num_pages = [], 0
         if events:
             yield self._batch(events, ts)
+
+    def clear(self, ts: float) -> Batch:
+        """Make a numbered batch of events that says that no tier of the worker holds anything."""
+        for _, paths in self._tiers:
+            paths.clear()
+        return self._batch([self.dialect.cleared()], ts)
 
     def heartbeat(self, ts: float) -> Batch:
         """Make a numbered batch without events. Its number shows a router that it missed the batch
@@ -109,10 +141,13 @@ class EventStream:
         return self.snapshot(ts)
 
     def snapshot(self, ts: float) -> Batch:
-        """Return a snapshot: one batch of cache events that adds up to everything the cache holds;
-        the batch after it has the next number. O(pages), then O(1) until something is published."""
+        """Return a snapshot: one batch of cache events that adds up to all that the worker's caches
+        hold; the batch after it has the next number. O(pages), then O(1) until something is
+        published."""
         if self._snapshot is None or self._snapshot.seq != self.next_seq - 1:
-            events = [self.dialect.cleared(), *map(self.dialect.stored, self._paths.runs())]
+            events = [self.dialect.cleared()]
+            for dialect, paths in self._tiers:
+                events += map(dialect.stored, paths.runs())
             payload = self._encode([ts, events, self._rank])
             self._snapshot = Batch(self.next_seq - 1, payload)
         return self._snapshot

@@ -9,6 +9,8 @@ from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
+import msgspec
+
 from prefixkv.cache.events import EventBatch, EventFeed
 from prefixkv.config import DecodeConfig, PrefillConfig, check_version
 from prefixkv.control.effects import To
@@ -68,6 +70,9 @@ class Node(OneThread, Generic[C, To, E]):
         # Scheduler and pages have no clock of their own.
         pages.clock, self.evictions = time.perf_counter, pages.evictions
         self._feed = EventFeed(pages.cache, *self.peer_id)
+        self._host_feed: EventFeed | None = None
+        if isinstance(self.scheduler, DecodeScheduler) and self.scheduler.host is not None:
+            self._host_feed = EventFeed(self.scheduler.host.cache, *self.peer_id, is_host=True)
 
     def on_ended(self, listener: Callable[[dict[str, Any], float], object]) -> None:
         """Have the node, decode's or prefill's, call `listener(record, arrived_s)` for each request
@@ -97,12 +102,25 @@ class Node(OneThread, Generic[C, To, E]):
         page_size = self.pool.layout.page_size
         try:
             self.kv_events = KVEventPublisher(
-                config.kv_events, self.peer_id, config.model.model, page_size
+                config.kv_events,
+                self.peer_id,
+                config.model.model,
+                page_size,
+                has_host=self._host_feed is not None,
             )
         except BaseException:  # threads run already, and the caller gets no node to close
             self.close()
             raise
         self._feed.listen(self.kv_events)
+        if self._host_feed is not None and self.kv_events.host is not None:
+            self._host_feed.listen(self.kv_events.host)
+
+    def _pass_on_events(self) -> None:
+        """Hand what has changed in the node's caches, decode's or prefill's, to the publisher of
+        cache events."""
+        self._feed.pass_on()
+        if self._host_feed is not None:
+            self._host_feed.pass_on()
 
     def _check_namespace(self, request: Request) -> None:
         """Raise RequestError for a namespace that the node's published events cannot express, if
@@ -119,7 +137,7 @@ class Node(OneThread, Generic[C, To, E]):
         check_timeout(timeout_s)
         self._check_open()
         if self.kv_events is not None:
-            self._feed.pass_on()
+            self._pass_on_events()
         return self.scheduler.has_results or self._wait(self.transfers.wait, timeout_s)
 
     def _wait(self, wait: Callable[[float | None], bool], timeout_s: float | None) -> bool:
@@ -198,14 +216,18 @@ class Node(OneThread, Generic[C, To, E]):
 
     def take_cache_events(self, snapshot: bool = False) -> EventBatch:
         """Return what the node's prefix cache, on decode or prefill, stored and removed since the
-        last call, for a router (`BoundedAffinityRouter.apply`).
+        last call, for a router (`BoundedAffinityRouter.apply`); behind it what its host memory did.
 
         The first batch, and one with `snapshot`, gives the whole content. Before the first call
         nothing is recorded.
         """
         check_flag("snapshot", snapshot)
         self._pump()
-        return self._feed.take(snapshot)
+        batch = self._feed.take(snapshot)
+        if self._host_feed is None:
+            return batch
+        host = self._host_feed.take(snapshot)
+        return msgspec.structs.replace(batch, events=batch.events + host.events)
 
     @property
     def closed(self) -> bool:
@@ -273,7 +295,7 @@ class Node(OneThread, Generic[C, To, E]):
         """
         now_s = time.monotonic()
         if self.kv_events is not None:
-            self._feed.pass_on()
+            self._pass_on_events()
         if not self.transfers.pending:  # the usual case: nothing has come
             self._check_open()
             return now_s
@@ -300,7 +322,7 @@ class Node(OneThread, Generic[C, To, E]):
             # 2. The engine's poller comes back for what only a `pop_*` takes.
             self.transfers.notify()
         if self.kv_events is not None:
-            self._feed.pass_on()
+            self._pass_on_events()
 
     def _check_open(self) -> None:
         """Raise ClosedError after `close` of the node, decode's or prefill's."""

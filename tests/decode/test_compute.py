@@ -444,6 +444,23 @@ def test_what_lacks_too_much_by_the_time_of_its_admission_fails_by_name() -> Non
     desk.at_rest()
 
 
+def test_what_joined_one_that_lacks_too_much_asks_again() -> None:
+    """Admitted in one pass with it: its own flight is not on its way yet when the first ends."""
+    desk = Alone(below=4, fails_over=True, down_below=8)
+    first = desk.add("a", 20, prefill="")
+    desk.add("ab", 22, prefill="")
+    desk.add("ac", 20, prefill="")
+    assert desk.admit() == []
+    assert [req.rid for req in desk.pop_failed()] == ["a"]
+    assert isinstance(first.error, PeerLostError)
+    ended = []
+    for _ in range(2):
+        assert desk.admit() == []
+        ended += [req.rid for req in desk.pop_failed()]
+    assert sorted(ended) == ["ab", "ac"]
+    desk.at_rest()
+
+
 def test_a_transfer_that_failed_is_computed_here() -> None:
     desk = _gone()
     req = desk.add("a")

@@ -3,10 +3,16 @@ next one, whatever else happens in between."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from prefixkv.cache.eviction.plain import LeastFrequentlyUsed
+from prefixkv.cache.eviction.policy import Policy, Use
+from prefixkv.cache.node import Mark
+from prefixkv.cache.radix_cache import RadixCache
+from prefixkv.cache.releases import Releases
 from prefixkv.config import ComputeConfig
 from prefixkv.decode.host_tier import HOST
 from prefixkv.decode.request import DecodeRequest
@@ -15,6 +21,7 @@ from prefixkv.errors import OutOfPagesError
 from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
 from prefixkv.protocol.ids import RoomKey
 from prefixkv.protocol.messages import Promise
+from prefixkv.ranks.copies import RankCopies
 from tests.decode.desk import PAGE_SIZE, Desk, OpenRoom
 
 
@@ -27,12 +34,12 @@ class HostDesk(Desk):
         host_pages: int = 32,
         spare_rows: int = 4,
         are_ready: bool = True,
+        host_policy: str | Policy = "lru",
         **settings: Any,
     ) -> None:
         settings = {"policy": "lru", "admission": "fifo", **settings}
-        super().__init__(
-            num_pages, spare_rows=spare_rows, host=(host_pages, "lru", are_ready), **settings
-        )
+        host = host_pages, host_policy, are_ready
+        super().__init__(num_pages, spare_rows=spare_rows, host=host, **settings)
         assert self.scheduler.host is not None
         self.host = self.scheduler.host
         self.under_way: list[HostCopy] = []
@@ -84,6 +91,7 @@ class HostDesk(Desk):
         assert not self.under_way
         assert not len(self.host)
         assert self.host.cache.protected_pages == self.host.allocator.owned_pages == 0
+        assert not self.host.has_due
         assert self.scheduler.idle
 
 
@@ -500,6 +508,216 @@ def test_all_of_a_retracted_request_may_be_in_host_memory() -> None:
     assert desk.transferred() == []
     desk.end_copy()
     assert desk.transferred() == ["a"]
+
+
+# --- who used what --------------------------------------------------------------------------------
+
+
+def visits(cache: RadixCache, num_pages: int) -> list[int]:
+    """How many requests have used each of the first pages of a tree that has one beginning, as a
+    policy hears it that counts them."""
+    marks: list[tuple[int, int]] = []
+    for node in cache.nodes():
+        steps = [*(node.steps or ()), (node.end, node.mark)]
+        marks += [(end, mark[0]) for end, mark in steps if mark is not None]
+    return [sum(num for end, num in marks if end >= page) for page in range(1, num_pages + 1)]
+
+
+def test_each_request_is_one_use_of_what_host_memory_has() -> None:
+    """Of what it found there, and of what was written for it."""
+    heard: list[bool] = []
+
+    class Hearing(LeastFrequentlyUsed):
+        name = "hearing"
+
+        def mark(self, use: Use) -> Mark:
+            heard.append(use.visit)
+            return super().mark(use)
+
+        def insertion_marks(self, use: Use) -> Sequence[tuple[int, Mark]]:
+            heard.append(use.visit)
+            return super().insertion_marks(use)
+
+    desk = HostDesk(num_pages=32, policy="lfu", host_policy=Hearing())
+    desk.leave_in_host_memory("a", 8)
+    assert visits(desk.host.cache, 2) == [1, 1]
+    assert sum(heard) == 1
+    req = desk.add("b", prompt("a", 16))
+    desk.admit()
+    desk.succeed(req.room_key)
+    desk.end_copy()
+    desk.transferred()
+    desk.finish(req)
+    desk.end_all_copies()
+    assert visits(desk.host.cache, 4) == [2, 2, 1, 1]
+    assert sum(heard) == 2
+
+
+def test_a_load_is_one_use_of_the_pool() -> None:
+    """By the request that it was begun for; one that joins it is another."""
+    desk = HostDesk(num_pages=32, policy="lfu")
+    desk.leave_in_host_memory("a", 16)
+    b, c = desk.add("b", prompt("a", 22)), desk.add("c", [*prompt("a", 16), 7, 7, 7])
+    assert desk.admit() == ["b", "c"]
+    desk.succeed(b.room_key)
+    desk.succeed(c.room_key)
+    desk.end_copy()
+    assert sorted(desk.transferred()) == ["b", "c"]
+    assert visits(desk.pages.cache, 4) == [2] * 4
+    for req in (b, c):
+        desk.finish(req)
+    assert visits(desk.pages.cache, 4) == [2] * 4
+
+
+def test_what_the_pool_has_and_what_is_loaded_behind_it_is_used_once() -> None:
+    desk = HostDesk(num_pages=32, policy="lfu")
+    desk.finish(desk.start("a", 16))
+    desk.end_all_copies()
+    desk.evict(3)
+    desk.commands()
+    before = visits(desk.pages.cache, 1)
+    req = next_turn(desk)
+    assert req.host_tokens == 12
+    desk.end_copy()
+    desk.succeed(req.room_key)
+    assert desk.transferred() == ["b"]
+    assert visits(desk.pages.cache, 4) == [before[0] + 1, 1, 1, 1]
+
+
+# --- what others got wrong ------------------------------------------------------------------------
+
+
+def test_nothing_is_retracted_for_pages_that_an_aborted_load_gives_back() -> None:
+    desk = HostDesk(num_pages=12)
+    desk.leave_in_host_memory("a", 16)
+    first, second = desk.start("x", 4, 16), desk.start("y", 4, 16)
+    loading = desk.add("b", prompt("a", 17), 1)
+    assert desk.admit() == ["b"]
+    desk.abort(loading)
+    desk.carry_out_aborts()
+    assert len(desk.orders()) == 1
+    assert desk.host.coming_pages(Releases()) == desk.host.held_pages == 4
+    while desk.pages.available_pages or not desk.pages.allocator.held_pages:
+        desk.token(first, second)
+    for _ in range(PAGE_SIZE):
+        try:
+            desk.token(first, second)
+        except OutOfPagesError as error:
+            assert error.retract == (), "the copy's pages come back by themselves"
+            break
+    else:
+        raise AssertionError("there was a page all the same")
+    desk.end_copy()
+    desk.token(first, second)
+
+
+def test_host_memory_gives_nothing_up_that_a_load_reads() -> None:
+    """A load goes on while other paths are written, and there is no other page for them."""
+    desk = HostDesk(num_pages=32, host_pages=6)
+    desk.leave_in_host_memory("a", 16)
+    req = next_turn(desk)
+    (load,) = desk.orders()
+    for rid in "xyz":
+        desk.finish(desk.start(rid, 16, prefill="q"))
+    written = [page for order in desk.orders() for page in order.host_pages.tolist()]
+    assert len(written) == 2
+    assert not set(written) & set(load.host_pages.tolist())
+    desk.end_all_copies()
+    desk.succeed(req.room_key)
+    assert desk.transferred() == ["b"]
+
+
+def test_nothing_is_promised_before_its_bytes_are_there() -> None:
+    """What is being written is not in host memory yet: a request asks prefill for it."""
+    desk = HostDesk(num_pages=12)
+    desk.finish(desk.start("a", 16))
+    (write,) = desk.orders()
+    desk.scheduler.flush()  # the pool forgets it; the copy goes on
+    desk.commands()
+    req = next_turn(desk)
+    (promise,) = desk.promises().values()
+    assert promise.prefix_len == req.prefix_len == 0
+    assert desk.orders() == []
+    desk.end_copy(write)
+    desk.succeed(req.room_key)
+    assert desk.transferred() == ["b"]
+    # Nor is what was evicted from the pool while it waited for its turn.
+    desk = HostDesk(num_pages=16, host_pages=4, are_ready=False)
+    desk.finish(desk.start("a", 16))
+    desk.evict(16)
+    desk.commands()
+    next_turn(desk)
+    (promise,) = desk.promises().values()
+    assert promise.prefix_len == 0
+
+
+def test_an_eviction_for_a_load_does_not_wait_for_the_write_of_what_it_evicts() -> None:
+    """A pool and host memory that are both full of what is used: one makes room for the other."""
+    desk = HostDesk(num_pages=8, host_pages=4)
+    desk.leave_in_host_memory("a", 16)
+    # The pool is full of another path, and host memory of "a": neither has a free page.
+    other = desk.start("x", 28, 1)
+    desk.finish(other)
+    assert desk.orders(), "it takes the pages of a path that nothing reads"
+    desk.end_all_copies()
+    desk.leave_in_host_memory("a", 16)
+    desk.finish(desk.start("x", 28, 1), continues=False)
+    assert desk.pages.allocator.free_pages <= 1
+    req = next_turn(desk, num_tokens=20)
+    assert req.host_tokens == 16
+    desk.end_all_copies()
+    desk.succeed(req.room_key)
+    assert desk.transferred() == ["b"]
+    desk.finish(req)
+    desk.end_all_copies()
+    desk.at_rest()
+
+
+def test_a_load_that_has_ended_is_heard_of_whatever_is_before_it() -> None:
+    """The end of each copy counts for its request alone, not in the order of their begin."""
+    desk = HostDesk(num_pages=32)
+    for rid in "ab":
+        desk.leave_in_host_memory(rid)
+    first, second = desk.add("c", prompt("a", 20)), desk.add("d", prompt("b", 20))
+    assert desk.admit() == ["c", "d"]
+    _, late = desk.orders()
+    desk.succeed(second.room_key)
+    desk.end_copy(late)
+    assert desk.scheduler.has_results
+    assert desk.transferred() == ["d"]
+    desk.succeed(first.room_key)
+    desk.end_copy()
+    assert desk.transferred() == ["c"]
+
+
+def test_what_is_due_is_forgotten_with_the_weights() -> None:
+    desk = HostDesk(num_pages=8)
+    a = desk.start("a", 16, 1)
+    for rid in "wxyz":
+        desk.start(rid, 4, 1)
+    desk.finish(a)
+    assert desk.orders() == []
+    assert desk.host.has_due, "those that run may need its pages"
+    desk.scheduler.flush()
+    assert not desk.host.has_due
+
+
+def test_a_second_rank_that_failed_ends_the_load() -> None:
+    """Joined from all ranks, the end of a copy is as good as the worst of them."""
+    desk, copies = HostDesk(num_pages=32), RankCopies(2)
+    desk.leave_in_host_memory("a")
+    req = next_turn(desk)
+    (load,) = desk.orders()
+    desk.succeed(req.room_key)
+    desk.commands()
+    assert copies.on(0, HostCopyDone(load.number, None, 1, 1e-6)) is None
+    assert desk.transferred() == [], "one rank has its bytes, the other has not"
+    done = copies.on(1, HostCopyDone(load.number, OSError("a bad page"), 0, 1e-6))
+    assert done is not None
+    desk.under_way.remove(load)
+    desk.scheduler.copy_ended(done, desk.now_s)
+    assert desk.transferred() == []
+    assert desk.prefix_of(req) == 0
 
 
 # --- or not loaded --------------------------------------------------------------------------------

@@ -43,16 +43,21 @@ KNOWN = {
 
 
 class Follower:
-    """What one worker holds, by its batches. `next_seq` is None until the first."""
+    """What one worker holds, by its batches. `next_seq` is None until the first.
 
-    def __init__(self, page_size: int, dialect: str = "vllm", medium: str = "GPU") -> None:
+    `media`: those that the worker has; `blocks` are of the first.
+    """
+
+    def __init__(
+        self, page_size: int, dialect: str = "vllm", media: tuple[str, ...] = ("GPU",)
+    ) -> None:
         self.page_size = page_size
         self.dialect = dialect
-        self.medium = medium
         self.next_seq: int | None = None
         self.num_events = 0
-        # hash: its parent's; what a router looks up by
-        self.blocks: dict[int, tuple[int | None, Any]] = {}
+        # By medium; hash: its parent's; what a router looks up by
+        self.held: dict[str, dict[int, tuple[int | None, Any]]] = {one: {} for one in media}
+        self.blocks = self.held[media[0]]
 
     def take(self, seq: int, payload: bytes) -> bool:
         """Follow a batch. False: something before it is missing, and it was not read."""
@@ -88,7 +93,8 @@ class Follower:
                 case "BlockRemoved":
                     self._removed(event)
                 case _:
-                    self.blocks.clear()
+                    for blocks in self.held.values():
+                        blocks.clear()
 
     def _stored(self, event: dict[str, Any]) -> None:
         hashes, parent = event["block_hashes"], event["parent_block_hash"]
@@ -97,36 +103,40 @@ class Follower:
         assert hashes
         assert all(type(one) is int and low <= one < high and one for one in hashes)
         assert len({*hashes, parent}) == len(hashes) + 1
-        assert parent is None or parent in self.blocks
-        assert not self.blocks.keys() & set(hashes), "stored twice"
+        blocks = self.held[event["medium"]]
+        assert parent is None or parent in blocks
+        assert not blocks.keys() & set(hashes), "stored twice"
         assert size == self.page_size
         assert len(tokens) == len(hashes) * size
         assert all(type(token) is int and 0 <= token < 2**31 for token in tokens)
         assert event["lora_id"] is None
-        assert event["medium"] == self.medium
         keys = event.get("extra_keys") or [None] * len(hashes)
         assert len(keys) == len(hashes)
         for number, one in enumerate(hashes):
             images = [tuple(key) for key in keys[number] or () if isinstance(key, list)]
             page = tuple(tokens[number * size : (number + 1) * size])
-            self.blocks[one] = (
+            blocks[one] = (
                 parent, (page, event.get("lora_name"),
                          event.get("cache_salt"), tuple(images)),
             )  # fmt: skip
             parent = one
 
     def _removed(self, event: dict[str, Any]) -> None:
-        assert event["medium"] == self.medium
+        blocks = self.held[event["medium"]]
         assert event["block_hashes"]
         for one in event["block_hashes"]:
-            del self.blocks[one]
-        parents = {parent for parent, _ in self.blocks.values()}
+            del blocks[one]
+        parents = {parent for parent, _ in blocks.values()}
         assert not parents & set(event["block_hashes"]), "what followed them is still there"
 
-    def matched(self, tokens: Any, namespace: Namespace | None = None) -> int:
-        """Tokens of a prompt that the worker holds, as a router finds them: by their own words."""
+    def matched(
+        self, tokens: Any, namespace: Namespace | None = None, medium: str | None = None
+    ) -> int:
+        """Tokens of a prompt that the worker holds in the first medium, or in this one, as a router
+        finds them: by their own words."""
         below: dict[int | None, dict[Any, int]] = {}
-        for one, (parent, what) in self.blocks.items():
+        blocks = self.blocks if medium is None else self.held[medium]
+        for one, (parent, what) in blocks.items():
             below.setdefault(parent, {})[what] = one
         lora, salt, images = namespace or (None, None, ())
         tokens = np.asarray(tokens).tolist()
@@ -149,10 +159,15 @@ class Subscriber:
     """A SUB beside a DEALER for repeats and a REQ for snapshots, and a follower that uses them."""
 
     def __init__(
-        self, publisher: Any, page_size: int, dialect: str = "vllm", queue: int = 0
+        self,
+        publisher: Any,
+        page_size: int,
+        dialect: str = "vllm",
+        queue: int = 0,
+        media: tuple[str, ...] = ("GPU",),
     ) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.follower = Follower(page_size, dialect)
+        self.follower = Follower(page_size, dialect, media)
         self.sub = self.context.socket(zmq.SUB)
         self.sub.setsockopt(zmq.RCVHWM, queue)
         if queue:

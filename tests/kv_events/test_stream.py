@@ -71,6 +71,104 @@ class World:
                 assert follower.matched(tokens, namespace) == held
 
 
+class TwoTiers:
+    """The pool's tree and host memory's, each with a life of its own, and the stream of both."""
+
+    def __init__(self, seed: int, dialect: str = "vllm", keep: int = 8) -> None:
+        kind = DIALECTS[dialect]
+        self.media = ("GPU", kind.host_medium)
+        self.pool, self.host = World(seed, dialect), World(seed, dialect)
+        self.host.chance = random.Random(seed + 1000)
+        words = [kind(self.pool.page_size, medium) for medium in self.media]
+        self.stream = EventStream(
+            self.pool.page_size, words[0], 0, FIRST, keep, 1 << 20, host=words[1]
+        )
+        self.published: list[tuple[int, bytes]] = []
+
+    def step(self) -> None:
+        world = self.pool.chance.choice([self.pool, self.host])
+        world.step()
+        if self.pool.chance.randrange(40) == 0:  # as a flush does
+            self.pool.cache.reset()
+            self.host.cache.reset()
+
+    def publish(self) -> None:
+        for tier, world in enumerate((self.pool, self.host)):
+            changes = world.cache.drain_changes(snapshot=self.pool.chance.randrange(20) == 0)
+            self.published += self.stream.publish(changes, 1.0, tier)
+            self.stream.check_invariants()
+
+    def follower(self) -> Follower:
+        return Follower(self.pool.page_size, self.stream.dialect.name, self.media)
+
+    def agrees(self, follower: Follower) -> None:
+        for medium, world in zip(self.media, (self.pool, self.host), strict=True):
+            assert len(follower.held[medium]) == world.cache.num_pages
+            for tokens in world.prompts:
+                for namespace in world.namespaces:
+                    held = world.cache.match_prefix(tokens, namespace).prefix_len
+                    assert follower.matched(tokens, namespace, medium) == held
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("seed", range(2))
+def test_a_follower_knows_both_tiers(seed: int, dialect: str) -> None:
+    """What ends in one goes on in the other, also where one of the two starts over."""
+    tiers = TwoTiers(seed, dialect)
+    follower = tiers.follower()
+    follower.next_seq = FIRST
+    for number in range(120):
+        tiers.step()
+        if tiers.pool.chance.random() < 0.6:
+            tiers.publish()
+            for seq, payload in tiers.published:
+                assert follower.take(seq, payload)
+            tiers.published.clear()
+            if number % 5 == 0:
+                tiers.agrees(follower)
+    tiers.publish()
+    late = tiers.follower()
+    late.restart(*tiers.stream.snapshot(1.0))
+    tiers.agrees(late)
+    late.restart(*tiers.stream.clear(1.0))
+    assert not any(late.held.values())
+    assert not tiers.stream.num_pages
+
+
+@pytest.mark.parametrize("tier", [0, 1])
+def test_the_end_of_one_tier_is_not_that_of_the_other(tier: int) -> None:
+    tiers = TwoTiers(3)
+    worlds = tiers.pool, tiers.host
+    for world in worlds:
+        world.cache.insert([1, 1, 0, 0], [0, 1])
+        world.cache.insert([1, 1, 0, 1], [0, 2])
+    tiers.publish()
+    follower = tiers.follower()
+    follower.restart(*tiers.stream.snapshot(1.0))
+    worlds[tier].cache.reset()
+    for batch in tiers.stream.publish(worlds[tier].cache.drain_changes(), 1.0, tier):
+        assert follower.take(*batch)
+        assert "AllBlocksCleared" not in str(batch.payload)
+    tiers.agrees(follower)
+    assert len(follower.held[tiers.media[1 - tier]]) == 3
+
+
+def test_a_long_tier_that_ends_is_several_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prefixkv.kv_events.stream.BATCH_PAGES", 2)
+    tiers = TwoTiers(3)
+    tiers.host.cache.insert([9, 9], [0])
+    for number in range(5):
+        tiers.pool.cache.insert([number, number, 0, 0], [2 * number, 2 * number + 1])
+    tiers.publish()
+    tiers.pool.cache.reset()
+    follower = tiers.follower()
+    follower.restart(*tiers.stream.snapshot(1.0))
+    batches = list(tiers.stream.publish(tiers.pool.cache.drain_changes(), 1.0))
+    assert len(batches) == 5
+    assert all(follower.take(*batch) for batch in batches)
+    tiers.agrees(follower)
+
+
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("seed", range(4))
 def test_a_follower_knows_the_tree(seed: int, dialect: str) -> None:

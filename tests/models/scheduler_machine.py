@@ -9,7 +9,6 @@ chance has it, and must end equal to it.
 
 from __future__ import annotations
 
-import random
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -36,6 +35,7 @@ from tests.models.sim import Storm
 from tests.models.sim_engines import PAGE_SIZE, ROWS, DecodeEngine, PairSim
 from tests.models.sim_host import SimHost
 from tests.models.sim_rank import TIMING, SimRank
+from tests.models.spelled import Event, Spelled
 
 _IDLE, _DONE, _DECODE, _PREFILL = (
     0,
@@ -43,32 +43,6 @@ _IDLE, _DONE, _DECODE, _PREFILL = (
     2,
     4,
 )  # what an action says: nothing to do; done; and whose books it touched
-
-
-class Spelled(random.Random):
-    """Chance that reads its choices off an integer, digit by digit; 0 spells the first of every
-    choice.
-
-    What a step needs beyond its digits follows from the integer too.
-    """
-
-    _left = _state = 0
-
-    def spell(self, value: int) -> None:
-        self._left = self._state = value
-
-    def _randbelow(self, n: int) -> int:
-        if self._left < n and self._state:
-            self._state = (self._state * 6364136223846793005 + 1442695040888963407) % 2**64
-            self._left = self._state >> 11
-        self._left, chosen = divmod(self._left, n)
-        return chosen
-
-    def getrandbits(self, k: int) -> int:
-        return self._randbelow(1 << k)
-
-    def random(self) -> float:
-        return 1.0 - self._randbelow(1024) / 1024
 
 
 @register_policy
@@ -80,15 +54,6 @@ class QuickGated(Gated):
 
     def __init__(self) -> None:
         super().__init__(fresh_s=1.0, known_s=3.0, short_tokens=3 * PAGE_SIZE)
-
-
-class Event:
-    """Device work that is done when told so."""
-
-    done = False
-
-    def query(self) -> bool:
-        return self.done
 
 
 class ChosenSources(Sources):

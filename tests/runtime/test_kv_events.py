@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+from prefixkv.cache.events import page_keys
 from prefixkv.cache.namespace import Namespace
 from prefixkv.cache.radix_key import RadixKey
-from prefixkv.config import DecodeConfig, KVEventsConfig
+from prefixkv.config import DecodeConfig, HostConfig, KVEventsConfig
 from prefixkv.errors import ConfigError, RequestError
 from prefixkv.request import Request
+from prefixkv.routing import WorkerIndex
 from prefixkv.runtime.nodes import DecodeNode
 from tests.kv_events.follower import Subscriber
 from tests.models.node_pair import NodePair, make_pool, tokens_of
@@ -51,6 +53,52 @@ def test_routers_know_both_trees(make_pair: MakePair) -> None:
         assert agrees(node) > 20
     pair.decode.flush()
     assert agrees(pair.decode) == 0
+
+
+def test_routers_know_what_is_in_host_memory(make_pair: MakePair) -> None:
+    host = HostConfig(num_pages=200, policy="lru")
+    decode = {"kv_events": EVENTS, "host_memory": host, "reserve_tokens": 0}
+    pair = make_pair(pool={"num_pages": 40}, decode=decode)
+    node, index = pair.decode, WorkerIndex(1000)
+    assert node.scheduler.host is not None
+    assert node.kv_events is not None
+    caches = {"GPU": node.scheduler.pages.cache, "CPU": node.scheduler.host.cache}
+    prompts = [tokens_of(seed, 50) for seed in range(1, 8)]  # more than the pool has pages
+
+    def all_agree() -> None:
+        assert index.apply(node.take_cache_events())
+        until(lambda: node.kv_events is not None and node.kv_events.idle)
+        with closing(Subscriber(node.kv_events, PAGE_SIZE, media=("GPU", "CPU"))) as subscriber:
+            subscriber.follow_until(node.kv_events._stream.next_seq)
+            follower = subscriber.follower
+        for medium, cache in caches.items():
+            assert len(follower.held[medium]) == cache.num_pages
+        for prompt in prompts:
+            depths = {medium: cache.match_prefix(prompt).depth for medium, cache in caches.items()}
+            for medium, depth in depths.items():
+                assert follower.matched(prompt, medium=medium) == depth * PAGE_SIZE
+            keys = page_keys(RadixKey(prompt).data, PAGE_SIZE)
+            assert index.depth(None, keys) == max(depths.values())
+
+    all_agree()
+    for number, prompt in enumerate(prompts):
+        pair.submit(f"r{number}", prompt, max_new_tokens=2)
+        pair.run(f"r{number}")
+    pair.until(lambda: not node.stats()["host_copies"])
+    assert caches["GPU"].match_prefix(prompts[0]).depth == 0
+    assert caches["CPU"].match_prefix(prompts[0]).depth == 12
+    all_agree()
+    node.flush()
+    assert caches["CPU"].num_pages == 0
+    all_agree()
+
+
+def test_host_memory_has_a_medium_of_its_own() -> None:
+    events = KVEventsConfig(FREE, FREE, FREE, medium="CPU")
+    host = HostConfig(num_pages=8, policy="lru")
+    config = DecodeConfig(control=QUICK, kv_events=events, host_memory=host)
+    with pytest.raises(ConfigError, match="host memory"):
+        DecodeNode(make_pool(), config)
 
 
 def test_a_node_tells_without_being_asked_for_anything_else(make_pair: MakePair) -> None:
