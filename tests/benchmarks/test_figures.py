@@ -195,6 +195,19 @@ def host_copies_figures() -> dict[str, str]:
     }
 
 
+def host_identity_table() -> list[str]:
+    keys = ("finished", "left", "cut", "refused", "host_loads", "host_loaded_pages",
+            "computed_requests", "retractions", "tokens", "different")  # fmt: skip
+    return [
+        *head("", "answers to their ends", "left", "cut", "refused", "loads", "pages loaded",
+              "computed by decode", "retracted", "tokens compared", "other tokens"),
+        *(
+            line(row["case"], *(fixed(row[key]) for key in keys))
+            for row in result("host_identity")["rows"]
+        ),
+    ]  # fmt: skip
+
+
 def host_admission_figures() -> dict[str, str]:
     """Of an admission, beside one without host memory."""
     rows = {row["kind"]: row for row in result("host_admission")["rows"]}
@@ -796,6 +809,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "reserve-table": reserve_table, "waiting-table": waiting_table,
     "waiting-seeds-table": waiting_seeds_table, "host-tier-table": host_tier_table,
     "host-copies-table": host_copies_table, "host-hits-table": host_hits_table,
+    "host-identity-table": host_identity_table,
     "checkpoints-table": checkpoints_table,
     "rule-table": rule_table,
     "sched-table": sched_table, "router-table": router_table,

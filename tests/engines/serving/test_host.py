@@ -74,7 +74,13 @@ def written(serve: Serve) -> float:
 def test_what_came_from_host_memory_is_told_everywhere(
     serve: Serve, client: openai.OpenAI, chats: list[Chat], expected: Expected, log: Path
 ) -> None:
-    talk, num_pages = Talk(client), 0
+
+    def counted() -> tuple[float, float]:
+        front, decode = serve.figures(), serve.figures("decode-0")
+        hits = decode[f"prefixkv_host_hit_tokens_total{NODE}"]
+        return front['prefixkv_front_tokens_total{kind="decode_host"}'], hits
+
+    before, talk, num_pages = counted(), Talk(client), 0
     for chat in chats:
         num_pages += talk.turn(chat).usage.prompt_tokens // PAGE
         until(lambda wanted=num_pages: written(serve) >= wanted)
@@ -88,9 +94,9 @@ def test_what_came_from_host_memory_is_told_everywhere(
         assert split["decode_host_tokens"] <= split["decode_hit_tokens"]
         num = one.usage.prompt_tokens
         assert split["decode_hit_tokens"] + split["shared_tokens"] + split["sent_tokens"] == num
-    figures = serve.figures()
-    assert figures['prefixkv_front_tokens_total{kind="decode_host"}'] == sum(loaded)
-    assert serve.figures("decode-0")[f"prefixkv_host_hit_tokens_total{NODE}"] == sum(loaded)
+    assert [after - earlier for earlier, after in zip(before, counted(), strict=True)] == [
+        sum(loaded), sum(loaded),
+    ]  # fmt: skip
     ids = [one.id.removeprefix("chatcmpl-") for one in made]
 
     def lines() -> dict[tuple[str, str], Any]:
