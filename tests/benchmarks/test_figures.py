@@ -139,6 +139,27 @@ def host_hits_table() -> list[str]:
     ]  # fmt: skip
 
 
+def host_turns_table() -> list[str]:
+    """Both by today, median and each pair; in brackets today by today."""
+
+    def ratios(row: dict[str, Any], key: str) -> str:
+        mine, again = row[f"{key}_both_by_today"], row[f"{key}_today_by_today"]
+        each = ", ".join(fixed(one, 2) for one in mine["ratios"])
+        return f"{fixed(mine['median'], 2)}: {each} ({fixed(again['median'], 2)})"
+
+    return [
+        *head("prefill's pool", "first token, P50", "P99", "between tokens, P99", "bytes sent"),
+        *(
+            line(
+                row["prefill"],
+                *(ratios(row, key) for key in ("later_ttft_p50_ms", "later_ttft_p99_ms",
+                                               "itl_p99_ms", "sent_mib")),
+            )
+            for row in result("host_turns")["rows"]
+        ),
+    ]  # fmt: skip
+
+
 def checkpoints_table() -> list[str]:
     """Of each trace, size and policy, with each number of slots."""
     return [
@@ -810,7 +831,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "waiting-seeds-table": waiting_seeds_table, "host-tier-table": host_tier_table,
     "host-copies-table": host_copies_table, "host-hits-table": host_hits_table,
     "host-identity-table": host_identity_table,
-    "checkpoints-table": checkpoints_table,
+    "checkpoints-table": checkpoints_table, "host-turns-table": host_turns_table,
     "rule-table": rule_table,
     "sched-table": sched_table, "router-table": router_table,
     "ranks-table": ranks_table, "transport-table": transport_table,
