@@ -282,6 +282,7 @@ def test_where_all_host_pages_are_busy_less_is_written() -> None:
     desk.finish(desk.start("b", 16))
     one, two = desk.orders()
     assert (len(one.host_pages), len(two.host_pages)) == (4, 2)
+    assert desk.pages.cache.protected_pages == 6, "what is not written may be evicted"
     desk.finish(desk.start("c", 16))
     assert desk.orders() == []
     desk.end_all_copies()
