@@ -1,7 +1,7 @@
 """Claim: where prefill has to compute most prefixes again, decode that computes what a turn adds
 answers it sooner; where prefill has them all and nothing else to do, it does not.
 
-    python -m benchmarks own_compute --pairs 2 --json benchmarks/results/own_compute.json
+    python -m benchmarks own_compute --pairs 4 --json benchmarks/results/own_compute.json
 
 A prefill worker on one core and two decode workers on another, as `prefixkv worker` runs them, one
 of which has `compute`; the other one waits meanwhile. Chats as coding agents have them: a long
@@ -65,6 +65,9 @@ def agents(seed: int, num_chats: int = CHATS["conversations"]) -> Workload:
 def own_compute(
     pairs: Annotated[int, typer.Option(help="Rounds of three passes.")] = 4,
     below: Annotated[int, typer.Option(help="Most tokens that decode computes of one.")] = 2048,
+    only: Annotated[
+        str, typer.Option(help="One case alone; the file's rows of the others stay.")
+    ] = "",
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write recipe and rows there.")
     ] = None,
@@ -73,23 +76,28 @@ def own_compute(
     cores = sorted(os.sched_getaffinity(0))
     if pairs < 1 or len(cores) < 2:
         raise ConfigError("--pairs must be at least 1, and two cores are needed")
-    load_before = os.getloadavg()
-    rows = []
+    if only and only not in CASES:
+        raise ConfigError(f"--only {only!r} is none of {', '.join(CASES)}")
+    rows: dict[str, dict[str, Any]] = {}
+    if only and json_file is not None and json_file.exists():
+        rows = {row["prefill"]: row for row in json.loads(json_file.read_text())["rows"]}
     with tempfile.TemporaryDirectory(prefix="prefixkv-own-") as name:
         folder = Path(name)
         Reference(small_model(1, **SIZES, trial=False)).save(folder)
         small_tokenizer().save(str(folder / "tokenizer.json"))
-        for case in CASES:
+        for case in [only] if only else CASES:
+            load_before = os.getloadavg()[0]
             row = asyncio.run(_case(folder, case, pairs, below, cores))
-            rows.append({"prefill": case, **row})
-            print(json.dumps(rows[-1], indent=1), flush=True)
+            load = [load_before, os.getloadavg()[0]]
+            rows[case] = {"prefill": case, "pairs": pairs, "load_average": load, **row}
+            print(json.dumps(rows[case], indent=1), flush=True)
     if json_file is not None:
         recipe: dict[str, Any] = {
             "command": f"python -m benchmarks own_compute --pairs {pairs} --below {below}",
-            "workload": CHATS, "below": below,
-            "pairs": pairs, "load_average": [load_before[0], os.getloadavg()[0]], **machine(),
+            "workload": CHATS, "below": below, **machine(),
         }  # fmt: skip
-        json_file.write_text(json.dumps({"recipe": recipe, "rows": rows}, indent=1) + "\n")
+        found = {"recipe": recipe, "rows": [rows[case] for case in CASES if case in rows]}
+        json_file.write_text(json.dumps(found, indent=1) + "\n")
 
 
 async def _case(
@@ -103,6 +111,7 @@ async def _case(
     settings = {ON: {**decode, "compute_below": below}, OFF: decode}
     pins = [("taskset", "-c", str(core)) for core in cores[:2]]
     passes: dict[str, list[dict[str, float]]] = {ON: [], OFF: [], AGAIN: []}
+    computed = {ON: 0, OFF: 0}  # requests that decode has computed
     async with ModelWorkers(folder, prefill, settings, *pins) as workers:
         for name in settings:  # so that no pass has the nodes' wire-up in it
             await workers.ask(name, "first", [*range(16)], 2, f"first {name}")
@@ -114,8 +123,10 @@ async def _case(
                 played = await play(
                     workers, name, workload, small_vocabulary(), f"{kind} {number}", ignore_end=True
                 )
-                await workers.settled(name)
-                passes[kind].append(_row(played))
+                figures, _ = await workers.settled(name)
+                total = figures.get(f'prefixkv_computed_requests_total{{node="{name}"}}', 0.0)
+                passes[kind].append({**_row(played), "computed": int(total) - computed[name]})
+                computed[name] = int(total)
 
     def ratio(key: str, one: str, other: str) -> list[float]:
         pairs_of = zip(passes[one], passes[other], strict=True)

@@ -14,6 +14,7 @@ metadata its fields are set as if they were its parent's, without those that `bu
 from __future__ import annotations
 
 import math
+import re
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass, replace
@@ -555,6 +556,29 @@ def _build(
     except ConfigError as error:  # of two settings that contradict each other
         path = "".join(f"{name}." for name in table)
         raise ConfigError(f"{path}{error}") from None
+
+
+# --- sizes in words -------------------------------------------------------------------------------
+
+_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(x|[KMGT]i?B|B)?", re.ASCII | re.IGNORECASE)
+_PREFIXES: Final = "kmgt"
+
+
+def parse_size(text: str) -> tuple[float, str] | None:
+    """Return a setting's size in words as a number of "bytes", of "x" (times another size), or of
+    "" where it has no unit; None if it is no size. GB are 10**9 bytes, GiB 2**30.
+
+    >>> parse_size("1.5GiB"), parse_size("4x"), parse_size("300"), parse_size("4 apples")
+    ((1610612736.0, 'bytes'), (4.0, 'x'), (300.0, ''), None)
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        return None
+    number, unit = float(match[1]), (match[2] or "").lower()
+    if unit in ("", "x"):
+        return number, unit
+    power = 1 + _PREFIXES.index(unit[0]) if unit != "b" else 0
+    return number * (1024 if "i" in unit else 1000) ** power, "bytes"
 
 
 # --- arguments of calls ---------------------------------------------------------------------------

@@ -121,6 +121,7 @@ if TYPE_CHECKING:
     from prefixkv.settings import find as find
     from prefixkv.settings import load as load
     from prefixkv.settings import nearest as nearest
+    from prefixkv.settings import parse_size as parse_size
     from prefixkv.settings import read_toml as read_toml
     from prefixkv.settings import settings_of as settings_of
     from prefixkv.transport.base import Arrived as Arrived
@@ -261,6 +262,7 @@ _HOMES = {
     "find": "settings",
     "load": "settings",
     "nearest": "settings",
+    "parse_size": "settings",
     "read_toml": "settings",
     "settings_of": "settings",
     "at_least": "settings",

@@ -954,6 +954,12 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
                 mine = AbortedError(f"request {req.rid!r} is computed by decode")
                 self._refuse(req.room_key, req.prefill, mine, req.request.digest)
             return True
+        if req.resumed and req.prefix_len == req.fill_len and pages.slot < 0:
+            # 1. A resumed request with all its KV in the tree, and no extra state, which is never
+            # cached: nothing is to be sent, so no room is opened, whether or not prefill is there.
+            self.arriving.arrived(flight)
+            self.shares.release(flight.room_key)
+            return True
         if was_alone:
             # It lacks more than when it began to wait, and prefill can still not be asked.
             lane = self.lanes.get(req.prefill)
@@ -961,12 +967,6 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
                 self.arriving.add_local(flight)  # so that it ends as one without a room
                 return False
             self.shares.promise(flight.room_key, req.prefill, end - start)
-        if req.resumed and req.prefix_len == req.fill_len and pages.slot < 0:
-            # 1. A resumed request with all its KV in the tree, and no extra state, which is never
-            # cached: nothing is to be sent, so no room is opened.
-            self.arriving.arrived(flight)
-            self.shares.release(flight.room_key)
-            return True
         # 2. A later attempt: prefill has ended, or never had, the request of this generation. The
         # engine has to submit it there again.
         if req.generation > req.request.generation or self._asks_late:

@@ -48,8 +48,8 @@ are mostly the shorter ones. On traces 4 to 12 do about as well."""
 _ALWAYS: Final = 64  # tokens
 _UNMEASURED: Final = 2048  # most tokens due here while a rate is not known
 _AGAIN: Final = 512  # the same where the rate was known, but is old: it may be slow here
-_FIRST_CHUNK: Final = 64  # tokens of a chunk beside a batch while nothing is measured
-_LEAST_CHUNK: Final = 16  # tokens of a chunk, whatever `itl_share` says: else prompts never end
+_FIRST_CHUNK: Final = 16  # tokens of a chunk beside a batch while nothing is measured
+_LEAST_CHUNK: Final = 8  # tokens of a chunk, whatever `itl_share` says: else prompts never end
 _LEAST_TOKENS: Final = 128.0  # tokens that have to be computed before the rate counts as measured
 _LEAST_TRANSFERS: Final = 3
 _KEPT: Final = 0.9  # the weight that a sum of chunks keeps from one measurement to the next
@@ -266,6 +266,7 @@ class Sources:
         self._tokens = self._seconds = 0.0
         self._computed_s = -math.inf
         self._step_s = 0.0  # mean of a step without a chunk; 0: not known
+        self._guess_s = 0.0  # the last guess at it until it is
         self._line = _Line()
         self._answered_s = -math.inf  # when the last transfer of any worker arrived
         self._workers: dict[str, _Worker] = {}
@@ -280,7 +281,10 @@ class Sources:
     def chunk(self, num_tokens: int, seconds: float, beside: bool, now_s: float) -> None:
         """Note that decode computed a chunk in a pass of `seconds`, alone or `beside` a batch."""
         if beside:
-            seconds -= self._step_s
+            # While no step was measured without a chunk, what the rate does not explain is one.
+            if not self._step_s and (rate := self.tokens_per_s):
+                self._guess_s = max(0.0, seconds - num_tokens / rate)
+            seconds -= self._plain_step_s
         # A pass that seems to cost nothing was measured wrong: the rate stays finite.
         self._tokens = self._tokens * _KEPT + num_tokens
         self._seconds = self._seconds * _KEPT + max(seconds, num_tokens * 1e-7)
@@ -331,6 +335,11 @@ class Sources:
     def tokens_per_s(self) -> float:
         """Tokens per second that decode's own chunks are computed at; 0 where that is not known."""
         return self._tokens / self._seconds if self._tokens >= _LEAST_TOKENS else 0.0
+
+    @property
+    def _plain_step_s(self) -> float:
+        """Seconds of a step of decode's batch without a chunk; 0 where that is not known."""
+        return self._step_s or self._guess_s
 
     # --- the decision -----------------------------------------------------------------------------
 
@@ -418,10 +427,10 @@ class Sources:
         most = self.config.chunk_tokens
         if not is_busy:
             return most
-        rate = self.tokens_per_s
-        if not rate or not self._step_s:
+        rate, step_s = self.tokens_per_s, self._plain_step_s
+        if not rate or not step_s:
             return min(most, _FIRST_CHUNK)
-        share = self.config.itl_share * self._step_s * rate
+        share = self.config.itl_share * step_s * rate
         return min(most, max(_LEAST_CHUNK, int(share)))
 
     def _here(self, lack: Lack, due: int, is_busy: bool) -> Way:
@@ -438,7 +447,7 @@ class Sources:
         seconds = num_tokens / self.tokens_per_s
         # Beside a batch each chunk waits for its step.
         if is_busy:
-            seconds += math.ceil(num_tokens / self.chunk_tokens(True)) * self._step_s
+            seconds += math.ceil(num_tokens / self.chunk_tokens(True)) * self._plain_step_s
         return seconds
 
     def _by_prefill(self, lack: Lack, worker: _Worker, now_s: float) -> Way:

@@ -22,6 +22,7 @@ import numpy as np
 
 from prefixkv.cache.checkpoints import Checkpoints
 from prefixkv.cache.eviction.policy import DEFAULT_POLICY, Policy
+from prefixkv.cache.node import PAGE_ID_BYTES
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.cache.results import MatchResult, PrefixLock, packed_path
@@ -167,11 +168,11 @@ class PageManager:
         # All that may fail is looked at before anything moves: a lock counts as a use, and what an
         # eviction has taken does not come back.
         num_locked = 0 if match is None else self.cache.locate(match)[1]
-        joined_pages: Pages | None = None
+        joined_pages = b""
         if joined is not None:
-            whole_count("joined_end", joined_end)
-            joined_pages = self.table.pages(joined.row)[num_locked:joined_end]
-        num_joined = 0 if joined_pages is None else len(joined_pages)
+            joined_end = max(num_locked, whole_count("joined_end", joined_end))
+            joined_pages = self.table.packed(joined.row, num_locked, joined_end)
+        num_joined = len(joined_pages) // PAGE_ID_BYTES
         missing = num_new_pages - self.allocator.free_pages
         if missing > 0:
             evictable = self.cache.evictable_pages
@@ -201,8 +202,7 @@ class PageManager:
         runs: list[bytes | bytearray | Pages] = []
         if lock is not None and lock.prefix_len:
             runs += reversed(packed_path(lock.node))
-        if joined_pages is not None:
-            runs.append(joined_pages)
+        runs.append(joined_pages)
         runs.append(new)
         num_pages = self.table.fill(row, runs)
         slot = -1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from typing import Final
 
 from prefixkv.config import HostConfig
 from prefixkv.memory.host_pool import HostPool
@@ -10,13 +12,19 @@ from prefixkv.memory.kv_pool import KVPool
 from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
 from prefixkv.runtime.host_copies import HostCopies
 
+_log = logging.getLogger("prefixkv.host")
+
+_LEAST_TIMES: Final = 2  # sizes of the pool
+
 
 class HostMemory:
     """The host memory of a decode rank. Used from one thread.
 
     Args:
         pool: the rank's; kept until this has closed.
-        name: the worker's, for the names of threads.
+        name: the worker's, for the names of threads and the log.
+
+    Logs a warning where it is less than twice the pool.
 
     Raises:
         ConfigError: more memory than the host has, or less than a page.
@@ -27,6 +35,12 @@ class HostMemory:
         self._device_pool, self._config, self._name = pool, config, name
         self._pool = HostPool(pool.layout, self.num_pages, pool.device)
         self._copies: HostCopies | None = None
+        if self.num_pages < _LEAST_TIMES * pool.layout.num_pages:
+            _log.warning(
+                "%s: host memory has %d pages and the pool %d: less than twice the pool is of "
+                "little use, since what is in the pool is there as well",
+                name, self.num_pages, pool.layout.num_pages,
+            )  # fmt: skip
 
     def start(self, sink: Callable[[HostCopyDone], None]) -> None:
         """Start the threads that copy to and from a decode rank's host memory; `sink` gets the end

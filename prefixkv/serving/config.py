@@ -21,6 +21,7 @@ from prefixkv.spi import (
     SecondsOrZero,
     check_fields,
     doc,
+    parse_size,
 )
 
 
@@ -199,6 +200,11 @@ class ServeConfig:
     carry_on: Annotated[
         bool, doc("Decode workers compute whole prompts while no prefill worker answers.")
     ] = False
+    host_memory: Annotated[
+        str,
+        doc("Host memory of a decode worker for KV that its pool cannot keep: 8GiB, or 4x (times "
+            "the pool); none: it is forgotten."),
+    ] = ""  # fmt: skip
     answer_tokens: Annotated[
         CountOrZero, doc("Default limit of tokens per chat answer (0: up to the context).")
     ] = 512
@@ -228,6 +234,29 @@ class ServeConfig:
                 f"tokenizer_folder: is of the small model, and model is {self.models.model!r}: its "
                 "tokenizer is there"
             )
+        self.host_size()
+
+    def host_size(self) -> tuple[str, float | int] | None:
+        """Return the setting of a decode worker that gives it serve's `host_memory`, and its value;
+        None where there is none. Raises ConfigError for what is no size.
+
+        >>> ServeConfig(host_memory="8GiB").host_size(), ServeConfig(host_memory="4x").host_size()
+        (('host_memory_num_bytes', 8589934592), ('host_memory_times', 4.0))
+        """
+        if not self.host_memory:
+            return None
+        number, unit = parse_size(self.host_memory) or (0.0, "")
+        if not unit:
+            raise ConfigError(
+                f"host_memory: {self.host_memory!r} is no size: 8GiB, or 4x (times the pool)"
+            )
+        name, value = (
+            ("host_memory_times", number) if unit == "x" else ("host_memory_num_bytes", int(number))
+        )
+        # The worker's settings take 0 for "not given".
+        if not value:
+            raise ConfigError(f"host_memory: {self.host_memory!r} is none; leave it out")
+        return name, value
 
 
 @dataclass(frozen=True, slots=True)

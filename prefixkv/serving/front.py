@@ -481,6 +481,7 @@ class _FrontRequest:
                         usage.decode_hit_tokens = output.hit_tokens
                         usage.prefill_hit_tokens = output.prefill_hit_tokens
                         usage.shared_tokens = output.shared_tokens
+                        usage.decode_host_tokens = output.host_tokens
                     if output.finish is not None:
                         finishes.append(output.finish)
                     if output.finish == "error":
@@ -508,6 +509,7 @@ class _FrontRequest:
                 prompt_tokens=usage.prompt_tokens, output_tokens=usage.completion_tokens,
                 decode_hit_tokens=usage.decode_hit_tokens, shared_tokens=usage.shared_tokens,
                 prefill_hit_tokens=usage.prefill_hit_tokens,
+                decode_host_tokens=usage.decode_host_tokens,
             )  # fmt: skip
             trace.describe_answer(usage, finishes, ttft_s)
 
@@ -531,7 +533,8 @@ class _FrontMetrics:
         )
         self._tokens = Counter(
             "prefixkv_front_tokens",
-            "Tokens: of prompts, those of them that were hit on decode and on prefill, of answers.",
+            "Tokens: of prompts, those of them that were hit on decode (of these, in its host "
+            "memory) and on prefill, of answers.",
             ["kind"], registry=None,
         )  # fmt: skip
         # All rows are there from the start, so that a rate sees the first request that fails.
@@ -545,6 +548,7 @@ class _FrontMetrics:
         for kind, number in (
             ("prompt", usage.prompt_tokens), ("answer", usage.completion_tokens),
             ("decode_hit", usage.decode_hit_tokens), ("prefill_hit", usage.prefill_hit_tokens),
+            ("decode_host", usage.decode_host_tokens),
         ):  # fmt: skip
             self._tokens.labels(kind).inc(number)
 

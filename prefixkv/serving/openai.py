@@ -587,13 +587,15 @@ class Usage(msgspec.Struct):
     """Tokens of a request, over all its answers. The prompt's KV came from three places:
     `decode_hit_tokens` were cached on the decode worker, `shared_tokens` were arriving there for
     another request, and the other `sent_tokens` were sent. Of the prompt, `prefill_hit_tokens` were
-    cached on the prefill worker, which computed the other `computed_tokens`."""
+    cached on the prefill worker, which computed the other `computed_tokens`. `decode_host_tokens`
+    are those of `decode_hit_tokens` that were loaded from the decode worker's host memory."""
 
     prompt_tokens: int
     completion_tokens: int = 0
     decode_hit_tokens: int = 0
     shared_tokens: int = 0
     prefill_hit_tokens: int = 0
+    decode_host_tokens: int = 0
 
     def add(self, other: Usage) -> None:
         """Add the tokens of another prompt of OpenAI's call, and of its answers."""
@@ -614,6 +616,7 @@ class Usage(msgspec.Struct):
             },
             "prefixkv": {
                 "decode_hit_tokens": self.decode_hit_tokens,
+                "decode_host_tokens": self.decode_host_tokens,
                 "shared_tokens": self.shared_tokens,
                 "prefill_hit_tokens": self.prefill_hit_tokens,
                 "computed_tokens": prompt - self.prefill_hit_tokens,

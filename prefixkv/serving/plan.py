@@ -48,6 +48,7 @@ _OF_THE_FRONT: Final = frozenset({
 })  # fmt: skip
 _SHARED: Final = ("model", "seed", "dtype", "device", "context", "threads", "page_size")
 _AGREED: Final = ("model", "seed", "dtype")  # of these a fleet has one value
+_HOST_SIZES: Final = ("host_memory_times", "host_memory_num_bytes", "host_memory_num_pages")
 _PORTS: Final = ("port", "status_port")
 _ADDRESSES: Final = (
     "bind", "kv_events_endpoint", "kv_events_replay_endpoint", "kv_events_snapshot_endpoint",
@@ -105,6 +106,7 @@ def plan(found: Mapping[str, Found], workers: Mapping[str, Mapping[str, Found]])
             _settle(given, mine, found.get(theirs))
     found = _agree(found, said)
     config = build(ServeConfig, found)
+    _give_host_memory(config, found.get("host_memory"), said["decode"])
     nums = {"prefill": config.prefill, "decode": config.decode}
     keys = said["decode"].get("control_curve_public_key")
     if keys is not None and config.decode > 1:
@@ -203,6 +205,25 @@ def _settle(given: dict[str, Found], mine: str, theirs: Found | None) -> None:
         del given[mine]
     elif mine not in _SHARED and own.value != theirs.value:
         raise ConfigError(f"{own.where}: {own.value} is not {theirs.value}, {_path(theirs)}")
+
+
+def _give_host_memory(config: ServeConfig, theirs: Found | None, given: dict[str, Found]) -> None:
+    """Enter the size of decode workers' host memory that `serve` has into their own settings, where
+    it goes before what they say. Raises ConfigError if a file has both, and not alike."""
+    size = config.host_size()
+    if size is None or theirs is None:
+        return
+    name, value = size
+    for own in [one for one in _HOST_SIZES if one in given]:
+        # The order is that of `_settle`; here one setting of serve stands for three of a worker.
+        if given[own].rank > theirs.rank:
+            return
+        if theirs.rank == FILE and (own, given[own].value) != size:
+            raise ConfigError(
+                f"{given[own].where}: beside {_path(theirs)}, which says how much it is"
+            )
+        del given[own]
+    given[name] = Found(value, theirs.where, theirs.rank)
 
 
 def _agree(found: Mapping[str, Found], said: dict[str, dict[str, Found]]) -> Mapping[str, Found]:

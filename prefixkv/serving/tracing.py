@@ -591,9 +591,10 @@ class _SpanTrace(RequestTrace):
 
 PHASES: Final = {
     "decode": (
-        ("queue", "admitted_s", ("hit_tokens", "shared_tokens")),
+        ("queue", "admitted_s", ("hit_tokens", "host_tokens", "shared_tokens")),
         ("transfer", "transferred_s", ("peer", "asked_bytes", "skipped_bytes", "retries")),
         ("flight", "committed_s", ("shared_tokens",)),
+        ("load", "committed_s", ("host_tokens", "shared_tokens")),
         ("first token", "first_token_s", ()),
         ("decode", "ended_s", ("output_tokens", "retractions")),
     ),
@@ -606,12 +607,12 @@ PHASES: Final = {
 }
 """By side, its spans in order: the name, the field of the record with the time at which it ends,
 and the fields that it shows as `prefixkv.FIELD`. The first begins when the request arrives, each
-other one where the one before it ends."""
+other one where the one before it ends. Of "flight" and "load" a request has one at most."""
 
 _SHOWN: Final = (
-    "room", "generation", "outcome", "peer", "prompt_tokens", "hit_tokens", "shared_tokens",
-    "decode_hit_tokens", "output_tokens", "asked_bytes", "sent_bytes", "skipped_bytes", "chunks",
-    "retries", "retractions",
+    "room", "generation", "outcome", "peer", "prompt_tokens", "hit_tokens", "host_tokens",
+    "shared_tokens", "decode_hit_tokens", "output_tokens", "asked_bytes", "sent_bytes",
+    "skipped_bytes", "chunks", "retries", "retractions",
 )  # fmt: skip
 
 
@@ -627,8 +628,11 @@ def phases_of(record: Attributes) -> list[tuple[str, float, float, Sequence[str]
     found: list[tuple[str, float, float, Sequence[str]]] = []
     begun_s = 0.0
     for name, until, fields in PHASES[record["side"]]:
-        # Without a flight of another request the KV is in the tree as soon as it is here.
-        if name == "flight" and not record["shared_tokens"]:
+        # Without a load from host memory, or a flight of another request, the KV is in the tree as
+        # soon as it is here. One with both waits for the load (`DecodeJournal.committed`).
+        if name == "load" and not record["host_tokens"]:
+            continue
+        if name == "flight" and (record["host_tokens"] or not record["shared_tokens"]):
             continue
         until_s = record[until]
         if until_s is None:

@@ -132,6 +132,7 @@ class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     shared_tokens: int = 0
     logprob: Logprob | None = None
     prompt: PromptLogprobs | None = None
+    host_tokens: int = 0
 
 
 class Job(msgspec.Struct, frozen=True):

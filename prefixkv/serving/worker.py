@@ -727,6 +727,7 @@ def _event_of(output: Any) -> TokenEvent:
         output.sample, output.position, output.token, output.text, output.finish, error,
         output.hit_tokens, output.prefill_hit_tokens, output.shared_tokens,
         None if output.logprob is None else Logprob(*output.logprob),
+        host_tokens=output.host_tokens,
     )  # fmt: skip
 
 

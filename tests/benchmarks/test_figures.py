@@ -120,6 +120,44 @@ def reserve_table() -> list[str]:
     ]  # fmt: skip
 
 
+def host_hits_table() -> list[str]:
+    """The real scheduler, and in brackets the replay."""
+
+    def both(row: dict[str, Any], where: str) -> str:
+        mine, replay = share(row["scheduler"][where], 3), share(row["replay"][where], 3)
+        return mine if mine == replay else f"{mine} ({replay})"
+
+    return [
+        *head("trace", "blocks", "policy", "in the pool", "in host memory, 4x", "in both"),
+        *(
+            line(
+                row["trace"].split("_")[1], f"{row['capacity']:,}", f"`{row['policy']}`",
+                *(both(row, where) for where in ("pool", "host", "both")),
+            )
+            for row in result("host_hits")["rows"]
+        ),
+    ]  # fmt: skip
+
+
+def checkpoints_table() -> list[str]:
+    """Of each trace, size and policy, with each number of slots."""
+    return [
+        *head("trace", "blocks", "policy", "dense", "30 slots", "100", "300", "by dense, 300"),
+        *(
+            line(
+                few["trace"].split("_")[1], f"{few['capacity']:,}", f"`{few['policy']}`",
+                share(many["dense"], 3), *(share(one["resume"], 3) for one in (few, some, many)),
+                share(many["resume_by_dense"], 2),
+            )
+            for few, some, many in batched_rows(result("checkpoints")["rows"], 3)
+        ),
+    ]  # fmt: skip
+
+
+def batched_rows(rows: list[dict[str, Any]], size: int) -> list[list[dict[str, Any]]]:
+    return [rows[at : at + size] for at in range(0, len(rows), size)]
+
+
 def host_copies_table() -> list[str]:
     def ratios(row: dict[str, Any], way: str) -> str:
         return f"{fixed(row[f'{way}_by_rows'][0], 2)} ({fixed(row[f'{way}_by_rows_cpu'][0], 2)})"
@@ -154,6 +192,31 @@ def host_copies_figures() -> dict[str, str]:
         f"not .7 ({least('order_1_by_rows_cpu')} by processor time)",
         "host copies, load": f"load {fixed(result('host_copies')['recipe']['load_average'][0])}, "
         "two cores",
+    }
+
+
+def host_admission_figures() -> dict[str, str]:
+    """Of an admission, beside one without host memory."""
+    rows = {row["kind"]: row for row in result("host_admission")["rows"]}
+
+    def more(kind: str) -> str:
+        return fixed(rows[kind]["more_us"], 1)
+
+    return {
+        "an admission without a hit": f"{more('in the pool')} us longer than "
+        f"{fixed(rows['no host']['us'])} us (the same again {more('no host again')})",
+        "an admission with a hit": f"{more('in host')} us, half of it there "
+        f"{more('half in host')} us",
+    }
+
+
+def checkpoint_figures() -> dict[str, str]:
+    """Of looking for a checkpoint behind a match."""
+    look = result("checkpoints")["recipe"]["look_us"]
+    return {
+        "a look": f"{fixed(look['match'], 1)} us for a match of 8,192 tokens, "
+        f"{fixed(look['found'], 1)} us more to find its checkpoint, {fixed(look['none'], 1)} us "
+        "where there is none",
     }
 
 
@@ -728,7 +791,8 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "radix-table": radix_table,
     "reserve-table": reserve_table, "waiting-table": waiting_table,
     "waiting-seeds-table": waiting_seeds_table, "host-tier-table": host_tier_table,
-    "host-copies-table": host_copies_table,
+    "host-copies-table": host_copies_table, "host-hits-table": host_hits_table,
+    "checkpoints-table": checkpoints_table,
     "rule-table": rule_table,
     "sched-table": sched_table, "router-table": router_table,
     "ranks-table": ranks_table, "transport-table": transport_table,
@@ -862,6 +926,8 @@ def figures() -> dict[str, str]:
         "the busiest": f"load {fixed(result('ranks')['recipe']['load'])}",
         **own_compute_figures(),
         **host_copies_figures(),
+        **host_admission_figures(),
+        **checkpoint_figures(),
         **rule_figures(),
     }
 

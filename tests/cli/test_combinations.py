@@ -148,6 +148,7 @@ COMMANDS: dict[str, dict[str, list[Any]]] = {
         "--chunk-tokens": [NOT, "24"],
         "--compute-below": [NOT, "64"],
         "--carry-on": [NOT, SET],
+        "--host-memory": [NOT, "64MiB", "2x"],
         "--answer-tokens": [NOT, "8"],
         "--tokenizer-folder": [NOT, OUT + "/tokenizer"],
         "--ray": [NOT, "auto"],
@@ -163,6 +164,9 @@ COMMANDS: dict[str, dict[str, list[Any]]] = {
         "--thinking": [NOT, "on", "off"],
         "--compute-below": [NOT, "64", "0"], "--compute-down-below": [NOT, "500"],
         "--compute-chunk-tokens": [NOT, "32"], "--compute-itl-share": [NOT, "0.2"],
+        "--host-memory-times": [NOT, "2"], "--host-memory-num-bytes": [NOT, str(64 << 20)],
+        "--host-memory-num-pages": [NOT, "600"], "--host-memory-policy": [NOT, "lru"],
+        "--host-memory-copy-threads": [NOT, "1"], "--host-memory-piece-bytes": [NOT, "65536"],
     },
     "proxy": {
         **LISTEN,
@@ -185,6 +189,12 @@ def fits(row: Row) -> bool:
         # These are of the small model.
         or (model and (row.get("--seed") or row.get("--tokenizer-folder")))
         or ("--trace" in row and not row["--trace"] and row.get("--block-tokens"))
+        # Two sizes of host memory, or nothing that could be kept there.
+        or (row.get("--host-memory-num-bytes") and row.get("--host-memory-num-pages"))
+        or (
+            row.get("--cache") == "no"
+            and any(row[one] for one in row if one.startswith("--host-m"))
+        )
     )
 
 

@@ -395,6 +395,28 @@ def test_what_waits_goes_back_to_prefill_when_it_answers_again() -> None:
     assert desk.transferred() == ["b"]
 
 
+@pytest.mark.parametrize("prefill", ["", "p"])
+def test_a_retracted_request_that_lacks_nothing_comes_back_alone(prefill: str) -> None:
+    """Its KV ends with a page; its prefill worker is gone, or was never named."""
+    desk = _gone()
+    desk.down()
+    desk.start_local("o", 8)
+    req = desk.compute("a", 10, max_new=9, prefill=prefill)
+    desk.computed(req, 10)
+    assert desk.transferred() == ["a"]
+    for _ in range(3):
+        desk.token(req)
+    assert req.kv_len == 12
+    desk.retract(req)
+    assert desk.admit() == ["a"]
+    assert desk.local() == []
+    assert desk.transferred() == ["a"]
+    assert (req.resumed, req.prefix_len, req.error) == (True, 12, None)
+    assert (desk.commands(), desk.asked()) == ([], [])
+    desk.token(req)
+    desk.finish(req)
+
+
 def test_what_lacks_too_much_waits_and_fails_as_without() -> None:
     desk = _gone(down_below=7, waiting_timeout_s=5.0)
     req, near = desk.add("a"), desk.add("b", 7)

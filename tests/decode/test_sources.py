@@ -118,13 +118,13 @@ def test_a_burst_at_the_beginning_is_no_rate_of_requests() -> None:
 def test_itl_share_bounds_the_chunk_beside_a_batch() -> None:
     scale = Scale(ComputeConfig(itl_share=0.5), rate=1e4)
     assert scale.sources.chunk_tokens(False) == 256
-    assert scale.sources.chunk_tokens(True) == 64  # no step is measured yet
+    assert scale.sources.chunk_tokens(True) == 16  # no step is measured yet
     for _ in range(100):
         scale.sources.step(0.03)
     assert scale.sources.chunk_tokens(True) == pytest.approx(150, abs=1)
     for _ in range(200):
         scale.sources.step(0.0001)
-    assert scale.sources.chunk_tokens(True) == 16  # prompts go on
+    assert scale.sources.chunk_tokens(True) == 8  # prompts go on
 
 
 def test_a_chunk_beside_a_batch_is_measured_without_the_step() -> None:
@@ -136,6 +136,21 @@ def test_a_chunk_beside_a_batch_is_measured_without_the_step() -> None:
     # Noise may make it seem to cost nothing: the rate stays finite.
     sources.chunk(200, 0.001, beside=True, now_s=0.0)
     assert sources.tokens_per_s < 1e7
+
+
+def test_beside_a_batch_that_never_steps_alone_the_step_is_guessed() -> None:
+    """16 tokens of the first pass at 1,000 a second take 16 ms of its 36: so a step takes 20."""
+    scale = Scale(ComputeConfig(itl_share=0.5), rate=1e3)
+    sources = scale.sources
+    assert sources.chunk_tokens(True) == 16
+    sources.chunk(16, 0.036, beside=True, now_s=scale.now_s)
+    assert sources.chunk_tokens(True) == pytest.approx(10, abs=1)
+    assert sources.tokens_per_s == pytest.approx(1000)
+    # A step that is measured counts instead.
+    sources.step(0.03)
+    assert sources.chunk_tokens(True) == pytest.approx(15, abs=1)
+    sources.chunk(15, 0.045, beside=True, now_s=scale.now_s)
+    assert sources.tokens_per_s == pytest.approx(1000)
 
 
 def test_a_prefill_worker_answers_one_promise_after_the_other() -> None:

@@ -139,6 +139,17 @@ def test_host_memory_that_cannot_be_is_refused_by_name(
         DecodeNode(make_pool(), DecodeConfig(**{"host_memory": HOST, **config}), **more)
 
 
+@pytest.mark.parametrize(("num_pages", "is_told"), [(127, True), (128, False)])
+def test_a_node_says_so_where_host_memory_is_below_twice_the_pool(
+    num_pages: int, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = DecodeConfig(name="d7", host_memory=HostConfig(num_pages=num_pages))
+    with DecodeNode(make_pool(64), config):
+        told = [one.getMessage() for one in caplog.records if one.name == "prefixkv.host"]
+    wanted = f"d7: host memory has {num_pages} pages and the pool 64: less than twice the pool is"
+    assert [one.partition(" of little use")[0] for one in told] == [wanted] * is_told
+
+
 def test_host_memory_has_the_size_that_is_asked_for() -> None:
     assert HostConfig().pages_of(pool_pages=100, page_bytes=1024) == 400
     assert HostConfig(times=0.001).pages_of(100, 1024) == 1

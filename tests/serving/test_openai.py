@@ -231,19 +231,19 @@ def test_least_tokens_are_at_most_the_most() -> None:
 
 
 def test_usage_says_where_the_prompts_kv_was() -> None:
-    usage = Usage(100, 7, decode_hit_tokens=64, shared_tokens=16, prefill_hit_tokens=80).body()
+    usage = Usage(100, 7, 64, 16, prefill_hit_tokens=80, decode_host_tokens=48).body()
     assert usage["total_tokens"] == 107
     assert usage["prompt_tokens_details"] == {"cached_tokens": 80}
     assert usage["prefixkv"] == {
-        "decode_hit_tokens": 64, "shared_tokens": 16, "sent_tokens": 20,
+        "decode_hit_tokens": 64, "decode_host_tokens": 48, "shared_tokens": 16, "sent_tokens": 20,
         "prefill_hit_tokens": 80, "computed_tokens": 20,
     }  # fmt: skip
 
 
 def test_usage_of_several_prompts_is_their_sum() -> None:
-    usage = Usage(10, 2, 1, 3, 4)
-    usage.add(Usage(20, 5, 2, 1, 1))
-    assert usage == Usage(30, 7, 3, 4, 5)
+    usage = Usage(10, 2, 1, 3, 4, 1)
+    usage.add(Usage(20, 5, 2, 1, 1, 2))
+    assert usage == Usage(30, 7, 3, 4, 5, 3)
 
 
 def test_pieces_of_a_stream_are_events() -> None:

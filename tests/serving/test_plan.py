@@ -99,6 +99,33 @@ def test_an_option_goes_before_a_variable_and_that_before_the_file(tmp_path: Pat
     assert decode({"PREFIXKV_DEVICE": "cuda:7"}) == (50, "cuda:7")
 
 
+def test_host_memory_is_said_in_words_or_by_a_worker_s_own_settings(tmp_path: Path) -> None:
+    def decode(text: str = "", environ: dict[str, str] = ENVIRON, **options: Any) -> Any:
+        made = planned(tmp_path / "s.toml", text, environ, **options)
+        assert all(one.node == one.node for one in workers_of(made, "prefill"))
+        found = [one.node.host_memory for one in workers_of(made, "decode", made.config.decode)]
+        assert len({*map(repr, found)}) == 1  # each worker has as much
+        return found[0] and (found[0].times, found[0].num_bytes, found[0].num_pages)
+
+    assert decode() is None
+    assert decode("host_memory = '8GiB'\ndecode = 2") == (4.0, 8 << 30, 0)
+    assert decode("host_memory = '1.5 GB'") == (4.0, 1_500_000_000, 0)
+    assert decode(environ={"PREFIXKV_HOST_MEMORY": "6x"}) == (6.0, 0, 0)
+    assert decode("host_memory = '8GiB'", host_memory="512MiB") == (4.0, 512 << 20, 0)
+    # An option of serve, a variable of a worker's, the file; of each the whole size.
+    own = "[workers.decode.host_memory]\nnum_pages = 7\npolicy = 'lru'"
+    assert decode(own) == (4.0, 0, 7)
+    assert decode(own, host_memory="2x") == (2.0, 0, 0)
+    assert decode("host_memory = '8GiB'", {"PREFIXKV_HOST_MEMORY_TIMES": "5"}) == (5.0, 0, 0)
+    assert decode(environ={"PREFIXKV_HOST_MEMORY_TIMES": "5"}, host_memory="1MB") == (
+        4.0, 1_000_000, 0,
+    )  # fmt: skip
+    same = "host_memory = '3x'\n[workers.decode.host_memory]\ntimes = 3\ncopy_threads = 5"
+    assert decode(same) == (3.0, 0, 0)
+    (worker,) = workers_of(planned(tmp_path / "s.toml", own, host_memory="2x"), "decode")
+    assert worker.node.host_memory.policy == "lru"
+
+
 def test_the_front_s_addresses_and_key_are_not_its_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,6 +216,18 @@ def test_the_front_s_addresses_and_key_are_not_its_workers(
         ("[workers.decode]\npolicy = 'lruu'",
          "serve.toml: workers.decode.policy: 'lruu' is not one of the policies; the nearest is "
          "lru"),
+        ("host_memory = '8GiB'\n[workers.decode.host_memory]\nnum_pages = 3",
+         "serve.toml: workers.decode.host_memory.num_pages: beside host_memory, which says how "
+         "much it is"),
+        ("host_memory = '8'",
+         "serve.toml: host_memory: '8' is no size: 8GiB, or 4x (times the pool)"),
+        ("host_memory = '-8GiB'",
+         "serve.toml: host_memory: '-8GiB' is no size: 8GiB, or 4x (times the pool)"),
+        ("host_memory = '0.5B'", "serve.toml: host_memory: '0.5B' is none; leave it out"),
+        ("host_memory = '0x'", "serve.toml: host_memory: '0x' is none; leave it out"),
+        ("host_memory = '2000x'", "serve.toml: host_memory: 2000.0 is above 1000"),
+        ("host_memory = '4x'\n[workers.decode]\ncache = false",
+         "host_memory: without cache nothing is kept there"),
         ("[workers.dekode]\nnum_pages = 3",
          "serve.toml: there is no table workers.dekode; the nearest is workers.decode"),
         ("[workers.decode.contrl]\nresend_s = 3",
@@ -226,7 +265,7 @@ def others_of(setting: Setting) -> Iterator[Any]:
         elif kind.base is float:
             yield from (default * 0.9 if default else 0.5, (default or 0.5) * 1.5)
         elif kind.base is str:
-            yield from ("lru", "fifo", "tcp://127.0.0.1:29700", "127.0.0.2", "eth0", "k" * 40)
+            yield from ("lru", "fifo", "4x", "tcp://127.0.0.1:29700", "127.0.0.2", "eth0", "k" * 40)
 
 
 def text_of(key: tuple[str, ...], value: Any) -> str:

@@ -236,13 +236,14 @@ def records(draw: st.DrawFn) -> dict[str, Any]:
     """A record of the request log, as far as its times go: of a request that got as far as it
     did. Its end is the last of them; one that was admitted again may have them in any order."""
     side = draw(st.sampled_from(sorted(PHASES)))
-    shared = draw(st.integers(0, 5))
+    shared, loaded = draw(st.integers(0, 5)), draw(st.integers(0, 3))
     fields = [until for _, until, _ in PHASES[side]]
     times = draw(st.lists(st.floats(0, 1e6), min_size=len(fields), max_size=len(fields)))
     got = draw(st.integers(0, len(fields) - 1))
     known = dict(zip(fields[:got], times, strict=False))
     return {
-        "side": side, "rid": "r/0", "room": 2**64 - 1, "shared_tokens": shared, "error": None,
+        "side": side, "rid": "r/0", "room": 2**64 - 1, "shared_tokens": shared,
+        "host_tokens": loaded, "error": None,
         **dict.fromkeys(fields), **known, "ended_s": max(times),
     }  # fmt: skip
 
@@ -256,7 +257,11 @@ def test_the_spans_of_a_record_follow_on_and_fill_its_time(record: dict[str, Any
         assert 0 <= begin_s <= end_s == next_s
     names = [name for name, _, _, _ in phases]
     assert names == [one[0] for one in PHASES[record["side"]] if one[0] in names]
-    assert ("flight" in names) <= bool(record["shared_tokens"])
+    assert ("load" in names) <= bool(record["host_tokens"])
+    assert ("flight" in names) <= bool(record["shared_tokens"] and not record["host_tokens"])
+    if record["side"] == "decode" and record["transferred_s"] is not None:
+        waits = record["host_tokens"] or record["shared_tokens"]
+        assert bool({"load", "flight"} & {*names}) == bool(waits)
 
 
 class Node:

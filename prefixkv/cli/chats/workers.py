@@ -38,8 +38,9 @@ class ModelWorkerError(PrefixKVError):
 @dataclass(slots=True)
 class ChatAnswer:
     """Outcome of one request. Of its prompt, the KV of the first `hit_tokens` was cached on decode,
-    and that of the next `shared_tokens` was arriving there for another request. The KV of the first
-    `prefill_hit_tokens` was cached on prefill, which computed the rest."""
+    and that of the next `shared_tokens` was arriving there for another request. Of the cached ones
+    `host_tokens` were in decode's host memory. The KV of the first `prefill_hit_tokens` was cached
+    on prefill, which computed the rest."""
 
     prompt: list[int]
     max_new_tokens: int
@@ -49,6 +50,7 @@ class ChatAnswer:
     shared_tokens: int = 0
     ttft_s: float = 0.0  # from when it was sent to its first token
     itl_s: list[float] = field(default_factory=list)  # between two of its tokens
+    host_tokens: int = 0
 
     @property
     def computed_tokens(self) -> int:
@@ -169,6 +171,7 @@ class ModelWorkers:
                     answer.hit_tokens = output.hit_tokens
                     answer.prefill_hit_tokens = output.prefill_hit_tokens
                     answer.shared_tokens = output.shared_tokens
+                    answer.host_tokens = output.host_tokens
         except ApiError as error:
             raise ModelWorkerError(f"request {rid}: {error}") from None
         return answer

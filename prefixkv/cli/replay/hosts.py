@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
@@ -11,7 +10,7 @@ from prefixkv.cli.replay.curves import amount
 from prefixkv.cli.replay.run import ReplayResult
 from prefixkv.cli.replay.tiers import HostResult
 from prefixkv.cli.replay.trace import Trace
-from prefixkv.spi import ConfigError, check_range
+from prefixkv.spi import ConfigError, check_range, parse_size
 
 WORTH: Final = 0.05
 """A doubling of the host tier is worth it if of what is sent it saves at least this share."""
@@ -21,8 +20,6 @@ LEAST_TIMES: Final = 2
 device has."""
 
 _MOST_BLOCKS: Final = 10**9
-_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(x|[KMGT]i?B|B)?", re.ASCII | re.IGNORECASE)
-_PREFIXES: Final = "kmgt"
 
 
 class HostSize(NamedTuple):
@@ -76,23 +73,15 @@ def host_sizes(setting: str, given: Iterable[str | int]) -> list[HostSize]:
 def _size(setting: str, given: str | int) -> HostSize:
     """Return the size of a host tier that one text, or a number of blocks, names."""
     text = str(given).strip()
-    match = _SIZE.fullmatch(text)
-    if isinstance(given, bool) or not isinstance(given, str | int) or match is None:
+    size = parse_size(text)
+    if isinstance(given, bool) or not isinstance(given, str | int) or size is None:
         raise ConfigError(
             f"{setting} {given!r} is no size: 4x (times the capacity), 64GiB, or blocks"
         )
-    number, unit = float(match[1]), (match[2] or "").lower()
-    if unit == "x":
-        found = HostSize(text, number, "x")
-    elif unit:
-        power = 1 + _PREFIXES.index(unit[0]) if unit != "b" else 0
-        base = 1024 if "i" in unit else 1000
-        found = HostSize(text, number * base**power, "bytes")
-    elif number.is_integer():
-        found = HostSize(text, number, "blocks")
-    else:
+    number, unit = size
+    if not unit and not number.is_integer():
         raise ConfigError(f"{setting} {given!r}: blocks are whole")
-    return found
+    return HostSize(text, number, unit or "blocks")
 
 
 def worth_taking(capacity: int, device_ratio: float, hosts: Sequence[HostResult]) -> list[bool]:

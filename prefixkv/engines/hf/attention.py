@@ -164,36 +164,47 @@ class Plan:
         self._v_to = torch.from_numpy(first + flat.v_row * size).to(device)
         used = [row[: pages_for(end, size)] for row, end in zip(rows, ends, strict=True)]
         self._table: torch.Tensor | None = None
+        # Indices of the sequences with one new token in the packed row; None: all of them have one.
+        self._single: torch.Tensor | None = None
         self._parts: list[_Part] = []
         self._steps: list[_Step] = []
-        # 3. Pages to read, by case: one new token per sequence, as a padded batch on a GPU, or one
-        # after the other; or several new tokens, with masks.
-        if max(lens) == 1:
+        # 3. Pages to read, by case: of sequences with one new token, as a padded batch on a GPU, or
+        # one after the other; of those with several, each by itself, with masks. So a step of
+        # decode costs as much beside a chunk of a prompt as alone.
+        single = [number for number, num in enumerate(lens) if num == 1]
+        if single:
+            rows_of, ends_of = [used[at] for at in single], [ends[at] for at in single]
             if torch.device(device).type in BATCHED:
-                self._plan_table(used, device)
+                self._plan_table(rows_of, ends_of, device)
             else:
-                self._plan_steps(used, device)
-            return
+                # The memory of the longest sequence first: a later, larger request would replace
+                # it, and views of the shorter ones would keep the old memory.
+                flat.scratch(2 * max(map(len, used)))
+                self._plan_steps(rows_of, ends_of, device)
+        if len(single) < len(lens):
+            self._single = torch.from_numpy(behind[single] - 1).to(device)
         for row, start, num, end in zip(used, starts, lens, behind.tolist(), strict=True):
-            masks = _masks(start, num, device)
-            page_rows = flat.rows(row).flatten().to(device)
-            self._parts.append(_Part(end - num, end, start, page_rows, masks))
+            if num > 1:
+                masks = _masks(start, num, device)
+                page_rows = flat.rows(row).flatten().to(device)
+                self._parts.append(_Part(end - num, end, start, page_rows, masks))
 
-    def _plan_table(self, rows: Sequence[Pages], device: torch.device | str) -> None:
+    def _plan_table(
+        self, rows: Sequence[Pages], ends: Sequence[int], device: torch.device | str
+    ) -> None:
         """Plan attention with one new token per sequence as one padded batch, for GPUs."""
         table = page_table(rows)
         self._table = self.flat.rows(table).flatten().to(device)
         width = table.shape[1] * self.flat.layout.page_size
-        lens = torch.tensor(self.ends, device=device)
+        lens = torch.tensor(ends, device=device)
         self._mask = (torch.arange(width, device=device) < lens[:, None])[:, None, None]
 
-    def _plan_steps(self, rows: Sequence[Pages], device: torch.device | str) -> None:
+    def _plan_steps(
+        self, rows: Sequence[Pages], ends: Sequence[int], device: torch.device | str
+    ) -> None:
         """Plan attention with one new token per sequence, one after the other, for CPUs."""
-        # The memory of the longest sequence first: a later, larger request would replace it, and
-        # views of the shorter ones would keep the old memory.
         flat = self.flat
-        flat.scratch(2 * max(map(len, rows)))
-        for row, end in zip(rows, self.ends, strict=True):
+        for row, end in zip(rows, ends, strict=True):
             page_rows = flat.rows(row).flatten().to(device)
             copies = flat.scratch(len(page_rows))
             k, v = flat.kv(copies, 1)[..., :end, :]
@@ -221,11 +232,15 @@ class Plan:
         `write` comes first. query: [1, query heads, N, dim]; key, value as in `write`. Returns
         [1, N, query heads, dim].
         """
-        if self._table is not None:
-            return self._attend_batch(layer, query, scale)
-        if self._steps:
-            return self._attend_steps(layer, query, scale)
-        outs = []
+        if self._single is None:
+            return self._attend_single(layer, query, scale)
+        # 1. Into one tensor, in the order of the packed row.
+        _, heads, num, dim = query.shape
+        out = query.new_empty(1, num, heads, dim)
+        if len(self._single):
+            alone = query.index_select(2, self._single)
+            out.index_copy_(1, self._single, self._attend_single(layer, alone, scale))
+        # 2. The others.
         for part in self._parts:
             new = slice(part.first, part.last)
             # A sequence from its beginning has all its keys at hand, without reading pages.
@@ -233,8 +248,14 @@ class Plan:
                 k, v = key[:, :, new], value[:, :, new]
             else:
                 k, v = self.flat.kv(self.flat.gather(layer, part.rows), 1)
-            outs.append(_attend_one(query[:, :, new], k, v, part, scale))
-        return torch.cat(outs, 1)
+            out[:, new] = _attend_one(query[:, :, new], k, v, part, scale)
+        return out
+
+    def _attend_single(self, layer: int, query: torch.Tensor, scale: float | None) -> torch.Tensor:
+        """Attend with one new token per sequence, in one layer; query is of these alone."""
+        if self._table is not None:
+            return self._attend_batch(layer, query, scale)
+        return self._attend_steps(layer, query, scale)
 
     def _attend_batch(self, layer: int, query: torch.Tensor, scale: float | None) -> torch.Tensor:
         """Attend with one new token per sequence, as a padded batch; the mask hides the padding."""
@@ -263,10 +284,8 @@ class Plan:
 def _masks(start: int, num: int, device: torch.device | str) -> list[torch.Tensor | None]:
     """Return the attention mask of each block of queries: bool [queries, keys].
 
-    None where SDPA needs none: one query sees all keys; a sequence's first block is plainly causal.
+    None where SDPA needs none: a sequence's first block is plainly causal.
     """
-    if num == 1:
-        return [None]
     masks: list[torch.Tensor | None] = []
     for begin in range(0, num, _QUERIES):
         size = min(_QUERIES, num - begin)
@@ -282,7 +301,7 @@ def _masks(start: int, num: int, device: torch.device | str) -> list[torch.Tenso
 def _attend_one(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: _Part, scale: float | None
 ) -> torch.Tensor:
-    """Return the attention of one sequence's new tokens, [1, new, query heads, dim].
+    """Return the attention of one sequence's new tokens, several, [1, new, query heads, dim].
 
     q is [1, query heads, new, dim]; k, v are [1, heads, tokens or more, dim].
     """
@@ -290,10 +309,6 @@ def _attend_one(
     end = part.start + q.shape[2]
     if k.shape[2] > end:
         k, v = k[:, :, :end], v[:, :, :end]
-    if q.shape[2] == 1:  # the heads of a group side by side as queries, so that K is read once
-        grouped = q.view(1, k.shape[1], -1, q.shape[-1])
-        out = F.scaled_dot_product_attention(grouped, k, v, scale=scale)
-        return out.reshape(1, 1, -1, out.shape[-1])
     outs = []
     for block, mask in enumerate(part.masks):
         queries = q[:, :, block * _QUERIES : (block + 1) * _QUERIES]

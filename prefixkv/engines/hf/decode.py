@@ -452,10 +452,10 @@ class DecodeEngine:
         logprob: TokenLogprob | None = None,
     ) -> None:  # fmt: skip
         """Collect an output of an HF answer, which decode's `step` reports at its end."""
-        rid, hit_tokens = answer.ask.rid, answer.req.hit_tokens
+        req = answer.req
         output = Output(
-            rid, answer.sample, position, token, finish, error, hit_tokens, text,
-            answer.prefill_hit_tokens, answer.req.shared_tokens, logprob,
+            answer.ask.rid, answer.sample, position, token, finish, error, req.hit_tokens, text,
+            answer.prefill_hit_tokens, req.shared_tokens, logprob, req.host_tokens,
         )  # fmt: skip
         outputs.append((answer.on_output, output))
 

@@ -3,8 +3,11 @@ on, pages short, and requests aborted."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
+import torch
 
 from prefixkv.engines.hf import PagedModel, Sampling, attention, make_model
 from prefixkv.prefill.request import PrefillState
@@ -158,6 +161,51 @@ def test_the_padded_batch_that_gpus_get_says_the_same(
         world.run()
         for answer in world.answers:
             assert answer.tokens[0] == reference.greedy(answer.ask.tokens, 10)
+
+
+@pytest.mark.parametrize("batched", [("cuda",), ("cuda", "cpu")])
+def test_a_step_beside_chunks_reads_its_batch_as_alone_and_says_the_same(
+    model: PagedModel, batched: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever the sequences with one new token stand in the packed row."""
+    monkeypatch.setattr(attention, "BATCHED", batched)
+    read: list[tuple[str, int]] = []
+    for name in ("_attend_batch", "_attend_steps"):
+        whole = getattr(attention.Plan, name)
+
+        def noted(
+            self: attention.Plan, layer: int, query: Any, *rest: Any, name: str = name,
+            whole: Any = whole,
+        ) -> Any:  # fmt: skip
+            read.append((name, query.shape[2]))
+            return whole(self, layer, query, *rest)
+
+        monkeypatch.setattr(attention.Plan, name, noted)
+    one = attention._attend_one
+
+    def noted_one(q: Any, *rest: Any) -> Any:
+        read.append(("_attend_one", q.shape[2]))
+        return one(q, *rest)
+
+    monkeypatch.setattr(attention, "_attend_one", noted_one)
+    flat = attention.FlatPool(model.make_pool(64, 4))
+    rows = [np.arange(at, at + 12, dtype=np.int32) for at in range(0, 48, 12)]
+    texts = prompts(11, [21, 30, 9, 40])
+    starts = [20, 13, 8, 0]  # one, 17, one and 40 new tokens
+    for text, row, start in zip(texts, rows, starts, strict=True):
+        if start:
+            model.forward(flat, text[:start], [row], [0], [start])
+    alone = [
+        model.forward(flat, text[start:], [row], [start], [len(text)])
+        for text, row, start in zip(texts, rows, starts, strict=True)
+    ]
+    read.clear()
+    news = [text[start:] for text, start in zip(texts, starts, strict=True)]
+    together = model.forward(flat, np.concatenate(news), rows, starts, [len(one) for one in texts])
+    assert torch.allclose(together, torch.cat(alone), atol=1e-4)
+    batch = "_attend_batch" if "cpu" in batched else "_attend_steps"
+    layer = [(batch, 2), ("_attend_one", 17), ("_attend_one", 40)]
+    assert read == layer * model.num_layers
 
 
 def test_a_long_prompt_in_long_chunks(model: PagedModel, reference: Reference) -> None:

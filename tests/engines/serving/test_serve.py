@@ -65,8 +65,9 @@ def test_turns_of_a_chat_are_answered_as_generate_does_and_the_second_hits(
     num = len(expected.texts.chat(more))
     prefill_hit = prompt // 16 * 16  # prefill has not seen the answer
     assert split == {
-        "decode_hit_tokens": hit, "shared_tokens": 0, "prefill_hit_tokens": prefill_hit,
-        "computed_tokens": num - prefill_hit, "sent_tokens": num - hit,
+        "decode_hit_tokens": hit, "decode_host_tokens": 0, "shared_tokens": 0,
+        "prefill_hit_tokens": prefill_hit, "computed_tokens": num - prefill_hit,
+        "sent_tokens": num - hit,
     }  # fmt: skip
     assert second.usage.prompt_tokens_details.cached_tokens == hit
     at_rest(serve)
