@@ -226,6 +226,20 @@ def test_a_write_leaves_a_page_to_each_that_runs() -> None:
     desk.at_rest()
 
 
+def test_what_goes_on_behind_a_write_is_written_when_that_has_ended() -> None:
+    desk = HostDesk(num_pages=32)
+    desk.finish(desk.start("a", 16))
+    (write,) = desk.orders()
+    desk.finish(desk.start("b", prompt("a", 24)))
+    assert desk.orders() == [], "a part of it is being written"
+    desk.end_copy(write)
+    (rest,) = desk.orders()
+    assert len(rest.host_pages) == 2
+    desk.end_copy()
+    assert desk.host.cache.match_prefix(prompt("a", 24)).depth == 6
+    desk.at_rest()
+
+
 def test_what_is_evicted_before_its_turn_is_missed() -> None:
     desk = HostDesk(num_pages=8)
     a = desk.start("a", 16, 1)
@@ -282,6 +296,7 @@ def test_where_all_host_pages_are_busy_less_is_written() -> None:
     desk.finish(desk.start("b", 16))
     one, two = desk.orders()
     assert (len(one.host_pages), len(two.host_pages)) == (4, 2)
+    assert desk.pages.cache.protected_pages == 6, "what is not written may be evicted"
     desk.finish(desk.start("c", 16))
     assert desk.orders() == []
     desk.end_all_copies()
@@ -373,8 +388,10 @@ def test_an_aborted_load_keeps_its_pages_until_the_copy_has_ended() -> None:
     assert desk.pages.allocator.held_by(held_by).tolist() == sorted(pages)
     assert desk.host.cache.protected_pages == 4, "the copy reads them"
     assert desk.scheduler.prospects.unproved().held == 0, "they come back by themselves"
-    assert not desk.scheduler.idle
+    assert desk.pop_failed() == [req]
+    assert not desk.scheduler.idle, "a copy goes on"
     desk.end_copy()
+    assert desk.scheduler.idle
     assert desk.pages.allocator.held_pages == 0
     assert desk.prefix_of(req) == 0, "nothing vouches for what no request waits for"
     desk.at_rest()

@@ -207,6 +207,7 @@ class HostMachine:
                 # Prefill has written nothing for it.
                 self.undrained.append(Room(command.key, command.address, [], kv_of(None, 0, [])))
         self.scheduler.check_invariants()
+        assert not (self.scheduler.idle and (self.copies or self.ends)), "it is idle beside copies"
         self._check_tree(self.pages.cache, self.device)
         self._check_tree(self.host.cache, self.memory)
 
