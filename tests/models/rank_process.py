@@ -19,7 +19,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from prefixkv.config import DecodeConfig
+from prefixkv.config import DecodeConfig, HostConfig
 from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.pages.manager import PageManager
 from prefixkv.ranks.replica import DecodeReplica, RankLog
@@ -86,6 +86,7 @@ class BroadcastSim(SchedulerSim):
             config.evict_reserve,
             config.cache,
             self.num_slots,
+            self.host_pages,
         ]
         broadcast(BEGIN, json.dumps(settings).encode())
         return scheduler
@@ -128,9 +129,15 @@ def follow(rank: int) -> None:
             applied += 1
         latest = max(latest, len(unread))
         if kind == BEGIN:
-            num_pages, policy, evict_reserve, cache, num_slots = json.loads(raw)
+            num_pages, policy, evict_reserve, cache, num_slots, host_pages = json.loads(raw)
+            # The copies are rank 0's alone here; the books of the other ranks follow it.
+            host = HostConfig(num_pages=host_pages) if host_pages else None
             config = DecodeConfig(
-                max_running=ROWS, policy=policy, evict_reserve=evict_reserve, cache=cache
+                max_running=ROWS,
+                policy=policy,
+                evict_reserve=evict_reserve,
+                cache=cache,
+                host_memory=host,
             )
             replica = DecodeReplica(num_pages, PAGE_SIZE, config, num_slots)
         elif kind == COMPARE:
