@@ -20,6 +20,7 @@ of them. The laws T1 to T8 (docs/architecture.md) are checked by `check_invarian
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import TOKEN_BYTES, RadixKey, common_pages
 from prefixkv.cache.releases import Releases
 from prefixkv.cache.results import MatchResult, PrefixLock
+from prefixkv.decode.sources import FRESH_S
 from prefixkv.errors import check_laws
 from prefixkv.pages.allocator import PageAllocator
 from prefixkv.pages.manager import PageManager
@@ -114,6 +116,7 @@ class HostTier:
         # Of loads: pages that are under way; pages and seconds of those that ended, fading sums.
         self._loading_pages = 0
         self._loaded_pages = self._loading_s = 0.0
+        self._loaded_s = -math.inf  # when the last of them ended
 
     def __len__(self) -> int:
         """Return the number of copies between decode's tiers that are under way."""
@@ -146,10 +149,11 @@ class HostTier:
         found = self.cache.match_prefix(key)
         return found if found.depth > start else None
 
-    def load_s(self, num_pages: int) -> float:
+    def load_s(self, num_pages: int, now_s: float) -> float:
         """Return the seconds that a load of `num_pages` from host memory takes, behind those under
-        way, by what the last ones took; 0 where that is not known."""
-        if not self._loaded_pages:
+        way, by what the last ones took; 0 where that is not known, or not any more."""
+        # What is not loaded is not measured: so what once took long is tried again.
+        if not self._loaded_pages or now_s - self._loaded_s > FRESH_S:
             return 0.0
         return (self._loading_pages + num_pages) * self._loading_s / self._loaded_pages
 
@@ -298,6 +302,7 @@ class HostTier:
             if done.error is None:
                 self._loaded_pages = self._loaded_pages * _KEPT + len(copy.src)
                 self._loading_s = self._loading_s * _KEPT + done.seconds
+                self._loaded_s = now_s
             self._free(self.cache.unlock(copy.host_lock))
             if copy.is_given_up:
                 self.pages.release(load_key(copy.number))

@@ -16,7 +16,7 @@ from prefixkv.cache.releases import Releases
 from prefixkv.config import ComputeConfig
 from prefixkv.decode.host_tier import HOST
 from prefixkv.decode.request import DecodeRequest
-from prefixkv.decode.sources import Sources
+from prefixkv.decode.sources import FRESH_S, Sources
 from prefixkv.errors import OutOfPagesError
 from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
 from prefixkv.protocol.ids import RoomKey
@@ -760,6 +760,13 @@ def test_what_comes_sooner_from_prefill_is_not_loaded(load_s: float, is_loaded: 
     last = next_turn(desk, "c")
     assert (last.host_tokens > 0) is is_loaded
     assert bool(desk.orders()) is is_loaded
+    # What is not loaded is not measured, so after a minute it is tried again.
+    desk.abort(last)
+    desk.carry_out_aborts()
+    desk.end_all_copies()
+    desk.now_s += FRESH_S + 1
+    desk.finish(desk.start("x", 8))  # what prefill takes is known all the time
+    assert next_turn(desk, "d").host_tokens > 0
 
 
 # --- and what decode computes itself --------------------------------------------------------------

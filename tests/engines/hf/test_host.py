@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from prefixkv.config import ComputeConfig, HostConfig
+from prefixkv.decode.host_tier import HostTier
 from prefixkv.engines.hf import PagedModel, Sampling
 from tests.engines.hf.test_thinking import OPEN, TOKENIZER
 from tests.models.hf_world import Answer, Reference, World
@@ -52,8 +53,11 @@ def _written(world: World) -> None:
 
 @pytest.mark.parametrize("below", [_slow(None), 64, _slow(10_000)])
 def test_conversations_come_back_from_host_memory(
-    model: PagedModel, reference: Reference, below: int | None
+    model: PagedModel, reference: Reference, below: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Never what a load takes: prefill, whose model is tiny, may be quicker than threads that wait
+    # for a processor.
+    monkeypatch.setattr(HostTier, "load_s", lambda *_: 0.0)
     draw, chance = np.random.default_rng(1), random.Random(below)
     with _world(model, below, pages=24) as world:
         talks = [draw.integers(0, 256, 90 + i).tolist() for i in range(CHATS)]
@@ -76,12 +80,10 @@ def test_conversations_come_back_from_host_memory(
                 _written(world)
             world.decode.audit()
         stats = world.decode.stats()
-        # Of each later turn the whole pages of the one before are there, most in host memory. Where
-        # prefill could send them sooner, on a machine whose copies have to wait, they are not used.
-        least = 0.8 if below is not None else 0.1
+        # Of each later turn the whole pages of the one before are there, most in host memory.
         assert found[0] == 0
-        assert found[1] > least * 80 * CHATS
-        assert found[2] > least * 112 * CHATS
+        assert found[1] > 0.8 * 80 * CHATS
+        assert found[2] > 0.8 * 112 * CHATS
         assert stats["evicted_pages"] > 100
         assert stats["host_hit_tokens"] == sum(found.values())
         assert (stats["computed_requests"] > 0) == (below is not None)
