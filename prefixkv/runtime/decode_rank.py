@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import numpy as np
 import numpy.typing as npt
 
@@ -62,12 +64,14 @@ class DecodeRank(OneThread):
         spec = RankSpec.of(pool, config.model, mesh, rank, state)
         layout = pool.layout
         self._host: HostMemory | None = None
-        host_pages = 0
-        if config.host_memory is not None:
-            self._host = HostMemory(pool, config.host_memory, f"{config.name}/{rank}")
-            host_pages = self._host.num_pages
-        # The replica follows rank 0's tree and page table; nothing is decided here.
-        try:
+        # If a part fails, those before it are undone.
+        with ExitStack() as undo:
+            host_pages = 0
+            if config.host_memory is not None:
+                self._host = HostMemory(pool, config.host_memory, f"{config.name}/{rank}")
+                undo.callback(self._host.close)
+                host_pages = self._host.num_pages
+            # The replica follows rank 0's tree and page table; nothing is decided here.
             self.replica = DecodeReplica(
                 layout.num_pages, layout.page_size, config, spec.num_slots, host_pages
             )
@@ -75,12 +79,10 @@ class DecodeRank(OneThread):
                 # Rank 0 knows of its own memory only, and orders copies once that can be used.
                 self._host.wait_until_ready()
             self.transfers = DecodeTransfers(pool, config, mesh, rank, worker, state)
-        except BaseException:
+            undo.callback(self.transfers.close)
             if self._host is not None:
-                self._host.close()
-            raise
-        if self._host is not None:
-            self._host.start(self.transfers.thread.events.put)
+                self._host.start(self.transfers.thread.events.put)
+            undo.pop_all()
         self.peer_id = self.transfers.peer_id
         self._num_messages = 0  # counts batches of events, so that rank 0 notices a missing one
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import assert_never
 
 from prefixkv.config import DecodeConfig, PrefillConfig, check_reserved
@@ -129,22 +130,47 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         ):
             what = "ranks without a mesh" if state is None else "extra state (state=)"
             raise ConfigError(f"host_memory: a decode worker with {what} keeps nothing there")
+        # 2. The pages, the tree, and the scheduler over them, then the transfer side, which starts
+        # the threads. If one fails, those before it are undone: the next node may have a policy
+        # object, and host memory is given back.
+        with ExitStack() as undo:
+            self._build(config, spec, ranks, mesh, state, transport, undo)
+            undo.pop_all()
+        # 3. What observes all this, and may still fail: then the node is closed.
+        self._leader = RankLeader(self.scheduler, num_ranks, ranks, self.transfers.submit)
+        self.peer_id = self.transfers.peer_id
+        self._observe(decode_journal.timeline)
+        self._recorder = self._record(config, layout.kv_bytes_per_token * num_ranks)
+        self._publish_events(config)
+
+    def _build(
+        self,
+        config: DecodeConfig,
+        spec: RankSpec,
+        ranks: RankLog | None,
+        mesh: Mesh | None,
+        state: StatePool | None,
+        transport: MakeTransport | None,
+        undo: ExitStack,
+    ) -> None:
+        """Make the parts of a decode node. `undo` gets what ends each of them."""
+        pool, layout = self.pool, self.pool.layout
         host = None
         if config.host_memory is not None:
             self._host = HostMemory(pool, config.host_memory, config.name)
+            undo.callback(self._host.close)
             host = self._host.num_pages, config.host_memory.policy or config.policy, False
-            if ranks is not None:
-                ranks.host_pages = self._host.num_pages
-        # 2. The pages, the tree, and the scheduler over them. As rank 0 of several, each of their
-        # operations is logged for the others.
+        # As rank 0 of several, each operation on the pages is logged for the others.
         settings = config.for_page_manager(layout.num_pages, spec.num_slots)
         pages: PageManager
         if ranks is None:
             pages = PageManager(layout.num_pages, layout.page_size, config.max_running, **settings)
         else:
+            ranks.host_pages = 0 if self._host is None else self._host.num_pages
             pages = ReplicatedPageManager(
                 ranks.append, layout.num_pages, layout.page_size, config.max_running, **settings
             )
+        undo.callback(pages.cache.policy.release)
         self._ranks = ranks
         self.config = config
         self.scheduler = DecodeScheduler(
@@ -165,23 +191,12 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
             ),
             host=host,
         )
-        # 3. The transfer side, which starts the threads. If it fails, the policy object is free
-        # again.
-        try:
-            self.transfers = DecodeTransfers(pool, config, mesh, state=state, transport=transport)
-        except BaseException:
-            self._release_policies()
-            if self._host is not None:
-                self._host.close()
-            raise
+        if self.scheduler.host is not None:
+            undo.callback(self.scheduler.host.cache.policy.release)
+        self.transfers = DecodeTransfers(pool, config, mesh, state=state, transport=transport)
+        undo.callback(self.transfers.close)
         if self._host is not None:
             self._host.start(self.transfers.thread.events.put)
-        # 4. What observes all this, and may still fail: then the node is closed.
-        self._leader = RankLeader(self.scheduler, num_ranks, ranks, self.transfers.submit)
-        self.peer_id = self.transfers.peer_id
-        self._observe(decode_journal.timeline)
-        self._recorder = self._record(config, layout.kv_bytes_per_token * num_ranks)
-        self._publish_events(config)
 
     def _record(self, config: DecodeConfig, bytes_per_token: int) -> Recorder | None:
         """Let the journal of the decode node's scheduler write to the recorder too, if one is asked
@@ -212,13 +227,6 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
 
         journal.on_ended = ended
         return recorder
-
-    def _release_policies(self) -> None:
-        """Free the policy objects of a decode node that could not be made: the next one may have
-        them."""
-        self.scheduler.pages.cache.policy.release()
-        if self.scheduler.host is not None:
-            self.scheduler.host.cache.policy.release()
 
     def close(self) -> None:
         """Close the decode node, its recorder last: that writes what waits. See `Node.close`."""

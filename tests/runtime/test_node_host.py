@@ -8,12 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from prefixkv.cache.eviction.plain import LeastRecentlyUsed
 from prefixkv.config import DecodeConfig, HostConfig, PrefillConfig
 from prefixkv.decode.host_tier import HostTier
 from prefixkv.errors import ConfigError
+from prefixkv.memory.host_pool import HostPool
 from prefixkv.memory.mesh import Mesh
 from prefixkv.ranks.oplog import ReplicatedPageManager
 from prefixkv.ranks.replica import DecodeReplica, RankLog
+from prefixkv.runtime.decode_transfers import DecodeTransfers
+from prefixkv.runtime.host_copies import HostCopies
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
 from tests.models.mesh_workers import MeshPair
 from tests.models.node_pair import NodePair, make_pool, tokens_of
@@ -165,3 +169,34 @@ def test_host_memory_has_the_size_that_is_asked_for() -> None:
     assert HostConfig(num_pages=7).pages_of(100, 1024) == 7
     with pytest.raises(ConfigError, match="give one of them"):
         HostConfig(num_pages=4, num_bytes=4096)
+
+
+def test_a_node_that_cannot_be_made_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever part fails, policy objects serve the next node, and host memory is given back."""
+    closed: list[HostPool] = []
+    close = HostPool.close
+    monkeypatch.setattr(HostPool, "close", lambda pool: (closed.append(pool), close(pool)))
+    pools, hosts = LeastRecentlyUsed(), LeastRecentlyUsed()
+    before = set(threading.enumerate())
+
+    def node(host_policy: LeastRecentlyUsed) -> DecodeNode:
+        host = HostConfig(num_pages=128, policy=host_policy)
+        return DecodeNode(make_pool(64), DecodeConfig(policy=pools, host_memory=host))
+
+    # 1. The scheduler, after the pages: one object cannot serve two caches.
+    with pytest.raises(ConfigError, match="serves a cache already"):
+        node(pools)
+    assert len(closed) == 1
+    # 2. The transfer side, and the threads that copy: the last part, when all others are there.
+    for kind, name in ((DecodeTransfers, "__init__"), (HostCopies, "__init__")):
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, name, _fail)
+            with pytest.raises(OSError, match="no more threads"):
+                node(hosts)
+        assert set(threading.enumerate()) <= before
+    assert len(closed) == 3
+    node(hosts).close()
+
+
+def _fail(*_: Any, **__: Any) -> None:
+    raise OSError("no more threads")
