@@ -38,14 +38,13 @@ a write would have left double, which none can.
 
 from __future__ import annotations
 
-import argparse
 import pathlib
 import sys
-import time
-from collections import Counter
+from collections.abc import Mapping, Sequence
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from tests.models.host_machine import fuzz_round
+from fuzz.spelled import fuzz_spelled
+from tests.models.host_machine import run
 
 _COUNTED = (
     "runs", "steps", "admitted", "from host", "loads", "writes", "copies failed",
@@ -53,37 +52,9 @@ _COUNTED = (
 )  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--steps", type=int, default=100_000)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop earlier")
-    parser.add_argument(
-        "--seed", type=int, default=1, help="of the first round; each later one adds 1"
-    )
-    options = parser.parse_args()
-    totals: Counter[str] = Counter()
-    started, started_cpu = time.monotonic(), time.process_time()
-    round_seed = options.seed
-    while totals["steps"] < options.steps and time.monotonic() - started < options.seconds:
-        try:
-            fuzz_round(round_seed, examples=20, storm_steps=400, totals=totals)
-        except BaseException:
-            print(
-                f"found with --seed {round_seed}, after {totals['steps']} steps in rounds before",
-                file=sys.stderr,
-            )
-            raise
-        round_seed += 1
-    cpu_s = time.process_time() - started_cpu
-    print(
-        f"host tier: {totals['steps']} steps from seed {options.seed}, no finding; {cpu_s:.0f} "
-        "CPU seconds, "
-        f"{totals['steps'] / cpu_s:.0f} steps/s; "
-        f"{ {name: totals[name] for name in _COUNTED} }"
-    )
+def counted(setup: int, steps: Sequence[int]) -> Mapping[str, int]:
+    return run(setup, steps).counts
 
 
 if __name__ == "__main__":
-    main()
+    fuzz_spelled("host tier", __doc__, counted, 400, _COUNTED)

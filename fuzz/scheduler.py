@@ -31,14 +31,13 @@ other ranks told their policy of a shorter one than rank 0 (182, from seed 7000 
 
 from __future__ import annotations
 
-import argparse
 import pathlib
 import sys
-import time
-from collections import Counter
+from collections.abc import Mapping, Sequence
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from tests.models.scheduler_machine import fuzz_round
+from fuzz.spelled import fuzz_spelled
+from tests.models.scheduler_machine import run
 
 _COUNTED = (
     "runs", "steps", "admitted", "shared_flights", "flight_fallbacks", "transfers_failed",
@@ -46,37 +45,10 @@ _COUNTED = (
 )  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--steps", type=int, default=100_000)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop earlier")
-    parser.add_argument(
-        "--seed", type=int, default=1, help="of the first round; each later one adds 1"
-    )
-    options = parser.parse_args()
-    totals: Counter[str] = Counter()
-    started, started_cpu = time.monotonic(), time.process_time()
-    round_seed = options.seed
-    while totals["steps"] < options.steps and time.monotonic() - started < options.seconds:
-        try:
-            fuzz_round(round_seed, examples=20, storm_steps=500, totals=totals)
-        except BaseException:
-            print(
-                f"found with --seed {round_seed}, after {totals['steps']} steps in rounds before",
-                file=sys.stderr,
-            )
-            raise
-        round_seed += 1
-    cpu_s = time.process_time() - started_cpu
-    print(
-        f"scheduler: {totals['steps']} steps from seed {options.seed}, no finding; {cpu_s:.0f} "
-        "CPU seconds, "
-        f"{totals['steps'] / cpu_s:.0f} steps/s; "
-        f"{ {name: totals[name] for name in _COUNTED} }"
-    )
+def counted(setup: int, steps: Sequence[int]) -> Mapping[str, int]:
+    sim = run(setup, steps)
+    return {"steps": sim.counts["steps"], **sim.decode.scheduler.counters}
 
 
 if __name__ == "__main__":
-    main()
+    fuzz_spelled("scheduler", __doc__, counted, 500, _COUNTED)

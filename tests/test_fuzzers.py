@@ -28,7 +28,7 @@ SHORT = {
     "twenty_mutants.py": ["--only", "10", "--processes", "1"],
     "weights.py": ["--seconds", "2"],
 }
-_OTHERS = {"mutants.py", "runner.py", "seeds.py"}  # needs a tool of its own; what the others share
+_OTHERS = {"mutants.py", "runner.py", "seeds.py", "spelled.py"}  # a tool's; what the others share
 
 
 def test_each_is_run() -> None:

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from hypothesis import HealthCheck, given, seed, settings
-from hypothesis import strategies as st
 
 from prefixkv.admission import admission_names
 from prefixkv.cache.eviction.policy import policy_names
@@ -775,26 +773,3 @@ def run(setup: int, steps: Sequence[int]) -> HostMachine:
         error.add_note(f"steps: {' '.join(machine.trace)}")
         raise
     return machine
-
-
-def fuzz_round(round_seed: int, examples: int, storm_steps: int, totals: Counter[str]) -> None:
-    """Some runs that follow from the seed. A finding is shrunk and raised; its notes tell the
-    steps."""
-
-    @seed(round_seed)
-    @settings(
-        max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck)
-    )
-    @given(
-        setup=st.binary(min_size=8, max_size=8),
-        steps=st.lists(
-            st.binary(min_size=4, max_size=4), min_size=storm_steps, max_size=storm_steps
-        ),
-    )
-    def one_run(setup: bytes, steps: list[bytes]) -> None:
-        machine = run(
-            int.from_bytes(setup, "little"), [int.from_bytes(step, "little") for step in steps]
-        )
-        totals.update({"runs": 1, **machine.counts})
-
-    one_run()

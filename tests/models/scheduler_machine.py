@@ -13,9 +13,6 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hypothesis import HealthCheck, given, seed, settings
-from hypothesis import strategies as st
-
 from benchmarks.policies.gated import Gated
 from prefixkv.admission import DEFAULT_ADMISSION, admission_names
 from prefixkv.cache.eviction.policy import policy_names, register_policy
@@ -637,27 +634,3 @@ def run(setup: int, steps: Sequence[int]) -> SchedulerSim:
         error.add_note(f"steps: {' '.join(name for name in sim.trace if name != 'nothing')}")
         raise
     return sim
-
-
-def fuzz_round(round_seed: int, examples: int, storm_steps: int, totals: Counter[str]) -> None:
-    """Some runs that follow from the seed. A finding is shrunk and raised; its notes tell the
-    steps."""
-
-    @seed(round_seed)
-    @settings(
-        max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck)
-    )
-    @given(
-        setup=st.binary(min_size=8, max_size=8),
-        steps=st.lists(
-            st.binary(min_size=4, max_size=4), min_size=storm_steps, max_size=storm_steps
-        ),
-    )
-    def one_run(setup: bytes, steps: list[bytes]) -> None:
-        sim = run(
-            int.from_bytes(setup, "little"), [int.from_bytes(step, "little") for step in steps]
-        )
-        totals.update({"runs": 1, "steps": sim.counts["steps"]})
-        totals.update(sim.decode.scheduler.counters)
-
-    one_run()
