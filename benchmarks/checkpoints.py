@@ -11,22 +11,28 @@ to the cache. Deterministic: no time is looked at, but for the cost of a look.
 
 from __future__ import annotations
 
-import json
-import multiprocessing
-import platform
 import statistics
 import time
 from itertools import product
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-import typer
 
+from benchmarks.trace_rows import (
+    HITS,
+    TRACES,
+    WARM,
+    Jobs,
+    JsonFile,
+    Paths,
+    Requests,
+    measured,
+    read_traces,
+    write_rows,
+)
 from prefixkv.cache.checkpoints import Checkpoints
 from prefixkv.cache.eviction.policy import make_policy
 from prefixkv.cache.radix_cache import RadixCache
-from prefixkv.cli.replay import Trace, read_trace
 from prefixkv.pages.manager import PageManager
 from prefixkv.prefill.scheduler import PrefillScheduler
 from prefixkv.protocol.ids import KVPoll, RoomKey
@@ -35,15 +41,11 @@ from prefixkv.request import Request
 CAPACITIES = (3000, 6000)
 POLICIES = ("lru", "adaptive")
 SLOTS = (30, 100, 300)
-WARM = 0.5
-
-_TRACES: dict[str, Trace] = {}
-"""By name; the children of a fork have them."""
 
 
 def _measure(job: tuple[str, int, str, int]) -> dict[str, Any]:
     name, capacity, policy_name, slots = job
-    trace = _TRACES[name]
+    trace = TRACES[name]
     policy = make_policy(policy_name)
     policy.token_scale = trace.token_scale
     pages = PageManager(capacity, 1, 4, policy=policy, num_checkpoints=slots)
@@ -118,30 +120,18 @@ def _look_us(rounds: int) -> dict[str, float]:
 
 
 def checkpoints(
-    paths: Annotated[list[Path], typer.Argument(metavar="TRACES", help="As `prefixkv replay`.")],
-    requests: Annotated[int | None, typer.Option(help="Read so many only.")] = None,
-    jobs: Annotated[int, typer.Option(help="Processes.")] = 2,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write recipe and rows there.")
-    ] = None,
+    paths: Paths,
+    requests: Requests = None,
+    jobs: Jobs = 2,
+    json_file: JsonFile = None,
 ) -> None:
     """How much of what prefill has cached a model with recurrent layers can go on behind."""
     look = _look_us(2000)
     print(look)
-    _TRACES.update((trace.name, trace) for trace in (read_trace(p, limit=requests) for p in paths))
-    rows = []
-    with multiprocessing.get_context("fork").Pool(jobs) as pool:
-        for row in pool.imap(_measure, list(product(_TRACES, CAPACITIES, POLICIES, SLOTS))):
-            rows.append(row)
-            print(row, flush=True)
-    if json_file is not None:
-        recipe = {
-            "command": "python -m benchmarks checkpoints "
-            + " ".join(path.name for path in paths) + f" --json {json_file.name}",
-            "hits": "blocks found / all blocks of the counted requests, partial last ones included",
-            "counted": f"the last {1 - WARM:.0%} of the requests",
-            "look_us": look,
-            "python": platform.python_version(),
-        }  # fmt: skip
-        text = json.dumps({"recipe": recipe, "rows": rows}, indent=1)
-        json_file.write_text(text + "\n", encoding="utf-8")
+    read_traces(paths, requests)
+    rows = measured(_measure, product(TRACES, CAPACITIES, POLICIES, SLOTS), jobs)
+    recipe = {
+        **HITS,
+        "look_us": look,
+    }
+    write_rows(json_file, "checkpoints", paths, requests, recipe, rows)

@@ -10,17 +10,23 @@ it the replay with `--running 1`. Deterministic: no time is looked at.
 
 from __future__ import annotations
 
-import json
-import multiprocessing
-import platform
 from itertools import product
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
+from benchmarks.trace_rows import (
+    HITS,
+    TRACES,
+    WARM,
+    Jobs,
+    JsonFile,
+    Paths,
+    Requests,
+    measured,
+    read_traces,
+    write_rows,
+)
 from prefixkv.cache.eviction.policy import Policy, make_policy
-from prefixkv.cli.replay import Trace, read_trace, replay_policy
+from prefixkv.cli.replay import Trace, replay_policy
 from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.pages.manager import PageManager
 from prefixkv.protocol.host_copy import HostCopyDone
@@ -30,10 +36,6 @@ from prefixkv.request import Request
 CAPACITIES = (1000, 3000)
 POLICIES = ("adaptive", "lru")
 TIMES = 4
-WARM = 0.5
-
-_TRACES: dict[str, Trace] = {}
-"""By name; the children of a fork have them."""
 
 
 def _scheduled(trace: Trace, name: str, capacity: int) -> dict[str, float]:
@@ -79,7 +81,7 @@ def _scheduled(trace: Trace, name: str, capacity: int) -> dict[str, float]:
 
 def _measure(job: tuple[str, int, str]) -> dict[str, Any]:
     name, capacity, policy = job
-    trace = _TRACES[name]
+    trace = TRACES[name]
     replayed = replay_policy(trace, policy, capacity, WARM, running=1, hosts=[TIMES * capacity])
     return {
         "trace": name,
@@ -96,29 +98,17 @@ def _measure(job: tuple[str, int, str]) -> dict[str, Any]:
 
 
 def host_hits(
-    paths: Annotated[list[Path], typer.Argument(metavar="TRACES", help="As `prefixkv replay`.")],
-    requests: Annotated[int | None, typer.Option(help="Read so many only.")] = None,
-    jobs: Annotated[int, typer.Option(help="Processes.")] = 2,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write recipe and rows there.")
-    ] = None,
+    paths: Paths,
+    requests: Requests = None,
+    jobs: Jobs = 2,
+    json_file: JsonFile = None,
 ) -> None:
     """Hits in pool and host memory by the real scheduler, beside the replay's."""
-    _TRACES.update((trace.name, trace) for trace in (read_trace(p, limit=requests) for p in paths))
-    rows = []
-    with multiprocessing.get_context("fork").Pool(jobs) as pool:
-        for row in pool.imap(_measure, list(product(_TRACES, CAPACITIES, POLICIES))):
-            rows.append(row)
-            print(row, flush=True)
-    if json_file is not None:
-        recipe = {
-            "command": "python -m benchmarks host_hits "
-            + " ".join(path.name for path in paths) + f" --json {json_file.name}",
-            "hits": "blocks found / all blocks of the counted requests, partial last ones included",
-            "counted": f"the last {1 - WARM:.0%} of the requests",
-            "scheduler": "DecodeScheduler with host memory, one request after the other",
-            "replay": "prefixkv replay --running 1 --host 4x",
-            "python": platform.python_version(),
-        }  # fmt: skip
-        text = json.dumps({"recipe": recipe, "rows": rows}, indent=1)
-        json_file.write_text(text + "\n", encoding="utf-8")
+    read_traces(paths, requests)
+    rows = measured(_measure, product(TRACES, CAPACITIES, POLICIES), jobs)
+    recipe = {
+        **HITS,
+        "scheduler": "DecodeScheduler with host memory, one request after the other",
+        "replay": "prefixkv replay --running 1 --host 4x",
+    }
+    write_rows(json_file, "host_hits", paths, requests, recipe, rows)

@@ -13,20 +13,25 @@ chance.
 
 from __future__ import annotations
 
-import json
-import multiprocessing
-import platform
 from dataclasses import asdict, dataclass
 from itertools import product
-from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import numpy as np
 import typer
 
+from benchmarks.trace_rows import (
+    TRACES,
+    Jobs,
+    JsonFile,
+    Paths,
+    Requests,
+    measured,
+    read_traces,
+    write_rows,
+)
 from benchmarks.waiting import ANSWER_S, BLOCK_S, RUNNING, WAITING, Play
 from prefixkv.cache.eviction.policy import DEFAULT_POLICY
-from prefixkv.cli.replay import Trace, read_trace
 
 SOON_S = 1.0
 AGAIN_S = 0.1
@@ -68,14 +73,10 @@ class Row:
     ttft_s_p90: float
 
 
-_TRACES: dict[str, Trace] = {}
-"""By name; the children of a fork have them."""
-
-
 def _measure(job: tuple[str, int, int, int, Case]) -> Row:
     name, blocks, waiting, seed, case = job
     run = Play(
-        _TRACES[name], blocks, case.admission, waiting, case.protect, DEFAULT_POLICY,
+        TRACES[name], blocks, case.admission, waiting, case.protect, DEFAULT_POLICY,
         seed, case.pause_more_s,
     )  # fmt: skip
     run.run()
@@ -93,41 +94,36 @@ def _measure(job: tuple[str, int, int, int, Case]) -> Row:
 
 
 def waiting_seeds(
-    paths: Annotated[list[Path], typer.Argument(metavar="TRACES", help="As `prefixkv replay`.")],
+    paths: Paths,
     blocks: Annotated[str, typer.Option(help="Of the pool, 512 tokens each, by commas.")] = "8000",
     seeds: Annotated[int, typer.Option(help="Number of seeds, from 1 on.")] = 10,
-    requests: Annotated[int | None, typer.Option(help="Read so many only.")] = None,
-    jobs: Annotated[int, typer.Option(help="Processes.")] = 2,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write recipe and rows there.")
-    ] = None,
+    requests: Requests = None,
+    jobs: Jobs = 2,
+    json_file: JsonFile = None,
 ) -> None:
     """Protection of what waits, and the order of admission, each switched off, with seeds."""
-    _TRACES.update((trace.name, trace) for trace in (read_trace(p, limit=requests) for p in paths))
+    read_traces(paths, requests)
     todo = [
         (name, size, waiting, seed, case)
         for name, size, waiting, seed, case in product(
-            _TRACES, map(int, blocks.split(",")), WAITING, range(1, seeds + 1), CASES
+            TRACES, map(int, blocks.split(",")), WAITING, range(1, seeds + 1), CASES
         )
     ]
-    rows = []
-    with multiprocessing.get_context("fork").Pool(jobs) as pool:
-        for row in pool.imap(_measure, todo):
-            rows.append(row)
-            print(row, flush=True)
-    if json_file is not None:
-        recipe = {
-            "command": "python -m benchmarks waiting_seeds "
-            + " ".join(path.name for path in paths)
-            + f" --blocks {blocks} --seeds {seeds} --json {json_file.name}",
-            "policy": DEFAULT_POLICY,
-            "simulated": f"prefill {BLOCK_S} s a missing block, one request after the other; an "
-            f"answer {ANSWER_S} s; at most {RUNNING} at once",
-            "seed": "the order in which sessions begin, and for each pause a factor from .9 to 1.1",
-            "pause_more_s": "added to each pause: the same case again, to see chance",
-            "counted": "the second half of the requests to get their first token",
-            "soon": f"share of them with a first token within {SOON_S} s",
-            "python": platform.python_version(),
-        }
-        text = {"recipe": recipe, "rows": [asdict(row) for row in rows]}
-        json_file.write_text(json.dumps(text, indent=1) + "\n", encoding="utf-8")
+    rows = measured(_measure, todo, jobs)
+    recipe = {
+        "policy": DEFAULT_POLICY,
+        "simulated": f"prefill {BLOCK_S} s a missing block, one request after the other; an "
+        f"answer {ANSWER_S} s; at most {RUNNING} at once",
+        "seed": "the order in which sessions begin, and for each pause a factor from .9 to 1.1",
+        "pause_more_s": "added to each pause: the same case again, to see chance",
+        "counted": "the second half of the requests to get their first token",
+        "soon": f"share of them with a first token within {SOON_S} s",
+    }
+    write_rows(
+        json_file,
+        f"waiting_seeds --blocks {blocks} --seeds {seeds}",
+        paths,
+        requests,
+        recipe,
+        [asdict(row) for row in rows],
+    )
