@@ -7,6 +7,8 @@ model by itself.
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +32,49 @@ class Found:
     hit_tokens: int = 0
     logprobs: int = 0  # tokens whose log-probabilities were compared
     counts: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Storm:
+    """Bursts of some conversations, with one prompt several times over, and aborts at any time."""
+
+    talks: int
+    rounds: int
+    bursts: Sequence[int]  # requests at once
+    more: Sequence[int]  # tokens behind what was said
+    longest: int  # tokens of a prompt
+    again: float  # chance that a prompt comes twice
+    answers: Sequence[int]  # tokens
+    steps: int  # of a round, at most
+    abort: float  # chance in a step
+
+    def run(self, world: World, seed: int) -> set[str]:
+        """Play the storm to its end, auditing decode. Returns the requests that were aborted."""
+        chance, draw_ids = random.Random(seed), np.random.default_rng(seed)
+        talks = [draw_ids.integers(0, 256, 120).tolist() for _ in range(self.talks)]
+        aborted: set[str] = set()
+        for _ in range(self.rounds):
+            for _ in range(chance.choice(self.bursts)):
+                more = draw_ids.integers(0, 256, chance.choice(self.more)).tolist()
+                tokens = (chance.choice(talks) + more)[: self.longest]
+                for _ in range(1 + (chance.random() < self.again)):
+                    rid, most = f"r{len(world.answers)}", chance.choice(self.answers)
+                    world.ask(rid, tokens, max_new_tokens=most, sampling=Sampling(ignore_end=True))
+            for _ in range(chance.randint(1, self.steps)):
+                world.step()
+                waiting = [one.ask.rid for one in world.answers if not one.done]
+                if waiting and chance.random() < self.abort:
+                    rid = chance.choice(waiting)
+                    aborted.add(rid)
+                    world.decode.abort(rid)
+            whole = [one for one in world.answers if one.done and one.ask.rid not in aborted]
+            if whole and chance.random() < 0.5:
+                one = chance.choice(whole)
+                said = [*one.ask.tokens.tolist(), *one.tokens[0]]
+                talks[chance.randrange(self.talks)] = said[:260]
+            world.decode.audit()
+        world.run()
+        return aborted
 
 
 def shape_of(rng: np.random.Generator) -> dict[str, Any]:

@@ -3,7 +3,6 @@ however much of them it computes, with prefill there, killed, or never there."""
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ import pytest
 
 from prefixkv.config import ComputeConfig
 from prefixkv.engines.hf import PagedModel, Sampling
+from tests.models.hf_workload import Storm
 from tests.models.hf_world import Answer, Reference, World
 from tests.models.patience import until
 
@@ -60,31 +60,13 @@ def test_random_workloads_are_answered_as_by_the_model_alone(
 ) -> None:
     """A small pool, so that requests are retracted; bursts with one prompt, which join; aborts;
     some prompts computed here, some sent."""
-    chance, draw = random.Random(seed), np.random.default_rng(seed)
+    storm = Storm(
+        talks=4, rounds=12, bursts=(1, 1, 2, 4), more=(5, 30, 60, 150), longest=420, again=0.25,
+        answers=(4, 12, 40), steps=25, abort=0.03,
+    )  # fmt: skip
     with _world(model, 96, chunk=32, pages=70, prefill_pages=300,
                 decode={"reserve_tokens": 4}) as world:  # fmt: skip
-        talks = [draw.integers(0, 256, 120).tolist() for _ in range(4)]
-        aborted: set[str] = set()
-        for _ in range(12):
-            for _ in range(chance.choice((1, 1, 2, 4))):
-                more = draw.integers(0, 256, chance.choice((5, 30, 60, 150))).tolist()
-                tokens = (chance.choice(talks) + more)[:420]
-                for _ in range(1 + (chance.random() < 0.25)):
-                    rid, most = f"r{len(world.answers)}", chance.choice((4, 12, 40))
-                    world.ask(rid, tokens, max_new_tokens=most, sampling=Sampling(ignore_end=True))
-            for _ in range(chance.randint(1, 25)):
-                world.step()
-                waiting = [one.ask.rid for one in world.answers if not one.done]
-                if waiting and chance.random() < 0.03:
-                    rid = chance.choice(waiting)
-                    aborted.add(rid)
-                    world.decode.abort(rid)
-            whole = [one for one in world.answers if one.done and one.ask.rid not in aborted]
-            if whole and chance.random() < 0.5:
-                one = chance.choice(whole)
-                talks[chance.randrange(4)] = [*one.ask.tokens.tolist(), *one.tokens[0]][:260]
-            world.decode.audit()
-        world.run()
+        aborted = storm.run(world, seed)
         for answer in world.answers:
             if answer.ask.rid not in aborted:
                 _right(reference, answer)

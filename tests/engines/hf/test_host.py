@@ -14,6 +14,7 @@ from prefixkv.config import ComputeConfig, HostConfig
 from prefixkv.decode.host_tier import HostTier
 from prefixkv.engines.hf import PagedModel, Sampling
 from tests.engines.hf.test_thinking import OPEN, TOKENIZER
+from tests.models.hf_workload import Storm
 from tests.models.hf_world import Answer, Reference, World
 from tests.models.patience import until
 
@@ -95,30 +96,12 @@ def test_random_workloads_with_host_memory_are_answered_as_by_the_model_alone(
     model: PagedModel, reference: Reference, below: int | None
 ) -> None:
     """Bursts that join a load, answers that outgrow the pool, and aborts at any time."""
-    chance, draw = random.Random(7), np.random.default_rng(7)
+    storm = Storm(
+        talks=12, rounds=16, bursts=(1, 2, 3, 5), more=(5, 30, 60), longest=380, again=0.3,
+        answers=(4, 12, 60), steps=40, abort=0.05,
+    )  # fmt: skip
     with _world(model, below) as world:
-        talks = [draw.integers(0, 256, 120).tolist() for _ in range(12)]
-        aborted: set[str] = set()
-        for _ in range(16):
-            for _ in range(chance.choice((1, 2, 3, 5))):
-                more = draw.integers(0, 256, chance.choice((5, 30, 60))).tolist()
-                tokens = (chance.choice(talks) + more)[:380]
-                for _ in range(1 + (chance.random() < 0.3)):
-                    rid, most = f"r{len(world.answers)}", chance.choice((4, 12, 60))
-                    world.ask(rid, tokens, max_new_tokens=most, sampling=Sampling(ignore_end=True))
-            for _ in range(chance.randint(1, 40)):
-                world.step()
-                waiting = [one.ask.rid for one in world.answers if not one.done]
-                if waiting and chance.random() < 0.05:
-                    rid = chance.choice(waiting)
-                    aborted.add(rid)
-                    world.decode.abort(rid)
-            whole = [one for one in world.answers if one.done and one.ask.rid not in aborted]
-            if whole and chance.random() < 0.5:
-                one = chance.choice(whole)
-                talks[chance.randrange(12)] = [*one.ask.tokens.tolist(), *one.tokens[0]][:260]
-            world.decode.audit()
-        world.run()
+        aborted = storm.run(world, 7)
         for answer in world.answers:
             if answer.ask.rid not in aborted:
                 _right(reference, answer)
