@@ -11,9 +11,13 @@ figures:
   (`benchmarks/transfer.py`), and staged between unequal ranks (`benchmarks/claim_staging.py`).
 - `step`: a decode step's matrix products with and without transfers beside it.
 - `turns`: conversations of several turns, decode's cache on and off, every byte verified.
+- `host`: the host tier's copies between VRAM and pinned memory, against plain copies of as many
+  bytes (`benchmarks/gpu_host.py`).
+- `agents`: the chats of `benchmarks/own_compute.py` and `benchmarks/host_turns.py` with a model of
+  the engine of Hugging Face's models on the card, as its workers run it.
 
-No model is run: the KV is a pattern or random, and computing it costs nothing. `--device cpu` with
-`--quick` tries the whole of it where there is no GPU.
+But for `agents` no model is run: the KV is a pattern or random, and computing it costs nothing.
+`--device cpu` with `--quick` tries the whole of it where there is no GPU.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from benchmarks import claim_staging, gpu_copies, gpu_step, gpu_turns
+from benchmarks import claim_staging, gpu_agents, gpu_copies, gpu_host, gpu_step, gpu_turns
 from benchmarks import transfer as transfers
 from benchmarks.pair import Row, run_pair
 from prefixkv.cli.figures import machine
@@ -47,6 +51,8 @@ class Part(StrEnum):
     transfer = "transfer"
     step = "step"
     turns = "turns"
+    host = "host"
+    agents = "agents"
 
 
 def measure_copies(device: str, quick: bool) -> list[Callable[[], Row]]:
@@ -112,6 +118,8 @@ MEASURES: Final[dict[Part, Callable[[str, bool], list[Callable[[], Row]]]]] = {
     Part.transfer: measure_transfer,
     Part.step: measure_step,
     Part.turns: measure_turns,
+    Part.host: gpu_host.measures,
+    Part.agents: gpu_agents.measures,
 }
 
 
@@ -136,7 +144,6 @@ def gpu(
         "transfer": asdict(transfers.Transfer("", "")),
         "step": asdict(gpu_step.Steps(device)),
         "turns": asdict(gpu_turns.Turns(device)),
-        "not_run": "a real model",
         **machine(),
     }
     found: dict[str, list[Row]] = {}

@@ -19,7 +19,6 @@ import asyncio
 import json
 import os
 import statistics
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,13 +26,11 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from benchmarks.own_compute import agents
-from prefixkv.cli.chats.command import SIZES, small_vocabulary
+from benchmarks.own_compute import Served, agents, one_core_each, served
+from prefixkv.cli.chats.command import small_vocabulary
 from prefixkv.cli.chats.workers import PREFILL, ChatAnswer, ModelWorkers
 from prefixkv.cli.chats.workload import Workload
 from prefixkv.cli.figures import machine
-from prefixkv.engines.hf.reference import Reference
-from prefixkv.engines.hf.small import small_model, small_tokenizer
 from prefixkv.errors import ConfigError
 
 SESSIONS, ACTIVE = 20, 2
@@ -93,24 +90,21 @@ async def _play(
     return later
 
 
-async def _case(
-    folder: Path, case: str, pairs: int, below: int, cores: list[int]
-) -> dict[str, Any]:
+async def measured(model: Served, case: str, pairs: int, below: int) -> dict[str, Any]:
     """Measure one case: the ratios of each pair, and their medians."""
     most = agents(1, SESSIONS).max_request_tokens + 64
     working_set = SESSIONS * -(-most // PAGE_SIZE)
     pool = int(POOL * working_set)
     prefill = {
+        **model.settings,
         "num_pages": int(CASES[case] * working_set),
         "transport_max_bytes_per_s": LINK_BYTES_PER_S,
     }
-    both = {
-        "num_pages": pool, "compute_below": below, "host_memory_num_pages": int(HOST * pool),
-    }  # fmt: skip
-    settings: dict[str, dict[str, Any]] = {ON: both, OFF: {"num_pages": pool}}
-    pins = [("taskset", "-c", str(core)) for core in cores[:2]]
+    today = {**model.settings, "num_pages": pool}
+    both = {**today, "compute_below": below, "host_memory_num_pages": int(HOST * pool)}
+    settings: dict[str, dict[str, Any]] = {ON: both, OFF: today}
     passes: dict[str, list[dict[str, float]]] = {ON: [], OFF: [], AGAIN: []}
-    async with ModelWorkers(folder, prefill, settings, *pins) as workers:
+    async with ModelWorkers(model.folder, prefill, settings, *model.within) as workers:
         for name in settings:  # so that no pass has the nodes' wire-up in it
             await workers.ask(name, "first", [*range(16)], 2, f"first {name}")
         for number in range(pairs):
@@ -158,17 +152,13 @@ def host_turns(
     ] = None,
 ) -> None:
     """First tokens and bytes sent of agents that come back, with host memory and own compute."""
-    cores = sorted(os.sched_getaffinity(0))
-    if pairs < 1 or len(cores) < 2:
-        raise ConfigError("--pairs must be at least 1, and two cores are needed")
+    if pairs < 1:
+        raise ConfigError("--pairs must be at least 1")
     load_before = os.getloadavg()
     rows = []
-    with tempfile.TemporaryDirectory(prefix="prefixkv-host-") as name:
-        folder = Path(name)
-        Reference(small_model(1, **SIZES, trial=False)).save(folder)
-        small_tokenizer().save(str(folder / "tokenizer.json"))
+    with served(one_core_each()) as model:
         for case in CASES:
-            row = asyncio.run(_case(folder, case, pairs, below, cores))
+            row = asyncio.run(measured(model, case, pairs, below))
             rows.append({"prefill": case, **row})
     if json_file is not None:
         recipe: dict[str, Any] = {

@@ -25,6 +25,9 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -50,6 +53,38 @@ ON, OFF, AGAIN = "decode-computes", "decode-asks", "decode-asks again"
 PAGE_SIZE = 16
 CASES = {"as pool": 1 / 3, "keeps all": 3.0}
 BATCH, CONTEXT, CHUNKS = 3, 1000, (4, 8, 16, 64)  # sequences, tokens, tokens
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model in a folder, and how its workers run: the commands that the prefill worker and the
+    decode workers run within, and settings of all of them."""
+
+    folder: Path
+    within: Sequence[Sequence[str]] = ((), ())
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+@contextmanager
+def served(
+    within: Sequence[Sequence[str]], settings: Mapping[str, Any] | None = None, **options: Any
+) -> Iterator[Served]:
+    """Save the small model, made with these options, and its tokenizer for as long as it is
+    served."""
+    with tempfile.TemporaryDirectory(prefix="prefixkv-served-") as name:
+        folder = Path(name)
+        Reference(small_model(1, **{**SIZES, "trial": False, **options})).save(folder)
+        small_tokenizer().save(str(folder / "tokenizer.json"))
+        yield Served(folder, within, settings or {})
+
+
+def one_core_each() -> list[tuple[str, ...]]:
+    """Return commands that keep prefill on one core and decode on another. Raises ConfigError where
+    there is one alone."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        raise ConfigError("two cores are needed")
+    return [("taskset", "-c", str(core)) for core in cores[:2]]
 
 
 def agents(seed: int, num_chats: int = CHATS["conversations"]) -> Workload:
@@ -80,21 +115,17 @@ def own_compute(
     ] = None,
 ) -> None:
     """First tokens of agents' later turns, and gaps between tokens, own compute on and off."""
-    cores = sorted(os.sched_getaffinity(0))
-    if pairs < 1 or len(cores) < 2:
-        raise ConfigError("--pairs must be at least 1, and two cores are needed")
+    if pairs < 1:
+        raise ConfigError("--pairs must be at least 1")
     if only and only not in CASES:
         raise ConfigError(f"--only {only!r} is none of {', '.join(CASES)}")
     rows: dict[str, dict[str, Any]] = {}
     if only and json_file is not None and json_file.exists():
         rows = {row["prefill"]: row for row in json.loads(json_file.read_text())["rows"]}
-    with tempfile.TemporaryDirectory(prefix="prefixkv-own-") as name:
-        folder = Path(name)
-        Reference(small_model(1, **SIZES, trial=False)).save(folder)
-        small_tokenizer().save(str(folder / "tokenizer.json"))
+    with served(one_core_each()) as model:
         for case in [only] if only else CASES:
             load_before = os.getloadavg()[0]
-            row = asyncio.run(_case(folder, case, pairs, below, cores))
+            row = asyncio.run(measured(model, case, pairs, below))
             load = [load_before, os.getloadavg()[0]]
             rows[case] = {"prefill": case, "pairs": pairs, "load_average": load, **row}
             print(json.dumps(rows[case], indent=1), flush=True)
@@ -136,19 +167,17 @@ def steps_ms(repeats: int = 15) -> dict[str, Any]:
     return {"batch": BATCH, "context": CONTEXT, "ms_by_chunk": by_chunk}
 
 
-async def _case(
-    folder: Path, case: str, pairs: int, below: int, cores: list[int]
-) -> dict[str, Any]:
+async def measured(model: Served, case: str, pairs: int, below: int) -> dict[str, Any]:
     """Measure one case: the ratios of each pair, and their medians."""
     most = agents(1).max_request_tokens + 64
     working_set = CHATS["conversations"] * -(-most // PAGE_SIZE)
-    prefill = {"num_pages": max(int(CASES[case] * working_set), -(-most // PAGE_SIZE) + 8)}
-    decode: dict[str, Any] = {"num_pages": 3 * working_set}
+    prefill_pages = max(int(CASES[case] * working_set), -(-most // PAGE_SIZE) + 8)
+    prefill = {**model.settings, "num_pages": prefill_pages}
+    decode: dict[str, Any] = {**model.settings, "num_pages": 3 * working_set}
     settings = {ON: {**decode, "compute_below": below}, OFF: decode}
-    pins = [("taskset", "-c", str(core)) for core in cores[:2]]
     passes: dict[str, list[dict[str, float]]] = {ON: [], OFF: [], AGAIN: []}
     computed = {ON: 0, OFF: 0}  # requests that decode has computed
-    async with ModelWorkers(folder, prefill, settings, *pins) as workers:
+    async with ModelWorkers(model.folder, prefill, settings, *model.within) as workers:
         for name in settings:  # so that no pass has the nodes' wire-up in it
             await workers.ask(name, "first", [*range(16)], 2, f"first {name}")
         for number in range(pairs):

@@ -1,7 +1,8 @@
 """Where the pools of tests are that run real nodes.
 
-`PREFIXKV_TEST_DEVICE=cuda pytest tests/runtime` runs them all with their pools in VRAM. Imported
-where processes are forked, so nothing here may ask for a GPU: CUDA does not outlive a fork.
+`PREFIXKV_TEST_DEVICE=cuda pytest tests/runtime` runs them all with their pools in VRAM, and
+`tests/engines/hf` with the models there too. Imported where processes are forked, so nothing here
+may ask for a GPU: CUDA does not outlive a fork.
 """
 
 import os

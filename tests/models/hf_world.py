@@ -23,6 +23,7 @@ from prefixkv.engines.hf import (
 from prefixkv.engines.hf.logprobs import PromptPart, TokenLogprob
 from prefixkv.engines.hf.models import unpaged_copy
 from prefixkv.engines.hf.thinking import KeepThinking
+from tests.models.devices import DEVICE
 from tests.models.patience import NEVER_S, until
 
 _CONTROL = ControlConfig(
@@ -31,10 +32,10 @@ _CONTROL = ControlConfig(
 )  # fmt: skip
 # Logits on pages differ from those of one forward by about 1e-5: sums are formed in another order.
 NEAR = 1e-4
-# Sizes of a model that computes in no time.
+# A model that computes in no time, on the device of the tests.
 TINY = {
     "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 256,
+    "num_key_value_heads": 2, "vocab_size": 256, "device": DEVICE,
 }  # fmt: skip
 
 
@@ -165,7 +166,7 @@ class Reference:
     @torch.inference_mode()
     def greedy(self, tokens: Any, num: int) -> list[int]:
         """What `generate` says, and stops for no token."""
-        ids = torch.as_tensor(np.asarray(tokens, np.int64))[None]
+        ids = torch.as_tensor(np.asarray(tokens, np.int64), device=self.model.device)[None]
         out = self.model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=num, min_new_tokens=num,
             do_sample=False, pad_token_id=0,
@@ -177,9 +178,9 @@ class Reference:
     def logits(self, tokens: Any, num: int) -> np.ndarray[Any, Any]:
         """float64 [num, vocabulary]: what led to each of the last `num` of these tokens, in one
         forward."""
-        ids = torch.as_tensor(np.asarray(tokens, np.int64))[None, :-1]
+        ids = torch.as_tensor(np.asarray(tokens, np.int64), device=self.model.device)[None, :-1]
         kept: torch.Tensor = self.model(input_ids=ids, logits_to_keep=num).logits[0]
-        return kept.double().numpy()
+        return kept.double().cpu().numpy()
 
     def check_logprobs(
         self, tokens: Any, given: list[TokenLogprob | None], num_top: int, first: bool = False

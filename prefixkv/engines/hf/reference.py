@@ -30,7 +30,7 @@ class Reference:
 
         An end token ends the answer, and is part of it.
         """
-        prompt = torch.tensor([list(tokens)])
+        prompt = torch.tensor([list(tokens)], device=self.model.device)
         # The number of threads is the process's, not this call's: put it back in any case.
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
