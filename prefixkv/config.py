@@ -378,7 +378,8 @@ class HostConfig:
     chooses the pages that are evicted there first, as `DecodeConfig.policy` does in the pool; None:
     the same, with a name.
 
-    `copy_threads` copy between both, in pieces of at most `piece_bytes`; loads go before writes.
+    `copy_threads` copy between both, in pieces of at most `piece_bytes` (0: 4 MiB, on a GPU 16 MiB,
+    where each costs a launch); loads go before writes.
     """
 
     times: Annotated[
@@ -391,7 +392,9 @@ class HostConfig:
         str | Policy | None, doc("Eviction policy of host memory; none: that of the pool.")
     ] = None
     copy_threads: Annotated[Count, doc("Threads that copy to and from host memory.")] = 2
-    piece_bytes: Annotated[Bytes, doc("Most bytes that are copied in one piece.")] = 4 << 20
+    piece_bytes: Annotated[
+        BytesOrZero, doc("Most bytes that are copied in one piece; 0: 4 MiB, on a GPU 16 MiB.")
+    ] = 0
 
     def __post_init__(self) -> None:
         if self.policy is not None:

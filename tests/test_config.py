@@ -94,7 +94,7 @@ TOO_LOW: dict[type, dict[str, Any]] = {
         "num_bytes": -1,
         "num_pages": -1,
         "copy_threads": 0,
-        "piece_bytes": 0,
+        "piece_bytes": -1,
     },
     PrefillConfig: {
         "max_running": 0,

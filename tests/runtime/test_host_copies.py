@@ -331,7 +331,7 @@ def test_other_settings_are_refused() -> None:
 
     for changes, message in (
         ({"num_threads": 0}, "num_threads is 0"),
-        ({"piece_bytes": 0}, "piece_bytes is 0"),
+        ({"piece_bytes": -1}, "piece_bytes is -1"),
         ({"layout": KVPool.create(2, 4, 2, 1, 8).layout}, "host pages have 128 bytes"),
         ({"device": "meta"}, "device is 'meta'"),
     ):

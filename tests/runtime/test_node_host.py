@@ -44,6 +44,8 @@ def chats(pair: NodePair, num_chats: int, num_turns: int) -> dict[str, list[int]
             rid = f"c{chat}.{turn}"
             req = pair.submit(rid, history)
             pair.run(rid)
+            # The first copies on a GPU wait for their kernels to be compiled.
+            pair.until(lambda: not pair.decode.stats()["host_copies"])
             found[rid] = pair.d.prefix_lens[rid]
             more = tokens_of(1000 * chat + turn, 9)
             histories[chat] = np.concatenate([req.tokens, more])

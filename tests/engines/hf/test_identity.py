@@ -203,7 +203,7 @@ def test_a_step_beside_chunks_reads_its_batch_as_alone_and_says_the_same(
     news = [text[start:] for text, start in zip(texts, starts, strict=True)]
     together = model.forward(flat, np.concatenate(news), rows, starts, [len(one) for one in texts])
     assert torch.allclose(together, torch.cat(alone), atol=1e-4)
-    batch = "_attend_batch" if "cpu" in batched else "_attend_steps"
+    batch = "_attend_batch" if model.device.type in batched else "_attend_steps"
     layer = [(batch, 2), ("_attend_one", 17), ("_attend_one", 40)]
     assert read == layer * model.num_layers
 
