@@ -155,6 +155,8 @@ _HOMES = {
     "TOKEN_LIMIT": "cache.radix_key",
     "common_pages": "cache.radix_key",
     "TreeNode": "cache.node",
+    "Checkpoints": "cache.checkpoints",
+    "NO_SLOT": "cache.checkpoints",
     "InsertResult": "cache.results",
     "MatchResult": "cache.results",
     "PrefixLock": "cache.results",

@@ -175,6 +175,29 @@ def checkpoints_table() -> list[str]:
     ]  # fmt: skip
 
 
+def splits_table() -> list[str]:
+    """Of each model, size and policy: one pool, decode, and prefill at its best."""
+    cases: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in result("splits")["rows"]:
+        key = row["trace"].split("_")[1], row["model"], row["blocks"], row["policy"]
+        cases.setdefault(key, []).append(row)
+    lines = []
+    for (trace, model, blocks, policy), (one, decode, *prefill) in cases.items():
+        best = max(prefill, key=lambda row: row["resume_ratio"])
+        lines.append(
+            line(
+                trace, model, f"{blocks:,}", f"`{policy}`", share(one["dense_ratio"], 3),
+                share(decode["dense_ratio"], 3), f"{best['checkpoints']:,} ({best['share']:.1%})",
+                share(best["dense_ratio"], 3), share(best["resume_ratio"], 3),
+            )
+        )  # fmt: skip
+    return [
+        *head("trace", "model", "blocks", "policy", "one pool", "decode", "prefill's checkpoints",
+              "there found", "goes on behind"),
+        *lines,
+    ]  # fmt: skip
+
+
 def batched_rows(rows: list[dict[str, Any]], size: int) -> list[list[dict[str, Any]]]:
     return [rows[at : at + size] for at in range(0, len(rows), size)]
 
@@ -830,7 +853,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "reserve-table": reserve_table, "waiting-table": waiting_table,
     "waiting-seeds-table": waiting_seeds_table, "host-tier-table": host_tier_table,
     "host-copies-table": host_copies_table, "host-hits-table": host_hits_table,
-    "host-identity-table": host_identity_table,
+    "host-identity-table": host_identity_table, "splits-table": splits_table,
     "checkpoints-table": checkpoints_table, "host-turns-table": host_turns_table,
     "rule-table": rule_table,
     "sched-table": sched_table, "router-table": router_table,

@@ -9,6 +9,8 @@ hosts.py     sizes of host tiers, and what is said about them
 optimum.py   the bound that no policy exceeds
 check.py     what a trace holds, and why nothing in it is found
 latency.py   first tokens beside the hits, by a model of queues
+model.py     what the layers of a model keep, from its config
+splits.py    how to divide memory between pages, windows, states and checkpoints
 hints.py     a client that knows which conversations come back
 curves.py    capacities to replay at, the sentence, the plot
 measure.py   several policies at several capacities, from Python

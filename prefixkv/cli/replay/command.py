@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, NamedTuple
 
 import typer
 from rich.console import Console
@@ -32,11 +32,21 @@ from prefixkv.cli.replay.hints import client_hints
 from prefixkv.cli.replay.hosts import host_row, host_sentence, host_sizes
 from prefixkv.cli.replay.latency import Speeds, check_latencies, latency_row
 from prefixkv.cli.replay.measure import MakePolicy, Replays, RequestHits, maker_of
+from prefixkv.cli.replay.model import ModelShape, model_shape
 from prefixkv.cli.replay.optimum import OPTIMUM
 from prefixkv.cli.replay.readers import SPREAD_S, read_trace
 from prefixkv.cli.replay.run import ReplayResult
+from prefixkv.cli.replay.splits import (
+    HEADS,
+    check_split,
+    replay_splits,
+    shape_sentence,
+    split_row,
+    split_sentence,
+)
+from prefixkv.cli.replay.splits import LAYOUT as SPLIT_LAYOUT
 from prefixkv.cli.replay.trace import Trace, footprint, mix
-from prefixkv.spi import DEFAULT_POLICY, ConfigError, check_range, policy_names
+from prefixkv.spi import DEFAULT_POLICY, ConfigError, check_range, parse_size, policy_names
 
 ALL: Final = "all"
 LAYOUT = "{:<22.22} {:<10} {:>9} {:>7} {:>7} {:>10} {:>9} {:>7}"
@@ -109,6 +119,16 @@ def replay(
             "tokens are worked out with and without."
         ),
     ] = 2048,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            help="A model's config.json: says how to divide --memory where its layers do not all "
+            "keep everything, and replays nothing else."
+        ),
+    ] = None,
+    memory: Annotated[
+        str, typer.Option(help="With --model: a worker's memory for KV and states, as 40GiB.")
+    ] = "",
     hints: Annotated[
         float | None,
         typer.Option(
@@ -177,6 +197,7 @@ def replay(
     check_plot(plot)
     if check and (plot or per_request):
         raise ConfigError("--check replays nothing: leave out --plot and --per-request")
+    splits = _splits(model, memory, running, makers if policy else {})
     console = Console(soft_wrap=True)
     # Read, and merged if asked to; then each trace is replayed by itself.
     loaded = [read_trace(path, page_size, block_tokens, requests, spread * 3600) for path in traces]
@@ -192,6 +213,9 @@ def replay(
             check_latencies(trace)
     if check:
         _check(console, loaded, warm, json_file)
+        return
+    if splits is not None:
+        _divide(console, loaded, splits, warm, running, json_file)
         return
     results: list[ReplayResult] = []
     sentences = []
@@ -280,6 +304,62 @@ def replay(
     if plot is not None:
         with writing("--plot", plot):
             draw(results, plot)
+
+
+class _Splits(NamedTuple):
+    """What `--model` asks for: the model, the memory to divide, and the policies to do it with."""
+
+    shape: ModelShape
+    memory_bytes: int
+    makers: dict[str, MakePolicy]
+
+
+def _splits(
+    model: Path | None, memory: str, running: int, makers: dict[str, MakePolicy | None]
+) -> _Splits | None:
+    """Return what `--model` and `--memory` ask for; None: nothing. Raises ConfigError.
+
+    `makers`: of the policies that were named; none: lru and the default.
+    """
+    if model is None:
+        if memory:
+            raise ConfigError("--memory is given without --model")
+        return None
+    size = parse_size(memory)
+    if size is None or size[1] != "bytes" or size[0] < 1:
+        raise ConfigError(f"--memory {memory!r} is no size in bytes, such as 40GiB")
+    shape, memory_bytes = model_shape(model), int(size[0])
+    check_split(shape, memory_bytes, running)
+    names = dict.fromkeys(("lru", DEFAULT_POLICY))
+    chosen = makers or {name: maker_of(name) for name in names}
+    # The optimum knows of no checkpoints.
+    return _Splits(
+        shape, memory_bytes, {name: make for name, make in chosen.items() if make is not None}
+    )
+
+
+def _divide(
+    console: Console, traces: list[Trace], asked: _Splits, warm: float, running: int,
+    json_file: Path | None,
+) -> None:  # fmt: skip
+    """Print how each division of the memory does on each trace, and write it to a file too."""
+    console.print(shape_sentence(asked.shape), highlight=False)
+    rows, sentences = [], []
+    for trace in traces:
+        console.print(f"{trace.name}:", highlight=False)
+        console.print(SPLIT_LAYOUT.format(*HEADS), style="bold")
+        for name, make in asked.makers.items():
+            results = replay_splits(
+                trace, asked.shape, asked.memory_bytes, name, make, warm, running
+            )
+            for result in results:
+                console.print(split_row(result), highlight=False)
+            rows += results
+            sentences.append(split_sentence(results))
+    for text in sentences:
+        console.print(f"\n{text}", highlight=False)
+    if json_file is not None:
+        write_text("--json", json_file, json.dumps([asdict(one) for one in rows], indent=1) + "\n")
 
 
 @contextmanager
