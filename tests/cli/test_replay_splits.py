@@ -197,6 +197,7 @@ def test_the_command_says_how_to_divide_the_memory(tmp_path, capsys):
         (["--model", "c.json", "--memory", "1GiB"], "so there is nothing to divide"),
         (["--model", "w.json", "--memory", "1GiB", "--running", "99"], "99 running requests"),
         (["--model", "n.json", "--memory", "1GiB"], "nothing is cached"),
+        (["--model", "w.json", "--memory", "1GiB", "--plot", "p.svg"], "no --plot then"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(tmp_path, monkeypatch, capsys, options, message):

@@ -197,7 +197,13 @@ def replay(
     check_plot(plot)
     if check and (plot or per_request):
         raise ConfigError("--check replays nothing: leave out --plot and --per-request")
-    splits = _splits(model, memory, running, makers if policy else {})
+    others = {
+        "--capacity": capacity, "--pool": pool, "--host": host, "--prefill-rate": prefill_rate,
+        "--hints": hints, "--queue": queue, "--plot": plot, "--per-request": per_request,
+        "--check": check,
+    }  # fmt: skip
+    unused = [name for name, value in others.items() if value]
+    splits = _splits(model, memory, running, makers if policy else {}, unused)
     console = Console(soft_wrap=True)
     # Read, and merged if asked to; then each trace is replayed by itself.
     loaded = [read_trace(path, page_size, block_tokens, requests, spread * 3600) for path in traces]
@@ -315,16 +321,24 @@ class _Splits(NamedTuple):
 
 
 def _splits(
-    model: Path | None, memory: str, running: int, makers: dict[str, MakePolicy | None]
+    model: Path | None,
+    memory: str,
+    running: int,
+    makers: dict[str, MakePolicy | None],
+    unused: list[str],
 ) -> _Splits | None:
     """Return what `--model` and `--memory` ask for; None: nothing. Raises ConfigError.
 
-    `makers`: of the policies that were named; none: lru and the default.
+    Args:
+        makers: of the policies that were named; none: lru and the default.
+        unused: options that are given and mean nothing where memory is divided.
     """
     if model is None:
         if memory:
             raise ConfigError("--memory is given without --model")
         return None
+    if unused:
+        raise ConfigError(f"--model divides memory and replays nothing else: no {unused[0]} then")
     size = parse_size(memory)
     if size is None or size[1] != "bytes" or size[0] < 1:
         raise ConfigError(f"--memory {memory!r} is no size in bytes, such as 40GiB")

@@ -132,7 +132,7 @@ class _Reader:
         if (of_kimi := get("linear_attn_config")) is not None:
             kda = {*of_kimi.get("kda_layers", ())}  # counted from 1
             return ["kda" if at + 1 in kda else "full_attention" for at in layers]
-        # The last of each so many layers is another one than those before it.
+        # The last layer of each group is another one than those before it.
         for key, kind in (
             ("sliding_window_pattern", "sliding_attention"),
             ("full_attention_interval", "linear_attention"),
