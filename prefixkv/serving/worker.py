@@ -461,6 +461,7 @@ class DecodeWorker(Worker):
             self.config.node,
             _tokenizer(self.settings.models.model),
             self.config.thinking,
+            shared,
         )
 
     def _routes(self) -> list[Route]:

@@ -101,6 +101,9 @@ class DecodeEngine:
         thinking: whether the KV of a model's thinking is cached, by the markers of the tokenizer:
             "on", "off", or "learn" by what clients send in their next turns. See `Thinking`.
 
+        shared_states: True to have the states of recurrent layers in memory that prefill may map,
+            as `make_pool` has the KV.
+
     Of a model with recurrent layers there is a slot per request in transfer or running: as many as
     `max_running`, or as the pool has pages.
 
@@ -115,6 +118,7 @@ class DecodeEngine:
         config: DecodeConfig | None = None,
         tokenizer: Any = None,
         thinking: KeepThinking = "learn",
+        shared_states: bool = False,
     ) -> None:
         self.model, self._tokenizer = model, tokenizer
         self._flat = model.flat_pool(pool)
@@ -122,7 +126,8 @@ class DecodeEngine:
         self._states: StateMemory | None = None
         if model.has_states:
             _check_state_config(model, config)
-            self._states = model.make_states(min(config.max_running, pool.layout.num_pages))
+            num_slots = min(config.max_running, pool.layout.num_pages)
+            self._states = model.make_states(num_slots, shared_states)
         if config.compute is not None:
             config = replace(config, compute=replace(config.compute, ask="late"))
         self._computes = config.compute is not None

@@ -130,12 +130,13 @@ class PagedModel:
         """
         return FlatPool(pool, self.layers.full)
 
-    def make_states(self, num_slots: int) -> StateMemory:
+    def make_states(self, num_slots: int, shared: bool = False) -> StateMemory:
         """Create a StatePool that fits this HF model, on its device, with a slot per request.
 
-        Raises as `StatePool.create`, also where the model has no recurrent layers.
+        Raises as `StatePool.create`.
         """
-        pool = StatePool.create(self.layers.tensors, num_slots, device=self._device_name)
+        tensors = self.layers.tensors
+        pool = StatePool.create(tensors, num_slots, device=self._device_name, shared=shared)
         return StateMemory(pool, self.layers)
 
     @torch.inference_mode()
@@ -412,7 +413,7 @@ def _run_trial(paged: PagedModel) -> None:
         )  # fmt: skip
         new = np.concatenate([tokens[0][5:], tokens[1][5:]])
         logits = paged.forward(flat, new, rows, [5, 5], lens, states=carry_on)
-    except (TypeError, AttributeError) as error:
+    except (TypeError, AttributeError, ConfigError) as error:
         raise ConfigError(f"{kind} is not served: {error}") from error
     # 3. Page 0 is in use, so each layer must have written to it: a layer that bypasses our
     # attention could agree on logits and still leave no KV to send.

@@ -26,7 +26,7 @@ from prefixkv.engines.hf.models import PagedModel
 from prefixkv.engines.hf.recurrent import NO_SLOT, StateMemory, StateRows
 from prefixkv.engines.hf.requests import PrefillJob, pack_first
 from prefixkv.engines.hf.sampling import choose, chosen_logprobs
-from prefixkv.spi import RequestError, at_least
+from prefixkv.spi import ConfigError, RequestError, at_least
 
 OnPrompt = Callable[[PromptPart], None]
 
@@ -97,6 +97,11 @@ class PrefillEngine:
         # Slots of the states: the engine's, then those of the checkpoints.
         self._states: StateMemory | None = None
         self._free_slots: list[int] = []
+        if not model.has_states and config.checkpoints:
+            raise ConfigError(
+                f"checkpoints: {config.checkpoints} are of states, and {model.name} has no "
+                "recurrent layers"
+            )
         if model.has_states:
             config = replace(config, checkpoints=_num_checkpoints(model, pool, config))
             num_slots = min(_STATE_SLOTS, config.max_running)

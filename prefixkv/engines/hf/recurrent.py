@@ -8,8 +8,7 @@ goes to its slot; a source may thus be a checkpoint, which stays as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -185,12 +184,11 @@ def page_mixers(layers: Layers) -> None:
     """
     for _, mixer in layers.mixers:
         if not isinstance(mixer, PagedMixer):
-            mixer.__class__ = _paged(type(mixer), cache_argument(mixer))
+            mixer.__class__ = _paged(mixer)
 
 
-@cache
-def _paged(kind: Hashable, argument: str) -> type:
-    """Return the class of an HF model's recurrent layers with `PagedMixer` in front."""
-    assert isinstance(kind, type)
-    named = {"cache_argument": argument, "__module__": kind.__module__}
+def _paged(mixer: Any) -> type:
+    """Return the class of an HF model's recurrent layer with `PagedMixer` in front."""
+    kind = type(mixer)
+    named = {"cache_argument": cache_argument(mixer), "__module__": kind.__module__}
     return type(kind.__name__, (PagedMixer, kind), named)
