@@ -1,5 +1,5 @@
-"""Makes folders of tiny models with recurrent layers and random weights, for `prefixkv serve FOLDER`:
-one of each family that the engine of Hugging Face's models is tested with.
+"""Makes folders of tiny models with recurrent layers and random weights, to serve: one of each
+family that the engine of Hugging Face's models is tested with.
 
     python -m benchmarks hybrid_models FOLDER [--family qwen3_next ...]
 

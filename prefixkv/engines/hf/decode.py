@@ -104,8 +104,8 @@ class DecodeEngine:
         shared_states: True to have the states of recurrent layers in memory that prefill may map,
             as `make_pool` has the KV.
 
-    Of a model with recurrent layers there is a slot per request in transfer or running: as many as
-    `max_running`, or as the pool has pages.
+    `states` is the memory of the states of a model with recurrent layers, None of another. It has a
+    slot per request in transfer or running: as many as `max_running`, or as the pool has pages.
 
     Raises: ConfigError, as DecodeNode and FlatPool do, or for another word for `thinking`, or for
         what a model with recurrent layers cannot have.
@@ -123,17 +123,17 @@ class DecodeEngine:
         self.model, self._tokenizer = model, tokenizer
         self._flat = model.flat_pool(pool)
         config = with_model(config or DecodeConfig(), model.identity, model.name)
-        self._states: StateMemory | None = None
+        self.states: StateMemory | None = None
         if model.has_states:
             _check_state_config(model, config)
             num_slots = min(config.max_running, pool.layout.num_pages)
-            self._states = model.make_states(num_slots, shared_states)
+            self.states = model.make_states(num_slots, shared_states)
         if config.compute is not None:
             config = replace(config, compute=replace(config.compute, ask="late"))
         self._computes = config.compute is not None
         self._thinking = Thinking(thinking, Markers(tokenizer) if tokenizer is not None else None)
         # Last of what may raise: it has threads.
-        state = None if self._states is None else self._states.pool
+        state = None if self.states is None else self.states.pool
         self.node = DecodeNode(pool, config, state=state)
         self._answers: dict[str, _Answer] = {}  # by the node's id of the request
         self._samples: dict[str, list[str]] = {}  # the node's ids by the client's id
@@ -354,10 +354,10 @@ class DecodeEngine:
 
         None for a model without any. Chunks of prompts have none: `compute` is refused with them.
         """
-        if self._states is None:
+        if self.states is None:
             return None
         slots = [req.state_slot for req in reqs]
-        return StateRows(self._states, slots, slots)
+        return StateRows(self.states, slots, slots)
 
     def _append(self, outputs: list[tuple[OnOutput, Output]]) -> bool:
         """Append the tokens that the HF model sampled on the node, and report them to clients.

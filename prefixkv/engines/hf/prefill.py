@@ -79,6 +79,8 @@ class PrefillEngine:
             holds, 16 to 256; without a `cache` there are none.
         chunk_tokens: limit of tokens per forward, over all its prompts.
 
+    `states` is the memory of the states of a model with recurrent layers, None of another.
+
     Raises: ConfigError, as PrefillNode and FlatPool do.
     """
 
@@ -95,7 +97,7 @@ class PrefillEngine:
         self._flat = model.flat_pool(pool)
         config = with_model(config or PrefillConfig(), model.identity, model.name)
         # Slots of the states: the engine's, then those of the checkpoints.
-        self._states: StateMemory | None = None
+        self.states: StateMemory | None = None
         self._free_slots: list[int] = []
         if not model.has_states and config.checkpoints:
             raise ConfigError(
@@ -105,10 +107,10 @@ class PrefillEngine:
         if model.has_states:
             config = replace(config, checkpoints=_num_checkpoints(model, pool, config))
             num_slots = min(_STATE_SLOTS, config.max_running)
-            self._states = model.make_states(num_slots + config.checkpoints)
+            self.states = model.make_states(num_slots + config.checkpoints)
             self._free_slots = list(range(num_slots))
         self._slots: dict[PrefillRequest, int] = {}  # until sent or failed: a write may read it
-        state = None if self._states is None else self._states.pool
+        state = None if self.states is None else self.states.pool
         self.node = PrefillNode(pool, config, state=state)
         self._jobs: dict[str, PrefillJob] = {}  # by id, until sent or failed
         self._computing: dict[PrefillRequest, _Computing] = {}  # in order of arrival
@@ -184,7 +186,7 @@ class PrefillEngine:
         # holds no pages, and may find more in the cache later. Called at every pass, with a limit
         # of 0 too, since the node moves computed pages into the cache there.
         limit = 0 if waiting >= self.chunk_tokens else _AT_ONCE
-        if self._states is not None:
+        if self.states is not None:
             limit = min(limit, len(self._free_slots))
         for req in node.pop_bootstrapped(limit):
             self._begin(req)
@@ -208,7 +210,7 @@ class PrefillEngine:
     def _begin(self, req: PrefillRequest) -> None:
         """Begin to compute a prompt on HF's prefill, from what is cached of it."""
         one = _Computing(req, self._jobs[req.rid], req.prefix_len, req.prefix_len)
-        if self._states is not None:
+        if self.states is not None:
             one.slot = self._slots[req] = self._free_slots.pop()
             one.source = req.checkpoint_slot  # only read: it may be another prompt's too
         self._computing[req] = one
@@ -242,8 +244,8 @@ class PrefillEngine:
             [row for span in spans for row in span.rows],
             self._state_rows(parts),
         )
-        if self._states is not None:
-            self._save_states(self._states, parts)
+        if self.states is not None:
+            self._save_states(self.states, parts)
         # 3. The event stands before the work of sampling, for which the sends need not wait.
         ready = self.model.event()
         ended = [parts[i][0] for i in sampled]
@@ -265,10 +267,10 @@ class PrefillEngine:
 
     def _state_rows(self, parts: list[tuple[_Computing, int]]) -> StateRows | None:
         """Return the states of an HF forward's prompts; None for a model without any."""
-        if self._states is None:
+        if self.states is None:
             return None
         return StateRows(
-            self._states, [one.source for one, _ in parts], [one.slot for one, _ in parts]
+            self.states, [one.source for one, _ in parts], [one.slot for one, _ in parts]
         )
 
     def _save_states(self, states: StateMemory, parts: list[tuple[_Computing, int]]) -> None:
