@@ -283,6 +283,40 @@ def test_more_prompts_than_slots_wait_for_one(
         world.at_rest()
 
 
+def test_a_slot_is_not_used_again_while_its_state_is_sent(
+    made: PagedModel, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Work:
+        is_over = False
+
+        def query(self) -> bool:
+            return self.is_over
+
+    monkeypatch.setattr("prefixkv.engines.hf.prefill._STATE_SLOTS", 1)
+    work = Work()  # of the device, without whose end nothing is sent
+    with World(made) as world, monkeypatch.context() as slower:
+        slower.setattr(made, "event", lambda: work)
+        first = world.ask("first", range(20), max_new_tokens=3)
+        until(lambda: world.step() or world.prefill.stats()["computed_tokens"] == 20)
+        second = world.ask("second", range(100, 130), max_new_tokens=3)
+        for _ in range(50):
+            world.step()
+        assert world.prefill.stats()["computed_tokens"] == 20
+        work.is_over = True
+        # A worker sleeps where a step says that there is no more to do: not with a slot for the
+        # next prompt.
+        until(lambda: world.prefill.step() or (world.decode.step() and False))
+        assert world.prefill.stats()["computed_tokens"] == 20
+        assert world.prefill.step()
+        assert world.prefill.stats()["computed_tokens"] == 36  # to the end of its whole page
+        world.run()
+        for answer in (first, second):
+            assert (
+                answer.tokens[0] == reference.greedy(answer.ask.tokens, 3)[: len(answer.tokens[0])]
+            )
+        world.at_rest()
+
+
 def test_a_slot_of_an_aborted_prompt_comes_back(
     made: PagedModel, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
