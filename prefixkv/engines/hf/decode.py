@@ -123,9 +123,9 @@ class DecodeEngine:
         self.model, self._tokenizer = model, tokenizer
         self._flat = model.flat_pool(pool)
         config = with_model(config or DecodeConfig(), model.identity, model.name)
+        check_decode_config(config, model.has_states)
         self.states: StateMemory | None = None
         if model.has_states:
-            _check_state_config(model, config)
             num_slots = min(config.max_running, pool.layout.num_pages)
             self.states = model.make_states(num_slots, shared_states)
         if config.compute is not None:
@@ -593,12 +593,15 @@ class DecodeEngine:
         self.node.close()
 
 
-def _check_state_config(model: PagedModel, config: DecodeConfig) -> None:
-    """Raise ConfigError for settings of HF's decode that a model with recurrent layers cannot
-    have."""
-    for name in ("compute", "host_memory"):
+def check_decode_config(config: DecodeConfig, has_states: bool) -> None:
+    """Raise ConfigError for settings of HF's decode that a model with recurrent layers cannot have.
+
+    Args:
+        config: the node's.
+        has_states: True for a model with recurrent layers.
+    """
+    for name in ("compute", "host_memory") if has_states else ():
         if getattr(config, name) is not None:
             raise ConfigError(
-                f"{name}: {model.name} has recurrent layers, whose state decode gets from prefill "
-                "only"
+                f"{name}: the model has recurrent layers, whose states decode has from prefill only"
             )

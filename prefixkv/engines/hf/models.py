@@ -290,6 +290,19 @@ def load_model(
     return PagedModel(_moved(model, device), context, identity, trial, path.resolve().name)
 
 
+def folder_has_states(folder: str | Path) -> bool:
+    """Tell by a folder's config whether its HF model has recurrent layers, before it is loaded.
+
+    Raises ConfigError for a config that is not read.
+    """
+    path = check_folder(folder, MODEL_FILES)
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # as of `load_model`
+        raise ConfigError(f"model folder {path} is not loaded: {_one_line(error)}") from error
+    return has_states(config.get_text_config())
+
+
 def _element(dtype: object) -> torch.dtype:
     """Return torch's dtype of this name for an HF model. Raises ConfigError for one that the engine
     does not serve."""

@@ -99,11 +99,7 @@ class PrefillEngine:
         # Slots of the states: the engine's, then those of the checkpoints.
         self.states: StateMemory | None = None
         self._free_slots: list[int] = []
-        if not model.has_states and config.checkpoints:
-            raise ConfigError(
-                f"checkpoints: {config.checkpoints} are of states, and {model.name} has no "
-                "recurrent layers"
-            )
+        check_prefill_config(config, model.has_states)
         if model.has_states:
             config = replace(config, checkpoints=_num_checkpoints(model, pool, config))
             num_slots = min(_STATE_SLOTS, config.max_running)
@@ -355,6 +351,21 @@ class PrefillEngine:
     def close(self) -> None:
         """End all threads of the HF prefill engine's node. Idempotent."""
         self.node.close()
+
+
+def check_prefill_config(config: PrefillConfig, has_states: bool) -> None:
+    """Raise ConfigError for settings of HF's prefill that a model without recurrent layers cannot
+    have.
+
+    Args:
+        config: the node's.
+        has_states: True for a model with recurrent layers.
+    """
+    if config.checkpoints and not has_states:
+        raise ConfigError(
+            f"checkpoints: {config.checkpoints} are of states, and the model has no recurrent "
+            "layers"
+        )
 
 
 def _num_checkpoints(model: PagedModel, pool: KVPool, config: PrefillConfig) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,8 @@ from benchmarks.hybrid_models import make_folder
 from tests.models.served import Expected, Serve, Served, at_rest, client_of
 
 _Talk = list[dict[str, str]]
+_WORDS = ("sea", "boat", "wind", "star", "gull", "rope")
+_SIZES = ("--page-size", "8", "--chunk-tokens", "48")
 
 
 def _serve(folder: Path, *options: str) -> Serve:
@@ -64,69 +67,95 @@ def test_turns_are_answered_as_generate_does_and_hit(folders: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_next", "nemotron_h", "granitemoehybrid"])
-def test_twenty_conversations_of_five_turns(folders: Any, family: str) -> None:
+def test_twenty_conversations_in_small_pools(folders: Any, family: str) -> None:
     """With pools that evict, fewer checkpoints than conversations, and clients that leave: every
-    answer is `generate`'s, and what prefill computes in later turns is hardly more than is new."""
+    answer is `generate`'s."""
     folder, expected = folders(family)
-    chance = random.Random(len(family))
-    words = ["sea", "boat", "wind", "star", "harbour", "gull", "rope", "sail"]
-    tables = ("--page-size", "8", "--chunk-tokens", "48", "--checkpoints", "14")
-    pools = ("--prefill-pages", "260", "--decode-pages", "180")
-    hits = computed = new = 0
+    pools = ("--prefill-pages", "150", "--decode-pages", "120", "--checkpoints", "14")
+    with _serve(folder, *_SIZES, *pools) as serve:
+        hit, _, _ = _converse(serve, expected, len(family), leave=0.2)
+        evicted = [serve.figures(f"{role}-0")[
+            f'prefixkv_evicted_pages_total{{node="{role}-0"}}'] for role in ("decode", "prefill")
+        ]  # fmt: skip
+        at_rest(serve)
+    assert hit > 0
+    assert all(evicted)
 
-    def turn(client: openai.OpenAI, talk: _Talk, leave: bool) -> Any:
-        if not leave:
-            return _say(client, talk, 16)
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_next", "nemotron_h", "granitemoehybrid"])
+def test_prefill_computes_little_more_than_what_is_new(folders: Any, family: str) -> None:
+    """In later turns, where each conversation may have its checkpoint: less than a page more for
+    each answer, and hardly a tenth."""
+    folder, expected = folders(family)
+    pools = ("--prefill-pages", "1024", "--decode-pages", "1024", "--checkpoints", "40")
+    with _serve(folder, *_SIZES, *pools) as serve:
+        hit, computed, new = _converse(serve, expected, len(family))
+        at_rest(serve)
+    assert hit > 0
+    assert new <= computed < 1.1 * new + 8 * 80
+
+
+def _converse(
+    serve: Serve, expected: Expected, seed: int, leave: float = 0.0
+) -> tuple[int, int, int]:
+    """20 conversations of 5 turns, five at once; some clients ask besides, and leave. Returns the
+    tokens that decode hit, and of later turns what prefill computed and what was new."""
+    chance = random.Random(seed)
+    hit = computed = new = 0
+    talks: list[_Talk] = [[] for _ in range(20)]
+    lens = [0] * len(talks)
+
+    def leave_early(talk: _Talk) -> None:
         with client.chat.completions.create(
             model="small", messages=talk, max_tokens=200, temperature=0, stream=True
         ) as stream:
             next(iter(stream))
-        return None
 
-    talks: list[_Talk] = [[] for _ in range(20)]
-    lens = [0] * len(talks)
-    with _serve(folder, *tables, *pools) as serve:
-        with client_of(serve) as client, ThreadPoolExecutor(5) as pool:
-            for number in range(5):
-                for talk in talks:
-                    text = " ".join(chance.choice(words) for _ in range(chance.randint(2, 9)))
-                    talk.append({"role": "user", "content": text})
-                leaves = [chance.random() < 0.1 for _ in talks]
-                left = [pool.submit(turn, client, talk, True)
-                        for talk, one in zip(talks, leaves, strict=True) if one]  # fmt: skip
-                answers = list(pool.map(lambda talk: turn(client, talk, False), talks))
-                for at, (talk, answer) in enumerate(zip(talks, answers, strict=True)):
-                    said = answer.choices[0].message.content
-                    assert said == expected.chat(talk, 16), (at, number)
-                    split = answer.usage.prefixkv
-                    hits += split["decode_hit_tokens"]
-                    num = answer.usage.prompt_tokens
-                    if number:
-                        computed += split["computed_tokens"]
-                        new += num - lens[at]
-                    lens[at] = num
-                    talk.append({"role": "assistant", "content": said})
-                for one in left:
-                    one.result()
-        at_rest(serve)
-    assert hits > 0
-    print(family, "computed", computed, "new", new, "hits", hits)
+    with client_of(serve) as client, ThreadPoolExecutor(5) as pool:
+        for turn in range(5):
+            for talk in talks:
+                text = " ".join(chance.choice(_WORDS) for _ in range(chance.randint(1, 5)))
+                talk.append({"role": "user", "content": text})
+            left = [pool.submit(leave_early, talk) for talk in talks if chance.random() < leave]
+            answers = list(pool.map(lambda talk: _say(client, talk, 10), talks))
+            for one in left:
+                one.result()
+            for at, (talk, answer) in enumerate(zip(talks, answers, strict=True)):
+                said = answer.choices[0].message.content
+                assert said == expected.chat(talk, 10), (at, turn)
+                num, split = answer.usage.prompt_tokens, answer.usage.prefixkv
+                hit += split["decode_hit_tokens"]
+                if turn:
+                    computed += split["computed_tokens"]
+                    new += num - lens[at]
+                lens[at] = num
+                talk.append({"role": "assistant", "content": said})
+    return hit, computed, new
 
 
-def test_what_states_do_not_go_with_is_refused_by_name(folders: Any) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("option", "value", "why"),
+    [
+        ("--compute-below", "64", "compute: the model has recurrent layers"),
+        ("--host-memory", "2x", "host_memory: the model has recurrent layers"),
+    ],
+)
+def test_what_states_do_not_go_with_is_refused_before_weights_are_read(
+    folders: Any, tmp_path: Path, option: str, value: str, why: str
+) -> None:
     folder, _ = folders("qwen3_next")
-    for options, why in (
-        (("--compute-below", "64"), "compute"),
-        (("--carry-on",), "compute"),
-        (("--host-memory", "2x"), "host_memory"),
-    ):
-        with Served("serve", str(folder), "--port", "0", "--status-port", "0", *options) as serve:
-            assert serve.ended() != 0
-            assert f"{why}: qwen3_next has recurrent layers" in "".join(serve.err)
-
-
-def test_a_model_without_states_has_no_checkpoints() -> None:
-    told = ("--port", "0", "--status-port", "0", "--checkpoints", "4")
+    shutil.copytree(folder, tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"no weights")
+    told = (str(tmp_path / "model"), "--port", "0", "--status-port", "0", option, value)
     with Served("serve", *told) as serve:
         assert serve.ended() != 0
-        assert "checkpoints: 4 are of states" in "".join(serve.err)
+        assert why in "".join(serve.err)
+
+
+@pytest.mark.slow
+def test_a_model_without_states_has_no_checkpoints() -> None:
+    with Served("worker", "prefill", "--checkpoints", "4") as worker:
+        assert worker.ended() != 0
+        assert "checkpoints: 4 are of states" in worker.shown()
