@@ -21,8 +21,8 @@ _WORDS = ("sea", "boat", "wind", "star", "gull", "rope")
 _SIZES = ("--page-size", "8", "--chunk-tokens", "48")
 
 
-def _serve(folder: Path, *options: str) -> Serve:
-    return Serve(str(folder), "--served-name", "small", *options)
+def _serve(folder: Path, *options: str, **environ: str) -> Serve:
+    return Serve(str(folder), "--served-name", "small", *options, **environ)
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +45,9 @@ def _say(client: openai.OpenAI, talk: _Talk, num: int) -> Any:
 
 
 def test_turns_are_answered_as_generate_does_and_hit(folders: Any) -> None:
+    """Over memory that prefill maps, the states' too; the tests below over NIXL."""
     folder, expected = folders("qwen3_next")
-    with _serve(folder, "--page-size", "8", "--chunk-tokens", "64") as serve:
+    with _serve(folder, *_SIZES, PREFIXKV_TRANSPORT_BACKEND="shm") as serve:
         with client_of(serve) as client:
             talk = [{"role": "user", "content": "Please, tell me of the sea and its boats."}]
             before = 0
