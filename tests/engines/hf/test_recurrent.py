@@ -18,6 +18,7 @@ from prefixkv.engines.hf.identity import identity_of
 from prefixkv.engines.hf.models import unpaged_copy
 from prefixkv.engines.hf.recurrent import NO_SLOT, StateRows
 from prefixkv.errors import ConfigError
+from tests.models.devices import DEVICE
 from tests.models.hf_workload import Found, Storm, compare, run_round
 from tests.models.hf_world import TINY, Reference, World
 from tests.models.patience import until
@@ -28,7 +29,7 @@ FURTHER = tuple(name for name in FAMILIES if name not in SERVED)
 
 @cache
 def _made(family: str) -> tuple[PagedModel, Reference]:
-    made = make_model(config_of(family), seed=3)
+    made = make_model(config_of(family), seed=3, device=DEVICE)
     return made, Reference(made)
 
 
@@ -106,7 +107,7 @@ def test_logits_of_chunks_and_steps_are_those_of_one_forward(family: str) -> Non
         slots = {at: 2 * at + (chance.random() < 0.3) for at in which}
         grown.forward(nums, slots)
     for text, parts in zip(texts, grown.logits, strict=True):
-        expected = torch.from_numpy(reference.logits([*text, 0], len(text))).float()
+        expected = torch.from_numpy(reference.logits([*text, 0], len(text))).float().to(DEVICE)
         assert (torch.cat(parts) - expected).abs().max() < 1e-3
 
 
