@@ -130,7 +130,7 @@ def test_a_state_goes_on_from_where_it_was_copied_twice(
     grown.forward({2: 3}, {2: 0})
     for at in (1, 2):
         new = len(texts[at]) - 40
-        expected = torch.from_numpy(reference.logits([*texts[at], 0], new)).float()
+        expected = torch.from_numpy(reference.logits([*texts[at], 0], new)).float().to(DEVICE)
         assert (torch.cat(grown.logits[at]) - expected).abs().max() < 1e-3
     assert all(torch.equal(before[name], view[5]) for name, view in _views(grown))
 
