@@ -553,6 +553,10 @@ def sched(
     demo: Annotated[
         bool, typer.Option(help="With --against: first tokens of the stand-in engine, too.")
     ] = False,
+    cpu: Annotated[
+        bool,
+        typer.Option(help="With --against: processor time, for a machine with other work."),
+    ] = False,
 ) -> None:
     """What decode's scheduler costs the engine's thread: admission, commit, growth, end, abort."""
     console = Console()
@@ -571,7 +575,7 @@ def sched(
 
         parts = parts_of(part or [], demo)
         calls = 20 if quick else Plan(parts).calls
-        plan = Plan(parts, rounds, starts, calls, seed, policy, quick)
+        plan = Plan(parts, rounds, starts, calls, seed, policy, quick, cpu)
         against_command(against, plan, json_file, console)
         return
     load_before = os.getloadavg()[0]
