@@ -23,10 +23,16 @@ TOKEN_LIMIT = 2**31
 """Tokens are integers in [0, TOKEN_LIMIT)."""
 
 _LE_INT32 = np.dtype("<i4")
-_TOKEN_LIST = list[Annotated[int, msgspec.Meta(ge=0, lt=TOKEN_LIMIT)]]
 
 TokensLike: TypeAlias = "RadixKey | Sequence[int] | npt.NDArray[Any] | Any"
 """A RadixKey, a sequence of ints, or a 1-D array of integers (numpy, `array.array` or torch)."""
+
+
+class _TokenList(msgspec.Struct, array_like=True, gc=False):
+    """A list of tokens, of a radix key or for one. As a type of its own, since msgspec takes longer
+    to look a generic one up than to check it."""
+
+    tokens: list[Annotated[int, msgspec.Meta(ge=0, lt=TOKEN_LIMIT)]]
 
 
 class RadixKey:
@@ -209,7 +215,7 @@ def token_list(tokens: TokensLike) -> list[int]:
         listed = as_list()
     if type(listed) is list:
         try:
-            return msgspec.convert(listed, _TOKEN_LIST)
+            return msgspec.convert((listed,), _TokenList).tokens
         # numpy's integers in a list, which are tokens, or what is none: packing tells, and names
         # the place.
         except msgspec.ValidationError:

@@ -37,7 +37,6 @@ from prefixkv.decode.room_numbers import RoomNumbers
 from prefixkv.decode.shares import PrefillShares
 from prefixkv.decode.sources import Source, Sources
 from prefixkv.decode.transfer_queue import DecodeTransferQueue
-from prefixkv.digest import prompt_digest
 from prefixkv.errors import (
     AbortedError,
     AdmissionTimeoutError,
@@ -212,6 +211,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.waiting.add(req)
         if request.prefill:
             self.shares.name(request.prefill)
+            req.name_prompt(self.waiting.match_of(req))
         self.requests[req.rid] = req
         self.rooms.add(req.room)
         self._note_deadline(req)
@@ -990,7 +990,10 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         )
         # After some output the tokens to compute are more than the prompt, so their digest is
         # another.
-        digest = req.request.digest if req.fill_len == req.prompt_len else prompt_digest(req.key)
+        digest = req.request.digest
+        if req.fill_len > req.prompt_len:
+            match = self.pages.match(req.key, req.request.cacheable)
+            digest, _ = self.pages.digest(req.key, match)
         self._commands.append(OpenRoom(promise, req.prefill, digest))
         return True
 
