@@ -17,6 +17,7 @@ seconds both summed up from age 0, the index is the steepest slope from an age t
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 from math import inf, ldexp
@@ -49,8 +50,7 @@ UNTAUGHT = tuple(
 RESOLUTION = 0.05
 """Precision, as a share of their age, to which starts without an end are counted."""
 
-APART = 2
-"""Starts per part of working out the worths. A request has one start or two."""
+_FEW: Final = 8  # ends
 
 _NUM_SLICES: Final = 3  # of the classes, ranked one after the other
 
@@ -123,18 +123,19 @@ class Hazards:
         self._halves_s = self._half_life_s  # time of the next halving
         self._num_halved = 0  # halvings so far
         self._due = self._period  # starts to come until worths are worked out, in parts
-        self._part = 0  # index of the next part
-        # Not counted yet: (row, time) of starts, and (row, time of the start, age) of ends.
-        self._started: list[tuple[int, float]] = []
-        self._returned: list[tuple[int, float, float]] = []
-        self._lost: list[tuple[int, float, float]] = []
+        # Not counted yet: row and time of starts, and row, time of the start and age of ends; one
+        # number after the other.
+        self._started: list[float] = []
+        self._returned: list[float] = []
+        self._lost: list[float] = []
         # Starts that have not ended, by row, from each of these times to the next; rising.
-        self._times_s: list[float] = []
+        self._times_s: Table = np.zeros(0)
         self._out: Table = np.zeros((0, num_rows))
+        self._frozen: tuple[float, Table, Table] | None = None  # between two of the parts
         self._returns: Table = np.zeros((num_rows, NUM_BINS))
         self._losses: Table = np.zeros((num_rows, NUM_BINS))
         # Worths of an empty table: those of `UNTAUGHT`.
-        for part in _PARTS:
+        for part in _PARTS.values():
             part(self)
 
     # --- what happens -----------------------------------------------------------------------------
@@ -146,12 +147,9 @@ class Hazards:
         if now_s >= self._halves_s:
             self._halve(int(now_s // self._half_life_s))
         self.now_s = now_s
-        self._started.append((row, now_s))
+        self._started += (row, now_s)
         self._due -= 1
-        if self._due == APART:
-            # Ahead of the first part, which then has little left to count.
-            self._count()
-        elif self._due <= 0 and self._due % APART == 0:
+        if self._due <= _FIRST:
             self._go_on()
 
     def returned(self, row: int, start_s: float, now_s: float) -> None:
@@ -159,50 +157,86 @@ class Hazards:
         # The given time is that of the last use, which may be later than the last start of all:
         # `_count` needs a time at which starts were counted.
         began_s = self.now_s if start_s > self.now_s else start_s
-        self._returned.append((row, began_s, now_s - start_s))
+        self._returned += (row, began_s, now_s - start_s)
 
     def lost(self, row: int, start_s: float) -> None:
         """Note for the hazards that the ghost of a start was forgotten: its return would not be
         noticed any more."""
         began_s = self.now_s if start_s > self.now_s else start_s
-        self._lost.append((row, began_s, self.now_s - began_s))
+        self._lost += (row, began_s, self.now_s - began_s)
+
+    def _count_starts(self) -> None:
+        """Count in the hazards' tables the starts noted since the last time, in slots of at least a
+        second."""
+        if not self._started:
+            return
+        num_slots, new_s = len(self._times_s), []
+        last_s = self._times_s[-1] if num_slots else -inf
+        slots = []
+        for now_s in self._started[1::2]:
+            if now_s - last_s >= 1.0:
+                new_s.append(now_s)
+                last_s = now_s
+            slots.append(num_slots + len(new_s) - 1)
+        # Rows for the new slots.
+        self._times_s = np.concatenate([self._times_s, new_s])
+        out = np.zeros((len(self._times_s), self._out.shape[1]))
+        out[:num_slots] = self._out
+        rows = np.array(self._started[::2], np.intp)
+        np.add.at(out, (np.array(slots), rows), 1.0)
+        self._out = out
+        self._started.clear()
+
+    def _count_returned(self) -> None:
+        """Count in the hazards' tables the returns noted since the last time."""
+        self._count_ends(self._returned, self._returns)
+
+    def _count_lost(self) -> None:
+        """Count in the hazards' tables the losses noted since the last time."""
+        self._count_ends(self._lost, self._losses)
+
+    def _count_ends(self, ends: list[float], table: Table) -> None:
+        """Count ends in a table of the hazards, and forget them: each into the bin of its age, and
+        out of the slot of its start."""
+        if not ends:
+            return
+        # Else that slot may not be there yet.
+        self._count_starts()
+        if len(ends) <= 3 * _FEW:
+            self._count_few_ends(ends, table)
+            return
+        found = np.array(ends).reshape(-1, 3)
+        rows, starts_s = found[:, 0].astype(np.intp), found[:, 1]
+        # A start of an earlier half-life was halved since, so its end counts as little: 2 **
+        # -(halvings since).
+        halved = starts_s // self._half_life_s - self._num_halved
+        counts = np.ldexp(1.0, halved.astype(np.intc))
+        np.add.at(table, (rows, _EDGES_S.searchsorted(found[:, 2], "right")), counts)
+        # The last slot that begins no later than the start.
+        begun = self._times_s.searchsorted(starts_s, "right") - 1
+        np.subtract.at(self._out, (begun, rows), counts)
+        ends.clear()
+
+    def _count_few_ends(self, ends: list[float], table: Table) -> None:
+        """Do the same for a few ends of the hazards, one by one, for which numpy takes longer."""
+        for row, start_s, age_s in zip(ends[::3], ends[1::3], ends[2::3], strict=True):
+            count = ldexp(1.0, int(start_s // self._half_life_s) - self._num_halved)
+            table[int(row), bisect_right(EDGES_S, age_s)] += count
+            begun = self._times_s.searchsorted(start_s, "right") - 1
+            self._out[begun, int(row)] -= count
+        ends.clear()
 
     def _count(self) -> None:
         """Count in the hazards' tables the starts, returns and losses noted since the last time."""
-        # 1. Starts, in slots of at least a second. `_out` gets rows for the new slots.
-        if self._started:
-            times_s, slots = self._times_s, []
-            last_s = times_s[-1] if times_s else -inf
-            for _, now_s in self._started:
-                if now_s - last_s >= 1.0:
-                    times_s.append(now_s)
-                    last_s = now_s
-                slots.append(len(times_s) - 1)
-            out = np.zeros((len(times_s), self._out.shape[1]))
-            out[: len(self._out)] = self._out
-            rows = np.array([row for row, _ in self._started])
-            np.add.at(out, (np.array(slots), rows), 1.0)
-            self._out = out
-            self._started = []
-        # 2. Ends: into the bin of their age, and out of the slot of their start. A start of an
-        #    earlier half-life was halved since, so its end counts as little: 2 ** -(halvings
-        #    since).
-        for ends, table in ((self._returned, self._returns), (self._lost, self._losses)):
-            if not ends:
-                continue
-            found = np.array(ends)
-            rows, starts_s = found[:, 0].astype(np.intp), found[:, 1]
-            halved = starts_s // self._half_life_s - self._num_halved
-            counts = np.ldexp(1.0, halved.astype(np.intc))
-            np.add.at(table, (rows, np.searchsorted(_EDGES_S, found[:, 2], "right")), counts)
-            # The last slot that begins no later than the start.
-            begun = np.searchsorted(self._times_s, starts_s, "right") - 1
-            np.subtract.at(self._out, (begun, rows), counts)
-            ends.clear()
+        self._count_starts()
+        self._count_returned()
+        self._count_lost()
 
     def _halve(self, times: int) -> None:
         """Halve all counts of the hazards until they have been halved `times` times in all."""
-        # First count what is noted: it is of the time before.
+        # What was frozen is of the time before, so the other half of it has to be; and so is what is
+        # noted.
+        self._freeze_out()
         self._count()
         share = ldexp(1.0, self._num_halved - times)
         self._num_halved = times
@@ -214,7 +248,8 @@ class Hazards:
         """Return the hazards' counts as three float [classes, bins] tables: starts of each class
         that reached each bin, starts that returned in it, and starts that were lost in it."""
         self._count()
-        return self._entered(), self._by_class(self._returns), self._by_class(self._losses)
+        entered = self._ended() + self._still_out(self.now_s)
+        return entered, self._by_class(self._returns), self._by_class(self._losses)
 
     def broken_laws(self) -> list[str]:
         """Return every law of the hazards that does not hold; for tests. O(classes x bins)."""
@@ -227,7 +262,7 @@ class Hazards:
                 and worth[peak] == max(worth)
                 for worth, peak in zip(self.worth, self.peak, strict=True)
             ),
-            "times rise": self._times_s == sorted(set(self._times_s)),
+            "times rise": bool((np.diff(self._times_s) > 0).all()),
             "every time has its starts": len(self._times_s) == len(self._out),
             **{
                 f"no fewer than none are {what}": bool((table >= 0).all())
@@ -238,43 +273,50 @@ class Hazards:
 
     # --- what it says -----------------------------------------------------------------------------
 
-    def _thin_out(self) -> None:
-        """Merge the hazards' slots of starts that lie closer together than their age requires."""
-        kept_s: list[float] = []
-        firsts: list[int] = []
-        for at, time_s in enumerate(self._times_s):
-            if not kept_s or time_s - kept_s[-1] >= RESOLUTION * (self.now_s - time_s):
-                kept_s.append(time_s)
-                firsts.append(at)
-        if len(firsts) < len(self._times_s):
-            self._out = np.add.reduceat(self._out, firsts)
-            self._times_s = kept_s
-
     # Worths are worked out in parts, of what was counted by the first of them.
 
     def _go_on(self) -> None:
-        """Do the next part of the work on the hazards' worths; all parts at once if worths are
-        wanted more often than parts fit in."""
-        first = self._part
-        self._part = first + 1 if self._period >= APART * len(_PARTS) else len(_PARTS)
-        for part in _PARTS[first : self._part]:
-            part(self)
-        # Done: count down again. `_due` is at or below 0 by now, so the parts are within the
-        # period.
-        if self._part == len(_PARTS):
-            self._due += self._period
-            self._part = 0
+        """Do the part of the work on the hazards' worths that is due now, if any; all parts at once
+        if worths are wanted more often than parts fit in."""
+        due = self._due
+        if self._period < LEAST_PERIOD:
+            if due == 0:
+                for part in _PARTS.values():
+                    part(self)
+                self._due = self._period
+        elif due in _PARTS:
+            _PARTS[due](self)
+            # Done: count down again. The parts are within the period.
+            if due == _LAST:
+                self._due += self._period
 
     def _prune_slots(self) -> None:
-        """Do a part of the hazards' work: count what was noted, and keep the number of slots
-        small."""
+        """Do a part of the hazards' work: count what was noted, and merge slots of starts that lie
+        closer together than their age requires."""
         self._count()
-        self._thin_out()
+        firsts: list[int] = []
+        now_s, last_s = self.now_s, -inf
+        for at, time_s in enumerate(self._times_s.tolist()):
+            if time_s - last_s >= RESOLUTION * (now_s - time_s):
+                firsts.append(at)
+                last_s = time_s
+        if len(firsts) < len(self._times_s):
+            self._out = np.add.reduceat(self._out, firsts)
+            self._times_s = self._times_s[firsts]
 
-    def _freeze_counts(self) -> None:
-        """Do a part of the hazards' work: fix the counts that all later parts are worked out
-        from."""
-        self._seen = self._entered(), self._by_class(self._returns)
+    def _freeze_ended(self) -> None:
+        """Do a part of the hazards' work: fix the counts of starts that ended, and the time, that
+        all later parts work with."""
+        self._frozen = self.now_s, self._ended(), self._by_class(self._returns)
+
+    def _freeze_out(self) -> None:
+        """Do a part of the hazards' work: fix the counts of starts that are out, as of the same
+        time."""
+        if self._frozen is None:  # done already, before the counts were halved
+            return
+        now_s, ended, returns = self._frozen
+        self._seen = ended + self._still_out(now_s), returns
+        self._frozen = None
 
     def _estimate(self) -> None:
         """Do a part of the hazards' work: estimate the chances of each class, from all to groups to
@@ -288,13 +330,17 @@ class Hazards:
         in_group = self._by_group
         alike = _chances(in_group(entered), in_group(returns), common, self._trust)
         self._chances = _chances(entered, returns, alike[self._group_of], self._trust)
+
+    def _sum_up(self) -> None:
+        """Do a part of the hazards' work: the sums of which the Gittins indices are slopes."""
+        self._sums = expected_sums(self._chances)
         self._ranked: list[Table] = []
 
     def _rank_slice(self) -> None:
         """Do a part of the hazards' work: the Gittins indices of the next slice of classes."""
         first = len(self._ranked) * self._slice
-        some = self._chances[first : first + self._slice]
-        self._ranked.append(gittins_indices(some, self._scratch))
+        uses, seconds = (sums[first : first + self._slice] for sums in self._sums)
+        self._ranked.append(steepest_slopes(uses, seconds, self._scratch))
 
     def _rank(self) -> None:
         """Do the last part of the hazards' work: publish the new worths.
@@ -308,35 +354,51 @@ class Hazards:
         self.peak: list[int] = peaks.tolist()
         self.worth: list[Chances] = rise_and_fall(indices, peaks).tolist()
 
-    def _entered(self) -> Table:
-        """Return of the hazards a float [classes, bins] table: starts of each class that reached
-        each bin.
-
-        These are the starts that ended in it or later, and those without an end that are old
-        enough.
-        """
+    def _ended(self) -> Table:
+        """Return of the hazards a float [classes, bins] table: starts of each class that ended in
+        each bin or later."""
         ended = self._by_class(self._returns + self._losses)
-        entered: Table = ended[:, ::-1].cumsum(1)[:, ::-1]
-        if self._times_s:
-            # For each bin: the slots that are at least as old as its beginning, summed from the
-            # oldest.
-            until = np.searchsorted(self._times_s, self.now_s - _BEGINS_S, "right")
-            out = np.zeros((len(self._out) + 1, self._out.shape[1]))
-            self._out.cumsum(0, out=out[1:])
-            # Ends may be subtracted from the wrong slot: a request's last use may be later than its
-            # first, which is its start, and two prefixes may be taken for one. So a sum may be too
-            # small by a few, even negative.
-            entered = entered + np.maximum(self._by_class(out[until].T), 0.0)
-        return entered
+        return ended[:, ::-1].cumsum(1)[:, ::-1]
+
+    def _still_out(self, now_s: float) -> Table | float:
+        """Return of the hazards a float [classes, bins] table: starts of each class that have not
+        ended, and at `now_s` are at least as old as each bin's beginning. 0 before the first
+        start."""
+        if not len(self._times_s):
+            return 0.0
+        # For each bin: the slots that are at least as old as its beginning, summed from the
+        # oldest.
+        until = self._times_s.searchsorted(now_s - _BEGINS_S, "right")
+        out = np.zeros((len(self._out) + 1, self._out.shape[1]))
+        self._out.cumsum(0, out=out[1:])
+        # Ends may be subtracted from the wrong slot: a request's last use may be later than its
+        # first, which is its start, and two prefixes may be taken for one. So a sum may be too
+        # small by a few, even negative.
+        return np.maximum(self._by_class(out[until].T), 0.0)
 
 
-_PARTS: Final = (
-    Hazards._prune_slots,
-    Hazards._freeze_counts,
-    Hazards._estimate,
-    *[Hazards._rank_slice] * _NUM_SLICES,
-    Hazards._rank,
-)
+_PARTS: Final = {
+    4: Hazards._count_starts,
+    3: Hazards._count_returned,
+    2: Hazards._count_lost,
+    0: Hazards._prune_slots,
+    -2: Hazards._freeze_ended,
+    -3: Hazards._freeze_out,
+    -4: Hazards._estimate,
+    -5: Hazards._sum_up,
+    -6: Hazards._rank_slice,
+    -8: Hazards._rank_slice,
+    -10: Hazards._rank_slice,
+    -12: Hazards._rank,
+}
+"""The parts of working out the worths, each by how many starts are still to come until their
+period is over. A request has one start or two. At 0 little is left to count."""
+
+_FIRST: Final = max(_PARTS)
+_LAST: Final = min(_PARTS)
+
+LEAST_PERIOD: Final = 2 - _LAST
+"""Starts between two workings out below which all is done at once."""
 
 
 class _Sums:
@@ -370,7 +432,7 @@ def new_scratch(num_classes: int) -> Table:
     return np.empty((2, num_classes, NUM_BINS, NUM_BINS + 1))
 
 
-def gittins_indices(chances: Table, scratch: Table | None = None) -> Table:
+def gittins_indices(chances: Table) -> Table:
     """Return the Gittins index of each class and bin from its hazards. O(classes x bins squared),
     in numpy.
 
@@ -378,24 +440,34 @@ def gittins_indices(chances: Table, scratch: Table | None = None) -> Table:
 
     Args:
         chances: float [classes, bins], all below 1.
-        scratch: from `new_scratch`, for at least as many classes; its content is lost.
 
     >>> (index,) = gittins_indices(np.array([[0.1, *[0.0] * (NUM_BINS - 2), 0.5]]))
     >>> bool(index[0] > index[1] < index[-1])
     True
     """
-    # From age 0: the chance to be still out at each bin, and the expected uses and seconds of
-    # residence up to each bin's end. A use in a bin comes in its middle on average.
+    return steepest_slopes(*expected_sums(chances), new_scratch(len(chances)))
+
+
+def expected_sums(chances: Table) -> tuple[Table, Table]:
+    """Return of the hazards' classes the expected uses, and the expected seconds of residence, from
+    age 0 up to the beginning of each bin and to the end of the last: float [classes, bins + 1]."""
+    # The chance to be still out at each bin. A use in a bin comes in its middle on average.
     still_out = np.ones((len(chances), NUM_BINS))
     np.cumprod(1 - chances[:, :-1], 1, out=still_out[:, 1:])
     uses = np.zeros((len(chances), NUM_BINS + 1))
     np.cumsum(still_out * chances, 1, out=uses[:, 1:])
     seconds = np.zeros_like(uses)
     np.cumsum(still_out * _LENGTHS_S * (1 - 0.5 * chances), 1, out=seconds[:, 1:])
-    if scratch is None:
-        scratch = new_scratch(len(chances))
-    # Differences of these sums from every age to every later one: the index is the largest slope.
-    gained, took_s = scratch[:, : len(chances)]
+    return uses, seconds
+
+
+def steepest_slopes(uses: Table, seconds: Table, scratch: Table) -> Table:
+    """Return from the hazards' expected sums the steepest slope from each bin's beginning to any
+    later one: the Gittins index, float [classes, bins].
+
+    `scratch` is from `new_scratch`, for at least as many classes; its content is lost.
+    """
+    gained, took_s = scratch[:, : len(uses)]
     np.subtract(uses[:, None, :], uses[:, :-1, None], out=gained)
     np.subtract(seconds[:, None, :], seconds[:, :-1, None], out=took_s)
     np.maximum(took_s, _LEAST_S, out=took_s)

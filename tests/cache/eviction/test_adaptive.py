@@ -200,8 +200,12 @@ def test_an_untaught_cache_ranks_as_lru():
     assert hazards.worth[0] == sorted(hazards.worth[0], reverse=True)
 
 
-def test_worths_are_worked_out_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that no admission waits for all of it; it has two starts at most."""
+@pytest.mark.parametrize("half_life_s", [1e9, 1025.0], ids=["whole", "halved between parts"])
+def test_worths_are_worked_out_in_parts(
+    half_life_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that no admission waits for all of it; it has two starts at most. They are what they would
+    be if all was done at the time of the one in the middle."""
     at, did = 0, []
 
     def noting(part: Callable[[Hazards], None]) -> Callable[[Hazards], None]:
@@ -211,18 +215,36 @@ def test_worths_are_worked_out_in_parts(monkeypatch: pytest.MonkeyPatch) -> None
 
         return do
 
-    monkeypatch.setattr(hazards_module, "_PARTS", tuple(map(noting, hazards_module._PARTS)))
-    hazards = Hazards([[0], [1]], trust=1.0, period=100, half_life_s=1e9)
+    parts = hazards_module._PARTS
+    noted = {due: noting(part) for due, part in parts.items()}
+    monkeypatch.setattr(hazards_module, "_PARTS", noted)
+    hazards = Hazards([[0], [1]], trust=1.0, period=100, half_life_s=half_life_s)
+    whole = Hazards([[0], [1]], trust=1.0, period=10**9, half_life_s=half_life_s)
     before, changed = hazards.worth, []
     did.clear()
     for at in range(1, 301):
-        hazards.start(at % 2, at * 10.0)
-        hazards.returned(at % 2, at * 10.0, at * 10.0 + 3.0)
+        for one in (hazards, whole) if at <= 100 else (hazards,):
+            one.start(at % 2, at * 10.0)
+            if at % 3 == 0:
+                one.returned(at % 2, at * 10.0 - at % 7, at * 10.0 + 3.0)
+            if at % 7 == 0:
+                one.lost(at % 2, at * 5.0)
+        if at == 100:
+            whole._prune_slots()
+        if at == 102:
+            whole.now_s = at * 10.0
+            for due, part in parts.items():
+                if due < 0:
+                    part(whole)
+        if at == 112:
+            assert (hazards.worth, hazards.peak) == (whole.worth, whole.peak)
         if hazards.worth is not before:
             changed.append(at)
         before = hazards.worth
-    assert did == [*range(100, 113, 2), *range(200, 213, 2), 300]
+    offsets = [-4, -3, -2, 0, 2, 3, 4, 5, 6, 8, 10, 12]
+    assert did == [*(end + of for end in (100, 200) for of in offsets), 296, 297, 298, 300]
     assert changed == [112, 212]
+    assert hazards.broken_laws() == []
 
 
 def test_a_class_of_which_nothing_was_seen_is_like_all_and_all_like_the_untaught_at_first():
