@@ -269,6 +269,10 @@ class RadixCache(RadixTree):
                 self._enqueue(node)
         else:
             self._merge_if_idle(node)
+        try:
+            self.policy.work_ahead()
+        except Exception as error:
+            self.errors.caught(error)
         return lock.freed
 
     def _next_use(

@@ -17,11 +17,10 @@ seconds both summed up from age 0, the index is the steepest slope from an age t
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 from math import inf, ldexp
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -50,8 +49,6 @@ UNTAUGHT = tuple(
 RESOLUTION = 0.05
 """Precision, as a share of their age, to which starts without an end are counted."""
 
-_FEW: Final = 8  # ends
-
 _NUM_SLICES: Final = 3  # of the classes, ranked one after the other
 
 _UNTAUGHT, _LENGTHS_S = np.array(UNTAUGHT), np.array(LENGTHS_S)
@@ -62,6 +59,14 @@ that the ratio there is 0."""
 
 Table: TypeAlias = npt.NDArray[Any]
 Chances = list[float]
+
+
+class _Noted(NamedTuple):
+    """What is noted for the hazards, as their `_started`, `_returned` and `_lost`."""
+
+    started: list[float]
+    returned: list[float]
+    lost: list[float]
 
 
 class Hazards:
@@ -123,20 +128,20 @@ class Hazards:
         self._halves_s = self._half_life_s  # time of the next halving
         self._num_halved = 0  # halvings so far
         self._due = self._period  # starts to come until worths are worked out, in parts
-        # Not counted yet: row and time of starts, and row, time of the start and age of ends; one
-        # number after the other.
+        # Noted and not counted yet: row and time of starts, and row, time of the start and age of
+        # ends; one number after the other.
         self._started: list[float] = []
         self._returned: list[float] = []
         self._lost: list[float] = []
         # Starts that have not ended, by row, from each of these times to the next; rising.
         self._times_s: Table = np.zeros(0)
         self._out: Table = np.zeros((0, num_rows))
-        self._frozen: tuple[float, Table, Table] | None = None  # between two of the parts
         self._returns: Table = np.zeros((num_rows, NUM_BINS))
         self._losses: Table = np.zeros((num_rows, NUM_BINS))
         # Worths of an empty table: those of `UNTAUGHT`.
-        for part in _PARTS.values():
-            part(self)
+        self._begin()
+        self._frozen_s = 0.0
+        self._finish()
 
     # --- what happens -----------------------------------------------------------------------------
 
@@ -149,7 +154,7 @@ class Hazards:
         self.now_s = now_s
         self._started += (row, now_s)
         self._due -= 1
-        if self._due <= _FIRST:
+        if self._due <= 0:
             self._go_on()
 
     def returned(self, row: int, start_s: float, now_s: float) -> None:
@@ -165,15 +170,24 @@ class Hazards:
         began_s = self.now_s if start_s > self.now_s else start_s
         self._lost += (row, began_s, self.now_s - began_s)
 
-    def _count_starts(self) -> None:
-        """Count in the hazards' tables the starts noted since the last time, in slots of at least a
-        second."""
-        if not self._started:
+    def _count(self) -> None:
+        """Count in the hazards' tables all starts, returns and losses that are noted."""
+        # Starts first: an end is taken out of the slot of its start.
+        for started in (self._counting.started, self._started):
+            self._count_starts(started)
+        for returned in (self._counting.returned, self._returned):
+            self._count_ends(returned, self._returns)
+        for lost in (self._counting.lost, self._lost):
+            self._count_ends(lost, self._losses)
+
+    def _count_starts(self, started: list[float]) -> None:
+        """Count starts in the hazards' tables, in slots of at least a second, and forget them."""
+        if not started:
             return
         num_slots, new_s = len(self._times_s), []
         last_s = self._times_s[-1] if num_slots else -inf
         slots = []
-        for now_s in self._started[1::2]:
+        for now_s in started[1::2]:
             if now_s - last_s >= 1.0:
                 new_s.append(now_s)
                 last_s = now_s
@@ -182,28 +196,15 @@ class Hazards:
         self._times_s = np.concatenate([self._times_s, new_s])
         out = np.zeros((len(self._times_s), self._out.shape[1]))
         out[:num_slots] = self._out
-        rows = np.array(self._started[::2], np.intp)
+        rows = np.array(started[::2], np.intp)
         np.add.at(out, (np.array(slots), rows), 1.0)
         self._out = out
-        self._started.clear()
-
-    def _count_returned(self) -> None:
-        """Count in the hazards' tables the returns noted since the last time."""
-        self._count_ends(self._returned, self._returns)
-
-    def _count_lost(self) -> None:
-        """Count in the hazards' tables the losses noted since the last time."""
-        self._count_ends(self._lost, self._losses)
+        started.clear()
 
     def _count_ends(self, ends: list[float], table: Table) -> None:
         """Count ends in a table of the hazards, and forget them: each into the bin of its age, and
-        out of the slot of its start."""
+        out of the slot of its start, which is counted."""
         if not ends:
-            return
-        # Else that slot may not be there yet.
-        self._count_starts()
-        if len(ends) <= 3 * _FEW:
-            self._count_few_ends(ends, table)
             return
         found = np.array(ends).reshape(-1, 3)
         rows, starts_s = found[:, 0].astype(np.intp), found[:, 1]
@@ -217,26 +218,12 @@ class Hazards:
         np.subtract.at(self._out, (begun, rows), counts)
         ends.clear()
 
-    def _count_few_ends(self, ends: list[float], table: Table) -> None:
-        """Do the same for a few ends of the hazards, one by one, for which numpy takes longer."""
-        for row, start_s, age_s in zip(ends[::3], ends[1::3], ends[2::3], strict=True):
-            count = ldexp(1.0, int(start_s // self._half_life_s) - self._num_halved)
-            table[int(row), bisect_right(EDGES_S, age_s)] += count
-            begun = self._times_s.searchsorted(start_s, "right") - 1
-            self._out[begun, int(row)] -= count
-        ends.clear()
-
-    def _count(self) -> None:
-        """Count in the hazards' tables the starts, returns and losses noted since the last time."""
-        self._count_starts()
-        self._count_returned()
-        self._count_lost()
-
     def _halve(self, times: int) -> None:
         """Halve all counts of the hazards until they have been halved `times` times in all."""
-        # What was frozen is of the time before, so the other half of it has to be; and so is what is
-        # noted.
-        self._freeze_out()
+        # What is noted is of the time before; and so are the counts that are worked with, as far as
+        # their time has come.
+        if self._due <= 0:
+            self._do(_NUM_COUNTED if self._due > _FREEZE_DUE else _NUM_FROZEN)
         self._count()
         share = ldexp(1.0, self._num_halved - times)
         self._num_halved = times
@@ -273,29 +260,74 @@ class Hazards:
 
     # --- what it says -----------------------------------------------------------------------------
 
-    # Worths are worked out in parts, of what was counted by the first of them.
+    # Worths are worked out in parts, of what was noted by the start at which they are due.
+
+    def work_ahead(self) -> None:
+        """Do a part or two of the work on the hazards' worths ahead of the start that would have to
+        do it. It changes nothing that they say."""
+        # Never so far ahead that counts are frozen before their time has come: at the start before
+        # that, `_AHEAD + 1` parts may be done, and `_NUM_COUNTED` come before.
+        if self._due <= 0:
+            self._do(min(_AHEAD - self._due, self._num_done + 2, len(_PARTS)))
 
     def _go_on(self) -> None:
-        """Do the part of the work on the hazards' worths that is due now, if any; all parts at once
-        if worths are wanted more often than parts fit in."""
+        """Do the work on the hazards' worths that this start may not leave undone."""
         due = self._due
-        if self._period < LEAST_PERIOD:
-            if due == 0:
-                for part in _PARTS.values():
-                    part(self)
+        if due == 0:
+            self._begin()
+            # All at once if worths are wanted more often than parts fit in.
+            if self._period < LEAST_PERIOD:
+                self._frozen_s = self.now_s
+                self._finish()
                 self._due = self._period
-        elif due in _PARTS:
-            _PARTS[due](self)
-            # Done: count down again. The parts are within the period.
-            if due == _LAST:
-                self._due += self._period
+            return
+        if due == _FREEZE_DUE:
+            self._frozen_s = self.now_s
+        # A use may have two starts: with one part or two done ahead after each, it does none.
+        self._do(-due - 1)
+        if due == -len(_PARTS):
+            self._finish()
+            self._due += self._period
 
-    def _prune_slots(self) -> None:
-        """Do a part of the hazards' work: count what was noted, and merge slots of starts that lie
-        closer together than their age requires."""
-        self._count()
+    def _begin(self) -> None:
+        """Begin to work out the hazards' worths: set apart what is noted by now."""
+        self._counting = _Noted(self._started, self._returned, self._lost)
+        self._started, self._returned, self._lost = [], [], []
+        self._begun_s, self._num_done = self.now_s, 0
+
+    def _do(self, num_parts: int) -> None:
+        """Do parts of the work on the hazards' worths until this many are done."""
+        while self._num_done < num_parts:
+            _PARTS[self._num_done](self)
+            self._num_done += 1
+
+    def _finish(self) -> None:
+        """Finish the work on the hazards' worths, and publish them.
+
+        `worth[kind][bin]` rises up to `peak[kind]` and falls from there, so that the leaf of a
+        class that is worth least is its oldest or its newest. Both lists are new objects (see
+        `LeastWorth.choose`).
+        """
+        self._do(len(_PARTS))
+        self.peak, self.worth = self._found
+
+    def _count_begun(self) -> None:
+        """Do a part of the hazards' work: count the starts."""
+        self._count_starts(self._counting.started)
+
+    def _count_returned(self) -> None:
+        """Do a part of the hazards' work: count the returns."""
+        self._count_ends(self._counting.returned, self._returns)
+
+    def _count_lost(self) -> None:
+        """Do a part of the hazards' work: count the losses."""
+        self._count_ends(self._counting.lost, self._losses)
+
+    def _thin_out(self) -> None:
+        """Do a part of the hazards' work: merge slots of starts that lie closer together than their
+        age requires."""
         firsts: list[int] = []
-        now_s, last_s = self.now_s, -inf
+        now_s, last_s = self._begun_s, -inf
         for at, time_s in enumerate(self._times_s.tolist()):
             if time_s - last_s >= RESOLUTION * (now_s - time_s):
                 firsts.append(at)
@@ -305,18 +337,14 @@ class Hazards:
             self._times_s = self._times_s[firsts]
 
     def _freeze_ended(self) -> None:
-        """Do a part of the hazards' work: fix the counts of starts that ended, and the time, that
-        all later parts work with."""
-        self._frozen = self.now_s, self._ended(), self._by_class(self._returns)
+        """Do a part of the hazards' work: fix the counts of starts that ended that all later parts
+        work with."""
+        self._seen = self._ended(), self._by_class(self._returns)
 
     def _freeze_out(self) -> None:
-        """Do a part of the hazards' work: fix the counts of starts that are out, as of the same
-        time."""
-        if self._frozen is None:  # done already, before the counts were halved
-            return
-        now_s, ended, returns = self._frozen
-        self._seen = ended + self._still_out(now_s), returns
-        self._frozen = None
+        """Do a part of the hazards' work: fix the counts of starts that are out, too."""
+        ended, returns = self._seen
+        self._seen = ended + self._still_out(self._frozen_s), returns
 
     def _estimate(self) -> None:
         """Do a part of the hazards' work: estimate the chances of each class, from all to groups to
@@ -343,16 +371,11 @@ class Hazards:
         self._ranked.append(steepest_slopes(uses, seconds, self._scratch))
 
     def _rank(self) -> None:
-        """Do the last part of the hazards' work: publish the new worths.
-
-        `worth[kind][bin]` rises up to `peak[kind]` and falls from there, so that the leaf of a
-        class that is worth least is its oldest or its newest. Both lists are new objects (see
-        `LeastWorth.choose`).
-        """
+        """Do the last part of the hazards' work: the worths, ready to be published."""
         indices = np.concatenate(self._ranked)
         peaks = indices.argmax(1)
-        self.peak: list[int] = peaks.tolist()
-        self.worth: list[Chances] = rise_and_fall(indices, peaks).tolist()
+        worth: list[Chances] = rise_and_fall(indices, peaks).tolist()
+        self._found: tuple[list[int], list[Chances]] = peaks.tolist(), worth
 
     def _ended(self) -> Table:
         """Return of the hazards a float [classes, bins] table: starts of each class that ended in
@@ -377,27 +400,26 @@ class Hazards:
         return np.maximum(self._by_class(out[until].T), 0.0)
 
 
-_PARTS: Final = {
-    4: Hazards._count_starts,
-    3: Hazards._count_returned,
-    2: Hazards._count_lost,
-    0: Hazards._prune_slots,
-    -2: Hazards._freeze_ended,
-    -3: Hazards._freeze_out,
-    -4: Hazards._estimate,
-    -5: Hazards._sum_up,
-    -6: Hazards._rank_slice,
-    -8: Hazards._rank_slice,
-    -10: Hazards._rank_slice,
-    -12: Hazards._rank,
-}
-"""The parts of working out the worths, each by how many starts are still to come until their
-period is over. A request has one start or two. At 0 little is left to count."""
+_PARTS: Final = (
+    Hazards._count_begun,
+    Hazards._count_returned,
+    Hazards._count_lost,
+    Hazards._thin_out,
+    Hazards._freeze_ended,
+    Hazards._freeze_out,
+    Hazards._estimate,
+    Hazards._sum_up,
+    *[Hazards._rank_slice] * _NUM_SLICES,
+    Hazards._rank,
+)
+"""The parts of working out the worths. Where none is done ahead, a start does one, the last two."""
 
-_FIRST: Final = max(_PARTS)
-_LAST: Final = min(_PARTS)
+_NUM_COUNTED: Final = 4  # parts up to where the counts are complete
+_NUM_FROZEN: Final = 6
+_FREEZE_DUE: Final = -2  # start whose time the counts that are worked with are of
+_AHEAD: Final = 2  # parts that are done before a start would have to do them
 
-LEAST_PERIOD: Final = 2 - _LAST
+LEAST_PERIOD: Final = len(_PARTS) + 2
 """Starts between two workings out below which all is done at once."""
 
 
