@@ -632,9 +632,9 @@ class DecodePreallocQueue:
         # It takes pages as those that prefill sends do, so it changes only what is to be sent.
         load_pages = waiter.load_end = 0
         if self._host is not None and match is not None and req.may_load:
-            # With the last page left, where something has to be computed.
-            found = waiter.found_in_host = self._host.find(key, shared_pages)
-            if found is not None:
+            found = waiter.found_in_host = self._host.find(key, waiter.found_in_host)
+            if found is not None and found.depth > shared_pages:
+                # With the last page left, where something has to be computed.
                 samples = self._computes and not req.resumed and req.request.may_compute
                 load_end = min(found.depth, (len(key) - samples) // page_size)
                 if load_end > shared_pages and self._is_worth_loading(

@@ -1051,8 +1051,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         num_shared = 0
         if match is not None:
             _, num_shared = self.flights.find(req.key, match.depth)
-            if self.host is not None and (found := self.host.find(req.key, num_shared)):
-                num_shared = found.depth
+            if self.host is not None and (found := self.host.find(req.key)) is not None:
+                num_shared = max(num_shared, found.depth)
         return req.kv_len - num_shared * self.pages.page_size <= most
 
     def _go_alone(self, req: DecodeRequest) -> None:
