@@ -16,6 +16,8 @@ from heapq import heapify, heappop, heappush
 from math import inf, nextafter
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from prefixkv.cache.eviction.hazards import EDGES_S, Hazards
 from prefixkv.cache.eviction.queues import LeafOrders, LeafRank, forget
 from prefixkv.cache.node import TreeNode
@@ -30,6 +32,7 @@ AT_ONCE = -inf
 WITH_A_CLOCK = nextafter(0.0, 1.0)
 """The least time above 0: an offer made without a clock holds until the first time is given."""
 
+_EDGES_S = np.array(EDGES_S)
 ENDS_S = (*EDGES_S, inf)
 """End of each age bin, in seconds."""
 
@@ -253,6 +256,34 @@ class LeastWorth(LeafOrders):
         # so the oldest goes.
         rises = now_s > 0 and place < hazards.peak[kind]
         return (hazards.worth[kind][place], rises, -tick if rises else tick)
+
+    def ranked(self, now_s: float) -> list[Entry]:
+        # As `rank_at`, of all leaves of a class at once.
+        entries: list[Entry] = []
+        worths, rises, order = [], [], []
+        for kind, line in enumerate(self._lines):
+            here = [
+                entry
+                for part in (line.in_order, line.oldest)
+                for entry in part
+                if entry is entry[1].entry
+            ]
+            if not here:
+                continue
+            entries += here
+            used_s = np.array([entry[1].mark[2] for entry in here])
+            ticks = np.array([entry[0] for entry in here])
+            places = _EDGES_S.searchsorted(now_s - used_s, "right")
+            worths.append(np.array(self._hazards.worth[kind])[places])
+            # Without a clock nothing has an age.
+            rising = (places < self._hazards.peak[kind]) & (now_s > 0)
+            rises.append(rising)
+            order.append(np.where(rising, -ticks, ticks))
+        if not entries:
+            return entries
+        keys = np.concatenate(order), np.concatenate(rises), np.concatenate(worths)
+        # The last of the keys decides first; falling, so that the first to go is the last.
+        return [entries[at] for at in np.lexsort(keys)[::-1].tolist()]
 
     def count_dead_unswept(self) -> None:
         """Count a dead entry of the least-worth queue while the line of a class is being read.
