@@ -241,9 +241,9 @@ class LeastWorth(LeafOrders):
         place = bisect_right(EDGES_S, now_s - used_s)
         holds_s = used_s + ENDS_S[place]
         offered, least, is_newest, key = oldest, worth[place], False, oldest[0]
-        # Where worth rises with age at first, the newest may be worth less than the oldest. Then the
-        # offer holds until the first of both ages changes its bin. Else until that of the oldest
-        # does: what the newest is worth rises, and then it is no offer.
+        # Where worth rises with age at first, the newest may be worth less than the oldest. If it
+        # is the offer, that holds until the first of both ages changes its bin; else until that of
+        # the oldest does, since what the newest is worth rises.
         if peak and now_s > 0 and (place < peak or worth[0] < least):
             newest = line.in_order[-1] if line.in_order and not line.newest else None
             if (
