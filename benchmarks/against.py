@@ -56,6 +56,7 @@ class Plan:
     seed: int = 0
     policy: str | None = None
     quick: bool = False
+    cpu: bool = False  # calls of one thread by its processor time
 
     def rounds_of(self, part: str, start: int) -> int:
         """Return how many rounds of a part are due after this start."""
@@ -261,7 +262,9 @@ def compare(commit: str, plan: Plan, tell: Callable[[str], None]) -> tuple[list[
                         is_due = number >= 0 or not is_pair or (part == "demo" and rate is None)
                         if part in failed or not is_due:
                             continue
-                        order = Order(part, plan.calls, plan.seed, plan.policy, plan.quick, rate)
+                        order = Order(
+                            part, plan.calls, plan.seed, plan.policy, plan.quick, rate, plan.cpu
+                        )
                         for side in turn_about(SIDES, number + 1):
                             try:
                                 took = sides[side].measure(order)
@@ -299,6 +302,7 @@ def against_command(commit: str, plan: Plan, json_file: Path | None, console: Co
         "ours": ours,
         "ours_is_changed": bool(git("status", "--porcelain", "--untracked-files=no")),
         "theirs": theirs,
+        "clock": "the thread's processor time, of pairs the wall" if plan.cpu else "the wall",
         "plan": asdict(plan),
         "date": time.strftime("%Y-%m-%d"),
         **machine(),
@@ -306,7 +310,8 @@ def against_command(commit: str, plan: Plan, json_file: Path | None, console: Co
     rows, failed = compare(
         theirs, plan, lambda line: console.print(line, highlight=False, soft_wrap=True)
     )
-    console.print(table_of(rows, ours[:7], theirs[:7]))
+    wide = Console(width=max(console.width, 110))  # names in one line, also into a file
+    wide.print(table_of(rows, ours[:7], theirs[:7]))
     if json_file is not None:
         content = {"recipe": recipe, "rows": [row.as_json() for row in rows], "failed": failed}
         json_file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -107,6 +107,7 @@ def check_decode(
             for req in live
             if req.output_limit
         ),
+        "a request's digest is its prompt's": all(req.is_named_right for req in requests),
     }
     check_laws(laws, f"{own} own", allocator, list(requests))
 

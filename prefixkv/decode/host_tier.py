@@ -141,13 +141,14 @@ class HostTier:
 
     # --- loads ------------------------------------------------------------------------------------
 
-    def find(self, key: RadixKey, start: int) -> MatchResult | None:
-        """Return what host memory has of `key` if that is more than its first `start` pages, and a
-        load can begin; else None."""
-        if not self.cache.num_pages or not self.pages.table.free_spare_rows:
+    def find(self, key: RadixKey, last: MatchResult | None = None) -> MatchResult | None:
+        """Return what host memory has of `key`, if a load can begin; else None. `last`: what was
+        found of this key before, which is still right while that memory has not changed."""
+        if not self.pages.table.free_spare_rows:
             return None
-        found = self.cache.match_prefix(key)
-        return found if found.depth > start else None
+        if last is not None and last.version == self.cache.version:
+            return last
+        return self.cache.match_prefix(key) if self.cache.num_pages else None
 
     def load_s(self, num_pages: int, now_s: float) -> float:
         """Return the seconds that a load of `num_pages` from host memory takes, behind those under

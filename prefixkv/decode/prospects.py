@@ -71,7 +71,7 @@ class Prospects:
                     away += flight.pages.num_own + releases.end(flight.pages.lock)
         stuck = self._stuck(releases)
         held = pages.held_pages + pages.quarantined_pages
-        if self._host is not None:
+        if held and self._host is not None:
             held -= self._host.held_pages
         return Unproved(held, away, stuck)
 

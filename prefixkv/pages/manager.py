@@ -17,21 +17,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from prefixkv.cache.checkpoints import Checkpoints
 from prefixkv.cache.eviction.policy import DEFAULT_POLICY, Policy
-from prefixkv.cache.node import PAGE_ID_BYTES
+from prefixkv.cache.node import PAGE_ID_BYTES, Root
 from prefixkv.cache.radix_cache import RadixCache
-from prefixkv.cache.radix_key import RadixKey
+from prefixkv.cache.radix_key import TOKEN_BYTES, RadixKey
 from prefixkv.cache.results import MatchResult, PrefixLock, packed_path
+from prefixkv.digest import PathHash, begin_hash
 from prefixkv.errors import CapacityError, InternalError, OutOfPagesError, UserErrors
 from prefixkv.pages.allocator import PageAllocator
 from prefixkv.pages.table import PageTable
-from prefixkv.paging import Pages
+from prefixkv.paging import Pages, pages_for
 from prefixkv.settings import check_time, whole_count
 from prefixkv.stats import MICROSECONDS, Histogram
+
+HASH_EVERY_TOKENS: Final = 1024
+"""Tokens that one path hash is away from the next on a path, at least. Hashing that many takes
+3 us, and a path hash takes half a kilobyte."""
+
+
+class KeptHash(NamedTuple):
+    """A path hash of a request's prompt, of its first `depth` pages."""
+
+    depth: int
+    path_hash: PathHash
 
 
 @dataclass(slots=True, eq=False)
@@ -49,6 +62,7 @@ class RequestPages:
     num_pages: int
     epoch: int
     slot: int = -1
+    hashes: Sequence[KeptHash] = ()  # of its prompt's path; kept once its lock ends there
     duplicates: list[Pages] = field(default_factory=list)  # replaced, but writes may read them
 
     @property
@@ -76,6 +90,9 @@ class PageManager:
             the rules of its own pages.
         spare_rows: rows of the page table for pages that are loaded from host memory.
         num_checkpoints: slots for checkpoints of extra state (`cache/checkpoints.py`).
+
+    `hash_every_pages`: pages that path hashes are apart, at least. Another number changes only what
+    `digest` costs.
     """
 
     def __init__(
@@ -93,6 +110,7 @@ class PageManager:
         num_checkpoints: int = 0,
     ) -> None:
         self.page_size = page_size
+        self._page_bytes = page_size * TOKEN_BYTES
         self.num_pages = num_pages - reserved_pages  # that requests may have
         self.evict_reserve_pages = evict_reserve_pages
         self.caching = caching
@@ -104,6 +122,7 @@ class PageManager:
         self.table = PageTable(max_requests, max_pages_per_request or self.num_pages, spare_rows)
         # Last: a policy object serves one cache, so nothing that could fail may come after it.
         self.cache = RadixCache(page_size, policy, num_pages, self.errors)
+        self.hash_every_pages = pages_for(HASH_EVERY_TOKENS, page_size)
         self.checkpoints: Checkpoints | None = None
         if num_checkpoints:
             self.checkpoints = Checkpoints(self.cache, num_pages, num_checkpoints)
@@ -134,6 +153,37 @@ class PageManager:
         """Return the longest cached prefix in the page manager's tree; None if caching is off.
         Changes nothing."""
         return self.cache.match_prefix(key) if self.caching and cacheable else None
+
+    def digest(self, key: RadixKey, match: MatchResult | None) -> tuple[bytes, list[KeptHash]]:
+        """Return the digest of a checked key (`prompt_digest`), worked out from the deepest path
+        hash that the page manager's tree has of its match, and new path hashes to be kept. O(tokens
+        behind that hash).
+
+        New ones are of the match, where another path may part, and of all whole pages, where a next
+        turn goes on.
+        """
+        data, page_bytes = key.data, self._page_bytes
+        known = None if match is None else self.cache.hashed(match)
+        if known is None:
+            at, path_hash = 0, begin_hash(key.namespace)
+        else:
+            at, path_hash = known[0], known[1].copy()
+        kept: list[KeptHash] = []
+        if match is not None:
+            for depth in (match.depth, len(data) // page_bytes):
+                if depth - at >= self.hash_every_pages:
+                    path_hash.update(memoryview(data)[at * page_bytes : depth * page_bytes])
+                    kept.append(KeptHash(depth, path_hash.copy()))
+                    at = depth
+        path_hash.update(memoryview(data)[at * page_bytes :])
+        return path_hash.digest(), kept
+
+    def keep_hashes(self, pages: RequestPages) -> None:
+        """Keep in the page manager's tree those path hashes of a request at which its lock ends
+        now."""
+        if pages.lock is not None:
+            for depth, path_hash in pages.hashes:
+                self.cache.keep_hash(pages.lock, depth, path_hash)
 
     def open(
         self,
@@ -323,6 +373,8 @@ class PageManager:
                 self.allocator.free(duplicates)
             self.allocator.cache(published)
         pages.num_locked = num_whole
+        if pages.hashes:
+            self.keep_hashes(pages)
         self.version += 1
 
     def cache_finished(
@@ -511,8 +563,9 @@ class PageManager:
 
     def check_invariants(self) -> None:
         """Audit the page manager's tree, allocator and table, and that they agree on how many pages
-        are cached."""
+        are cached. O(nodes x tokens of a path) for the path hashes."""
         self.cache.check_invariants()
+        self._check_hashes()
         if self.checkpoints is not None:
             self.checkpoints.check_invariants()
         self.allocator.check_invariants()
@@ -531,3 +584,21 @@ class PageManager:
             raise InternalError(
                 f"the tree has {in_tree} pages, the allocator {self.allocator.cached_pages} cached"
             )
+
+    def _check_hashes(self) -> None:
+        """Check that each path hash in the page manager's tree is that of its path. Raises
+        InternalError."""
+        for node in self.cache.nodes():
+            if node.hashes is None:
+                continue
+            runs, top = [bytes(node.key)], node
+            while (above := top.parent) is not None:
+                top = above
+                runs.append(bytes(top.key))
+            assert isinstance(top, Root)
+            tokens = b"".join(reversed(runs))
+            for depth, path_hash in node.hashes:
+                expected = begin_hash(top.namespace)
+                expected.update(tokens[: depth * self._page_bytes])
+                if expected.digest() != path_hash.digest():
+                    raise InternalError(f"the hash of {depth} pages is another path's: {node}")

@@ -146,6 +146,9 @@ class PrefillBootstrapQueue:
             return False
         req.pages_held = pages.open(req.key, match, num_new, now_s)
         req.prefix_len = prefix_len
+        if req.hashes:
+            req.pages_held.hashes, req.hashes = req.hashes, []
+            pages.keep_hashes(req.pages_held)
         if self._checkpoints is not None:
             self._checkpoints.begin(req)
         req.plan = SendPlan(req.num_tokens, req.decode_prefix_len, page_size)

@@ -53,8 +53,10 @@ class PrefillDesk:
     def __init__(self, sim: EngineSim, rank: PrefillRank) -> None:
         self.sim, self.rank = sim, rank
         side = sim.sides[0]
+        pages = PageManager(side.num_pages, side.page_size, ROWS, policy=sim.policy)
+        pages.hash_every_pages = 1
         self.scheduler = PrefillScheduler(
-            PageManager(side.num_pages, side.page_size, ROWS, policy=sim.policy),
+            pages,
             num_slots=side.num_slots,
             usable_prefix=self._usable_prefix if side.num_slots else None,
             weights_version=sim.prefill_version,
@@ -469,9 +471,13 @@ class EngineSim(Sim):
         side = self.sides[1]
         sizes = side.num_pages, side.page_size, ROWS
         settings: Any = {"policy": self.policy, "num_slots": side.num_slots}
+        pages: PageManager
         if len(self.readers) == 1:
-            return PageManager(*sizes, **settings)
-        return ReplicatedPageManager(log.append, *sizes, **settings)
+            pages = PageManager(*sizes, **settings)
+        else:
+            pages = ReplicatedPageManager(log.append, *sizes, **settings)
+        pages.hash_every_pages = 1
+        return pages
 
     # --- chance and content -----------------------------------------------------------------------
 
