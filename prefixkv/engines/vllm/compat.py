@@ -96,6 +96,10 @@ WEIGHTS: Final = VllmFeature(
 USAGE: Final = VllmFeature(
     "counting cached tokens", "`usage` says of tokens that were loaded that they were cached"
 )
+HOST_WRITES: Final = VllmFeature(
+    "waiting for copies to host memory",
+    "vLLM may preempt a running request for blocks that a copy gives back at once",
+)
 METRICS: Final = VllmFeature(
     "counting for its metrics", "log and /metrics have none of vllm:prefixkv_*"
 )
@@ -144,7 +148,8 @@ TABLE: Final = (
          "is_multimodal_model enable_sleep_mode get_total_num_kv_heads", "know the model"),
     _row(CONFIG, "vllm.config", "SchedulerConfig", "max_num_batched_tokens",
          "know how much a step computes"),
-    _row(CONFIG, "vllm.config", "CacheConfig", "cache_dtype", "know how KV is kept"),
+    _row(CONFIG, "vllm.config", "CacheConfig", "cache_dtype enable_prefix_caching",
+         "know how KV is kept"),
     _row(CONFIG, "vllm.config", "DeviceConfig", "device_type", "know where KV is"),
     _row(CONFIG, _SPECS, "KVCacheConfig", "num_blocks kv_cache_groups hash_block_size "
          "kv_cache_layout", "know the pool of blocks"),
@@ -217,6 +222,8 @@ TABLE: Final = (
     _row(USAGE, _REQUEST, "Request", "prefill_stats", "leave out what was loaded"),
     _row(USAGE, "vllm.v1.metrics.stats", "PrefillStats", "num_cached_tokens "
          "num_local_cached_tokens", "leave out what was loaded"),
+    _row(HOST_WRITES, f"{_V1}.base", "KVConnectorBase_V1", "has_pending_block_frees",
+         "be asked before a request is preempted"),
     _row(METRICS, f"{_V1}.metrics", "", "KVConnectorPromMetrics KVConnectorStats",
          "be carried by vLLM"),
     _row(METRICS, f"{_V1}.base", "KVConnectorBase_V1", "get_kv_connector_stats "
@@ -422,13 +429,14 @@ def unwatched() -> AbstractContextManager[None]:
     return paused
 
 
-def count_own_cache_only(request: Any) -> None:
-    """Correct the usage in vLLM's request, so that only this server's own cache counts as cached.
+def count_own_cache_only(request: Any, hosted: int = 0) -> None:
+    """Correct the usage in vLLM's request, so that only this server's own cache counts as cached,
+    and the `hosted` tokens from its host memory.
 
     vLLM adds the tokens that are loaded: for a cold prompt it would report all but one as cached.
     """
     if available(USAGE) and (stats := request.prefill_stats) is not None:
-        stats.num_cached_tokens = stats.num_local_cached_tokens
+        stats.num_cached_tokens = stats.num_local_cached_tokens + hosted
 
 
 def reached_at(bind: str) -> str:
@@ -460,6 +468,22 @@ def check_engine(config: Any, kv_cache: Any) -> None:
     if config.model_config.is_encoder_decoder:
         raise ConfigError("the model is an encoder-decoder, whose KV is not transferred")
     check_sleep(config.model_config, config.device_config.device_type)
+
+
+def check_host_memory(config: Any) -> None:
+    """Raise ConfigError for a vLLM server that host memory is of no use to."""
+    transfer = config.kv_transfer_config
+    if not transfer.is_kv_consumer:
+        raise ConfigError(
+            "host_memory: this server is a kv_producer alone; it is for decode, which loads from "
+            "there what prefill need not send"
+        )
+    if not config.cache_config.enable_prefix_caching:
+        raise ConfigError(
+            "host_memory: the prefix cache is off (--no-enable-prefix-caching), and host memory "
+            "has the blocks that it evicts"
+        )
+    available(HOST_WRITES)
 
 
 def backends_of(config: Any, kv_cache: Any) -> list[str]:

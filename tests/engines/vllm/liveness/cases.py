@@ -65,6 +65,55 @@ def at_random(seed: int) -> Case:
     return replace(case, compute_below=0 if case.recompute_below else below)
 
 
+def with_host(seed: int) -> Case:
+    """A case with host memory: a few prompts that are asked again and again, each so long that two
+    fill decode's cache, so that they evict each other there."""
+    chance = random.Random(seed)
+    num = chance.choice((4, 6, 8, 10))
+    words = [
+        ((100, chance.choice((0, 0, 2 * BLOCK))), (i, chance.choice(LENGTHS) - 2 * BLOCK))
+        for i in range(chance.choice((2, 2, 3, 4)))
+    ]
+    words = [tuple(word for word in one if word[1]) for one in words]
+    both = chance.random() < 0.2
+    kinds = chance.choice((("plain",), ("room",), ("room", "plain"), ("room", "plain", "drawn")))
+    asks = tuple(
+        Ask(
+            chance.choice(kinds),
+            chance.choice(words)
+            if chance.random() < 0.7
+            else (*chance.choice(words), (50 + i, chance.choice((1, 3, 9)))),
+            # A server of both roles may preempt a promised prompt, and hold it, behind a request
+            # that then needs these blocks: with host memory or without.
+            chance.choice((1, 3) if both else (1, 3, 8, 20)),
+            chance.choice(("ab", "ba")) if both else "ab",
+        )
+        for i in range(num)
+    )
+    order = arrivals(tuple(ask.kind for ask in asks))
+    if chance.random() < 0.5:
+        chance.shuffle(order)
+    for _ in range(chance.choice((0, 0, 1, 2))):
+        order = leaving(order, asks, chance) if not any("-" in one for one in order) else order
+    case = Case(
+        asks,
+        tuple(order),
+        pace=chance.choice(("none", "rest", "rest", "random", "random", "random")),
+        storm=chance.choice((0, 40, 200)),
+        seed=seed,
+        blocks=chance.choice(((200, 24), (200, 24), (24, 24), (200, 34))),
+        chunk=chance.choice((1024, 1024, 16, 9)),
+        share=chance.choice((0, 0, 7)),
+        asynchronous=chance.random() < 0.4,
+        both=both,
+        host=chance.choice(("8x", "2x", "1x", "0.5x")),
+        copies_fail=chance.choice((0.0, 0.0, 0.2)),
+        flushes=chance.choice((0.0, 0.0, 0.02)),
+    )
+    below = chance.choice((0, 0, 2 * BLOCK, MAX_LEN_BLOCKS * BLOCK))
+    return replace(case, compute_below=below)
+
+
 def leaving(order: list[str], asks: tuple[Ask, ...], chance: random.Random) -> list[str]:
     """The client of one request leaves: at decode, at prefill, at both, or before it came to
     decode, which decode is told where the room is a router's."""

@@ -26,7 +26,7 @@ from vllm.v1.request import Request
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.testing.fabric import FakeFabric
 from tests.engines.vllm.liveness.case import Case
-from tests.engines.vllm.liveness.process import Bell, Router, Thread, Tower, put_in_place
+from tests.engines.vllm.liveness.process import Bell, Copies, Router, Thread, Tower, put_in_place
 from tests.engines.vllm.liveness.server import OFFER_GRACE_S, OFFER_TIMEOUT_S, Server
 from tests.models.liveness.arrivals import BLOCK, LivenessError
 
@@ -51,6 +51,7 @@ class World:
     threads: list[Thread] = field(default_factory=list)
     towers: dict[str, Tower] = field(default_factory=dict)
     bells: list[Bell] = field(default_factory=list)
+    copies: list[Copies] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         Thread.world = self
@@ -61,6 +62,7 @@ class World:
         self._tickets = 0
         self.steps: list[str] = []
         self.counts: Counter[str] = Counter()
+        self.servers: dict[str, Server] = {}
         roles = ("kv_both", "kv_both") if self.case.both else ("kv_producer", "kv_consumer")
         self.servers = {
             name: Server(self, name, role, 1 + num_blocks)
@@ -220,6 +222,9 @@ class World:
                 yield f"worker {name}", server.execute
         if only:
             return
+        for copies in self.copies:
+            if copies.under_way:
+                yield f"copy {copies.name}", copies.step
         for thread in self.threads:
             if len(thread.inbox):
                 yield f"thread {thread.name}", lambda thread=thread: self._work(thread)  # type: ignore[misc]
@@ -255,6 +260,8 @@ class World:
             choices.append(("come", self.come))
         if not choices:
             return False
+        if self.case.flushes and self.random.random() < self.case.flushes:
+            choices = [(f"flush {one.name}", one.flush) for one in self.servers.values()]
         self.do(*self.random.choice(choices))
         return True
 
