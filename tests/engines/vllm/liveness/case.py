@@ -20,8 +20,8 @@ class Case:
     more), "a" or "b" (only this server; frames lie), "random". `storm` is how many steps are taken
     at random behind the last arrival, before all take turns. `chunk` is how many tokens a step
     computes, `share` how many of them one prompt may have; 0: all. `host` is decode's host memory;
-    of its copies the share `copies_fail` fails, and `flushes` is how often in a random step the
-    connector's cache is reset."""
+    of its copies the share `copies_fail` fails. `flushes` is how often in a random step the
+    connector's cache is reset, and `leaves` how often a client leaves whose blocks are loaded."""
 
     asks: tuple[Ask, ...]
     order: tuple[str, ...]
@@ -39,6 +39,7 @@ class Case:
     host: str = ""
     copies_fail: float = 0.0
     flushes: float = 0.0
+    leaves: float = 0.0
 
     def __str__(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"))

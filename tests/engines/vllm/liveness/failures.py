@@ -54,6 +54,7 @@ def _smaller(case: Case) -> Iterator[Case]:
         "blocks",
         "copies_fail",
         "flushes",
+        "leaves",
         "host",
     ]
     if not any(ask.way == "ba" for ask in case.asks):

@@ -101,6 +101,9 @@ class World:
     def ordered(self, server: Server, orders: Any) -> None:
         self.opened |= {opening.room for opening in orders.opens}
         self.declined |= {one.room for one in orders.declines}
+        for copy, rid in orders.copies:
+            self.counts["host loads" if copy.is_load else "host writes"] += 1
+            self.counts["host loads beside a room"] += rid in {one.rid for one in orders.opens}
         if below := self.case.compute_below:
             lacks = [one.num_tokens - one.prefix_len for one in orders.opens]
             self.counts["loaded, and might be computed"] += sum(one <= below for one in lacks)
@@ -260,10 +263,23 @@ class World:
             choices.append(("come", self.come))
         if not choices:
             return False
+        if self.case.leaves and self.random.random() < self.case.leaves:
+            self._leave_in_a_load()
         if self.case.flushes and self.random.random() < self.case.flushes:
             choices = [(f"flush {one.name}", one.flush) for one in self.servers.values()]
         self.do(*self.random.choice(choices))
         return True
+
+    def _leave_in_a_load(self) -> None:
+        """The client of a request leaves whose blocks are loaded from host memory."""
+        hosts = [(one, one.side._host) for one in self.servers.values()]
+        loading = [(server, rid) for server, host in hosts if host for rid in host.loading]
+        if loading:
+            server, rid = self.random.choice(loading)
+            self._log(f"-{rid}, which loads")
+            self.counts["left in a host load"] += 1
+            self.left.add(rid)
+            server.abort(rid)
 
     def settle(self, only: str = "", *, arrivals: bool = False, most_rounds: int = 3000) -> None:
         """All take turns until nothing moves any more. Raises LivenessError where that goes on."""
