@@ -286,7 +286,9 @@ class SchedulerSide:
         # Looked up on each call, so the wait ends with the other load, however that ends.
         if self._options.join_flights or rid in self._followers:
             hashes = self._hashes(request, num_computed, num_computed + self._block_size)
-            if hashes and self.flights.carrier(hashes[0]) not in (None, rid):
+            carrier = self.flights.carrier(hashes[0]) if hashes else None
+            # One that does not ask prefill does not wait for it either: only for the same copy.
+            if carrier not in (None, rid) and (asks or self._is_copying_for(carrier)):
                 self._joined.add(rid)
                 return None, False  # it will be in the prefix cache
         # 6. A follower, and no load of its prompt is under way; or prefill is not asked: vLLM
@@ -344,6 +346,10 @@ class SchedulerSide:
             start, end = (num // self._block_size for num in (num_computed, num_computed + hosted))
             self._host_parts[rid] = _HostPart(start, end, is_sent)
         return hosted, hosted > 0
+
+    def _is_copying_for(self, rid: str | None) -> bool:
+        """Return whether a load from vLLM's host memory goes on for this request."""
+        return self._host is not None and rid is not None and self._host.is_loading(rid)
 
     def _loads_in_s(self, hosted: int) -> float:
         """Return the seconds that vLLM's load of `hosted` tokens from host memory takes; 0: not

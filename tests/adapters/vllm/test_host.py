@@ -237,6 +237,39 @@ def test_a_load_that_fails_is_computed_and_not_tried_again(
     assert counts["requests_in_error"] == 1
 
 
+def test_a_load_that_fails_ends_its_request_where_vllm_says_so(
+    make_servers: MakeServers, copies: HeldCopies
+) -> None:
+    """`kv_load_failure_policy` "fail"."""
+    servers = make_servers(decode=SMALL | {"policy": "fail"})
+    run(servers.decode, "1", PROMPT)
+    evict(servers.decode)
+    copies.fails = True
+    servers.decode.add(again := Request("2", PROMPT))
+    until(lambda: "2" in servers.decode.outputs, step=servers.decode.step)
+    assert again.status == "error"
+    copies.fails = False
+    servers.settle()
+    assert host_of(servers.decode)._barred == set()
+
+
+def test_a_request_that_asks_no_prefill_server_does_not_wait_for_one(small: Servers) -> None:
+    """Another has loaded the same blocks, and waits for prefill, which is never asked."""
+    decode = small.decode
+    run(decode, "1", PROMPT[:16])
+    evict(decode)
+    load, _ = small.requests("2", PROMPT)
+    decode.add(load)
+    until(lambda: host_of(decode).num_copies == 0 and "2" in decode.loading, step=decode.step)
+    decode.add(plain := Request("3", PROMPT[:18]))
+    until(lambda: "3" in decode.outputs, step=decode.step)
+    assert (plain.loaded_from, plain.loaded_to) == (0, 16)
+    assert "2" in decode.loading
+    decode.abort("2")
+    until(lambda: not decode.left, step=small.step)
+    small.settle()
+
+
 @pytest.mark.parametrize("moves", ["flush", "move_weights"])
 def test_new_weights_empty_host_memory(small: Servers, copies: HeldCopies, moves: str) -> None:
     """A load under way fails; a write under way is not entered behind it."""
