@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dis
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -22,6 +22,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from prefixkv.engines.vllm.host_events import HostEvent
 from prefixkv.engines.vllm.layout import check_config, check_sleep
 from prefixkv.spi import ConfigError
 
@@ -99,6 +100,9 @@ USAGE: Final = VllmFeature(
 HOST_WRITES: Final = VllmFeature(
     "waiting for copies to host memory",
     "vLLM may preempt a running request for blocks that a copy gives back at once",
+)
+HOST_EVENTS: Final = VllmFeature(
+    "telling of host memory", "cache events say nothing of the blocks in host memory"
 )
 METRICS: Final = VllmFeature(
     "counting for its metrics", "log and /metrics have none of vllm:prefixkv_*"
@@ -224,6 +228,16 @@ TABLE: Final = (
          "num_local_cached_tokens", "leave out what was loaded"),
     _row(HOST_WRITES, f"{_V1}.base", "KVConnectorBase_V1", "has_pending_block_frees",
          "be asked before a request is preempted"),
+    _row(HOST_EVENTS, f"{_V1}.base", "KVConnectorBase_V1", "take_events", "be asked for them"),
+    _row(HOST_EVENTS, "vllm.config", "VllmConfig", "kv_events_config", "know whether it is asked"),
+    _row(HOST_EVENTS, "vllm.config", "KVEventsConfig", "enable_kv_cache_events",
+         "know whether it is asked"),
+    _row(HOST_EVENTS, "vllm.distributed.kv_events", "BlockStored", "block_hashes "
+         "parent_block_hash token_ids block_size lora_id medium lora_name", "name blocks"),
+    _row(HOST_EVENTS, "vllm.distributed.kv_events", "BlockRemoved", "block_hashes medium",
+         "name blocks"),
+    _row(HOST_EVENTS, "vllm.distributed.kv_events", "", "MEDIUM_CPU", "name blocks"),
+    _row(HOST_EVENTS, "vllm.v1.core.kv_cache_utils", "", "maybe_convert_block_hash", "name blocks"),
     _row(METRICS, f"{_V1}.metrics", "", "KVConnectorPromMetrics KVConnectorStats",
          "be carried by vLLM"),
     _row(METRICS, f"{_V1}.base", "KVConnectorBase_V1", "get_kv_connector_stats "
@@ -484,6 +498,39 @@ def check_host_memory(config: Any) -> None:
             "has the blocks that it evicts"
         )
     available(HOST_WRITES)
+
+
+def tells_host_memory(config: Any) -> bool:
+    """Return whether vLLM publishes cache events, and can publish those of host memory."""
+    if not available(HOST_EVENTS):
+        return False
+    events = config.kv_events_config
+    return events is not None and bool(events.enable_kv_cache_events)
+
+
+def host_events(events: Iterable[HostEvent], block_size: int) -> list[Any]:
+    """Return events of host memory as vLLM's, with the medium "CPU"."""
+    names = require(HOST_EVENTS)
+    convert, medium = names.maybe_convert_block_hash, names.MEDIUM_CPU
+    found: list[Any] = []
+    for event in events:
+        hashes = [convert(one) for one in event.hashes]
+        if not event.is_stored:
+            found.append(names.BlockRemoved(block_hashes=hashes, medium=medium))
+            continue
+        lora_id, lora_name = event.lora or (None, None)
+        found.append(
+            names.BlockStored(
+                block_hashes=hashes,
+                parent_block_hash=None if event.parent is None else convert(event.parent),
+                token_ids=event.tokens,
+                block_size=block_size,
+                lora_id=lora_id,
+                medium=medium,
+                lora_name=lora_name,
+            )
+        )
+    return found
 
 
 def backends_of(config: Any, kv_cache: Any) -> list[str]:

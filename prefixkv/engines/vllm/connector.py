@@ -71,13 +71,15 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
         if role is _base.KVConnectorRole.SCHEDULER:
             compat.require(compat.SCHEDULER)
             (group,) = kv_cache_config.kv_cache_groups
+            self._block_size = group.kv_cache_spec.block_size
             self._scheduler = SchedulerSide(
                 self._options,
-                group.kv_cache_spec.block_size,
+                self._block_size,
                 hash_size=kv_cache_config.hash_block_size,
                 num_ranks=self._num_ranks,
                 max_len=vllm_config.model_config.max_model_len,
                 step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+                tells_host=self._options.host is not None and compat.tells_host_memory(vllm_config),
                 **self._roles,
             )
             # Without the resting hook nothing would listen, so no worker gets an address.
@@ -175,8 +177,10 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
         return True
 
     def take_events(self) -> Iterable[Any]:
-        """Return no events from the connector: vLLM's own pool reports the blocks that arrive."""
-        return ()
+        """Return the events of host memory, for vLLM's publisher: its own pool reports the blocks
+        that arrive there."""
+        events = self.scheduler.take_host_events()
+        return compat.host_events(events, self._block_size) if events else ()
 
     # --- in a worker ------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from prefixkv.engines.vllm.blocks import Holds
+from prefixkv.engines.vllm.host_events import HostEvent, HostEvents
 from prefixkv.engines.vllm.orders import CopyEnd, CopyOrder
 from prefixkv.spi import HostCopyDone, HostTier, Pages, RadixKey, TransferError, UserErrors
 from prefixkv.transfer import RoomKey
@@ -196,6 +197,7 @@ class HostBlocks:
         policy: of eviction in host memory.
         num_ranks: workers, each of which copies its share of a block.
         now_s: seconds of a clock that never goes back.
+        tells: True if `take_events` is asked.
     """
 
     def __init__(
@@ -205,11 +207,14 @@ class HostBlocks:
         spare_blocks: int,
         num_ranks: int,
         now_s: Callable[[], float],
+        tells: bool = False,
     ) -> None:
         self.device = DeviceBlocks(holds)
         self.tier: HostTier[BlockLock] | None = None
         self._policy, self._spare_blocks = policy, spare_blocks
         self._num_ranks, self._now_s = num_ranks, now_s
+        self._tells = tells
+        self._events: HostEvents | None = None
         self._counts: Counter[str] = Counter()
         self._sizes: dict[int, tuple[int, int]] = {}  # by rank: pages that are ready, and all
         self._keys: dict[str, RadixKey] = {}  # of prompts that were looked up
@@ -234,6 +239,8 @@ class HostBlocks:
                 self.device, num_pages, self._policy, self._counts,
                 lambda: self._spare_blocks, are_ready=False,
             )  # fmt: skip
+            if self._tells:
+                self._events = HostEvents(self.tier.cache, NAME_BYTES)
         self.tier.ready(
             min(self.tier.allocator.num_pages, *(one for one, _ in self._sizes.values()))
         )
@@ -326,9 +333,13 @@ class HostBlocks:
         """Live requests of vLLM's for which a load from host memory goes on."""
         return list(self._load_of)
 
-    def finished(self, rid: str, hashes: list[Any], blocks: Sequence[int]) -> None:
+    def finished(
+        self, request: Any, hashes: list[Any], blocks: Sequence[int], num_tokens: int
+    ) -> None:
         """Record that a vLLM request ends, with these first blocks cached, whose hashes are
-        `hashes`: what host memory lacks of them is to be written."""
+        `hashes`, and whose KV is that of `num_tokens`: what host memory lacks of them is to be
+        written."""
+        rid = request.request_id
         self._keys.pop(rid, None)
         self._barred.discard(rid)
         if self.tier is None:
@@ -339,6 +350,8 @@ class HostBlocks:
         if blocks:
             path = key_of(hashes)
             self.device.leave(path, blocks)
+            if self._events is not None:
+                self._events.left(path, hashes, request.all_token_ids[:num_tokens], request)
             with self.device.ending(blocks):
                 self.tier.leave(path, self._now_s(), None)
 
@@ -364,6 +377,10 @@ class HostBlocks:
     def num_blocks(self) -> int:
         """Number of blocks whose KV is in vLLM's host memory."""
         return 0 if self.tier is None else self.tier.cache.num_pages
+
+    def take_events(self) -> list[HostEvent]:
+        """Return what has come to vLLM's host memory, and what has gone, since the last call."""
+        return [] if self._events is None else self._events.take()
 
     def take_counts(self) -> dict[str, int]:
         """Return what vLLM's host memory has counted since the last call."""

@@ -29,6 +29,7 @@ from prefixkv.engines.vllm.asks import (
 from prefixkv.engines.vllm.blocks import BlockPool, Flights, Holds
 from prefixkv.engines.vllm.compute import OwnCompute
 from prefixkv.engines.vllm.host import HostBlocks
+from prefixkv.engines.vllm.host_events import HostEvent
 from prefixkv.engines.vllm.options import ConnectorOptions
 from prefixkv.engines.vllm.orders import Open, Refuse, StepOrders, WorkerReport
 from prefixkv.engines.vllm.sends import ScheduledSends
@@ -76,11 +77,10 @@ class _PendingLoad:
 
 class _HostPart(NamedTuple):
     """What a request loads from host memory if vLLM admits it in this step: its blocks from number
-    `start` up to `end`. `is_sent`: prefill sends what lies behind; else decode computes it."""
+    `start` up to `end`."""
 
     start: int
     end: int
-    is_sent: bool
 
 
 class SchedulerSide:
@@ -93,6 +93,7 @@ class SchedulerSide:
         step_tokens: most tokens that a step of vLLM computes.
         draw: returns a new random ticket.
         now_s: seconds since the epoch.
+        tells_host: True if `take_host_events` is asked.
     """
 
     def __init__(
@@ -108,7 +109,9 @@ class SchedulerSide:
         step_tokens: int = 2048,
         draw: Callable[[], int] = secret_number,
         now_s: Callable[[], float] = time.time,
+        tells_host: bool = False,
     ) -> None:
+        self._tells_host = tells_host
         self._options, self._draw, self._now_s = options, draw, now_s
         self._block_size, self._hash_size = block_size, hash_size or block_size
         self._roles = is_producer, is_consumer
@@ -163,8 +166,9 @@ class SchedulerSide:
             spare = min(pages_for(self._step_tokens, self._block_size), len(pool.blocks) // 8)
             policy = str(host.policy)
             self._host = HostBlocks(
-                self._holds, policy, spare, self._num_ranks, lambda: self.compute.now_s()
-            )
+                self._holds, policy, spare, self._num_ranks,
+                lambda: self.compute.now_s(), self._tells_host,
+            )  # fmt: skip
         # A server of both roles keeps blocks back for computing. If loads could fill it, it would
         # wait for another server, and that server's loads might wait for this one: a deadlock.
         if all(self._roles):
@@ -317,7 +321,7 @@ class SchedulerSide:
             if loading + num_blocks > self._most_loading:
                 return None, False
         if hosted:
-            self._load_from_host(rid, num_computed, hosted, is_sent=True)
+            self._load_from_host(rid, num_computed, hosted)
         return missing, True
 
     def _in_host_memory(self, request: Any, num_computed: int) -> int:
@@ -335,16 +339,14 @@ class SchedulerSide:
         )
         return max(0, min(depth, end) - start) * self._block_size
 
-    def _load_from_host(
-        self, rid: str, num_computed: int, hosted: int, *, is_sent: bool = False
-    ) -> tuple[int, bool]:
+    def _load_from_host(self, rid: str, num_computed: int, hosted: int) -> tuple[int, bool]:
         """Remember that a request loads `hosted` tokens from host memory if vLLM admits it now.
 
         Returns vLLM's (tokens, asynchronous) where prefill sends nothing.
         """
         if hosted:
             start, end = (num // self._block_size for num in (num_computed, num_computed + hosted))
-            self._host_parts[rid] = _HostPart(start, end, is_sent)
+            self._host_parts[rid] = _HostPart(start, end)
         return hosted, hosted > 0
 
     def _is_copying_for(self, rid: str | None) -> bool:
@@ -444,7 +446,7 @@ class SchedulerSide:
         """Order a request's load from host memory, and return its tokens. What it brings counts as
         on its way in vLLM from now on."""
         assert self._host is not None
-        rid, (start, end, _) = request.request_id, part
+        rid, (start, end) = request.request_id, part
         self._host.load(rid, start, end, pages[start:end])
         self.flights.begin(
             rid, self._hashes(request, start * self._block_size, end * self._block_size)
@@ -480,7 +482,8 @@ class SchedulerSide:
             blocks = self._cached(request, pages)
             hashes = self._hashes_of_all(request, len(blocks))
             is_loading = self._host.is_loading(rid)
-            self._host.finished(rid, hashes, blocks[: len(hashes)])
+            num_tokens = len(hashes) * self._block_size
+            self._host.finished(request, hashes, blocks[: len(hashes)], num_tokens)
             # Those that joined its load stop waiting.
             if is_loading:
                 self.flights.land(rid)
@@ -717,6 +720,10 @@ class SchedulerSide:
             for name, number in self._host.take_counts().items():
                 self.counters.add(name, number)
         return self.counters.take()
+
+    def take_host_events(self) -> list[HostEvent]:
+        """Return what has come to vLLM's host memory, and what has gone, since the last call."""
+        return [] if self._host is None else self._host.take_events()
 
     def take_gauges(self) -> dict[str, float]:
         """Return the gauges of vLLM's scheduler if one has changed since the last call.

@@ -408,6 +408,50 @@ def test_what_one_rank_has_not_copied_is_not_there() -> None:
     side.check_invariants()
 
 
+def test_cache_events_follow_what_is_in_host_memory() -> None:
+    """Against a set of hashes; each block has its tokens, and its parent is there."""
+    side = SchedulerSide(
+        options("d", host_memory="4x", host_policy="lru"), BLOCK,
+        is_producer=False, is_consumer=True, tells_host=True,
+    )  # fmt: skip
+    pool = BlockPool(16)
+    side.bind(pool)
+    side.take_reports(WorkerReport(host_pages={0: (10, 10)}), [])
+    there: dict[bytes, tuple[bytes | None, list[int]]] = {}
+
+    def hear() -> None:
+        for event in side.take_host_events():
+            if not event.is_stored:
+                for one in event.hashes:
+                    del there[one]
+                continue
+            parent = event.parent
+            for i, one in enumerate(event.hashes):
+                assert one not in there
+                assert parent is None or parent in there
+                there[one] = parent, event.tokens[i * BLOCK : (i + 1) * BLOCK]
+                parent = one
+            assert len(event.tokens) == len(event.hashes) * BLOCK
+
+    for rid in ("1", "2", "3", "1", "4"):
+        request = finished(side, pool, rid)
+        pool.cached.clear()
+        for block in pool.blocks:
+            block.block_hash = None
+        for copy, _ in step_of(side).copies:
+            side.take_reports(WorkerReport(copied=[CopyEnd(copy.number, "", 1, 0.1)]), [])
+        hear()
+        assert len(there) == side.gauges()["host_blocks"]
+        last: bytes | None = None
+        for i, one in enumerate(request.block_hashes):
+            assert there[one] == (last, request.all_token_ids[i * BLOCK : (i + 1) * BLOCK])
+            last = one
+    assert len(there) == 10
+    side.flush()
+    hear()
+    assert there == {}
+
+
 # --- the worker's side ----------------------------------------------------------------------------
 
 
@@ -415,9 +459,10 @@ class Event:
     """A device's event: it is reached when the test says so."""
 
     def __init__(self) -> None:
-        self.is_over = False
+        self.is_over, self.looks = False, 0
 
     def query(self) -> bool:
+        self.looks += 1
         return self.is_over
 
 
@@ -435,9 +480,10 @@ def test_a_write_waits_for_the_kernels_of_its_step() -> None:
         before.is_over = True
         assert host.begin([write], before) == []
         assert host.has_writes
-        memory[3] = 30.0  # computed in the step
         host.begin_writes(step)
         assert not host.has_writes
+        until(lambda: step.looks > 2)
+        memory[3] = 30.0  # computed in the step
         step.is_over = True
         until(lambda: [end.number for end in host.take_ends()[0]] == [1])
         load = CopyOrder(HostCopy(2, True, ids, np.array([0, 1], np.int32)), "r")

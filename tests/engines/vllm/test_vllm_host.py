@@ -10,12 +10,15 @@ from __future__ import annotations
 import http.client
 import json
 import random
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import zmq
 
 from benchmarks.ports import free_port
 from benchmarks.vllm_servers import (
@@ -41,12 +44,18 @@ class HostPair:
         self.kv_port = free_port()
         self._room = 0
         self._threads = ThreadPoolExecutor(32)
+        self.events_port = free_port()
+        events = {
+            "enable_kv_cache_events": True, "publisher": "zmq", "topic": "kv",
+            "endpoint": f"tcp://127.0.0.1:{self.events_port}",
+        }  # fmt: skip
         producer = transfer_config("kv_producer", "prefill-0", self.kv_port)
         consumer = transfer_config("kv_consumer", "decode-0", free_port(), host_memory="16x")
         self.prefill = Server(PYTHON, model, folder / "prefill.log", producer, chunk=64)
         self.decode = Server(
             PYTHON, model, folder / "decode.log", consumer, blocks=DECODE_BLOCKS, max_len=1024,
-            environment={"VLLM_SERVER_DEV_MODE": "1"}, more=["--enable-prompt-tokens-details"],
+            environment={"VLLM_SERVER_DEV_MODE": "1"},
+            more=["--enable-prompt-tokens-details", "--kv-events-config", json.dumps(events)],
         )  # fmt: skip
 
     def params(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -147,6 +156,36 @@ def test_a_request_that_names_no_prefill_server_has_host_memory_too(pair: HostPa
     salted = pair.decode.complete(prompt, OUT, cache_salt="another")
     assert salted["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     pair.settled()
+
+
+def test_cache_events_say_what_is_in_host_memory(pair: HostPair) -> None:
+    """By vLLM's own publisher: the blocks of a prompt in its pool, and then in host memory too."""
+    with zmq.Context() as context, context.socket(zmq.SUB) as socket:
+        socket.setsockopt_string(zmq.SUBSCRIBE, "")
+        socket.connect(f"tcp://127.0.0.1:{pair.events_port}")
+        stored: dict[str, list[int]] = {"GPU": [], "CPU": []}
+        prompt = prompt_of(26, 5 * BLOCK)
+
+        def hear() -> bool:
+            while socket.poll(50):
+                _, _, payload = socket.recv_multipart()
+                for event in msgspec.msgpack.decode(payload)[1]:
+                    if event[0] == "BlockStored":
+                        stored[event[6]] += event[3]
+            return stored["CPU"][: 5 * BLOCK] == stored["GPU"][: 5 * BLOCK] == prompt
+
+        def is_connected() -> bool:
+            """A subscriber hears nothing of before it is connected."""
+            pair.decode.complete(prompt_of(27, BLOCK), 1, cache_salt=f"{time.monotonic()}")
+            return bool(socket.poll(100))
+
+        until(is_connected)
+        pair.settled()
+        hear()
+        stored["GPU"].clear()
+        stored["CPU"].clear()
+        pair.decode.complete(prompt, 1)
+        until(hear)
 
 
 def test_requests_with_one_prompt_load_it_once(pair: HostPair) -> None:
