@@ -481,12 +481,8 @@ class SchedulerSide:
         if self._host is not None:
             blocks = self._cached(request, pages)
             hashes = self._hashes_of_all(request, len(blocks))
-            is_loading = self._host.is_loading(rid)
             num_tokens = len(hashes) * self._block_size
             self._host.finished(request, hashes, blocks[: len(hashes)], num_tokens)
-            # Those that joined its load stop waiting.
-            if is_loading:
-                self.flights.land(rid)
         # 1. Never admitted: no block was promised, and a refusal is all that prefill needs.
         if (wanted := self._wanted.pop(rid, None)) is not None:
             self._refuse(wanted[0], "decode's request ended before it was admitted")

@@ -218,6 +218,26 @@ def test_a_client_leaves_while_its_blocks_are_loaded(small: Servers, copies: Hel
     assert host_of(decode)._loads == {}
 
 
+def test_an_id_that_comes_again_waits_for_no_copy_of_the_former(
+    small: Servers, copies: HeldCopies
+) -> None:
+    """Its copy would end twice, and the request with the first of them."""
+    decode = small.decode
+    run(decode, "1", PROMPT[:16])
+    evict(decode)
+    copies.is_open = False
+    decode.add(Request("2", PROMPT[:17]))
+    until(lambda: "2" in decode.loading, step=decode.step)
+    decode.abort("2")
+    del decode.outputs["2"]
+    decode.add(again := Request("2", PROMPT[:17]))
+    until(lambda: "2" in decode.outputs, step=decode.step)
+    assert (again.status, again.loaded_from) == ("done", None)
+    copies.is_open = True
+    until(lambda: not decode.left, step=decode.step)
+    small.settle()
+
+
 def test_a_load_that_fails_is_computed_and_not_tried_again(
     small: Servers, copies: HeldCopies
 ) -> None:
