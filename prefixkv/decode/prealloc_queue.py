@@ -22,7 +22,7 @@ import numpy as np
 from sortedcontainers import SortedList
 
 from prefixkv.admission import DEFAULT_ADMISSION, Admission, Rank, make_admission
-from prefixkv.cache.results import MatchResult
+from prefixkv.cache.results import MatchResult, PrefixLock
 from prefixkv.decode.audit import check_queue
 from prefixkv.decode.budget import PreallocBudget
 from prefixkv.decode.host_tier import HostTier
@@ -98,7 +98,7 @@ class DecodePreallocQueue:
         waiting_timeout_s: float = math.inf,
         protect: bool = True,
         computes: bool = False,
-        host: HostTier | None = None,
+        host: HostTier[PrefixLock] | None = None,
         sources: Sources | None = None,
     ) -> None:
         self._computes = computes

@@ -20,6 +20,7 @@ from prefixkv.addresses import check_prefill
 from prefixkv.admission import DEFAULT_ADMISSION, Admission
 from prefixkv.cache.eviction.policy import Policy
 from prefixkv.cache.radix_key import token_list
+from prefixkv.cache.results import PrefixLock
 from prefixkv.config import Retarget, check_version
 from prefixkv.decode.audit import check_decode
 from prefixkv.decode.budget import PreallocBudget
@@ -133,7 +134,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.shares = shares or PrefillShares()
         self.lanes = lanes or Lanes()
         # A write leaves a page to each request that runs, for its next token.
-        self.host: HostTier | None = None
+        self.host: HostTier[PrefixLock] | None = None
         if host is not None:
             num_pages, policy, are_ready = host
             self.host = HostTier(

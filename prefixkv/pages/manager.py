@@ -426,6 +426,19 @@ class PageManager:
         """End a want in the page manager's tree: the request waits no longer."""
         self.cache.unwant(number)
 
+    @property
+    def may_load(self) -> bool:
+        """True if the page manager has a row for one load from host memory more."""
+        return bool(self.table.free_spare_rows)
+
+    def find(self, key: RadixKey) -> MatchResult:
+        """Return the longest cached prefix in the page manager's tree. Changes nothing."""
+        return self.cache.match_prefix(key)
+
+    def pin_key(self, key: RadixKey, now_s: float) -> PrefixLock:
+        """Pin what the page manager's tree has of a key. See `pin`."""
+        return self.pin(self.cache.match_prefix(key), now_s)
+
     def pin(self, match: MatchResult, now_s: float) -> PrefixLock:
         """Lock a match in the page manager's tree while its pages are copied, until `unpin`: no use
         is counted."""
@@ -480,6 +493,11 @@ class PageManager:
     def holds(self, owner: Hashable) -> bool:
         """Return whether `owner` has held or quarantined pages, or a slot, in the page manager."""
         return self.allocator.holds(owner)
+
+    def holds_all(self, owner: Hashable, pages: Pages) -> bool:
+        """Return whether the page manager's pages that `owner` holds are just these. O(pages in the
+        pool)."""
+        return np.array_equal(np.sort(pages), self.allocator.held_by(owner))
 
     def flush(self) -> int:
         """Empty the page manager's tree after a weight update, and return how many pages were freed
