@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -211,10 +212,13 @@ def tree_of(commit: str) -> Iterator[Path]:
     """Have a commit checked out in a worktree of its own, until the end of the `with` block."""
     folder = Path(tempfile.mkdtemp(prefix="prefixkv-against-"))
     tree = folder / "tree"
+    # `timeout` ends a run by SIGTERM, which by itself would leave the worktree behind.
+    former = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         git("worktree", "add", "--detach", str(tree), commit)
         yield tree
     finally:
+        signal.signal(signal.SIGTERM, former)
         # Also after Ctrl-C in the midst of the checkout, where git may know the worktree already.
         shutil.rmtree(folder, ignore_errors=True)
         git("worktree", "prune")

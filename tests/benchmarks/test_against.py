@@ -4,6 +4,8 @@ itself. How long anything took is not looked at."""
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -97,18 +99,23 @@ def test_a_part_is_compared_with_a_commit(
 
 
 @in_git
-def test_the_worktree_is_removed_when_the_run_is_interrupted() -> None:
+@pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM"])
+def test_the_worktree_is_removed_when_the_run_is_interrupted(how: str) -> None:
     before = against.git("worktree", "list")
+    handler = signal.getsignal(signal.SIGTERM)
     seen: list[Path] = []
 
     def interrupted() -> None:
         with tree_of("HEAD") as tree:
             assert (tree / "benchmarks" / "sched.py").exists()
             seen.append(tree)
-            raise KeyboardInterrupt
+            if how == "Ctrl-C":
+                raise KeyboardInterrupt
+            os.kill(os.getpid(), signal.SIGTERM)
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt if how == "Ctrl-C" else SystemExit):
         interrupted()
+    assert signal.getsignal(signal.SIGTERM) is handler
     assert not seen[0].exists()
     assert against.git("worktree", "list") == before
 
