@@ -24,6 +24,7 @@ from prefixkv.settings import check_whole
 
 MAX_RANKS: Final = 256  # each pair of ranks is looked at, which takes half a second for 256
 MAX_FOLD: Final = 1024  # of page sizes: a peer may make a table this many rows long, for a run
+GROUPS_NEED_IT: Final = "must be equal where a model has groups of layers"
 
 
 class Shard(NamedTuple):
