@@ -61,7 +61,8 @@ class PageGroup(msgspec.Struct, frozen=True, array_like=True):
     layout: KVLayout
 
 
-Groups = Annotated[tuple[PageGroup, ...], msgspec.Meta(max_length=64)]
+MAX_GROUPS: Final = 64
+Groups = Annotated[tuple[PageGroup, ...], msgspec.Meta(max_length=MAX_GROUPS)]
 
 
 class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):

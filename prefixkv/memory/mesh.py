@@ -194,6 +194,17 @@ def check_opaque(ours: Mesh, our_page_size: int, theirs: Mesh, their_page_size: 
         raise HandshakeError("tp_size", ours.tp_size, theirs.tp_size, why)
 
 
+def check_whole_groups(ours: Mesh, our_page_size: int, theirs: Mesh, their_page_size: int) -> None:
+    """Raise HandshakeError where two meshes cannot exchange a model with groups of layers: with
+    several ranks, or with pages of two sizes."""
+    for mesh in (ours, theirs):
+        if mesh.num_ranks > 1:
+            why = f"of a side with groups of layers is {mesh.num_ranks}, must be 1"
+            raise HandshakeError("ranks", ours.num_ranks, theirs.num_ranks, why)
+    if our_page_size != their_page_size:
+        raise HandshakeError("page_size", our_page_size, their_page_size, GROUPS_NEED_IT)
+
+
 def check_holds(layout: KVLayout, shard: Shard) -> None:
     """Raise HandshakeError if a pool does not have the layers and heads of its rank's shard of the
     mesh."""

@@ -28,7 +28,8 @@ def test_a_pool_of_groups_describes_all_of_its_memory() -> None:
     layout = made.layout
     assert [group.name for group in layout.windows] == ["last"]
     assert [group.name for group in layout.aligned] == ["draft"]
-    assert layout.num_pages == 8 and layout.windows[0].layout.num_pages == 5
+    assert layout.num_pages == 8
+    assert layout.windows[0].layout.num_pages == 5
     for group in made.groups:
         assert set(group.pool.layout.regions) <= set(layout.regions)
     assert made.group("last").layout.num_kv_heads == 4

@@ -1,5 +1,5 @@
-"""Writes into pools of several groups, on every transport: an aligned group's pages go with those of
-the same ids, a window group's where its own ids say, and nothing lands elsewhere."""
+"""Writes into pools of several groups, on every transport: pages of an aligned group go with those
+of the same ids, those of a window group where its own ids say, and nothing lands elsewhere."""
 
 from __future__ import annotations
 
@@ -81,7 +81,8 @@ def test_a_page_outside_the_group_is_refused(
     writer.transport.write(writer.job(1, target, src, dst, route=window_route(0)))
     driver.until(writer.ends)
     (failed,) = writer.ends()
-    assert isinstance(failed, WriteFailed) and failed.drained
+    assert isinstance(failed, WriteFailed)
+    assert failed.drained
 
 
 def test_a_group_that_is_not_there_is_refused(driver: Driver, pair: tuple[Node, Node]) -> None:
@@ -89,7 +90,8 @@ def test_a_group_that_is_not_there_is_refused(driver: Driver, pair: tuple[Node, 
     writer.transport.write(writer.job(1, target, [0], [0], route=window_route(2)))
     driver.until(writer.ends)
     (failed,) = writer.ends()
-    assert isinstance(failed, WriteFailed) and failed.drained
+    assert isinstance(failed, WriteFailed)
+    assert failed.drained
     assert "by way of window 2" in str(failed.error)
 
 
@@ -101,5 +103,6 @@ def test_peers_of_other_groups_are_no_peers(driver: Driver) -> None:
     writer.transport.write(writer.job(1, target, [0], [0]))
     driver.until(writer.ends)
     (failed,) = writer.ends()
-    assert isinstance(failed, WriteFailed) and failed.drained
+    assert isinstance(failed, WriteFailed)
+    assert failed.drained
     assert any("groups" in str(event.error) for event in writer.of(PeerUnreachable))
