@@ -961,7 +961,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             and not self.pages.windows
         ):
             # 1. A resumed request with all its KV in the tree, and no extra state and no window,
-            # which are never cached: nothing is to be sent, so no room is opened, whether or not prefill is there.
+            # which are never cached: nothing is to be sent, so no room is opened, whether or not
+            # prefill is there.
             self.arriving.arrived(flight)
             self.shares.release(flight.room_key)
             return True

@@ -407,7 +407,7 @@ class PageManager:
         self.version += 1
 
     def slide(self, pages: RequestPages, num_tokens: int) -> None:
-        """Move the page manager's rows of a request in the window groups on: the device is done with
+        """Move a request's rows in the page manager's window groups on: the device is done with
         what comes before the window behind `num_tokens` tokens.
 
         Raises CallerError, with nothing changed, for tokens beyond the rows, or a request that has

@@ -219,12 +219,15 @@ class WindowGroup:
 
     def share(self, row: int, depth: int, end_pages: int) -> Pages:
         """Let a checkpoint have the window group's pages before the end of a request's first
-        `depth` pages, all of them whole. Return them; they are pinned for the checkpoint.
+        `depth` pages, all of them whole; nothing before them is read any more. Return them; they
+        are pinned for the checkpoint.
 
-        Raises OutOfPagesError, with nothing changed.
+        Raises OutOfPagesError if too few are free for those that the request needs instead.
         """
-        first, ids = self.row(row)
+        # First, so that the row has room for what comes instead.
+        self.slide(row, depth * self.page_size)
         new = self.allocator.alloc(self.num_replaced(row, depth, end_pages))
+        first, ids = self.row(row)
         kept = self._tail(first, ids, depth).copy()
         mine = kept[self.refs[kept] == 0]
         self.allocator.cache(mine)
@@ -346,7 +349,7 @@ class WindowGroups:
         return [group.num_replaced(row, depth, end_pages) for group in self.groups]
 
     def has_room(self, needs: Sequence[int]) -> bool:
-        """Return whether each window group has as many pages as it needs, free or to be given up."""
+        """Return whether each window group has the pages it needs, free or to be given up."""
         return all(
             need <= group.available_pages() for group, need in zip(self.groups, needs, strict=True)
         )

@@ -71,8 +71,10 @@ class SendPlan:
 
 
 class WindowPlan:
-    """The cursor of one prefill request over its pages in a window group that are sent: those of the
-    window behind the prompt, whatever prefix decode has. Each goes with the chunk that completes it.
+    """The cursor of one prefill request over its pages in a window group that are sent.
+
+    These are those of the window behind the prompt, whatever prefix decode has. Each goes with the
+    chunk that completes it.
 
     `step_tokens`: most tokens that a chunk computes.
 

@@ -1,5 +1,5 @@
-"""Checkpoints on prefill, of extra state and of windows: where a request goes on from one, where it saves one, and
-when that is entered in the cache.
+"""Checkpoints on prefill, of extra state and of windows: where a request goes on from one, where it
+saves one, and when that is entered in the cache.
 
 A model with recurrent layers can go on computing behind a cached prefix only from a state. A state
 is saved where it will be wanted: at the end of each prompt, since the next turn goes on there; and

@@ -131,7 +131,7 @@ class SendChunk(msgspec.Struct, frozen=True, eq=False):
     The first of them is page `first_page` of the request, counted from its first token; there may
     be none. With `last` the outcome, `aux` and the extra state in `state_slot` follow. With `clip`
     the chunk may come before decode's promise, for which it waits; and pages of the prefix that
-    decode has may be in it, which are left out. `windows`: by window group, what goes with it there.
+    decode has may be in it, which are left out. `windows`: by window group, what goes with it.
     """
 
     key: RoomKey

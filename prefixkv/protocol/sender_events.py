@@ -169,8 +169,8 @@ class SendToReader(msgspec.Struct, frozen=True):
 class PostWrite(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Queue a write with the transport: unit pages, from `first_unit` behind the prefix on.
 
-    With `state` the pages are slots of the state pools, with a `window` those of the window group of
-    this number.
+    With `state` the pages are slots of the state pools, with a `window` those of the window group
+    of this number.
     """
 
     job_id: int

@@ -1,5 +1,5 @@
-"""A model with window layers and a draft over real nodes: every answer is the model's, decode's hits
-count full pages alone, and prefill goes on from its checkpoints."""
+"""A model with window layers and a draft over real nodes: every answer is the model's, decode's
+hits count full pages alone, and prefill goes on from its checkpoints."""
 
 from __future__ import annotations
 
