@@ -88,7 +88,9 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         self.checkpoints: StateCheckpoints | None = None
         if pages.checkpoints is not None:
             self.checkpoints = StateCheckpoints(pages, num_slots, checkpoint_tokens)
-        elif num_slots or pages.windows:
+        elif pages.windows:
+            usable_prefix = _no_prefix  # no pages of the window are kept behind a prefix
+        elif num_slots:
             usable_prefix = usable_prefix or _no_prefix
         points = self.checkpoints
         self.shared_prefixes = SharedPrefixes(

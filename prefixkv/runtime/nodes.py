@@ -820,6 +820,8 @@ def _check_checkpoints(
     num_checkpoints: int, spec: RankSpec, usable_prefix: UsablePrefix | None
 ) -> None:
     """Raise ConfigError for checkpoints that a prefill node of this rank cannot have."""
+    if usable_prefix is not None and spec.layout.windows:
+        raise ConfigError("usable_prefix: a pool with window groups goes on at checkpoints alone")
     if not num_checkpoints:
         return
     why = ""

@@ -1,8 +1,8 @@
 """Window groups and their checkpoints against a naive model, and a memory that knows what each page
 of each group was written with.
 
-The model has sets: a page is free where no row and no checkpoint has it. It says which checkpoint is
-found, what is evicted for a request, and whether one fits.
+The model has sets: a page is free where no row and no checkpoint has it. It says which checkpoint
+is found, what is evicted for a request, and whether one fits.
 """
 
 from __future__ import annotations
