@@ -13,7 +13,8 @@ engine reads for a token at position n is always there: pages of the tokens from
 
 On prefill a checkpoint keeps the pages of the window before it (`share`). These are no request's
 own any more: they are counted, by the checkpoints that have them and the requests whose rows they
-are in, and free with the last of these.
+are in, and free with the last of these. A row that has passed such pages counts until the request
+ends: its device may still read them, and they might become another request's.
 """
 
 from __future__ import annotations
@@ -101,6 +102,7 @@ class WindowGroup:
         self.is_shared = is_shared
         self.refs = np.zeros(num_pages, np.int32)
         self.pins = np.zeros(num_pages, np.int32)
+        self._passed: dict[int, list[Pages]] = {}  # by row: shared pages that it has moved past
 
     @property
     def most_pages(self) -> int:
@@ -180,7 +182,8 @@ class WindowGroup:
         out, kept = ids[:passed].copy(), ids[passed:].copy()
         if self.is_shared:
             is_shared = self.refs[out] > 0
-            self._let_go(out[is_shared])
+            if is_shared.any():
+                self._passed.setdefault(row, []).append(out[is_shared])
             out = out[~is_shared]
         # Own pages behind the others: what is computed next is written there.
         moved = np.concatenate([kept, out])
@@ -195,16 +198,13 @@ class WindowGroup:
         ids = self.array[row, :length].copy()
         if self.is_shared:
             is_shared = self.refs[ids] > 0
-            self._let_go(ids[is_shared])
+            for shared in [*self._passed.pop(row, []), ids[is_shared]]:
+                self.pins[shared] -= 1
+                self.drop(shared)
             ids = ids[~is_shared]
         self.array[row, :length] = UNUSED
         self._lengths[row], self.first_pages[row] = _NO_ROW, 0
         return ids
-
-    def _let_go(self, ids: Pages) -> None:
-        """Take shared pages out of a row of the window group."""
-        self.pins[ids] -= 1
-        self.drop(ids)
 
     # --- checkpoints ------------------------------------------------------------------------------
 
@@ -281,8 +281,9 @@ class WindowGroup:
             _, ids = self.row(row)
             is_shared = self.refs[ids] > 0
             own += ids[~is_shared].tolist()
-            refs[ids[is_shared]] += 1
-            pins[ids[is_shared]] += 1
+            for shared in [ids[is_shared], *self._passed.get(row, [])]:
+                refs[shared] += 1
+                pins[shared] += 1
         columns = np.arange(self.array.shape[1])
         unused = columns >= np.maximum(self._lengths, 0)[:, None]
         owned = self.allocator.pages_in(PageState.OWNED).tolist()
@@ -292,6 +293,7 @@ class WindowGroup:
             "H10: a window page is kept if and only if a checkpoint or a row has it": (
                 cached == np.flatnonzero(self.refs > 0).tolist()
             ),
+            "only rows have passed pages": self._passed.keys() <= set(self.rows_in_use),
             "they are counted": bool((refs == self.refs).all() and (pins == self.pins).all()),
             "rows hold -1 behind their pages": bool((self.array[unused] == UNUSED).all()),
         }
@@ -343,6 +345,16 @@ class WindowGroups:
             available = group.available_pages(start.shared_in(number))
             if needed > available:
                 raise OutOfPagesError(needed, free, available - free)
+
+    def counts(self) -> dict[str, int]:
+        """Return how many pages of all window groups are in each state, 0 without any."""
+        states = [group.allocator for group in self.groups]
+        return {
+            "window_pages_free": sum(one.free_pages for one in states),
+            "window_pages_owned": sum(one.owned_pages for one in states),
+            "window_pages_cached": sum(one.cached_pages for one in states),
+            "window_pages_held": sum(one.held_pages + one.quarantined_pages for one in states),
+        }
 
     def num_replaced(self, row: int, depth: int, end_pages: int) -> list[int]:
         """Return `WindowGroup.num_replaced` of each window group."""

@@ -201,6 +201,8 @@ class WindowPair:
                 )
             )  # fmt: skip
         for req in list(self.running):
+            if req not in self.running:  # retracted for one before it
+                continue
             token = self.sample(req)
             try:
                 node.append_many([req], [token])

@@ -8,6 +8,7 @@ is found, what is evicted for a request, and whether one fits.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from prefixkv.cache.checkpoints import NO_SLOT, Checkpoint
@@ -43,7 +44,7 @@ class Live:
     point: Point | None
     locked: bool = False
     pending: list[tuple[int, int, list[set[int]]]] = field(default_factory=list)
-    epoch: int = 0
+    passed: list[set[int]] = field(default_factory=list)  # shared pages that its rows have left
 
 
 class Machine:
@@ -83,7 +84,7 @@ class Machine:
         """Pages of a group that something has, and those of them that cannot be given up."""
         pinned: set[int] = set()
         for live in self.live:
-            pinned |= set(self.row(live, number).values())
+            pinned |= set(self.row(live, number).values()) | live.passed[number]
             pinned |= {page for _, _, windows in live.pending for page in windows[number]}
         kept: set[int] = set()
         for point in [*self.points.values(), *self.gone]:
@@ -177,7 +178,15 @@ class Machine:
         pages = self.pages.open(RadixKey(list(tokens)), match, new, 1.0, window_start=start)
         parent = tokens[:deepest] if deepest else None
         self.live.append(
-            Live(tokens, pages, deepest, parent, point, deepest > 0, epoch=self.pages.epoch)
+            Live(
+                tokens,
+                pages,
+                deepest,
+                parent,
+                point,
+                deepest > 0,
+                passed=[set() for _ in self.groups],
+            )
         )
         self.lose_dropped()
 
@@ -195,8 +204,15 @@ class Machine:
         live.done = end
         if end % P == 0 and self.chance.random() < 0.5:
             self.keep(live)
-        self.pages.slide(live.pages, end)
+        self.move(live, lambda: self.pages.slide(live.pages, end))
         self.unlock(live)
+
+    def move(self, live: Live, call: Callable[[], object]) -> None:
+        """Own pages stay in the row. Shared ones that leave it are the request's until its end."""
+        before = [set(self.row(live, number).values()) for number in range(len(self.groups))]
+        call()
+        for number, had in enumerate(before):
+            live.passed[number] |= had - set(self.row(live, number).values())
 
     def unlock(self, live: Live) -> None:
         if live.locked:
@@ -230,7 +246,9 @@ class Machine:
         while any(self.free(number) < need for number, need in enumerate(needs)) and self.evict():
             pass
         assert self.real.make_room(needs)
-        self.real.attach(slot, windows.share(live.pages.row, depth, end_pages))
+        self.move(
+            live, lambda: self.real.attach(slot, windows.share(live.pages.row, depth, end_pages))
+        )
         kept = []
         for number, window in enumerate(self.sizes):
             first = max(0, live.done - window + 1) // P
