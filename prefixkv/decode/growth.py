@@ -101,7 +101,7 @@ def grow_ahead(
     Arguments, cost and errors are as of `grow_for_next_token`, with nothing changed.
     """
     missing: dict[DecodeRequest, int] = {}  # pages
-    for group in page_manager.windows.groups:
+    for group in page_manager.windows:
         if num_tokens > group.step_tokens:
             raise RequestError(
                 f"num_tokens is {num_tokens}, group {group.name!r} has step_tokens "

@@ -561,7 +561,7 @@ class PageManager:
                     f"slots are held by {self.slots.owners()}, pages by {self.allocator.owners()}"
                 )
         self.table.check_invariants()
-        for number, group in enumerate(self.windows.groups):
+        for number, group in enumerate(self.windows):
             points = self.checkpoints
             group.check_invariants(() if points is None else points.kept(number))
             rows = len(group.rows_in_use)
@@ -590,17 +590,17 @@ class _Keeper:
 
     def pin(self, windows: Windows, count: int) -> None:
         """Add to the pins of the pages that a checkpoint has in each window group."""
-        for group, ids in zip(self._windows.groups, windows, strict=bool(windows)):
+        for group, ids in zip(self._windows, windows, strict=bool(windows)):
             group.pins[ids] += count
 
     def drop(self, windows: Windows) -> None:
         """Take away one count of the pages that a checkpoint has in each window group."""
-        for group, ids in zip(self._windows.groups, windows, strict=bool(windows)):
+        for group, ids in zip(self._windows, windows, strict=bool(windows)):
             group.drop(ids)
 
     def lacks(self, needs: Sequence[int]) -> bool:
         """Return True if a window group has fewer free pages than it needs."""
-        groups = self._windows.groups
+        groups = self._windows
         return any(
             group.allocator.free_pages < need for group, need in zip(groups, needs, strict=True)
         )

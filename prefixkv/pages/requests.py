@@ -113,7 +113,7 @@ class PagedRequest(Generic[State]):
 
         Raises KeyError for a group that there is not.
         """
-        group = {group.name: group for group in self.page_manager.windows.groups}[name]
+        group = {group.name: group for group in self.page_manager.windows}[name]
         if self.pages_held is None:
             return WindowPages(0, np.empty(0, dtype=np.int32))
         return group.row(self.pages_held.row)

@@ -300,24 +300,24 @@ class WindowGroup:
         check_laws(laws, f"window group {self.name!r}", f"{owned} owned", f"{cached} cached")
 
 
-class WindowGroups:
-    """The window groups of one worker, in the order of its layout. False without any."""
+class WindowGroups(tuple[WindowGroup, ...]):
+    """The window groups of one worker, in the order of its layout."""
 
-    def __init__(
-        self, specs: Sequence[WindowSpec], page_size: int, num_requests: int, is_shared: bool
-    ) -> None:
+    __slots__ = ()
+
+    def __new__(
+        cls, specs: Sequence[WindowSpec], page_size: int, num_requests: int, is_shared: bool
+    ) -> WindowGroups:
         """Make the window groups of a worker. `is_shared`: checkpoints keep pages of them."""
-        self.groups = tuple(WindowGroup(spec, page_size, num_requests, is_shared) for spec in specs)
-
-    def __bool__(self) -> bool:
-        return bool(self.groups)
+        groups = (WindowGroup(spec, page_size, num_requests, is_shared) for spec in specs)
+        return super().__new__(cls, groups)
 
     def fit(self, start: WindowStart) -> bool:
         """Return whether a request that begins there has room in all window groups; what it shares
         is left out of what could be given up."""
         return all(
             group.own_pages(start, number) <= group.available_pages(start.shared_in(number))
-            for number, group in enumerate(self.groups)
+            for number, group in enumerate(self)
         )
 
     def open(
@@ -325,12 +325,12 @@ class WindowGroups:
     ) -> None:
         """Give a request that fits its row in each window group. `make_room` has checkpoints give
         up what each group needs."""
-        needs = [group.own_pages(start, number) for number, group in enumerate(self.groups)]
+        needs = [group.own_pages(start, number) for number, group in enumerate(self)]
         if make_room is not None:
             make_room(needs)
         opened: list[WindowGroup] = []
         try:
-            for number, group in enumerate(self.groups):
+            for number, group in enumerate(self):
                 group.open(row, start.num_tokens, needs[number], start.shared_in(number))
                 opened.append(group)
         except BaseException:
@@ -340,7 +340,7 @@ class WindowGroups:
 
     def check_fit(self, start: WindowStart) -> None:
         """Raise OutOfPagesError for a request that has no room in one of the window groups."""
-        for number, group in enumerate(self.groups):
+        for number, group in enumerate(self):
             needed, free = group.own_pages(start, number), group.allocator.free_pages
             available = group.available_pages(start.shared_in(number))
             if needed > available:
@@ -348,7 +348,7 @@ class WindowGroups:
 
     def counts(self) -> dict[str, int]:
         """Return how many pages of all window groups are in each state, 0 without any."""
-        states = [group.allocator for group in self.groups]
+        states = [group.allocator for group in self]
         return {
             "window_pages_free": sum(one.free_pages for one in states),
             "window_pages_owned": sum(one.owned_pages for one in states),
@@ -358,50 +358,48 @@ class WindowGroups:
 
     def num_replaced(self, row: int, depth: int, end_pages: int) -> list[int]:
         """Return `WindowGroup.num_replaced` of each window group."""
-        return [group.num_replaced(row, depth, end_pages) for group in self.groups]
+        return [group.num_replaced(row, depth, end_pages) for group in self]
 
     def has_room(self, needs: Sequence[int]) -> bool:
         """Return whether each window group has the pages it needs, free or to be given up."""
-        return all(
-            need <= group.available_pages() for group, need in zip(self.groups, needs, strict=True)
-        )
+        return all(need <= group.available_pages() for group, need in zip(self, needs, strict=True))
 
     def share(self, row: int, depth: int, end_pages: int) -> tuple[Pages, ...]:
         """Let a checkpoint have the pages before its depth in each window group, of which enough
         are free. See `WindowGroup.share`."""
-        return tuple(group.share(row, depth, end_pages) for group in self.groups)
+        return tuple(group.share(row, depth, end_pages) for group in self)
 
     def promised(self, row: int, end_page: int) -> tuple[bytes, ...]:
         """Return, by window group, the packed ids of a request's pages there up to `end_page`: what
         prefill is to write."""
         found = []
-        for group in self.groups:
+        for group in self:
             first, ids = group.row(row)
             found.append(ids[: end_page - first].astype("<i4").tobytes())
         return tuple(found)
 
     def slide(self, row: int, num_tokens: int) -> None:
         """Move a request's row on in each window group. See `WindowGroup.slide`."""
-        for group in self.groups:
+        for group in self:
             group.slide(row, num_tokens)
 
     def free(self, row: int) -> None:
         """End a request's row in each window group, and free its own pages."""
-        for group in self.groups:
+        for group in self:
             group.allocator.free(group.close(row))
 
     def hold(self, row: int, owner: Hashable) -> None:
         """End a request's row in each window group; `owner` holds its own pages until
         `release`."""
-        for group in self.groups:
+        for group in self:
             group.allocator.hold(group.close(row), owner)
 
     def release(self, owner: Hashable) -> None:
         """Free what `owner` holds in each window group."""
-        for group in self.groups:
+        for group in self:
             group.allocator.release(owner)
 
     def quarantine(self, owner: Hashable) -> None:
         """Mark what `owner` holds in each window group as overdue."""
-        for group in self.groups:
+        for group in self:
             group.allocator.quarantine(owner)

@@ -165,12 +165,12 @@ class PrefillBootstrapQueue:
         if points is not None:
             points.begin(req)
         req.plan = SendPlan(req.num_tokens, req.decode_prefix_len, page_size)
-        req.window_plans = tuple(
-            WindowPlan(
-                req.num_tokens, group.first_page(req.num_tokens), page_size, group.step_tokens
+        if pages.windows:
+            num_tokens = req.num_tokens
+            req.window_plans = tuple(
+                WindowPlan(num_tokens, group.first_page(num_tokens), page_size, group.step_tokens)
+                for group in pages.windows
             )
-            for group in pages.windows.groups
-        )
         req.become(PrefillState.COMPUTING)
         return True
 

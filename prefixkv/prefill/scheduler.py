@@ -42,7 +42,7 @@ from prefixkv.paging import pages_for
 from prefixkv.prefill.bootstrap_queue import PrefillBootstrapQueue, UsablePrefix
 from prefixkv.prefill.journal import PrefillJournal
 from prefixkv.prefill.request import PrefillRequest, PrefillState
-from prefixkv.prefill.send_plan import checked_chunk
+from prefixkv.prefill.send_plan import SendPlan, checked_chunk
 from prefixkv.prefill.shared_prefixes import SharedPrefixes
 from prefixkv.prefill.state_checkpoints import StateCheckpoints
 from prefixkv.protocol.commands import (
@@ -257,14 +257,13 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         assert req.pages_held is not None
         # 3. Send. The plan checks `end`, so it moves first; the ids are copied, since caching may
         # change the row.
-        for plan in req.window_plans:
-            computed = end - max(req.prefix_len, req.plan.computed)
-            if computed > plan.step_tokens:
-                most = f"step_tokens of its window groups is {plan.step_tokens}"
-                raise RequestError(f"request {req.rid!r} has a chunk of {computed} tokens, {most}")
+        windows: tuple[WindowChunk, ...] = ()
+        if req.window_plans:
+            _check_step(req, req.plan, end)
         span = req.plan.send(end, last)
         src_pages = req.pages[span.first_page : span.end_page].copy()
-        windows = self._send_windows(req, end, last) if req.window_plans else ()
+        if req.window_plans:
+            windows = self._send_windows(req, end, last)
         self.journal.chunk(req, len(src_pages), last, now_s)
         if last:
             req.state_slot = state_slot
@@ -298,7 +297,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         checkpoint's pages there."""
         chunks: list[WindowChunk] = []
         assert req.pages_held is not None
-        for plan, group in zip(req.window_plans, self.pages.windows.groups, strict=True):
+        for plan, group in zip(req.window_plans, self.pages.windows, strict=True):
             span = plan.send(end, last)
             first, ids = group.row(req.pages_held.row)
             sent = ids[span.first_page - first : span.end_page - first].copy()
@@ -574,6 +573,16 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         else:
             self.pages.drop(req.pages_held)
         req.pages_held = None
+
+
+def _check_step(req: PrefillRequest, plan: SendPlan, end: int) -> None:
+    """Raise RequestError for a chunk of a prefill request that is longer than its rows in window
+    groups have pages for."""
+    computed = end - max(req.prefix_len, plan.computed)
+    most = min(one.step_tokens for one in req.window_plans)
+    if computed > most:
+        what = f"a chunk of {computed} tokens, step_tokens of its window groups is {most}"
+        raise RequestError(f"request {req.rid!r} has {what}")
 
 
 def _computed(req: PrefillRequest) -> RadixKey:

@@ -848,7 +848,7 @@ def _window_specs(pool: KVPool) -> list[WindowSpec]:
 
 def _check_windows(pages: PageManager, page_size: int) -> None:
     """Raise ConfigError for a window group of a node in which not even one request has room."""
-    for group in pages.windows.groups:
+    for group in pages.windows:
         if (has := group.allocator.num_pages) < group.most_pages:
             raise ConfigError(
                 f"group {group.name!r} has {has} pages; one request may need {group.most_pages} of "

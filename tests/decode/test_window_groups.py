@@ -58,7 +58,7 @@ def test_a_request_needs_as_many_window_pages_whatever_its_length() -> None:
     for rid, length in (("a", 5), ("b", 20), ("c", 60)):
         desk.add(rid, length, max_new=40)
     assert desk.admit() == ["a", "b", "c"]
-    for number, group in enumerate(desk.pages.windows.groups):
+    for number, group in enumerate(desk.pages.windows):
         assert group.allocator.owned_pages == 9, number
     desk.add("d", 5)
     assert desk.admit() == [], "its pages would be there, in all groups but one"
@@ -70,7 +70,7 @@ def test_a_request_needs_as_many_window_pages_whatever_its_length() -> None:
 def test_it_never_runs_out_of_window_pages_as_it_grows() -> None:
     desk = make(windows=(3,))
     req = desk.start("a", 10, 60)
-    (group,) = desk.pages.windows.groups
+    (group,) = desk.pages.windows
     pages = set(req.window_pages("w0").ids.tolist())
     assert not group.allocator.free_pages
     for token in range(59):
@@ -103,7 +103,7 @@ def test_a_room_that_failed_holds_them_until_it_is_drained() -> None:
     req = desk.add("a", 10)
     desk.admit()
     desk.abort(desk.scheduler.requests["a"])
-    (group,) = desk.pages.windows.groups
+    (group,) = desk.pages.windows
     assert (group.allocator.held_pages, group.allocator.free_pages) == (3, 0)
     desk.scheduler.room_overdue(req.room_key)
     assert group.allocator.quarantined_pages == 3
@@ -123,7 +123,7 @@ def test_a_room_with_window_pages_alone_is_held_and_drained_too() -> None:
     assert (promise.prefix_len, promise.pages) == (16, b"")
     assert promise.windows[0] != b""
     desk.abort(req)
-    (group,) = desk.pages.windows.groups
+    (group,) = desk.pages.windows
     assert group.allocator.held_pages == 3
     desk.drain(req.room_key)
     assert group.allocator.free_pages == 9
@@ -152,7 +152,7 @@ def test_a_flight_without_an_owner_keeps_them_until_it_is_committed() -> None:
     assert desk.admit() == ["b"]
     key = first.room_key
     desk.abort(first)
-    (group,) = desk.pages.windows.groups
+    (group,) = desk.pages.windows
     assert group.allocator.owned_pages == 6, "others wait for what it brings"
     desk.succeed(key)
     assert desk.transferred() == []
@@ -182,5 +182,5 @@ def test_running_out_of_pages_is_as_ever() -> None:
         desk.token(first, second)
     assert caught.value.retract == ("b",)
     desk.retract(second)
-    (group,) = desk.pages.windows.groups
+    (group,) = desk.pages.windows
     assert group.allocator.owned_pages == 3

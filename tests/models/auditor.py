@@ -110,7 +110,7 @@ def _audit_windows(
     """Laws 4 and 5 of the window pages that an undrained room may write; H14: they are of the end
     of what is filled, whatever the prefix is."""
     pages, key, promise = scheduler.pages, machine.key, machine.promise
-    groups, windows = pages.windows.groups, promise.window_ids()
+    groups, windows = pages.windows, promise.window_ids()
     assert len(windows) == len(groups), "each window group is promised"
     flight = scheduler.arriving.get(key)
     for group, ids in zip(groups, windows, strict=True):
@@ -160,7 +160,7 @@ def assert_at_rest(scheduler: DecodeScheduler | PrefillScheduler) -> None:
     assert pages.allocator.held_pages == 0
     assert pages.allocator.quarantined_pages == 0
     assert pages.slots is None or pages.slots.free_pages == pages.slots.num_pages
-    for group in pages.windows.groups:
+    for group in pages.windows:
         states = group.allocator
         assert states.free_pages + states.cached_pages == states.num_pages, f"H11: {group.name}"
         assert not group.pins.any(), "nothing is pinned"

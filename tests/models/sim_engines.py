@@ -214,7 +214,7 @@ class PrefillEngine:
         for desk in self.desks:
             allocator = desk.scheduler.pages.allocator
             desk.rank.scribble(allocator.pages_in(PageState.FREE), (), 0xEE)
-            for group in desk.scheduler.pages.windows.groups:
+            for group in desk.scheduler.pages.windows:
                 desk.rank.scribble_last(group.allocator.pages_in(PageState.FREE), 0xEE)
 
 
@@ -437,7 +437,7 @@ class DecodeEngine:
         slots = [] if pages.slots is None else pages.slots.pages_in(PageState.FREE).tolist()
         for rank in self.ranks:
             rank.scribble(pages.allocator.pages_in(PageState.FREE), slots, 0xDD)
-            for group in pages.windows.groups:
+            for group in pages.windows:
                 rank.scribble_last(group.allocator.pages_in(PageState.FREE), 0xDD)
 
 
@@ -682,7 +682,7 @@ class EngineSim(Sim):
         assert slots.tolist() == allowed, f"state of {key} lands in {slots}, its own is {allowed}"
 
     def may_write_window(self, route: str, key: RoomKey, pages: np.ndarray) -> None:
-        (group,) = self.decode.scheduler.pages.windows.groups
+        (group,) = self.decode.scheduler.pages.windows
         flight = self.decode.scheduler.arriving.get(key)
         allowed = (
             group.allocator.held_by(key) if flight is None else group.row(flight.pages.row).ids

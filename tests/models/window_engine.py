@@ -254,11 +254,11 @@ class WindowPair:
             node.audit()
             pages = node.scheduler.pages
             assert (pages.allocator.owned_pages, pages.allocator.held_pages) == (0, 0)
-            for group in pages.windows.groups:
+            for group in pages.windows:
                 states = group.allocator
                 assert (states.owned_pages, states.held_pages) == (0, 0), group.name
                 assert not group.pins.any()
-        (group,) = self.decode.scheduler.pages.windows.groups
+        (group,) = self.decode.scheduler.pages.windows
         assert group.allocator.free_pages == group.allocator.num_pages
 
     def __enter__(self) -> WindowPair:

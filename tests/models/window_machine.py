@@ -65,7 +65,7 @@ class Machine:
         )  # fmt: skip
         assert self.pages.checkpoints is not None
         self.real = self.pages.checkpoints
-        self.groups = self.pages.windows.groups
+        self.groups = self.pages.windows
         self.memory: list[dict[int, dict[int, Tokens]]] = [{} for _ in self.groups]
         self.points: dict[Tokens, Point] = {}
         self.gone: list[Point] = []  # but locked

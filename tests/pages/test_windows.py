@@ -174,11 +174,11 @@ def test_all_groups_admit_or_none() -> None:
     assert not groups.fit(start)
     with pytest.raises(OutOfPagesError):
         groups.check_fit(start)
-    before = [one.allocator.free_pages for one in groups.groups]
+    before = [one.allocator.free_pages for one in groups]
     with pytest.raises(OutOfPagesError):
         groups.open(1, start, None)
-    assert [one.allocator.free_pages for one in groups.groups] == before
-    assert [one.rows_in_use for one in groups.groups] == [[0], [0]]
+    assert [one.allocator.free_pages for one in groups] == before
+    assert [one.rows_in_use for one in groups] == [[0], [0]]
     groups.hold(0, "room")
     groups.quarantine("room")
     assert not groups.fit(start)

@@ -73,7 +73,7 @@ class Worker:
 
     def see(self, req: PrefillRequest, done: int) -> None:
         """Look at what a token behind these would see in the window groups."""
-        for group, memory in zip(self.pages.windows.groups, self.last, strict=True):
+        for group, memory in zip(self.pages.windows, self.last, strict=True):
             first, ids = req.window_pages(group.name)
             for at in range(max(0, done + 1 - group.window), done):
                 page = int(ids[at // PAGE_SIZE - first])
@@ -88,7 +88,7 @@ class Worker:
         for at in range(done // PAGE_SIZE, end // PAGE_SIZE):
             self.kv[int(req.pages[at])] = tokens[: (at + 1) * PAGE_SIZE]
         self.see(req, done)
-        for group, memory in zip(self.pages.windows.groups, self.last, strict=True):
+        for group, memory in zip(self.pages.windows, self.last, strict=True):
             first, ids = req.window_pages(group.name)
             for at in range(done, end):
                 slots = memory.setdefault(int(ids[at // PAGE_SIZE - first]), {})
@@ -113,7 +113,7 @@ class Worker:
             if not isinstance(command, SendChunk):
                 continue
             for number, chunk in enumerate(command.windows):
-                group, there = self.pages.windows.groups[number], self.sent[req.rid][number]
+                group, there = self.pages.windows[number], self.sent[req.rid][number]
                 assert chunk.first == len(there) or not len(chunk.src_pages)
                 for page in chunk.src_pages.tolist():
                     at = group.first_page(len(tokens)) + len(there)
@@ -124,7 +124,7 @@ class Worker:
                         tuple(tokens[: slot + 1]) for slot in range(at * PAGE_SIZE, end)
                     ]
                     there.append(page)
-        for group, there in zip(self.pages.windows.groups, self.sent[req.rid], strict=True):
+        for group, there in zip(self.pages.windows, self.sent[req.rid], strict=True):
             wanted = -(-len(tokens) // PAGE_SIZE) - group.first_page(len(tokens))
             assert len(there) == wanted or not is_last, "decode has promised these"
 
@@ -156,7 +156,7 @@ class Worker:
         assert self.points is not None
         assert (self.points.num_locks, self.points.taken) == (0, [])
         assert not self.scheduler.requests
-        for group in self.pages.windows.groups:
+        for group in self.pages.windows:
             assert not group.pins.any()
             assert not group.allocator.owned_pages
 
@@ -447,7 +447,7 @@ def test_a_checkpoint_is_whole_in_all_groups_or_is_not() -> None:
     for req in reqs:
         while len(worker.state[req.rid]) < 36:
             worker.compute(req, most=STEP)
-    kept = [group.allocator.cached_pages for group in worker.pages.windows.groups]
+    kept = [group.allocator.cached_pages for group in worker.pages.windows]
     assert kept[0] == kept[1]
     for req in reqs:
         while not worker.compute(req, most=STEP):

@@ -141,7 +141,7 @@ def test_an_abort_in_flight_keeps_the_pages_of_every_group_until_prefill_is_drai
         try:
             pair.decode.abort("gone")
             pair.submit("next", list(range(20, 50)), 3)
-            (group,) = pair.decode.scheduler.pages.windows.groups
+            (group,) = pair.decode.scheduler.pages.windows
             for _ in range(20):
                 pair.step()
                 assert (group.allocator.held_pages, group.allocator.free_pages) == (4, 0)
