@@ -87,6 +87,7 @@ class WindowGroup:
     def __init__(
         self, spec: WindowSpec, page_size: int, num_requests: int, is_shared: bool = False
     ) -> None:
+        self.spec = spec
         self.name, self.window, num_pages, self.step_tokens = spec
         self.page_size = page_size
         self.allocator = PageAllocator(num_pages)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.models.shm_fabric import OverShm
 from tests.models.sim import Storm
-from tests.models.sim_engines import STORMS, PairSim, simulation
+from tests.models.sim_engines import STORMS, PairSim, simulation, with_windows
 
 
 def seeds(quick: int, *more: int) -> Any:
@@ -94,6 +94,11 @@ def test_without_faults_ranks_have_every_byte(seed: int) -> None:
     sim.run()
     assert sim.finished == sim.decode.scheduler.counters["finished"] >= 10
     assert not sim.decode.scheduler.counters["transfers_failed"]
+
+
+@seeds(1, *range(1, 8))
+def test_ranks_with_window_layers_end_with_nothing_lost(seed: int) -> None:
+    with_windows(seed).run()
 
 
 class ShmPairSim(OverShm, PairSim):

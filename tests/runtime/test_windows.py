@@ -26,8 +26,8 @@ from prefixkv.memory.kv_pool import KVPool, PoolGroup
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_layout import StateTensor
 from prefixkv.memory.state_pool import StatePool
-from prefixkv.ranks.replica import RankLog
 from prefixkv.request import Request
+from prefixkv.runtime.groups import DecodeGroup, PrefillGroup
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
 from tests.models.patience import until
 from tests.models.window_engine import Model, WindowPair
@@ -220,8 +220,14 @@ STATE = StateTensor("s", 0, 1, (1,))
             lambda: DecodeNode(grouped(), DecodeConfig(host_memory=HostConfig(num_bytes=1 << 20))),
             "host_memory: not with",
         ),
-        (lambda: DecodeNode(grouped(), ranks=RankLog()), "ranks: not with"),
-        (lambda: PrefillNode(grouped(), mesh=Mesh(1, 2, 2)), "is of one rank, not 2"),
+        (
+            lambda: PrefillNode(grouped(num_layers=1), mesh=Mesh(2, 1, 1, 2)),
+            "is of one stage, not 2",
+        ),
+        (
+            lambda: PrefillNode(grouped(), PrefillConfig(checkpoints=2), mesh=Mesh(1, 2, 2)),
+            "a prefill worker of several ranks keeps none",
+        ),
         (lambda: PrefillNode(grouped(), usable_prefix=lambda req, num: num), "usable_prefix: "),
         (lambda: DecodeNode(grouped(60)), "'sliding' has 12 pages; one request may need 17"),
         (
@@ -296,6 +302,54 @@ def test_each_group_gets_its_own_bytes_in_the_right_place() -> None:
         pools = (pair.d_model.full, want_full), (pair.d_model.last, want_last)
         for pool, want in (*pools, (pair.d_model.draft, want_draft)):
             assert torch.equal(pool.read_pages(range(pool.layout.num_pages)), want)
+
+
+def test_two_ranks_a_side_get_their_own_bytes_in_every_group() -> None:
+    mesh = Mesh(1, 2, 2)
+    pools = [[grouped(), grouped()] for _ in range(2)]
+    chance = torch.Generator().manual_seed(6)
+    for pool in (*pools[0], *pools[1]):
+        for one in (pool, pool.group("sliding")):
+            every = range(one.layout.num_pages)
+            data = one.read_pages(every)
+            one.write_pages(
+                every, torch.randint(0, 256, data.shape, generator=chance, dtype=torch.uint8)
+            )
+    with (
+        PrefillGroup(pools[0], PrefillConfig(control=QUICK), mesh) as prefill,
+        DecodeGroup(pools[1], DecodeConfig(reserve_tokens=0, control=QUICK), mesh) as decode,
+    ):
+        address = {"prefill": prefill.endpoint, "decode": decode.peer_id.name}
+        request = Request("r", list(range(16)), 4, room=1, **address)
+        prefill.add(request)
+        req = decode.add(request)
+        source: dict[int, int] = {}
+        arrived: list[Any] = []
+
+        def step() -> None:
+            decode.pop_preallocated()
+            for one in prefill.pop_bootstrapped():
+                for end in (4, 8, 12, 16):
+                    first, ids = one.window_pages("sliding")
+                    source.update({first + at: page for at, page in enumerate(ids.tolist())})
+                    prefill.send_chunk(one, end, last=end == 16)
+            prefill.pop_sent()
+            arrived.extend(decode.pop_transferred())
+
+        until(lambda: bool(arrived), step=step)
+        first, ids = req.window_pages("sliding")
+        assert first == 1
+        other = decode.others[0].window_pages(req.row, "sliding")
+        assert (other.first_page, other.ids.tolist()) == (first, ids.tolist())
+        for mine, its in zip(*pools, strict=True):
+            want = mine.group("sliding").read_pages([source[number] for number in (1, 2, 3)])
+            assert torch.equal(its.group("sliding").read_pages(ids[:3].tolist()), want)
+        for token in range(3):
+            decode.append_many([req], [token])
+        decode.finish(req)
+        until(lambda: decode.scheduler.idle and not prefill.nodes[0].scheduler.requests, step=step)
+        decode.audit()
+        prefill.audit()
 
 
 def test_the_engine_s_tensors_are_as_the_model_has_them() -> None:
