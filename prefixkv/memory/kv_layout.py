@@ -60,6 +60,11 @@ class PageGroup(msgspec.Struct, frozen=True, array_like=True):
     window: int
     layout: KVLayout
 
+    def first_page(self, num_tokens: int) -> int:
+        """Return the number of the first page that a window group of the layout needs behind
+        `num_tokens` tokens."""
+        return max(0, num_tokens + 1 - self.window) // self.layout.page_size
+
 
 MAX_GROUPS: Final = 64
 Groups = Annotated[tuple[PageGroup, ...], msgspec.Meta(max_length=MAX_GROUPS)]

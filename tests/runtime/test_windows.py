@@ -21,7 +21,8 @@ from prefixkv.config import (
     TransportConfig,
 )
 from prefixkv.control.effects import FrameReceived
-from prefixkv.errors import AbortedError, RequestError
+from prefixkv.digest import prompt_digest
+from prefixkv.errors import AbortedError, PageStateError, RequestError
 from prefixkv.memory.kv_pool import KVPool, PoolGroup
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_layout import StateTensor
@@ -29,6 +30,7 @@ from prefixkv.memory.state_pool import StatePool
 from prefixkv.request import Request
 from prefixkv.runtime.groups import DecodeGroup, PrefillGroup
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
+from prefixkv.transfer import DecodeTransfers, KVPoll, PrefillTransfers
 from tests.models.patience import until
 from tests.models.window_engine import Model, WindowPair
 from tests.runtime.conftest import QUICK
@@ -307,14 +309,7 @@ def test_each_group_gets_its_own_bytes_in_the_right_place() -> None:
 def test_two_ranks_a_side_get_their_own_bytes_in_every_group() -> None:
     mesh = Mesh(1, 2, 2)
     pools = [[grouped(), grouped()] for _ in range(2)]
-    chance = torch.Generator().manual_seed(6)
-    for pool in (*pools[0], *pools[1]):
-        for one in (pool, pool.group("sliding")):
-            every = range(one.layout.num_pages)
-            data = one.read_pages(every)
-            one.write_pages(
-                every, torch.randint(0, 256, data.shape, generator=chance, dtype=torch.uint8)
-            )
+    randomly([*pools[0], *pools[1]], 6)
     with (
         PrefillGroup(pools[0], PrefillConfig(control=QUICK), mesh) as prefill,
         DecodeGroup(pools[1], DecodeConfig(reserve_tokens=0, control=QUICK), mesh) as decode,
@@ -350,6 +345,91 @@ def test_two_ranks_a_side_get_their_own_bytes_in_every_group() -> None:
         until(lambda: decode.scheduler.idle and not prefill.nodes[0].scheduler.requests, step=step)
         decode.audit()
         prefill.audit()
+
+
+def randomly(pools: list[KVPool], seed: int) -> None:
+    chance = torch.Generator().manual_seed(seed)
+    for pool in pools:
+        for one in (pool, *(group.pool for group in pool.groups)):
+            every = range(one.layout.num_pages)
+            data = one.read_pages(every)
+            one.write_pages(
+                every, torch.randint(0, 256, data.shape, generator=chance, dtype=torch.uint8)
+            )
+
+
+class EngineWithItsOwnPages:
+    """The transfer side alone. Of 27 tokens decode has 16; the window of 10 begins in page 4."""
+
+    def __init__(self) -> None:
+        self.src, self.dst = grouped(), grouped()
+        randomly([self.src, self.dst], 7)
+        self.prefill = PrefillTransfers(self.src, PrefillConfig(control=QUICK))
+        self.decode = DecodeTransfers(self.dst, DecodeConfig(control=QUICK))
+        self.digest = prompt_digest(range(27))
+
+    def open(self, windows: Any = ((3, 0, 7),)) -> None:
+        self.decode.open(
+            1, 0, 27, 16, [6, 1, 2], self.prefill.endpoint, self.digest, windows=windows
+        )
+
+    def send(self, end: int, windows: Any, last: bool = False) -> None:
+        pages = [5, 4, 3, 2, 1, 0, 7]
+        self.prefill.send_chunk(1, end, pages, decode="decode-0", last=last, windows=windows)
+
+    def __enter__(self) -> EngineWithItsOwnPages:
+        self.prefill.add(1, 0, 27, "decode-0", self.digest)
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.decode.close()
+        self.prefill.close()
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+def test_an_engine_that_owns_its_pages_names_them_by_group(is_early: bool) -> None:
+    with EngineWithItsOwnPages() as engine:
+        before = [pool.read_pages(range(pool.layout.num_pages)) for pool in
+                  (engine.dst, engine.dst.group("sliding"))]  # fmt: skip
+        if not is_early:
+            engine.open()
+        engine.send(9, [(0, [8, 9, 10])])
+        engine.send(21, [(2, [10, 11, 1, 2])])  # completes page 4, which is id 1 here
+        engine.send(27, [(5, [2, 3])], last=True)
+        if is_early:
+            engine.open()
+        said: list[Any] = []
+        until(lambda: bool(said), step=lambda: said.extend(engine.decode.take_events()))
+        assert said[0].poll is KVPoll.SUCCESS
+        before[0][[6, 1, 2]] = engine.src.read_pages([1, 0, 7])
+        before[1][[3, 0, 7]] = engine.src.group("sliding").read_pages([1, 2, 3])
+        for pool, want in zip((engine.dst, engine.dst.group("sliding")), before, strict=True):
+            assert torch.equal(pool.read_pages(range(pool.layout.num_pages)), want)
+
+
+def test_wrong_window_pages_are_refused_and_change_nothing() -> None:
+    with EngineWithItsOwnPages() as engine:
+        for windows, why in [
+            ((), "pages of 0 window groups of 1"),
+            (((3, 0),), "2 pages where group 'sliding' needs 3"),
+            (((3, 0, 12),), "12"),
+        ]:
+            with pytest.raises((RequestError, PageStateError), match=why):
+                engine.open(windows)
+        engine.open()
+        for end, sent, why in [
+            (9, (), "pages of 0 window groups of 1"),
+            (21, [(5, [2, 3])], "pages 5 to 7, this chunk sends 4 to 5"),
+            (24, [(0, [8, 9, 10, 11, 1])], "pages 0 to 5, this chunk sends 4 to 6"),
+            (21, [(4, [12])], "12"),
+        ]:
+            with pytest.raises((RequestError, PageStateError), match=why):
+                engine.send(end, sent)
+        engine.send(21, [(4, [1])])
+        engine.send(27, [(5, [2, 3])], last=True)
+        said: list[Any] = []
+        until(lambda: bool(said), step=lambda: said.extend(engine.decode.take_events()))
+        assert said[0].poll is KVPoll.SUCCESS
 
 
 def test_the_engine_s_tensors_are_as_the_model_has_them() -> None:

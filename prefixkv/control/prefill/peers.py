@@ -173,7 +173,7 @@ class Peer:
             raise ProtocolError(f"pages of {len(promise.windows)} window groups of {len(groups)}")
         windows = promise.window_ids()
         for group, pages in zip(groups, windows, strict=True):
-            first = max(0, promise.fill_len + 1 - group.window) // layout.page_size
+            first = group.first_page(promise.fill_len)
             wanted, has = (
                 pages_for(promise.fill_len, layout.page_size) - first,
                 group.layout.num_pages,
