@@ -12,7 +12,7 @@ from prefixkv.config import DecodeConfig
 from prefixkv.control.death_watch import LostPeers
 from prefixkv.control.decode.control import DecodeControl
 from prefixkv.digest import check_digest
-from prefixkv.errors import ConfigError, RequestError
+from prefixkv.errors import ConfigError, RequestError, shown
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_pool import StatePool
@@ -212,6 +212,8 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         """Return what a room of decode's transfers promises in each window group, packed. Raises as
         `open`."""
         groups = self._windows
+        if not isinstance(windows, tuple | list):
+            raise RequestError(f"windows is {shown(windows)}, a list of page ids is needed")
         if len(windows) != len(groups):
             raise RequestError(f"pages of {len(windows)} window groups of {len(groups)}")
         found: list[bytes] = []

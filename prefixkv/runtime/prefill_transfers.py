@@ -333,6 +333,10 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
     ) -> tuple[WindowChunk, ...]:
         """Return what a chunk of prefill's transfers sends in each window group. Raises as
         `send_chunk`, with nothing changed."""
+        if not isinstance(windows, tuple | list) or not all(
+            isinstance(one, tuple | list) and len(one) == 2 for one in windows
+        ):
+            raise RequestError(f"windows is {shown(windows)}, pairs of page and ids are needed")
         if len(windows) != len(self._windows):
             raise RequestError(f"pages of {len(windows)} window groups of {len(self._windows)}")
         found: list[WindowChunk] = []
