@@ -344,6 +344,9 @@ class DecodePreallocQueue:
         if waiter.lane in self._limited or waiter in self._over_share:
             has = f"{self._shares.pages(waiter.lane.address)} pages, its share of the pool"
             return f"{waited} for pages: prefill worker {waiter.lane.address} has {has}"
+        windows = self._pages.windows
+        if windows and (short := windows.short_of(WindowStart(req.fill_len, req.max_pages))):
+            return f"{waited} for pages of window group {short!r}"
         return f"{waited} for pages"
 
     def check_invariants(self) -> None:

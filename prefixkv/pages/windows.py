@@ -321,10 +321,16 @@ class WindowGroups(tuple[WindowGroup, ...]):
     def fit(self, start: WindowStart) -> bool:
         """Return whether a request that begins there has room in all window groups; what it shares
         is left out of what could be given up."""
-        return all(
-            group.own_pages(start, number) <= group.available_pages(start.shared_in(number))
-            for number, group in enumerate(self)
-        )
+        return not self.short_of(start)
+
+    def short_of(self, start: WindowStart) -> str:
+        """Return the name of the first window group without room for a request that begins there;
+        "" if all have it."""
+        for number, group in enumerate(self):
+            available = group.available_pages(start.shared_in(number))
+            if group.own_pages(start, number) > available:
+                return group.name
+        return ""
 
     def open(
         self, row: int, start: WindowStart, make_room: Callable[[Sequence[int]], object] | None
