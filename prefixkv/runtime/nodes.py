@@ -48,7 +48,12 @@ from prefixkv.runtime.decode_transfers import DecodeTransfers
 from prefixkv.runtime.host_memory import HostMemory
 from prefixkv.runtime.node import COUNTERS, Node
 from prefixkv.runtime.prefill_transfers import PrefillTransfers
-from prefixkv.runtime.rank_spec import RankSpec, checked_config, window_specs
+from prefixkv.runtime.rank_spec import (
+    RankSpec,
+    check_own_memory,
+    checked_config,
+    window_specs,
+)
 from prefixkv.runtime.record import MAX_FILES, Recorder
 from prefixkv.runtime.transfers import MakeTransport, peer_id, secret_number
 from prefixkv.settings import check_callable, check_kind
@@ -130,6 +135,7 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         ):
             what = "ranks without a mesh" if state is None else "extra state (state=)"
             raise ConfigError(f"host_memory: a decode worker with {what} keeps nothing there")
+        check_own_memory(layout)
         if pool.groups:
             what = "compute" if config.compute is not None else ""
             what = what or ("host_memory" if config.host_memory is not None else "")
@@ -610,6 +616,7 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         check_callable("usable_prefix", usable_prefix)
         _check_checkpoints(config.checkpoints, spec, usable_prefix)
         layout = pool.layout
+        check_own_memory(layout)
         pages = PageManager(
             layout.num_pages,
             layout.page_size,

@@ -140,3 +140,14 @@ def window_specs(pool: KVPool) -> list[WindowSpec]:
         for group in pool.groups
         if group.window
     ]
+
+
+def check_own_memory(layout: KVLayout) -> None:
+    """Raise ConfigError for a group of a node's pool that lies in the memory of the first one: the
+    node takes their page ids for those of two pools."""
+    for group in layout.windows:
+        if layout.is_shared(group):
+            raise ConfigError(
+                f"group {group.name!r} has the first group's memory, which is for an engine with "
+                "its own pages (prefixkv.transfer)"
+            )

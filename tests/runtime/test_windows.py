@@ -407,6 +407,51 @@ def test_an_engine_that_owns_its_pages_names_them_by_group(is_early: bool) -> No
             assert torch.equal(pool.read_pages(range(pool.layout.num_pages)), want)
 
 
+def in_one_memory(window: int = 10) -> KVPool:
+    """As vLLM has them: layer i of each group lies in the same tensor, a page is of one group."""
+    full = KVPool.create(16, 4, 2, 1, 8)
+    views = [full.k(0)], [full.v(0)]  # of the second group: one layer less
+    return full.with_groups(PoolGroup("sliding", KVPool.from_tensors(*views), window))
+
+
+def test_groups_may_lie_in_one_memory_for_an_engine_that_owns_its_pages() -> None:
+    src, dst = in_one_memory(), in_one_memory()
+    randomly([src, dst], 8)
+    before = dst.read_pages(range(16))
+    digest = prompt_digest(range(27))
+    with (
+        PrefillTransfers(src, PrefillConfig(control=QUICK)) as prefill,
+        DecodeTransfers(dst, DecodeConfig(control=QUICK)) as decode,
+    ):
+        prefill.add(1, 0, 27, "decode-0", digest)
+        where = prefill.endpoint
+        decode.open(1, 0, 27, 16, [6, 1, 2], where, digest, windows=[[3, 0, 7]])
+        pages = [5, 4, 3, 2, 1, 0, 7]
+        prefill.send_chunk(1, 27, pages, decode="decode-0", last=True, windows=[(4, [10, 11, 12])])
+        said: list[Any] = []
+        until(lambda: bool(said), step=lambda: said.extend(decode.take_events()))
+        assert said[0].poll is KVPoll.SUCCESS
+        before[[6, 1, 2]] = src.read_pages([1, 0, 7])
+        before[[3, 0, 7], :2] = src.read_pages([10, 11, 12])[:, :2]  # K and V of its one layer
+        assert torch.equal(dst.read_pages(range(16)), before)
+        # A page that is promised in two groups would be written twice.
+        prefill.add(2, 0, 27, "decode-0", digest)
+        decode.open(2, 0, 27, 16, [6, 1, 2], where, digest, windows=[[3, 1, 7]])
+        said.clear()
+        until(lambda: bool(said), step=lambda: said.extend(decode.take_events()))
+        assert "in two groups of one memory" in str(said[0].error)
+
+
+def test_nodes_refuse_groups_in_one_memory() -> None:
+    for make in (DecodeNode, PrefillNode):
+        with pytest.raises(ConfigError, match="'sliding' has the first group's memory"):
+            make(in_one_memory())
+    full = KVPool.create(16, 4, 1, 1, 8)
+    same = KVPool.from_tensors([full.k(0)], [full.v(0)])
+    with pytest.raises(ConfigError, match="it needs a window"):
+        full.with_groups(PoolGroup("draft", same))
+
+
 def test_wrong_window_pages_are_refused_and_change_nothing() -> None:
     with EngineWithItsOwnPages() as engine:
         for windows, why in [
