@@ -24,6 +24,7 @@ from prefixkv.settings import check_whole
 
 MAX_RANKS: Final = 256  # each pair of ranks is looked at, which takes half a second for 256
 MAX_FOLD: Final = 1024  # of page sizes: a peer may make a table this many rows long, for a run
+GROUPS_NEED_IT: Final = "must be equal where a model has groups of layers"
 
 
 class Shard(NamedTuple):
@@ -191,6 +192,19 @@ def check_opaque(ours: Mesh, our_page_size: int, theirs: Mesh, their_page_size: 
         raise HandshakeError("page_size", our_page_size, their_page_size, why)
     if ours.tp_size != theirs.tp_size:
         raise HandshakeError("tp_size", ours.tp_size, theirs.tp_size, why)
+
+
+def check_whole_groups(ours: Mesh, our_page_size: int, theirs: Mesh, their_page_size: int) -> None:
+    """Raise HandshakeError where two meshes cannot exchange a model with groups of layers: of
+    several pipeline stages, of other tensor-parallel sizes, or with pages of two sizes."""
+    if (ours.tp_size, ours.pp_size) != (theirs.tp_size, theirs.pp_size):
+        size = "tp_size" if ours.tp_size != theirs.tp_size else "pp_size"
+        raise HandshakeError(size, getattr(ours, size), getattr(theirs, size), GROUPS_NEED_IT)
+    if ours.pp_size > 1:
+        why = "must be 1 where a model has groups of layers"
+        raise HandshakeError("pp_size", ours.pp_size, theirs.pp_size, why)
+    if our_page_size != their_page_size:
+        raise HandshakeError("page_size", our_page_size, their_page_size, GROUPS_NEED_IT)
 
 
 def check_holds(layout: KVLayout, shard: Shard) -> None:

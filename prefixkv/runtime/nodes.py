@@ -48,7 +48,12 @@ from prefixkv.runtime.decode_transfers import DecodeTransfers
 from prefixkv.runtime.host_memory import HostMemory
 from prefixkv.runtime.node import COUNTERS, Node
 from prefixkv.runtime.prefill_transfers import PrefillTransfers
-from prefixkv.runtime.rank_spec import RankSpec, checked_config
+from prefixkv.runtime.rank_spec import (
+    RankSpec,
+    check_own_memory,
+    checked_config,
+    window_specs,
+)
 from prefixkv.runtime.record import MAX_FILES, Recorder
 from prefixkv.runtime.transfers import MakeTransport, peer_id, secret_number
 from prefixkv.settings import check_callable, check_kind
@@ -130,6 +135,12 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         ):
             what = "ranks without a mesh" if state is None else "extra state (state=)"
             raise ConfigError(f"host_memory: a decode worker with {what} keeps nothing there")
+        check_own_memory(layout)
+        if pool.groups:
+            what = "compute" if config.compute is not None else ""
+            what = what or ("host_memory" if config.host_memory is not None else "")
+            if what:
+                raise ConfigError(f"{what}: not with a pool of several groups of layers")
         # 2. The pages, the tree, and the scheduler over them, then the transfer side, which starts
         # the threads. If one fails, those before it are undone: the next node may have a policy
         # object, and host memory is given back.
@@ -164,13 +175,25 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         settings = config.for_page_manager(layout.num_pages, spec.num_slots)
         pages: PageManager
         if ranks is None:
-            pages = PageManager(layout.num_pages, layout.page_size, config.max_running, **settings)
+            pages = PageManager(
+                layout.num_pages,
+                layout.page_size,
+                config.max_running,
+                **settings,
+                windows=window_specs(pool),
+            )
         else:
             ranks.host_pages = 0 if self._host is None else self._host.num_pages
             pages = ReplicatedPageManager(
-                ranks.append, layout.num_pages, layout.page_size, config.max_running, **settings
+                ranks.append,
+                layout.num_pages,
+                layout.page_size,
+                config.max_running,
+                windows=window_specs(pool),
+                **settings,
             )
         undo.callback(pages.cache.policy.release)
+        _check_windows(pages, layout.page_size)
         self._ranks = ranks
         self.config = config
         self.scheduler = DecodeScheduler(
@@ -593,6 +616,7 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         check_callable("usable_prefix", usable_prefix)
         _check_checkpoints(config.checkpoints, spec, usable_prefix)
         layout = pool.layout
+        check_own_memory(layout)
         pages = PageManager(
             layout.num_pages,
             layout.page_size,
@@ -601,12 +625,18 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
             policy=config.policy,
             reserved_pages=check_reserved(config.reserved_pages, layout.num_pages),
             num_checkpoints=config.checkpoints,
+            windows=window_specs(pool),
         )
+        try:
+            _check_windows(pages, layout.page_size)
+        except BaseException:
+            pages.cache.policy.release()
+            raise
         self.config = config
         self.scheduler = PrefillScheduler(
             pages,
             max_aux_bytes=config.control.max_aux_bytes,
-            num_slots=spec.num_slots - config.checkpoints,
+            num_slots=max(0, spec.num_slots - config.checkpoints),
             usable_prefix=usable_prefix,
             follow_s=config.follow_s,
             in_step=spec.mesh.num_ranks > 1,
@@ -800,10 +830,14 @@ def _check_checkpoints(
     num_checkpoints: int, spec: RankSpec, usable_prefix: UsablePrefix | None
 ) -> None:
     """Raise ConfigError for checkpoints that a prefill node of this rank cannot have."""
+    if usable_prefix is not None and spec.layout.windows:
+        raise ConfigError("usable_prefix: a pool with window groups goes on at checkpoints alone")
     if not num_checkpoints:
         return
     why = ""
-    if spec.num_slots <= num_checkpoints:
+    # Without extra state a checkpoint has window pages alone.
+    only_windows = spec.state is None and bool(spec.layout.windows)
+    if not only_windows and spec.num_slots <= num_checkpoints:
         why = f"the extra state has {spec.num_slots} slots, and the engine needs some"
     elif spec.mesh.num_ranks > 1:
         why = "a prefill worker of several ranks keeps none"
@@ -811,3 +845,13 @@ def _check_checkpoints(
         why = "usable_prefix says where the engine goes on"
     if why:
         raise ConfigError(f"checkpoints: {num_checkpoints}: {why}")
+
+
+def _check_windows(pages: PageManager, page_size: int) -> None:
+    """Raise ConfigError for a window group of a node in which not even one request has room."""
+    for group in pages.windows:
+        if (has := group.allocator.num_pages) < group.most_pages:
+            raise ConfigError(
+                f"group {group.name!r} has {has} pages; one request may need {group.most_pages} of "
+                f"{page_size} tokens: window {group.window}, step_tokens {group.step_tokens}"
+            )

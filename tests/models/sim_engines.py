@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
 from typing import Any
@@ -26,6 +26,7 @@ from prefixkv.errors import HandshakeError, OutOfPagesError, PrefixKVError, Prot
 from prefixkv.memory.state_layout import StateTensor, check_state_pairs
 from prefixkv.pages.allocator import PageState
 from prefixkv.pages.manager import PageManager
+from prefixkv.pages.windows import WindowSpec
 from prefixkv.prefill.rank_group import RankGroup
 from prefixkv.prefill.request import PrefillRequest, PrefillState
 from prefixkv.prefill.scheduler import PrefillScheduler
@@ -53,7 +54,15 @@ class PrefillDesk:
     def __init__(self, sim: EngineSim, rank: PrefillRank) -> None:
         self.sim, self.rank = sim, rank
         side = sim.sides[0]
-        pages = PageManager(side.num_pages, side.page_size, ROWS, policy=sim.policy)
+        windows = () if side.last is None else (side.last,)
+        pages = PageManager(
+            side.num_pages,
+            side.page_size,
+            ROWS,
+            policy=sim.policy,
+            num_checkpoints=side.checkpoints,
+            windows=windows,
+        )
         pages.hash_every_pages = 1
         self.scheduler = PrefillScheduler(
             pages,
@@ -102,6 +111,12 @@ class PrefillDesk:
         hashes, known = self.hashes(req.tokens), req.prefix_len
         assert known <= self.usable.get(req.room_key, known), "there is no state behind that"
         self.rank.check_bytes(req, req.pages, hashes[:known])
+        self.check_last(req, hashes[:known])
+
+    def check_last(self, req: PrefillRequest, hashes: np.ndarray) -> None:
+        """What is behind these tokens in the window layers is right."""
+        if (last := self.sim.sides[0].last) is not None and not req.state.ended:
+            self.rank.check_last(req, req.window_pages(last.name), hashes, last.window)
 
     def _usable_prefix(self, req: PrefillRequest, prefix_len: int) -> int:
         self.usable[req.room_key] = self.sim.random.choice([0, prefix_len // 2, prefix_len])
@@ -173,6 +188,9 @@ class PrefillEngine:
         done = max(share.plan.computed for _, share in shares if share.plan is not None)
         start = max(done, min(share.prefix_len for _, share in shares))
         end = min(req.num_tokens, start + self.sim.random.randint(1, 3 * PAGE_SIZE))
+        if self.sim.sides[0].last is not None:
+            stops = [at for _, share in shares for at in share.stops if at > start]
+            end = min([end, *stops])
         last = end == req.num_tokens
         slot = -1
         if last and self.scheduler.num_slots:
@@ -184,6 +202,9 @@ class PrefillEngine:
                 desk.check(share)
             hashes = desk.hashes(req.tokens)[:end]
             desk.rank.fill(share.pages, max(start, share.prefix_len), hashes, slot)
+            if (kept := self.sim.sides[0].last) is not None and share.pages_held is not None:
+                desk.check_last(share, hashes[:start])
+                desk.rank.fill_last(share.window_pages(kept.name), start, hashes)
         token = self.sim.next_token(req.tokens, self.scheduler.weights_version)
         aux = token.to_bytes(4, "little") if last else b""
         self.group.send_chunk(req, end, last, aux, None, slot)
@@ -195,6 +216,8 @@ class PrefillEngine:
         for desk in self.desks:
             allocator = desk.scheduler.pages.allocator
             desk.rank.scribble(allocator.pages_in(PageState.FREE), (), 0xEE)
+            for group in desk.scheduler.pages.windows:
+                desk.rank.scribble_last(group.allocator.pages_in(PageState.FREE), 0xEE)
 
 
 class DecodeEngine:
@@ -211,7 +234,8 @@ class DecodeEngine:
         sim.leader = RankLeader(self.scheduler, len(self.ranks), self.log, submit)
         sizes = side.num_pages, side.page_size
         for rank in self.ranks[1:]:
-            rank.replica = DecodeReplica(*sizes, config, side.num_slots)
+            windows = () if side.last is None else (side.last,)
+            rank.replica = DecodeReplica(*sizes, config, side.num_slots, windows=windows)
         self.running: dict[str, DecodeRequest] = {}
         self.local: dict[DecodeRequest, int] = {}  # what is computed here: tokens with KV
         # Rooms that have ended on some ranks: on which, and when the first of them failed.
@@ -298,6 +322,10 @@ class DecodeEngine:
         for rank in self._followers():
             assert rank.replica.pages(req.row).tolist() == req.pages.tolist(), "ranks: pages differ"
             assert rank.replica.state_slot(req.row) == req.state_slot, "ranks: slots differ"
+            if (last := self.sim.sides[1].last) is not None:
+                mine, its = req.window_pages(last.name), rank.replica.window_pages(req.row, "last")
+                alike = (mine.first_page, mine.ids.tolist()) == (its.first_page, its.ids.tolist())
+                assert alike, "ranks: window pages differ"
         return self.ranks
 
     def compare_ranks(self) -> None:
@@ -320,6 +348,8 @@ class DecodeEngine:
         hashes = self.hashes(req.tokens[: req.kv_len])
         for rank in self._each_rank(req):
             rank.check_bytes(req, req.pages, hashes, req.state_slot)
+            if (last := self.sim.sides[1].last) is not None:
+                rank.check_last(req, req.window_pages(last.name), hashes, last.window)
 
     def _start(self, req: DecodeRequest) -> None:
         self.verify(req)
@@ -365,6 +395,8 @@ class DecodeEngine:
             hashes = self.hashes(tokens)
             for rank in self._each_rank(req):
                 rank.fill(req.pages, len(tokens) - 1, hashes, req.state_slot)
+                if (last := sim.sides[1].last) is not None:
+                    rank.fill_last(req.window_pages(last.name), len(tokens) - 1, hashes)
             self._append(req, self.next_token(tokens))
         if req.rid not in self.running:  # its page went to another
             return
@@ -412,6 +444,8 @@ class DecodeEngine:
         slots = [] if pages.slots is None else pages.slots.pages_in(PageState.FREE).tolist()
         for rank in self.ranks:
             rank.scribble(pages.allocator.pages_in(PageState.FREE), slots, 0xDD)
+            for group in pages.windows:
+                rank.scribble_last(group.allocator.pages_in(PageState.FREE), 0xDD)
 
 
 @dataclass
@@ -426,6 +460,9 @@ class EngineSim(Sim):
     num_requests: int = 10
     failure_policy: str = "fail"
     num_slots: int = 0  # 0: there is no extra state
+    window: int = 0  # of layers beside, in tokens; 0: there are none
+    window_pages: tuple[int, int] = (40, 30)  # prefill's and decode's, of these layers
+    checkpoints: int = 0
     tensors: tuple[StateTensor, ...] = TENSORS
     digest_every: int = 0
     ways_to_end = ("stopped", "killed", "left")  # of a prefill worker
@@ -441,6 +478,16 @@ class EngineSim(Sim):
         num_pages = self.prefill_pages * 4 // sizes[0], self.decode_pages * 4 // sizes[1]
         names = "prefill-0", "decode-0"
         self.sides = self.shape.sides(names, num_pages, self.tensors, (2 * slots, slots))
+        if self.window:
+            steps = 3 * PAGE_SIZE, 1
+            self.sides = tuple(
+                replace(
+                    side,
+                    last=WindowSpec("last", self.window, self.window_pages[at], steps[at]),
+                    checkpoints=(self.checkpoints, 0)[at],
+                )
+                for at, side in enumerate(self.sides)
+            )  # type: ignore[assignment]
         self.former: list[PrefillEngine | DecodeEngine] = []  # that a restart replaced
         self._to_submit: list[Request] = []
         self._next_room = 0
@@ -471,6 +518,7 @@ class EngineSim(Sim):
         side = self.sides[1]
         sizes = side.num_pages, side.page_size, ROWS
         settings: Any = {"policy": self.policy, "num_slots": side.num_slots}
+        settings["windows"] = () if side.last is None else (side.last,)
         pages: PageManager
         if len(self.readers) == 1:
             pages = PageManager(*sizes, **settings)
@@ -644,6 +692,16 @@ class EngineSim(Sim):
         allowed = [flight.pages.slot] if flight is not None else slots_of.held_by(key).tolist()
         assert slots.tolist() == allowed, f"state of {key} lands in {slots}, its own is {allowed}"
 
+    def may_write_window(self, route: str, key: RoomKey, pages: np.ndarray) -> None:
+        (group,) = self.decode.scheduler.pages.windows
+        flight = self.decode.scheduler.arriving.get(key)
+        allowed = (
+            group.allocator.held_by(key) if flight is None else group.row(flight.pages.row).ids
+        )
+        assert set(pages.tolist()) <= set(allowed.tolist()), (
+            f"window pages of {key} land in {pages}, its own are {allowed}"
+        )
+
     # --- a run ------------------------------------------------------------------------------------
 
     def choices(self) -> list[Callable[[], object]]:
@@ -725,6 +783,22 @@ def simulation(seed: int, storm: Storm | None = None) -> EngineSim:
         decode_pages=chance.choice([14, 18, 40]), prefill_pages=chance.choice([16, 32]),
         failure_policy=chance.choice(["fail", "retry"]), num_slots=num_slots,
         digest_every=chance.choice([0, 4]),
+    )  # fmt: skip
+
+
+def with_windows(seed: int, storm: Storm | None = None) -> EngineSim:
+    """Two ranks a side, or three, and layers that keep a window. There are no checkpoints."""
+    chance = random.Random(seed)
+    ranks = chance.choice([2, 2, 3])
+    shape = Shape(
+        prefill=(ranks, 1), decode=(ranks, 1), num_layers=1, head_bytes=8,
+        num_heads=chance.choice([1, ranks]),
+    )  # fmt: skip
+    return EngineSim(
+        seed, storm_of(chance, _STORM) if storm is None else storm, shape,
+        decode_pages=chance.choice([14, 18, 40]), prefill_pages=chance.choice([16, 32]),
+        failure_policy=chance.choice(["fail", "retry"]), digest_every=chance.choice([0, 4]),
+        window=chance.choice([2, 5, 9, 14]), window_pages=(48, chance.choice([10, 30])),
     )  # fmt: skip
 
 
