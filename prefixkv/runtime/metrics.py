@@ -99,6 +99,20 @@ def _pages(node: Node) -> Samples:
     yield ("quarantined",), pages.quarantined_pages
 
 
+def _checkpoints(node: PrefillNode) -> Samples:
+    """Yield the slots of a prefill node's checkpoints as samples of its metric, by state."""
+    if (points := node.scheduler.pages.checkpoints) is not None:
+        there = len(points)
+        yield ("saved",), there
+        yield ("other",), max(0, points.num_slots - there)
+
+
+def _checkpoints_evicted(node: PrefillNode) -> Samples:
+    """Return the checkpoints that a prefill node gave up for others, for its metric."""
+    points = node.scheduler.pages.checkpoints
+    return [((), 0 if points is None else points.evicted)]
+
+
 def _decode_queues(node: DecodeNode) -> Samples:
     """Yield the requests of a decode node as samples of its metric, by what they wait for."""
     scheduler = node.scheduler
@@ -232,6 +246,7 @@ _COMPUTED = "Requests whose missing part this worker computed itself."
 _DECLINED = "Requests within DecodeConfig.compute.below that prefill computed, by the rule."
 _HOST_HITS = "Tokens of admitted prompts that were loaded from host memory."
 _HOST_MISSED = "Pages that were needed for others before they were copied to host memory."
+_CUT = "Prompt tokens that were cached, and computed again: no checkpoint lay behind them."
 _FAILOVERS = "Requests that went on without their prefill worker."
 _ASIDE = "Requests that wait and hold up no others, by what is missing."
 _STEPPED_ASIDE = "How often a request began to wait so."
@@ -307,6 +322,9 @@ DECODE = (
 PREFILL = (
     _counter("sent_bytes", "KV written to decode workers.", _value(lambda node: node.bytes_sent)),
     _counter("skipped_bytes", "KV that decode had already.", _prefill_skipped_bytes),
+    _counter("cut_tokens", _CUT, _count("cut_tokens")),
+    _gauge("checkpoints", "Slots of checkpoints by state.", _checkpoints, "state"),
+    _counter("checkpoints_evicted", "Checkpoints given up for others.", _checkpoints_evicted),
     _gauge("queue_requests", "Requests by what they wait for.", _prefill_queues, "queue"),
     _counter("requests", "Requests that ended.", _ended("sent", "failed"), "outcome"),
 )

@@ -67,9 +67,9 @@ _DECODE_COUNTERS = (
     "transfers_failed",
 )  # fmt: skip
 _PREFILL_COUNTERS = (
-    *COUNTERS, "bytes_sent", "decode_hit_tokens", "followed", "hit_tokens", "overtaken",
-    "refused_by_peers", "sent", "staging_bytes_staged", "staging_pieces_written", "writes_done",
-    "writes_drained_by_renewal", "writes_failed",
+    *COUNTERS, "bytes_sent", "cut_tokens", "decode_hit_tokens", "followed", "hit_tokens",
+    "overtaken", "refused_by_peers", "sent", "staging_bytes_staged", "staging_pieces_written",
+    "writes_done", "writes_drained_by_renewal", "writes_failed",
 )  # fmt: skip
 
 
@@ -799,9 +799,13 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         return self.transfers.bytes_sent
 
     def stats(self) -> dict[str, int]:
-        """Return the prefill node's counters, pages by state, and the bytes that were not sent
-        because decode had them."""
+        """Return the prefill node's counters, pages by state, checkpoints, and the bytes that were
+        not sent because decode had them."""
         stats = super().stats()
+        points = self.scheduler.pages.checkpoints
+        stats["checkpoints"] = 0 if points is None else len(points)
+        stats["checkpoint_slots"] = 0 if points is None else points.num_slots
+        stats["checkpoints_evicted"] = 0 if points is None else points.evicted
         layout = self.pool.layout
         skipped_pages = stats.get("decode_hit_tokens", 0) // layout.page_size
         stats["bytes_skipped"] = skipped_pages * layout.page_bytes

@@ -14,6 +14,7 @@ from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_layout import StateTensor
 from prefixkv.memory.state_pool import StatePool
 from prefixkv.request import Request
+from prefixkv.runtime.metrics import NodeCollector
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
 from tests.models.node_pair import left, make_pool
 from tests.models.patience import until
@@ -105,6 +106,34 @@ def test_a_next_turn_computes_what_is_new(step: int) -> None:
         pair.prefill.flush()
         pair.serve(said)
         assert pair.computed[-1] == len(said)
+
+
+def test_what_few_checkpoints_cost_is_counted() -> None:
+    """Two conversations that take turns, and one checkpoint: it is always the other one's."""
+    with Pair(checkpoints=1) as pair:
+        talks = [[5] * 30, [6] * 30]
+        for talk in talks:
+            pair.serve(talk)
+        pair.serve(talks[0] + [1] * 12)
+        stats = pair.prefill.stats()
+        assert pair.computed == [30, 30, 42]
+        assert stats["cut_tokens"] == 28, "seven whole pages of the first turn"
+        assert (stats["checkpoints"], stats["checkpoint_slots"]) == (1, 1)
+        assert stats["checkpoints_evicted"] >= 2
+        seen = {
+            sample.name: sample.value
+            for metric in NodeCollector(pair.prefill).collect()
+            for sample in metric.samples
+            if sample.labels.get("state", "saved") == "saved"
+        }
+        assert seen["prefixkv_cut_tokens_total"] == 28
+        assert seen["prefixkv_checkpoints"] == 1
+        assert seen["prefixkv_checkpoints_evicted_total"] == stats["checkpoints_evicted"]
+    with Pair(checkpoints=0) as pair:
+        pair.serve([5] * 30)
+        pair.serve([5] * 30)
+        stats = pair.prefill.stats()
+        assert stats["cut_tokens"] == stats["checkpoints"] == stats["checkpoint_slots"] == 0
 
 
 def test_without_checkpoints_every_turn_is_computed_from_its_beginning() -> None:
