@@ -23,7 +23,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from prefixkv.engines.vllm.blocks import Holds
+from prefixkv.engines.vllm.blocks import Flights, Holds
 from prefixkv.engines.vllm.host_events import HostEvent, HostEvents
 from prefixkv.engines.vllm.orders import CopyEnd, CopyOrder
 from prefixkv.spi import HostCopyDone, HostTier, Pages, RadixKey, TransferError, UserErrors
@@ -221,6 +221,7 @@ class HostBlocks:
         self._loads: dict[int, _Load] = {}  # under way, by number
         # Of these, the keys of their flights by request, while that lives.
         self._load_of: dict[str, RoomKey] = {}
+        self._flights = Flights()  # of live requests: the blocks that their loads copy
         self._barred: set[str] = set()  # live requests whose load has failed
         self._ends: dict[int, list[CopyEnd]] = {}  # of copies that not all ranks have ended
 
@@ -275,8 +276,10 @@ class HostBlocks:
         number = ranks[0].number
         error = next((TransferError(end.error) for end in ranks if end.error), None)
         load = self._loads.pop(number, None)
-        if load is not None and self._load_of.pop(load.rid, None) is not None and error is not None:
-            self.bar(load.rid)
+        if load is not None and self._load_of.pop(load.rid, None) is not None:
+            self._flights.land(load.rid)
+            if error is not None:
+                self.bar(load.rid)
         num_bytes, seconds = sum(end.num_bytes for end in ranks), max(end.seconds for end in ranks)
         self.tier.ended(HostCopyDone(number, error, num_bytes, seconds), self._now_s())
 
@@ -303,9 +306,11 @@ class HostBlocks:
         """Return the seconds that the load of `num_blocks` of vLLM's takes; 0: not known."""
         return 0.0 if self.tier is None else self.tier.load_s(num_blocks, self._now_s())
 
-    def load(self, rid: str, start: int, end: int, blocks: Sequence[int]) -> None:
+    def load(
+        self, rid: str, start: int, end: int, blocks: Sequence[int], hashes: Sequence[Any]
+    ) -> None:
         """Order the load of a vLLM request's blocks from number `start` up to `end`, which are
-        `blocks` of its pool. `depth` has found them in this very step."""
+        `blocks` of its pool and have these hashes. `depth` has found them in this very step."""
         assert self.tier is not None
         key = self._keys[rid].prefix(end * _NAME_TOKENS)
         found = self.tier.find(key)
@@ -314,6 +319,7 @@ class HostBlocks:
         flight = self.tier.load(found, key, np.array(blocks, np.int32), self._now_s())
         self._loads[flight.room] = _Load(rid, tuple(blocks))
         self._load_of[rid] = flight
+        self._flights.begin(rid, hashes)
 
     def bar(self, rid: str) -> None:
         """Load nothing more from host memory for a live vLLM request: a load of its has failed.
@@ -323,6 +329,10 @@ class HostBlocks:
         these blocks.
         """
         self._barred.add(rid)
+
+    def carrier(self, block_hash: Any) -> str | None:
+        """Return the live request of vLLM's whose load copies this block just now, or None."""
+        return self._flights.carrier(block_hash)
 
     def is_loading(self, rid: str) -> bool:
         """Return whether a load from host memory goes on for a live request of vLLM's."""
@@ -347,6 +357,7 @@ class HostBlocks:
         # vLLM keeps the blocks of an aborted load. Others may load the same from now on.
         if (key := self._load_of.pop(rid, None)) is not None:
             self.tier.give_up(key)
+            self._flights.land(rid)
         if blocks:
             path = key_of(hashes)
             self.device.leave(path, blocks)
@@ -390,6 +401,7 @@ class HostBlocks:
 
     def check_invariants(self) -> None:
         """Raise InternalError if a law of the two tiers is broken: T1 to T4 and T6."""
+        self._flights.check_invariants()
         if self.tier is not None:
             self.tier.check_invariants()
             for load in self._loads.values():

@@ -290,9 +290,8 @@ class SchedulerSide:
         # Looked up on each call, so the wait ends with the other load, however that ends.
         if self._options.join_flights or rid in self._followers:
             hashes = self._hashes(request, num_computed, num_computed + self._block_size)
-            carrier = self.flights.carrier(hashes[0]) if hashes else None
             # One that does not ask prefill does not wait for it either: only for the same copy.
-            if carrier not in (None, rid) and (asks or self._is_copying_for(carrier)):
+            if hashes and self._carrier(hashes[0], asks) not in (None, rid):
                 self._joined.add(rid)
                 return None, False  # it will be in the prefix cache
         # 6. A follower, and no load of its prompt is under way; or prefill is not asked: vLLM
@@ -349,9 +348,11 @@ class SchedulerSide:
             self._host_parts[rid] = _HostPart(start, end)
         return hosted, hosted > 0
 
-    def _is_copying_for(self, rid: str | None) -> bool:
-        """Return whether a load from vLLM's host memory goes on for this request."""
-        return self._host is not None and rid is not None and self._host.is_loading(rid)
+    def _carrier(self, block_hash: Any, asks: bool) -> str | None:
+        """Return the request that brings vLLM this block, or None. `asks`: also where prefill sends
+        it, or a part of that load."""
+        copying = self._host.carrier(block_hash) if self._host is not None else None
+        return self.flights.carrier(block_hash) if copying is None and asks else copying
 
     def _loads_in_s(self, hosted: int) -> float:
         """Return the seconds that vLLM's load of `hosted` tokens from host memory takes; 0: not
@@ -447,10 +448,10 @@ class SchedulerSide:
         on its way in vLLM from now on."""
         assert self._host is not None
         rid, (start, end) = request.request_id, part
-        self._host.load(rid, start, end, pages[start:end])
-        self.flights.begin(
-            rid, self._hashes(request, start * self._block_size, end * self._block_size)
-        )
+        first, last = start * self._block_size, end * self._block_size
+        hashes = self._hashes(request, first, last)
+        self._host.load(rid, start, end, pages[start:end], hashes)
+        self.flights.begin(rid, hashes)
         return (end - start) * self._block_size
 
     def _refuse(self, ask: LoadAsk, reason: str) -> None:
@@ -482,7 +483,11 @@ class SchedulerSide:
             blocks = self._cached(request, pages)
             hashes = self._hashes_of_all(request, len(blocks))
             num_tokens = len(hashes) * self._block_size
+            is_loading = self._host.is_loading(rid)
             self._host.finished(request, hashes, blocks[: len(hashes)], num_tokens)
+            # Those that joined its load stop waiting.
+            if is_loading:
+                self.flights.land(rid)
         # 1. Never admitted: no block was promised, and a refusal is all that prefill needs.
         if (wanted := self._wanted.pop(rid, None)) is not None:
             self._refuse(wanted[0], "decode's request ended before it was admitted")

@@ -290,6 +290,31 @@ def test_a_request_that_asks_no_prefill_server_does_not_wait_for_one(small: Serv
     small.settle()
 
 
+def test_two_requests_behind_a_load_that_waits_for_prefill_copy_once(
+    small: Servers, copies: HeldCopies
+) -> None:
+    """The first has its blocks, and is still the one that brings the prompt."""
+    decode = small.decode
+    run(decode, "1", PROMPT[:8])
+    evict(decode)
+    load, _ = small.requests("2", PROMPT[:12])
+    decode.add(load)
+    until(lambda: host_of(decode).num_copies == 0 and "2" in decode.loading, step=decode.step)
+    copies.is_open = False
+    for rid in ("3", "4"):
+        decode.add(Request(rid, PROMPT[:9]))
+        until(lambda: "3" in decode.loading, step=decode.step)
+    for _ in range(10):
+        decode.step()  # the laws are looked at in each
+    assert "4" in [one.request_id for one in decode.waiting]
+    copies.is_open = True
+    until(lambda: {"3", "4"} <= decode.outputs.keys(), step=decode.step)
+    assert decode.scheduler.take_counts()["host_loads"] == 2
+    decode.abort("2")
+    until(lambda: not decode.left, step=small.step)
+    small.settle()
+
+
 @pytest.mark.parametrize("moves", ["flush", "move_weights"])
 def test_new_weights_empty_host_memory(small: Servers, copies: HeldCopies, moves: str) -> None:
     """A load under way fails; a write under way is not entered behind it."""

@@ -371,7 +371,14 @@ class Server:
         host = self.side._host
         left = {
             "copies": host.num_copies if host is not None else 0,
-            "host": [] if host is None else [*host._keys, *host._load_of, *host._barred],
+            "host": []
+            if host is None
+            else [
+                *host._keys,
+                *host._load_of,
+                *host._barred,
+                *host._flights._blocks,
+            ],
             "host parts": list(self.side._host_parts),
             "parts": list(worker._parts),
             "requests": list(self.scheduler.requests),
