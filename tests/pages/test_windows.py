@@ -127,6 +127,31 @@ def test_a_row_has_the_window_and_a_step_and_not_a_page_more(window: int, step: 
     assert one.row_pages == most
 
 
+def test_a_short_request_takes_no_more_pages_than_it_may_come_to_have() -> None:
+    one = group(window=9, step=4, num_pages=30, shared=True)
+    assert one.row_pages == 4
+    for num_tokens, end_pages, wanted in [(3, 1, 1), (3, 2, 2), (3, 9, 4), (30, 8, 3), (30, 20, 4)]:
+        assert one.own_pages(WindowStart(num_tokens, end_pages), 0) == wanted
+    # Behind a checkpoint, whose pages 3 and 4 it begins with, it needs what comes behind page 4.
+    shared = (np.array([7, 8], np.int32),)
+    for end_pages, wanted in [(5, 0), (6, 1), (7, 2), (12, 4)]:
+        assert one.own_pages(WindowStart(20, end_pages, shared), 0) == wanted
+
+
+def test_a_checkpoint_takes_pages_only_as_far_as_the_request_goes_on() -> None:
+    one = group(window=9, step=4, num_pages=30, shared=True)
+    one.open(0, 0, 4)
+    one.slide(0, 12)
+    # Of its four pages, 1 to 4, the checkpoint would keep 1 and 2, and has 3 and 4 behind it.
+    assert [one.num_replaced(0, 3, end_pages) for end_pages in (3, 4, 5, 6, 7, 20)] == [
+        0, 0, 0, 1, 2, 2,
+    ]  # fmt: skip
+    kept = one.share(0, 3, 6)
+    assert len(kept) == 2
+    assert len(one.row(0).ids) == 5
+    assert one.num_replaced(0, 3, 6) == 0, "they are no request's own"
+
+
 def test_a_request_that_runs_has_the_same_pages_all_the_time() -> None:
     one = group()
     one.open(0, 0, one.row_pages)
