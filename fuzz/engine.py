@@ -3,7 +3,7 @@ Hugging Face's models have, and whichever requests are aborted, every token of e
 the model says by itself: greedy ones `generate`'s, drawn ones a plain sampler's on its logits. At
 the end nothing is held.
 
-    python fuzz/engine.py --rounds 500 [--seed 1] [--models llama,qwen3,mistral]
+    python fuzz/engine.py --rounds 500 [--seed 1] [--models llama,qwen3_next]
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import sys
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import torch
 
-from prefixkv.engines.hf import make_model
+from benchmarks.hybrid_models import FAMILIES, config_of
+from prefixkv.engines.hf import PagedModel, make_model
 from tests.models.hf_workload import Found, run_round
 from tests.models.hf_world import TINY, Reference
 
@@ -26,15 +27,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--requests", type=int, default=12)
-    parser.add_argument("--models", default="llama,qwen3,mistral")
+    parser.add_argument("--models", default="llama,qwen3,mistral,qwen3_next,granitemoehybrid")
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     logging.disable(logging.WARNING)  # that each round's decode node has left
     torch.set_num_threads(args.threads)
     kinds = args.models.split(",")
-    models = [
-        make_model(kind, seed=i, **TINY, **EXTRA.get(kind, {})) for i, kind in enumerate(kinds)
-    ]
+    models = [_make(kind, seed) for seed, kind in enumerate(kinds)]
     references = [Reference(model) for model in models]
     found = Found()
     for number in range(args.rounds):
@@ -47,6 +46,12 @@ def main() -> None:
         if number % 20 == 19:
             print(number + 1, "rounds", found, flush=True)
     print(args.rounds, "rounds without a difference", found)
+
+
+def _make(kind: str, seed: int) -> PagedModel:
+    if kind in FAMILIES:
+        return make_model(config_of(kind), seed)
+    return make_model(kind, seed, **TINY, **EXTRA.get(kind, {}))
 
 
 EXTRA = {"mistral": {"sliding_window": None}}

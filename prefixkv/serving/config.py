@@ -194,6 +194,11 @@ class ServeConfig:
     prefill_pages: Annotated[Count, doc("Pages of a prefill worker's pool.")] = 1024
     decode_pages: Annotated[Count, doc("Pages of a decode worker's pool.")] = 1024
     chunk_tokens: Annotated[Count, doc("Most tokens per forward of prefill.")] = 512
+    checkpoints: Annotated[
+        CountOrZero,
+        doc("For a model with recurrent layers: states of cached prefixes that a prefill worker "
+            "keeps, about one per session; 0: 16 to 256, by the pool's bytes."),
+    ] = 0  # fmt: skip
     compute_below: Annotated[
         CountOrZero, doc("Most missing tokens of a prompt that decode computes itself; 0: none.")
     ] = 0

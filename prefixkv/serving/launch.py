@@ -295,6 +295,7 @@ class Launch:
         }  # fmt: skip
         if role == "prefill":
             settings["chunk_tokens"] = config.chunk_tokens
+            settings["checkpoints"] = config.checkpoints
         else:
             # Without either a decode worker computes nothing, and has no such settings.
             if config.compute_below or config.carry_on:

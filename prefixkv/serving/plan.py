@@ -132,7 +132,8 @@ def plan(found: Mapping[str, Found], workers: Mapping[str, Mapping[str, Found]])
 def own_names(role: str) -> dict[str, str]:
     """Return the settings of a worker that `prefixkv serve` has too, with their names there."""
     named = {name: name for name in _SHARED} | {"num_pages": f"{role}_pages"}
-    return named | ({"chunk_tokens": "chunk_tokens"} if role == "prefill" else {})
+    of_prefill = ("chunk_tokens", "checkpoints")
+    return named | ({name: name for name in of_prefill} if role == "prefill" else {})
 
 
 def numbered(values: Mapping[str, Any], role: str, number: int, num: int) -> dict[str, Any]:

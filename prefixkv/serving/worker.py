@@ -325,7 +325,9 @@ class PrefillWorker(Worker):
         """Load the prefill worker's model, and make a `PrefillEngine`. See
         `Worker._make_engine`."""
         from prefixkv.engines.hf import PrefillEngine
+        from prefixkv.engines.hf.prefill import check_prefill_config
 
+        check_prefill_config(self.config.node, _has_states(self.settings))
         model, pool = _model_and_pool(self.settings)
         return PrefillEngine(model, pool, self.config.node, self.config.chunk_tokens)
 
@@ -449,7 +451,9 @@ class DecodeWorker(Worker):
     def _make_engine(self) -> Any:
         """Load the decode worker's model, and make a `DecodeEngine`. See `Worker._make_engine`."""
         from prefixkv.engines.hf import DecodeEngine
+        from prefixkv.engines.hf.decode import check_decode_config
 
+        check_decode_config(self.config.node, _has_states(self.settings))
         # Prefill copies into decode's memory, where it may map it.
         shared = (
             self.config.node.transport.backend != "nixl" and self.settings.models.device == "cpu"
@@ -461,6 +465,7 @@ class DecodeWorker(Worker):
             self.config.node,
             _tokenizer(self.settings.models.model),
             self.config.thinking,
+            shared,
         )
 
     def _routes(self) -> list[Route]:
@@ -674,6 +679,14 @@ def make_worker(config: WorkerConfig) -> PrefillWorker | DecodeWorker:
     if isinstance(config, PrefillWorkerConfig):
         return PrefillWorker(config)
     return DecodeWorker(config)
+
+
+def _has_states(settings: WorkerSettings) -> bool:
+    """Tell by its config whether the worker's model has recurrent layers, before its weights are
+    read, which may take minutes."""
+    from prefixkv.engines.hf.models import folder_has_states
+
+    return bool(settings.models.model) and folder_has_states(settings.models.model)
 
 
 def _model_and_pool(settings: WorkerSettings, shared: bool = False) -> tuple[Any, Any]:

@@ -30,7 +30,8 @@ MakeSides = Callable[[ScenarioSettings], EngineSides]
 
 _PAUSE_S: Final = 0.0005  # after a pass that had nothing to do
 _LEAST_PASSES: Final = 50  # without progress, before an engine counts as stalled
-_ENGINES_OWN: Final = ("model", "reserved_pages", "compute")  # fields of a node's config
+# Fields of a node's config.
+_ENGINES_OWN: Final = ("model", "reserved_pages", "compute", "checkpoints", "checkpoint_tokens")
 _LIVELOCK: Final = 10  # times the patience, for passes that do something and bring no token
 
 

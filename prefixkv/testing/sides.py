@@ -56,8 +56,8 @@ class ScenarioSettings:
         tokens_per_step: most tokens that one step of decode may give a request. An engine that
             has no speculative decoding raises NotImplementedError for more than 1.
         decode, prefill: the configs of the nodes, for an engine to pass on. It may set `model` and
-            `reserved_pages` in them (with as many pages more in the pool), and `compute` in
-            decode's.
+            `reserved_pages` in them (with as many pages more in the pool), `compute` in decode's,
+            and `checkpoints` and `checkpoint_tokens` in prefill's.
     """
 
     page_size: int = 4

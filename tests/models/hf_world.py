@@ -96,6 +96,10 @@ class World:
             config = DecodeConfig(control=_CONTROL, **given)
             self.decode = DecodeEngine(model, pools[1], config, tokenizer, thinking)
             closing.callback(self.decode.close)
+            for engine in (self.prefill, self.decode):
+                for views in engine.states.views.values() if engine.states is not None else ():
+                    for _, view in views:
+                        view.normal_(0, 3)
             self.close = closing.pop_all().close
 
     def ask(self, rid: str, tokens: Any, **options: Any) -> Answer:

@@ -11,6 +11,7 @@ from urllib.error import HTTPError
 
 import openai
 import torch
+from transformers import AutoModelForCausalLM
 
 from prefixkv.engines.hf.models import unpaged_copy
 from prefixkv.engines.hf.small import CHAT_TEMPLATE, small_model, small_tokenizer
@@ -103,10 +104,13 @@ def get(url: str) -> tuple[int, Any]:
 
 
 class Expected:
-    """What the small model says by itself."""
+    """What the small model says by itself, or the model of a folder with its tokenizer."""
 
-    def __init__(self, seed: int = 0) -> None:
-        self._model = unpaged_copy(small_model(seed, trial=False))
+    def __init__(self, seed: int = 0, folder: Path | None = None) -> None:
+        if folder is None:
+            self._model = unpaged_copy(small_model(seed, trial=False))
+        else:
+            self._model = AutoModelForCausalLM.from_pretrained(folder)
         self.texts = Texts(small_tokenizer(), CHAT_TEMPLATE)
 
     def tokens(self, prompt: list[int], num: int) -> list[int]:

@@ -18,6 +18,7 @@ import torch.nn.functional as F  # noqa: N812
 from transformers import AttentionInterface
 
 from prefixkv import KVPool
+from prefixkv.engines.hf.recurrent import StatePlan, StateRows
 from prefixkv.spi import ConfigError, Pages, page_table, pages_for, slot_mapping
 
 NAME: Final = "prefixkv"  # the attention's name in transformers
@@ -28,25 +29,35 @@ _QUERIES: Final = 256  # new tokens per mask: keys after the last of them are no
 class FlatPool:
     """A pool's memory as rows of pages, to gather from, and of tokens, to write to. One thread's.
 
-    `pages[layer]` is [R, page_size * heads * dim], and `tokens[layer]` the same memory as
+    Layers are numbered as the model's, of which only some may have KV. `pages[layer]` is
+    [R, page_size * heads * dim], and `tokens[layer]` the same memory as
     [R * page_size, heads * dim]. The K of page p is row `k_row + p * page_rows`, its V is row
     `v_row + p * page_rows`, in all layers.
     """
 
-    def __init__(self, pool: KVPool) -> None:
+    def __init__(self, pool: KVPool, layers: Sequence[int] | None = None) -> None:
         """Make the HF engine's flat views of a pool, by page and by token, without copies.
 
+        Args:
+            pool: the pool.
+            layers: the model's layers whose KV it has, in the pool's order; None: all, from 0.
         Raises ConfigError where a page of K is not one run of memory, token by token, or K and V
-        are not in one tensor: `KVPool.create` makes suitable pools.
+        are not in one tensor: `KVPool.create` makes suitable pools; or for another number of
+        layers.
         """
         self.pool, self.layout = pool, pool.layout
         layout = pool.layout
         width = layout.page_size * layout.num_kv_heads * layout.head_dim
-        self.pages: list[torch.Tensor] = []
-        self.tokens: list[torch.Tensor] = []
+        layers = range(layout.num_layers) if layers is None else layers
+        if len(layers) != layout.num_layers:
+            raise ConfigError(
+                f"the pool has {layout.num_layers} layers, the model {len(layers)} with KV"
+            )
+        self.pages: dict[int, torch.Tensor] = {}
+        self.tokens: dict[int, torch.Tensor] = {}
         found = set()
-        for layer in range(layout.num_layers):
-            k, v = pool.k(layer), pool.v(layer)
+        for place, layer in enumerate(layers):
+            k, v = pool.k(place), pool.v(place)
             # One flat view over K and V together: both are then gathered by one `index_select`.
             # Every offset must be a whole number of rows for that.
             begin = min(k.storage_offset(), v.storage_offset())
@@ -61,14 +72,15 @@ class FlatPool:
             k_row, v_row, page_rows = (offset // width for offset in offsets)
             rows = max(k_row, v_row) + (layout.num_pages - 1) * page_rows + 1
             flat = torch.as_strided(k, (rows, width), (width, 1), begin)
-            self.pages.append(flat)
-            self.tokens.append(flat.view(rows * layout.page_size, -1))
+            self.pages[layer] = flat
+            self.tokens[layer] = flat.view(rows * layout.page_size, -1)
             found.add((k_row, v_row, page_rows))
         # One plan serves all layers, so row numbers must be the same in all of them.
         if len(found) != 1:
             raise ConfigError("the engine needs a pool whose layers are alike")
         self.k_row, self.v_row, self.page_rows = found.pop()
-        self._buffer = self.pages[0].new_empty(0)
+        self._any = flat  # all layers have rows of one width
+        self._buffer = flat.new_empty(0)
 
     def rows(self, pages: Pages) -> torch.Tensor:
         """Return the pages' row numbers in HF attention's flat pool: of K, then of V.
@@ -83,9 +95,9 @@ class FlatPool:
 
         Each call returns the same memory, until a call asks for more.
         """
-        width = self.pages[0].shape[1]
+        width = self._any.shape[1]
         if self._buffer.numel() < num_rows * width:
-            self._buffer = self.pages[0].new_empty(num_rows * width)
+            self._buffer = self._any.new_empty(num_rows * width)
         return self._buffer[: num_rows * width].view(num_rows, width)
 
     def gather(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
@@ -135,6 +147,7 @@ class Plan:
         starts, ends: the new tokens of each sequence are [start, end), at least one. The KV of
             earlier tokens is in the pages.
         device: the model's device.
+        states: the states of the sequences, where the model has recurrent layers.
 
     `positions` is int64 [1, N], the position of each new token in its sequence; `last` is int64
     [sequences], the index of each sequence's last token in the packed row.
@@ -147,8 +160,10 @@ class Plan:
         starts: Sequence[int],
         ends: Sequence[int],
         device: torch.device | str = "cpu",
+        states: StateRows | None = None,
     ) -> None:
         self.flat, self.ends = flat, ends
+        self.states = None if states is None else StatePlan(states, starts, ends, device)
         size = flat.layout.page_size
         # 1. Positions in the packed row.
         lens = [end - start for start, end in zip(starts, ends, strict=True)]
@@ -359,8 +374,10 @@ def _paged_attention(
         if (tensor.shape[1], tensor.shape[3]) != wanted:
             shape = tuple(tensor.shape)
             raise ConfigError(f"{name} has {kind} of {shape}, the pool has heads and dim {wanted}")
-    # 2. Write before attending: a new token attends to itself, and is read from its page.
     layer = module.layer_idx
+    if layer not in prefixkv_plan.flat.pages:
+        raise ConfigError(f"{name} attends in layer {layer}, which is to have no KV")
+    # 2. Write before attending: a new token attends to itself, and is read from its page.
     prefixkv_plan.write(layer, key, value)
     return prefixkv_plan.attend(layer, query, key, value, scaling), None
 

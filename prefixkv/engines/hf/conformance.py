@@ -44,10 +44,14 @@ class HFSides:
         if settings.tokens_per_step > 1:
             raise NotImplementedError("this engine gives one token per step")
         self._settings = settings
-        self._model, self._reference = _model()
+        self._model, self._reference = self._models()
         self.vocabulary = range(self._model.vocab_size)
         self._start_prefill()
         self._start_decode()
+
+    def _models(self) -> tuple[PagedModel, Reference]:
+        """Return the HF model of all scenarios, and the same without pages."""
+        return _model()
 
     def _start_prefill(self) -> None:
         """Make the HF prefill worker of a scenario."""

@@ -25,10 +25,10 @@ from prefixkv import (
     PrefixKVError,
     Request,
 )
-from prefixkv.engines.hf.attention import FlatPool
 from prefixkv.engines.hf.identity import with_model
 from prefixkv.engines.hf.logprobs import MAX_PROMPT_NUMBERS, TokenLogprob
 from prefixkv.engines.hf.models import PagedModel
+from prefixkv.engines.hf.recurrent import StateMemory, StateRows
 from prefixkv.engines.hf.requests import (
     Finish,
     Generate,
@@ -40,7 +40,7 @@ from prefixkv.engines.hf.requests import (
 from prefixkv.engines.hf.sampling import Choice, Sampling, choose, chosen_logprobs
 from prefixkv.engines.hf.text import AnswerText
 from prefixkv.engines.hf.thinking import KeepThinking, Markers, Thinking
-from prefixkv.spi import RequestError, secret_number, whole_number
+from prefixkv.spi import ConfigError, RequestError, secret_number, whole_number
 
 OnOutput = Callable[[Output], None]
 
@@ -101,7 +101,14 @@ class DecodeEngine:
         thinking: whether the KV of a model's thinking is cached, by the markers of the tokenizer:
             "on", "off", or "learn" by what clients send in their next turns. See `Thinking`.
 
-    Raises: ConfigError, as DecodeNode and FlatPool do, or for another word for `thinking`.
+        shared_states: True to have the states of recurrent layers in memory that prefill may map,
+            as `make_pool` has the KV.
+
+    `states` is the memory of the states of a model with recurrent layers, None of another. It has a
+    slot per request in transfer or running: as many as `max_running`, or as the pool has pages.
+
+    Raises: ConfigError, as DecodeNode and FlatPool do, or for another word for `thinking`, or for
+        what a model with recurrent layers cannot have.
     """
 
     def __init__(
@@ -111,16 +118,23 @@ class DecodeEngine:
         config: DecodeConfig | None = None,
         tokenizer: Any = None,
         thinking: KeepThinking = "learn",
+        shared_states: bool = False,
     ) -> None:
         self.model, self._tokenizer = model, tokenizer
-        self._flat = FlatPool(pool)
+        self._flat = model.flat_pool(pool)
         config = with_model(config or DecodeConfig(), model.identity, model.name)
+        check_decode_config(config, model.has_states)
+        self.states: StateMemory | None = None
+        if model.has_states:
+            num_slots = min(config.max_running, pool.layout.num_pages)
+            self.states = model.make_states(num_slots, shared_states)
         if config.compute is not None:
             config = replace(config, compute=replace(config.compute, ask="late"))
         self._computes = config.compute is not None
         self._thinking = Thinking(thinking, Markers(tokenizer) if tokenizer is not None else None)
         # Last of what may raise: it has threads.
-        self.node = DecodeNode(pool, config)
+        state = None if self.states is None else self.states.pool
+        self.node = DecodeNode(pool, config, state=state)
         self._answers: dict[str, _Answer] = {}  # by the node's id of the request
         self._samples: dict[str, list[str]] = {}  # the node's ids by the client's id
         # Requests with all their KV here but the newest token's: one forward each step.
@@ -308,6 +322,7 @@ class DecodeEngine:
             starts + [chunk.start for chunk in chunks],
             [start + 1 for start in starts] + [chunk.end for chunk in chunks],
             [*range(len(reqs)), *(len(reqs) + chunks.index(one) for one in firsts)],
+            states=self._state_rows(reqs),
         )
         self._counters["steps"] += bool(reqs)
         choices = [
@@ -333,6 +348,16 @@ class DecodeEngine:
         if chunks:
             for req in self.node.pop_transferred():
                 self._begin(req)
+
+    def _state_rows(self, reqs: list[DecodeRequest]) -> StateRows | None:
+        """Return the states of the HF requests that run: a step replaces each in its slot.
+
+        None for a model without any. Chunks of prompts have none: `compute` is refused with them.
+        """
+        if self.states is None:
+            return None
+        slots = [req.state_slot for req in reqs]
+        return StateRows(self.states, slots, slots)
 
     def _append(self, outputs: list[tuple[OnOutput, Output]]) -> bool:
         """Append the tokens that the HF model sampled on the node, and report them to clients.
@@ -566,3 +591,17 @@ class DecodeEngine:
     def close(self) -> None:
         """End all threads of the HF decode engine's node. Idempotent."""
         self.node.close()
+
+
+def check_decode_config(config: DecodeConfig, has_states: bool) -> None:
+    """Raise ConfigError for settings of HF's decode that a model with recurrent layers cannot have.
+
+    Args:
+        config: the node's.
+        has_states: True for a model with recurrent layers.
+    """
+    for name in ("compute", "host_memory") if has_states else ():
+        if getattr(config, name) is not None:
+            raise ConfigError(
+                f"{name}: the model has recurrent layers, whose states decode has from prefill only"
+            )

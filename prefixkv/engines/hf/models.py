@@ -17,10 +17,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from prefixkv import KVPool, ModelConfig
+from prefixkv import KVPool, ModelConfig, StatePool
 from prefixkv.engines.hf.attention import NAME, FlatPool, Plan
 from prefixkv.engines.hf.folder import MODEL_FILES, check_folder
 from prefixkv.engines.hf.identity import identity_of
+from prefixkv.engines.hf.layers import DTYPES, find_layers, has_states
+from prefixkv.engines.hf.recurrent import NO_SLOT, StateMemory, StateRows, page_mixers
 from prefixkv.spi import MAX_INDEX, CapacityError, ConfigError, Pages, check_device
 
 # A small Llama: 1.2 million parameters.
@@ -31,15 +33,13 @@ SMALL: Final[Mapping[str, Any]] = {
     "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
 
-_DTYPES: Final = {
-    torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16",
-}  # fmt: skip
 _TOLERANCE: Final = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 2e-1}
 _ROPE_BY_LENGTH: Final = ("dynamic", "longrope")
 
 
 class PagedModel:
-    """A model with attention that reads and writes paged pools. Owned by one thread.
+    """A model with attention that reads and writes paged pools, and recurrent layers that read and
+    write slots of state pools. Owned by one thread.
 
     Args:
         model: a transformers model, as `AutoModelForCausalLM` makes it; the engine takes it over.
@@ -69,20 +69,38 @@ class PagedModel:
         self.model = model.eval().requires_grad_(False)
         self.device = next(model.parameters()).device
         self.dtype: torch.dtype = next(model.parameters()).dtype
-        if self.dtype not in _DTYPES:
-            raise ConfigError(f"the model is of {self.dtype}, one of {', '.join(_DTYPES.values())}")
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"the model is of {self.dtype}, one of {', '.join(DTYPES.values())}")
         self.vocab_size = int(config.vocab_size)
-        self.num_layers = int(config.num_hidden_layers)
         self.num_heads = int(config.num_attention_heads)
         self.num_kv_heads = int(getattr(config, "num_key_value_heads", None) or self.num_heads)
         self.head_dim = int(
             getattr(config, "head_dim", None) or config.hidden_size // self.num_heads
         )
-        # 2. The trial needs the sizes above, and leaves the model with the paged attention or in
+        # 2. What its layers keep, by a forward without pages.
+        _attend_plainly(self.model)
+        self.layers = find_layers(self.model)
+        page_mixers(self.layers)
+        # 3. The trial needs the sizes above, and leaves the model with the paged attention or in
         # an error; the last line sets that attention where there was no trial.
         if trial:
             _run_trial(self)
         self.model.set_attn_implementation(NAME)
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers of this HF model that have KV: those of its pools."""
+        return len(self.layers.full)
+
+    @property
+    def has_states(self) -> bool:
+        """True if this HF model has recurrent layers: its requests need slots of a StatePool."""
+        return bool(self.layers.parts)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one request's state in all layers of this HF model."""
+        return sum(one.num_heads * one.head_bytes for one in self.layers.tensors)
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
@@ -94,12 +112,32 @@ class PagedModel:
         self, num_pages: int, page_size: int = 16, order: str = "layer_major", shared: bool = False
     ) -> KVPool:
         """Create a KV pool that fits this HF model, on its device. Raises as `KVPool.create`."""
-        device = self.device
-        where = device.type if device.index is None else f"{device.type}:{device.index}"
         return KVPool.create(
             num_pages, page_size, self.num_layers, self.num_kv_heads, self.head_dim,
-            dtype=_DTYPES[self.dtype], order=order, device=where, shared=shared,
+            dtype=DTYPES[self.dtype], order=order, device=self._device_name, shared=shared,
         )  # fmt: skip
+
+    @property
+    def _device_name(self) -> str:
+        """Torch's name of the device of this HF model."""
+        device = self.device
+        return device.type if device.index is None else f"{device.type}:{device.index}"
+
+    def flat_pool(self, pool: KVPool) -> FlatPool:
+        """Return a pool's memory as the attention of this HF model reads and writes it.
+
+        Raises as `FlatPool`.
+        """
+        return FlatPool(pool, self.layers.full)
+
+    def make_states(self, num_slots: int, shared: bool = False) -> StateMemory:
+        """Create a StatePool that fits this HF model, on its device, with a slot per request.
+
+        Raises as `StatePool.create`.
+        """
+        tensors = self.layers.tensors
+        pool = StatePool.create(tensors, num_slots, device=self._device_name, shared=shared)
+        return StateMemory(pool, self.layers)
 
     @torch.inference_mode()
     def forward(
@@ -111,8 +149,10 @@ class PagedModel:
         ends: Sequence[int],
         wanted: Sequence[int] | None = None,
         also: Sequence[int] = (),
+        states: StateRows | None = None,
     ) -> torch.Tensor:
-        """Run the paged model once over new tokens of several sequences; their KV goes to pages.
+        """Run the paged model once over new tokens of several sequences; their KV goes to pages,
+        and their states to slots.
 
         On a GPU it returns before the device has finished.
 
@@ -122,10 +162,11 @@ class PagedModel:
             rows, starts, ends: see `Plan`.
             wanted: indices of the sequences that need logits; None: all.
             also: indices into `tokens` of further tokens that need logits.
+            states: where each sequence's state is and goes, for a model with recurrent layers.
         Returns: the logits after the last new token of each wanted sequence, and then after each
             token of `also`: [wanted + also, vocabulary].
         """
-        plan = Plan(flat, rows, starts, ends, self.device)
+        plan = Plan(flat, rows, starts, ends, self.device, states)
         ids = torch.as_tensor(np.asarray(tokens, np.int64)).to(self.device)[None]
         keep = plan.last if wanted is None else plan.last[list(wanted)]
         if also:
@@ -249,10 +290,23 @@ def load_model(
     return PagedModel(_moved(model, device), context, identity, trial, path.resolve().name)
 
 
+def folder_has_states(folder: str | Path) -> bool:
+    """Tell by a folder's config whether its HF model has recurrent layers, before it is loaded.
+
+    Raises ConfigError for a config that is not read.
+    """
+    path = check_folder(folder, MODEL_FILES)
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # as of `load_model`
+        raise ConfigError(f"model folder {path} is not loaded: {_one_line(error)}") from error
+    return has_states(config.get_text_config())
+
+
 def _element(dtype: object) -> torch.dtype:
     """Return torch's dtype of this name for an HF model. Raises ConfigError for one that the engine
     does not serve."""
-    names = {name: element for element, name in _DTYPES.items()}
+    names = {name: element for element, name in DTYPES.items()}
     if not isinstance(dtype, str) or dtype not in names:
         raise ConfigError(f"dtype is {dtype!r}, one of {', '.join(names)} is needed")
     return names[dtype]
@@ -275,8 +329,13 @@ def _one_line(error: Exception) -> str:
 def unpaged_copy(model: PagedModel) -> Any:
     """Return a copy of a paged model's own model and weights, with transformers' attention."""
     copy = deepcopy(model.model)
-    copy.set_attn_implementation("sdpa" if copy._supports_sdpa else "eager")
+    _attend_plainly(copy)
     return copy
+
+
+def _attend_plainly(model: Any) -> None:
+    """Set transformers' own attention in an HF model."""
+    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
 
 
 # --- what is not served ---------------------------------------------------------------------------
@@ -299,7 +358,10 @@ def check_served(model: Any, context: int | None) -> int:
     # 1. Kinds of models that do not call our attention, or not for all of their text.
     if getattr(config, "is_encoder_decoder", False):
         refuse("it has an encoder")
-    if not getattr(model, "_supports_attention_backend", False):
+    # Some with recurrent layers do go through it and do not say so.
+    can_set = getattr(model, "_can_set_attn_implementation", None)
+    told = getattr(model, "_supports_attention_backend", False)
+    if not told and not (has_states(config) and can_set is not None and can_set()):
         refuse("its attention does not go through transformers' attention interface")
     # 2. The length, which the checks of windows below need.
     limit = getattr(config, "max_position_embeddings", None)
@@ -315,9 +377,8 @@ def check_served(model: Any, context: int | None) -> int:
     if getattr(config, "use_sliding_window", True) is False:
         window = None
     kinds = set(getattr(config, "layer_types", None) or ())
-    if kinds - {"full_attention", "sliding_attention"}:
-        refuse(f"it has layers of {', '.join(sorted(kinds - {'full_attention'}))}")
-    if window is not None and window < context and kinds != {"full_attention"}:
+    is_windowed = not kinds or any("sliding" in one for one in kinds)
+    if window is not None and window < context and is_windowed:
         refuse(
             f"its sliding window has {window} tokens, the context {context}; with context={window} "
             "it would be"
@@ -339,7 +400,7 @@ def _run_trial(paged: PagedModel) -> None:
     """
     # 1. The plain model, one sequence at a time.
     model = paged.model
-    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+    _attend_plainly(model)
     lens = (11, 6)
     tokens = [np.arange(n) * 7919 % paged.vocab_size for n in lens]
     kind = paged.config.model_type
@@ -352,17 +413,25 @@ def _run_trial(paged: PagedModel) -> None:
     model.set_attn_implementation(NAME)
     pool = paged.make_pool(8, 4)
     rows = [np.array([5, 0, 3], np.int32), np.array([1, 7], np.int32)]
-    flat = FlatPool(pool)
+    flat = paged.flat_pool(pool)
+    begin = carry_on = None
+    if paged.has_states:
+        memory = paged.make_states(3)
+        begin = StateRows(memory, [NO_SLOT, NO_SLOT], [2, 0])
+        carry_on = StateRows(memory, [2, 0], [2, 1])
     try:
-        paged.forward(flat, np.concatenate([tokens[0][:5], tokens[1][:5]]), rows, [0, 0], [5, 5])
+        paged.forward(
+            flat, np.concatenate([tokens[0][:5], tokens[1][:5]]), rows, [0, 0], [5, 5],
+            states=begin,
+        )  # fmt: skip
         new = np.concatenate([tokens[0][5:], tokens[1][5:]])
-        logits = paged.forward(flat, new, rows, [5, 5], lens)
-    except (TypeError, AttributeError) as error:
+        logits = paged.forward(flat, new, rows, [5, 5], lens, states=carry_on)
+    except (TypeError, AttributeError, ConfigError) as error:
         raise ConfigError(f"{kind} is not served: {error}") from error
     # 3. Page 0 is in use, so each layer must have written to it: a layer that bypasses our
     # attention could agree on logits and still leave no KV to send.
-    for layer in range(paged.num_layers):
-        if not bool(pool.k(layer)[0].any()):
+    for place, layer in enumerate(paged.layers.full):
+        if not bool(pool.k(place)[0].any()):
             raise ConfigError(f"{kind} is not served: layer {layer} wrote no KV")
     expected = torch.stack(own).float()
     most = float((logits.float() - expected).abs().max())

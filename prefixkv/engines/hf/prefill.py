@@ -8,14 +8,13 @@ returns True, `wait` otherwise. `docs/engine.md` shows the loop.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 import numpy as np
 import torch
 
 from prefixkv import KVPool, PrefillConfig, PrefillNode, PrefillRequest
-from prefixkv.engines.hf.attention import FlatPool
 from prefixkv.engines.hf.identity import with_model
 from prefixkv.engines.hf.logprobs import (
     MAX_PROMPT_NUMBERS,
@@ -24,24 +23,41 @@ from prefixkv.engines.hf.logprobs import (
     logprobs_of,
 )
 from prefixkv.engines.hf.models import PagedModel
+from prefixkv.engines.hf.recurrent import NO_SLOT, StateMemory, StateRows
 from prefixkv.engines.hf.requests import PrefillJob, pack_first
 from prefixkv.engines.hf.sampling import choose, chosen_logprobs
-from prefixkv.spi import RequestError, at_least
+from prefixkv.spi import ConfigError, RequestError, at_least
 
 OnPrompt = Callable[[PromptPart], None]
 
 _AT_ONCE: Final = 16  # limit of prompts that are begun in one pass
 _IDLE_S: Final = 0.1  # longest rest, after which deadlines are checked
+_STATE_SLOTS: Final = 32  # most prompts with a state that are computed or on their way at once
+# Checkpoints of states: as many as this share of the KV pool's bytes holds, within these bounds.
+_CHECKPOINT_SHARE: Final = 0.25
+_CHECKPOINTS: Final = (16, 256)
 
 
 @dataclass(slots=True, eq=False)
 class _Computing:
-    """A prompt with computed KV up to token `done`; up to `hit_tokens` it was cached."""
+    """A prompt with computed KV up to token `done`; up to `hit_tokens` it was cached.
+
+    Of a model with recurrent layers `source` is the slot with its state behind `done` tokens, and
+    `slot` its own, which gets the next one.
+    """
 
     req: PrefillRequest
     job: PrefillJob
     done: int
     hit_tokens: int
+    source: int = NO_SLOT
+    slot: int = NO_SLOT
+
+    def chunk_end(self, limit: int) -> int:
+        """Return where an HF forward of at most `limit` tokens of this prompt ends: where a state
+        is to be saved no later."""
+        end = min(self.done + limit, self.req.num_tokens)
+        return next((at for at in self.req.stops if self.done < at <= end), end)
 
 
 class _Span(NamedTuple):
@@ -58,8 +74,12 @@ class PrefillEngine:
     Args:
         model: the model; it belongs to this engine from now on.
         pool: the KV memory, made by `model.make_pool`; it must outlive the engine.
-        config: the node's. Its `model` is replaced by the model's identity.
+        config: the node's. Its `model` is replaced by the model's identity. Of a model with
+            recurrent layers, `checkpoints` of 0 stands for as many as a quarter of the pool's bytes
+            holds, 16 to 256; without a `cache` there are none.
         chunk_tokens: limit of tokens per forward, over all its prompts.
+
+    `states` is the memory of the states of a model with recurrent layers, None of another.
 
     Raises: ConfigError, as PrefillNode and FlatPool do.
     """
@@ -74,9 +94,20 @@ class PrefillEngine:
         at_least(1, chunk_tokens=chunk_tokens)
         self.model = model
         self.chunk_tokens = chunk_tokens
-        self._flat = FlatPool(pool)
+        self._flat = model.flat_pool(pool)
         config = with_model(config or PrefillConfig(), model.identity, model.name)
-        self.node = PrefillNode(pool, config)
+        # Slots of the states: the engine's, then those of the checkpoints.
+        self.states: StateMemory | None = None
+        self._free_slots: list[int] = []
+        check_prefill_config(config, model.has_states)
+        if model.has_states:
+            config = replace(config, checkpoints=_num_checkpoints(model, pool, config))
+            num_slots = min(_STATE_SLOTS, config.max_running)
+            self.states = model.make_states(num_slots + config.checkpoints)
+            self._free_slots = list(range(num_slots))
+        self._slots: dict[PrefillRequest, int] = {}  # until sent or failed: a write may read it
+        state = None if self.states is None else self.states.pool
+        self.node = PrefillNode(pool, config, state=state)
         self._jobs: dict[str, PrefillJob] = {}  # by id, until sent or failed
         self._computing: dict[PrefillRequest, _Computing] = {}  # in order of arrival
         # By id, the jobs that want the log-probabilities of their prompts and have not all of them.
@@ -150,22 +181,35 @@ class PrefillEngine:
         # 1. Begin prompts, but no more than the next forward needs: a prompt that has not begun
         # holds no pages, and may find more in the cache later. Called at every pass, with a limit
         # of 0 too, since the node moves computed pages into the cache there.
-        for req in node.pop_bootstrapped(0 if waiting >= self.chunk_tokens else _AT_ONCE):
-            self._computing[req] = _Computing(
-                req, self._jobs[req.rid], req.prefix_len, req.prefix_len
-            )
+        limit = 0 if waiting >= self.chunk_tokens else _AT_ONCE
+        if self.states is not None:
+            limit = min(limit, len(self._free_slots))
+        for req in node.pop_bootstrapped(limit):
+            self._begin(req)
         # 2. Forget those that ended. The event stands after all work that was launched for the
         # failed ones; their pages are free only when it is over.
+        freed = False
         for req in [*node.pop_failed(self.model.event()), *node.pop_sent()]:
             one = self._computing.pop(req, None)
+            if req in self._slots:
+                self._free_slots.append(self._slots.pop(req))
+                freed = True
             del self._jobs[req.rid]
             if self._prompts and (on_prompt := self._prompts.pop(req.rid, None)) is not None:
                 done = 0 if one is None else one.done
                 self._parts.append((on_prompt, PromptPart(req.rid, done, (), req.error)))
         if not self._computing:
-            return False
+            return freed  # a prompt may have waited for the slot
         self._compute()
         return True
+
+    def _begin(self, req: PrefillRequest) -> None:
+        """Begin to compute a prompt on HF's prefill, from what is cached of it."""
+        one = _Computing(req, self._jobs[req.rid], req.prefix_len, req.prefix_len)
+        if self.states is not None:
+            one.slot = self._slots[req] = self._free_slots.pop()
+            one.source = req.checkpoint_slot  # only read: it may be another prompt's too
+        self._computing[req] = one
 
     def _compute(self) -> None:
         """Run the HF model once over the oldest prompts; send a chunk of each to decode."""
@@ -173,7 +217,7 @@ class PrefillEngine:
         parts: list[tuple[_Computing, int]] = []
         left = self.chunk_tokens
         for one in self._computing.values():
-            end = min(one.done + left, one.req.num_tokens)
+            end = one.chunk_end(left)
             parts.append((one, end))
             left -= end - one.done
             if not left:
@@ -194,7 +238,10 @@ class PrefillEngine:
             ends,
             sampled,
             [row for span in spans for row in span.rows],
+            self._state_rows(parts),
         )
+        if self.states is not None:
+            self._save_states(self.states, parts)
         # 3. The event stands before the work of sampling, for which the sends need not wait.
         ready = self.model.event()
         ended = [parts[i][0] for i in sampled]
@@ -206,13 +253,33 @@ class PrefillEngine:
             last = end == one.req.num_tokens
             aux = pack_first(tokens[i][0], one.hit_tokens, tokens[i][1]) if i in tokens else b""
             self._counters["computed_tokens"] += end - one.done
-            self.node.send_chunk(one.req, end, last, aux, ready)
+            self.node.send_chunk(one.req, end, last, aux, ready, one.slot if last else NO_SLOT)
             one.done = end
             if last:
                 del self._computing[one.req]
         # 5. Last, since nothing on decode's device waits for it.
         if spans:
             self._collect_parts(spans, logits[len(sampled) :])
+
+    def _state_rows(self, parts: list[tuple[_Computing, int]]) -> StateRows | None:
+        """Return the states of an HF forward's prompts; None for a model without any."""
+        if self.states is None:
+            return None
+        return StateRows(
+            self.states, [one.source for one, _ in parts], [one.slot for one, _ in parts]
+        )
+
+    def _save_states(self, states: StateMemory, parts: list[tuple[_Computing, int]]) -> None:
+        """Save the states that HF's prefill has computed as checkpoints where they are wanted.
+
+        Before the chunks are sent: then the stops are over.
+        """
+        for one, end in parts:
+            one.source = one.slot
+            if end in one.req.stops:
+                slot = self.node.save_state(one.req, end)
+                if slot != NO_SLOT:
+                    states.copy(one.slot, slot)
 
     def _prompt_spans(self, parts: list[tuple[_Computing, int]]) -> list[_Span]:
         """Return the rows of an HF forward that prompts with log-probabilities need."""
@@ -284,6 +351,31 @@ class PrefillEngine:
     def close(self) -> None:
         """End all threads of the HF prefill engine's node. Idempotent."""
         self.node.close()
+
+
+def check_prefill_config(config: PrefillConfig, has_states: bool) -> None:
+    """Raise ConfigError for settings of HF's prefill that a model without recurrent layers cannot
+    have.
+
+    Args:
+        config: the node's.
+        has_states: True for a model with recurrent layers.
+    """
+    if config.checkpoints and not has_states:
+        raise ConfigError(
+            f"checkpoints: {config.checkpoints} are of states, and the model has no recurrent "
+            "layers"
+        )
+
+
+def _num_checkpoints(model: PagedModel, pool: KVPool, config: PrefillConfig) -> int:
+    """Return the number of checkpoints of states that HF's prefill keeps."""
+    if config.checkpoints or not config.cache:
+        return config.checkpoints
+    layout = pool.layout
+    share = _CHECKPOINT_SHARE * layout.num_pages * layout.page_size * layout.kv_bytes_per_token
+    least, most = _CHECKPOINTS
+    return int(min(max(share // model.state_bytes, least), most))
 
 
 def _first_tokens(

@@ -83,6 +83,19 @@ def save_tokenizer(folder: str | Path) -> None:
         raise ConfigError(f"tokenizer_folder: {folder!r} is not written: {error}") from None
 
 
+def speak_words(head: Any, end: int) -> None:
+    """Change the weights of an HF model's head, [vocabulary, size], in place, so that it generates
+    words of the small tokenizer, and sometimes its token `end`."""
+    import torch
+
+    # Rows that are 0 give bytes and the marks of other roles a logit of 0, far below those of
+    # likely words.
+    with torch.no_grad():
+        head[:_BYTES] = 0
+        head[end + 1 :] = 0
+        head *= _SHARPNESS
+
+
 def small_model(seed: int = 0, **options: Any) -> Any:
     """Return the small `PagedModel` for that tokenizer, equal for equal seeds (and torch versions).
 
@@ -93,8 +106,6 @@ def small_model(seed: int = 0, **options: Any) -> Any:
         options: see `make_model`.
     Raises: ConfigError.
     """
-    import torch
-
     from prefixkv.engines.hf.models import PagedModel, make_model
 
     tokenizer = small_tokenizer()
@@ -103,12 +114,7 @@ def small_model(seed: int = 0, **options: Any) -> Any:
         "llama", seed, vocab_size=tokenizer.get_vocab_size(), eos_token_id=end,
         **{**options, "trial": False},
     )  # fmt: skip
-    # Rows of the head that are 0 give bytes and the marks of other roles a logit of 0, far below
-    # those of likely words. The weights change here, so the model's identity is computed again.
-    head = made.model.lm_head.weight
-    with torch.no_grad():
-        head[:_BYTES] = 0
-        head[end + 1 :] = 0
-        head *= _SHARPNESS
+    # The weights change here, so the model's identity is computed again.
+    speak_words(made.model.lm_head.weight, end)
     name = f"{NAME} model made from seed {seed}"
     return PagedModel(made.model, made.context, trial=bool(options.get("trial", True)), name=name)

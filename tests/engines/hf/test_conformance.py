@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
 
+from benchmarks.hybrid_models import config_of
 from prefixkv.config import ComputeConfig
+from prefixkv.engines.hf import PagedModel, make_model
 from prefixkv.engines.hf.conformance import HFSides
+from prefixkv.engines.hf.reference import Reference
 from prefixkv.testing import conformance
 from tests.models.patience import PATIENCE_S
 
@@ -31,6 +35,25 @@ class ComputingSides(HFSides):
 @pytest.mark.parametrize("case", conformance.scenarios(), ids=str)
 def test_it_keeps_them_too_where_decode_computes(case: conformance.Case) -> None:
     case.check(ComputingSides, patience_s=PATIENCE_S)
+
+
+@cache
+def _recurrent() -> tuple[PagedModel, Reference]:
+    model = make_model(config_of("granitemoehybrid"), seed=1)
+    return model, Reference(model)
+
+
+class RecurrentSides(HFSides):
+    """The engine with a model that has recurrent layers."""
+
+    def _models(self) -> tuple[PagedModel, Reference]:
+        return _recurrent()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", conformance.scenarios(), ids=str)
+def test_it_keeps_them_too_with_recurrent_layers(case: conformance.Case) -> None:
+    case.check(RecurrentSides, patience_s=PATIENCE_S)
 
 
 def test_it_takes_part_in_all_but_drafts() -> None:

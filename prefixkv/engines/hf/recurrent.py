@@ -1,0 +1,194 @@
+"""Recurrent layers on the slots of a StatePool.
+
+A forward has the new tokens of several sequences in one row. A recurrent layer must not carry one
+sequence's state into the next, so it computes them apart: those with one new token as a batch, the
+others one after the other. Each begins from a copy of the state in its source, and what it leaves
+goes to its slot; a source may thus be a checkpoint, which stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+
+from prefixkv import StatePool
+from prefixkv.engines.hf.layers import Layers, StatePart, cache_argument
+from prefixkv.spi import ConfigError
+
+NO_SLOT: Final = -1
+"""Source of a sequence that begins: its state is zero."""
+
+
+class StateMemory:
+    """A StatePool by the layers of an HF model. One thread's.
+
+    `views[layer]` has each part of the layer's state with its memory, [slots, *part.shape].
+    """
+
+    def __init__(self, pool: StatePool, layers: Layers) -> None:
+        self.pool, self.cache = pool, layers.cache
+        self.views: dict[int, list[tuple[StatePart, torch.Tensor]]] = {}
+        for part, tensor in zip(layers.parts, layers.tensors, strict=True):
+            view = pool.view(part.name, tensor.layer).view(-1, *part.shape)
+            self.views.setdefault(part.layer, []).append((part, view))
+
+    def copy(self, source: int, slot: int) -> None:
+        """Copy an HF request's state from one slot to another, in the order of the device's
+        work."""
+        for views in self.views.values():
+            for _, view in views:
+                view[slot].copy_(view[source])
+
+
+class StateRows(NamedTuple):
+    """The states of the sequences of a forward.
+
+    `sources`: the slot that has the state behind each sequence's `starts` tokens, NO_SLOT for one
+    that begins. `slots`: the one that gets the state behind its `ends`; it may be the source.
+    """
+
+    memory: StateMemory
+    sources: Sequence[int]
+    slots: Sequence[int]
+
+
+class _Group(NamedTuple):
+    """Sequences of a forward that a recurrent layer computes in one call."""
+
+    tokens: torch.Tensor  # indices into the packed row: [sequences, new tokens of each]
+    sources: torch.Tensor  # [sequences]; 0 for one that begins
+    slots: torch.Tensor
+    begins: torch.Tensor | None  # bool [sequences]; None: none of them
+
+
+class StatePlan:
+    """The states that one forward reads and writes, for every recurrent layer.
+
+    Args:
+        rows: the states.
+        starts, ends: the new tokens of each sequence are [start, end), as in `Plan`.
+        device: the model's.
+    """
+
+    def __init__(
+        self, rows: StateRows, starts: Sequence[int], ends: Sequence[int],
+        device: torch.device | str = "cpu",
+    ) -> None:  # fmt: skip
+        # A state of a former owner, or none, would answer wrongly and raise nothing.
+        assert all(
+            (start == 0) == (source == NO_SLOT)
+            for start, source in zip(starts, rows.sources, strict=True)
+        ), (starts, rows.sources)
+        assert len({*rows.slots}) == len(starts), rows.slots
+        self._memory, self._device = rows.memory, device
+        lens = [end - start for start, end in zip(starts, ends, strict=True)]
+        firsts = np.cumsum([0, *lens[:-1]]).tolist()
+        single = [at for at, num in enumerate(lens) if num == 1]
+        several = [[at] for at, num in enumerate(lens) if num > 1]
+        self._groups = [
+            self._group(rows, members, [firsts[at] for at in members], lens[members[0]])
+            for members in ([single, *several] if single else several)
+        ]
+
+    def _group(self, rows: StateRows, members: list[int], firsts: list[int], num: int) -> _Group:
+        """Plan one call of each recurrent layer, for these sequences of an HF forward, which have
+        `num` new tokens each, from `firsts` on in the packed row."""
+        sources = [rows.sources[at] for at in members]
+        begins = [source == NO_SLOT for source in sources]
+        return _Group(
+            (torch.tensor(firsts)[:, None] + torch.arange(num)).to(self._device),
+            torch.tensor([max(0, source) for source in sources], device=self._device),
+            torch.tensor([rows.slots[at] for at in members], device=self._device),
+            torch.tensor(begins, device=self._device) if any(begins) else None,
+        )
+
+    def mix(
+        self, mixer: Any, forward: Callable[..., torch.Tensor],
+        hidden: torch.Tensor, options: dict[str, Any],
+    ) -> torch.Tensor:  # fmt: skip
+        """Return what a recurrent layer makes of the new tokens; their states go to the slots.
+
+        hidden: [1, N, size]; the result too. `forward` is the layer's own, and `options` are what
+        it is called with. Raises ConfigError for what cannot be computed by sequences.
+        """
+        for name, value in options.items():
+            if isinstance(value, torch.Tensor | tuple | list):
+                raise ConfigError(f"{type(mixer).__name__} is called with {name}")
+        # A lone group is the whole row, in its order.
+        if len(self._groups) == 1:
+            (group,) = self._groups
+            rows = hidden.reshape(*group.tokens.shape, -1)
+            return self._mix_group(mixer, forward, group, rows, options).reshape(hidden.shape)
+        out = torch.empty_like(hidden)
+        for group in self._groups:
+            rows = hidden[0][group.tokens]  # [sequences, tokens, size]
+            out[0, group.tokens] = self._mix_group(mixer, forward, group, rows, options)
+        return out
+
+    def _mix_group(
+        self, mixer: Any, forward: Callable[..., torch.Tensor], group: _Group,
+        rows: torch.Tensor, options: dict[str, Any],
+    ) -> torch.Tensor:  # fmt: skip
+        """Call a recurrent layer for some sequences: copies of their states in, its states out."""
+        views = self._memory.views[mixer.layer_idx]
+        layer = self._memory.cache.layers[mixer.layer_idx]
+        for part, view in views:
+            state = view.index_select(0, group.sources)
+            if group.begins is not None:
+                state[group.begins] = 0
+            _states(layer, part)[part.number] = state
+        mixed = forward(rows, **options, **{mixer.cache_argument: self._memory.cache})
+        if not isinstance(mixed, torch.Tensor):
+            raise ConfigError(f"{type(mixer).__name__} returns a {type(mixed).__name__}")
+        for part, view in views:
+            view.index_copy_(0, group.slots, _states(layer, part)[part.number])
+        return mixed
+
+
+def _states(layer: Any, part: StatePart) -> dict[int, torch.Tensor]:
+    """Return the states of a part's kind that a layer of transformers' cache holds, by number."""
+    states: dict[int, torch.Tensor] = getattr(layer, f"{part.kind}_states")
+    return states
+
+
+class PagedMixer:
+    """Stands in front of a recurrent layer's class: with a plan it computes on slots, without one
+    as transformers does."""
+
+    layer_idx: int
+    cache_argument: str
+
+    def forward(self, *args: Any, prefixkv_plan: Any = None, **options: Any) -> Any:
+        """Compute the HF layer for hidden states of [1, N, size]."""
+        own: Callable[..., Any] = super().forward  # type: ignore[misc]
+        if prefixkv_plan is None:
+            return own(*args, **options)
+        if prefixkv_plan.states is None:
+            raise ConfigError(f"{type(self).__name__} needs the states of its sequences")
+        if args:
+            options["hidden_states"], *args = args  # type: ignore[assignment]
+        if args:
+            raise ConfigError(f"{type(self).__name__} is called with {len(args) + 1} values")
+        hidden = options.pop("hidden_states")
+        options.pop(self.cache_argument, None)  # None, since the model runs without a cache
+        return prefixkv_plan.states.mix(self, own, hidden, options)
+
+
+def page_mixers(layers: Layers) -> None:
+    """Let the recurrent layers of an HF model compute on slots where they get a plan.
+
+    They keep their weights and their names. A copy of the model computes as before without a plan.
+    """
+    for _, mixer in layers.mixers:
+        if not isinstance(mixer, PagedMixer):
+            mixer.__class__ = _paged(mixer)
+
+
+def _paged(mixer: Any) -> type:
+    """Return the class of an HF model's recurrent layer with `PagedMixer` in front."""
+    kind = type(mixer)
+    named = {"cache_argument": cache_argument(mixer), "__module__": kind.__module__}
+    return type(kind.__name__, (PagedMixer, kind), named)

@@ -1,0 +1,161 @@
+"""`prefixkv serve FOLDER` with models that have recurrent layers, as processes with small pools."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from benchmarks.hybrid_models import make_folder
+from tests.models.served import Expected, Serve, Served, at_rest, client_of
+
+_Talk = list[dict[str, str]]
+_WORDS = ("sea", "boat", "wind", "star", "gull", "rope")
+_SIZES = ("--page-size", "8", "--chunk-tokens", "48")
+
+
+def _serve(folder: Path, *options: str) -> Serve:
+    return Serve(str(folder), "--served-name", "small", *options)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    root = tmp_path_factory.mktemp("hybrid")
+
+    @cache
+    def made(family: str) -> tuple[Path, Expected]:
+        make_folder(family, root / family)
+        return root / family, Expected(folder=root / family)
+
+    return made
+
+
+def _say(client: openai.OpenAI, talk: _Talk, num: int) -> Any:
+    return client.chat.completions.create(
+        model="small", messages=talk, max_tokens=num, temperature=0
+    )
+
+
+def test_turns_are_answered_as_generate_does_and_hit(folders: Any) -> None:
+    folder, expected = folders("qwen3_next")
+    with _serve(folder, "--page-size", "8", "--chunk-tokens", "64") as serve:
+        with client_of(serve) as client:
+            talk = [{"role": "user", "content": "Please, tell me of the sea and its boats."}]
+            before = 0
+            for turn in range(3):
+                answer = _say(client, talk, 20)
+                said = answer.choices[0].message.content
+                assert said == expected.chat(talk, 20)
+                num, usage = len(expected.texts.chat(talk)), answer.usage
+                hit = usage.prefixkv["decode_hit_tokens"]
+                assert usage.prompt_tokens_details.cached_tokens == hit
+                assert (hit > 0) == (turn > 0)
+                # Prefill goes on behind the prompt before, in whole pages.
+                assert usage.prefixkv["prefill_hit_tokens"] == before // 8 * 8
+                talk += [
+                    {"role": "assistant", "content": said}, {"role": "user", "content": "And?"},
+                ]  # fmt: skip
+                before = num
+        at_rest(serve)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_next", "nemotron_h", "granitemoehybrid"])
+def test_twenty_conversations_in_small_pools(folders: Any, family: str) -> None:
+    """With pools that evict, fewer checkpoints than conversations, and clients that leave: every
+    answer is `generate`'s."""
+    folder, expected = folders(family)
+    pools = ("--prefill-pages", "150", "--decode-pages", "120", "--checkpoints", "14")
+    with _serve(folder, *_SIZES, *pools) as serve:
+        hit, _, _ = _converse(serve, expected, len(family), leave=0.2)
+        evicted = [serve.figures(f"{role}-0")[
+            f'prefixkv_evicted_pages_total{{node="{role}-0"}}'] for role in ("decode", "prefill")
+        ]  # fmt: skip
+        at_rest(serve)
+    assert hit > 0
+    assert all(evicted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_next", "nemotron_h", "granitemoehybrid"])
+def test_prefill_computes_little_more_than_what_is_new(folders: Any, family: str) -> None:
+    """In later turns, where each conversation may have its checkpoint: less than a page more for
+    each answer, and hardly a tenth."""
+    folder, expected = folders(family)
+    pools = ("--prefill-pages", "1024", "--decode-pages", "1024", "--checkpoints", "40")
+    with _serve(folder, *_SIZES, *pools) as serve:
+        hit, computed, new = _converse(serve, expected, len(family))
+        at_rest(serve)
+    assert hit > 0
+    assert new <= computed < 1.1 * new + 8 * 80
+
+
+def _converse(
+    serve: Serve, expected: Expected, seed: int, leave: float = 0.0
+) -> tuple[int, int, int]:
+    """20 conversations of 5 turns, five at once; some clients ask besides, and leave. Returns the
+    tokens that decode hit, and of later turns what prefill computed and what was new."""
+    chance = random.Random(seed)
+    hit = computed = new = 0
+    talks: list[_Talk] = [[] for _ in range(20)]
+    lens = [0] * len(talks)
+
+    def leave_early(talk: _Talk) -> None:
+        with client.chat.completions.create(
+            model="small", messages=talk, max_tokens=200, temperature=0, stream=True
+        ) as stream:
+            next(iter(stream))
+
+    with client_of(serve) as client, ThreadPoolExecutor(5) as pool:
+        for turn in range(5):
+            for talk in talks:
+                text = " ".join(chance.choice(_WORDS) for _ in range(chance.randint(1, 5)))
+                talk.append({"role": "user", "content": text})
+            left = [pool.submit(leave_early, talk) for talk in talks if chance.random() < leave]
+            answers = list(pool.map(lambda talk: _say(client, talk, 10), talks))
+            for one in left:
+                one.result()
+            for at, (talk, answer) in enumerate(zip(talks, answers, strict=True)):
+                said = answer.choices[0].message.content
+                assert said == expected.chat(talk, 10), (at, turn)
+                num, split = answer.usage.prompt_tokens, answer.usage.prefixkv
+                hit += split["decode_hit_tokens"]
+                if turn:
+                    computed += split["computed_tokens"]
+                    new += num - lens[at]
+                lens[at] = num
+                talk.append({"role": "assistant", "content": said})
+    return hit, computed, new
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("option", "value", "why"),
+    [
+        ("--compute-below", "64", "compute: the model has recurrent layers"),
+        ("--host-memory", "2x", "host_memory: the model has recurrent layers"),
+    ],
+)
+def test_what_states_do_not_go_with_is_refused_before_weights_are_read(
+    folders: Any, tmp_path: Path, option: str, value: str, why: str
+) -> None:
+    folder, _ = folders("qwen3_next")
+    shutil.copytree(folder, tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"no weights")
+    told = (str(tmp_path / "model"), "--port", "0", "--status-port", "0", option, value)
+    with Served("serve", *told) as serve:
+        assert serve.ended() != 0
+        assert why in "".join(serve.err)
+
+
+@pytest.mark.slow
+def test_a_model_without_states_has_no_checkpoints() -> None:
+    with Served("worker", "prefill", "--checkpoints", "4") as worker:
+        assert worker.ended() != 0
+        assert "checkpoints: 4 are of states" in worker.shown()
