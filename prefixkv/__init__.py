@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from prefixkv.errors import OutOfPagesError as OutOfPagesError
     from prefixkv.errors import PrefixKVError as PrefixKVError
     from prefixkv.memory.kv_pool import KVPool as KVPool
+    from prefixkv.memory.kv_pool import PoolGroup as PoolGroup
     from prefixkv.memory.mesh import Mesh as Mesh
     from prefixkv.memory.shared import shared_bytes as shared_bytes
     from prefixkv.memory.state_layout import StateTensor as StateTensor
@@ -55,6 +56,7 @@ _HOMES = {
     "ModelConfig": "config",
     "Namespace": "cache.namespace",
     "OutOfPagesError": "errors",
+    "PoolGroup": "memory.kv_pool",
     "PrefillAsk": "decode.request",
     "PrefillConfig": "config",
     "PrefillNode": "runtime.nodes",

@@ -30,6 +30,7 @@ from prefixkv.errors import CallerError, CapacityError, ConfigError, shown
 from prefixkv.pages.allocator import PageAllocator, PageState
 from prefixkv.pages.manager import PageManager
 from prefixkv.pages.table import PageTable
+from prefixkv.pages.windows import WindowSpec, WindowStart
 from prefixkv.prefill.scheduler import PrefillScheduler
 from prefixkv.protocol.commands import DeclineRoom, OpenRoom
 from prefixkv.protocol.ids import KVPoll, RoomKey
@@ -181,16 +182,23 @@ class ManagerWorld(World):
     kind = PageManager
 
     def __init__(self) -> None:
-        self.thing = pages = PageManager(16, 2, 6, 4, policy="adaptive", num_slots=6)
+        windows = [WindowSpec("w", 3, 20, 2)]
+        self.thing = pages = PageManager(
+            16, 2, 6, 4, policy="adaptive", num_slots=6, windows=windows
+        )
         self.keys = [RadixKey([1, 2, 3, 4]), RadixKey([1, 2, 9]), RadixKey([1, 2, 3, 4, 5, 6])]
         first, second, third = self.keys
-        self.first = pages.open(first, None, 2, 1.0)
+        self.first = pages.open(first, None, 2, 1.0, window_start=WindowStart(4, 4))
         pages.cache_unfinished(self.first, first, 1.0)
-        self.second = pages.open(second, pages.match(second), 1, 2.0)
-        self.third = pages.open(third, pages.match(third), 1, 3.0, self.second, 1)
-        gone = pages.open(RadixKey([7, 7, 7]), None, 2, 3.0)
+        self.second = pages.open(
+            second, pages.match(second), 1, 2.0, window_start=WindowStart(3, 4)
+        )
+        self.third = pages.open(
+            third, pages.match(third), 1, 3.0, self.second, 1, window_start=WindowStart(6, 4)
+        )
+        gone = pages.open(RadixKey([7, 7, 7]), None, 2, 3.0, window_start=WindowStart(3, 4))
         pages.cache_finished(gone, RadixKey([7, 7, 7]), 3.0)
-        held = pages.open(RadixKey([8, 8]), None, 1, 3.0)
+        held = pages.open(RadixKey([8, 8]), None, 1, 3.0, window_start=WindowStart(2, 4))
         pages.hold(held, "room")
         self.want = pages.want(pages.cache.match_prefix([7, 7]))
         match = pages.match(third)
@@ -202,7 +210,8 @@ class ManagerWorld(World):
         self.calls = {
             "pages": ([self.first], {}),
             "match": ([first, True], {}),
-            "open": ([third, match, 1, 4.0], {}),
+            "open": ([third, match, 1, 4.0], {"window_start": WindowStart(6, 4)}),
+            "slide": ([self.first, 5], {}),
             "lock_joined": ([self.third, third, 4.0], {}),
             "grow_many": ([[self.first, self.second], 4.0], {}),
             "cache_unfinished": ([self.second, second, 4.0], {"priority": 0, "being_read": False}),

@@ -32,6 +32,7 @@ PUBLIC = {
     "ModelConfig",
     "Namespace",
     "OutOfPagesError",
+    "PoolGroup",
     "PrefillAsk",
     "PrefillConfig",
     "PrefillNode",

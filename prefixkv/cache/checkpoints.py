@@ -9,6 +9,9 @@ merge. So the tree knows nothing of checkpoints.
     resume    depth of the deepest checkpoint on that path: computing can go on there, and nowhere
               else
 
+Layers that keep a window have pages of their own before the end of a checkpoint instead, or beside
+it. They are kept by whom `keeper` says, and counted: overlapping checkpoints share them.
+
 The slots are the owner's to fill: `take` gives a free one, `save` enters it with what was copied
 into it, `give_back` returns it unused. Where none is free the checkpoint that is least worth
 keeping goes: first those that are *superseded*, as the request that went on from them has saved a
@@ -18,10 +21,10 @@ deeper one; a session moves on, and needs the old one again only where it branch
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 
@@ -35,6 +38,26 @@ NO_SLOT: Final = -1
 _SPARE_ENTRIES: Final = 64  # of the heap, beyond four per checkpoint, before it is made again
 
 
+Windows = tuple[Pages, ...]
+
+
+class WindowKeeper(Protocol):
+    """The counts of the window pages that checkpoints keep. `PageManager` has those of its
+    allocators."""
+
+    def pin(self, windows: Windows, count: int) -> None:
+        """Add `count`, 1 or -1, to the pins of these pages: what is pinned may not be given up."""
+        ...
+
+    def drop(self, windows: Windows) -> None:
+        """Take away one count of these pages; what has none is free."""
+        ...
+
+    def lacks(self, needs: Sequence[int]) -> bool:
+        """Return True if a group has fewer free pages than it needs."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class Checkpoint:
     """A saved state, at the end of page `page` of the pool, which is the `depth`-th of its path."""
@@ -45,6 +68,7 @@ class Checkpoint:
     locks: int = 0
     uses: int = 0
     tick: int = 0  # of its last use
+    windows: Windows = ()  # its pages in each window group
     is_superseded: bool = False
     is_gone: bool = False  # its page has left the tree; its slot is kept while it is locked
 
@@ -65,13 +89,20 @@ class Checkpoints:
         H13  a locked checkpoint ends on a locked path, and is not evicted
     """
 
-    def __init__(self, cache: RadixCache, pool_pages: int, num_slots: int) -> None:
+    def __init__(
+        self,
+        cache: RadixCache,
+        pool_pages: int,
+        num_slots: int,
+        keeper: WindowKeeper | None = None,
+    ) -> None:
         self._cache = cache
+        self._keeper = keeper
         self.num_slots = num_slots
         self._at: dict[int, Checkpoint] = {}  # by page
         self._has = np.zeros(pool_pages, np.bool_)
         self._free = list(range(num_slots - 1, -1, -1))
-        self._taken: set[int] = set()
+        self._taken: dict[int, Windows] = {}  # by slot: pages that are pinned for it
         self._kept: dict[int, Checkpoint] = {}  # gone, but locked: by slot
         self._heap: list[tuple[tuple[bool, int], int, Checkpoint]] = []
         self._order: Callable[[], int] = count().__next__
@@ -109,13 +140,29 @@ class Checkpoints:
         if not self._free:
             return NO_SLOT
         slot = self._free.pop()
-        self._taken.add(slot)
+        self._taken[slot] = ()
         return slot
+
+    def attach(self, slot: int, windows: Windows) -> None:
+        """Keep these pages of the window groups, which are pinned, with a slot of `take`."""
+        self._taken[slot] = windows
+
+    def make_room(self, needs: Sequence[int]) -> bool:
+        """Evict checkpoints until each window group has as many free pages as it needs, or no other
+        checkpoint can go. Return whether it has."""
+        keeper = self._keeper
+        assert keeper is not None
+        while keeper.lacks(needs) and self._evict_one():
+            pass
+        return not keeper.lacks(needs)
 
     def give_back(self, slot: int) -> None:
         """Return a slot of `take` in which no checkpoint is saved."""
-        self._taken.remove(slot)
+        windows = self._taken.pop(slot)
         self._free.append(slot)
+        if self._keeper is not None:
+            self._keeper.pin(windows, -1)
+            self._keeper.drop(windows)
 
     def save(self, page: int, depth: int, slot: int, parent: Checkpoint | None = None) -> None:
         """Enter a checkpoint of the radix cache: `slot`, of `take`, has the state behind the page
@@ -129,8 +176,10 @@ class Checkpoints:
             self.give_back(slot)
             self.use(found)
             return
-        self._taken.remove(slot)
-        made = Checkpoint(page, depth, slot)
+        windows = self._taken.pop(slot)
+        if self._keeper is not None:
+            self._keeper.pin(windows, -1)
+        made = Checkpoint(page, depth, slot, windows=windows)
         self._at[page] = made
         self._has[page] = True
         self._touch(made)
@@ -149,15 +198,19 @@ class Checkpoints:
     def lock(self, checkpoint: Checkpoint) -> None:
         """Keep a checkpoint, whose path the caller has locked in the tree, until `unlock`."""
         checkpoint.locks += 1
+        if checkpoint.locks == 1 and self._keeper is not None:
+            self._keeper.pin(checkpoint.windows, 1)
 
     def unlock(self, checkpoint: Checkpoint) -> None:
         """End a lock of a checkpoint. Before the caller's lock of its path in the tree ends."""
         checkpoint.locks -= 1
         if checkpoint.locks:
             return
+        if self._keeper is not None:
+            self._keeper.pin(checkpoint.windows, -1)
         if checkpoint.is_gone:
             del self._kept[checkpoint.slot]
-            self._free.append(checkpoint.slot)
+            self._release(checkpoint)
         else:
             self._push(checkpoint)
 
@@ -178,8 +231,8 @@ class Checkpoints:
             self._remove(checkpoint)
         self._heap.clear()
 
-    def _evict_one(self) -> None:
-        """Evict the checkpoint that is least worth keeping, if one is not locked."""
+    def _evict_one(self) -> bool:
+        """Evict the checkpoint that is least worth keeping. Return False if all are locked."""
         while self._heap:
             rank, _, checkpoint = heapq.heappop(self._heap)
             # An entry that is out of date: another one stands for its checkpoint, or none.
@@ -187,7 +240,8 @@ class Checkpoints:
                 continue
             self._remove(checkpoint)
             self.evicted += 1
-            return
+            return True
+        return False
 
     def _remove(self, checkpoint: Checkpoint) -> None:
         """Take a checkpoint out; its slot is free, unless it is locked."""
@@ -197,7 +251,13 @@ class Checkpoints:
         if checkpoint.locks:
             self._kept[checkpoint.slot] = checkpoint
         else:
-            self._free.append(checkpoint.slot)
+            self._release(checkpoint)
+
+    def _release(self, checkpoint: Checkpoint) -> None:
+        """Free what a checkpoint that is gone has kept."""
+        self._free.append(checkpoint.slot)
+        if self._keeper is not None:
+            self._keeper.drop(checkpoint.windows)
 
     def _touch(self, checkpoint: Checkpoint) -> None:
         """Put a checkpoint last in the order of eviction."""
@@ -225,6 +285,13 @@ class Checkpoints:
     def taken(self) -> list[int]:
         """Slots of `take` in which no checkpoint is saved yet, ascending; for audits."""
         return sorted(self._taken)
+
+    def kept(self, number: int) -> list[tuple[Pages, bool]]:
+        """Return what is kept in the window group of this number: for each checkpoint its pages,
+        and whether they are pinned; for audits."""
+        entered = [*self._at.values(), *self._kept.values()]
+        found = [(one.windows[number], one.locks > 0) for one in entered if one.windows]
+        return found + [(windows[number], True) for windows in self._taken.values() if windows]
 
     def slots_of(self, pages: Pages) -> list[int]:
         """Return the slots of the checkpoints that end on these pages, in order; for audits."""

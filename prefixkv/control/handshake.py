@@ -20,6 +20,7 @@ from prefixkv.memory.mesh import (
     check_meshes,
     check_opaque,
     check_page_sizes,
+    check_whole_groups,
     ranks_promised_to,
     readers_awaited,
     sent_share,
@@ -29,7 +30,14 @@ from prefixkv.memory.state_layout import StateLink, check_state_pairs, state_blo
 from prefixkv.paging import check_unit_range
 from prefixkv.protocol.events import RoomEnded
 from prefixkv.protocol.ids import PeerId
-from prefixkv.protocol.messages import Hello, HelloReply, ModelDigest, ProcessLife, Topology
+from prefixkv.protocol.messages import (
+    GroupDigest,
+    Hello,
+    HelloReply,
+    ModelDigest,
+    ProcessLife,
+    Topology,
+)
 from prefixkv.staging.cut import LeaseCut
 from prefixkv.staging.receiver import StagingPlan
 from prefixkv.transport.offers import MetadataOffers, usable
@@ -65,6 +73,8 @@ def check_pair(
     check_page_sizes(our_topology.page_size, their_topology.page_size)
     if ours.opaque:
         check_opaque(our_mesh, our_topology.page_size, their_mesh, their_topology.page_size)
+    if ours.groups:
+        check_whole_groups(our_mesh, our_topology.page_size, their_mesh, their_topology.page_size)
 
 
 # --- decode's -------------------------------------------------------------------------------------
@@ -204,6 +214,9 @@ def accept(ours: OurSide, peer: PeerId, hello: Hello) -> Accepted:
     for name, value in expected.items():
         if getattr(layout, name) != value:
             raise HandshakeError(f"layout.{name}", value, getattr(layout, name))
+    groups = tuple(GroupDigest.of(group) for group in layout.groups)
+    if groups != digest.groups:
+        raise HandshakeError("layout.groups", digest.groups, groups)
     # 5. What of ours goes to this rank. Nothing: it still promises pages to us if it is a reader.
     readers = readers_awaited(our_mesh, rank, theirs)
     share = sent_share(our_mesh, rank, theirs, hello.rank)

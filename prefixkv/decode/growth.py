@@ -37,6 +37,7 @@ def grow_for_next_token(
     page_size, started, aborted = page_manager.page_size, DecodeState.RUNNING, DecodeState.ABORTED
     grows: list[RequestPages] = []
     growing: list[str] = []
+    lengths: list[int] = []  # of their KV, once they have the next token
     new: list[DecodeRequest] = []  # requests that get their first token
     any_aborted = False
     # 1. Check all, and find out which need a page. Nothing changes here.
@@ -58,6 +59,7 @@ def grow_for_next_token(
         if not is_last and req.prompt_len + num_tokens >= pages.num_pages * page_size:
             grows.append(pages)
             growing.append(req.rid)
+            lengths.append(req.prompt_len + num_tokens)
     # 2. All or none: if one page is missing, none is taken, so that the engine can retract and
     # repeat the call with the same tokens.
     missing = len(grows) - page_manager.available_pages
@@ -69,6 +71,11 @@ def grow_for_next_token(
     if grows:
         page_manager.grow_many(grows, now_s)
         budget.grow_many(growing)
+        # No page more in a window group: what has fallen out of the window is written again. The
+        # step that read it has given the token.
+        if page_manager.windows:
+            for pages, kv_len in zip(grows, lengths, strict=True):
+                page_manager.slide(pages, kv_len)
     # 4. Now nothing can fail any more: states and limits change.
     for req in new:
         req.become(started)
@@ -94,6 +101,12 @@ def grow_ahead(
     Arguments, cost and errors are as of `grow_for_next_token`, with nothing changed.
     """
     missing: dict[DecodeRequest, int] = {}  # pages
+    for group in page_manager.windows:
+        if num_tokens > group.step_tokens:
+            raise RequestError(
+                f"num_tokens is {num_tokens}, group {group.name!r} has step_tokens "
+                f"{group.step_tokens}"
+            )
     # 1. Check all, and count. Nothing changes here.
     for req in reqs:
         if req.state is DecodeState.ABORTED:
@@ -119,6 +132,10 @@ def grow_ahead(
         page_manager.grow_many([req.pages_held for req in missing if req.pages_held], now_s)
         budget.grow_many([req.rid for req in missing])
         missing = {req: pages - 1 for req, pages in missing.items() if pages > 1}
+    if page_manager.windows:
+        for req in reqs:
+            if req.state in CAN_RUN and req.pages_held is not None:
+                page_manager.slide(req.pages_held, req.kv_len)
     for req in reqs:
         if req.state is DecodeState.RUNNING:
             req.output_limit = req.most_output

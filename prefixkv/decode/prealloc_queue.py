@@ -34,6 +34,7 @@ from prefixkv.decode.sources import Lack, Sources
 from prefixkv.decode.wants import Wants
 from prefixkv.errors import InternalError, shown
 from prefixkv.pages.manager import PageManager
+from prefixkv.pages.windows import WindowStart
 from prefixkv.paging import pages_for
 from prefixkv.protocol.timers import Timers
 
@@ -692,10 +693,15 @@ class DecodePreallocQueue:
             # for each of the others: then these go on by a step first.
             space = min(space, pages.available_pages - self._budget.active)
         new, prefill = waiter.new_pages, waiter.lane.address
+        # In a window group what it needs is bounded, and taken now: it never grows there.
+        windows, start = pages.windows, None
+        if windows:
+            start = WindowStart(req.fill_len, req.max_pages)
         if (
             waiter.needed_pages > space
             or waiter.most_pages > most
             or self._shares.refuses(prefill, new)
+            or (start is not None and not windows.fit(start))
         ):
             waiter.seen_at = self._version
             return False
@@ -712,7 +718,14 @@ class DecodePreallocQueue:
         # By the key that was matched: other ranks match it again.
         key = req.key.prefix(len(req.key) - 1) if waiter.leaves_last else req.key
         req.pages_held = pages.open(
-            key, match, new, now_s, joined_pages, shared_pages, is_used=num_loaded > 0
+            key,
+            match,
+            new,
+            now_s,
+            joined_pages,
+            shared_pages,
+            is_used=num_loaded > 0,
+            window_start=start,
         )
         req.prefix_len = shared_pages * pages.page_size
         # 4. Enter the flight, so that the next look of this pass can join it; then the sums that

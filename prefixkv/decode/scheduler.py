@@ -954,9 +954,15 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
                 mine = AbortedError(f"request {req.rid!r} is computed by decode")
                 self._refuse(req.room_key, req.prefill, mine, req.request.digest)
             return True
-        if req.resumed and req.prefix_len == req.fill_len and pages.slot < 0:
-            # 1. A resumed request with all its KV in the tree, and no extra state, which is never
-            # cached: nothing is to be sent, so no room is opened, whether or not prefill is there.
+        if (
+            req.resumed
+            and req.prefix_len == req.fill_len
+            and pages.slot < 0
+            and not self.pages.windows
+        ):
+            # 1. A resumed request with all its KV in the tree, and no extra state and no window,
+            # which are never cached: nothing is to be sent, so no room is opened, whether or not
+            # prefill is there.
             self.arriving.arrived(flight)
             self.shares.release(flight.room_key)
             return True
@@ -983,6 +989,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             ticket=self._ticket(),
             state_slot=pages.slot,
             weights_version=self.weights_version,
+            windows=self.pages.windows.promised(pages.row, end) if self.pages.windows else (),
         )
         # After some output the tokens to compute are more than the prompt, so their digest is
         # another.

@@ -45,6 +45,24 @@ class Slab(msgspec.Struct, frozen=True):
 # Limits for a frame: a peer cannot make us sort more than this.
 Slabs = Annotated[tuple[Slab, ...], msgspec.Meta(max_length=8192)]
 Regions = Annotated[tuple[tuple[int, int], ...], msgspec.Meta(max_length=8192)]
+GroupName = Annotated[str, msgspec.Meta(max_length=64)]
+
+
+class PageGroup(msgspec.Struct, frozen=True, array_like=True):
+    """Layers of a model whose pages lie beside the pool's first ones, with a layout of their own.
+
+    `window`: a token of these layers sees that many tokens, itself among them; older pages are
+    given up, and the page ids are the group's own. 0: they keep every token, under the page ids of
+    the first layers (*aligned*: a draft's KV, the keys of an index).
+    """
+
+    name: GroupName
+    window: int
+    layout: KVLayout
+
+
+MAX_GROUPS: Final = 64
+Groups = Annotated[tuple[PageGroup, ...], msgspec.Meta(max_length=MAX_GROUPS)]
 
 
 class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -66,6 +84,9 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
     whole, between pools that agree in this tag, page size, heads per rank and bytes per page. A
     page of a slab is then one run of bytes, and `head_dim` is its number of elements per token and
     head.
+
+    `groups` are layers beside those described here, which keep every token (`PageGroup`). All of
+    their memory is among the `regions` here.
     """
 
     page_size: int
@@ -80,6 +101,17 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
     num_pages: int = 0
     device: str = "cpu"
     opaque: str = ""
+    groups: Groups = ()
+
+    @property
+    def windows(self) -> tuple[PageGroup, ...]:
+        """Groups of the layout whose layers keep the last tokens only."""
+        return tuple(group for group in self.groups if group.window)
+
+    @property
+    def aligned(self) -> tuple[PageGroup, ...]:
+        """Groups of the layout that have the same page ids as its own layers."""
+        return tuple(group for group in self.groups if not group.window)
 
     @property
     def device_id(self) -> int:
@@ -217,6 +249,52 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
         for i, slab in enumerate(self.slabs):
             self._check_slab(i, slab, regions)
         self._check_slabs_apart()
+        if self.groups:
+            self._check_groups(regions)
+
+    def _check_groups(self, regions: list[tuple[int, int]]) -> None:
+        """Raise ConfigError unless the groups of the KV layout fit it, and all their memory lies in
+        its regions, apart from what other groups have."""
+        names = [group.name for group in self.groups]
+        if "" in names or len(set(names)) < len(names):
+            raise ConfigError(f"groups are named {shown(names)}, each needs a name of its own")
+        spans: list[tuple[int, int, str]] = []
+        for group in self.groups:
+            layout, where = group.layout, f"group {group.name!r}"
+            check_whole(f"{where}: window", group.window, 0, MAX_INDEX)
+            if layout.groups:
+                raise ConfigError(f"{where} has groups of its own")
+            layout.validate()
+            same = ("page_size", "device", *(() if group.window else ("num_pages",)))
+            for name in same:
+                if getattr(layout, name) != getattr(self, name):
+                    ours, its = getattr(self, name), getattr(layout, name)
+                    raise ConfigError(
+                        f"{where}: {name} is {its}, that of the first group is {ours}"
+                    )
+            for start, num_bytes in layout.regions:
+                at = _region_at(regions, start)
+                if at < 0 or start + num_bytes > sum(regions[at]):
+                    raise ConfigError(f"{where}: its region at {start:#x} is not the pool's")
+            spans += layout._spans(where)
+        spans = sorted(spans + self._spans("the first group"))
+        for (_, end, one), (start, _, other) in pairwise(spans):
+            if start < end:
+                raise ConfigError(f"{one} and {other} share memory at {start:#x}")
+
+    def _spans(self, where: str) -> list[tuple[int, int, str]]:
+        """Return the memory from the first to the last byte of each set of the KV layout's slabs
+        that interleave: begin, end and `where`."""
+        ends = [slab.base + _extent(self._dims(slab), self.head_bytes) for slab in self.slabs]
+        spans: list[tuple[int, int, str]] = []
+        for (base, _), end in sorted(
+            zip(((slab.base, i) for i, slab in enumerate(self.slabs)), ends, strict=True)
+        ):
+            if spans and base < spans[-1][1]:
+                spans[-1] = spans[-1][0], max(end, spans[-1][1]), where
+            else:
+                spans.append((base, end, where))
+        return spans
 
     def validate_sizes(self) -> None:
         """Check sizes and names of the KV layout: the part of `validate` that needs no address."""

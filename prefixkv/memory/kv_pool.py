@@ -9,32 +9,74 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 from sys import intern
 
+import msgspec
 import numpy as np
 import torch
 
 from prefixkv.errors import CapacityError, ConfigError, shown
 from prefixkv.memory.axes import AxisNames, as_slabs
-from prefixkv.memory.kv_layout import ADDRESS_END, SLABS_PER_LAYER, KVLayout, Slab
+from prefixkv.memory.kv_layout import (
+    ADDRESS_END,
+    SLABS_PER_LAYER,
+    KVLayout,
+    PageGroup,
+    Slab,
+)
 from prefixkv.memory.shared import shared_bytes
 from prefixkv.memory.staging_area import BLOCK_BYTES
 from prefixkv.memory.tensors import TensorLike, as_tensor
-from prefixkv.paging import PageIds, as_pages, check_in_pool
-from prefixkv.settings import check_flag, check_whole
+from prefixkv.paging import MAX_INDEX, PageIds, as_pages, check_in_pool
+from prefixkv.settings import check_flag, check_kind, check_whole
 
 _HUGE_PAGE_BYTES = 2 << 20
 _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
 
+@dataclass(frozen=True, slots=True)
+class PoolGroup:
+    """A group of layers with pages of its own, for `KVPool.with_groups`.
+
+    Args:
+        name: of the group, the same on both sides.
+        pool: the memory of its layers, with the page size of the first group; created, or an
+            engine's own tensors.
+        window: tokens that a token of these layers sees, itself among them. 0: they keep every
+            token, under the page ids of the first group (*aligned*), of which they have as many.
+        step_tokens: of a window, the most tokens that the engine computes of a request before it
+            tells the node: a chunk of a prompt on prefill, a step with its drafts on decode.
+    """
+
+    name: str
+    pool: KVPool
+    window: int = 0
+    step_tokens: int = 16
+
+    def check(self) -> None:
+        """Raise ConfigError for a group of a pool that cannot be."""
+        if not isinstance(self.name, str) or not 0 < len(self.name) <= 64:
+            raise ConfigError(
+                f"a group's name is {shown(self.name)}, 1 to 64 characters are needed"
+            )
+        check_kind(f"pool of group {self.name!r}", self.pool, KVPool)
+        check_whole(f"window of group {self.name!r}", self.window, 0, MAX_INDEX)
+        check_whole(f"step_tokens of group {self.name!r}", self.step_tokens, 1, MAX_INDEX)
+
+
 class KVPool:
     """The KV of one worker: a view [num_pages, page_size, num_kv_heads, head_dim] per layer and
-    kind."""
+    kind.
+
+    `groups` are layers with pages of their own beside these (`with_groups`).
+    """
 
     def __init__(self, layout: KVLayout, slabs: Sequence[torch.Tensor]) -> None:
         """Keep views that match `layout`. Use `create` or `from_tensors` instead."""
         self.layout = layout
+        self.groups: tuple[PoolGroup, ...] = ()
         self._slabs = tuple(slabs)
         self._words = _as_words(layout, self._slabs)
 
@@ -166,6 +208,42 @@ class KVPool:
         slabs, attention = as_slabs(k, v, description)
         found = storages(slabs) if regions is None else checked_regions(regions)
         return cls(_describe(slabs, attention, "strided", found, opaque), slabs)
+
+    def with_groups(self, *groups: PoolGroup) -> KVPool:
+        """Return this KV pool, of the layers that keep every token, with groups of other layers
+        beside it. Nothing is copied.
+
+        Its own views, page ids and page states are as before: those of the first group.
+
+        Raises:
+            ConfigError: names that are not distinct, groups of another page size or device, an
+                aligned one with another number of pages, groups that share memory.
+
+        >>> full = KVPool.create(64, 16, num_layers=1, num_kv_heads=2, head_dim=32)
+        >>> last = KVPool.create(24, 16, num_layers=5, num_kv_heads=2, head_dim=32)
+        >>> pool = full.with_groups(PoolGroup("sliding", last, window=128))
+        >>> pool.layout.num_pages, [group.window for group in pool.layout.windows]
+        (64, [128])
+        """
+        for group in groups:
+            check_kind("a group", group, PoolGroup)
+            group.check()
+        described = tuple(
+            PageGroup(group.name, group.window, group.pool.layout) for group in groups
+        )
+        named = [*self.layout.regions]
+        for group in groups:
+            named += group.pool.layout.regions
+        layout = msgspec.structs.replace(self.layout, groups=described, regions=_merged(named))
+        layout.validate()
+        pool = KVPool(layout, self._slabs)
+        pool.groups = tuple(groups)
+        return pool
+
+    def group(self, name: str) -> KVPool:
+        """Return the memory of one of the KV pool's groups. Raises KeyError if there is none of
+        this name."""
+        return {group.name: group.pool for group in self.groups}[name]
 
     # --- views ------------------------------------------------------------------------------------
 
@@ -388,13 +466,15 @@ def _describe(
 def storages(views: Sequence[torch.Tensor]) -> tuple[tuple[int, int], ...]:
     """Return the memory ranges of the storages of a pool's views as (address, bytes). Overlapping
     ones become one."""
+    stores = [view.untyped_storage() for view in views]
+    return _merged([(store.data_ptr(), store.nbytes()) for store in stores])
+
+
+def _merged(ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Return ranges of a pool's memory, as (address, bytes), in order. Overlapping ones become
+    one."""
     # A set: views of one storage name it once.
-    spans = sorted(
-        {
-            (s.data_ptr(), s.data_ptr() + s.nbytes())
-            for s in (view.untyped_storage() for view in views)
-        }
-    )
+    spans = sorted({(start, start + num_bytes) for start, num_bytes in ranges})
     merged: list[tuple[int, int]] = []
     for start, end in spans:
         if merged and start < merged[-1][1]:

@@ -24,6 +24,7 @@ from prefixkv.settings import check_whole
 
 MAX_RANKS: Final = 256  # each pair of ranks is looked at, which takes half a second for 256
 MAX_FOLD: Final = 1024  # of page sizes: a peer may make a table this many rows long, for a run
+GROUPS_NEED_IT: Final = "must be equal where a model has groups of layers"
 
 
 class Shard(NamedTuple):
@@ -191,6 +192,17 @@ def check_opaque(ours: Mesh, our_page_size: int, theirs: Mesh, their_page_size: 
         raise HandshakeError("page_size", our_page_size, their_page_size, why)
     if ours.tp_size != theirs.tp_size:
         raise HandshakeError("tp_size", ours.tp_size, theirs.tp_size, why)
+
+
+def check_whole_groups(ours: Mesh, our_page_size: int, theirs: Mesh, their_page_size: int) -> None:
+    """Raise HandshakeError where two meshes cannot exchange a model with groups of layers: with
+    several ranks, or with pages of two sizes."""
+    for mesh in (ours, theirs):
+        if mesh.num_ranks > 1:
+            why = f"of a side with groups of layers is {mesh.num_ranks}, must be 1"
+            raise HandshakeError("ranks", ours.num_ranks, theirs.num_ranks, why)
+    if our_page_size != their_page_size:
+        raise HandshakeError("page_size", our_page_size, their_page_size, GROUPS_NEED_IT)
 
 
 def check_holds(layout: KVLayout, shard: Shard) -> None:

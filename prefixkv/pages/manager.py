@@ -20,15 +20,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from prefixkv.cache.checkpoints import Checkpoints
+from prefixkv.cache.checkpoints import Checkpoints, Windows
 from prefixkv.cache.eviction.policy import DEFAULT_POLICY, Policy
 from prefixkv.cache.node import PAGE_ID_BYTES
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.cache.results import MatchResult, PrefixLock, packed_path
-from prefixkv.errors import CapacityError, InternalError, OutOfPagesError, UserErrors
+from prefixkv.errors import CallerError, CapacityError, InternalError, OutOfPagesError, UserErrors
 from prefixkv.pages.allocator import PageAllocator
 from prefixkv.pages.table import PageTable
+from prefixkv.pages.windows import WindowGroups, WindowSpec, WindowStart
 from prefixkv.paging import Pages
 from prefixkv.settings import check_time, whole_count
 from prefixkv.stats import MICROSECONDS, Histogram
@@ -75,7 +76,10 @@ class PageManager:
         num_slots: slots of extra state, or 0. Every request has one from `open` to its end, under
             the rules of its own pages.
         spare_rows: rows of the page table for pages that are loaded from host memory.
-        num_checkpoints: slots for checkpoints of extra state (`cache/checkpoints.py`).
+        num_checkpoints: checkpoints that are kept at most (`cache/checkpoints.py`), each with a
+            slot of extra state, pages in the window groups, or both.
+        windows: groups of layers that keep the last tokens only (`pages/windows.py`). Every request
+            has pages there from `open` to its end, under the rules of its own pages.
     """
 
     def __init__(
@@ -91,6 +95,7 @@ class PageManager:
         reserved_pages: int = 0,
         spare_rows: int = 0,
         num_checkpoints: int = 0,
+        windows: Sequence[WindowSpec] = (),
     ) -> None:
         self.page_size = page_size
         self.num_pages = num_pages - reserved_pages  # that requests may have
@@ -102,11 +107,13 @@ class PageManager:
         self.allocator = PageAllocator(num_pages, reserved_pages)
         self.slots = PageAllocator(num_slots) if num_slots else None
         self.table = PageTable(max_requests, max_pages_per_request or self.num_pages, spare_rows)
+        self.windows = WindowGroups(windows, page_size, max_requests, num_checkpoints > 0)
         # Last: a policy object serves one cache, so nothing that could fail may come after it.
         self.cache = RadixCache(page_size, policy, num_pages, self.errors)
         self.checkpoints: Checkpoints | None = None
         if num_checkpoints:
-            self.checkpoints = Checkpoints(self.cache, num_pages, num_checkpoints)
+            keeper = _Keeper(self.windows) if self.windows else None
+            self.checkpoints = Checkpoints(self.cache, num_pages, num_checkpoints, keeper)
         self.clock: Callable[[], float] | None = None
         self.evictions = Histogram(MICROSECONDS)  # seconds that each took, by `clock`, if set
         self.evicted_pages = 0
@@ -145,6 +152,7 @@ class PageManager:
         joined_end: int = 0,
         is_load: bool = False,
         is_used: bool = False,
+        window_start: WindowStart | None = None,
     ) -> RequestPages:
         """Lock the match of `key`, take new pages behind it from the allocator, and return the
         request's pages, in a new row of the page table.
@@ -157,6 +165,8 @@ class PageManager:
             is_load: the new pages are loaded from host memory for a request that is opened next,
                 and joins them. They get a spare row and no slot.
             is_used: the use of the cache was counted: by the load that was opened for this request.
+            window_start: where it begins in the window groups, if there are some. The checkpoint
+                that it goes on from is locked.
         Raises:
             CapacityError: no row or slot is left. OutOfPagesError. RequestError: more pages than a
                 row has. Nothing is locked or taken then, and no use is counted.
@@ -180,20 +190,31 @@ class PageManager:
             if missing > evictable:
                 raise OutOfPagesError(num_new_pages, self.allocator.free_pages, evictable)
         self.table.check_fits(num_locked + num_joined + num_new_pages)
+        if window_start is not None:
+            self.windows.check_fit(window_start)
+        elif self.windows:
+            raise CallerError("a request needs pages in the window groups: window_start is None")
         # From here on only `lock` and `_take` could fail, and both undo below.
         row = self.table.alloc_row(is_load)
         # A use of the cache is counted once, of all that was found: if the request joins another,
         # that is when it locks what it joined.
         visit = None if joined is None else False
         lock: PrefixLock | None = None
+        has_windows = False
         # Lock first, then take: else the eviction could take the match itself.
         try:
             if match is not None and is_used:
                 lock = self.cache.pin(match, now_s)
             elif match is not None:
                 lock = self.cache.lock(match, now_s=now_s, visit=visit)
+            if window_start is not None:
+                points = self.checkpoints
+                self.windows.open(row, window_start, None if points is None else points.make_room)
+                has_windows = True
             new = self._take(num_new_pages, now_s)
         except BaseException:
+            if has_windows:
+                self.windows.free(row)
             self.table.free_row(row)
             self._unlock(lock)
             raise
@@ -385,8 +406,19 @@ class PageManager:
         self._unlock(lock)
         self.version += 1
 
+    def slide(self, pages: RequestPages, num_tokens: int) -> None:
+        """Move a request's rows in the page manager's window groups on: the device is done with
+        what comes before the window behind `num_tokens` tokens.
+
+        Raises CallerError, with nothing changed, for tokens beyond the rows, or a request that has
+        ended.
+        """
+        self.windows.slide(pages.row, whole_count("num_tokens", num_tokens))
+
     def drop(self, pages: RequestPages) -> None:
         """End the request in the page manager and free its own pages, which no peer can write."""
+        if self.windows:
+            self.windows.free(pages.row)
         self.allocator.free(self._close(pages))
         if self.slots is not None and pages.slot >= 0:
             self.slots.free([pages.slot])
@@ -396,8 +428,10 @@ class PageManager:
         holds them until `release`."""
         # First: it raises for an owner without a hash, which must change nothing.
         self.allocator.holds(owner)
+        if self.windows:
+            self.windows.hold(pages.row, owner)
         own = self._close(pages)
-        if own or self.slots is not None:
+        if own or self.slots is not None or self.windows:
             # With slots also for no pages: `release` asks the allocator if it knows the owner.
             self.allocator.hold(own, owner)
         if self.slots is not None:
@@ -414,6 +448,8 @@ class PageManager:
         self.version += 1
         if self.slots is not None:
             self.slots.release(owner)
+        if self.windows:
+            self.windows.release(owner)
         return self.allocator.release(owner)
 
     def quarantine(self, owner: Hashable) -> int:
@@ -423,6 +459,8 @@ class PageManager:
             return 0
         if self.slots is not None:
             self.slots.quarantine(owner)
+        if self.windows:
+            self.windows.quarantine(owner)
         return self.allocator.quarantine(owner)
 
     def holds(self, owner: Hashable) -> bool:
@@ -523,6 +561,17 @@ class PageManager:
                     f"slots are held by {self.slots.owners()}, pages by {self.allocator.owners()}"
                 )
         self.table.check_invariants()
+        for number, group in enumerate(self.windows):
+            points = self.checkpoints
+            group.check_invariants(() if points is None else points.kept(number))
+            rows = len(group.rows_in_use)
+            if rows != self.table.max_requests - self.table.free_rows or (
+                group.allocator.owners() != self.allocator.owners()
+            ):
+                raise InternalError(
+                    f"window group {group.name!r} has {rows} rows and what is held by "
+                    f"{group.allocator.owners()}; pages are held by {self.allocator.owners()}"
+                )
         # After a flush the allocator also counts pages of orphans, which are in no tree.
         in_tree = self.cache.num_pages
         if in_tree > self.allocator.cached_pages or (
@@ -531,3 +580,27 @@ class PageManager:
             raise InternalError(
                 f"the tree has {in_tree} pages, the allocator {self.allocator.cached_pages} cached"
             )
+
+
+class _Keeper:
+    """The window groups as checkpoints use them."""
+
+    def __init__(self, windows: WindowGroups) -> None:
+        self._windows = windows
+
+    def pin(self, windows: Windows, count: int) -> None:
+        """Add to the pins of the pages that a checkpoint has in each window group."""
+        for group, ids in zip(self._windows, windows, strict=bool(windows)):
+            group.pins[ids] += count
+
+    def drop(self, windows: Windows) -> None:
+        """Take away one count of the pages that a checkpoint has in each window group."""
+        for group, ids in zip(self._windows, windows, strict=bool(windows)):
+            group.drop(ids)
+
+    def lacks(self, needs: Sequence[int]) -> bool:
+        """Return True if a window group has fewer free pages than it needs."""
+        groups = self._windows
+        return any(
+            group.allocator.free_pages < need for group, need in zip(groups, needs, strict=True)
+        )

@@ -10,6 +10,7 @@ import numpy as np
 
 from prefixkv.errors import CallerError, DrainingError, InternalError, RequestError, UserErrors
 from prefixkv.pages.manager import PageManager, RequestPages
+from prefixkv.pages.windows import WindowPages
 from prefixkv.paging import Pages
 from prefixkv.protocol.ids import RoomKey
 from prefixkv.protocol.timers import Timers
@@ -105,6 +106,17 @@ class PagedRequest(Generic[State]):
         if self.pages_held is None:
             return np.empty(0, dtype=np.int32)
         return self.page_manager.pages(self.pages_held)
+
+    def window_pages(self, name: str) -> WindowPages:
+        """Return what a paged request has in a window group: the number of its first page there,
+        and page ids from it on, a read-only view, valid until the next call on the node.
+
+        Raises KeyError for a group that there is not.
+        """
+        group = {group.name: group for group in self.page_manager.windows}[name]
+        if self.pages_held is None:
+            return WindowPages(0, np.empty(0, dtype=np.int32))
+        return group.row(self.pages_held.row)
 
     @property
     def row(self) -> int:

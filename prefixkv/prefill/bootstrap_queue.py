@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator
 
 from prefixkv.cache.results import MatchResult
 from prefixkv.pages.manager import PageManager
+from prefixkv.pages.windows import WindowStart
 from prefixkv.paging import page_floor, pages_for, whole_pages
 from prefixkv.prefill.request import PrefillRequest, PrefillState
-from prefixkv.prefill.send_plan import SendPlan
+from prefixkv.prefill.send_plan import SendPlan, WindowPlan
 from prefixkv.prefill.shared_prefixes import SharedPrefixes
 from prefixkv.prefill.state_checkpoints import StateCheckpoints
 
@@ -144,11 +145,32 @@ class PrefillBootstrapQueue:
         # half open.
         if num_new > pages.available_pages - unprotected:
             return False
-        req.pages_held = pages.open(req.key, match, num_new, now_s)
+        start = None
+        points = self._checkpoints
+        if pages.windows:
+            shared = () if points is None else points.found_windows
+            start = WindowStart(prefix_len, pages_for(req.num_tokens, page_size), shared)
+            if not pages.windows.fit(start):
+                return False
+        # The checkpoint first: an eviction for what is taken must not take it.
+        if points is not None:
+            points.hold(req)
+        try:
+            req.pages_held = pages.open(req.key, match, num_new, now_s, window_start=start)
+        except BaseException:
+            if points is not None:
+                points.end(req)
+            raise
         req.prefix_len = prefix_len
-        if self._checkpoints is not None:
-            self._checkpoints.begin(req)
+        if points is not None:
+            points.begin(req)
         req.plan = SendPlan(req.num_tokens, req.decode_prefix_len, page_size)
+        if pages.windows:
+            num_tokens = req.num_tokens
+            req.window_plans = tuple(
+                WindowPlan(num_tokens, group.first_page(num_tokens), page_size, group.step_tokens)
+                for group in pages.windows
+            )
         req.become(PrefillState.COMPUTING)
         return True
 

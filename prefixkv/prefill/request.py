@@ -10,7 +10,7 @@ import numpy.typing as npt
 from prefixkv.cache.checkpoints import Checkpoint
 from prefixkv.pages.manager import PageManager
 from prefixkv.pages.requests import PagedRequest
-from prefixkv.prefill.send_plan import SendPlan
+from prefixkv.prefill.send_plan import SendPlan, WindowPlan
 from prefixkv.protocol.ids import RoomKey
 from prefixkv.request import Request
 
@@ -41,13 +41,17 @@ class PrefillRequest(PagedRequest[PrefillState]):
     where that is 0. The engine copies it before it computes the first chunk. It ends chunks at each
     of `stops` (tokens, ascending; more may come while it computes), and asks there by `save_state`
     where the state is to be copied.
+
+    In window groups it has pages for the window behind `prefix_len` tokens, written already, and
+    for the next chunk (`window_pages`), which is of `step_tokens` of the group at most. With
+    checkpoints, but without extra state, it ends chunks at `stops`, and that is all.
     """
 
     __slots__ = (
         "checkpoint", "checkpoint_slot", "computed_s", "decode_prefix_len", "dense_pages",
         "goes_on_at", "holds_checkpoint", "key", "num_chunks", "number", "peer", "plan", "popped",
         "prefix_len", "promised_s", "saved", "sent_pages", "source_free", "started_s",
-        "state_slot", "stops",
+        "state_slot", "stops", "window_plans",
     )  # fmt: skip
 
     TRANSITIONS = {
@@ -67,6 +71,7 @@ class PrefillRequest(PagedRequest[PrefillState]):
         self.decode_prefix_len = 0
         self.prefix_len = 0
         self.plan: SendPlan | None = None
+        self.window_plans: tuple[WindowPlan, ...] = ()  # by window group
         # Its pages are released when all three are true: it has ended, `source_free`, `popped`.
         self.source_free = False  # no write reads its pages, and its state, any more
         self.state_slot = -1  # slot of extra state that the engine handed over

@@ -42,7 +42,7 @@ from prefixkv.paging import pages_for
 from prefixkv.prefill.bootstrap_queue import PrefillBootstrapQueue, UsablePrefix
 from prefixkv.prefill.journal import PrefillJournal
 from prefixkv.prefill.request import PrefillRequest, PrefillState
-from prefixkv.prefill.send_plan import checked_chunk
+from prefixkv.prefill.send_plan import SendPlan, checked_chunk
 from prefixkv.prefill.shared_prefixes import SharedPrefixes
 from prefixkv.prefill.state_checkpoints import StateCheckpoints
 from prefixkv.protocol.commands import (
@@ -52,6 +52,7 @@ from prefixkv.protocol.commands import (
     MoveWeights,
     PrefillCommand,
     SendChunk,
+    WindowChunk,
 )
 from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.request import DeviceEvent, Request, check_event, check_request, check_rid
@@ -87,6 +88,8 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         self.checkpoints: StateCheckpoints | None = None
         if pages.checkpoints is not None:
             self.checkpoints = StateCheckpoints(pages, num_slots, checkpoint_tokens)
+        elif pages.windows:
+            usable_prefix = _no_prefix  # no pages of the window are kept behind a prefix
         elif num_slots:
             usable_prefix = usable_prefix or _no_prefix
         points = self.checkpoints
@@ -254,21 +257,28 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         assert req.pages_held is not None
         # 3. Send. The plan checks `end`, so it moves first; the ids are copied, since caching may
         # change the row.
+        windows: tuple[WindowChunk, ...] = ()
+        if req.window_plans:
+            _check_step(req, req.plan, end)
         span = req.plan.send(end, last)
         src_pages = req.pages[span.first_page : span.end_page].copy()
+        if req.window_plans:
+            windows = self._send_windows(req, end, last)
         self.journal.chunk(req, len(src_pages), last, now_s)
         if last:
             req.state_slot = state_slot
             req.become(PrefillState.SENDING)
         if self.checkpoints is not None:
             self.checkpoints.computed(req)
+        if windows:
+            self.pages.slide(req.pages_held, end)
         # 4. Progress, for the tree and for those that follow this request.
         self._computed[req] = None
         self.shared_prefixes.progress_s = now_s
         if len(self.shared_prefixes):
             self.bootstrapped.look_again()
         # 5. A chunk without pages sends nothing, but the last one carries the outcome.
-        if len(src_pages) or last:
+        if len(src_pages) or last or any(len(window.src_pages) for window in windows):
             chunk = SendChunk(
                 req.room_key,
                 first_page=span.first_page,
@@ -277,9 +287,24 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
                 aux=aux,
                 ready=ready,
                 state_slot=state_slot,
+                windows=windows,
             )
             self._commands.append(chunk)
         return len(src_pages)
+
+    def _send_windows(self, req: PrefillRequest, end: int, last: bool) -> tuple[WindowChunk, ...]:
+        """Return what of a request of prefill goes with a chunk in each window group, and keep a
+        checkpoint's pages there."""
+        chunks: list[WindowChunk] = []
+        assert req.pages_held is not None
+        for plan, group in zip(req.window_plans, self.pages.windows, strict=True):
+            span = plan.send(end, last)
+            first, ids = group.row(req.pages_held.row)
+            sent = ids[span.first_page - first : span.end_page - first].copy()
+            chunks.append(WindowChunk(span.first_page - plan.first_page, sent))
+        if self.checkpoints is not None:
+            self.checkpoints.take_if_stop(req, end)
+        return tuple(chunks)
 
     def save_state(self, req: PrefillRequest, end: int, now_s: float) -> int:
         """Return the slot into which prefill's engine copies a request's extra state behind `end`
@@ -548,6 +573,16 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         else:
             self.pages.drop(req.pages_held)
         req.pages_held = None
+
+
+def _check_step(req: PrefillRequest, plan: SendPlan, end: int) -> None:
+    """Raise RequestError for a chunk of a prefill request that is longer than its rows in window
+    groups have pages for."""
+    computed = end - max(req.prefix_len, plan.computed)
+    most = min(one.step_tokens for one in req.window_plans)
+    if computed > most:
+        what = f"a chunk of {computed} tokens, step_tokens of its window groups is {most}"
+        raise RequestError(f"request {req.rid!r} has {what}")
 
 
 def _computed(req: PrefillRequest) -> RadixKey:

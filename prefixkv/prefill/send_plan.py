@@ -70,6 +70,36 @@ class SendPlan:
         return span
 
 
+class WindowPlan:
+    """The cursor of one prefill request over its pages in a window group that are sent.
+
+    These are those of the window behind the prompt, whatever prefix decode has. Each goes with the
+    chunk that completes it.
+
+    `step_tokens`: most tokens that a chunk computes.
+
+    >>> plan = WindowPlan(num_tokens=100, first_page=5, page_size=16, step_tokens=64)
+    >>> plan.send(70), plan.send(96), plan.send(100, last=True)
+    (Span(first_page=5, end_page=5), Span(first_page=5, end_page=6), Span(first_page=6, end_page=7))
+    """
+
+    __slots__ = ("cursor_page", "first_page", "num_tokens", "page_size", "step_tokens")
+
+    def __init__(self, num_tokens: int, first_page: int, page_size: int, step_tokens: int) -> None:
+        self.num_tokens = num_tokens
+        self.first_page = self.cursor_page = first_page
+        self.page_size = page_size
+        self.step_tokens = step_tokens
+
+    def send(self, end: int, last: bool = False) -> Span:
+        """Return the pages that a chunk is to send by this plan of a window group, now that KV is
+        computed up to token `end`."""
+        end_page = pages_for(end, self.page_size) if last else whole_pages(end, self.page_size)
+        span = Span(self.cursor_page, max(self.cursor_page, end_page))
+        self.cursor_page = span.end_page
+        return span
+
+
 def checked_chunk(
     end: int, state_slot: int, aux: bytes, last: bool, ready: DeviceEvent | None
 ) -> tuple[int, int, bytes]:

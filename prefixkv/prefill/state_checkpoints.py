@@ -1,10 +1,13 @@
-"""Checkpoints of extra state on prefill: where a request goes on from one, where it saves one, and
-when that is entered in the cache.
+"""Checkpoints on prefill, of extra state and of windows: where a request goes on from one, where it
+saves one, and when that is entered in the cache.
 
 A model with recurrent layers can go on computing behind a cached prefix only from a state. A state
 is saved where it will be wanted: at the end of each prompt, since the next turn goes on there; and
 where the path of a prompt leaves what is cached, since what branched there once may do so again.
 A request that waits for a prefix which another computes has it save one where they part.
+
+Where layers keep a window, a checkpoint has the pages of the window before it. A request that goes
+on from it reads them where they are; what it computes goes to pages of its own.
 """
 
 from __future__ import annotations
@@ -13,11 +16,11 @@ from bisect import insort
 from collections.abc import Collection
 from math import lcm
 
-from prefixkv.cache.checkpoints import NO_SLOT, Checkpoint
+from prefixkv.cache.checkpoints import NO_SLOT, Checkpoint, Windows
 from prefixkv.cache.results import MatchResult
 from prefixkv.errors import check_laws
 from prefixkv.pages.manager import PageManager
-from prefixkv.paging import whole_pages
+from prefixkv.paging import pages_for, whole_pages
 from prefixkv.prefill.request import PrefillRequest
 
 
@@ -35,6 +38,7 @@ class StateCheckpoints:
         assert pages.checkpoints is not None
         self._pages, self._points = pages, pages.checkpoints
         self._first_slot = first_slot
+        self._has_state = first_slot > 0
         self._step = lcm(pages.page_size, tokens)
         self._found: Checkpoint | None = None  # of the request that was looked at last
 
@@ -50,16 +54,27 @@ class StateCheckpoints:
         req.dense_pages = 0 if match is None else match.depth
         return 0 if self._found is None else self._found.depth * self._pages.page_size
 
-    def begin(self, req: PrefillRequest) -> None:
-        """Lock the checkpoint that a request of prefill goes on from, just looked at and opened,
-        and say where it is to save others."""
-        found, page_size = self._found, self._pages.page_size
-        req.goes_on_at = req.prefix_len
+    @property
+    def found_windows(self) -> Windows:
+        """Pages in each window group of the checkpoint that the request of prefill looked at last
+        goes on from."""
+        return () if self._found is None else self._found.windows
+
+    def hold(self, req: PrefillRequest) -> None:
+        """Lock the checkpoint that a request of prefill goes on from, which was just looked at, and
+        is opened next."""
+        found = self._found
         if found is not None:
             self._points.use(found)
             self._points.lock(found)
             req.checkpoint, req.holds_checkpoint = found, True
-            req.checkpoint_slot = self._first_slot + found.slot
+
+    def begin(self, req: PrefillRequest) -> None:
+        """Say where a request of prefill, just opened, goes on from, and is to save checkpoints."""
+        page_size = self._pages.page_size
+        req.goes_on_at = req.prefix_len
+        if req.checkpoint is not None and self._has_state:
+            req.checkpoint_slot = self._first_slot + req.checkpoint.slot
         if self._pages.caching and req.request.cacheable:
             # The prompt's end, and where its path leaves what is cached.
             for tokens in (req.num_tokens, req.dense_pages * page_size):
@@ -75,13 +90,34 @@ class StateCheckpoints:
 
     def take(self, req: PrefillRequest, end: int) -> int:
         """Return the slot of the StatePool for the state of a request of prefill behind `end`
-        tokens, one of its stops; -1 if none is free."""
+        tokens, one of its stops; -1 if none is free. In the window groups its pages there are kept
+        too."""
         req.stops.remove(end)
+        pages, depth = self._pages, whole_pages(end, self._pages.page_size)
+        windows, held = pages.windows, req.pages_held
+        # All or nothing: a page comes for each that the request gives to the checkpoint.
+        end_pages = pages_for(req.num_tokens, pages.page_size)
+        needs: list[int] = []
+        if windows:
+            assert held is not None
+            needs = windows.num_replaced(held.row, depth, end_pages)
+            if not windows.has_room(needs):
+                return NO_SLOT
         slot = self._points.take()
         if slot == NO_SLOT:
             return slot
-        req.saved.append((whole_pages(end, self._pages.page_size), slot))
+        if windows:
+            assert held is not None
+            self._points.make_room(needs)
+            self._points.attach(slot, windows.share(held.row, depth, end_pages))
+        req.saved.append((depth, slot))
         return self._first_slot + slot
+
+    def take_if_stop(self, req: PrefillRequest, end: int) -> None:
+        """Keep the window pages of a request of prefill behind `end` tokens, if that is one of its
+        stops and it has no extra state, which its engine would have to copy."""
+        if not self._has_state and end in req.stops:
+            self.take(req, end)
 
     def computed(self, req: PrefillRequest) -> None:
         """Note that a request of prefill has computed a chunk: it has copied the state that it goes

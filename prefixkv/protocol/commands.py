@@ -4,6 +4,8 @@ other ranks as they are.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import msgspec
 import numpy as np
 import numpy.typing as npt
@@ -115,13 +117,21 @@ class DeclineRoom(_Command, frozen=True, tag="decline"):
     digest: bytes = b""
 
 
+class WindowChunk(NamedTuple):
+    """Pages of one window group that go with a chunk: `src_pages` of prefill's pool, of which the
+    first is the `first`-th that decode has promised there."""
+
+    first: int
+    src_pages: npt.NDArray[np.int32]
+
+
 class SendChunk(msgspec.Struct, frozen=True, eq=False):
     """Send KV of these pages of prefill's pool, once `ready` reports that it is computed.
 
     The first of them is page `first_page` of the request, counted from its first token; there may
     be none. With `last` the outcome, `aux` and the extra state in `state_slot` follow. With `clip`
     the chunk may come before decode's promise, for which it waits; and pages of the prefix that
-    decode has may be in it, which are left out.
+    decode has may be in it, which are left out. `windows`: by window group, what goes with it.
     """
 
     key: RoomKey
@@ -132,6 +142,7 @@ class SendChunk(msgspec.Struct, frozen=True, eq=False):
     ready: DeviceEvent | None
     state_slot: int = -1
     clip: bool = False
+    windows: tuple[WindowChunk, ...] = ()
 
 
 DecodeCommand = OpenRoom | MeetPrefill | RefuseRoom | AbortRoom | MoveWeights | Fence

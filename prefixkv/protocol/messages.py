@@ -19,6 +19,7 @@ ticket: so a late frame about a room cannot be taken for one about the next use 
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Annotated
 
@@ -28,13 +29,13 @@ import numpy.typing as npt
 
 from prefixkv.config import MAX_VERSION_CHARS
 from prefixkv.errors import HandshakeError, ProtocolError, VersionError
-from prefixkv.memory.kv_layout import KVLayout
+from prefixkv.memory.kv_layout import MAX_GROUPS, GroupName, KVLayout, PageGroup
 from prefixkv.memory.mesh import MAX_RANKS, Mesh
 from prefixkv.memory.staging_area import StagingArea
 from prefixkv.memory.state_layout import StateLayout, StateTensor
 from prefixkv.protocol.ids import PeerId, RoomKey
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MAX_FRAME_BYTES = 8 << 20
 MAX_METADATA_BYTES = 1 << 20
 MAX_PAGES = MAX_FRAME_BYTES // 4 - 1024
@@ -58,6 +59,33 @@ Secret = Annotated[bytes, msgspec.Meta(min_length=16, max_length=32)]
 Proof = Annotated[bytes, msgspec.Meta(max_length=32)]
 Holder = Annotated[str, msgspec.Meta(max_length=64)]
 Version = Annotated[str, msgspec.Meta(max_length=MAX_VERSION_CHARS)]
+WindowIds = Annotated[tuple[bytes, ...], msgspec.Meta(max_length=MAX_GROUPS)]
+
+
+class GroupDigest(msgspec.Struct, frozen=True, array_like=True):
+    """Fields of a group of layers that must be equal on both sides, in a handshake: see
+    `PageGroup`. Heads are those of all ranks."""
+
+    name: GroupName
+    window: Count
+    num_layers: Count
+    num_kv_heads: Count
+    head_dim: Count
+    dtype: Short
+    attention: Short
+    opaque: Short = ""
+
+    @classmethod
+    def of(cls, group: PageGroup) -> GroupDigest:
+        """Return what a handshake compares of a group of a rank that holds all of its heads."""
+        layout = group.layout
+        return cls(
+            group.name, group.window, layout.num_layers, layout.num_kv_heads, layout.head_dim,
+            layout.dtype, layout.attention, layout.opaque,
+        )  # fmt: skip
+
+
+GroupDigests = Annotated[tuple[GroupDigest, ...], msgspec.Meta(max_length=MAX_GROUPS)]
 
 
 class ModelDigest(msgspec.Struct, frozen=True, array_like=True):
@@ -76,17 +104,27 @@ class ModelDigest(msgspec.Struct, frozen=True, array_like=True):
     head_dim: Count
     opaque: Short = ""
     state: Tensors = ()
+    groups: GroupDigests = ()
 
     def check(self, theirs: ModelDigest) -> None:
         """Compare this model digest with the peer's of the handshake. Raise HandshakeError for the
         first field that differs.
         """
-        # `opaque` first: it is the reason where `attention` or `head_dim` differ too. Not `state`.
-        _check_fields(self, theirs, ("opaque", *self.__struct_fields__[:-1]))
-        for i, (mine, other) in enumerate(zip_longest(self.state, theirs.state)):
-            if mine is None or other is None:
-                raise HandshakeError(f"state[{i}]", mine, other)
-            _check_fields(mine, other, mine.__struct_fields__, f"state[{i}].")
+        # `opaque` first: it is the reason where `attention` or `head_dim` differ too. Lists last.
+        _check_fields(self, theirs, ("opaque", *self.__struct_fields__[:-2]))
+        _check_lists("state", self.state, theirs.state)
+        _check_lists("groups", self.groups, theirs.groups)
+
+
+def _check_lists(
+    name: str, ours: Sequence[msgspec.Struct], theirs: Sequence[msgspec.Struct]
+) -> None:
+    """Compare lists of structs of a handshake's messages. Raise HandshakeError for the first field
+    that differs."""
+    for i, (mine, other) in enumerate(zip_longest(ours, theirs)):
+        if mine is None or other is None:
+            raise HandshakeError(f"{name}[{i}]", mine, other)
+        _check_fields(mine, other, mine.__struct_fields__, f"{name}[{i}].")
 
 
 def _check_fields(
@@ -242,7 +280,9 @@ class Promise(RoomBody, frozen=True, tag="promise"):
 
     `proof` is that of the prompt's digest (`prefixkv.digest.prove`), for this link alone. Extra
     state, where the model has some, is wanted in `state_slot`, whole: as it is after `fill_len`
-    tokens. `weights_version` is that of the weights that the KV is for.
+    tokens. `weights_version` is that of the weights that the KV is for. `windows` has, for each
+    window group, the ids of pages for the last tokens: from the page in which the window behind
+    `fill_len` tokens begins, whatever `prefix_len` is.
     """
 
     fill_len: Count
@@ -252,15 +292,32 @@ class Promise(RoomBody, frozen=True, tag="promise"):
     state_slot: Slot = -1
     proof: Proof = b""
     weights_version: Version = ""
+    windows: WindowIds = ()
+
+    @property
+    def num_pages(self) -> int:
+        """Number of pages that a Promise message names, those of window groups included."""
+        return (len(self.pages) + sum(map(len, self.windows))) // 4
 
     def page_ids(self) -> npt.NDArray[np.int32]:
         """Return the destination pages that a Promise message names, int32.
 
         Raises ProtocolError if the bytes are no whole number of ids.
         """
-        if len(self.pages) % 4:
-            raise ProtocolError(f"{len(self.pages)} bytes are no list of page ids")
-        return np.frombuffer(self.pages, dtype="<i4").astype(np.int32)
+        return _ids_of(self.pages)
+
+    def window_ids(self) -> tuple[npt.NDArray[np.int32], ...]:
+        """Return the destination pages that a Promise message names in each window group. Raises
+        as `page_ids`."""
+        return tuple(map(_ids_of, self.windows))
+
+
+def _ids_of(packed: bytes) -> npt.NDArray[np.int32]:
+    """Return the page ids of a message. Raises ProtocolError for bytes that are no whole number of
+    them."""
+    if len(packed) % 4:
+        raise ProtocolError(f"{len(packed)} bytes are no list of page ids")
+    return np.frombuffer(packed, dtype="<i4").astype(np.int32)
 
 
 class PromiseAck(RoomBody, frozen=True, tag="promise-ack"):

@@ -169,7 +169,7 @@ class ReceiverMachine:
         """
         self.key = promise.key
         self.promise = promise
-        self.num_pages = len(promise.pages) // 4
+        self.num_pages = promise.num_pages
         self._has_target = bool(self.num_pages) or promise.state_slot >= 0
         self.poll = KVPoll.BOOTSTRAPPING
         self.error: Exception | None = None
@@ -252,8 +252,10 @@ class ReceiverMachine:
         self._unacked = set(event.ranks)
         # Before the first promise leaves: from then on each rank may write at any time.
         self._undrained = set(event.ranks)
-        # A unit page has a token at least, and extra state is a chunk of its own.
-        most = self.promise.fill_len - self.promise.prefix_len + 1
+        # A unit page has a token at least, a chunk of a window group a page, and extra state is a
+        # chunk of its own.
+        promise = self.promise
+        most = promise.fill_len - promise.prefix_len + 1 + sum(map(len, promise.windows)) // 4
         self._landings = {rank: _Landings(most) for rank in event.ranks}
         self._wait.start(now_s, self._timing.waiting_timeout_s)
         return self._send_promise(now_s)

@@ -36,6 +36,7 @@ class Promised(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     for a reader that gets none of our KV and only has to know how the room ends. Extra state is
     wanted in `state_slot` (-1: none is); `takes_state` is False where none of ours goes there.
     `proof` is that of the prompt, under the `secrets` that the two drew: decode's and ours.
+    `windows` are the pages promised in each window group.
     """
 
     peer: PeerId
@@ -54,6 +55,12 @@ class Promised(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     proof: bytes = b""
     secrets: tuple[bytes, bytes] = (b"", b"")
     weights_version: str = ""
+    windows: tuple[Pages, ...] = ()
+
+    @property
+    def all_pages(self) -> int:
+        """Number of pages that the Promised event names, those of window groups included."""
+        return len(self.pages) + sum(map(len, self.windows))
 
     def span(self, chunk: SendChunk, page_size: int) -> tuple[int, int, int]:
         """Return the units of a chunk that prefill sends, counted behind the promised prefix:
@@ -77,13 +84,20 @@ class Promised(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         for the same prompt.
         """
         same = self.peer == other.peer and self.proof == other.proof
-        return same and np.array_equal(self.pages, other.pages)
+        same &= len(self.windows) == len(other.windows)
+        return same and all(
+            np.array_equal(mine, its)
+            for mine, its in zip(
+                (self.pages, *self.windows), (other.pages, *other.windows), strict=False
+            )
+        )
 
     def agrees_with(self, other: Promised) -> bool:
         """Return True if the Promised events of two readers agree, each in its own pool's units."""
         mine = (self.ticket, self.fill_len, self.prefix_len, self.state_slot)
         others = (other.ticket, other.fill_len, other.prefix_len, other.state_slot)
         same = self.weights_version == other.weights_version
+        same &= list(map(len, self.windows)) == list(map(len, other.windows))
         return same and mine == others and self.num_units == other.num_units
 
 
@@ -155,7 +169,8 @@ class SendToReader(msgspec.Struct, frozen=True):
 class PostWrite(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Queue a write with the transport: unit pages, from `first_unit` behind the prefix on.
 
-    With `state` the pages are slots of the state pools.
+    With `state` the pages are slots of the state pools, with a `window` those of the window group
+    of this number.
     """
 
     job_id: int
@@ -168,6 +183,7 @@ class PostWrite(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     first_unit: int
     ticket: int
     state: bool = False
+    window: int = -1
 
 
 class CancelWrite(msgspec.Struct, frozen=True):

@@ -110,6 +110,7 @@ class SenderMachine:
         # Progress of the writing; units are counted behind the promised prefix.
         self._num_chunks = 0
         self._units_written = 0
+        self._windows_written: list[int] = []  # pages, by window group
         self._last_queued = False
         self._aux = b""
         self._no_listener = False  # True if no reader is left that waits for the outcome
@@ -359,7 +360,22 @@ class SenderMachine:
                 src = unit_pages(event.src_pages, fold, start - first, stop - first)
                 actions += self._post(src, start, event.ready)
                 self._units_written = stop
-        # 2. The last chunk: everything must have been handed over, or decode would commit pages
+        # 2. The same for each window group; a page that decode promised there is sent once.
+        if promise.windows:
+            self._windows_written = self._windows_written or [0] * len(promise.windows)
+            for number, window in enumerate(event.windows):
+                first, end = window.first, window.first + len(window.src_pages)
+                if not len(window.src_pages):
+                    continue
+                if first != self._windows_written[number] or end > len(promise.windows[number]):
+                    error = TransferError(
+                        f"pages {first} to {end} of window group {number} handed over where page "
+                        f"{self._windows_written[number]} of {len(promise.windows[number])} is next"
+                    )
+                    return actions + self._fail(Fail(error), now_s)
+                actions += self._post(window.src_pages, first, event.ready, window=number)
+                self._windows_written[number] = end
+        # 3. The last chunk: everything must have been handed over, or decode would commit pages
         # without KV.
         if event.last:
             self._last_queued = True
@@ -367,25 +383,37 @@ class SenderMachine:
             if self._units_written != num_units:
                 error = TransferError(f"{self._units_written} of {num_units} units handed over")
                 return actions + self._fail(Fail(error), now_s)
+            wanted = [len(pages) for pages in promise.windows]
+            if wanted and self._windows_written != wanted:
+                error = TransferError(
+                    f"{self._windows_written} of {wanted} pages of window groups handed over"
+                )
+                return actions + self._fail(Fail(error), now_s)
             if (event.state_slot < 0) != (promise.state_slot < 0):
                 error = TransferError(
                     f"decode wants extra state in slot {promise.state_slot}, slot "
                     f"{event.state_slot} was handed over (-1: none)"
                 )
                 return actions + self._fail(Fail(error), now_s)
-            # 3. The extra state is a chunk of its own, behind the pages.
+            # 4. The extra state is a chunk of its own, behind the pages.
             if event.state_slot >= 0:
                 slot = np.array([event.state_slot], np.int32)
                 actions += self._post(slot, 0, event.ready, state=True)
         return actions + self._maybe_success(now_s)
 
     def _post(
-        self, src: Pages, first_unit: int, ready: DeviceEvent | None, state: bool = False
+        self,
+        src: Pages,
+        first_unit: int,
+        ready: DeviceEvent | None,
+        state: bool = False,
+        window: int = -1,
     ) -> Iterator[SenderAction]:
         """Yield a write of a chunk from the sender's room to each reader that has a share in our
         KV.
 
-        It is of these unit pages, or with `state` of the extra state in this slot.
+        It is of these unit pages, with `state` of the extra state in this slot, or with a `window`
+        of these pages of a window group.
         """
         for reader in self.readers.values():
             promise = reader.promise
@@ -394,6 +422,8 @@ class SenderMachine:
                 continue
             if state:
                 dst = np.array([promise.state_slot], np.int32)
+            elif window >= 0:
+                dst = promise.windows[window][first_unit : first_unit + len(src)]
             else:
                 dst = promise.units(first_unit, first_unit + len(src))
             job_id = self._next_job_id()
@@ -413,6 +443,7 @@ class SenderMachine:
                 first_unit=first_unit,
                 ticket=self.ticket,
                 state=state,
+                window=window,
             )
         self._num_chunks += 1
 
@@ -533,7 +564,7 @@ class SenderMachine:
             rank=self._rank,
             ok=ok,
             num_chunks=reader.num_chunks,
-            num_pages=pages_for(self._units_written, fold),
+            num_pages=pages_for(self._units_written, fold) + sum(self._windows_written),
             aux=aux,
             error=error,
             drained=drained,

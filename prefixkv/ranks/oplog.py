@@ -24,6 +24,7 @@ from prefixkv.cache.results import MatchResult, PrefixLock
 from prefixkv.config import PageSettings
 from prefixkv.errors import CallerError, InternalError, OutOfPagesError, shown
 from prefixkv.pages.manager import PageManager, RequestPages
+from prefixkv.pages.windows import WindowStart
 from prefixkv.paging import Pages
 from prefixkv.protocol.ids import RoomKey
 
@@ -207,7 +208,9 @@ class ReplicatedPageManager(PageManager):
         joined_end: int = 0,
         is_load: bool = False,
         is_used: bool = False,
+        window_start: WindowStart | None = None,
     ) -> RequestPages:
+        assert window_start is None, "a worker with window groups has one rank"
         # Each method changes first and publishes then, so an operation that raised is not in the
         # log. A refusal is, though it changes nothing: a replica that has the pages has come apart.
         joined_row = joined.row if joined is not None else -1

@@ -266,6 +266,7 @@ class Node(OneThread, Generic[C, To, E]):
             "user_errors": page_manager.errors.num,
             "slots_free": slots.free_pages if slots is not None else 0,
             "slots_held": slots.held_pages + slots.quarantined_pages if slots is not None else 0,
+            **page_manager.windows.counts(),
         }
 
     def close(self) -> None:

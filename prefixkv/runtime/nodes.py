@@ -25,6 +25,7 @@ from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_pool import StatePool
 from prefixkv.pages.manager import PageManager
 from prefixkv.pages.requests import check_reason
+from prefixkv.pages.windows import WindowSpec
 from prefixkv.prefill import journal as prefill_journal
 from prefixkv.prefill.bootstrap_queue import UsablePrefix
 from prefixkv.prefill.request import PrefillRequest
@@ -130,6 +131,12 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         ):
             what = "ranks without a mesh" if state is None else "extra state (state=)"
             raise ConfigError(f"host_memory: a decode worker with {what} keeps nothing there")
+        if pool.groups:
+            what = "compute" if config.compute is not None else ""
+            what = what or ("host_memory" if config.host_memory is not None else "")
+            what = what or ("ranks" if ranks is not None else "")
+            if what:
+                raise ConfigError(f"{what}: not with a pool of several groups of layers")
         # 2. The pages, the tree, and the scheduler over them, then the transfer side, which starts
         # the threads. If one fails, those before it are undone: the next node may have a policy
         # object, and host memory is given back.
@@ -164,13 +171,20 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         settings = config.for_page_manager(layout.num_pages, spec.num_slots)
         pages: PageManager
         if ranks is None:
-            pages = PageManager(layout.num_pages, layout.page_size, config.max_running, **settings)
+            pages = PageManager(
+                layout.num_pages,
+                layout.page_size,
+                config.max_running,
+                **settings,
+                windows=_window_specs(pool),
+            )
         else:
             ranks.host_pages = 0 if self._host is None else self._host.num_pages
             pages = ReplicatedPageManager(
                 ranks.append, layout.num_pages, layout.page_size, config.max_running, **settings
             )
         undo.callback(pages.cache.policy.release)
+        _check_windows(pages, layout.page_size)
         self._ranks = ranks
         self.config = config
         self.scheduler = DecodeScheduler(
@@ -601,12 +615,18 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
             policy=config.policy,
             reserved_pages=check_reserved(config.reserved_pages, layout.num_pages),
             num_checkpoints=config.checkpoints,
+            windows=_window_specs(pool),
         )
+        try:
+            _check_windows(pages, layout.page_size)
+        except BaseException:
+            pages.cache.policy.release()
+            raise
         self.config = config
         self.scheduler = PrefillScheduler(
             pages,
             max_aux_bytes=config.control.max_aux_bytes,
-            num_slots=spec.num_slots - config.checkpoints,
+            num_slots=max(0, spec.num_slots - config.checkpoints),
             usable_prefix=usable_prefix,
             follow_s=config.follow_s,
             in_step=spec.mesh.num_ranks > 1,
@@ -800,10 +820,14 @@ def _check_checkpoints(
     num_checkpoints: int, spec: RankSpec, usable_prefix: UsablePrefix | None
 ) -> None:
     """Raise ConfigError for checkpoints that a prefill node of this rank cannot have."""
+    if usable_prefix is not None and spec.layout.windows:
+        raise ConfigError("usable_prefix: a pool with window groups goes on at checkpoints alone")
     if not num_checkpoints:
         return
     why = ""
-    if spec.num_slots <= num_checkpoints:
+    # Without extra state a checkpoint has window pages alone.
+    only_windows = spec.state is None and bool(spec.layout.windows)
+    if not only_windows and spec.num_slots <= num_checkpoints:
         why = f"the extra state has {spec.num_slots} slots, and the engine needs some"
     elif spec.mesh.num_ranks > 1:
         why = "a prefill worker of several ranks keeps none"
@@ -811,3 +835,22 @@ def _check_checkpoints(
         why = "usable_prefix says where the engine goes on"
     if why:
         raise ConfigError(f"checkpoints: {num_checkpoints}: {why}")
+
+
+def _window_specs(pool: KVPool) -> list[WindowSpec]:
+    """Return the window groups of a node's pool."""
+    return [
+        WindowSpec(group.name, group.window, group.pool.layout.num_pages, group.step_tokens)
+        for group in pool.groups
+        if group.window
+    ]
+
+
+def _check_windows(pages: PageManager, page_size: int) -> None:
+    """Raise ConfigError for a window group of a node in which not even one request has room."""
+    for group in pages.windows:
+        if (has := group.allocator.num_pages) < group.most_pages:
+            raise ConfigError(
+                f"group {group.name!r} has {has} pages; one request may need {group.most_pages} of "
+                f"{page_size} tokens: window {group.window}, step_tokens {group.step_tokens}"
+            )

@@ -14,7 +14,7 @@ from prefixkv.memory.staging_area import StagingArea
 from prefixkv.memory.state_layout import StateLayout
 from prefixkv.memory.state_pool import StatePool
 from prefixkv.protocol.ids import PeerId
-from prefixkv.protocol.messages import Hello, ModelDigest, ProcessLife, Topology
+from prefixkv.protocol.messages import GroupDigest, Hello, ModelDigest, ProcessLife, Topology
 from prefixkv.settings import check_kind, check_whole
 from prefixkv.transport.offers import MetadataOffers
 
@@ -64,6 +64,8 @@ class RankSpec:
         layout = pool.layout
         mesh = mesh or Mesh(layout.num_layers, layout.num_kv_heads)
         mesh.validate()
+        if layout.groups and mesh.num_ranks > 1:
+            raise ConfigError(f"a pool with groups of layers is of one rank, not {mesh.num_ranks}")
         # One transport registers both with one type of memory.
         if state is not None and state.device not in (None, pool.device):
             raise ConfigError(f"state is on {state.device}, the KV pool is on {pool.device}")
@@ -96,6 +98,7 @@ class RankSpec:
             model.model, model.kv_scales, layout.dtype, layout.attention,
             mesh.num_layers, mesh.num_kv_heads, layout.head_dim, layout.opaque,
             () if self.state is None else self.state.tensors,
+            tuple(GroupDigest.of(group) for group in layout.groups),
         )  # fmt: skip
 
     @property

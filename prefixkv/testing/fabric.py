@@ -63,6 +63,7 @@ from prefixkv.transfer import RoomKey
 
 Guard = Callable[[PeerId, RoomKey, Pages], None]
 StagingGuard = Callable[[PeerId, ChunkTag, Pages], None]
+WindowGuard = Callable[[PeerId, str, RoomKey, Pages], None]
 _DEFAULTS = TransportConfig()
 
 
@@ -109,9 +110,10 @@ class FakeFabric:
         fail_at_post, fail_at_check: probability that a part is refused, or fails once posted.
         lands_late: probability that a part which failed at its check still lands at some time.
         lose_notification: probability that a notification never arrives.
-        guard, staging_guard, state_guard: called before blocks land in pages, in a staging area and
-            in state, so that a test can assert that each is written only by the room that owns it.
-            A staging guard gets the write's tag, which names the lease; a state guard gets slots.
+        guard, staging_guard, state_guard, window_guard: called before blocks land in pages, in a
+            staging area, in state and in pages of a window group, so that a test can assert that
+            each is written only by the room that owns it. A staging guard gets the write's tag,
+            which names the lease; a state guard gets slots, a window guard the route too.
     """
 
     seed: int
@@ -123,6 +125,7 @@ class FakeFabric:
     guard: Guard | None = None
     staging_guard: StagingGuard | None = None
     state_guard: Guard | None = None
+    window_guard: WindowGuard | None = None
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -279,9 +282,12 @@ class FakeFabric:
         pages = np.unique(np.array([page for *_, page in blocks], dtype=np.int32))
         peer, job = write.peer.peer, write.job.job
         if job.route != "staging":
-            guard = self.guard if job.route == "pages" else self.state_guard
-            if guard is not None:
-                guard(peer, write.job.room, pages)
+            if job.route in ("pages", "state"):
+                guard = self.guard if job.route == "pages" else self.state_guard
+                if guard is not None:
+                    guard(peer, write.job.room, pages)
+            elif self.window_guard is not None:
+                self.window_guard(peer, job.route, write.job.room, pages)
             return
         area = self.transports[peer].staging
         blocks_of_job = job.dst_pages.tolist()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.mesh import Shard
@@ -26,7 +26,14 @@ from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.tags import ChunkTag
 from prefixkv.request import DeviceEvent
 
-Route = Literal["pages", "staging", "state"]
+Route = str
+"""Kind of memory that a write goes to: "pages", "staging", "state", or `window_route`."""
+
+
+def window_route(number: int) -> Route:
+    """Return the route of writes into a window group of the layout, transported like pages, by its
+    number among them."""
+    return f"window {number}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,7 +43,8 @@ class WriteJob:
     Both are int32 arrays of the same length, at least 1; they belong to the job until it ends.
     Where page sizes differ they are unit pages (`paging.py`). On the route "staging" they are
     numbers of blocks of BLOCK_BYTES in our staging area and in the peer's, on "state" slots of both
-    state pools; where one side has none, the job fails with a ConfigError.
+    state pools, on that of a window group pages of it; where one side has none, the job fails with
+    a ConfigError.
 
     `job_id` is unique among the jobs that have not ended drained. The job is cut into parts of
     bounded size. Every part notifies the peer with `tag`, with `part`, `num_parts` and `num_pages`

@@ -19,7 +19,7 @@ from prefixkv.transport.routes import Routes
 from prefixkv.transport.runs import Runs
 
 _MAX_PARTS = 2**16 - 1  # a tag counts parts in 16 bits
-_COUNTED = {"pages": "page", "staging": "block", "state": "slot"}
+_COUNTED = {"staging": "block", "state": "slot"}  # else pages
 
 
 class ActiveJob:
@@ -42,7 +42,7 @@ class ActiveJob:
         self.job = job
         self.outbox = outbox
         self.runs = runs
-        what = _COUNTED[job.route]
+        what = _COUNTED.get(job.route, "page")
         self.src_pages: Pages = checked_pages(job.src_pages, runs.src_num_pages, "source", what)
         self.dst_pages: Pages = checked_pages(job.dst_pages, runs.dst_num_pages, "target", what)
         if len(self.src_pages) != len(self.dst_pages):

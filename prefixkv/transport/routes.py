@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from prefixkv.errors import ConfigError
-from prefixkv.memory.kv_layout import KVLayout
-from prefixkv.memory.mesh import Shard
+from prefixkv.errors import ConfigError, HandshakeError
+from prefixkv.memory.kv_layout import KVLayout, PageGroup
+from prefixkv.memory.mesh import GROUPS_NEED_IT, Shard
 from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
 from prefixkv.memory.state_layout import StateLayout, StateLink
-from prefixkv.transport.base import WriteJob
+from prefixkv.transport.base import WriteJob, window_route
 from prefixkv.transport.runs import (
     Positions,
     RunGroup,
@@ -39,17 +39,26 @@ class PeerMemory(NamedTuple):
 
 
 class Routes(NamedTuple):
-    """The runs to one peer, by `WriteJob.route`; None where one side has no staging area or
-    state."""
+    """The runs to one peer; None where one side has no staging area or state. `windows`: by window
+    group, in the layouts' order."""
 
     pages: Runs
     staging: Runs | None = None
     state: Runs | None = None
+    windows: tuple[Runs, ...] = ()
+
+    def by_name(self) -> dict[str, Runs]:
+        """Return the runs to the peer by `WriteJob.route`."""
+        found = {"pages": self.pages, "staging": self.staging, "state": self.state}
+        found |= {window_route(at): runs for at, runs in enumerate(self.windows)}
+        return {route: runs for route, runs in found.items() if runs is not None}
 
     def of(self, job: WriteJob) -> Runs:
-        """Return the runs of a write's route: pages, staging or state. Raise ConfigError if there
-        are none."""
-        runs: Runs | None = getattr(self, job.route)
+        """Return the runs of a write's route: pages, staging, state, or those of a window group.
+        Raise ConfigError if there are none."""
+        if job.route == "pages":
+            return self.pages
+        runs = self.by_name().get(job.route)
         if runs is None:
             raise ConfigError(
                 f"a write to {job.peer.name} by way of {job.route}: this side or that one has none"
@@ -71,6 +80,14 @@ def routes_to(
     """
     src_part, dst_part = peer.parts or (None, None)
     pages = paired_runs(layout, peer.layout, src_part=src_part, dst_part=dst_part)
+    windows: list[Runs] = []
+    for ours, theirs in _paired_groups(layout, peer.layout):
+        runs = paired_runs(ours.layout, theirs.layout)
+        # A page of an aligned group is written with the page of the same id.
+        if ours.window:
+            windows.append(runs)
+        else:
+            pages = pages.joined(runs)
     # The peer's word: validated before addresses are taken from it.
     if peer.staging is not None:
         peer.staging.validate()
@@ -79,7 +96,19 @@ def routes_to(
         pages,
         staging_runs(staging, peer.staging, *ids) if staging and peer.staging else None,
         state_runs(state, peer.state, *ids) if state and peer.state else None,
+        tuple(windows),
     )
+
+
+def _paired_groups(src: KVLayout, dst: KVLayout) -> list[tuple[PageGroup, PageGroup]]:
+    """Return the groups of both layouts that a write's routes pair. Raise HandshakeError for those
+    that differ in name or window, or for page sizes that differ."""
+    ours, theirs = ([(one.name, one.window) for one in side.groups] for side in (src, dst))
+    if ours != theirs:
+        raise HandshakeError("groups", ours, theirs)
+    if src.groups and src.page_size != dst.page_size:
+        raise HandshakeError("page_size", src.page_size, dst.page_size, GROUPS_NEED_IT)
+    return list(zip(src.groups, dst.groups, strict=True))
 
 
 def staging_runs(src: StagingArea, dst: StagingArea, src_device: int, dst_device: int) -> Runs:

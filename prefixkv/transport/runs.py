@@ -109,6 +109,34 @@ class Runs:
         """Bytes of one unit page, summed over all runs of a pair of pools."""
         return sum(group.num_runs * group.block_bytes for group in self.groups)
 
+    def joined(self, other: Runs) -> Runs:
+        """Return these runs with those of another pair of pools behind them, whose pages have the
+        same ids.
+
+        Raises ConfigError if both together have more blocks than an int32 can index.
+        """
+        assert (self.src_positions, self.dst_positions) == (
+            other.src_positions,
+            other.dst_positions,
+        ), "pages are counted alike"
+        num_runs = self.num_runs + other.num_runs
+        for positions in (self.src_positions, self.dst_positions):
+            check_index_range(num_runs, positions.num_positions)
+        return Runs(
+            src=np.concatenate([self.src, other.src]),
+            dst=np.concatenate([self.dst, other.dst]),
+            groups=(
+                *self.groups,
+                *(
+                    group._replace(first_run=group.first_run + self.num_runs)
+                    for group in other.groups
+                ),
+            ),
+            num_runs=num_runs,
+            src_positions=self.src_positions,
+            dst_positions=self.dst_positions,
+        )
+
 
 def paired_runs(
     src: KVLayout,

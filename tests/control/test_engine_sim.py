@@ -46,6 +46,29 @@ def test_pair_with_extra_state_ends_with_nothing_lost(number: int, storm: str) -
         assert sim.finished == sim.decode.scheduler.counters["finished"] >= 5
 
 
+@pytest.mark.parametrize(
+    ("number", "storm"),
+    [
+        pytest.param(number, storm, marks=[] if storm in ("calm", "junk") else pytest.mark.slow)
+        for number, storm in enumerate(STORMS)
+    ],
+)
+def test_pair_with_window_layers_ends_with_nothing_lost(number: int, storm: str) -> None:
+    """With small window groups, and with and without checkpoints on prefill."""
+    sim = PairSim(
+        number,
+        STORMS[storm],
+        decode_pages=(13, 18, 40)[number % 3],
+        failure_policy=("fail", "retry")[number % 2],
+        window=(9, 2, 5, 14)[number % 4],
+        window_pages=((16, 10), (24, 16), (32, 40))[number % 3],
+        checkpoints=(3, 0, 6, 2)[number % 4],
+    )
+    sim.run()
+    if storm == "calm":
+        assert sim.finished == sim.decode.scheduler.counters["finished"] >= 5
+
+
 @pytest.mark.slow
 def test_same_seed_same_run() -> None:
     runs = []

@@ -28,6 +28,7 @@ def audit_decode(scheduler: DecodeScheduler, control: DecodeControl) -> None:
 
     writable: dict[int, object] = {}
     slots: dict[int, object] = {}
+    window_pages: dict[tuple[str, int], object] = {}
     written = 0
     for machine in control.rooms():
         written += machine.is_written
@@ -36,6 +37,7 @@ def audit_decode(scheduler: DecodeScheduler, control: DecodeControl) -> None:
         flight = scheduler.arriving.get(machine.key)
         mine = set(machine.promise.page_ids().tolist())
         _audit_slot(scheduler, machine, slots)
+        _audit_windows(scheduler, machine, window_pages)
         if flight is not None:
             num_shared = flight.pages.num_shared
             own = set(pages.pages(flight.pages)[num_shared:].tolist())
@@ -102,6 +104,36 @@ def _audit_slot(
     writable[slot] = key
 
 
+def _audit_windows(
+    scheduler: DecodeScheduler, machine: ReceiverMachine, writable: dict[tuple[str, int], object]
+) -> None:
+    """Laws 4 and 5 of the window pages that an undrained room may write; H14: they are of the end
+    of what is filled, whatever the prefix is."""
+    pages, key, promise = scheduler.pages, machine.key, machine.promise
+    groups, windows = pages.windows, promise.window_ids()
+    assert len(windows) == len(groups), "each window group is promised"
+    flight = scheduler.arriving.get(key)
+    for group, ids in zip(groups, windows, strict=True):
+        first = group.first_page(promise.fill_len)
+        assert len(ids) == pages_for(promise.fill_len, pages.page_size) - first, "H14"
+        if flight is not None:
+            own = group.row(flight.pages.row).ids
+            assert ids.tolist() == own[: len(ids)].tolist(), "the promise stands"
+            states = {PageState.OWNED}
+        elif pages.holds(key):
+            own = group.allocator.held_by(key)
+            states = {PageState.HELD, PageState.QUARANTINED}
+        else:
+            assert machine.poll is KVPoll.SUCCESS, f"law 4: pages of {key} are nobody's"
+            own, states = ids, {PageState.OWNED}
+        assert set(ids.tolist()) <= set(own.tolist()), f"law 4: window pages of {key}"
+        for page in ids.tolist():
+            where = group.name, page
+            assert where not in writable, f"law 5: {where} is writable by {key}, {writable[where]}"
+            assert group.allocator.state(page) in states, "law 4"
+            writable[where] = key
+
+
 def audit_prefill(scheduler: PrefillScheduler) -> None:
     """Laws on the prefill side: what is being read stays, and each request's pages cover its
     tokens."""
@@ -128,5 +160,10 @@ def assert_at_rest(scheduler: DecodeScheduler | PrefillScheduler) -> None:
     assert pages.allocator.held_pages == 0
     assert pages.allocator.quarantined_pages == 0
     assert pages.slots is None or pages.slots.free_pages == pages.slots.num_pages
+    for group in pages.windows:
+        states = group.allocator
+        assert states.free_pages + states.cached_pages == states.num_pages, f"H11: {group.name}"
+        assert not group.pins.any(), "nothing is pinned"
+        assert pages.checkpoints is not None or not states.cached_pages
     assert pages.table.free_rows + pages.table.free_spare_rows == len(pages.table.array)
     assert pages.cache.num_pages == pages.allocator.cached_pages

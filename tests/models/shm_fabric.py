@@ -170,6 +170,7 @@ class ShmFabric:
     guard: Any = None
     staging_guard: Any = None
     state_guard: Any = None
+    window_guard: Any = None
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -197,6 +198,10 @@ class ShmFabric:
             return
         if job.job.route == "pages":
             pages = pages // job.runs.dst_positions.fold
+        if job.job.route not in ("pages", "state"):
+            if self.window_guard is not None:
+                self.window_guard(target, job.job.route, job.room, pages)
+            return
         guard = self.guard if job.job.route == "pages" else self.state_guard
         if guard is not None:
             guard(target, job.room, pages)

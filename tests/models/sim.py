@@ -185,6 +185,7 @@ class Sim:
             self.seed, fail_at_post=storm.fail_at_post, fail_at_check=storm.fail_at_check,
             lose_notification=storm.lose_notification, guard=self._guard,
             staging_guard=self._staging_guard, state_guard=self._state_guard,
+            window_guard=self._window_guard,
         )  # fmt: skip
         self.fabric.random = self.chance or self.new_random(self.seed)
         self.wire: list[tuple[SimRank, str | bytes, bytes]] = []
@@ -337,6 +338,10 @@ class Sim:
     def _state_guard(self, target: PeerId, key: RoomKey, slots: np.ndarray) -> None:
         if target in {rank.me for rank in self.readers}:
             self.may_write_state(key, slots)
+
+    def _window_guard(self, target: PeerId, route: str, key: RoomKey, pages: np.ndarray) -> None:
+        if target in {rank.me for rank in self.readers}:
+            self.may_write_window(route, key, pages)
 
     def _staging_guard(self, target: PeerId, tag: ChunkTag, blocks: np.ndarray) -> None:
         """Called as bytes land in a staging area."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
 from typing import Any
@@ -26,6 +26,7 @@ from prefixkv.errors import HandshakeError, OutOfPagesError, PrefixKVError, Prot
 from prefixkv.memory.state_layout import StateTensor, check_state_pairs
 from prefixkv.pages.allocator import PageState
 from prefixkv.pages.manager import PageManager
+from prefixkv.pages.windows import WindowSpec
 from prefixkv.prefill.rank_group import RankGroup
 from prefixkv.prefill.request import PrefillRequest, PrefillState
 from prefixkv.prefill.scheduler import PrefillScheduler
@@ -53,8 +54,16 @@ class PrefillDesk:
     def __init__(self, sim: EngineSim, rank: PrefillRank) -> None:
         self.sim, self.rank = sim, rank
         side = sim.sides[0]
+        windows = () if side.last is None else (side.last,)
         self.scheduler = PrefillScheduler(
-            PageManager(side.num_pages, side.page_size, ROWS, policy=sim.policy),
+            PageManager(
+                side.num_pages,
+                side.page_size,
+                ROWS,
+                policy=sim.policy,
+                num_checkpoints=side.checkpoints,
+                windows=windows,
+            ),
             num_slots=side.num_slots,
             usable_prefix=self._usable_prefix if side.num_slots else None,
             weights_version=sim.prefill_version,
@@ -100,6 +109,12 @@ class PrefillDesk:
         hashes, known = self.hashes(req.tokens), req.prefix_len
         assert known <= self.usable.get(req.room_key, known), "there is no state behind that"
         self.rank.check_bytes(req, req.pages, hashes[:known])
+        self.check_last(req, hashes[:known])
+
+    def check_last(self, req: PrefillRequest, hashes: np.ndarray) -> None:
+        """What is behind these tokens in the window layers is right."""
+        if (last := self.sim.sides[0].last) is not None and not req.state.ended:
+            self.rank.check_last(req, req.window_pages(last.name), hashes, last.window)
 
     def _usable_prefix(self, req: PrefillRequest, prefix_len: int) -> int:
         self.usable[req.room_key] = self.sim.random.choice([0, prefix_len // 2, prefix_len])
@@ -171,6 +186,9 @@ class PrefillEngine:
         done = max(share.plan.computed for _, share in shares if share.plan is not None)
         start = max(done, min(share.prefix_len for _, share in shares))
         end = min(req.num_tokens, start + self.sim.random.randint(1, 3 * PAGE_SIZE))
+        if self.sim.sides[0].last is not None:
+            stops = [at for _, share in shares for at in share.stops if at > start]
+            end = min([end, *stops])
         last = end == req.num_tokens
         slot = -1
         if last and self.scheduler.num_slots:
@@ -182,6 +200,9 @@ class PrefillEngine:
                 desk.check(share)
             hashes = desk.hashes(req.tokens)[:end]
             desk.rank.fill(share.pages, max(start, share.prefix_len), hashes, slot)
+            if (kept := self.sim.sides[0].last) is not None and share.pages_held is not None:
+                desk.check_last(share, hashes[:start])
+                desk.rank.fill_last(share.window_pages(kept.name), start, hashes)
         token = self.sim.next_token(req.tokens, self.scheduler.weights_version)
         aux = token.to_bytes(4, "little") if last else b""
         self.group.send_chunk(req, end, last, aux, None, slot)
@@ -193,6 +214,8 @@ class PrefillEngine:
         for desk in self.desks:
             allocator = desk.scheduler.pages.allocator
             desk.rank.scribble(allocator.pages_in(PageState.FREE), (), 0xEE)
+            for group in desk.scheduler.pages.windows:
+                desk.rank.scribble_last(group.allocator.pages_in(PageState.FREE), 0xEE)
 
 
 class DecodeEngine:
@@ -318,6 +341,8 @@ class DecodeEngine:
         hashes = self.hashes(req.tokens[: req.kv_len])
         for rank in self._each_rank(req):
             rank.check_bytes(req, req.pages, hashes, req.state_slot)
+            if (last := self.sim.sides[1].last) is not None:
+                rank.check_last(req, req.window_pages(last.name), hashes, last.window)
 
     def _start(self, req: DecodeRequest) -> None:
         self.verify(req)
@@ -363,6 +388,8 @@ class DecodeEngine:
             hashes = self.hashes(tokens)
             for rank in self._each_rank(req):
                 rank.fill(req.pages, len(tokens) - 1, hashes, req.state_slot)
+                if (last := sim.sides[1].last) is not None:
+                    rank.fill_last(req.window_pages(last.name), len(tokens) - 1, hashes)
             self._append(req, self.next_token(tokens))
         if req.rid not in self.running:  # its page went to another
             return
@@ -410,6 +437,8 @@ class DecodeEngine:
         slots = [] if pages.slots is None else pages.slots.pages_in(PageState.FREE).tolist()
         for rank in self.ranks:
             rank.scribble(pages.allocator.pages_in(PageState.FREE), slots, 0xDD)
+            for group in pages.windows:
+                rank.scribble_last(group.allocator.pages_in(PageState.FREE), 0xDD)
 
 
 @dataclass
@@ -424,6 +453,9 @@ class EngineSim(Sim):
     num_requests: int = 10
     failure_policy: str = "fail"
     num_slots: int = 0  # 0: there is no extra state
+    window: int = 0  # of layers beside, in tokens; 0: there are none
+    window_pages: tuple[int, int] = (40, 30)  # prefill's and decode's, of these layers
+    checkpoints: int = 0
     tensors: tuple[StateTensor, ...] = TENSORS
     digest_every: int = 0
     ways_to_end = ("stopped", "killed", "left")  # of a prefill worker
@@ -439,6 +471,16 @@ class EngineSim(Sim):
         num_pages = self.prefill_pages * 4 // sizes[0], self.decode_pages * 4 // sizes[1]
         names = "prefill-0", "decode-0"
         self.sides = self.shape.sides(names, num_pages, self.tensors, (2 * slots, slots))
+        if self.window:
+            steps = 3 * PAGE_SIZE, 1
+            self.sides = tuple(
+                replace(
+                    side,
+                    last=WindowSpec("last", self.window, self.window_pages[at], steps[at]),
+                    checkpoints=(self.checkpoints, 0)[at],
+                )
+                for at, side in enumerate(self.sides)
+            )  # type: ignore[assignment]
         self.former: list[PrefillEngine | DecodeEngine] = []  # that a restart replaced
         self._to_submit: list[Request] = []
         self._next_room = 0
@@ -470,7 +512,8 @@ class EngineSim(Sim):
         sizes = side.num_pages, side.page_size, ROWS
         settings: Any = {"policy": self.policy, "num_slots": side.num_slots}
         if len(self.readers) == 1:
-            return PageManager(*sizes, **settings)
+            windows = () if side.last is None else (side.last,)
+            return PageManager(*sizes, **settings, windows=windows)
         return ReplicatedPageManager(log.append, *sizes, **settings)
 
     # --- chance and content -----------------------------------------------------------------------
@@ -637,6 +680,16 @@ class EngineSim(Sim):
         flight = self.decode.scheduler.arriving.get(key)
         allowed = [flight.pages.slot] if flight is not None else slots_of.held_by(key).tolist()
         assert slots.tolist() == allowed, f"state of {key} lands in {slots}, its own is {allowed}"
+
+    def may_write_window(self, route: str, key: RoomKey, pages: np.ndarray) -> None:
+        (group,) = self.decode.scheduler.pages.windows
+        flight = self.decode.scheduler.arriving.get(key)
+        allowed = (
+            group.allocator.held_by(key) if flight is None else group.row(flight.pages.row).ids
+        )
+        assert set(pages.tolist()) <= set(allowed.tolist()), (
+            f"window pages of {key} land in {pages}, its own are {allowed}"
+        )
 
     # --- a run ------------------------------------------------------------------------------------
 

@@ -10,17 +10,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
+
 from prefixkv.config import Backend, ControlConfig, TransportConfig
 from prefixkv.control import effects
 from prefixkv.control.decode.control import DecodeControl
 from prefixkv.control.prefill.control import PrefillControl
 from prefixkv.control.prefill.writes import StagingSlots
 from prefixkv.digest import prompt_digest
+from prefixkv.memory.kv_layout import PageGroup
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_layout import StateTensor
+from prefixkv.pages.windows import WindowPages, WindowSpec
 from prefixkv.paging import Pages
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
-from prefixkv.protocol.messages import Hello, ModelDigest, Topology
+from prefixkv.protocol.messages import GroupDigest, Hello, ModelDigest, Topology
 from prefixkv.ranks.replica import DecodeReplica
 from prefixkv.ranks.rooms import pack_rank_events
 from prefixkv.runtime.copies import StagingCopies
@@ -93,6 +97,8 @@ class Side:
     tensors: tuple[StateTensor, ...] = ()
     num_slots: int = 0  # of extra state; 0: there is none
     staging_window: int = 2
+    last: WindowSpec | None = None  # layers beside, of the same shape, that keep a window
+    checkpoints: int = 0
 
     def rank_name(self, rank: int) -> str:
         return f"{self.name}/{rank}" if rank else self.name
@@ -102,8 +108,16 @@ class Side:
         mesh = self.mesh
         return ModelDigest(
             "m", "none", "uint8", self.attention, mesh.num_layers, mesh.num_kv_heads,
-            self.head_bytes, state=self.tensors if self.num_slots else (),
+            self.head_bytes, state=self.tensors if self.num_slots else (), groups=self.groups,
         )  # fmt: skip
+
+    @property
+    def groups(self) -> tuple[GroupDigest, ...]:
+        if self.last is None:
+            return ()
+        mesh, last = self.mesh, self.last
+        sizes = mesh.num_layers, mesh.num_kv_heads, self.head_bytes
+        return (GroupDigest(last.name, last.window, *sizes, "uint8", self.attention),)
 
     @property
     def topology(self) -> Topology:
@@ -139,8 +153,18 @@ class SimRank:
             self.area = self.buffer.area
             buffer: Any = self.buffer
             self.staging = StagingCopies(layout, buffer, config.lease_bytes, self.copies)
+        self.last = None
+        if side.last is not None:
+            self.last = Memory(
+                side.mesh, rank, side.order, side.last.num_pages, side.page_size, side.attention,
+                side.head_bytes, world.zeros,
+            )  # fmt: skip
+            group = PageGroup(side.last.name, side.last.window, self.last.layout)
+            regions = tuple(sorted({*layout.regions, *self.last.layout.regions}))
+            layout = msgspec.structs.replace(layout, groups=(group,), regions=regions)
+        self.layout = layout
         what = self.me, layout, self.inbox.append, config, self.area, self.state_layout
-        memory = self.memory, self.state
+        memory = self.memory, self.state, self.last
         self.transport = world.fabric.transport(*what, memory=memory)
 
     def fill(self, pages: Pages, start: int, hashes: Hashes, slot: int = -1) -> None:
@@ -155,6 +179,24 @@ class SimRank:
         if slot >= 0 and self.state is not None:
             right = self.state.is_of(slot, int(hashes[-1]))
             assert right, f"law 8: the state of {of} is wrong on {self.me}"
+
+    def fill_last(self, row: WindowPages, start: int, hashes: Hashes) -> None:
+        """Compute the window layers' KV of tokens `start` to `len(hashes)`."""
+        assert self.last is not None
+        behind = row.first_page * self.last.layout.page_size
+        self.last.pattern.fill(row.ids, start - behind, hashes[behind:])
+
+    def check_last(self, of: object, row: WindowPages, hashes: Hashes, window: int) -> None:
+        """What a token behind these sees in the window layers, and all of its first page."""
+        assert self.last is not None
+        behind = row.first_page * self.last.layout.page_size
+        assert behind <= max(0, len(hashes) + 1 - window), f"the window of {of} is not all there"
+        wrong = self.last.pattern.mismatches(row.ids, hashes[behind:])
+        assert wrong == 0, f"law 8: {wrong} window pages of {of} are wrong on {self.me}"
+
+    def scribble_last(self, pages: Pages, value: int) -> None:
+        assert self.last is not None
+        self.last.scribble(pages, value)
 
     def scribble(self, pages: Pages, slots: Sequence[int], value: int) -> None:
         """Overwrite what is free, so that a later read, or a write that still reads it, shows."""
@@ -229,6 +271,8 @@ class SimRank:
     def check_memory(self) -> None:
         self.check()
         self.memory.check()
+        if self.last is not None:
+            self.last.check()
         assert self.state is None or self.state.canaries_live(), "a canary of the state is dead"
         if self.buffer is not None:
             self.buffer.check()
@@ -307,7 +351,7 @@ class DecodeRank(SimRank):
         self.for_rank_0: deque[bytes] = deque()  # for rank 0
         self._num_messages = 0
         offers = split_offers(self.transport.metadata)
-        memory = self.memory.layout, offers.nixl, secret_of(self.me)
+        memory = self.layout, offers.nixl, secret_of(self.me)
         what = side.digest, side.topology, *memory, rank, worker, self.area, self.state_layout
         self.control = DecodeControl(self.me, Hello(*what, shm=offers.shm), TIMING)
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from prefixkv.errors import RequestError
 from prefixkv.pages.manager import PageManager
+from prefixkv.pages.windows import WindowSpec
 from prefixkv.prefill.request import PrefillRequest, PrefillState
 from prefixkv.prefill.scheduler import PrefillScheduler
+from prefixkv.protocol.commands import SendChunk
 from prefixkv.protocol.ids import KVPoll
 from prefixkv.request import Request
 
@@ -23,16 +26,20 @@ class Worker:
 
     def __init__(
         self, num_pages: int = 64, num_checkpoints: int = 8, rows: int = 8, tokens: int = 1,
-        **settings: Any,
+        windows: Sequence[WindowSpec] = (), has_state: bool = True, **settings: Any,
     ) -> None:  # fmt: skip
         self.pages = PageManager(
-            num_pages, PAGE_SIZE, rows, policy="lru", num_checkpoints=num_checkpoints
-        )
+            num_pages, PAGE_SIZE, rows, policy="lru", num_checkpoints=num_checkpoints,
+            windows=windows,
+        )  # fmt: skip
+        self.has_state = has_state
         self.scheduler = PrefillScheduler(
-            self.pages, num_slots=OWN, checkpoint_tokens=tokens, **settings
+            self.pages, num_slots=OWN if has_state else 0, checkpoint_tokens=tokens, **settings
         )
+        # By window group and page: what each slot was written with.
+        self.last: list[dict[int, dict[int, tuple[int, ...]]]] = [{} for _ in windows]
+        self.sent: dict[str, list[list[int]]] = {}  # tokens of the window pages, by group
         self.points = self.pages.checkpoints
-        assert self.points is not None
         self.slots: list[tuple[int, ...] | None] = [None] * (OWN + num_checkpoints)
         self.kv: dict[int, tuple[int, ...]] = {}  # by page: the tokens up to its end
         self.state: dict[str, tuple[int, ...]] = {}
@@ -52,14 +59,26 @@ class Worker:
         for req in found:
             known = tuple(req.tokens[: req.prefix_len].tolist())
             self.resumed[req.rid] = req.prefix_len
-            assert (req.checkpoint_slot >= 0) == (req.prefix_len > 0), req
+            assert (req.checkpoint_slot >= 0) == (req.prefix_len > 0 and self.has_state), req
+            self.sent[req.rid] = [[] for _ in self.last]
+            self.see(req, req.prefix_len)
             if known:
-                assert self.slots[req.checkpoint_slot] == known, "H12: another depth's state"
+                if self.has_state:
+                    assert self.slots[req.checkpoint_slot] == known, "H12: another depth's state"
                 for at, page in enumerate(req.pages[: len(known) // PAGE_SIZE].tolist()):
                     assert self.kv[page] == known[: (at + 1) * PAGE_SIZE], "law 8"
             self.state[req.rid] = known
         self.check()
         return found
+
+    def see(self, req: PrefillRequest, done: int) -> None:
+        """Look at what a token behind these would see in the window groups."""
+        for group, memory in zip(self.pages.windows, self.last, strict=True):
+            first, ids = req.window_pages(group.name)
+            for at in range(max(0, done + 1 - group.window), done):
+                page = int(ids[at // PAGE_SIZE - first])
+                written = memory.get(page, {}).get(at % PAGE_SIZE)
+                assert written == tuple(req.tokens[: at + 1].tolist()), "law 8: in a window"
 
     def compute(self, req: PrefillRequest, most: int = 1000, saves: bool = True) -> bool:
         """One chunk, up to the next stop. True once it was the last one."""
@@ -68,17 +87,46 @@ class Worker:
         tokens = tuple(req.tokens[:end].tolist())
         for at in range(done // PAGE_SIZE, end // PAGE_SIZE):
             self.kv[int(req.pages[at])] = tokens[: (at + 1) * PAGE_SIZE]
+        self.see(req, done)
+        for group, memory in zip(self.pages.windows, self.last, strict=True):
+            first, ids = req.window_pages(group.name)
+            for at in range(done, end):
+                slots = memory.setdefault(int(ids[at // PAGE_SIZE - first]), {})
+                slots[at % PAGE_SIZE] = tokens[: at + 1]
         self.state[req.rid] = tokens
-        if end in req.stops and saves:
+        if end in req.stops and saves and self.has_state:
             slot = self.scheduler.save_state(req, end, self.now_s)
             if slot >= 0:
                 assert slot >= OWN
                 self.slots[slot] = tokens
         is_last = end == req.num_tokens
-        more: Any = {"last": True, "state_slot": 0} if is_last else {}
+        more: Any = {"last": True, "state_slot": 0 if self.has_state else -1} if is_last else {}
         self.scheduler.send_chunk(req, end, self.now_s, **more)
+        self.take_sent(req, is_last)
         self.check()
         return is_last
+
+    def take_sent(self, req: PrefillRequest, is_last: bool) -> None:
+        """What was handed over of the window groups is computed, in order, and in the end all."""
+        tokens = req.tokens.tolist()
+        for command in self.scheduler.take_commands():
+            if not isinstance(command, SendChunk):
+                continue
+            for number, chunk in enumerate(command.windows):
+                group, there = self.pages.windows[number], self.sent[req.rid][number]
+                assert chunk.first == len(there) or not len(chunk.src_pages)
+                for page in chunk.src_pages.tolist():
+                    at = group.first_page(len(tokens)) + len(there)
+                    end = min(len(tokens), (at + 1) * PAGE_SIZE)
+                    written = [self.last[number][page].get(slot % PAGE_SIZE)
+                               for slot in range(at * PAGE_SIZE, end)]  # fmt: skip
+                    assert written == [
+                        tuple(tokens[: slot + 1]) for slot in range(at * PAGE_SIZE, end)
+                    ]
+                    there.append(page)
+        for group, there in zip(self.pages.windows, self.sent[req.rid], strict=True):
+            wanted = -(-len(tokens) // PAGE_SIZE) - group.first_page(len(tokens))
+            assert len(there) == wanted or not is_last, "decode has promised these"
 
     def end(self, req: PrefillRequest, is_good: bool = True) -> None:
         if req.state is PrefillState.SENDING:
@@ -108,6 +156,9 @@ class Worker:
         assert self.points is not None
         assert (self.points.num_locks, self.points.taken) == (0, [])
         assert not self.scheduler.requests
+        for group in self.pages.windows:
+            assert not group.pins.any()
+            assert not group.allocator.owned_pages
 
 
 def turns(chat: int, num: int) -> list[int]:
@@ -289,13 +340,12 @@ def test_a_wrong_place_is_refused_and_changes_nothing() -> None:
     worker.at_rest()
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_no_state_of_another_path_or_depth_is_ever_gone_on_from(seed: int) -> None:
-    """Chats that branch and come back, few slots, few pages, aborts, failures and flushes."""
-    chance = random.Random(seed)
+def storm(chance: random.Random, most: int = 1000, **settings: Any) -> int:
+    """Chats that branch and come back, few slots, few pages, aborts, failures and flushes. Returns
+    how many requests went on from a checkpoint."""
     worker = Worker(
         num_pages=chance.choice([14, 24, 60]), num_checkpoints=chance.choice([1, 3, 9]),
-        rows=4, tokens=chance.choice([1, 1, 8]), follow_s=chance.choice([0.0, 1.0]),
+        rows=4, tokens=chance.choice([1, 1, 8]), follow_s=chance.choice([0.0, 1.0]), **settings,
     )  # fmt: skip
     chats: list[list[int]] = [[5] * 6]
     live: list[PrefillRequest] = []
@@ -332,7 +382,91 @@ def test_no_state_of_another_path_or_depth_is_ever_gone_on_from(seed: int) -> No
         worker.now_s += 2.0
         live += worker.begin()
         while live:
-            if worker.compute(live[0]):
+            if worker.compute(live[0], most):
                 worker.end(live.pop(0))
     worker.at_rest()
-    assert resumed > 2
+    return resumed
+
+
+STEP = 9  # tokens that a chunk has at most, where there are window groups
+
+
+def windows_of(chance: random.Random, *sizes: int) -> list[WindowSpec]:
+    """Groups with little more than what one request needs."""
+    most = [3 + (window + STEP) // PAGE_SIZE + window // PAGE_SIZE for window in sizes]
+    return [
+        WindowSpec(f"w{window}", window, num + chance.randint(0, 9), STEP)
+        for window, num in zip(sizes, most, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("has_state", [True, False])
+def test_a_next_turn_goes_on_with_the_pages_of_its_window(has_state: bool) -> None:
+    worker = Worker(windows=windows_of(random.Random(1), 6, 9), has_state=has_state)
+    for num in (10, 21, 40, 41):
+        req = worker.add(f"a{num}", turns(1, num))
+        assert worker.begin() == [req]
+        while not worker.compute(req, most=STEP):
+            pass
+        worker.end(req)
+    assert [worker.resumed[rid] for rid in ("a10", "a21", "a40", "a41")] == [0, 16, 24, 44]
+    worker.at_rest()
+
+
+def test_without_checkpoints_a_model_with_windows_computes_all() -> None:
+    chance = random.Random(2)
+    worker = Worker(num_checkpoints=0, windows=windows_of(chance, 6), has_state=False)
+    for num in (10, 21):
+        req = worker.add(f"a{num}", turns(1, num))
+        worker.begin()
+        while not worker.compute(req, most=STEP):
+            pass
+        worker.end(req)
+    assert worker.resumed == {"a10": 0, "a21": 0}
+
+
+def test_a_chunk_longer_than_a_step_is_refused_and_changes_nothing() -> None:
+    worker = Worker(windows=windows_of(random.Random(3), 6), has_state=False)
+    req = worker.add("a", turns(1, 24))
+    worker.begin()
+    before = req.window_pages("w6").ids.tolist()
+    with pytest.raises(RequestError, match="a chunk of 10 tokens, step_tokens of its"):
+        worker.scheduler.send_chunk(req, 10, 0.0)
+    assert (req.window_pages("w6").ids.tolist(), req.plan and req.plan.computed) == (before, 0)
+    worker.scheduler.abort("a", 0.0)
+    worker.end(req)
+    worker.at_rest()
+
+
+def test_a_checkpoint_is_whole_in_all_groups_or_is_not() -> None:
+    """One group has no page for those that the checkpoint would keep of the other request."""
+    tight = WindowSpec("tight", 6, 2 * 5 + 2, STEP)
+    worker = Worker(windows=[WindowSpec("wide", 6, 60, STEP), tight], has_state=False, rows=2)
+    reqs = [worker.add(rid, [at] * 40) for at, rid in enumerate("ab")]
+    assert worker.begin() == reqs
+    for req in reqs:
+        while len(worker.state[req.rid]) < 36:
+            worker.compute(req, most=STEP)
+    kept = [group.allocator.cached_pages for group in worker.pages.windows]
+    assert kept[0] == kept[1]
+    for req in reqs:
+        while not worker.compute(req, most=STEP):
+            pass
+        worker.end(req)
+    worker.at_rest()
+
+
+@pytest.mark.parametrize("sizes", [(6,), (1,), (9, 5), (13, 6, 2)])
+@pytest.mark.parametrize("has_state", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+def test_no_window_of_another_path_or_depth_is_ever_gone_on_from(
+    seed: int, has_state: bool, sizes: tuple[int, ...]
+) -> None:
+    chance = random.Random(seed)
+    settings = {"windows": windows_of(chance, *sizes), "has_state": has_state}
+    assert storm(chance, most=STEP, **settings) > 0
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_state_of_another_path_or_depth_is_ever_gone_on_from(seed: int) -> None:
+    assert storm(random.Random(seed)) > 2

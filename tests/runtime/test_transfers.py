@@ -475,7 +475,7 @@ def test_a_prefill_worker_of_another_wire_version_fails_the_room_by_number(
     pair.until(lambda: bool(pair.heard(RoomDrained)))
     (end,) = pair.ends()
     assert "protocol version" in str(end.error)
-    assert "ours 4, theirs 9" in str(end.error)
+    assert f"ours {messages.PROTOCOL_VERSION}, theirs 9" in str(end.error)
     assert pair.decode.stats()["handshakes_refused"] == 1
 
 

@@ -26,6 +26,8 @@ _RANGE_BYTES: Final = 256  # one slab, region or tensor of a Hello
 def hello_bytes(hello: Hello) -> int:
     """Return roughly how many bytes of a decode worker's budget a Hello takes while it is kept."""
     lists: list[Collection[object]] = [hello.layout.slabs, hello.layout.regions]
+    for group in hello.layout.groups:
+        lists += [group.layout.slabs, group.layout.regions]
     if hello.state is not None:
         lists += [hello.state.entries, hello.state.regions]
     return len(hello.agent_metadata) + len(hello.shm) + _RANGE_BYTES * (1 + sum(map(len, lists)))

@@ -745,7 +745,7 @@ class PrefillControl:
             gone = AbortedError(f"decode was told how a former request ended: {room.error}")
             self._remember(key, event, gone, peer, now_s)
         # Before the room takes it, since its answers go to the peers that have claimed the room.
-        room.claim(peer, len(event.pages))
+        room.claim(peer, event.all_pages)
         self._rooms.on(room, event, now_s)
         if isinstance(room.error, PromptMismatchError) and not room.may_be_about(event):
             self._remember(key, event, room.error, peer, now_s)  # its request may still come

@@ -20,7 +20,7 @@ from prefixkv.control.former_lives import IncarnationHistory, nonce
 from prefixkv.control.handshake import Accepted, OurSide
 from prefixkv.control.heartbeat import PeerClock, Stamper
 from prefixkv.control.peer_changes import PeerChanges
-from prefixkv.control.prefill.budgets import PAGE_BYTES, Budget, RankClaims, hello_bytes
+from prefixkv.control.prefill.budgets import Budget, RankClaims, hello_bytes
 from prefixkv.control.prefill.retired_tickets import RetiredTickets
 from prefixkv.errors import FormerLifeError, HandshakeError, NameTakenError, ProtocolError
 from prefixkv.paging import pages_for
@@ -111,7 +111,7 @@ class Peer:
         """
         # 1. Is there room for it at all? The number of bytes tells, before they are read.
         page_size = self.hello.topology.page_size
-        self.claimed.check(self.key(promise), len(promise.pages) // PAGE_BYTES)
+        self.claimed.check(self.key(promise), promise.num_pages)
         # 2. What is cheap before what costs, and nothing that sorts: a promise may have two million
         # pages.
         if promise.prefix_len % page_size or promise.prefix_len > promise.fill_len:
@@ -133,6 +133,7 @@ class Peer:
         # pages counted as undrained would exceed those in use.
         if _has_repeats(pages, num_pages):
             raise ProtocolError("a page id twice in one promise")
+        windows = self._window_pages(promise)
         # 4. The slot of extra state: -1, and only -1, where the peer has none.
         slot = promise.state_slot
         num_slots = 0 if self.hello.state is None else self.hello.state.num_slots
@@ -160,7 +161,32 @@ class Peer:
             proof=promise.proof,
             weights_version=promise.weights_version,
             secrets=self.secrets(our_secret),
+            windows=windows,
         )
+
+    def _window_pages(self, promise: Promise) -> tuple[npt.NDArray[np.int32], ...]:
+        """Check what a promise of this peer, a decode rank, names in each window group, and return
+        it. Raises ProtocolError."""
+        layout = self.hello.layout
+        groups = layout.windows
+        if len(promise.windows) != len(groups):
+            raise ProtocolError(f"pages of {len(promise.windows)} window groups of {len(groups)}")
+        windows = promise.window_ids()
+        for group, pages in zip(groups, windows, strict=True):
+            first = max(0, promise.fill_len + 1 - group.window) // layout.page_size
+            wanted, has = (
+                pages_for(promise.fill_len, layout.page_size) - first,
+                group.layout.num_pages,
+            )
+            if len(pages) != wanted:
+                raise ProtocolError(f"{len(pages)} pages where group {group.name!r} has {wanted}")
+            if len(pages) and (pages.min() < 0 or pages.max() >= has):
+                raise ProtocolError(
+                    f"page ids {pages.min()} to {pages.max()}, group {group.name!r} has {has}"
+                )
+            if _has_repeats(pages, has):
+                raise ProtocolError(f"a page id twice in one promise, in group {group.name!r}")
+        return windows
 
 
 def _has_repeats(pages: npt.NDArray[np.int32], num_pages: int) -> bool:
@@ -390,7 +416,11 @@ class Peers:
             staged=accepted.cut is not None,
             takes_state=added is not None and added.state is not None,
             budget=budget,
-            claimed=RankClaims(hello.layout.num_pages, budget),
+            claimed=RankClaims(
+                hello.layout.num_pages
+                + sum(group.layout.num_pages for group in hello.layout.windows),
+                budget,
+            ),
             past=RetiredTickets(self._timing.max_parked_per_peer),
             met_s=now_s,
         )

@@ -37,7 +37,7 @@ from prefixkv.staging.sender import (
     StagedWriteAction,
     StagingSender,
 )
-from prefixkv.transport.base import Route, WriteJob
+from prefixkv.transport.base import Route, WriteJob, window_route
 
 
 class StagingSlots(NamedTuple):
@@ -153,8 +153,9 @@ class Writes:
         """Post a prefill room's write: by staging if its peer takes slices of what we hold, else
         into pages."""
         staging = self._staging
-        # Extra state is never staged: it goes straight to its slot.
-        if staging is not None and action.peer in staging.peers and not action.state:
+        # Extra state and window pages are never staged: they go straight where they belong.
+        is_of_first = not action.state and action.window < 0
+        if staging is not None and action.peer in staging.peers and is_of_first:
             what = action.first_unit, action.src_pages, action.ready, now_s
             staged = staging.write(action.job_id, action.key, action.ticket, action.peer, *what)
             self.stage(staged, now_s)
@@ -164,6 +165,8 @@ class Writes:
         )
         pages = action.src_pages, action.dst_pages
         route: Route = "state" if action.state else "pages"
+        if action.window >= 0:
+            route = window_route(action.window)
         self._out.add(WriteJob(action.job_id, action.peer, *pages, tag, action.ready, route))
 
     def stage(self, actions: list[StagedWriteAction], now_s: float) -> None:

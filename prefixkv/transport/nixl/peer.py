@@ -35,9 +35,8 @@ class NixlPeer(LoopPeer):
         name = nixl_name(self.peer)
         agent.load(name, self.metadata)
         self.loaded = True
-        for route, runs in routes._asdict().items():
-            if runs is not None:
-                self.lists[route] = agent.prepare(name, runs, self.memory.layout)
+        for route, runs in routes.by_name().items():
+            self.lists[route] = agent.prepare(name, runs, self.memory.layout)
         # Last: `routes` says that all lists are there.
         self.routes = routes
 

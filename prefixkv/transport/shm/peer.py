@@ -176,8 +176,8 @@ class ShmLink:
         """
         return {
             route: CopyPlan(runs, moved(runs.dst, self.mapped))
-            for route, runs in routes._asdict().items()
-            if runs is not None and runs.num_runs
+            for route, runs in routes.by_name().items()
+            if runs.num_runs
         }
 
     # --- tags -------------------------------------------------------------------------------------

@@ -1,0 +1,405 @@
+"""The pages of layers that keep the last tokens only: a window group's allocator, and what each
+request has there.
+
+A request has a fixed number of pages in a group, from `open` to its end: enough for its window and
+one step of the engine. They are its *row*: the ids of a stretch of its page numbers.
+
+    first_page                                                         first_page + length
+    |  shared: under checkpoints too  |  own, written  |  own, for what comes  |
+
+As the window moves on (`slide`) own pages that fell out of it go to the row's end, where what comes
+is written to them. So a request that runs needs no page more, whatever its length, and what an
+engine reads for a token at position n is always there: pages of the tokens from n + 1 - window on.
+
+On prefill a checkpoint keeps the pages of the window before it (`share`). These are no request's
+own any more: they are counted, by the checkpoints that have them and the requests whose rows they
+are in, and free with the last of these. A row that has passed such pages counts until the request
+ends: its device may still read them, and they might become another request's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from prefixkv.errors import CallerError, InternalError, OutOfPagesError, check_laws
+from prefixkv.pages.allocator import PageAllocator, PageState
+from prefixkv.paging import Pages, pages_for
+
+UNUSED: Final = -1
+_NO_ROW: Final = -1
+_NONE: Final = np.empty(0, np.int32)
+
+
+class WindowSpec(NamedTuple):
+    """A window group of a worker: its name, its pages, and the tokens that its layers see.
+
+    `step_tokens` is the most that the engine computes of a request between two calls of the node
+    about it.
+    """
+
+    name: str
+    window: int
+    num_pages: int
+    step_tokens: int
+
+
+class WindowStart(NamedTuple):
+    """Where a request begins in the window groups: behind `num_tokens` tokens, of `end_pages` pages
+    that it may come to have.
+
+    `shared`: by group, the pages of a checkpoint there, from which it goes on.
+    """
+
+    num_tokens: int
+    end_pages: int
+    shared: tuple[Pages, ...] = ()
+
+    def shared_in(self, number: int) -> Pages:
+        """Return the pages that the request begins with in the window group of this number."""
+        return self.shared[number] if self.shared else _NONE
+
+
+class WindowPages(NamedTuple):
+    """What a request has in one window group: int32 `ids` of its pages `first_page`, and following.
+
+    The token at position n is slot n % page_size of page ids[n // page_size - first_page].
+    """
+
+    first_page: int
+    ids: Pages
+
+
+class WindowGroup:
+    """One window group of a worker. Owner: the scheduler's thread.
+
+    `array` (int32 [max_requests, columns], C order; its memory never moves) and `first_pages` are
+    for an attention kernel: by the request's row of the page table, its page ids, -1 where unused,
+    and the page number of the first of them.
+
+    Args:
+        num_requests: rows.
+        is_shared: whether checkpoints keep pages of it.
+    """
+
+    def __init__(
+        self, spec: WindowSpec, page_size: int, num_requests: int, is_shared: bool = False
+    ) -> None:
+        self.name, self.window, num_pages, self.step_tokens = spec
+        self.page_size = page_size
+        self.allocator = PageAllocator(num_pages)
+        # The most pages that the tokens before a page boundary, and these with a step, lie in.
+        self.tail_pages = pages_for(self.window - 1, page_size)
+        self.row_pages = (self.window + self.step_tokens + page_size - 3) // page_size + 1
+        columns = self.row_pages + (self.tail_pages if is_shared else 0)
+        self.array = np.full((num_requests, columns), UNUSED, np.int32)
+        self.first_pages = np.zeros(num_requests, np.int32)
+        self._lengths = np.full(num_requests, _NO_ROW, np.int32)
+        # By page: how many checkpoints and rows have it, and how many of these may not give it up:
+        # rows, checkpoints that are locked, and those that are not entered yet.
+        self.is_shared = is_shared
+        self.refs = np.zeros(num_pages, np.int32)
+        self.pins = np.zeros(num_pages, np.int32)
+        self._passed: dict[int, list[Pages]] = {}  # by row: shared pages that it has moved past
+
+    @property
+    def most_pages(self) -> int:
+        """Pages that one request may hold in the window group at once, those of a checkpoint
+        included."""
+        return self.row_pages + (self.tail_pages if self.is_shared else 0)
+
+    def first_page(self, num_tokens: int) -> int:
+        """Return the number of the first page that the window group needs behind `num_tokens`
+        tokens.
+
+        >>> group = WindowGroup(WindowSpec("w", 9, 8, 1), page_size=4, num_requests=1)
+        >>> [group.first_page(num_tokens) for num_tokens in (0, 8, 11, 12, 16)]
+        [0, 0, 0, 1, 2]
+        """
+        return max(0, num_tokens + 1 - self.window) // self.page_size
+
+    # --- room -------------------------------------------------------------------------------------
+
+    def own_pages(self, start: WindowStart, number: int) -> int:
+        """Return the pages of its own that a request needs which begins there; `number` is that of
+        the window group."""
+        there = self.first_page(start.num_tokens) + len(start.shared_in(number))
+        return max(0, min(self.row_pages, start.end_pages - there))
+
+    def available_pages(self, besides: Pages = _NONE) -> int:
+        """Return the window group's pages that are free, or checkpoints could give up, `besides`
+        left out."""
+        if not self.is_shared:
+            return self.allocator.free_pages
+        may_go = (self.refs > 0) & (self.pins == 0)
+        may_go[besides] = False
+        return self.allocator.free_pages + int(np.count_nonzero(may_go))
+
+    # --- a request's life -------------------------------------------------------------------------
+
+    def open(self, row: int, num_tokens: int, num_own: int, shared: Pages = _NONE) -> None:
+        """Give a request its row in the window group: `num_own` pages of the allocator, behind
+        those of a checkpoint.
+
+        Raises OutOfPagesError, with nothing changed.
+        """
+        own = self.allocator.alloc(num_own)
+        if len(shared):
+            self.refs[shared] += 1
+            self.pins[shared] += 1
+        ids = np.concatenate([shared, own])
+        self.array[row, : len(ids)] = ids
+        self.first_pages[row] = self.first_page(num_tokens)
+        self._lengths[row] = len(ids)
+
+    def row(self, row: int) -> WindowPages:
+        """Return what a request has in the window group: a read-only view, valid until the row
+        changes. Raises CallerError if it is not in use."""
+        view = self.array[row, : self._length(row)]
+        view.flags.writeable = False
+        return WindowPages(int(self.first_pages[row]), view)
+
+    def _length(self, row: int) -> int:
+        if not 0 <= row < len(self._lengths) or self._lengths[row] == _NO_ROW:
+            raise CallerError(f"row {row} of window group {self.name!r} is not in use")
+        return int(self._lengths[row])
+
+    def slide(self, row: int, num_tokens: int) -> None:
+        """Move a request's row in the window group on: nothing more is read of the pages before
+        those that it needs behind `num_tokens` tokens."""
+        first, length = self.first_page(num_tokens), self._length(row)
+        passed = first - int(self.first_pages[row])
+        if passed <= 0:
+            return
+        if passed > length:
+            raise CallerError(
+                f"window group {self.name!r}: {num_tokens} tokens, the row has pages "
+                f"{self.first_pages[row]} to {self.first_pages[row] + length}"
+            )
+        ids = self.array[row, :length]
+        out, kept = ids[:passed].copy(), ids[passed:].copy()
+        if self.is_shared:
+            is_shared = self.refs[out] > 0
+            if is_shared.any():
+                self._passed.setdefault(row, []).append(out[is_shared])
+            out = out[~is_shared]
+        # Own pages behind the others: what is computed next is written there.
+        moved = np.concatenate([kept, out])
+        ids[len(moved) :] = UNUSED
+        ids[: len(moved)] = moved
+        self.first_pages[row], self._lengths[row] = first, len(moved)
+
+    def close(self, row: int) -> Pages:
+        """End a request's row in the window group. Return its own pages, which are the caller's to
+        free or hold."""
+        length = self._length(row)
+        ids = self.array[row, :length].copy()
+        if self.is_shared:
+            is_shared = self.refs[ids] > 0
+            for shared in [*self._passed.pop(row, []), ids[is_shared]]:
+                self.pins[shared] -= 1
+                self.drop(shared)
+            ids = ids[~is_shared]
+        self.array[row, :length] = UNUSED
+        self._lengths[row], self.first_pages[row] = _NO_ROW, 0
+        return ids
+
+    # --- checkpoints ------------------------------------------------------------------------------
+
+    def num_replaced(self, row: int, depth: int, end_pages: int) -> int:
+        """Return the pages that a request needs in the window group for those of its own that a
+        checkpoint of its first `depth` pages would keep, as far as it goes on to `end_pages`."""
+        first, ids = self.row(row)
+        own = int(np.count_nonzero(self.refs[ids] == 0))
+        kept = self._tail(first, ids, depth)
+        left = own - int(np.count_nonzero(self.refs[kept] == 0))
+        return max(0, min(self.row_pages, end_pages - depth) - left)
+
+    def share(self, row: int, depth: int, end_pages: int) -> Pages:
+        """Let a checkpoint have the window group's pages before the end of a request's first
+        `depth` pages, all of them whole; nothing before them is read any more. Return them; they
+        are pinned for the checkpoint.
+
+        Raises OutOfPagesError if too few are free for those that the request needs instead.
+        """
+        # First, so that the row has room for what comes instead.
+        self.slide(row, depth * self.page_size)
+        new = self.allocator.alloc(self.num_replaced(row, depth, end_pages))
+        first, ids = self.row(row)
+        kept = self._tail(first, ids, depth).copy()
+        mine = kept[self.refs[kept] == 0]
+        self.allocator.cache(mine)
+        # One count for the row, which still reads them, and one for the checkpoint.
+        self.refs[mine] += 1
+        self.pins[mine] += 1
+        self.refs[kept] += 1
+        self.pins[kept] += 1
+        length = len(ids)
+        self.array[row, length : length + len(new)] = new
+        self._lengths[row] = length + len(new)
+        return kept
+
+    def _tail(self, first: int, ids: Pages, depth: int) -> Pages:
+        """Return of a row's ids those of the window before the end of page `depth` - 1 in the
+        group."""
+        start = self.first_page(depth * self.page_size)
+        if not first <= start <= depth <= first + len(ids):
+            raise InternalError(
+                f"window group {self.name!r}: pages {start} to {depth} of a row that has {first} "
+                f"to {first + len(ids)}"
+            )
+        return ids[start - first : depth - first]
+
+    def drop(self, ids: Pages) -> None:
+        """End one count of these shared pages of the window group; those that nothing has any more
+        are free."""
+        self.refs[ids] -= 1
+        gone = ids[self.refs[ids] == 0]
+        if len(gone):
+            self.allocator.uncache(gone)
+            self.allocator.free(gone)
+
+    # --- laws -------------------------------------------------------------------------------------
+
+    @property
+    def rows_in_use(self) -> list[int]:
+        """Rows of the window group that requests have, ascending; for audits."""
+        return np.flatnonzero(self._lengths != _NO_ROW).tolist()
+
+    def check_invariants(self, kept: Sequence[tuple[Pages, bool]] = ()) -> None:
+        """Check the laws of the window group. `kept`: of each checkpoint, its pages, and whether it
+        pins them. O(its size). Raises InternalError."""
+        self.allocator.check_invariants()
+        refs, pins = np.zeros_like(self.refs), np.zeros_like(self.pins)
+        for ids, is_pinned in kept:
+            refs[ids] += 1
+            pins[ids] += is_pinned
+        own: list[int] = []
+        for row in self.rows_in_use:
+            _, ids = self.row(row)
+            is_shared = self.refs[ids] > 0
+            own += ids[~is_shared].tolist()
+            for shared in [ids[is_shared], *self._passed.get(row, [])]:
+                refs[shared] += 1
+                pins[shared] += 1
+        columns = np.arange(self.array.shape[1])
+        unused = columns >= np.maximum(self._lengths, 0)[:, None]
+        owned = self.allocator.pages_in(PageState.OWNED).tolist()
+        cached = self.allocator.pages_in(PageState.CACHED).tolist()
+        laws = {
+            "H11: every owned page of a window group is one request's": sorted(own) == owned,
+            "H10: a window page is kept if and only if a checkpoint or a row has it": (
+                cached == np.flatnonzero(self.refs > 0).tolist()
+            ),
+            "only rows have passed pages": self._passed.keys() <= set(self.rows_in_use),
+            "they are counted": bool((refs == self.refs).all() and (pins == self.pins).all()),
+            "rows hold -1 behind their pages": bool((self.array[unused] == UNUSED).all()),
+        }
+        check_laws(laws, f"window group {self.name!r}", f"{owned} owned", f"{cached} cached")
+
+
+class WindowGroups(tuple[WindowGroup, ...]):
+    """The window groups of one worker, in the order of its layout."""
+
+    __slots__ = ()
+
+    def __new__(
+        cls, specs: Sequence[WindowSpec], page_size: int, num_requests: int, is_shared: bool
+    ) -> WindowGroups:
+        """Make the window groups of a worker. `is_shared`: checkpoints keep pages of them."""
+        groups = (WindowGroup(spec, page_size, num_requests, is_shared) for spec in specs)
+        return super().__new__(cls, groups)
+
+    def fit(self, start: WindowStart) -> bool:
+        """Return whether a request that begins there has room in all window groups; what it shares
+        is left out of what could be given up."""
+        return all(
+            group.own_pages(start, number) <= group.available_pages(start.shared_in(number))
+            for number, group in enumerate(self)
+        )
+
+    def open(
+        self, row: int, start: WindowStart, make_room: Callable[[Sequence[int]], object] | None
+    ) -> None:
+        """Give a request that fits its row in each window group. `make_room` has checkpoints give
+        up what each group needs."""
+        needs = [group.own_pages(start, number) for number, group in enumerate(self)]
+        if make_room is not None:
+            make_room(needs)
+        opened: list[WindowGroup] = []
+        try:
+            for number, group in enumerate(self):
+                group.open(row, start.num_tokens, needs[number], start.shared_in(number))
+                opened.append(group)
+        except BaseException:
+            for group in opened:
+                group.allocator.free(group.close(row))
+            raise
+
+    def check_fit(self, start: WindowStart) -> None:
+        """Raise OutOfPagesError for a request that has no room in one of the window groups."""
+        for number, group in enumerate(self):
+            needed, free = group.own_pages(start, number), group.allocator.free_pages
+            available = group.available_pages(start.shared_in(number))
+            if needed > available:
+                raise OutOfPagesError(needed, free, available - free)
+
+    def counts(self) -> dict[str, int]:
+        """Return how many pages of all window groups are in each state, 0 without any."""
+        states = [group.allocator for group in self]
+        return {
+            "window_pages_free": sum(one.free_pages for one in states),
+            "window_pages_owned": sum(one.owned_pages for one in states),
+            "window_pages_cached": sum(one.cached_pages for one in states),
+            "window_pages_held": sum(one.held_pages + one.quarantined_pages for one in states),
+        }
+
+    def num_replaced(self, row: int, depth: int, end_pages: int) -> list[int]:
+        """Return `WindowGroup.num_replaced` of each window group."""
+        return [group.num_replaced(row, depth, end_pages) for group in self]
+
+    def has_room(self, needs: Sequence[int]) -> bool:
+        """Return whether each window group has the pages it needs, free or to be given up."""
+        return all(need <= group.available_pages() for group, need in zip(self, needs, strict=True))
+
+    def share(self, row: int, depth: int, end_pages: int) -> tuple[Pages, ...]:
+        """Let a checkpoint have the pages before its depth in each window group, of which enough
+        are free. See `WindowGroup.share`."""
+        return tuple(group.share(row, depth, end_pages) for group in self)
+
+    def promised(self, row: int, end_page: int) -> tuple[bytes, ...]:
+        """Return, by window group, the packed ids of a request's pages there up to `end_page`: what
+        prefill is to write."""
+        found = []
+        for group in self:
+            first, ids = group.row(row)
+            found.append(ids[: end_page - first].astype("<i4").tobytes())
+        return tuple(found)
+
+    def slide(self, row: int, num_tokens: int) -> None:
+        """Move a request's row on in each window group. See `WindowGroup.slide`."""
+        for group in self:
+            group.slide(row, num_tokens)
+
+    def free(self, row: int) -> None:
+        """End a request's row in each window group, and free its own pages."""
+        for group in self:
+            group.allocator.free(group.close(row))
+
+    def hold(self, row: int, owner: Hashable) -> None:
+        """End a request's row in each window group; `owner` holds its own pages until
+        `release`."""
+        for group in self:
+            group.allocator.hold(group.close(row), owner)
+
+    def release(self, owner: Hashable) -> None:
+        """Free what `owner` holds in each window group."""
+        for group in self:
+            group.allocator.release(owner)
+
+    def quarantine(self, owner: Hashable) -> None:
+        """Mark what `owner` holds in each window group as overdue."""
+        for group in self:
+            group.allocator.quarantine(owner)

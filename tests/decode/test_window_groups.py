@@ -1,0 +1,186 @@
+"""Decode's scheduler where layers keep a window: what is admitted, promised, held and given back in
+a window group, beside pages that are as ever."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from prefixkv.decode.scheduler import DecodeScheduler
+from prefixkv.errors import OutOfPagesError, RequestError
+from prefixkv.pages.manager import PageManager
+from prefixkv.pages.windows import WindowSpec
+from prefixkv.protocol.commands import OpenRoom
+from prefixkv.protocol.messages import Promise
+from tests.decode.desk import PAGE_SIZE, Desk
+
+WINDOW = 6  # and a step of one token: three pages
+
+
+def make(
+    num_pages: int = 40, windows: tuple[int, ...] = (9,), step: int = 1, **settings: Any
+) -> Desk:
+    desk = Desk(num_pages)
+    specs = [WindowSpec(f"w{at}", WINDOW, num, step) for at, num in enumerate(windows)]
+    desk.pages = PageManager(num_pages, PAGE_SIZE, 8, windows=specs)
+    desk.scheduler = DecodeScheduler(desk.pages, reserve_tokens=0, **settings)
+    return desk
+
+
+def promises(desk: Desk) -> list[Promise]:
+    return [one.promise for one in desk.commands() if isinstance(one, OpenRoom)]
+
+
+def tokens_of(rid: str, count: int) -> list[int]:
+    """The prompt that the desk gives a request of this name."""
+    return [ord(rid[0]) * 1000 + place for place in range(count)]
+
+
+def test_a_promise_names_the_pages_of_the_last_window_whatever_is_cached() -> None:
+    desk = make()
+    desk.finish(desk.start("a", 23))
+    desk.commands()
+    req = desk.add("a2", [*tokens_of("a", 23), 1, 2, 3])
+    desk.admit()
+    (promise,) = promises(desk)
+    assert promise.prefix_len == 20
+    assert len(promise.page_ids()) == 2
+    first, ids = req.window_pages("w0")
+    # Token 26 sees 21 to 26: of the pages 5 and 6, though 5 is whole and cached in the full group.
+    assert first == 5
+    assert promise.window_ids()[0].tolist() == ids[:2].tolist()
+    assert promise.num_pages == 4
+
+
+def test_a_request_needs_as_many_window_pages_whatever_its_length() -> None:
+    desk = make(windows=(9, 30))
+    for rid, length in (("a", 5), ("b", 20), ("c", 60)):
+        desk.add(rid, length, max_new=40)
+    assert desk.admit() == ["a", "b", "c"]
+    for number, group in enumerate(desk.pages.windows):
+        assert group.allocator.owned_pages == 9, number
+    desk.add("d", 5)
+    assert desk.admit() == [], "its pages would be there, in all groups but one"
+    desk.abort(desk.scheduler.requests["b"])
+    desk.carry_out_aborts()
+    assert desk.admit() == ["d"]
+
+
+def test_it_never_runs_out_of_window_pages_as_it_grows() -> None:
+    desk = make(windows=(3,))
+    req = desk.start("a", 10, 60)
+    (group,) = desk.pages.windows
+    pages = set(req.window_pages("w0").ids.tolist())
+    assert not group.allocator.free_pages
+    for token in range(59):
+        desk.token(req, token=token)
+        first, ids = req.window_pages("w0")
+        assert set(ids.tolist()) == pages
+        assert first * PAGE_SIZE <= max(0, req.kv_len + 1 - WINDOW)
+        assert (first + len(ids)) * PAGE_SIZE > min(req.kv_len, req.most_kv_len - 1)
+    desk.finish(req)
+    assert group.allocator.free_pages == 3
+    desk.at_rest()
+
+
+def test_a_step_of_several_tokens_has_its_pages() -> None:
+    desk = make(windows=(20,), step=6)
+    req = desk.start("a", 9, 60)
+    for _ in range(6):
+        desk.scheduler.reserve_many([req], 6, desk.now_s)
+        first, ids = req.window_pages("w0")
+        assert (first + len(ids)) * PAGE_SIZE >= req.kv_len + 6
+        for token in range(4):
+            desk.token(req, token=token)
+    with pytest.raises(RequestError, match="num_tokens is 7, group 'w0' has step_tokens 6"):
+        desk.scheduler.reserve_many([req], 7, desk.now_s)
+    desk.finish(req)
+
+
+def test_a_room_that_failed_holds_them_until_it_is_drained() -> None:
+    desk = make(windows=(3,))
+    req = desk.add("a", 10)
+    desk.admit()
+    desk.abort(desk.scheduler.requests["a"])
+    (group,) = desk.pages.windows
+    assert (group.allocator.held_pages, group.allocator.free_pages) == (3, 0)
+    desk.scheduler.room_overdue(req.room_key)
+    assert group.allocator.quarantined_pages == 3
+    desk.add("b", 10)
+    assert desk.admit() == [], "nothing has proved that prefill writes them no more"
+    desk.drain(req.room_key)
+    assert desk.admit() == ["b"]
+
+
+def test_a_room_with_window_pages_alone_is_held_and_drained_too() -> None:
+    desk = make()
+    desk.finish(desk.start("a", 16))
+    desk.commands()
+    req = desk.add("a2", tokens_of("a", 16))
+    desk.admit()
+    (promise,) = promises(desk)
+    assert (promise.prefix_len, promise.pages) == (16, b"")
+    assert promise.windows[0] != b""
+    desk.abort(req)
+    (group,) = desk.pages.windows
+    assert group.allocator.held_pages == 3
+    desk.drain(req.room_key)
+    assert group.allocator.free_pages == 9
+
+
+def test_one_that_was_retracted_has_its_window_sent_again_though_all_its_kv_is_cached() -> None:
+    desk = make()
+    desk.start("old", 8, 8)
+    young = desk.start("young", 15, 8, outputs=2)
+    assert young.kv_len == 16
+    desk.commands()
+    desk.retract(young)
+    assert young.window_pages("w0").ids.size == 0
+    desk.admit()
+    (promise,) = promises(desk)
+    assert (promise.prefix_len, promise.fill_len, promise.pages) == (16, 16, b"")
+    assert len(promise.window_ids()[0]) == 2
+    assert [ask.rid for ask in desk.scheduler.pop_needs_prefill()] == ["young"]
+
+
+def test_a_flight_without_an_owner_keeps_them_until_it_is_committed() -> None:
+    desk = make()
+    first = desk.add("a", 17, 12)
+    desk.admit()
+    desk.add("b", [*tokens_of("a", 17), 1], 12)
+    assert desk.admit() == ["b"]
+    key = first.room_key
+    desk.abort(first)
+    (group,) = desk.pages.windows
+    assert group.allocator.owned_pages == 6, "others wait for what it brings"
+    desk.succeed(key)
+    assert desk.transferred() == []
+    assert group.allocator.owned_pages == 3
+
+
+def test_one_that_fails_tries_again_with_other_pages() -> None:
+    desk = make(windows=(6,), max_retries=1)
+    req = desk.add("a", 10)
+    desk.admit()
+    before, key = set(req.window_pages("w0").ids.tolist()), req.room_key
+    desk.fail(key)
+    desk.admit()
+    after = set(req.window_pages("w0").ids.tolist())
+    assert not before & after, "prefill may still write the former ones"
+    desk.drain(key)
+    desk.succeed(req.room_key)
+    assert desk.transferred() == ["a"]
+
+
+def test_running_out_of_pages_is_as_ever() -> None:
+    desk = make(num_pages=8)
+    first, second = desk.start("a", 9, 9), desk.start("b", 9, 9)
+    for _ in range(7):
+        desk.token(first, second)
+    with pytest.raises(OutOfPagesError) as caught:
+        desk.token(first, second)
+    assert caught.value.retract == ("b",)
+    desk.retract(second)
+    (group,) = desk.pages.windows
+    assert group.allocator.owned_pages == 3
