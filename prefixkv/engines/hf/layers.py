@@ -119,8 +119,11 @@ def find_layers(model: Any) -> Layers:
     if not full:
         raise ConfigError(f"{kind} is not served: none of its layers has KV")
     # 2. By a forward: shapes, and modules.
-    mixers = _find_mixers(model, cache, recurrent)
-    parts = [part for at in recurrent for part in _parts(kind, at, cache.layers[at])]
+    try:
+        mixers = _find_mixers(model, cache, recurrent)
+        parts = [part for at in recurrent for part in _parts(kind, at, cache.layers[at])]
+    except (AttributeError, KeyError, TypeError) as error:  # another interface of transformers
+        raise ConfigError(f"{kind} is not served: its states are not found: {error!r}") from error
     for at in recurrent:
         if at not in mixers or not cache_argument(mixers[at]):
             raise ConfigError(f"{kind} is not served: layer {at} keeps its state by itself")

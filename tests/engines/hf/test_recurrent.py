@@ -240,6 +240,23 @@ def test_a_retracted_answer_gets_its_state_again(made: PagedModel, reference: Re
         world.at_rest()
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_states_have_the_dtypes_of_the_models_own_cache(family: str, dtype: str) -> None:
+    """What recurs is float32 whatever the weights are, as transformers has it."""
+    made = make_model(config_of(family), seed=3, dtype=dtype)
+    dtypes = {part.kind: part.dtype for part in made.layers.parts}
+    assert dtypes == {"conv": dtype, "recurrent": "float32"}
+    with World(made, page_size=8) as world:
+        talk = list(range(40))
+        for hit in (0, 40):
+            answer = world.ask(f"{hit}", talk, max_new_tokens=9, sampling=Sampling(ignore_end=True))
+            world.run()
+            assert len(answer.tokens[0]) == 9
+            assert answer.ends[0].prefill_hit_tokens == hit
+            talk = [*talk, *answer.tokens[0], 1, 2, 3]
+        world.at_rest()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_random_rounds_of_all_page_sizes_layouts_and_samplings(
@@ -417,6 +434,17 @@ def test_what_states_do_not_go_with_is_refused_by_name(
 def test_a_model_without_states_has_no_checkpoints() -> None:
     with pytest.raises(ConfigError, match="checkpoints: 3 are of states, and the model has no"):
         World(make_model("llama", **TINY), prefill={"checkpoints": 3})
+
+
+def test_a_cache_of_another_interface_is_refused_by_name(
+    made: PagedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an older transformers, say, whose layers have no such method."""
+    copy = unpaged_copy(made)
+    monkeypatch.delattr("transformers.cache_utils.LinearAttentionLayer.update_conv_state")
+    monkeypatch.delattr("transformers.cache_utils.LinearAttentionCacheLayerMixin.update_conv_state")
+    with pytest.raises(ConfigError, match="is not served: "):
+        PagedModel(copy)
 
 
 @pytest.mark.parametrize(

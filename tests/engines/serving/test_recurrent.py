@@ -11,6 +11,7 @@ from typing import Any
 
 import openai
 import pytest
+import torch
 
 from benchmarks.hybrid_models import make_folder
 from tests.models.served import Expected, Serve, Served, at_rest, client_of
@@ -20,13 +21,14 @@ _WORDS = ("sea", "boat", "wind", "star", "gull", "rope")
 _SIZES = ("--page-size", "8", "--chunk-tokens", "48")
 
 
-def _serve(folder: Path, *options: str) -> Serve:
-    return Serve(str(folder), "--served-name", "small", *options)
+def _serve(folder: Path, *options: str, **environ: str) -> Serve:
+    return Serve(str(folder), "--served-name", "small", *options, **environ)
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
     root = tmp_path_factory.mktemp("hybrid")
+    torch.set_num_threads(1)  # quicker for models so small, beside the processes that are asked
 
     @cache
     def made(family: str) -> tuple[Path, Expected]:
@@ -43,8 +45,9 @@ def _say(client: openai.OpenAI, talk: _Talk, num: int) -> Any:
 
 
 def test_turns_are_answered_as_generate_does_and_hit(folders: Any) -> None:
+    """Over memory that prefill maps, the states' too; the tests below over NIXL."""
     folder, expected = folders("qwen3_next")
-    with _serve(folder, "--page-size", "8", "--chunk-tokens", "64") as serve:
+    with _serve(folder, *_SIZES, PREFIXKV_TRANSPORT_BACKEND="shm") as serve:
         with client_of(serve) as client:
             talk = [{"role": "user", "content": "Please, tell me of the sea and its boats."}]
             before = 0
@@ -83,14 +86,13 @@ def test_twenty_conversations_in_small_pools(folders: Any, family: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_next", "nemotron_h", "granitemoehybrid"])
-def test_prefill_computes_little_more_than_what_is_new(folders: Any, family: str) -> None:
-    """In later turns, where each conversation may have its checkpoint: less than a page more for
-    each answer, and hardly a tenth."""
-    folder, expected = folders(family)
+def test_prefill_computes_little_more_than_what_is_new(folders: Any) -> None:
+    """In later turns, where each conversation may have its checkpoint: hardly a tenth, and less
+    than a page for each answer."""
+    folder, expected = folders("qwen3_next")
     pools = ("--prefill-pages", "1024", "--decode-pages", "1024", "--checkpoints", "40")
     with _serve(folder, *_SIZES, *pools) as serve:
-        hit, computed, new = _converse(serve, expected, len(family))
+        hit, computed, new = _converse(serve, expected, 1)
         at_rest(serve)
     assert hit > 0
     assert new <= computed < 1.1 * new + 8 * 80
@@ -108,7 +110,7 @@ def _converse(
 
     def leave_early(talk: _Talk) -> None:
         with client.chat.completions.create(
-            model="small", messages=talk, max_tokens=200, temperature=0, stream=True
+            model="small", messages=talk, max_tokens=60, temperature=0, stream=True
         ) as stream:
             next(iter(stream))
 
@@ -118,12 +120,12 @@ def _converse(
                 text = " ".join(chance.choice(_WORDS) for _ in range(chance.randint(1, 5)))
                 talk.append({"role": "user", "content": text})
             left = [pool.submit(leave_early, talk) for talk in talks if chance.random() < leave]
-            answers = list(pool.map(lambda talk: _say(client, talk, 10), talks))
+            answers = list(pool.map(lambda talk: _say(client, talk, 8), talks))
             for one in left:
                 one.result()
             for at, (talk, answer) in enumerate(zip(talks, answers, strict=True)):
                 said = answer.choices[0].message.content
-                assert said == expected.chat(talk, 10), (at, turn)
+                assert said == expected.chat(talk, 8), (at, turn)
                 num, split = answer.usage.prompt_tokens, answer.usage.prefixkv
                 hit += split["decode_hit_tokens"]
                 if turn:
