@@ -77,11 +77,11 @@ class Storm:
         return aborted
 
 
-def shape_of(rng: np.random.Generator) -> dict[str, Any]:
+def shape_of(rng: np.random.Generator, equal_pages: bool = False) -> dict[str, Any]:
     """Page sizes, layouts and pools of a round. Decode's pool holds the largest request, and few
     more; prefill's too."""
     size = int(rng.choice([1, 4, 16, 32]))
-    factor = int(rng.choice([1, 1, 2, 4]))
+    factor = 1 if equal_pages else int(rng.choice([1, 1, 2, 4]))
     sizes = (size, size * factor) if rng.random() < 0.5 else (size * factor, size)
     tight = float(rng.choice([1.3, 2.0, 6.0]))
     decode_pages, prefill_pages = (-(-int(200 * tight) // one) + 2 for one in sizes)
@@ -113,11 +113,13 @@ def sampling_of(rng: np.random.Generator) -> Sampling:
 
 
 def run_round(
-    model: PagedModel, reference: Reference, seed: int, found: Found, num_requests: int = 12
-) -> None:
-    """One round. Raises AssertionError where an answer is not the model's."""
+    model: PagedModel, reference: Reference, seed: int, found: Found, num_requests: int = 12,
+    equal_pages: bool = False,
+) -> None:  # fmt: skip
+    """One round. Raises AssertionError where an answer is not the model's. `equal_pages`: both
+    sides have pages of one size."""
     rng = np.random.default_rng(seed)
-    with World(model, **shape_of(rng)) as world:
+    with World(model, **shape_of(rng, equal_pages)) as world:
         shared = rng.integers(0, model.vocab_size, 60)
         asked = 0
         while asked < num_requests:
