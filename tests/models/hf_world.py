@@ -77,13 +77,13 @@ class World:
         prefill_order: str = "", chunk_tokens: int = 32,
         decode: dict[str, Any] | None = None, prefill: dict[str, Any] | None = None,
         tokenizer: Any = None, thinking: KeepThinking = "learn",
-        window_pages: int = 0, prefill_window_pages: int = 0,
+        window_pages: int = 0, prefill_window_pages: int = 0, step_tokens: int = 0,
     ) -> None:  # fmt: skip
         pools = (
             model.make_pool(
                 prefill_pages, prefill_page_size or page_size, prefill_order or order,
-                step_tokens=chunk_tokens, window_pages=prefill_window_pages, requests=32,
-                checkpoints=(prefill or {}).get("checkpoints", 16),
+                step_tokens=step_tokens or chunk_tokens, window_pages=prefill_window_pages,
+                requests=32, checkpoints=(prefill or {}).get("checkpoints", 16),
             ),
             model.make_pool(pages, page_size, order, window_pages=window_pages),
         )  # fmt: skip

@@ -96,9 +96,13 @@ class PagedModel:
         self.vocab_size = int(config.vocab_size)
         self.num_heads = int(config.num_attention_heads)
         self.num_kv_heads = int(getattr(config, "num_key_value_heads", None) or self.num_heads)
-        self.head_dim = int(
-            getattr(config, "head_dim", None) or config.hidden_size // self.num_heads
-        )
+        try:
+            head_dim = getattr(config, "head_dim", None)
+        except Exception as error:  # transformers has one of its own where layers differ
+            raise ConfigError(
+                f"{config.model_type} is not served: heads of several sizes"
+            ) from error
+        self.head_dim = int(head_dim or config.hidden_size // self.num_heads)
         # 2. What its layers keep, by a forward without pages.
         _attend_plainly(self.model)
         self.layers = find_layers(self.model, self.context)
@@ -124,8 +128,8 @@ class PagedModel:
 
     @property
     def keeps(self) -> str:
-        """What of this HF model's layers keeps it from some settings of workers: STATES or WINDOWS;
-        "": nothing."""
+        """STATES or WINDOWS, by which this HF model does not go with some settings of workers; ""
+        if it goes with all."""
         return STATES if self.has_states else WINDOWS if self.window else ""
 
     @property
@@ -157,8 +161,8 @@ class PagedModel:
         Args:
             step_tokens: the most tokens of a prompt per forward: `chunk_tokens` on prefill, 1 on
                 decode.
-            requests: so many run at once, with whole windows.
-            checkpoints: so many are kept besides, on prefill.
+            requests: number of them that run at once, with whole windows.
+            checkpoints: number of them that are kept besides, on prefill.
             window_pages: pages of the group. 0: as many as these need, but no more than the pool
                 has (all layers take the memory then that they would without windows), and enough
                 for one request.
@@ -189,9 +193,9 @@ class PagedModel:
         return of_one, pages_for(window - 1, page_size)
 
     def num_checkpoints(self, num_pages: int, page_size: int) -> int:
-        """Return the number of checkpoints that prefill keeps by default beside a pool of so many
-        pages: as many as a quarter of its bytes holds, 16 to 256; 0 for an HF model that needs
-        none."""
+        """Return the number of checkpoints that prefill keeps by default beside a pool of
+        `num_pages`: as many as a quarter of its bytes holds, 16 to 256; 0 for an HF model that
+        needs none."""
         if not (self.has_states or self.window):
             return 0
         layer_bytes = 2 * page_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize

@@ -270,6 +270,23 @@ def test_a_long_answer_takes_no_more_window_pages(made: PagedModel, reference: R
         world.at_rest()
 
 
+def test_chunks_of_a_prompt_are_no_longer_than_the_groups_steps(
+    made: PagedModel, reference: Reference
+) -> None:
+    """Several prompts share a forward of more tokens."""
+    with World(made, page_size=8, chunk_tokens=64, step_tokens=20) as world:
+        sampling = Sampling(ignore_end=True, logprobs=5)
+        for number in range(3):
+            prompt = range(number, number + 60)
+            world.ask(f"{number}", prompt, max_new_tokens=3, sampling=sampling)
+        world.run()
+        for answer in world.answers:
+            _exact(answer, reference)
+        # To 20, 40, 56, where a checkpoint is kept, and 60.
+        assert 4 <= world.prefill.stats()["forwards"] <= 8
+        world.at_rest()
+
+
 def test_a_retracted_answer_gets_its_window_again(made: PagedModel, reference: Reference) -> None:
     """Two answers grow until the pool has pages for one: the other goes on from its newest token,
     and from the window there."""
@@ -304,7 +321,7 @@ def _storm(family: str, rounds: int, seed: int = 0) -> None:
     made, reference = _made(family)
     storm = Storm(
         talks=6, rounds=rounds, bursts=(1, 2, 4), more=(1, 5, 17), longest=200, again=0.3,
-        answers=(9, 30, 50), steps=30, abort=0.03,
+        answers=(9, 40, 70), steps=30, abort=0.03,
     )  # fmt: skip
     found = Found()
     with World(
