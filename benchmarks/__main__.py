@@ -54,6 +54,7 @@ BENCHMARKS = {
     "rooms_memory": "what malloc and Python still count as a million rooms go by",
     "waiting_cpu": "processor time of servers that only wait for each other",
     "vllm": "our connector beside vLLM's own, in real vLLM servers",
+    "vllm_host": "first tokens and bytes of chats that come back to vLLM, with host memory",
     "env": "a virtual environment with an engine and this checkout, or with Dynamo",
 }
 

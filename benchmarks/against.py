@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -56,6 +57,7 @@ class Plan:
     seed: int = 0
     policy: str | None = None
     quick: bool = False
+    cpu: bool = False  # calls of one thread by its processor time
 
     def rounds_of(self, part: str, start: int) -> int:
         """Return how many rounds of a part are due after this start."""
@@ -210,10 +212,13 @@ def tree_of(commit: str) -> Iterator[Path]:
     """Have a commit checked out in a worktree of its own, until the end of the `with` block."""
     folder = Path(tempfile.mkdtemp(prefix="prefixkv-against-"))
     tree = folder / "tree"
+    # `timeout` ends a run by SIGTERM, which by itself would leave the worktree behind.
+    former = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         git("worktree", "add", "--detach", str(tree), commit)
         yield tree
     finally:
+        signal.signal(signal.SIGTERM, former)
         # Also after Ctrl-C in the midst of the checkout, where git may know the worktree already.
         shutil.rmtree(folder, ignore_errors=True)
         git("worktree", "prune")
@@ -261,7 +266,9 @@ def compare(commit: str, plan: Plan, tell: Callable[[str], None]) -> tuple[list[
                         is_due = number >= 0 or not is_pair or (part == "demo" and rate is None)
                         if part in failed or not is_due:
                             continue
-                        order = Order(part, plan.calls, plan.seed, plan.policy, plan.quick, rate)
+                        order = Order(
+                            part, plan.calls, plan.seed, plan.policy, plan.quick, rate, plan.cpu
+                        )
                         for side in turn_about(SIDES, number + 1):
                             try:
                                 took = sides[side].measure(order)
@@ -299,6 +306,7 @@ def against_command(commit: str, plan: Plan, json_file: Path | None, console: Co
         "ours": ours,
         "ours_is_changed": bool(git("status", "--porcelain", "--untracked-files=no")),
         "theirs": theirs,
+        "clock": "the thread's processor time, of pairs the wall" if plan.cpu else "the wall",
         "plan": asdict(plan),
         "date": time.strftime("%Y-%m-%d"),
         **machine(),
@@ -306,7 +314,8 @@ def against_command(commit: str, plan: Plan, json_file: Path | None, console: Co
     rows, failed = compare(
         theirs, plan, lambda line: console.print(line, highlight=False, soft_wrap=True)
     )
-    console.print(table_of(rows, ours[:7], theirs[:7]))
+    wide = Console(width=max(console.width, 110))  # names in one line, also into a file
+    wide.print(table_of(rows, ours[:7], theirs[:7]))
     if json_file is not None:
         content = {"recipe": recipe, "rows": [row.as_json() for row in rows], "failed": failed}
         json_file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -2,18 +2,21 @@
 
 It is run as a file, with PYTHONPATH set to that tree, so that `benchmarks` and `prefixkv` are the
 tree's own; of another commit, say. Names that commits have moved are therefore taken from the
-benchmarks that use them, and not imported from their modules. It answers each order with the
+benchmarks that use them, and not imported from their modules. Only `Samples` is that of the file
+beside this one, so that every side is measured in the same way. It answers each order with the
 seconds of single calls, by name.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache, partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,10 +25,15 @@ Seconds = dict[str, list[float]]
 
 MATCHES = 100
 EVICTED_PAGES = 16  # with one call
+BATCHES = (1, 8, 64, 256)  # of running requests
+LEAVES = 100_000
+POLICIES = ("lru", "adaptive")
+BLOCKS = (1000, 3000)  # of the pool, of 512 tokens
 
 
 class Order(NamedTuple):
-    """What to measure. `rate`: requests a second of the demo; None lets the side find one."""
+    """What to measure. `rate`: requests a second of the demo; None lets the side find one.
+    `cpu`: calls of one thread by its processor time, not on the wall."""
 
     part: str
     calls: int
@@ -33,6 +41,23 @@ class Order(NamedTuple):
     policy: str | None = None
     quick: bool = False
     rate: float | None = None
+    cpu: bool = False
+
+
+@cache
+def samples() -> Any:
+    """Return the module of `Samples` beside this file, which the tree's benchmarks use from now on:
+    that of another commit may measure in another way, or not cold."""
+    path = Path(__file__).with_name("samples.py")
+    spec = importlib.util.spec_from_file_location("samples_of_all_sides", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for user in ("sched", "sched_prefill"):
+        with suppress(ModuleNotFoundError):  # there is none at that commit
+            own(user).Samples = module.Samples
+    return module
 
 
 def own(module: str) -> Any:
@@ -59,23 +84,34 @@ def full_pool(order: Order) -> Seconds:
 
 
 def append_many(order: Order) -> Seconds:
-    """Measure steps of a batch, by whether each request needs a page then, and evicts it."""
+    """Measure steps of batches that need no page then; of the largest also those in which each
+    request needs one, and evicts it."""
+    found: Seconds = {}
+    for size in BATCHES:
+        inside, cross, evicting = steps(order, size, full=False, num_steps=320)
+        found[f"append_many, {size}"] = inside
+    found["append_many, all cross"] = cross
+    *_, evicting = steps(order, size, full=True, num_steps=160)
+    return found | {"append_many, all cross, evicting": evicting}
+
+
+def steps(order: Order, size: int, full: bool, num_steps: int) -> list[list[float]]:
+    """Return what the steps of a batch took that lie inside a page, that each take a page, and that
+    evict it for that."""
     sched, yardsticks = own("sched"), own("yardsticks")
-    names = ("inside a page", "all cross", "all cross, evicting")
-    inside, cross, evicting = times = [sched.Samples() for _ in names]
-    for full, steps in ((False, 320), (True, 160)):
-        worker, _ = filled(order)
-        if full:
-            worker.leave_free(sched.BATCH)
-        prompts = [worker.tokens(4) for _ in range(sched.BATCH)]
-        reqs = worker.run([worker.request(prompt, 2 * steps) for prompt in prompts])
-        with yardsticks.no_collector():
-            for _ in range(steps):
-                free, now_s = pages_of(worker).allocator.free_pages, worker.now_s
-                crosses = len(reqs[0].tokens) % sched.PAGE_SIZE == 0
-                kind = inside if not crosses else cross if free >= sched.BATCH else evicting
-                kind.take(worker.scheduler.append_many, reqs, [7] * sched.BATCH, now_s)
-    return {f"append_many, {name}": seconds_of(one) for name, one in zip(names, times, strict=True)}
+    inside, cross, evicting = times = [sched.Samples() for _ in range(3)]
+    worker, _ = filled(order)
+    if full:
+        worker.leave_free(size)
+    prompts = [worker.tokens(4) for _ in range(size)]
+    reqs = worker.run([worker.request(prompt, 2 * num_steps) for prompt in prompts])
+    with yardsticks.no_collector():
+        for _ in range(num_steps):
+            free, now_s = pages_of(worker).allocator.free_pages, worker.now_s
+            crosses = len(reqs[0].tokens) % sched.PAGE_SIZE == 0
+            kind = inside if not crosses else cross if free >= size else evicting
+            kind.take(worker.scheduler.append_many, reqs, [7] * size, now_s)
+    return [seconds_of(order, one) for one in times]
 
 
 def match(order: Order) -> Seconds:
@@ -91,7 +127,7 @@ def match(order: Order) -> Seconds:
             for number in range(MATCHES):
                 hit = times.take(pages_of(worker).match, prompts[number % len(prompts)])
                 assert hit.prefix_len == sched.CACHED_TOKENS
-        found[name] = seconds_of(times)
+        found[name] = seconds_of(order, times)
     return found
 
 
@@ -108,7 +144,7 @@ def evict(order: Order) -> Seconds:
                 assert len(pages) == EVICTED_PAGES
                 pages_of(worker).allocator.uncache(pages)
                 pages_of(worker).allocator.free(pages)
-        found[name] = seconds_of(times)
+        found[name] = seconds_of(order, times)
     return found
 
 
@@ -123,9 +159,9 @@ def prefill(order: Order) -> Seconds:
         with yardsticks.no_collector(), caches(cold):
             chunks = module.chunks(prompt, sched.CACHED_TOKENS, sched.PAGE_SIZE, requests)
             popped = pops(module, prompt, sched.CACHED_TOKENS, sched.PAGE_SIZE, requests)
-        found[f"pop_bootstrapped{more}"] = seconds_of(popped)
+        found[f"pop_bootstrapped{more}"] = seconds_of(order, popped)
         for which in ("inner", "last"):
-            found[f"send_chunk, {which}{more}"] = seconds_of(chunks[which])
+            found[f"send_chunk, {which}{more}"] = seconds_of(order, chunks[which])
     return found
 
 
@@ -145,6 +181,72 @@ def pops(module: Any, prompt: Any, decode_tokens: int, page_size: int, requests:
         scheduler.source_free(req.room_key, 0.0)
         assert scheduler.pop_sent(0.0) == [req]
     return times
+
+
+def evict_all(order: Order) -> Seconds:
+    """Measure the eviction of all pages but one of a tree with many leaves, so that the policy's
+    order counts; a leaf's share of it."""
+    radix, yardsticks = own("radix"), own("yardsticks")
+    leaves = LEAVES // 10 if order.quick else LEAVES
+    found: Seconds = {}
+    for policy in POLICIES:
+        tree, times = radix._bushy(leaves, policy), samples().Samples()
+        with yardsticks.no_collector():
+            times.take(tree.evict, tree.num_pages - 1)
+        found[f"evict all, {policy}"] = [one / leaves for one in seconds_of(order, times)]
+    return found
+
+
+def policies(order: Order) -> Seconds:
+    """Measure replays of generated agents under two policies; a request's share of it."""
+    replay = own("replay")
+    entries = replay.generate("agents")[: 500 if order.quick else None]
+    trace = replay.make_trace("agents", entries)
+    found: Seconds = {}
+    for blocks in BLOCKS:
+        for policy in POLICIES:
+            times = samples().Samples()
+            times.take(partial(replay.replay_policy, trace, policy, blocks))
+            share = [one / len(entries) for one in seconds_of(order, times)]
+            found[f"replay, {policy}, {blocks}"] = share
+    return found
+
+
+def host_admission(order: Order) -> Seconds:
+    """Measure admissions without host memory, and with it by what of the prompt only it has."""
+    module, yardsticks = own("host_admission"), own("yardsticks")
+    chance = module.np.random.default_rng(order.seed)
+
+    def tokens(count: int) -> Any:
+        return chance.integers(0, 99_000, count, dtype=module.np.int32)
+
+    others = [tokens(2048) for _ in range(module.OTHERS)]
+    ways = {name: lost for name, lost in module.WAYS.items() if name != "no host again"}
+    desks = {name: module._Desk(name != "no host") for name in ways}
+    times = {name: samples().Samples() for name in ways}
+    for desk in desks.values():
+        desk.others = []
+        for other in others:
+            desk.serve(other)
+        desk.others = others
+    with yardsticks.no_collector():
+        for at in range(order.calls):
+            prompt, names = tokens(module.PROMPT), list(ways)
+            # Each takes its turn first.
+            for name in names[at % len(names) :] + names[: at % len(names)]:
+                desk = desks[name]
+                scheduler = desk.scheduler
+                desk.serve(prompt[: module.CACHED], ways[name])
+                scheduler.pop_preallocated = partial(times[name].take, scheduler.pop_preallocated)
+                desk.serve(prompt)
+                del scheduler.pop_preallocated  # the class's again
+                # Of what was measured nothing stays.
+                freed = desk.pages.cache.evict(module.POOL, desk.now_s)
+                desk.pages.allocator.uncache(freed)
+                desk.pages.allocator.free(freed)
+                for other in others if at % 20 == 0 else ():
+                    desk.serve(other)
+    return {f"admission, host: {name}": seconds_of(order, one) for name, one in times.items()}
 
 
 def filled(order: Order) -> tuple[Any, list[Any]]:
@@ -170,9 +272,9 @@ def warm_and_cold(order: Order, measure: Callable[[Any], Any], more: str) -> Sec
 
 def rows_of(order: Order, measure: Callable[[Any], Any], rounds: int) -> list[dict[str, Any]]:
     """Return the rows of the tree's own benchmark, each with the seconds of its single calls."""
-    samples = own("samples").Samples
-    figures = samples.figures
-    samples.figures = lambda self: {**figures(self), "seconds": seconds_of(self)}
+    shared = samples().Samples
+    figures = shared.figures
+    shared.figures = lambda self: {**figures(self), "seconds": seconds_of(order, self)}
     try:
         rows: list[dict[str, Any]] = []
         bench = bench_of(order, rows.append)
@@ -180,7 +282,7 @@ def rows_of(order: Order, measure: Callable[[Any], Any], rounds: int) -> list[di
         measure(bench)
         return rows
     finally:
-        samples.figures = figures
+        shared.figures = figures
 
 
 def bench_of(order: Order, tell: Callable[[Any], None]) -> Any:
@@ -188,15 +290,15 @@ def bench_of(order: Order, tell: Callable[[Any], None]) -> Any:
     return sched.Bench(order.seed, False, order.policy or sched.DEFAULT_POLICY, tell)
 
 
-def seconds_of(times: Any) -> list[float]:
-    return [ns * 1e-9 for ns in times._wall]
+def seconds_of(order: Order, times: Any) -> list[float]:
+    return [ns * 1e-9 for ns in (times._thread if order.cpu else times._wall)]
 
 
 @contextmanager
 def caches(cold: bool) -> Iterator[None]:
     """Copy much before each call that is measured, if `cold`."""
     if cold:
-        with own("samples").Samples.all_cold():
+        with samples().Samples.all_cold():
             yield
     else:
         yield
@@ -253,7 +355,12 @@ def demo(order: Order) -> Seconds:
     return {"demo's first token, cache on": list(timed.ttft_s), "rate": [rate]}
 
 
-CALLS = {one.__name__: one for one in (life, full_pool, match, evict, append_many, prefill)}
+CALLS = {
+    one.__name__: one
+    for one in (
+        life, full_pool, match, evict, append_many, prefill, evict_all, policies, host_admission,
+    )
+}  # fmt: skip
 PAIRS = {one.__name__: one for one in (full_hit, goodput, demo)}
 
 
@@ -271,6 +378,7 @@ def main() -> None:
         # Calls of one thread are measured on one core, the same for all sides. Pairs choose theirs.
         os.sched_setaffinity(0, cores if order.part in PAIRS else cores[-1:])
         try:
+            samples()  # first: the tree's benchmarks use it
             pipe.send((True, {**CALLS, **PAIRS}[order.part](order)))
         except Exception:
             pipe.send((False, traceback.format_exc()))

@@ -44,6 +44,7 @@ from prefixkv.cache.radix_key import RadixKey
 from prefixkv.config import DecodeConfig, KVEventsConfig
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.scheduler import DecodeScheduler
+from prefixkv.digest import prompt_digest
 from prefixkv.errors import ConfigError
 from prefixkv.kv_events.publisher import KVEventPublisher
 from prefixkv.pages.allocator import PageAllocator
@@ -213,6 +214,7 @@ class Bench:
         self.abort()
         self.allocator()
         self.send_chunk()
+        self.digest()
         self.yardstick()
 
     def _add(
@@ -520,6 +522,21 @@ class Bench:
                 runs.append(1 + int(np.count_nonzero(np.diff(times.take(there_and_back)) != 1)))
         self._add("alloc_free_100", times, 50.0, runs_a_request=round(float(np.mean(runs)), 1))
 
+    def digest(self) -> None:
+        """The digest of a prompt whose beginning is cached, by how much is new; and as a whole."""
+        worker = Worker(self._seed, self._config)
+        past = worker.fill_cache()[0]
+        for new in (0, 100, 512, PROMPT_TOKENS - CACHED_TOKENS):
+            known, whole = Samples(), Samples()
+            key = RadixKey(np.concatenate([past, worker.tokens(new)]))
+            match = worker.pages.match(key)
+            with no_collector():
+                for _ in range(self._rounds(1_000)):
+                    digest, _ = known.take(worker.pages.digest, key, match)
+                    assert digest == whole.take(prompt_digest, key)
+            self._add("digest", known, 0.5 if not new else None, new_tokens=new)
+            self._add("digest", whole, new_tokens=len(key))
+
     def send_chunk(self) -> None:
         """On prefill; `sched_prefill.py`."""
         prompt = np.random.default_rng(self._seed).integers(0, VOCABULARY, PROMPT_TOKENS, np.int32)
@@ -553,6 +570,10 @@ def sched(
     demo: Annotated[
         bool, typer.Option(help="With --against: first tokens of the stand-in engine, too.")
     ] = False,
+    cpu: Annotated[
+        bool,
+        typer.Option(help="With --against: processor time, for a machine with other work."),
+    ] = False,
 ) -> None:
     """What decode's scheduler costs the engine's thread: admission, commit, growth, end, abort."""
     console = Console()
@@ -571,7 +592,7 @@ def sched(
 
         parts = parts_of(part or [], demo)
         calls = 20 if quick else Plan(parts).calls
-        plan = Plan(parts, rounds, starts, calls, seed, policy, quick)
+        plan = Plan(parts, rounds, starts, calls, seed, policy, quick, cpu)
         against_command(against, plan, json_file, console)
         return
     load_before = os.getloadavg()[0]

@@ -40,6 +40,14 @@ def simulation(seed: int, kind: type[PairSim] = PairSim) -> PairSim:
         "decode_pages": chance.choice([13, 18, 40]), "prefill_pages": chance.choice([14, 32]),
         "failure_policy": chance.choice(["fail", "retry"]),
     }  # fmt: skip
+    # By a chance of its own, so that a seed without window layers runs as it ever did.
+    of_windows = random.Random(f"windows {seed}")
+    if of_windows.random() < 0.4:
+        sizes |= {
+            "window": of_windows.choice([2, 5, 9, 14]),
+            "window_pages": (of_windows.choice([16, 24, 40]), of_windows.choice([10, 16, 40])),
+            "checkpoints": of_windows.choice([0, 2, 6]),
+        }
     return kind(seed, storm, **sizes)
 
 

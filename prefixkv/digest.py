@@ -1,5 +1,9 @@
 """Digests and proofs by which two workers know that they mean the same prompt.
 
+The digest is a cryptographic hash, since clients choose prompts, and an offer's nonce is part of
+what is hashed: no other prompt may have it, and nothing may be learnt from it. It is a stream: a
+`PathHash` of a prompt's beginning goes on to the digest of any prompt that begins so.
+
 A promise carries a proof: the prompt's digest, keyed with what the two ranks drew for each other in
 their handshake. So it says nothing to others, and is of no use on another link.
 """
@@ -9,6 +13,7 @@ from __future__ import annotations
 import hmac
 from collections.abc import Hashable
 from hashlib import blake2b
+from typing import TypeAlias
 
 from prefixkv.cache.radix_key import RadixKey, TokensLike
 from prefixkv.errors import RequestError, shown
@@ -16,6 +21,10 @@ from prefixkv.errors import RequestError, shown
 DIGEST_BYTES = 32
 MIN_DIGEST_BYTES, MAX_DIGEST_BYTES = 16, 64
 """Bounds for a digest that an engine makes itself."""
+
+PathHash: TypeAlias = blake2b
+"""A hash of a namespace and the tokens of a path so far. One that is shared is copied before it is
+updated."""
 
 
 def prompt_digest(tokens: TokensLike, namespace: Hashable = None) -> bytes:
@@ -32,15 +41,32 @@ def prompt_digest(tokens: TokensLike, namespace: Hashable = None) -> bytes:
     """
     key = tokens if type(tokens) is RadixKey and namespace is None else RadixKey(tokens, namespace)
     key.check()
+    path_hash = begin_hash(key.namespace)
+    path_hash.update(key.data)
+    return path_hash.digest()
+
+
+def begin_hash(namespace: Hashable) -> PathHash:
+    """Return the path hash of no tokens in a namespace. `prompt_digest` is its digest once it was
+    updated with a key's packed tokens.
+
+    Raises:
+        RequestError: a namespace that `prompt_digest` refuses.
+    """
+    if namespace is None:
+        return _COMMON.copy()
     try:
-        named = _canonical(key.namespace)
+        named = _canonical(namespace)
     # Tuples in tuples without end, or a number of more digits than Python prints.
     except (RecursionError, ValueError) as error:
-        raise RequestError(f"namespace is a {type(key.namespace).__name__}: {error}") from None
+        raise RequestError(f"namespace is a {type(namespace).__name__}: {error}") from None
+    return _begin(named)
+
+
+def _begin(named: bytes) -> PathHash:
+    """Return the path hash, and digest, of a namespace's canonical bytes alone."""
     # The length first: else a longer namespace with fewer tokens could give the same bytes.
-    digest = blake2b(len(named).to_bytes(8, "little") + named, digest_size=DIGEST_BYTES)
-    digest.update(key.data)
-    return digest.digest()
+    return blake2b(len(named).to_bytes(8, "little") + named, digest_size=DIGEST_BYTES)
 
 
 def prove(digest: bytes, decode_secret: bytes, prefill_secret: bytes) -> bytes:
@@ -92,3 +118,6 @@ def _canonical(namespace: Hashable) -> bytes:
             )
     # The size makes a tuple's items distinct: ("ab", "c") is not ("a", "bc").
     return letter + len(value).to_bytes(8, "little") + value
+
+
+_COMMON = _begin(_canonical(None))  # of the namespace that most requests have

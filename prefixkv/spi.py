@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from prefixkv.cache.results import PrefixLock as PrefixLock
     from prefixkv.cache.results import packed_ids as packed_ids
     from prefixkv.config import check_version as check_version
+    from prefixkv.decode.host_tier import HostTier as HostTier
+    from prefixkv.decode.sources import Lack as Lack
     from prefixkv.decode.sources import Source as Source
     from prefixkv.decode.sources import Sources as Sources
     from prefixkv.errors import AbortedError as AbortedError
@@ -67,6 +69,7 @@ if TYPE_CHECKING:
     from prefixkv.errors import TokenError as TokenError
     from prefixkv.errors import TraceError as TraceError
     from prefixkv.errors import TransferError as TransferError
+    from prefixkv.errors import UserErrors as UserErrors
     from prefixkv.errors import check_laws as check_laws
     from prefixkv.errors import check_range as check_range
     from prefixkv.kv_events.publisher import default_topic as default_topic
@@ -88,6 +91,8 @@ if TYPE_CHECKING:
     from prefixkv.paging import page_table as page_table
     from prefixkv.paging import pages_for as pages_for
     from prefixkv.paging import slot_mapping as slot_mapping
+    from prefixkv.protocol.host_copy import HostCopy as HostCopy
+    from prefixkv.protocol.host_copy import HostCopyDone as HostCopyDone
     from prefixkv.protocol.ids import PeerId as PeerId
     from prefixkv.protocol.messages import PROTOCOL_VERSION as PROTOCOL_VERSION
     from prefixkv.protocol.messages import ProcessLife as ProcessLife
@@ -103,6 +108,7 @@ if TYPE_CHECKING:
     from prefixkv.runtime.decode_rank import DecodeRank as DecodeRank
     from prefixkv.runtime.groups import DecodeGroup as DecodeGroup
     from prefixkv.runtime.groups import PrefillGroup as PrefillGroup
+    from prefixkv.runtime.host_memory import HostMemory as HostMemory
     from prefixkv.runtime.metrics import NodeCollector as NodeCollector
     from prefixkv.runtime.transfers import MakeTransport as MakeTransport
     from prefixkv.runtime.transfers import secret_number as secret_number
@@ -193,8 +199,14 @@ _HOMES = {
     "AdmissionPolicy": "admission",
     "register_admission": "admission",
     # Where decode gets what a request lacks.
+    "Lack": "decode.sources",
     "Source": "decode.sources",
     "Sources": "decode.sources",
+    # Host memory behind a device's pages.
+    "HostTier": "decode.host_tier",
+    "HostMemory": "runtime.host_memory",
+    "HostCopy": "protocol.host_copy",
+    "HostCopyDone": "protocol.host_copy",
     # Pages and tokens.
     "MAX_INDEX": "paging",
     "PageIds": "paging",
@@ -301,6 +313,7 @@ _HOMES = {
     "TokenError": "errors",
     "TraceError": "errors",
     "TransferError": "errors",
+    "UserErrors": "errors",
 }
 # NodeCollector needs an extra, so that `import *` leaves it out.
 __all__ = sorted({*_HOMES} - {"NodeCollector"})  # pyright: ignore[reportUnsupportedDunderAll]

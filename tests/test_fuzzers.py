@@ -27,6 +27,7 @@ SHORT = {
     "staging_pair.py": ["--seconds", "2"],
     "twenty_mutants.py": ["--only", "10", "--processes", "1"],
     "weights.py": ["--seconds", "2"],
+    "windows.py": ["--seconds", "2"],
 }
 _OTHERS = {"mutants.py", "runner.py", "seeds.py", "spelled.py"}  # a tool's; what the others share
 

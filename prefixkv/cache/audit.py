@@ -69,6 +69,11 @@ def _tree_laws(tree: RadixTree, orphans: list[TreeNode]) -> Iterator[str]:
             not node.start < depth < node.end for depth in depths
         ):
             yield f"steps rise, and lie inside their node: {node} {depths}"
+        depths = [depth for depth, _ in node.hashes or ()]
+        if depths != sorted(set(depths)) or any(
+            not node.start < depth <= node.end for depth in depths
+        ):
+            yield f"hashes are of paths that end inside their node, and rise: {node} {depths}"
         # A policy that raised left no mark.
         if not node.children and node.mark is None and not tree.errors.num:
             yield f"a leaf has been used: {node}"

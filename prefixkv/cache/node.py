@@ -67,8 +67,8 @@ class TreeNode:
 
     __slots__ = (
         # Slots: a node per branch, so an instance dictionary would cost memory for each.
-        "children", "end", "entry", "key", "lock_ref", "mark", "only_child", "pages", "parent",
-        "steps", "wants",
+        "children", "end", "entry", "hashes", "key", "lock_ref", "mark", "only_child", "pages",
+        "parent", "steps", "wants",
     )  # fmt: skip
 
     def __init__(self, key: Packed, pages: Packed, end: int, parent: TreeNode | None) -> None:
@@ -91,6 +91,8 @@ class TreeNode:
         # Set and cleared by the queue alone. An entry found elsewhere in a queue is out of date.
         self.entry: Any = None  # this node's live place in an eviction queue
         self.wants: dict[tuple[int, bytes], list[Want]] | None = None  # see wants.py
+        # (depth, hash) of the path down to there, ascending. See `RadixCache.keep_hash`.
+        self.hashes: list[tuple[int, Any]] | None = None
 
     @property
     def start(self) -> int:
@@ -206,6 +208,9 @@ class TreeNode:
                 upper.mark = below.pop(0)[1]
             upper.steps = above or None
             self.steps = below or None
+        if self.hashes:
+            at = bisect_left(self.hashes, (depth + 1,))
+            upper.hashes, self.hashes = self.hashes[:at] or None, self.hashes[at:] or None
         return upper
 
     def absorb_parent(self) -> None:
@@ -229,6 +234,8 @@ class TreeNode:
         if self.steps:
             steps += self.steps
         self.steps = steps or None
+        if parent.hashes:
+            self.hashes = parent.hashes + (self.hashes or [])
         self.parent = parent.parent
         parent.leave_tree()
 
@@ -265,6 +272,8 @@ class TreeNode:
         del self.pages[-cut:]  # type: ignore[union-attr]
         del self.key[-num_pages * page_bytes :]  # type: ignore[union-attr]
         self.end -= num_pages
+        if self.hashes and self.hashes[-1][0] > self.end:
+            self.hashes = [one for one in self.hashes if one[0] <= self.end] or None
         # The page that is now last inherits the history of all that was below it, so that evicting
         # a tail forgets no use of the prefix. From below upwards: `fold` takes (upper, lower).
         steps = self.steps
@@ -280,7 +289,7 @@ class TreeNode:
         it is dead (`end` is DEAD)."""
         # Less than every depth: `locate` then walks again from the root.
         self.end = DEAD
-        self.parent = self.entry = self.steps = self.wants = self.only_child = None
+        self.parent = self.entry = self.steps = self.wants = self.only_child = self.hashes = None
         self.children = NO_CHILDREN
 
 

@@ -138,6 +138,38 @@ class RadixCache(RadixTree):
         depth = num_bytes // self._page_bytes
         return MatchResult(self, data, key.namespace, node, depth, self.version)
 
+    # --- hashes of paths -------------------------------------------------------------------------
+
+    def keep_hash(self, lock: PrefixLock, depth: int, path_hash: Any) -> None:
+        """Keep in the radix cache a hash of a lock's path, of its namespace and its first `depth`
+        pages. It goes with the path's pages.
+
+        A prompt that goes on from there need not be hashed from its beginning. The tree looks at no
+        hash. Ignored unless the lock ends at `depth`. O(1).
+        """
+        node = lock.node
+        if node.end != depth or not lock.held or lock.cache is not self or node.parent is None:
+            return
+        if node.hashes is None:
+            node.hashes = [(depth, path_hash)]
+        elif node.hashes[-1][0] < depth:
+            node.hashes.append((depth, path_hash))
+
+    def hashed(self, result: MatchResult) -> tuple[int, Any] | None:
+        """Return the deepest hash that `keep_hash` has left on the path of a result, and its depth
+        in pages; None if the radix cache has none. O(nodes on the path).
+
+        Raises:
+            LockError: the result is another cache's.
+        """
+        node, depth = self.locate(result)
+        while node is not None:
+            for end, path_hash in reversed(node.hashes or ()):
+                if end <= depth:
+                    return end, path_hash
+            node = node.parent
+        return None
+
     # --- holding ---------------------------------------------------------------------------------
 
     def lock(
@@ -237,6 +269,10 @@ class RadixCache(RadixTree):
                 self._enqueue(node)
         else:
             self._merge_if_idle(node)
+        try:
+            self.policy.work_ahead()
+        except Exception as error:
+            self.errors.caught(error)
         return lock.freed
 
     def _next_use(

@@ -10,8 +10,9 @@ import operator
 import struct
 from array import array
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -25,6 +26,13 @@ _LE_INT32 = np.dtype("<i4")
 
 TokensLike: TypeAlias = "RadixKey | Sequence[int] | npt.NDArray[Any] | Any"
 """A RadixKey, a sequence of ints, or a 1-D array of integers (numpy, `array.array` or torch)."""
+
+
+class _TokenList(msgspec.Struct, array_like=True, gc=False):
+    """A list of tokens, of a radix key or for one. As a type of its own, since msgspec takes longer
+    to look a generic one up than to check it."""
+
+    tokens: list[Annotated[int, msgspec.Meta(ge=0, lt=TOKEN_LIMIT)]]
 
 
 class RadixKey:
@@ -188,6 +196,33 @@ def pack(tokens: TokensLike) -> bytes:
     if isinstance(tokens, (str, bytes, bytearray)) or not isinstance(tokens, Iterable):
         raise TokenError(f"a {type(tokens).__name__} is no sequence of tokens")
     return _pack_sequence(list(tokens))
+
+
+def token_list(tokens: TokensLike) -> list[int]:
+    """Return tokens, one for each radix key of a batch, say, as a new list of ints.
+
+    A list, and an array or tensor that makes one of itself, is checked as it stands: packing takes
+    longer unless there are thousands.
+
+    Raises:
+        TokenError: tokens that are not integers in [0, TOKEN_LIMIT).
+
+    >>> token_list(np.array([7, 8]))
+    [7, 8]
+    """
+    listed = tokens
+    if type(tokens) is not list and (as_list := getattr(tokens, "tolist", None)) is not None:
+        listed = as_list()
+    if type(listed) is list:
+        try:
+            return msgspec.convert((listed,), _TokenList).tokens
+        # numpy's integers in a list, which are tokens, or what is none: packing tells, and names
+        # the place.
+        except msgspec.ValidationError:
+            pass
+    packed = pack(tokens)
+    check_packed(packed)
+    return np.frombuffer(packed, _LE_INT32).tolist()  # type: ignore[no-any-return]
 
 
 def common_pages(data: bytes, other: bytes, equal: int, end: int, page_bytes: int) -> int:

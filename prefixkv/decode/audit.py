@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise
 
+from prefixkv.cache.results import PrefixLock
 from prefixkv.decode.budget import PreallocBudget
 from prefixkv.decode.host_tier import HostTier
 from prefixkv.decode.inflight import InFlight
@@ -27,7 +28,7 @@ def check_decode(
     waiting: Iterable[DecodeRequest],
     requests: Collection[DecodeRequest],
     deferred: Collection[DecodeRequest],
-    host: HostTier | None = None,
+    host: HostTier[PrefixLock] | None = None,
 ) -> None:
     """Audit decode's scheduler: check its pages, budget, flights, rooms and requests against each
     other; each part checks itself elsewhere.
@@ -107,6 +108,7 @@ def check_decode(
             for req in live
             if req.output_limit
         ),
+        "a request's digest is its prompt's": all(req.is_named_right for req in requests),
     }
     check_laws(laws, f"{own} own", allocator, list(requests))
 

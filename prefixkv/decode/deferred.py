@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from prefixkv.cache.releases import Releases
+from prefixkv.cache.results import PrefixLock
 from prefixkv.decode.host_tier import HostTier
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.pages.manager import PageManager, RequestPages
@@ -37,7 +38,7 @@ class Deferred:
         self,
         pages: PageManager,
         queue_again: Callable[[DecodeRequest], None],
-        host: HostTier | None = None,
+        host: HostTier[PrefixLock] | None = None,
     ) -> None:
         self._pages = pages
         self._queue_again = queue_again
@@ -73,7 +74,9 @@ class Deferred:
             for event, ended in self._waiting
             if not isinstance(event, BrokenEvent)
         ]
-        coming = 0 if self._host is None else self._host.coming_pages(releases)
+        coming = 0
+        if self._host is not None:
+            coming = self._host.held_pages + sum(map(releases.end, self._host.pins))
         return coming + sum(
             pages.num_own + releases.end(pages.lock) for pages in held if pages is not None
         )

@@ -25,19 +25,18 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from itertools import combinations, islice
-from typing import Final, NamedTuple
+from typing import Final, Generic, NamedTuple
 
 import numpy as np
 
 from prefixkv.cache.eviction.policy import Policy
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import TOKEN_BYTES, RadixKey, common_pages
-from prefixkv.cache.releases import Releases
 from prefixkv.cache.results import MatchResult, PrefixLock
+from prefixkv.decode.device_pages import DeviceLock, DevicePages, LockT
 from prefixkv.decode.sources import FRESH_S
 from prefixkv.errors import check_laws
 from prefixkv.pages.allocator import PageAllocator
-from prefixkv.pages.manager import PageManager
 from prefixkv.paging import Pages
 from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
 from prefixkv.protocol.ids import RoomKey
@@ -60,7 +59,7 @@ class _Due(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class _TierCopy:
+class _TierCopy(Generic[LockT]):
     """A copy that is under way: of the pages [start, end) of `key`, the last ones of it."""
 
     number: int
@@ -72,16 +71,16 @@ class _TierCopy:
     dst: Pages
     epoch: int
     host_lock: PrefixLock
-    device_lock: PrefixLock | None  # of a write
+    device_lock: LockT | None  # of a write
     is_given_up: bool = False  # a load whose flight has ended; its device pages are held
 
 
-class HostTier:
+class HostTier(Generic[LockT]):
     """The host's tree and pages, and the copies between both tiers. Owned by the scheduler's
     thread.
 
     Args:
-        pages: the device's, with spare rows: one for each load that is under way.
+        pages: the device's; a `PageManager` needs a spare row for each load that is under way.
         num_pages: host pages.
         policy: of eviction in the host's tree.
         counters: where hits, loads and writes are counted.
@@ -91,7 +90,7 @@ class HostTier:
 
     def __init__(
         self,
-        pages: PageManager,
+        pages: DevicePages[LockT],
         num_pages: int,
         policy: str | Policy,
         counters: Counter[str],
@@ -108,7 +107,7 @@ class HostTier:
         self.num_ready = num_pages if are_ready else 0
         if not are_ready:
             self.allocator.alloc(num_pages)
-        self._copies: dict[int, _TierCopy] = {}
+        self._copies: dict[int, _TierCopy[LockT]] = {}
         self._orders: list[HostCopy] = []  # not taken yet
         self._due: OrderedDict[tuple[Hashable, bytes], _Due] = OrderedDict()
         self._count = 0
@@ -121,6 +120,11 @@ class HostTier:
     def __len__(self) -> int:
         """Return the number of copies between decode's tiers that are under way."""
         return len(self._copies)
+
+    @property
+    def num_writes(self) -> int:
+        """Writes to host memory that are under way, each of which keeps its pages on the device."""
+        return self._num_writes
 
     @property
     def has_due(self) -> bool:
@@ -141,13 +145,14 @@ class HostTier:
 
     # --- loads ------------------------------------------------------------------------------------
 
-    def find(self, key: RadixKey, start: int) -> MatchResult | None:
-        """Return what host memory has of `key` if that is more than its first `start` pages, and a
-        load can begin; else None."""
-        if not self.cache.num_pages or not self.pages.table.free_spare_rows:
+    def find(self, key: RadixKey, last: MatchResult | None = None) -> MatchResult | None:
+        """Return what host memory has of `key`, if a load can begin; else None. `last`: what was
+        found of this key before, which is still right while that memory has not changed."""
+        if not self.pages.may_load:
             return None
-        found = self.cache.match_prefix(key)
-        return found if found.depth > start else None
+        if last is not None and last.version == self.cache.version:
+            return last
+        return self.cache.match_prefix(key) if self.cache.num_pages else None
 
     def load_s(self, num_pages: int, now_s: float) -> float:
         """Return the seconds that a load of `num_pages` from host memory takes, behind those under
@@ -215,7 +220,7 @@ class HostTier:
         """Count the use of a path in the host's tree, and begin the write of what that lacks.
         Return False if the path has to wait, or a part of it."""
         key, now_s, continues = due
-        match, found = self.pages.cache.match_prefix(key), self.cache.match_prefix(key)
+        match, found = self.pages.find(key), self.cache.match_prefix(key)
         start, end, whole = found.depth, match.depth, len(key.data) // self._page_bytes
         # 1. Another write brings a part of it: what is left then is seen when that has ended.
         if self._is_being_written(key, start, whole):
@@ -249,7 +254,7 @@ class HostTier:
         dst = self.allocator.alloc(num_pages)
         key = key.prefix(end * self.pages.page_size)
         # Cut to what is written: what lies behind may be evicted meanwhile.
-        device_lock = self.pages.pin(self.pages.cache.match_prefix(key), now_s)
+        device_lock = self.pages.pin_key(key, now_s)
         self._order(False, key, start, device_lock.pages[start:], dst, host_lock, device_lock)
         self._num_writes += 1
         return num_later <= 0
@@ -278,7 +283,7 @@ class HostTier:
         src: Pages,
         dst: Pages,
         host_lock: PrefixLock,
-        device_lock: PrefixLock | None,
+        device_lock: LockT | None,
     ) -> None:
         """Enter a copy between decode's tiers, and order it."""
         self._count = number = self._count + 1
@@ -313,7 +318,7 @@ class HostTier:
         self.write_due()
         return None
 
-    def _wrote(self, copy: _TierCopy, is_good: bool, now_s: float) -> None:
+    def _wrote(self, copy: _TierCopy[LockT], is_good: bool, now_s: float) -> None:
         """Give the host's tree what a write has copied, if all of it is there, and end its pins."""
         assert copy.device_lock is not None
         self.pages.unpin(copy.device_lock)
@@ -345,13 +350,6 @@ class HostTier:
 
     # --- what comes back --------------------------------------------------------------------------
 
-    def coming_pages(self, releases: Releases) -> int:
-        """Count the device pages that are available again once the copies to and from host memory
-        have ended. O(copies). `releases` collects the locks that end with them."""
-        return self.held_pages + sum(
-            releases.end(copy.device_lock) for copy in self._copies.values()
-        )
-
     @property
     def held_pages(self) -> int:
         """Device pages that are held for loads from host memory whose flights have ended."""
@@ -370,7 +368,7 @@ class HostTier:
         return {load_key(copy.number) for copy in self._copies.values() if copy.is_given_up}
 
     @property
-    def pins(self) -> set[PrefixLock]:
+    def pins(self) -> set[LockT]:
         """Locks of writes to host memory in the device's tree."""
         locks = (copy.device_lock for copy in self._copies.values())
         return {lock for lock in locks if lock is not None}
@@ -409,7 +407,7 @@ class HostTier:
         }
         check_laws(laws, f"{len(copies)} copies", allocator)
         for copy in copies:
-            source = copy.host_lock if copy.is_load else copy.device_lock
+            source: DeviceLock | None = copy.host_lock if copy.is_load else copy.device_lock
             laws = {
                 "T2 a copy's source is locked": source is not None
                 and source.held
@@ -421,13 +419,11 @@ class HostTier:
                 == copy.end - copy.start
                 > 0,
                 "T2 a load whose flight has ended holds its pages": not copy.is_given_up
-                or np.array_equal(
-                    np.sort(copy.dst), pages.allocator.held_by(load_key(copy.number))
-                ),
+                or pages.holds_all(load_key(copy.number), copy.dst),
             }
             check_laws(laws, copy)
 
-    def _overlap(self, one: _TierCopy, other: _TierCopy) -> bool:
+    def _overlap(self, one: _TierCopy[LockT], other: _TierCopy[LockT]) -> bool:
         """Return whether two copies of one kind, with live paths of today's epoch, bring the same
         page of a path."""
         if (

@@ -50,7 +50,7 @@ class Waiter:
     is_aside: bool = False  # it may need more pages than can come back
     match: MatchResult | None = None
     new_pages: int = 0
-    found_in_host: MatchResult | None = None  # in host memory, if that has more
+    found_in_host: MatchResult | None = None  # in host memory
     load_end: int = 0  # end of what a load from there would bring, in pages; 0: no load
     needed_pages: int = 0
     most_pages: int = 0

@@ -22,6 +22,7 @@ import numpy as np
 from sortedcontainers import SortedList
 
 from prefixkv.admission import DEFAULT_ADMISSION, Admission, Rank, make_admission
+from prefixkv.cache.results import MatchResult, PrefixLock
 from prefixkv.decode.audit import check_queue
 from prefixkv.decode.budget import PreallocBudget
 from prefixkv.decode.host_tier import HostTier
@@ -98,7 +99,7 @@ class DecodePreallocQueue:
         waiting_timeout_s: float = math.inf,
         protect: bool = True,
         computes: bool = False,
-        host: HostTier | None = None,
+        host: HostTier[PrefixLock] | None = None,
         sources: Sources | None = None,
     ) -> None:
         self._computes = computes
@@ -168,6 +169,14 @@ class DecodePreallocQueue:
             self._unstamped.append(waiter)
         elif req.request.deadline_s is None:  # else the scheduler has its deadline
             self._deadlines.wake(req, req.arrived_s + self._waiting_timeout_s)
+
+    def match_of(self, req: DecodeRequest) -> MatchResult | None:
+        """Return what decode's tree had of a request of the prealloc queue when it was last looked
+        at; matched now if it was not."""
+        waiter = self._waiters[req]
+        if waiter.match is None:
+            waiter.match = self._pages.match(req.key, req.request.cacheable)
+        return waiter.match
 
     def _enter(self, waiter: Waiter) -> None:
         """Put a request of the prealloc queue into its prefill worker's lane, or set it aside if it
@@ -344,6 +353,9 @@ class DecodePreallocQueue:
         if waiter.lane in self._limited or waiter in self._over_share:
             has = f"{self._shares.pages(waiter.lane.address)} pages, its share of the pool"
             return f"{waited} for pages: prefill worker {waiter.lane.address} has {has}"
+        windows = self._pages.windows
+        if windows and (short := windows.short_of(WindowStart(req.fill_len, req.max_pages))):
+            return f"{waited} for pages of window group {short!r}"
         return f"{waited} for pages"
 
     def check_invariants(self) -> None:
@@ -624,9 +636,9 @@ class DecodePreallocQueue:
         # It takes pages as those that prefill sends do, so it changes only what is to be sent.
         load_pages = waiter.load_end = 0
         if self._host is not None and match is not None and req.may_load:
-            # With the last page left, where something has to be computed.
-            found = waiter.found_in_host = self._host.find(key, shared_pages)
-            if found is not None:
+            found = waiter.found_in_host = self._host.find(key, waiter.found_in_host)
+            if found is not None and found.depth > shared_pages:
+                # With the last page left, where something has to be computed.
                 samples = self._computes and not req.resumed and req.request.may_compute
                 load_end = min(found.depth, (len(key) - samples) // page_size)
                 if load_end > shared_pages and self._is_worth_loading(
@@ -728,6 +740,9 @@ class DecodePreallocQueue:
             window_start=start,
         )
         req.prefix_len = shared_pages * pages.page_size
+        if req.hashes:
+            req.pages_held.hashes, req.hashes = req.hashes, []
+            pages.keep_hashes(req.pages_held)
         # 4. Enter the flight, so that the next look of this pass can join it; then the sums that
         # the next `_limits` reads.
         # A page that was left is found elsewhere already.

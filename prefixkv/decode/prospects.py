@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from prefixkv.cache.releases import Releases
+from prefixkv.cache.results import PrefixLock
 from prefixkv.decode.host_tier import HostTier
 from prefixkv.decode.inflight import InFlight
 from prefixkv.decode.lanes import Lanes
@@ -48,7 +49,7 @@ class Prospects:
         lanes: Lanes,
         flights: InFlight,
         stuck: Callable[[Releases], int],
-        host: HostTier | None = None,
+        host: HostTier[PrefixLock] | None = None,
     ) -> None:
         self._host = host
         self._pages, self._shares, self._lanes = pages, shares, lanes
@@ -71,7 +72,7 @@ class Prospects:
                     away += flight.pages.num_own + releases.end(flight.pages.lock)
         stuck = self._stuck(releases)
         held = pages.held_pages + pages.quarantined_pages
-        if self._host is not None:
+        if held and self._host is not None:
             held -= self._host.held_pages
         return Unproved(held, away, stuck)
 

@@ -16,12 +16,11 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from operator import attrgetter
 
-import numpy as np
-
 from prefixkv.addresses import check_prefill
 from prefixkv.admission import DEFAULT_ADMISSION, Admission
 from prefixkv.cache.eviction.policy import Policy
-from prefixkv.cache.radix_key import check_packed, pack
+from prefixkv.cache.radix_key import token_list
+from prefixkv.cache.results import PrefixLock
 from prefixkv.config import Retarget, check_version
 from prefixkv.decode.audit import check_decode
 from prefixkv.decode.budget import PreallocBudget
@@ -39,7 +38,6 @@ from prefixkv.decode.room_numbers import RoomNumbers
 from prefixkv.decode.shares import PrefillShares
 from prefixkv.decode.sources import Source, Sources
 from prefixkv.decode.transfer_queue import DecodeTransferQueue
-from prefixkv.digest import prompt_digest
 from prefixkv.errors import (
     AbortedError,
     AdmissionTimeoutError,
@@ -136,7 +134,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.shares = shares or PrefillShares()
         self.lanes = lanes or Lanes()
         # A write leaves a page to each request that runs, for its next token.
-        self.host: HostTier | None = None
+        self.host: HostTier[PrefixLock] | None = None
         if host is not None:
             num_pages, policy, are_ready = host
             self.host = HostTier(
@@ -177,6 +175,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._late_refusals: dict[RoomKey, tuple[str, Exception, bytes]] = {}
         self._ticket = ticket or count(1).__next__
         self._admitted: list[DecodeRequest] = []  # to be returned by `pop_preallocated`
+        self._batch: list[DecodeRequest] = []  # of the last `append_many`: of this node, each once
         self.computing = Computing(self.sources)
 
     # --- calls of the engine ----------------------------------------------------------------------
@@ -213,6 +212,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.waiting.add(req)
         if request.prefill:
             self.shares.name(request.prefill)
+            req.name_prompt(self.waiting.match_of(req))
         self.requests[req.rid] = req
         self.rooms.add(req.room)
         self._note_deadline(req)
@@ -391,28 +391,33 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         check_time(now_s)
         # Tokens are checked before any is added: `DecodeRequest.key` later appends them without a
         # check.
-        packed = pack(token_ids)
-        check_packed(packed)
-        tokens: list[int] = np.frombuffer(packed, "<i4").tolist()
+        tokens = token_list(token_ids)
         try:
             if len(tokens) != len(reqs):
                 raise RequestError(f"{len(tokens)} tokens for {len(reqs)} requests")
-            if len(set(reqs)) != len(reqs):
-                raise RequestError("a request is named twice")
-            # The whole batch passes here at every step, so all but two comparisons is left to the
-            # few requests that are at their limit, or of another node.
-            mine = self.pages
-            due = [
-                req
-                for req in reqs
-                if len(req.output) >= req.output_limit or req.page_manager is not mine
-            ]
+            # The whole batch passes here at every step, so all but one comparison is left to the
+            # few requests that are at their limit. Where the list is that of the step before, it
+            # names none twice, and none of another node: neither ever changes.
+            is_known = type(reqs) is list and reqs == self._batch
+            if is_known:
+                due = [req for req in reqs if len(req.output) >= req.output_limit]
+            else:
+                if len(set(reqs)) != len(reqs):
+                    raise RequestError("a request is named twice")
+                mine = self.pages
+                due = [
+                    req
+                    for req in reqs
+                    if len(req.output) >= req.output_limit or req.page_manager is not mine
+                ]
         except (TypeError, AttributeError):  # what lacks these is no request
             raise RequestError(
                 f"reqs is {shown(reqs)}, a list of DecodeRequest is needed"
             ) from None
         for req in due:
             self._check_in_batch(req)
+        if not is_known:
+            self._batch = list(reqs)  # one of another node was due, and was refused
         # This takes pages, or raises before it takes any. So the tokens are appended only
         # afterwards.
         if due and grow_for_next_token(
@@ -993,7 +998,10 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         )
         # After some output the tokens to compute are more than the prompt, so their digest is
         # another.
-        digest = req.request.digest if req.fill_len == req.prompt_len else prompt_digest(req.key)
+        digest = req.request.digest
+        if req.fill_len > req.prompt_len:
+            match = self.pages.match(req.key, req.request.cacheable)
+            digest, _ = self.pages.digest(req.key, match)
         self._commands.append(OpenRoom(promise, req.prefill, digest))
         return True
 
@@ -1051,8 +1059,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         num_shared = 0
         if match is not None:
             _, num_shared = self.flights.find(req.key, match.depth)
-            if self.host is not None and (found := self.host.find(req.key, num_shared)):
-                num_shared = found.depth
+            if self.host is not None and (found := self.host.find(req.key)) is not None:
+                num_shared = max(num_shared, found.depth)
         return req.kv_len - num_shared * self.pages.page_size <= most
 
     def _go_alone(self, req: DecodeRequest) -> None:

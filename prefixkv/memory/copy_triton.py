@@ -100,7 +100,7 @@ class TritonCopy:
         )
         self._dtype: torch.dtype = getattr(torch, dtype)
         self._slabs = torch.tensor(slabs, dtype=torch.int64, device=self._device)
-        self._offsets = torch.from_numpy(plan.row_offsets).to(self._device)
+        self._offsets = torch.from_numpy(np.array(plan.row_offsets)).to(self._device)
 
     def num_bytes(self, num_units: int) -> int:
         return self._plan.num_bytes(num_units)
@@ -136,7 +136,7 @@ class TritonCopy:
         grid = (triton.cdiv(num_rows, tile_rows), len(plan.slabs), triton.cdiv(row_words, width))
         _kernel(knobs.runtime.interpret)[grid](
             self._slabs, self._offsets,
-            torch.from_numpy(np.ascontiguousarray(units)).to(self._device), stage.view(self._dtype),
+            torch.from_numpy(np.array(units)).to(self._device), stage.view(self._dtype),
             num_rows, row_words, fold=plan.fold, rows_a_unit=rows_a_unit, alignment=self._alignment,
             word=self._word, tile_rows=tile_rows, tile_width=width, to_stage=to_stage,
         )  # fmt: skip

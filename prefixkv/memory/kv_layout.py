@@ -53,12 +53,18 @@ class PageGroup(msgspec.Struct, frozen=True, array_like=True):
 
     `window`: a token of these layers sees that many tokens, itself among them; older pages are
     given up, and the page ids are the group's own. 0: they keep every token, under the page ids of
-    the first layers (*aligned*: a draft's KV, the keys of an index).
+    the first layers (*aligned*: a draft's KV, the keys of an index). A window group may lie in the
+    memory of the first layers (`KVLayout.is_shared`).
     """
 
     name: GroupName
     window: int
     layout: KVLayout
+
+    def first_page(self, num_tokens: int) -> int:
+        """Return the number of the first page that a window group of the layout needs behind
+        `num_tokens` tokens."""
+        return max(0, num_tokens + 1 - self.window) // self.layout.page_size
 
 
 MAX_GROUPS: Final = 64
@@ -276,11 +282,24 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
                 at = _region_at(regions, start)
                 if at < 0 or start + num_bytes > sum(regions[at]):
                     raise ConfigError(f"{where}: its region at {start:#x} is not the pool's")
+            if self.is_shared(group):
+                # Page ids are of one pool: what a promise names is looked at together.
+                if not group.window or layout.num_pages != self.num_pages:
+                    raise ConfigError(
+                        f"{where} has the first group's memory: it needs a window, and as many "
+                        f"pages, {self.num_pages}"
+                    )
+                continue
             spans += layout._spans(where)
         spans = sorted(spans + self._spans("the first group"))
         for (_, end, one), (start, _, other) in pairwise(spans):
             if start < end:
                 raise ConfigError(f"{one} and {other} share memory at {start:#x}")
+
+    def is_shared(self, group: PageGroup) -> bool:
+        """Return True if a group of the layout lies in the memory of its first group, slab for
+        slab: an engine with one pool of pages gives each page to one group at a time."""
+        return bool(group.layout.slabs) and set(group.layout.slabs) <= set(self.slabs)
 
     def _spans(self, where: str) -> list[tuple[int, int, str]]:
         """Return the memory from the first to the last byte of each set of the KV layout's slabs

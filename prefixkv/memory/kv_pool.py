@@ -43,7 +43,8 @@ class PoolGroup:
     Args:
         name: of the group, the same on both sides.
         pool: the memory of its layers, with the page size of the first group; created, or an
-            engine's own tensors.
+            engine's own tensors. Of an engine with pages of its own, whose window layers lie in
+            tensors of the first group, these tensors.
         window: tokens that a token of these layers sees, itself among them. 0: they keep every
             token, under the page ids of the first group (*aligned*), of which they have as many.
         step_tokens: of a window, the most tokens that the engine computes of a request before it

@@ -195,12 +195,14 @@ def check_opaque(ours: Mesh, our_page_size: int, theirs: Mesh, their_page_size: 
 
 
 def check_whole_groups(ours: Mesh, our_page_size: int, theirs: Mesh, their_page_size: int) -> None:
-    """Raise HandshakeError where two meshes cannot exchange a model with groups of layers: with
-    several ranks, or with pages of two sizes."""
-    for mesh in (ours, theirs):
-        if mesh.num_ranks > 1:
-            why = f"of a side with groups of layers is {mesh.num_ranks}, must be 1"
-            raise HandshakeError("ranks", ours.num_ranks, theirs.num_ranks, why)
+    """Raise HandshakeError where two meshes cannot exchange a model with groups of layers: of
+    several pipeline stages, of other tensor-parallel sizes, or with pages of two sizes."""
+    if (ours.tp_size, ours.pp_size) != (theirs.tp_size, theirs.pp_size):
+        size = "tp_size" if ours.tp_size != theirs.tp_size else "pp_size"
+        raise HandshakeError(size, getattr(ours, size), getattr(theirs, size), GROUPS_NEED_IT)
+    if ours.pp_size > 1:
+        why = "must be 1 where a model has groups of layers"
+        raise HandshakeError("pp_size", ours.pp_size, theirs.pp_size, why)
     if our_page_size != their_page_size:
         raise HandshakeError("page_size", our_page_size, their_page_size, GROUPS_NEED_IT)
 

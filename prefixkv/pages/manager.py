@@ -17,22 +17,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from prefixkv.cache.checkpoints import Checkpoints, Windows
 from prefixkv.cache.eviction.policy import DEFAULT_POLICY, Policy
-from prefixkv.cache.node import PAGE_ID_BYTES
+from prefixkv.cache.node import PAGE_ID_BYTES, Root
 from prefixkv.cache.radix_cache import RadixCache
-from prefixkv.cache.radix_key import RadixKey
+from prefixkv.cache.radix_key import TOKEN_BYTES, RadixKey
 from prefixkv.cache.results import MatchResult, PrefixLock, packed_path
+from prefixkv.digest import PathHash, begin_hash
 from prefixkv.errors import CallerError, CapacityError, InternalError, OutOfPagesError, UserErrors
 from prefixkv.pages.allocator import PageAllocator
 from prefixkv.pages.table import PageTable
 from prefixkv.pages.windows import WindowGroups, WindowSpec, WindowStart
-from prefixkv.paging import Pages
+from prefixkv.paging import Pages, pages_for
 from prefixkv.settings import check_time, whole_count
 from prefixkv.stats import MICROSECONDS, Histogram
+
+HASH_EVERY_TOKENS: Final = 1024
+"""Tokens that one path hash is away from the next on a path, at least. Hashing that many takes
+3 us, and a path hash takes half a kilobyte."""
+
+
+class KeptHash(NamedTuple):
+    """A path hash of a request's prompt, of its first `depth` pages."""
+
+    depth: int
+    path_hash: PathHash
 
 
 @dataclass(slots=True, eq=False)
@@ -50,6 +63,7 @@ class RequestPages:
     num_pages: int
     epoch: int
     slot: int = -1
+    hashes: Sequence[KeptHash] = ()  # of its prompt's path; kept once its lock ends there
     duplicates: list[Pages] = field(default_factory=list)  # replaced, but writes may read them
 
     @property
@@ -80,6 +94,9 @@ class PageManager:
             slot of extra state, pages in the window groups, or both.
         windows: groups of layers that keep the last tokens only (`pages/windows.py`). Every request
             has pages there from `open` to its end, under the rules of its own pages.
+
+    `hash_every_pages`: pages that path hashes are apart, at least. Another number changes only what
+    `digest` costs.
     """
 
     def __init__(
@@ -98,6 +115,7 @@ class PageManager:
         windows: Sequence[WindowSpec] = (),
     ) -> None:
         self.page_size = page_size
+        self._page_bytes = page_size * TOKEN_BYTES
         self.num_pages = num_pages - reserved_pages  # that requests may have
         self.evict_reserve_pages = evict_reserve_pages
         self.caching = caching
@@ -110,6 +128,7 @@ class PageManager:
         self.windows = WindowGroups(windows, page_size, max_requests, num_checkpoints > 0)
         # Last: a policy object serves one cache, so nothing that could fail may come after it.
         self.cache = RadixCache(page_size, policy, num_pages, self.errors)
+        self.hash_every_pages = pages_for(HASH_EVERY_TOKENS, page_size)
         self.checkpoints: Checkpoints | None = None
         if num_checkpoints:
             keeper = _Keeper(self.windows) if self.windows else None
@@ -141,6 +160,37 @@ class PageManager:
         """Return the longest cached prefix in the page manager's tree; None if caching is off.
         Changes nothing."""
         return self.cache.match_prefix(key) if self.caching and cacheable else None
+
+    def digest(self, key: RadixKey, match: MatchResult | None) -> tuple[bytes, list[KeptHash]]:
+        """Return the digest of a checked key (`prompt_digest`), worked out from the deepest path
+        hash that the page manager's tree has of its match, and new path hashes to be kept. O(tokens
+        behind that hash).
+
+        New ones are of the match, where another path may part, and of all whole pages, where a next
+        turn goes on.
+        """
+        data, page_bytes = key.data, self._page_bytes
+        known = None if match is None else self.cache.hashed(match)
+        if known is None:
+            at, path_hash = 0, begin_hash(key.namespace)
+        else:
+            at, path_hash = known[0], known[1].copy()
+        kept: list[KeptHash] = []
+        if match is not None:
+            for depth in (match.depth, len(data) // page_bytes):
+                if depth - at >= self.hash_every_pages:
+                    path_hash.update(memoryview(data)[at * page_bytes : depth * page_bytes])
+                    kept.append(KeptHash(depth, path_hash.copy()))
+                    at = depth
+        path_hash.update(memoryview(data)[at * page_bytes :])
+        return path_hash.digest(), kept
+
+    def keep_hashes(self, pages: RequestPages) -> None:
+        """Keep in the page manager's tree those path hashes of a request at which its lock ends
+        now."""
+        if pages.lock is not None:
+            for depth, path_hash in pages.hashes:
+                self.cache.keep_hash(pages.lock, depth, path_hash)
 
     def open(
         self,
@@ -344,6 +394,8 @@ class PageManager:
                 self.allocator.free(duplicates)
             self.allocator.cache(published)
         pages.num_locked = num_whole
+        if pages.hashes:
+            self.keep_hashes(pages)
         self.version += 1
 
     def cache_finished(
@@ -394,6 +446,19 @@ class PageManager:
     def unwant(self, number: int) -> None:
         """End a want in the page manager's tree: the request waits no longer."""
         self.cache.unwant(number)
+
+    @property
+    def may_load(self) -> bool:
+        """True if the page manager has a row for one load from host memory more."""
+        return bool(self.table.free_spare_rows)
+
+    def find(self, key: RadixKey) -> MatchResult:
+        """Return the longest cached prefix in the page manager's tree. Changes nothing."""
+        return self.cache.match_prefix(key)
+
+    def pin_key(self, key: RadixKey, now_s: float) -> PrefixLock:
+        """Pin what the page manager's tree has of a key. See `pin`."""
+        return self.pin(self.cache.match_prefix(key), now_s)
 
     def pin(self, match: MatchResult, now_s: float) -> PrefixLock:
         """Lock a match in the page manager's tree while its pages are copied, until `unpin`: no use
@@ -466,6 +531,11 @@ class PageManager:
     def holds(self, owner: Hashable) -> bool:
         """Return whether `owner` has held or quarantined pages, or a slot, in the page manager."""
         return self.allocator.holds(owner)
+
+    def holds_all(self, owner: Hashable, pages: Pages) -> bool:
+        """Return whether the page manager's pages that `owner` holds are just these. O(pages in the
+        pool)."""
+        return np.array_equal(np.sort(pages), self.allocator.held_by(owner))
 
     def flush(self) -> int:
         """Empty the page manager's tree after a weight update, and return how many pages were freed
@@ -549,8 +619,9 @@ class PageManager:
 
     def check_invariants(self) -> None:
         """Audit the page manager's tree, allocator and table, and that they agree on how many pages
-        are cached."""
+        are cached. O(nodes x tokens of a path) for the path hashes."""
         self.cache.check_invariants()
+        self._check_hashes()
         if self.checkpoints is not None:
             self.checkpoints.check_invariants()
         self.allocator.check_invariants()
@@ -580,6 +651,24 @@ class PageManager:
             raise InternalError(
                 f"the tree has {in_tree} pages, the allocator {self.allocator.cached_pages} cached"
             )
+
+    def _check_hashes(self) -> None:
+        """Check that each path hash in the page manager's tree is that of its path. Raises
+        InternalError."""
+        for node in self.cache.nodes():
+            if node.hashes is None:
+                continue
+            runs, top = [bytes(node.key)], node
+            while (above := top.parent) is not None:
+                top = above
+                runs.append(bytes(top.key))
+            assert isinstance(top, Root)
+            tokens = b"".join(reversed(runs))
+            for depth, path_hash in node.hashes:
+                expected = begin_hash(top.namespace)
+                expected.update(tokens[: depth * self._page_bytes])
+                if expected.digest() != path_hash.digest():
+                    raise InternalError(f"the hash of {depth} pages is another path's: {node}")
 
 
 class _Keeper:

@@ -8,8 +8,10 @@ from typing import Any, ClassVar, Final, Generic, TypeVar
 
 import numpy as np
 
+from prefixkv.cache.results import MatchResult
+from prefixkv.digest import prompt_digest
 from prefixkv.errors import CallerError, DrainingError, InternalError, RequestError, UserErrors
-from prefixkv.pages.manager import PageManager, RequestPages
+from prefixkv.pages.manager import KeptHash, PageManager, RequestPages
 from prefixkv.pages.windows import WindowPages
 from prefixkv.paging import Pages
 from prefixkv.protocol.ids import RoomKey
@@ -60,8 +62,8 @@ class PagedRequest(Generic[State]):
     """
 
     __slots__ = (
-        "arrived_s", "ended_s", "error", "generation", "page_manager", "pages_held", "request",
-        "rid", "state",
+        "arrived_s", "ended_s", "error", "generation", "hashes", "page_manager", "pages_held",
+        "request", "rid", "state",
     )  # fmt: skip
 
     TRANSITIONS: ClassVar[Mapping[Any, Set[Any]]]
@@ -79,6 +81,19 @@ class PagedRequest(Generic[State]):
         self.arrived_s = now_s
         self.ended_s: float | None = None
         self.page_manager = pages  # of the node that took the request in
+        self.hashes: list[KeptHash] = []  # of its prompt, to be kept once its pages are in the tree
+
+    def name_prompt(self, match: MatchResult | None) -> None:
+        """Work out the digest of a paged request's prompt, of either side, from what the tree knows
+        of its match."""
+        digest, self.hashes = self.page_manager.digest(self.request.key, match)
+        self.request.know_digest(digest)
+
+    @property
+    def is_named_right(self) -> bool:
+        """True unless the digest of a paged request, of either side, is another prompt's, for
+        audits. O(tokens)."""
+        return self.request.digest == prompt_digest(self.request.key)
 
     def become(self, state: State) -> None:
         """Move a paged request, of either side, to another state. Raises InternalError if

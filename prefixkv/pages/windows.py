@@ -87,6 +87,7 @@ class WindowGroup:
     def __init__(
         self, spec: WindowSpec, page_size: int, num_requests: int, is_shared: bool = False
     ) -> None:
+        self.spec = spec
         self.name, self.window, num_pages, self.step_tokens = spec
         self.page_size = page_size
         self.allocator = PageAllocator(num_pages)
@@ -96,7 +97,9 @@ class WindowGroup:
         columns = self.row_pages + (self.tail_pages if is_shared else 0)
         self.array = np.full((num_requests, columns), UNUSED, np.int32)
         self.first_pages = np.zeros(num_requests, np.int32)
+        self._first_page = self.first_pages.data  # the same memory, faster for single rows
         self._lengths = np.full(num_requests, _NO_ROW, np.int32)
+        self._length_of = self._lengths.data
         # By page: how many checkpoints and rows have it, and how many of these may not give it up:
         # rows, checkpoints that are locked, and those that are not entered yet.
         self.is_shared = is_shared
@@ -162,15 +165,15 @@ class WindowGroup:
         return WindowPages(int(self.first_pages[row]), view)
 
     def _length(self, row: int) -> int:
-        if not 0 <= row < len(self._lengths) or self._lengths[row] == _NO_ROW:
+        if not 0 <= row < len(self._length_of) or self._length_of[row] == _NO_ROW:
             raise CallerError(f"row {row} of window group {self.name!r} is not in use")
-        return int(self._lengths[row])
+        return self._length_of[row]
 
     def slide(self, row: int, num_tokens: int) -> None:
         """Move a request's row in the window group on: nothing more is read of the pages before
         those that it needs behind `num_tokens` tokens."""
         first, length = self.first_page(num_tokens), self._length(row)
-        passed = first - int(self.first_pages[row])
+        passed = first - self._first_page[row]
         if passed <= 0:
             return
         if passed > length:
@@ -179,17 +182,20 @@ class WindowGroup:
                 f"{self.first_pages[row]} to {self.first_pages[row] + length}"
             )
         ids = self.array[row, :length]
-        out, kept = ids[:passed].copy(), ids[passed:].copy()
-        if self.is_shared:
-            is_shared = self.refs[out] > 0
-            if is_shared.any():
-                self._passed.setdefault(row, []).append(out[is_shared])
-            out = out[~is_shared]
+        out = ids[:passed].copy()
         # Own pages behind the others: what is computed next is written there.
-        moved = np.concatenate([kept, out])
+        if not self.is_shared:
+            ids[: length - passed] = ids[passed:]
+            ids[length - passed :] = out
+            self._first_page[row] = first
+            return
+        is_shared = self.refs[out] > 0
+        if is_shared.any():
+            self._passed.setdefault(row, []).append(out[is_shared])
+        moved = np.concatenate([ids[passed:], out[~is_shared]])
         ids[len(moved) :] = UNUSED
         ids[: len(moved)] = moved
-        self.first_pages[row], self._lengths[row] = first, len(moved)
+        self._first_page[row], self._lengths[row] = first, len(moved)
 
     def close(self, row: int) -> Pages:
         """End a request's row in the window group. Return its own pages, which are the caller's to
@@ -315,10 +321,16 @@ class WindowGroups(tuple[WindowGroup, ...]):
     def fit(self, start: WindowStart) -> bool:
         """Return whether a request that begins there has room in all window groups; what it shares
         is left out of what could be given up."""
-        return all(
-            group.own_pages(start, number) <= group.available_pages(start.shared_in(number))
-            for number, group in enumerate(self)
-        )
+        return not self.short_of(start)
+
+    def short_of(self, start: WindowStart) -> str:
+        """Return the name of the first window group without room for a request that begins there;
+        "" if all have it."""
+        for number, group in enumerate(self):
+            available = group.available_pages(start.shared_in(number))
+            if group.own_pages(start, number) > available:
+                return group.name
+        return ""
 
     def open(
         self, row: int, start: WindowStart, make_room: Callable[[Sequence[int]], object] | None

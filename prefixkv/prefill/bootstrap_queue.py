@@ -162,6 +162,9 @@ class PrefillBootstrapQueue:
                 points.end(req)
             raise
         req.prefix_len = prefix_len
+        if req.hashes:
+            req.pages_held.hashes, req.hashes = req.hashes, []
+            pages.keep_hashes(req.pages_held)
         if points is not None:
             points.begin(req)
         req.plan = SendPlan(req.num_tokens, req.decode_prefix_len, page_size)

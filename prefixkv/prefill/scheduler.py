@@ -150,6 +150,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         self._note_deadline(req)
         self.requests[req.rid] = req
         self._rooms[req.room_key] = req
+        req.name_prompt(self.pages.match(request.key, request.cacheable))
         self._commands.append(AddRoom(req.room_key, req.num_tokens, request.digest))
         return req
 
@@ -484,6 +485,9 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
             == {pages.lock for pages in held if pages.lock is not None},
             "every row is a request's": self.pages.table.free_rows
             == len(self.pages.table.array) - len(held),
+            "a request's digest is its prompt's": all(
+                req.is_named_right for req in self.requests.values()
+            ),
         }
         check_laws(laws, f"{own} own", self.requests)
 

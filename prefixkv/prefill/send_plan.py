@@ -94,10 +94,15 @@ class WindowPlan:
     def send(self, end: int, last: bool = False) -> Span:
         """Return the pages that a chunk is to send by this plan of a window group, now that KV is
         computed up to token `end`."""
-        end_page = pages_for(end, self.page_size) if last else whole_pages(end, self.page_size)
-        span = Span(self.cursor_page, max(self.cursor_page, end_page))
+        span = self.next(end, last)
         self.cursor_page = span.end_page
         return span
+
+    def next(self, end: int, last: bool) -> Span:
+        """Return what `send` would return for a chunk, without a move of the cursor of prefill's
+        plan."""
+        end_page = pages_for(end, self.page_size) if last else whole_pages(end, self.page_size)
+        return Span(self.cursor_page, max(self.cursor_page, end_page))
 
 
 def checked_chunk(

@@ -64,7 +64,7 @@ WindowIds = Annotated[tuple[bytes, ...], msgspec.Meta(max_length=MAX_GROUPS)]
 
 class GroupDigest(msgspec.Struct, frozen=True, array_like=True):
     """Fields of a group of layers that must be equal on both sides, in a handshake: see
-    `PageGroup`. Heads are those of all ranks."""
+    `PageGroup`. Heads are those of each rank."""
 
     name: GroupName
     window: Count
@@ -77,7 +77,7 @@ class GroupDigest(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, group: PageGroup) -> GroupDigest:
-        """Return what a handshake compares of a group of a rank that holds all of its heads."""
+        """Return what a handshake compares of a rank's group of layers."""
         layout = group.layout
         return cls(
             group.name, group.window, layout.num_layers, layout.num_kv_heads, layout.head_dim,

@@ -24,7 +24,7 @@ from prefixkv.cache.results import MatchResult, PrefixLock
 from prefixkv.config import PageSettings
 from prefixkv.errors import CallerError, InternalError, OutOfPagesError, shown
 from prefixkv.pages.manager import PageManager, RequestPages
-from prefixkv.pages.windows import WindowStart
+from prefixkv.pages.windows import WindowPages, WindowSpec, WindowStart
 from prefixkv.paging import Pages
 from prefixkv.protocol.ids import RoomKey
 
@@ -40,7 +40,8 @@ class Opened(_Op, frozen=True, tag="open"):
     those of the request in `joined_row` (-1: of none). `slot` is that of its extra state. With
     `is_load` it is no request, but pages that are loaded from host memory for the one opened next,
     which has `is_used`: its use was counted. A load was matched by all tokens of its request, which
-    policies hear of: `rest` are those behind `tokens`.
+    policies hear of: `rest` are those behind `tokens`. Where there are window groups, it begins
+    there behind `window_tokens` tokens of `window_end` pages at most, with the page ids `windows`.
     """
 
     row: int
@@ -55,6 +56,9 @@ class Opened(_Op, frozen=True, tag="open"):
     is_load: bool = False
     is_used: bool = False
     rest: bytes = b""
+    window_tokens: int = -1
+    window_end: int = 0
+    windows: tuple[bytes, ...] = ()
 
 
 class Refused(_Op, frozen=True, tag="refuse"):
@@ -71,6 +75,8 @@ class Refused(_Op, frozen=True, tag="refuse"):
     joined_end: int
     is_load: bool = False
     is_used: bool = False
+    window_tokens: int = -1
+    window_end: int = 0
 
 
 class JoinedLocked(_Op, frozen=True, tag="lock_joined"):
@@ -90,6 +96,13 @@ class Grown(_Op, frozen=True, tag="grow"):
     rows: tuple[int, ...]
     pages: bytes
     now_s: float
+
+
+class Slid(_Op, frozen=True, tag="slide"):
+    """A row's pages in the window groups moved on to those behind `num_tokens` tokens."""
+
+    row: int
+    num_tokens: int
 
 
 class Cached(_Op, frozen=True, tag="cache"):
@@ -170,7 +183,7 @@ class Flushed(_Op, frozen=True, tag="flush"):
     """The tree was emptied."""
 
 
-RowOp = Opened | JoinedLocked | Grown | Cached | Hinted | Dropped | Held
+RowOp = Opened | JoinedLocked | Grown | Slid | Cached | Hinted | Dropped | Held
 AnyOp = RowOp | Refused | Wanted | Unwanted | Pinned | Unpinned | Released | Quarantined | Flushed
 
 encode_op: Callable[[AnyOp], bytes] = msgspec.msgpack.Encoder().encode
@@ -190,9 +203,10 @@ class ReplicatedPageManager(PageManager):
         num_pages: int,
         page_size: int,
         max_requests: int,
+        windows: Sequence[WindowSpec] = (),
         **settings: Unpack[PageSettings],
     ) -> None:
-        super().__init__(num_pages, page_size, max_requests, **settings)
+        super().__init__(num_pages, page_size, max_requests, **settings, windows=windows)
         self._publish = publish
         self._logged_tokens: dict[int, int] = {}  # number of tokens that the log has, by row
         self._pins: dict[PrefixLock, int] = {}  # numbers in the log
@@ -210,13 +224,20 @@ class ReplicatedPageManager(PageManager):
         is_used: bool = False,
         window_start: WindowStart | None = None,
     ) -> RequestPages:
-        assert window_start is None, "a worker with window groups has one rank"
         # Each method changes first and publishes then, so an operation that raised is not in the
         # log. A refusal is, though it changes nothing: a replica that has the pages has come apart.
         joined_row = joined.row if joined is not None else -1
         try:
             pages = super().open(
-                key, match, num_new_pages, now_s, joined, joined_end, is_load, is_used
+                key,
+                match,
+                num_new_pages,
+                now_s,
+                joined,
+                joined_end,
+                is_load,
+                is_used,
+                window_start,
             )
         except OutOfPagesError:
             if match is not None:
@@ -229,6 +250,7 @@ class ReplicatedPageManager(PageManager):
                     joined_end,
                     is_load,
                     is_used,
+                    *_begins(window_start),
                 )
                 self._publish(refused)
             raise
@@ -248,6 +270,12 @@ class ReplicatedPageManager(PageManager):
             is_used=is_used,
             rest=b"" if match is None else bytes(match.data[len(key.data) :]),
         )
+        if window_start is not None:
+            tokens, end = _begins(window_start)
+            ids = _packed_windows(self, pages)
+            opened = msgspec.structs.replace(
+                opened, window_tokens=tokens, window_end=end, windows=ids
+            )
         self._publish(opened)
         return pages
 
@@ -263,6 +291,10 @@ class ReplicatedPageManager(PageManager):
         new = [int(self.pages(pages)[-1]) for pages in many]
         rows = tuple(pages.row for pages in many)
         self._publish(Grown(rows, np.array(new, "<i4").tobytes(), now_s))
+
+    def slide(self, pages: RequestPages, num_tokens: int) -> None:
+        super().slide(pages, num_tokens)
+        self._publish(Slid(pages.row, num_tokens))
 
     def cache_unfinished(
         self,
@@ -367,6 +399,12 @@ class Replica:
         a row without one."""
         return self.page_manager.pages(self._pages_held(row))
 
+    def window_pages(self, row: int, name: str) -> WindowPages:
+        """Return what the request in this row has, on this replica, in a window group; see
+        `PagedRequest.window_pages`."""
+        groups = {group.name: group for group in self.page_manager.windows}
+        return groups[name].row(self._pages_held(row).row)
+
     def slot(self, row: int) -> int:
         """Return the slot of extra state, on this replica, of the request in this row, -1 if there
         is none.
@@ -403,11 +441,21 @@ class Replica:
                 num_new = len(op.pages) // 4 - num_shared
                 joined = self._joined(op.joined_row)
                 pages = page_manager.open(
-                    key, match, num_new, op.now_s, joined, num_shared, op.is_load, op.is_used
+                    key,
+                    match,
+                    num_new,
+                    op.now_s,
+                    joined,
+                    num_shared,
+                    op.is_load,
+                    op.is_used,
+                    _window_start(op),
                 )
                 requests[pages.row] = (key, pages)
                 self._compare(op.row, pages.row, op)
                 self._compare(op.slot, pages.slot, op)
+                if op.windows:
+                    self._compare(op.windows, _packed_windows(page_manager, pages), op)
                 self._compare(op.pages, _packed(page_manager, pages), op)
             case Refused():
                 key, joined = _key(op), self._joined(op.joined_row)
@@ -422,6 +470,7 @@ class Replica:
                         op.joined_end,
                         op.is_load,
                         op.is_used,
+                        _window_start(op),
                     )
                     # Not suppressed: only OutOfPagesError is, which is the right answer here.
                     raise InternalError(f"this rank had the pages that rank 0 had not: {op}")
@@ -433,6 +482,8 @@ class Replica:
                 page_manager.grow_many([requests[row][1] for row in op.rows], op.now_s)
                 new = [int(self.pages(row)[-1]) for row in op.rows]
                 self._compare(op.pages, np.array(new, "<i4").tobytes(), op)
+            case Slid():
+                page_manager.slide(requests[op.row][1], op.num_tokens)
             case Cached():
                 key, pages = requests[op.row]
                 # This rank's own copy of the key: it grows by what the log brings.
@@ -477,6 +528,22 @@ class Replica:
         """Raise InternalError where an operation's result on this replica differs from rank 0's."""
         if theirs != ours:
             raise InternalError(f"this rank came to {ours!r} where rank 0 has {theirs!r}: {op}")
+
+
+def _begins(start: WindowStart | None) -> tuple[int, int]:
+    """Return where a request begins in the window groups, as it travels in the operation log."""
+    return (-1, 0) if start is None else (start.num_tokens, start.end_pages)
+
+
+def _window_start(op: Opened | Refused) -> WindowStart | None:
+    """Return where the request of a logged operation begins in the window groups."""
+    return None if op.window_tokens < 0 else WindowStart(op.window_tokens, op.window_end)
+
+
+def _packed_windows(page_manager: PageManager, pages: RequestPages) -> tuple[bytes, ...]:
+    """Return a request's page ids in each window group, as they travel in the operation log."""
+    groups = page_manager.windows
+    return tuple(group.row(pages.row).ids.astype("<i4").tobytes() for group in groups)
 
 
 def _packed(page_manager: PageManager, pages: RequestPages) -> bytes:

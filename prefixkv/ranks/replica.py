@@ -14,6 +14,7 @@ the log names the rooms that it has to open, and its events go back to rank 0.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ from prefixkv.config import DecodeConfig
 from prefixkv.errors import CallerError, ConfigError, InternalError, RequestError, shown
 from prefixkv.pages.allocator import PageState
 from prefixkv.pages.manager import PageManager
+from prefixkv.pages.windows import WindowPages, WindowSpec
 from prefixkv.paging import MAX_INDEX, Pages
 from prefixkv.protocol.commands import DecodeCommand
 from prefixkv.protocol.host_copy import HostCopy
@@ -73,6 +75,7 @@ def sizes(page_manager: PageManager) -> dict[str, int]:
         "nodes": cache.num_nodes, "uses": cache.tick, "epoch": page_manager.epoch,
         "wants": cache.num_wants,
         "slots": page_manager.slots.free_pages if page_manager.slots is not None else 0,
+        **{f"window {one.name}": one.allocator.free_pages for one in page_manager.windows},
     }  # fmt: skip
 
 
@@ -91,11 +94,14 @@ def digests(page_manager: PageManager) -> dict[str, bytes]:
     pages = hashlib.blake2b(digest_size=16)
     for held_as in PageState:
         pages.update(held_as.name.encode() + page_manager.allocator.pages_in(held_as).tobytes())
-    for allocator in (page_manager.allocator, page_manager.slots):
+    windows = [group.allocator for group in page_manager.windows]
+    for allocator in (page_manager.allocator, page_manager.slots, *windows):
         if allocator is not None:
             held = [(owner, allocator.held_by(owner).tolist()) for owner in allocator.owners()]
             pages.update(repr((allocator.free_runs(), held)).encode())
     table = hashlib.blake2b(page_manager.table.array.tobytes(), digest_size=16)
+    for group in page_manager.windows:
+        table.update(group.array.tobytes() + group.first_pages.tobytes())
     return {"tree": tree.digest(), "page table": table.digest(), "allocator": pages.digest()}
 
 
@@ -109,6 +115,7 @@ def _settings(pages: PageManager, host_pages: int) -> dict[str, int | str | bool
         "policy": _described(pages.cache.policy), "evict_reserve_pages": pages.evict_reserve_pages,
         "num_slots": pages.slots.num_pages if pages.slots is not None else 0,
         "reserved_pages": pages.allocator.num_pages - pages.num_pages,
+        "windows": str([tuple(group.spec) for group in pages.windows]),
     }  # fmt: skip
 
 
@@ -208,6 +215,7 @@ class DecodeReplica:
         config: rank 0's. Settings that both need alike are compared when the first message comes.
         num_slots: of this rank's StatePool, as many as of rank 0's; 0 without.
         host_pages: of this rank's host memory, as many as of rank 0's; 0 without.
+        windows: the window groups of this rank's pool, alike with rank 0's.
     Raises:
         ConfigError: an unknown policy.
     """
@@ -219,11 +227,14 @@ class DecodeReplica:
         config: DecodeConfig,
         num_slots: int = 0,
         host_pages: int = 0,
+        windows: Sequence[WindowSpec] = (),
     ) -> None:
         settings = config.for_page_manager(num_pages, num_slots)
         if isinstance(config.policy, Policy):  # an object serves one cache: another like it
             settings["policy"] = config.policy.another()
-        self.page_manager = PageManager(num_pages, page_size, config.max_running, **settings)
+        self.page_manager = PageManager(
+            num_pages, page_size, config.max_running, **settings, windows=windows
+        )
         self.num_batches = 0
         self._replica = Replica(self.page_manager)
         self._broken: InternalError | None = None
@@ -243,6 +254,11 @@ class DecodeReplica:
         They are a view that is valid until the next `apply`.
         """
         return self._replica.pages(row)
+
+    def window_pages(self, row: int, name: str) -> WindowPages:
+        """Return what the request in this row has, on this replica rank, in a window group; see
+        `DecodeRequest.window_pages`."""
+        return self._replica.window_pages(row, name)
 
     def state_slot(self, row: int) -> int:
         """Return the slot of extra state, on this replica rank, of the request in this row. See

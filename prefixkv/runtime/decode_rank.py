@@ -13,6 +13,7 @@ from prefixkv.errors import ConfigError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import MAX_RANKS, Mesh
 from prefixkv.memory.state_pool import StatePool
+from prefixkv.pages.windows import WindowPages
 from prefixkv.protocol.events import CopyEnded
 from prefixkv.protocol.host_copy import HostCopyDone
 from prefixkv.protocol.ids import PeerId
@@ -21,7 +22,7 @@ from prefixkv.ranks.rooms import pack_rank_events
 from prefixkv.runtime.decode_transfers import DecodeTransfers
 from prefixkv.runtime.host_memory import HostMemory
 from prefixkv.runtime.one_thread import OneThread
-from prefixkv.runtime.rank_spec import RankSpec
+from prefixkv.runtime.rank_spec import RankSpec, window_specs
 from prefixkv.settings import check_kind, check_whole
 
 
@@ -73,7 +74,12 @@ class DecodeRank(OneThread):
                 host_pages = self._host.num_pages
             # The replica follows rank 0's tree and page table; nothing is decided here.
             self.replica = DecodeReplica(
-                layout.num_pages, layout.page_size, config, spec.num_slots, host_pages
+                layout.num_pages,
+                layout.page_size,
+                config,
+                spec.num_slots,
+                host_pages,
+                window_specs(pool),
             )
             if self._host is not None:
                 # Rank 0 knows of its own memory only, and orders copies once that can be used.
@@ -125,6 +131,11 @@ class DecodeRank(OneThread):
         """Return this decode rank's page ids for the request in this row; see
         `DecodeReplica.pages`."""
         return self.replica.pages(row)
+
+    def window_pages(self, row: int, name: str) -> WindowPages:
+        """Return this decode rank's pages for the request in this row in a window group; see
+        `DecodeRequest.window_pages`."""
+        return self.replica.window_pages(row, name)
 
     def state_slot(self, row: int) -> int:
         """Return this decode rank's state slot for the request in this row; see

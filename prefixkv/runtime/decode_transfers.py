@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from secrets import token_bytes
 from typing import cast
 
@@ -12,7 +12,7 @@ from prefixkv.config import DecodeConfig
 from prefixkv.control.death_watch import LostPeers
 from prefixkv.control.decode.control import DecodeControl
 from prefixkv.digest import check_digest
-from prefixkv.errors import ConfigError, RequestError
+from prefixkv.errors import ConfigError, RequestError, shown
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_pool import StatePool
@@ -90,6 +90,7 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         self.peer_id = me = PeerId(name, secret_number())
         self._page_size = pool.layout.page_size
         self._num_pages = pool.layout.num_pages
+        self._windows = pool.layout.windows
         # Open, refused, or failed and not drained: their numbers are in use.
         self._keys: set[RoomKey] = set()
         memory = Memory(pool, spec, me, config.transport, transport)
@@ -150,6 +151,7 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         digest: bytes,
         state_slot: int = -1,
         ticket: int | None = None,
+        windows: Sequence[PageIds] = (),
     ) -> None:
         """Open a room on the decode side: promise pages to a prefill worker, for the KV of tokens
         `prefix_len` to `num_tokens`.
@@ -167,6 +169,9 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
             state_slot: of extra state, -1 if there is none.
             ticket: which promise this is, below 2**63. All ranks of a worker give the same one,
                 drawn at random for this call; None: drawn here.
+            windows: for each window group of the pool, in order, a page id for each page from the
+                one in which the window behind the prompt begins, whatever the prefix is:
+                `(num_tokens + 1 - window) // page_size`, at least 0.
 
         Raises:
             RequestError: a number or the digest out of range, a room that is open or not drained
@@ -192,15 +197,35 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
             raise RequestError(f"{len(ids)} pages where {wanted} are needed")
         if len(ids):
             checked_pages(ids, self._num_pages, "promised")
+        packed = self._window_ids(num_tokens, windows)
         # 2. The number is taken, then the command queued: both or neither.
         self._begin(key)
         raw, ticket = ids.astype("<i4").tobytes(), ticket or secret_number()
         # Little-endian int32, whatever the machine: the promise travels.
         promise = Promise(
             *key.numbers, num_tokens, prefix_len, raw, ticket, state_slot,
-            weights_version=self._weights_version,
+            weights_version=self._weights_version, windows=packed,
         )  # fmt: skip
         self.submit(OpenRoom(promise, prefill, digest))
+
+    def _window_ids(self, num_tokens: int, windows: Sequence[PageIds]) -> tuple[bytes, ...]:
+        """Return what a room of decode's transfers promises in each window group, packed. Raises as
+        `open`."""
+        groups = self._windows
+        if not isinstance(windows, tuple | list):
+            raise RequestError(f"windows is {shown(windows)}, a list of page ids is needed")
+        if len(windows) != len(groups):
+            raise RequestError(f"pages of {len(windows)} window groups of {len(groups)}")
+        found: list[bytes] = []
+        for group, pages in zip(groups, windows, strict=True):
+            ids = as_pages(pages)
+            wanted = pages_for(num_tokens, self._page_size) - group.first_page(num_tokens)
+            if len(ids) != wanted:
+                raise RequestError(f"{len(ids)} pages where group {group.name!r} needs {wanted}")
+            if len(ids):
+                checked_pages(ids, group.layout.num_pages, "promised")
+            found.append(ids.astype("<i4").tobytes())
+        return tuple(found)
 
     def abort(self, room: int, generation: int, reason: str = "aborted") -> None:
         """End a room of decode's transfers; its pages come back with RoomDrained. Unknown or ended:

@@ -4,6 +4,8 @@ Loads go before writes: a load waits at most for the pieces that run. Orders of 
 in the order they came in; the pieces of one order may run at once. Each order ends with one
 HostCopyDone to the sink. It comes when nothing touches the order's pages any more, so after a piece
 that failed it waits for those that run; none of the others begins then.
+
+An order may wait for work of the device that was queued before it. Others are begun meanwhile.
 """
 
 from __future__ import annotations
@@ -12,18 +14,22 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
+from typing import Final
 
 from prefixkv.errors import ClosedError, PageStateError
 from prefixkv.memory.host_pool import HostPool
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.page_copy import page_copy
 from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
+from prefixkv.request import DeviceEvent
 from prefixkv.runtime.copies import Settle, run_settled, start_workers
 from prefixkv.settings import MAX_BYTES, check_whole
 
+_LOOK_S: Final = 1e-4  # between two looks at the device, for an order that waits for it
 _PIECE_BYTES, _GPU_PIECE_BYTES = 4 << 20, 16 << 20
 
 
@@ -32,6 +38,7 @@ class _Order:
     """An order of host copies that has not ended. Owned by the lock of its `HostCopies`."""
 
     copy: HostCopy
+    after: DeviceEvent | None  # what it waits for; None: it may begin
     begun_pages: int = 0  # those of pieces that have begun, or never will
     running: int = 0  # pieces
     copied_pages: int = 0
@@ -89,6 +96,7 @@ class HostCopies:
         # Orders of which pieces are still to be begun: filled by `submit`, emptied under the lock.
         self._loads: deque[_Order] = deque()
         self._writes: deque[_Order] = deque()
+        self._num_waiting = 0  # orders that waited for the device when a worker looked last
         # Only the workers take it, so that `submit` never waits for one of them.
         self._lock = threading.Lock()
         # An entry wakes a worker, which then works until it finds nothing.
@@ -96,10 +104,12 @@ class HostCopies:
         self._threads = start_workers(num_threads, self._run, device, f"host-copy-{name}")
         self._num_threads = num_threads
 
-    def submit(self, order: HostCopy) -> None:
+    def submit(self, order: HostCopy, after: DeviceEvent | None = None) -> None:
         """Queue an order of host copies. It never waits; O(threads). Errors in its pages come back
-        in its HostCopyDone.
+        in its HostCopyDone, and so does what `after` raises.
 
+        Args:
+            after: the copy begins once its `query()` is True; None: there is nothing to wait for.
         Raises:
             PageStateError: not as many host pages as pages of the device, or none. ClosedError:
                 after `close`. Nothing was queued.
@@ -112,7 +122,7 @@ class HostCopies:
             )
         if self._closed:
             raise ClosedError("the host copies are closed")
-        (self._loads if order.is_load else self._writes).append(_Order(order))
+        (self._loads if order.is_load else self._writes).append(_Order(order, after))
         pieces = -(-num_pages // self._piece_pages)
         # After the order is there: a worker that finds nothing waits for the next entry.
         for _ in range(min(pieces, self._num_threads)):
@@ -139,7 +149,9 @@ class HostCopies:
     def _run(self, settle: Settle | None) -> None:
         """Run a thread of the host copies: piece after piece while there is one, then wait."""
         while not self._closed:
-            self._wakes.get()
+            # While an order waits for the device, nothing wakes this thread when that is done.
+            with suppress(Empty):
+                self._wakes.get(timeout=_LOOK_S if self._num_waiting else None)
             while (piece := self._next_piece()) is not None:
                 order, start, stop = piece
                 act = self._copy.load if order.copy.is_load else self._copy.write
@@ -149,18 +161,42 @@ class HostCopies:
 
     def _next_piece(self) -> tuple[_Order, int, int] | None:
         """Begin the next piece of a host copy: return its order, and its pages as a range."""
+        failed: list[_Order] = []
+        piece = None
         with self._lock:
+            self._num_waiting = 0
             for orders in (self._loads, self._writes):
-                while orders and not self._closed:
-                    order = orders[0]
-                    if order.has_begun_all:
-                        orders.popleft()
-                        continue
-                    start = order.begun_pages
-                    order.begun_pages = min(start + self._piece_pages, len(order.copy.host_pages))
-                    order.running += 1
-                    order.began_s = order.began_s or time.perf_counter()
-                    return order, start, order.begun_pages
+                if piece is None and not self._closed:
+                    piece = self._begin_piece(orders, failed)
+        for order in failed:
+            self._sink(order.done(self._page_bytes))
+        return piece
+
+    def _begin_piece(
+        self, orders: deque[_Order], failed: list[_Order]
+    ) -> tuple[_Order, int, int] | None:
+        """Begin a piece of the first of these host copies that need not wait for the device. Those
+        whose event raises go to `failed`."""
+        for order in list(orders):
+            if order.has_begun_all:
+                orders.remove(order)
+                continue
+            try:
+                is_due = order.after is None or order.after.query()
+            except Exception as error:
+                order.error, order.begun_pages = error, len(order.copy.host_pages)
+                orders.remove(order)
+                failed.append(order)
+                continue
+            if not is_due:
+                self._num_waiting += 1
+                continue
+            order.after = None
+            start = order.begun_pages
+            order.begun_pages = min(start + self._piece_pages, len(order.copy.host_pages))
+            order.running += 1
+            order.began_s = order.began_s or time.perf_counter()
+            return order, start, order.begun_pages
         return None
 
     def _piece_ended(self, order: _Order, num_pages: int, error: Exception | None) -> None:

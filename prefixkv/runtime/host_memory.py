@@ -10,6 +10,7 @@ from prefixkv.config import HostConfig
 from prefixkv.memory.host_pool import HostPool
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
+from prefixkv.request import DeviceEvent
 from prefixkv.runtime.host_copies import HostCopies
 
 _log = logging.getLogger("prefixkv.host")
@@ -65,10 +66,11 @@ class HostMemory:
         """Pages of a decode rank's host memory that can be used by now, from the first on."""
         return self._pool.ready_pages
 
-    def submit(self, order: HostCopy) -> None:
-        """Begin a copy between a decode rank's pool and its host memory, once a thread is free."""
+    def submit(self, order: HostCopy, after: DeviceEvent | None = None) -> None:
+        """Begin a copy between a decode rank's pool and its host memory, once a thread is free and
+        the device has done what `after` stands for."""
         assert self._copies is not None
-        self._copies.submit(order)
+        self._copies.submit(order, after)
 
     def close(self) -> None:
         """Let the copies to and from a decode rank's host memory that run end, and give the memory

@@ -25,7 +25,6 @@ from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_pool import StatePool
 from prefixkv.pages.manager import PageManager
 from prefixkv.pages.requests import check_reason
-from prefixkv.pages.windows import WindowSpec
 from prefixkv.prefill import journal as prefill_journal
 from prefixkv.prefill.bootstrap_queue import UsablePrefix
 from prefixkv.prefill.request import PrefillRequest
@@ -49,7 +48,12 @@ from prefixkv.runtime.decode_transfers import DecodeTransfers
 from prefixkv.runtime.host_memory import HostMemory
 from prefixkv.runtime.node import COUNTERS, Node
 from prefixkv.runtime.prefill_transfers import PrefillTransfers
-from prefixkv.runtime.rank_spec import RankSpec, checked_config
+from prefixkv.runtime.rank_spec import (
+    RankSpec,
+    check_own_memory,
+    checked_config,
+    window_specs,
+)
 from prefixkv.runtime.record import MAX_FILES, Recorder
 from prefixkv.runtime.transfers import MakeTransport, peer_id, secret_number
 from prefixkv.settings import check_callable, check_kind
@@ -131,10 +135,10 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         ):
             what = "ranks without a mesh" if state is None else "extra state (state=)"
             raise ConfigError(f"host_memory: a decode worker with {what} keeps nothing there")
+        check_own_memory(layout)
         if pool.groups:
             what = "compute" if config.compute is not None else ""
             what = what or ("host_memory" if config.host_memory is not None else "")
-            what = what or ("ranks" if ranks is not None else "")
             if what:
                 raise ConfigError(f"{what}: not with a pool of several groups of layers")
         # 2. The pages, the tree, and the scheduler over them, then the transfer side, which starts
@@ -176,12 +180,17 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
                 layout.page_size,
                 config.max_running,
                 **settings,
-                windows=_window_specs(pool),
+                windows=window_specs(pool),
             )
         else:
             ranks.host_pages = 0 if self._host is None else self._host.num_pages
             pages = ReplicatedPageManager(
-                ranks.append, layout.num_pages, layout.page_size, config.max_running, **settings
+                ranks.append,
+                layout.num_pages,
+                layout.page_size,
+                config.max_running,
+                windows=window_specs(pool),
+                **settings,
             )
         undo.callback(pages.cache.policy.release)
         _check_windows(pages, layout.page_size)
@@ -607,6 +616,7 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         check_callable("usable_prefix", usable_prefix)
         _check_checkpoints(config.checkpoints, spec, usable_prefix)
         layout = pool.layout
+        check_own_memory(layout)
         pages = PageManager(
             layout.num_pages,
             layout.page_size,
@@ -615,7 +625,7 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
             policy=config.policy,
             reserved_pages=check_reserved(config.reserved_pages, layout.num_pages),
             num_checkpoints=config.checkpoints,
-            windows=_window_specs(pool),
+            windows=window_specs(pool),
         )
         try:
             _check_windows(pages, layout.page_size)
@@ -835,15 +845,6 @@ def _check_checkpoints(
         why = "usable_prefix says where the engine goes on"
     if why:
         raise ConfigError(f"checkpoints: {num_checkpoints}: {why}")
-
-
-def _window_specs(pool: KVPool) -> list[WindowSpec]:
-    """Return the window groups of a node's pool."""
-    return [
-        WindowSpec(group.name, group.window, group.pool.layout.num_pages, group.step_tokens)
-        for group in pool.groups
-        if group.window
-    ]
 
 
 def _check_windows(pages: PageManager, page_size: int) -> None:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from secrets import token_bytes
-from typing import cast
+from typing import NamedTuple, cast
 
 from prefixkv.addresses import is_loopback
 from prefixkv.config import PrefillConfig
@@ -20,7 +20,7 @@ from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_pool import StatePool
 from prefixkv.pages.requests import check_reason
 from prefixkv.paging import PageIds, as_pages, checked_pages, pages_for
-from prefixkv.prefill.send_plan import SendPlan, checked_chunk
+from prefixkv.prefill.send_plan import SendPlan, WindowPlan, checked_chunk
 from prefixkv.protocol.commands import (
     AbortRoom,
     AddRoom,
@@ -29,6 +29,7 @@ from prefixkv.protocol.commands import (
     OfferRoom,
     PrefillCommand,
     SendChunk,
+    WindowChunk,
     WithdrawRoom,
 )
 from prefixkv.protocol.events import (
@@ -57,6 +58,13 @@ from prefixkv.transport.interfaces import check_interface
 from prefixkv.transport.metadata.trial import Tell, Trial
 
 _STAGING_WINDOW = 4  # leases under way at once, per room and pair of ranks
+
+
+class _Plans(NamedTuple):
+    """What chunks of a room send: pages of the first group, and of each window group."""
+
+    pages: SendPlan
+    windows: tuple[WindowPlan, ...]
 
 
 def _key(room: int, generation: int, decode: str) -> RoomKey:
@@ -115,7 +123,8 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         # Rooms with pages that a write may still read. The plan covers the whole prompt: the
         # control object cuts off what decode has. None: refused, or ended and its SourceFree still
         # to come.
-        self._rooms: dict[RoomKey, SendPlan | None] = {}
+        self._rooms: dict[RoomKey, _Plans | None] = {}
+        self._windows = pool.layout.windows
         # By decode worker and room, the key with the generation that was added last.
         self._last: dict[tuple[str, int], RoomKey] = {}
         memory = Memory(pool, spec, me, config.transport, transport)
@@ -222,7 +231,7 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         num_tokens = whole_number("num_tokens", num_tokens, 1, 2**31)
         digest = check_digest(digest)
         # Its number is taken, then the command queued: both or neither.
-        self._begin(key, SendPlan(num_tokens, 0, self._page_size))
+        self._begin(key, self._plans(num_tokens))
         self._last[key.decode, key.room] = key
         self.submit(AddRoom(key, num_tokens, digest))
 
@@ -238,6 +247,7 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         ready: DeviceEvent | None = None,
         state_slot: int = -1,
         generation: int | None = None,
+        windows: Sequence[tuple[int, PageIds]] = (),
     ) -> None:
         """Send what decode lacks of the KV in the engine's `pages`, by prefill's transfers, up to
         token `end`, computed once `ready.query()` is True.
@@ -250,6 +260,9 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
             last: nothing follows; `end` is the prompt's. The outcome, `aux` (bytes for decode's
                 engine: the first token, say) and the extra state in `state_slot` go with it.
             ready: KV is read once its `query()` is True; None: it is there already.
+            windows: for each window group of the pool, in order, the number of a page of the
+                request and the ids of that page and the following ones there: at least those of
+                the last window that this chunk completes.
 
         Raises:
             RequestError: a room that was not added or is over, an `end` out of order, fewer pages
@@ -285,9 +298,12 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         plan = self._rooms[key]
         if plan is None:  # it has ended, and the engine cannot know that yet
             return
-        span = plan.send(end, last)
+        sent = self._window_chunks(plan, end, last, windows)
+        span = plan.pages.send(end, last)
         src = ids[span.first_page : span.end_page].copy()
-        if len(src) or last:
+        for one in plan.windows:
+            one.send(end, last)
+        if len(src) or last or any(len(one.src_pages) for one in sent):
             chunk = SendChunk(
                 key,
                 first_page=span.first_page,
@@ -297,8 +313,48 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
                 ready=ready,
                 state_slot=state_slot,
                 clip=True,
+                windows=sent,
             )
             self.submit(chunk)
+
+    def _plans(self, num_tokens: int) -> _Plans:
+        """Return what chunks of a room of prefill's transfers will send, of a prompt this long."""
+        size = self._page_size
+        return _Plans(
+            SendPlan(num_tokens, 0, size),
+            tuple(
+                WindowPlan(num_tokens, group.first_page(num_tokens), size, num_tokens)
+                for group in self._windows
+            ),
+        )
+
+    def _window_chunks(
+        self, plans: _Plans, end: int, last: bool, windows: Sequence[tuple[int, PageIds]]
+    ) -> tuple[WindowChunk, ...]:
+        """Return what a chunk of prefill's transfers sends in each window group. Raises as
+        `send_chunk`, with nothing changed."""
+        if not isinstance(windows, tuple | list) or not all(
+            isinstance(one, tuple | list) and len(one) == 2 for one in windows
+        ):
+            raise RequestError(f"windows is {shown(windows)}, pairs of page and ids are needed")
+        if len(windows) != len(self._windows):
+            raise RequestError(f"pages of {len(windows)} window groups of {len(self._windows)}")
+        found: list[WindowChunk] = []
+        for group, plan, (number, pages) in zip(self._windows, plans.windows, windows, strict=True):
+            first, ids = whole_number("first page", number, 0, 2**31), as_pages(pages)
+            span = plan.next(end, last)
+            if span.first_page < span.end_page and not (
+                first <= span.first_page and span.end_page <= first + len(ids)
+            ):
+                raise RequestError(
+                    f"group {group.name!r}: pages {first} to {first + len(ids)}, this chunk sends "
+                    f"{span.first_page} to {span.end_page}"
+                )
+            src = ids[span.first_page - first : span.end_page - first].copy()
+            if len(src):
+                checked_pages(src, group.layout.num_pages, "source")
+            found.append(WindowChunk(span.first_page - plan.first_page, src))
+        return tuple(found)
 
     def abort(self, room: int, generation: int, reason: str = "aborted", *, decode: str) -> None:
         """End a room of prefill's transfers; RoomEnded and SourceFree follow. Not added or ended:
@@ -357,7 +413,7 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
             isinstance(timeout_s, Real) and 0 < timeout_s < 1e18
         ):
             raise RequestError(f"timeout_s is {shown(timeout_s)}, seconds above 0 are needed")
-        self._begin(key, SendPlan(num_tokens, 0, self._page_size))
+        self._begin(key, self._plans(num_tokens))
         self.submit(OfferRoom(key, num_tokens, digest, float(timeout_s)))
 
     def withdraw(self, room: int, generation: int, reason: str = "withdrawn") -> None:
@@ -369,7 +425,7 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         check_reason(reason)
         self.submit(WithdrawRoom(room_key(room, generation), reason))
 
-    def _begin(self, key: RoomKey, plan: SendPlan | None) -> None:
+    def _begin(self, key: RoomKey, plan: _Plans | None) -> None:
         """Take a room's number among prefill's transfers. Raise RequestError if it is in use."""
         if key in self._rooms:
             of = f"{key.generation} of {key.decode!r}"

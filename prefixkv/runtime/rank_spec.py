@@ -13,6 +13,7 @@ from prefixkv.memory.mesh import MAX_RANKS, Mesh, check_holds
 from prefixkv.memory.staging_area import StagingArea
 from prefixkv.memory.state_layout import StateLayout
 from prefixkv.memory.state_pool import StatePool
+from prefixkv.pages.windows import WindowSpec
 from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.messages import GroupDigest, Hello, ModelDigest, ProcessLife, Topology
 from prefixkv.settings import check_kind, check_whole
@@ -64,8 +65,8 @@ class RankSpec:
         layout = pool.layout
         mesh = mesh or Mesh(layout.num_layers, layout.num_kv_heads)
         mesh.validate()
-        if layout.groups and mesh.num_ranks > 1:
-            raise ConfigError(f"a pool with groups of layers is of one rank, not {mesh.num_ranks}")
+        if layout.groups and mesh.pp_size > 1:
+            raise ConfigError(f"a pool with groups of layers is of one stage, not {mesh.pp_size}")
         # One transport registers both with one type of memory.
         if state is not None and state.device not in (None, pool.device):
             raise ConfigError(f"state is on {state.device}, the KV pool is on {pool.device}")
@@ -130,3 +131,23 @@ class RankSpec:
             life=life,
             shm=offers.shm,
         )
+
+
+def window_specs(pool: KVPool) -> list[WindowSpec]:
+    """Return the window groups of a node's pool."""
+    return [
+        WindowSpec(group.name, group.window, group.pool.layout.num_pages, group.step_tokens)
+        for group in pool.groups
+        if group.window
+    ]
+
+
+def check_own_memory(layout: KVLayout) -> None:
+    """Raise ConfigError for a group of a node's pool that lies in the memory of the first one: the
+    node takes their page ids for those of two pools."""
+    for group in layout.windows:
+        if layout.is_shared(group):
+            raise ConfigError(
+                f"group {group.name!r} has the first group's memory, which is for an engine with "
+                "its own pages (prefixkv.transfer)"
+            )

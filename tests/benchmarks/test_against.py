@@ -4,6 +4,8 @@ itself. How long anything took is not looked at."""
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -84,32 +86,68 @@ def test_a_part_is_compared_with_a_commit(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     before = against.git("worktree", "list")
-    options = ["--part", "match", "--rounds", "2", "--starts", "1", "--quick"]
+    options = ["--part", "match", "--rounds", "2", "--starts", "1", "--quick", "--cpu"]
     file = tmp_path / "out.json"
     assert run(["sched", "--against", "HEAD", *options, "--json", str(file)]) == 0
     written = json.loads(file.read_text())
     assert [row["name"] for row in written["rows"]] == ["match, P50", "match, cold, P50"]
     assert {row["rounds"] for row in written["rows"]} == {2}
     assert written["recipe"]["theirs"] == written["recipe"]["ours"]
+    assert "processor time" in written["recipe"]["clock"]
     assert "spread" in capfd.readouterr().out
     assert against.git("worktree", "list") == before
 
 
 @in_git
-def test_the_worktree_is_removed_when_the_run_is_interrupted() -> None:
+@pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM"])
+def test_the_worktree_is_removed_when_the_run_is_interrupted(how: str) -> None:
     before = against.git("worktree", "list")
+    handler = signal.getsignal(signal.SIGTERM)
     seen: list[Path] = []
 
     def interrupted() -> None:
         with tree_of("HEAD") as tree:
             assert (tree / "benchmarks" / "sched.py").exists()
             seen.append(tree)
-            raise KeyboardInterrupt
+            if how == "Ctrl-C":
+                raise KeyboardInterrupt
+            os.kill(os.getpid(), signal.SIGTERM)
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt if how == "Ctrl-C" else SystemExit):
         interrupted()
+    assert signal.getsignal(signal.SIGTERM) is handler
     assert not seen[0].exists()
     assert against.git("worktree", "list") == before
+
+
+def test_every_call_is_measured_on_either_clock() -> None:
+    """Quickly, and of this tree: that each part finds what it needs in the tree's benchmarks."""
+    side = Side(ROOT, seed=0)
+    try:
+        for part in against.against_child.CALLS:
+            for cpu in (False, True):
+                order = against.Order(part, calls=20, quick=True, cpu=cpu)
+                took = side.measure(order)
+                assert took
+                assert all(seconds for seconds in took.values())
+                assert all(min(seconds) > 0 for seconds in took.values())
+    finally:
+        side.close()
+
+
+@in_git
+def test_a_tree_without_its_own_samples_is_measured_by_this_one_s() -> None:
+    with tree_of("HEAD") as tree:
+        (tree / "benchmarks" / "samples.py").rename(tree / "benchmarks" / "former.py")
+        for module in (tree / "benchmarks").glob("sched*.py"):
+            text = module.read_text().replace("benchmarks.samples", "benchmarks.former")
+            module.write_text(text)
+        side = Side(tree, seed=0)
+        try:
+            took = side.measure(against.Order("life", calls=20, cpu=True))
+        finally:
+            side.close()
+    assert {"add", "admission, cold"} <= set(took)
 
 
 def test_what_a_side_cannot_measure_is_said() -> None:

@@ -848,12 +848,45 @@ def gpu_table() -> list[str]:
     ]  # fmt: skip
 
 
+def gpu_host_table() -> list[str]:
+    """Of each layout and direction: GB/s by threads and size of pieces, and of a plain copy."""
+    measured = result("gpu_h200")["measured"]["host"]
+    names = [name.removeprefix("write, ") for name in measured[0]["ways"] if "write" in name]
+    ways = sorted(names, key=lambda name: (name == "plain", len(name), name))
+    lines = [
+        line(
+            f"`{row['layout']}`", what,
+            *(fixed(row["ways"][f"{what}, {name}"]["gb_s"], 1) for name in ways),
+        )
+        for row in measured for what in ("load", "write")
+    ]  # fmt: skip
+    return [*head("pool", "copy", *ways), *lines]
+
+
+def gpu_agents_table() -> list[str]:
+    """Of each workload and case: the medians of the pairs' ratios, A against A beside."""
+    rows = []
+    for row in result("gpu_h200")["measured"]["agents"]:
+        names = {"own_compute": ("on_by_off", "off_by_off")}
+        of, again = names.get(row["workload"], ("both_by_today", "today_by_today"))
+        medians = [
+            [fixed(row[f"{key}_{which}"]["median"], 2) for which in (of, again)]
+            for key in ("later_ttft_p50_ms", "itl_p99_ms")
+        ]
+        cells = [f"{found} ({apart})" for found, apart in medians]
+        sent = f"sent_mib_{of}"
+        cells.append(fixed(row[sent]["median"], 2) if sent in row else "")
+        rows.append(line(f"`{row['workload']}`", row["prefill"], *cells))
+    return [*head("workload", "prefill", "TTFT P50", "ITL P99", "bytes"), *rows]
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "radix-table": radix_table,
     "reserve-table": reserve_table, "waiting-table": waiting_table,
     "waiting-seeds-table": waiting_seeds_table, "host-tier-table": host_tier_table,
     "host-copies-table": host_copies_table, "host-hits-table": host_hits_table,
     "host-identity-table": host_identity_table, "splits-table": splits_table,
+    "gpu-host-table": gpu_host_table, "gpu-agents-table": gpu_agents_table,
     "checkpoints-table": checkpoints_table, "host-turns-table": host_turns_table,
     "rule-table": rule_table,
     "sched-table": sched_table, "router-table": router_table,

@@ -63,6 +63,14 @@ def test_chunks_are_measured_beside_the_least_there_can_be(monkeypatch):
     assert {row["which"]: row["samples"] for row in rows} == {"inner": 9, "last": 3, "floor": 12}
 
 
+def test_digests_are_measured_by_what_is_new(monkeypatch):
+    monkeypatch.setattr(sched.Bench, "_rounds", lambda self, many: 3)
+    rows = []
+    sched.Bench(0, True, "lru", rows.append).digest()
+    new = [0, 6144, 100, 6244, 512, 6656, 2048, 8192]
+    assert [(row["new_tokens"], row["samples"]) for row in rows] == [(one, 3) for one in new]
+
+
 def test_figures_are_percentiles_in_microseconds(monkeypatch):
     ticks = iter(range(0, 10_000_000, 1_000))
     monkeypatch.setattr(sched.time, "perf_counter_ns", lambda: next(ticks))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from prefixkv.cache.radix_key import RadixKey
+from prefixkv.cache.radix_key import RadixKey, token_list
 from prefixkv.errors import TokenError
 
 TOKENS = [5, 0, 1, 150_000, 2**31 - 1]
@@ -41,6 +41,9 @@ def test_every_form_packs_alike(tokens):
     assert key.data == PACKED
     assert len(key) == len(TOKENS)
     assert key.tokens().tolist() == TOKENS
+    listed = token_list(tokens)
+    assert (listed, {type(token) for token in listed}) == (TOKENS, {int})
+    assert listed is not tokens
 
 
 @pytest.mark.parametrize(
@@ -68,8 +71,15 @@ def test_every_form_packs_alike(tokens):
     ids=repr,
 )
 def test_what_is_no_token_is_refused(tokens):
-    with pytest.raises(TokenError):
-        RadixKey(tokens)
+    for make in (RadixKey, token_list):
+        with pytest.raises(TokenError):
+            make(tokens)
+
+
+@pytest.mark.parametrize("make", [list, np.int32, torch.tensor], ids=["list", "numpy", "torch"])
+def test_a_list_of_tokens_has_none_that_is_negative(make):
+    with pytest.raises(TokenError, match="token -1 at 1 "):
+        token_list(make([3, -1]))
 
 
 def test_negative_tokens_are_found_where_they_enter():

@@ -70,6 +70,9 @@ class Moody(LeastRecentlyUsed):
     def reset(self) -> None:
         self.may_raise()
 
+    def work_ahead(self) -> None:
+        self.may_raise()
+
     def make_queue(self) -> LeafHeap:
         if self._serves_a_cache and hasattr(self, "num_queues"):
             self.may_raise()

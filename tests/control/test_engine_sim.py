@@ -9,7 +9,7 @@ import pytest
 
 from tests.models.shm_fabric import OverShm
 from tests.models.sim import Storm
-from tests.models.sim_engines import STORMS, PairSim, simulation
+from tests.models.sim_engines import STORMS, PairSim, simulation, with_windows
 
 
 def seeds(quick: int, *more: int) -> Any:
@@ -54,7 +54,8 @@ def test_pair_with_extra_state_ends_with_nothing_lost(number: int, storm: str) -
     ],
 )
 def test_pair_with_window_layers_ends_with_nothing_lost(number: int, storm: str) -> None:
-    """With small window groups, and with and without checkpoints on prefill."""
+    """With small window groups, with and without checkpoints on prefill, or with extra state."""
+    checkpoints = (3, 0, 6, 2)[number % 4]
     sim = PairSim(
         number,
         STORMS[storm],
@@ -62,7 +63,8 @@ def test_pair_with_window_layers_ends_with_nothing_lost(number: int, storm: str)
         failure_policy=("fail", "retry")[number % 2],
         window=(9, 2, 5, 14)[number % 4],
         window_pages=((16, 10), (24, 16), (32, 40))[number % 3],
-        checkpoints=(3, 0, 6, 2)[number % 4],
+        checkpoints=checkpoints,
+        num_slots=0 if checkpoints else 4,
     )
     sim.run()
     if storm == "calm":
@@ -94,6 +96,11 @@ def test_without_faults_ranks_have_every_byte(seed: int) -> None:
     sim.run()
     assert sim.finished == sim.decode.scheduler.counters["finished"] >= 10
     assert not sim.decode.scheduler.counters["transfers_failed"]
+
+
+@seeds(1, *range(1, 8))
+def test_ranks_with_window_layers_end_with_nothing_lost(seed: int) -> None:
+    with_windows(seed).run()
 
 
 class ShmPairSim(OverShm, PairSim):

@@ -44,6 +44,7 @@ class Desk:
             num_pages, PAGE_SIZE, rows, caching=caching, num_slots=num_slots, policy=policy,
             spare_rows=spare_rows,
         )  # fmt: skip
+        self.pages.hash_every_pages = 1
         settings = {"reserve_tokens": 0, **settings}
         self.scheduler = DecodeScheduler(self.pages, **settings)
         self.now_s = 0.0

@@ -164,3 +164,31 @@ def test_the_queue_keeps_its_order_whoever_leaves_it() -> None:
     assert [req.rid for req in waiting] == ["b", "d", "e"]
     desk.finish(running)
     assert desk.admit() == ["b"]
+
+
+def test_a_batch_that_was_checked_before_is_checked_for_what_may_have_changed() -> None:
+    """The same list step after step, then one like it that names one twice, one of another node, or
+    one that has ended."""
+    desk, other = Desk(64), Desk(64)
+    reqs = [desk.start(rid, 3, 9) for rid in "abc"]
+    foreign = other.start("x", 3, 9, outputs=1)
+    append = desk.scheduler.append_many
+    for step in range(3):
+        append(reqs, [step] * 3, 0.0)
+    before, others = desk.snapshot(), other.snapshot()
+    for batch in ([*reqs, reqs[0]], [reqs[0], reqs[1], reqs[1]], [*reqs[:2], foreign]):
+        for _ in range(2):  # what was refused is not taken for what was checked
+            with pytest.raises(RequestError, match=r"named twice|another node's"):
+                append(batch, [9] * len(batch), 0.0)
+        assert (desk.snapshot(), other.snapshot()) == (before, others)
+    for again in (tuple(reqs), reqs[::-1]):
+        append(again, [9] * 3, 0.0)
+    assert [req.output for req in reqs] == [[0, 1, 2, 9, 9]] * 3
+    desk.finish(reqs[1])
+    for batch in (reqs, [reqs[0], reqs[1], reqs[2]]):
+        with pytest.raises(RequestError, match="is finished"):
+            append(batch, [9] * 3, 0.0)
+    for req in (reqs[0], reqs[2]):
+        desk.finish(req)
+    other.finish(foreign)
+    desk.at_rest()

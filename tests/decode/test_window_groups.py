@@ -60,8 +60,9 @@ def test_a_request_needs_as_many_window_pages_whatever_its_length() -> None:
     assert desk.admit() == ["a", "b", "c"]
     for number, group in enumerate(desk.pages.windows):
         assert group.allocator.owned_pages == 9, number
-    desk.add("d", 5)
+    req = desk.add("d", 5)
     assert desk.admit() == [], "its pages would be there, in all groups but one"
+    assert "for pages of window group 'w0'" in desk.scheduler.waiting.why(req, desk.now_s)
     desk.abort(desk.scheduler.requests["b"])
     desk.carry_out_aborts()
     assert desk.admit() == ["d"]

@@ -272,6 +272,21 @@ def test_units_outside_the_pool_are_not_copied(
     assert not stage.any()
 
 
+def test_units_that_cannot_be_written_are_copied_without_a_warning(make: Make, device: str) -> None:
+    """As pages of orders are. Torch says so once a process, and here every time."""
+    memory = Memory(mesh_layout("layer_major", 7, 4, 3, 4), device)
+    copy = make(memory.layout, PARTS[0], 4)
+    units = np.array([2, 5], np.int32)
+    units.flags.writeable = False
+    stage = torch.zeros(copy.num_bytes(2), dtype=torch.uint8, device=device)
+    torch.set_warn_always(True)
+    try:
+        copy.gather(units, stage)
+        copy.scatter(units, stage)
+    finally:
+        torch.set_warn_always(False)
+
+
 def test_another_stage_is_refused(make: Make, device: str) -> None:
     memory = Memory(mesh_layout("layer_major", 7, 4, 3, 4), device)
     copy = make(memory.layout, PARTS[0], 4)

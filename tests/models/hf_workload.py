@@ -47,6 +47,7 @@ class Storm:
     answers: Sequence[int]  # tokens
     steps: int  # of a round, at most
     abort: float  # chance in a step
+    logprobs: int | None = None  # of each token, to compare more than which is the likeliest
 
     def run(self, world: World, seed: int) -> set[str]:
         """Play the storm to its end, auditing decode. Returns the requests that were aborted."""
@@ -59,7 +60,8 @@ class Storm:
                 tokens = (chance.choice(talks) + more)[: self.longest]
                 for _ in range(1 + (chance.random() < self.again)):
                     rid, most = f"r{len(world.answers)}", chance.choice(self.answers)
-                    world.ask(rid, tokens, max_new_tokens=most, sampling=Sampling(ignore_end=True))
+                    sampling = Sampling(ignore_end=True, logprobs=self.logprobs)
+                    world.ask(rid, tokens, max_new_tokens=most, sampling=sampling)
             for _ in range(chance.randint(1, self.steps)):
                 world.step()
                 waiting = [one.ask.rid for one in world.answers if not one.done]
@@ -113,13 +115,12 @@ def sampling_of(rng: np.random.Generator) -> Sampling:
 
 
 def run_round(
-    model: PagedModel, reference: Reference, seed: int, found: Found, num_requests: int = 12,
-    equal_pages: bool = False,
-) -> None:  # fmt: skip
-    """One round. Raises AssertionError where an answer is not the model's. `equal_pages`: both
-    sides have pages of one size."""
+    model: PagedModel, reference: Reference, seed: int, found: Found, num_requests: int = 12
+) -> None:
+    """One round. Raises AssertionError where an answer is not the model's."""
     rng = np.random.default_rng(seed)
-    with World(model, **shape_of(rng, equal_pages)) as world:
+    # Window groups need pages of one size.
+    with World(model, **shape_of(rng, bool(model.window))) as world:
         shared = rng.integers(0, model.vocab_size, 60)
         asked = 0
         while asked < num_requests:

@@ -123,6 +123,7 @@ class HostMachine:
         pages = PageManager(
             self.num_pages, PAGE_SIZE, ROWS, policy=policy, spare_rows=spare_rows,
         )  # fmt: skip
+        pages.hash_every_pages = 1
         config = None if below is None else ComputeConfig(below=below, chunk_tokens=4)
         admission, retries = chance.choice(["fifo", *admission_names()]), chance.choice([0, 2])
         self.scheduler = DecodeScheduler(

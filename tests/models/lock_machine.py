@@ -82,6 +82,7 @@ class LockMachine(RuleBasedStateMachine):
             rows,
             caching=caching,
         )
+        pages.hash_every_pages = 1
         self.scheduler = DecodeScheduler(
             pages, reserve_tokens=reserve, max_retries=int(policy == "retry"), admission=admission,
             patience_s=patience_s, waiting_timeout_s=waiting_timeout_s,

@@ -148,6 +148,7 @@ class SchedulerSim(PairSim):
         num_pages, self.log = self.decode_pages, log
         settings = {**self.config.for_page_manager(num_pages), "num_slots": self.num_slots}
         pages = ReplicatedPageManager(log.append, num_pages, PAGE_SIZE, ROWS, **settings)
+        pages.hash_every_pages = 1
         self.replicas = [
             DecodeReplica(num_pages, PAGE_SIZE, self.config, self.num_slots)
             for _ in range(self.num_ranks - 1)

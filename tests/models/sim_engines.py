@@ -55,15 +55,17 @@ class PrefillDesk:
         self.sim, self.rank = sim, rank
         side = sim.sides[0]
         windows = () if side.last is None else (side.last,)
+        pages = PageManager(
+            side.num_pages,
+            side.page_size,
+            ROWS,
+            policy=sim.policy,
+            num_checkpoints=side.checkpoints,
+            windows=windows,
+        )
+        pages.hash_every_pages = 1
         self.scheduler = PrefillScheduler(
-            PageManager(
-                side.num_pages,
-                side.page_size,
-                ROWS,
-                policy=sim.policy,
-                num_checkpoints=side.checkpoints,
-                windows=windows,
-            ),
+            pages,
             num_slots=side.num_slots,
             usable_prefix=self._usable_prefix if side.num_slots else None,
             weights_version=sim.prefill_version,
@@ -232,7 +234,8 @@ class DecodeEngine:
         sim.leader = RankLeader(self.scheduler, len(self.ranks), self.log, submit)
         sizes = side.num_pages, side.page_size
         for rank in self.ranks[1:]:
-            rank.replica = DecodeReplica(*sizes, config, side.num_slots)
+            windows = () if side.last is None else (side.last,)
+            rank.replica = DecodeReplica(*sizes, config, side.num_slots, windows=windows)
         self.running: dict[str, DecodeRequest] = {}
         self.local: dict[DecodeRequest, int] = {}  # what is computed here: tokens with KV
         # Rooms that have ended on some ranks: on which, and when the first of them failed.
@@ -319,6 +322,10 @@ class DecodeEngine:
         for rank in self._followers():
             assert rank.replica.pages(req.row).tolist() == req.pages.tolist(), "ranks: pages differ"
             assert rank.replica.state_slot(req.row) == req.state_slot, "ranks: slots differ"
+            if (last := self.sim.sides[1].last) is not None:
+                mine, its = req.window_pages(last.name), rank.replica.window_pages(req.row, "last")
+                alike = (mine.first_page, mine.ids.tolist()) == (its.first_page, its.ids.tolist())
+                assert alike, "ranks: window pages differ"
         return self.ranks
 
     def compare_ranks(self) -> None:
@@ -511,10 +518,14 @@ class EngineSim(Sim):
         side = self.sides[1]
         sizes = side.num_pages, side.page_size, ROWS
         settings: Any = {"policy": self.policy, "num_slots": side.num_slots}
+        settings["windows"] = () if side.last is None else (side.last,)
+        pages: PageManager
         if len(self.readers) == 1:
-            windows = () if side.last is None else (side.last,)
-            return PageManager(*sizes, **settings, windows=windows)
-        return ReplicatedPageManager(log.append, *sizes, **settings)
+            pages = PageManager(*sizes, **settings)
+        else:
+            pages = ReplicatedPageManager(log.append, *sizes, **settings)
+        pages.hash_every_pages = 1
+        return pages
 
     # --- chance and content -----------------------------------------------------------------------
 
@@ -772,6 +783,22 @@ def simulation(seed: int, storm: Storm | None = None) -> EngineSim:
         decode_pages=chance.choice([14, 18, 40]), prefill_pages=chance.choice([16, 32]),
         failure_policy=chance.choice(["fail", "retry"]), num_slots=num_slots,
         digest_every=chance.choice([0, 4]),
+    )  # fmt: skip
+
+
+def with_windows(seed: int, storm: Storm | None = None) -> EngineSim:
+    """Two ranks a side, or three, and layers that keep a window. There are no checkpoints."""
+    chance = random.Random(seed)
+    ranks = chance.choice([2, 2, 3])
+    shape = Shape(
+        prefill=(ranks, 1), decode=(ranks, 1), num_layers=1, head_bytes=8,
+        num_heads=chance.choice([1, ranks]),
+    )  # fmt: skip
+    return EngineSim(
+        seed, storm_of(chance, _STORM) if storm is None else storm, shape,
+        decode_pages=chance.choice([14, 18, 40]), prefill_pages=chance.choice([16, 32]),
+        failure_policy=chance.choice(["fail", "retry"]), digest_every=chance.choice([0, 4]),
+        window=chance.choice([2, 5, 9, 14]), window_pages=(48, chance.choice([10, 30])),
     )  # fmt: skip
 
 

@@ -116,7 +116,7 @@ class Side:
         if self.last is None:
             return ()
         mesh, last = self.mesh, self.last
-        sizes = mesh.num_layers, mesh.num_kv_heads, self.head_bytes
+        sizes = mesh.num_layers, mesh.shard(0).num_heads, self.head_bytes
         return (GroupDigest(last.name, last.window, *sizes, "uint8", self.attention),)
 
     @property

@@ -46,6 +46,7 @@ class Desk:
         follow_s: float = 0.0,
     ) -> None:
         self.pages = PageManager(num_pages, PAGE_SIZE, rows, caching=caching)
+        self.pages.hash_every_pages = 1
         self.scheduler = PrefillScheduler(
             self.pages, max_aux_bytes=max_aux_bytes, follow_s=follow_s
         )

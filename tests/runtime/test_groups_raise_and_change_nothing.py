@@ -304,7 +304,7 @@ class Groups:
         """Calls that a group does otherwise than a node, or hands on to its ranks; as they stand
         they are refused, or of no request that is here, or only look."""
         rank = {"wait": (["0"], {}), "apply": ([b"none"], {}), "pages": ([99], {}),
-                "state_slot": ([99], {})}  # fmt: skip
+                "state_slot": ([99], {}), "window_pages": ([99, "last"], {})}  # fmt: skip
         return {
             "decode.pages_of": ([self.running], {}),
             "decode.append_many": ([[self.running], [-1]], {}),

@@ -360,3 +360,56 @@ def test_on_cuda_a_copy_is_over_when_it_is_reported() -> None:
     assert torch.equal(pool.read_pages(range(64)), data.flip(0))
     copies.close()
     host.close()
+
+
+class Event:
+    """A device's event: it is reached when the test says so, or raises."""
+
+    def __init__(self) -> None:
+        self.is_over, self.error, self.looks = False, False, 0
+
+    def query(self) -> bool:
+        self.looks += 1
+        if self.error:
+            raise RuntimeError("the device is lost")
+        return self.is_over
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_an_order_waits_for_the_device_and_others_overtake_it(threads: int) -> None:
+    world = World(threads=threads)
+    world.fill(0, 0)
+    world.fill(1, 1)
+    late, later = Event(), Event()
+    world.copies.submit(write(1, pages(0, 1), pages(0, 1)), late)
+    world.copies.submit(load(2, pages(10), pages(10)), later)
+    until(lambda: late.looks > 3 and later.looks > 3)
+    world.copies.submit(write(3, pages(2), pages(2)))
+    world.copies.submit(load(4, pages(11), pages(11)))
+    assert sorted(done.number for done in world.take(2)) == [3, 4]
+    assert world.results.empty()
+    # What the device has done by then is what is copied.
+    world.fill(1, 7)
+    late.is_over = True
+    assert [done.number for done in world.take(1)] == [1]
+    later.is_over = True
+    assert [(done.number, done.error) for done in world.take(1)] == [(2, None)]
+    world.copies.submit(load(5, pages(1), pages(5)))
+    world.take(1)
+    assert world.holds(5, 7)
+    world.close()
+
+
+def test_an_event_that_raises_fails_its_order_alone() -> None:
+    world = World()
+    lost, late = Event(), Event()
+    lost.error = True
+    world.copies.submit(write(1, pages(0), pages(0)), lost)
+    world.copies.submit(write(2, pages(1), pages(1)))
+    failed, good = sorted(world.take(2))
+    assert isinstance(failed.error, RuntimeError)
+    assert (failed.num_bytes, failed.seconds, good.error) == (0, 0.0, None)
+    world.copies.submit(write(3, pages(2), pages(2)), late)
+    world.close()
+    (cut_off,) = world.take(1)
+    assert isinstance(cut_off.error, ClosedError)

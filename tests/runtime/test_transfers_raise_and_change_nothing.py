@@ -98,7 +98,7 @@ def calls(pair: Pair) -> dict[str, tuple[Any, list[Any], dict[str, Any]]]:
     decode, prefill = pair.decode, pair.prefill
     here = prefill.endpoint
     return {
-        "open": (decode.open, [ROOM, 0, 30, 0, PAGES, here, DIGEST], {"ticket": 7}),
+        "open": (decode.open, [ROOM, 0, 30, 0, PAGES, here, DIGEST], {"ticket": 7, "windows": ()}),
         "decode.abort": (decode.abort, [99, 0, "why"], {}),
         "decode.wait": (decode.wait, ["0"], {}),
         "decode.refuse": (decode.refuse, [ROOM, 0, here, "why", 7, DIGEST], {}),
@@ -109,7 +109,14 @@ def calls(pair: Pair) -> dict[str, tuple[Any, list[Any], dict[str, Any]]]:
         "send_chunk": (
             prefill.send_chunk,
             [ROOM, 99, PAGES],
-            {"decode": DECODE, "last": False, "aux": b"x", "ready": Broken(), "generation": 0},
+            {
+                "decode": DECODE,
+                "last": False,
+                "aux": b"x",
+                "ready": Broken(),
+                "generation": 0,
+                "windows": (),
+            },
         ),
         "prefill.abort": (prefill.abort, [99, 0, "why"], {"decode": DECODE}),
         "prefill.refuse": (prefill.refuse, [ROOM, 0, "why"], {"decode": DECODE}),

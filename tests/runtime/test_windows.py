@@ -21,14 +21,16 @@ from prefixkv.config import (
     TransportConfig,
 )
 from prefixkv.control.effects import FrameReceived
-from prefixkv.errors import AbortedError, RequestError
+from prefixkv.digest import prompt_digest
+from prefixkv.errors import AbortedError, PageStateError, RequestError
 from prefixkv.memory.kv_pool import KVPool, PoolGroup
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_layout import StateTensor
 from prefixkv.memory.state_pool import StatePool
-from prefixkv.ranks.replica import RankLog
 from prefixkv.request import Request
+from prefixkv.runtime.groups import DecodeGroup, PrefillGroup
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
+from prefixkv.transfer import DecodeTransfers, KVPoll, PrefillTransfers
 from tests.models.patience import until
 from tests.models.window_engine import Model, WindowPair
 from tests.runtime.conftest import QUICK
@@ -220,8 +222,14 @@ STATE = StateTensor("s", 0, 1, (1,))
             lambda: DecodeNode(grouped(), DecodeConfig(host_memory=HostConfig(num_bytes=1 << 20))),
             "host_memory: not with",
         ),
-        (lambda: DecodeNode(grouped(), ranks=RankLog()), "ranks: not with"),
-        (lambda: PrefillNode(grouped(), mesh=Mesh(1, 2, 2)), "is of one rank, not 2"),
+        (
+            lambda: PrefillNode(grouped(num_layers=1), mesh=Mesh(2, 1, 1, 2)),
+            "is of one stage, not 2",
+        ),
+        (
+            lambda: PrefillNode(grouped(), PrefillConfig(checkpoints=2), mesh=Mesh(1, 2, 2)),
+            "a prefill worker of several ranks keeps none",
+        ),
         (lambda: PrefillNode(grouped(), usable_prefix=lambda req, num: num), "usable_prefix: "),
         (lambda: DecodeNode(grouped(60)), "'sliding' has 12 pages; one request may need 17"),
         (
@@ -296,6 +304,177 @@ def test_each_group_gets_its_own_bytes_in_the_right_place() -> None:
         pools = (pair.d_model.full, want_full), (pair.d_model.last, want_last)
         for pool, want in (*pools, (pair.d_model.draft, want_draft)):
             assert torch.equal(pool.read_pages(range(pool.layout.num_pages)), want)
+
+
+def test_two_ranks_a_side_get_their_own_bytes_in_every_group() -> None:
+    mesh = Mesh(1, 2, 2)
+    pools = [[grouped(), grouped()] for _ in range(2)]
+    randomly([*pools[0], *pools[1]], 6)
+    with (
+        PrefillGroup(pools[0], PrefillConfig(control=QUICK), mesh) as prefill,
+        DecodeGroup(pools[1], DecodeConfig(reserve_tokens=0, control=QUICK), mesh) as decode,
+    ):
+        address = {"prefill": prefill.endpoint, "decode": decode.peer_id.name}
+        request = Request("r", list(range(16)), 4, room=1, **address)
+        prefill.add(request)
+        req = decode.add(request)
+        source: dict[int, int] = {}
+        arrived: list[Any] = []
+
+        def step() -> None:
+            decode.pop_preallocated()
+            for one in prefill.pop_bootstrapped():
+                for end in (4, 8, 12, 16):
+                    first, ids = one.window_pages("sliding")
+                    source.update({first + at: page for at, page in enumerate(ids.tolist())})
+                    prefill.send_chunk(one, end, last=end == 16)
+            prefill.pop_sent()
+            arrived.extend(decode.pop_transferred())
+
+        until(lambda: bool(arrived), step=step)
+        first, ids = req.window_pages("sliding")
+        assert first == 1
+        other = decode.others[0].window_pages(req.row, "sliding")
+        assert (other.first_page, other.ids.tolist()) == (first, ids.tolist())
+        for mine, its in zip(*pools, strict=True):
+            want = mine.group("sliding").read_pages([source[number] for number in (1, 2, 3)])
+            assert torch.equal(its.group("sliding").read_pages(ids[:3].tolist()), want)
+        for token in range(3):
+            decode.append_many([req], [token])
+        decode.finish(req)
+        until(lambda: decode.scheduler.idle and not prefill.nodes[0].scheduler.requests, step=step)
+        decode.audit()
+        prefill.audit()
+
+
+def randomly(pools: list[KVPool], seed: int) -> None:
+    chance = torch.Generator().manual_seed(seed)
+    for pool in pools:
+        for one in (pool, *(group.pool for group in pool.groups)):
+            every = range(one.layout.num_pages)
+            data = one.read_pages(every)
+            one.write_pages(
+                every, torch.randint(0, 256, data.shape, generator=chance, dtype=torch.uint8)
+            )
+
+
+class EngineWithItsOwnPages:
+    """The transfer side alone. Of 27 tokens decode has 16; the window of 10 begins in page 4."""
+
+    def __init__(self) -> None:
+        self.src, self.dst = grouped(), grouped()
+        randomly([self.src, self.dst], 7)
+        self.prefill = PrefillTransfers(self.src, PrefillConfig(control=QUICK))
+        self.decode = DecodeTransfers(self.dst, DecodeConfig(control=QUICK))
+        self.digest = prompt_digest(range(27))
+
+    def open(self, windows: Any = ((3, 0, 7),)) -> None:
+        self.decode.open(
+            1, 0, 27, 16, [6, 1, 2], self.prefill.endpoint, self.digest, windows=windows
+        )
+
+    def send(self, end: int, windows: Any, last: bool = False) -> None:
+        pages = [5, 4, 3, 2, 1, 0, 7]
+        self.prefill.send_chunk(1, end, pages, decode="decode-0", last=last, windows=windows)
+
+    def __enter__(self) -> EngineWithItsOwnPages:
+        self.prefill.add(1, 0, 27, "decode-0", self.digest)
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.decode.close()
+        self.prefill.close()
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+def test_an_engine_that_owns_its_pages_names_them_by_group(is_early: bool) -> None:
+    with EngineWithItsOwnPages() as engine:
+        before = [pool.read_pages(range(pool.layout.num_pages)) for pool in
+                  (engine.dst, engine.dst.group("sliding"))]  # fmt: skip
+        if not is_early:
+            engine.open()
+        engine.send(9, [(0, [8, 9, 10])])
+        engine.send(21, [(2, [10, 11, 1, 2])])  # completes page 4, which is id 1 here
+        engine.send(27, [(5, [2, 3])], last=True)
+        if is_early:
+            engine.open()
+        said: list[Any] = []
+        until(lambda: bool(said), step=lambda: said.extend(engine.decode.take_events()))
+        assert said[0].poll is KVPoll.SUCCESS
+        before[0][[6, 1, 2]] = engine.src.read_pages([1, 0, 7])
+        before[1][[3, 0, 7]] = engine.src.group("sliding").read_pages([1, 2, 3])
+        for pool, want in zip((engine.dst, engine.dst.group("sliding")), before, strict=True):
+            assert torch.equal(pool.read_pages(range(pool.layout.num_pages)), want)
+
+
+def in_one_memory(window: int = 10) -> KVPool:
+    """As vLLM has them: layer i of each group lies in the same tensor, a page is of one group."""
+    full = KVPool.create(16, 4, 2, 1, 8)
+    views = [full.k(0)], [full.v(0)]  # of the second group: one layer less
+    return full.with_groups(PoolGroup("sliding", KVPool.from_tensors(*views), window))
+
+
+def test_groups_may_lie_in_one_memory_for_an_engine_that_owns_its_pages() -> None:
+    src, dst = in_one_memory(), in_one_memory()
+    randomly([src, dst], 8)
+    before = dst.read_pages(range(16))
+    digest = prompt_digest(range(27))
+    with (
+        PrefillTransfers(src, PrefillConfig(control=QUICK)) as prefill,
+        DecodeTransfers(dst, DecodeConfig(control=QUICK)) as decode,
+    ):
+        prefill.add(1, 0, 27, "decode-0", digest)
+        where = prefill.endpoint
+        decode.open(1, 0, 27, 16, [6, 1, 2], where, digest, windows=[[3, 0, 7]])
+        pages = [5, 4, 3, 2, 1, 0, 7]
+        prefill.send_chunk(1, 27, pages, decode="decode-0", last=True, windows=[(4, [10, 11, 12])])
+        said: list[Any] = []
+        until(lambda: bool(said), step=lambda: said.extend(decode.take_events()))
+        assert said[0].poll is KVPoll.SUCCESS
+        before[[6, 1, 2]] = src.read_pages([1, 0, 7])
+        before[[3, 0, 7], :2] = src.read_pages([10, 11, 12])[:, :2]  # K and V of its one layer
+        assert torch.equal(dst.read_pages(range(16)), before)
+        # A page that is promised in two groups would be written twice.
+        prefill.add(2, 0, 27, "decode-0", digest)
+        decode.open(2, 0, 27, 16, [6, 1, 2], where, digest, windows=[[3, 1, 7]])
+        said.clear()
+        until(lambda: bool(said), step=lambda: said.extend(decode.take_events()))
+        assert "in two groups of one memory" in str(said[0].error)
+
+
+def test_nodes_refuse_groups_in_one_memory() -> None:
+    for make in (DecodeNode, PrefillNode):
+        with pytest.raises(ConfigError, match="'sliding' has the first group's memory"):
+            make(in_one_memory())
+    full = KVPool.create(16, 4, 1, 1, 8)
+    same = KVPool.from_tensors([full.k(0)], [full.v(0)])
+    with pytest.raises(ConfigError, match="it needs a window"):
+        full.with_groups(PoolGroup("draft", same))
+
+
+def test_wrong_window_pages_are_refused_and_change_nothing() -> None:
+    with EngineWithItsOwnPages() as engine:
+        for windows, why in [
+            ((), "pages of 0 window groups of 1"),
+            (((3, 0),), "2 pages where group 'sliding' needs 3"),
+            (((3, 0, 12),), "12"),
+        ]:
+            with pytest.raises((RequestError, PageStateError), match=why):
+                engine.open(windows)
+        engine.open()
+        for end, sent, why in [
+            (9, (), "pages of 0 window groups of 1"),
+            (21, [(5, [2, 3])], "pages 5 to 7, this chunk sends 4 to 5"),
+            (24, [(0, [8, 9, 10, 11, 1])], "pages 0 to 5, this chunk sends 4 to 6"),
+            (21, [(4, [12])], "12"),
+        ]:
+            with pytest.raises((RequestError, PageStateError), match=why):
+                engine.send(end, sent)
+        engine.send(21, [(4, [1])])
+        engine.send(27, [(5, [2, 3])], last=True)
+        said: list[Any] = []
+        until(lambda: bool(said), step=lambda: said.extend(engine.decode.take_events()))
+        assert said[0].poll is KVPoll.SUCCESS
 
 
 def test_the_engine_s_tensors_are_as_the_model_has_them() -> None:

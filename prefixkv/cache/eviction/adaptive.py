@@ -291,6 +291,9 @@ class Adaptive(GhostPolicy):
             last: Seen = ghost[0]
             hazards.lost(last[3].number, last[2])
 
+    def work_ahead(self) -> None:
+        self.hazards.work_ahead()
+
     def reset(self) -> None:
         super().reset()
         self.hazards.reset()

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 from math import inf, ldexp
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -49,9 +49,6 @@ UNTAUGHT = tuple(
 RESOLUTION = 0.05
 """Precision, as a share of their age, to which starts without an end are counted."""
 
-APART = 2
-"""Starts per part of working out the worths. A request has one start or two."""
-
 _NUM_SLICES: Final = 3  # of the classes, ranked one after the other
 
 _UNTAUGHT, _LENGTHS_S = np.array(UNTAUGHT), np.array(LENGTHS_S)
@@ -62,6 +59,14 @@ that the ratio there is 0."""
 
 Table: TypeAlias = npt.NDArray[Any]
 Chances = list[float]
+
+
+class _Noted(NamedTuple):
+    """What is noted for the hazards, as their `_started`, `_returned` and `_lost`."""
+
+    started: list[float]
+    returned: list[float]
+    lost: list[float]
 
 
 class Hazards:
@@ -123,19 +128,20 @@ class Hazards:
         self._halves_s = self._half_life_s  # time of the next halving
         self._num_halved = 0  # halvings so far
         self._due = self._period  # starts to come until worths are worked out, in parts
-        self._part = 0  # index of the next part
-        # Not counted yet: (row, time) of starts, and (row, time of the start, age) of ends.
-        self._started: list[tuple[int, float]] = []
-        self._returned: list[tuple[int, float, float]] = []
-        self._lost: list[tuple[int, float, float]] = []
+        # Noted and not counted yet: row and time of starts, and row, time of the start and age of
+        # ends; one number after the other.
+        self._started: list[float] = []
+        self._returned: list[float] = []
+        self._lost: list[float] = []
         # Starts that have not ended, by row, from each of these times to the next; rising.
-        self._times_s: list[float] = []
+        self._times_s: Table = np.zeros(0)
         self._out: Table = np.zeros((0, num_rows))
         self._returns: Table = np.zeros((num_rows, NUM_BINS))
         self._losses: Table = np.zeros((num_rows, NUM_BINS))
         # Worths of an empty table: those of `UNTAUGHT`.
-        for part in _PARTS:
-            part(self)
+        self._begin()
+        self._frozen_s = 0.0
+        self._finish()
 
     # --- what happens -----------------------------------------------------------------------------
 
@@ -146,12 +152,9 @@ class Hazards:
         if now_s >= self._halves_s:
             self._halve(int(now_s // self._half_life_s))
         self.now_s = now_s
-        self._started.append((row, now_s))
+        self._started += (row, now_s)
         self._due -= 1
-        if self._due == APART:
-            # Ahead of the first part, which then has little left to count.
-            self._count()
-        elif self._due <= 0 and self._due % APART == 0:
+        if self._due <= 0:
             self._go_on()
 
     def returned(self, row: int, start_s: float, now_s: float) -> None:
@@ -159,50 +162,68 @@ class Hazards:
         # The given time is that of the last use, which may be later than the last start of all:
         # `_count` needs a time at which starts were counted.
         began_s = self.now_s if start_s > self.now_s else start_s
-        self._returned.append((row, began_s, now_s - start_s))
+        self._returned += (row, began_s, now_s - start_s)
 
     def lost(self, row: int, start_s: float) -> None:
         """Note for the hazards that the ghost of a start was forgotten: its return would not be
         noticed any more."""
         began_s = self.now_s if start_s > self.now_s else start_s
-        self._lost.append((row, began_s, self.now_s - began_s))
+        self._lost += (row, began_s, self.now_s - began_s)
 
     def _count(self) -> None:
-        """Count in the hazards' tables the starts, returns and losses noted since the last time."""
-        # 1. Starts, in slots of at least a second. `_out` gets rows for the new slots.
-        if self._started:
-            times_s, slots = self._times_s, []
-            last_s = times_s[-1] if times_s else -inf
-            for _, now_s in self._started:
-                if now_s - last_s >= 1.0:
-                    times_s.append(now_s)
-                    last_s = now_s
-                slots.append(len(times_s) - 1)
-            out = np.zeros((len(times_s), self._out.shape[1]))
-            out[: len(self._out)] = self._out
-            rows = np.array([row for row, _ in self._started])
-            np.add.at(out, (np.array(slots), rows), 1.0)
-            self._out = out
-            self._started = []
-        # 2. Ends: into the bin of their age, and out of the slot of their start. A start of an
-        #    earlier half-life was halved since, so its end counts as little: 2 ** -(halvings
-        #    since).
-        for ends, table in ((self._returned, self._returns), (self._lost, self._losses)):
-            if not ends:
-                continue
-            found = np.array(ends)
-            rows, starts_s = found[:, 0].astype(np.intp), found[:, 1]
-            halved = starts_s // self._half_life_s - self._num_halved
-            counts = np.ldexp(1.0, halved.astype(np.intc))
-            np.add.at(table, (rows, np.searchsorted(_EDGES_S, found[:, 2], "right")), counts)
-            # The last slot that begins no later than the start.
-            begun = np.searchsorted(self._times_s, starts_s, "right") - 1
-            np.subtract.at(self._out, (begun, rows), counts)
-            ends.clear()
+        """Count in the hazards' tables all starts, returns and losses that are noted."""
+        # Starts first: an end is taken out of the slot of its start.
+        for started in (self._counting.started, self._started):
+            self._count_starts(started)
+        for returned in (self._counting.returned, self._returned):
+            self._count_ends(returned, self._returns)
+        for lost in (self._counting.lost, self._lost):
+            self._count_ends(lost, self._losses)
+
+    def _count_starts(self, started: list[float]) -> None:
+        """Count starts in the hazards' tables, in slots of at least a second, and forget them."""
+        if not started:
+            return
+        num_slots, new_s = len(self._times_s), []
+        last_s = self._times_s[-1] if num_slots else -inf
+        slots = []
+        for now_s in started[1::2]:
+            if now_s - last_s >= 1.0:
+                new_s.append(now_s)
+                last_s = now_s
+            slots.append(num_slots + len(new_s) - 1)
+        # Rows for the new slots.
+        self._times_s = np.concatenate([self._times_s, new_s])
+        out = np.zeros((len(self._times_s), self._out.shape[1]))
+        out[:num_slots] = self._out
+        rows = np.array(started[::2], np.intp)
+        np.add.at(out, (np.array(slots), rows), 1.0)
+        self._out = out
+        started.clear()
+
+    def _count_ends(self, ends: list[float], table: Table) -> None:
+        """Count ends in a table of the hazards, and forget them: each into the bin of its age, and
+        out of the slot of its start, which is counted."""
+        if not ends:
+            return
+        found = np.array(ends).reshape(-1, 3)
+        rows, starts_s = found[:, 0].astype(np.intp), found[:, 1]
+        # A start of an earlier half-life was halved since, so its end counts as little: 2 **
+        # -(halvings since).
+        halved = starts_s // self._half_life_s - self._num_halved
+        counts = np.ldexp(1.0, halved.astype(np.intc))
+        np.add.at(table, (rows, _EDGES_S.searchsorted(found[:, 2], "right")), counts)
+        # The last slot that begins no later than the start.
+        begun = self._times_s.searchsorted(starts_s, "right") - 1
+        np.subtract.at(self._out, (begun, rows), counts)
+        ends.clear()
 
     def _halve(self, times: int) -> None:
         """Halve all counts of the hazards until they have been halved `times` times in all."""
-        # First count what is noted: it is of the time before.
+        # What is noted is of the time before; and so are the counts that are worked with, as far as
+        # their time has come.
+        if self._due <= 0:
+            self._do(_NUM_COUNTED if self._due > _FREEZE_DUE else _NUM_FROZEN)
         self._count()
         share = ldexp(1.0, self._num_halved - times)
         self._num_halved = times
@@ -214,7 +235,8 @@ class Hazards:
         """Return the hazards' counts as three float [classes, bins] tables: starts of each class
         that reached each bin, starts that returned in it, and starts that were lost in it."""
         self._count()
-        return self._entered(), self._by_class(self._returns), self._by_class(self._losses)
+        entered = self._ended() + self._still_out(self.now_s)
+        return entered, self._by_class(self._returns), self._by_class(self._losses)
 
     def broken_laws(self) -> list[str]:
         """Return every law of the hazards that does not hold; for tests. O(classes x bins)."""
@@ -227,7 +249,7 @@ class Hazards:
                 and worth[peak] == max(worth)
                 for worth, peak in zip(self.worth, self.peak, strict=True)
             ),
-            "times rise": self._times_s == sorted(set(self._times_s)),
+            "times rise": bool((np.diff(self._times_s) > 0).all()),
             "every time has its starts": len(self._times_s) == len(self._out),
             **{
                 f"no fewer than none are {what}": bool((table >= 0).all())
@@ -238,43 +260,91 @@ class Hazards:
 
     # --- what it says -----------------------------------------------------------------------------
 
-    def _thin_out(self) -> None:
-        """Merge the hazards' slots of starts that lie closer together than their age requires."""
-        kept_s: list[float] = []
-        firsts: list[int] = []
-        for at, time_s in enumerate(self._times_s):
-            if not kept_s or time_s - kept_s[-1] >= RESOLUTION * (self.now_s - time_s):
-                kept_s.append(time_s)
-                firsts.append(at)
-        if len(firsts) < len(self._times_s):
-            self._out = np.add.reduceat(self._out, firsts)
-            self._times_s = kept_s
+    # Worths are worked out in parts, of what was noted by the start at which they are due.
 
-    # Worths are worked out in parts, of what was counted by the first of them.
+    def work_ahead(self) -> None:
+        """Do a part or two of the work on the hazards' worths ahead of the start that would have to
+        do it. It changes nothing that they say."""
+        # Never so far ahead that counts are frozen before their time has come: at the start before
+        # that, `_AHEAD + 1` parts may be done, and `_NUM_COUNTED` come before.
+        if self._due <= 0:
+            self._do(min(_AHEAD - self._due, self._num_done + 2, len(_PARTS)))
 
     def _go_on(self) -> None:
-        """Do the next part of the work on the hazards' worths; all parts at once if worths are
-        wanted more often than parts fit in."""
-        first = self._part
-        self._part = first + 1 if self._period >= APART * len(_PARTS) else len(_PARTS)
-        for part in _PARTS[first : self._part]:
-            part(self)
-        # Done: count down again. `_due` is at or below 0 by now, so the parts are within the
-        # period.
-        if self._part == len(_PARTS):
+        """Do the work on the hazards' worths that this start may not leave undone."""
+        due = self._due
+        if due == 0:
+            self._begin()
+            # All at once if worths are wanted more often than parts fit in.
+            if self._period < LEAST_PERIOD:
+                self._frozen_s = self.now_s
+                self._finish()
+                self._due = self._period
+            return
+        if due == _FREEZE_DUE:
+            self._frozen_s = self.now_s
+        # A use may have two starts: with one part or two done ahead after each, it does none.
+        self._do(-due - 1)
+        if due == -len(_PARTS):
+            self._finish()
             self._due += self._period
-            self._part = 0
 
-    def _prune_slots(self) -> None:
-        """Do a part of the hazards' work: count what was noted, and keep the number of slots
-        small."""
-        self._count()
-        self._thin_out()
+    def _begin(self) -> None:
+        """Begin to work out the hazards' worths: set apart what is noted by now."""
+        self._counting = _Noted(self._started, self._returned, self._lost)
+        self._started, self._returned, self._lost = [], [], []
+        self._begun_s, self._num_done = self.now_s, 0
 
-    def _freeze_counts(self) -> None:
-        """Do a part of the hazards' work: fix the counts that all later parts are worked out
-        from."""
-        self._seen = self._entered(), self._by_class(self._returns)
+    def _do(self, num_parts: int) -> None:
+        """Do parts of the work on the hazards' worths until this many are done."""
+        while self._num_done < num_parts:
+            _PARTS[self._num_done](self)
+            self._num_done += 1
+
+    def _finish(self) -> None:
+        """Finish the work on the hazards' worths, and publish them.
+
+        `worth[kind][bin]` rises up to `peak[kind]` and falls from there, so that the leaf of a
+        class that is worth least is its oldest or its newest. Both lists are new objects (see
+        `LeastWorth.choose`).
+        """
+        self._do(len(_PARTS))
+        self.peak, self.worth = self._found
+
+    def _count_begun(self) -> None:
+        """Do a part of the hazards' work: count the starts."""
+        self._count_starts(self._counting.started)
+
+    def _count_returned(self) -> None:
+        """Do a part of the hazards' work: count the returns."""
+        self._count_ends(self._counting.returned, self._returns)
+
+    def _count_lost(self) -> None:
+        """Do a part of the hazards' work: count the losses."""
+        self._count_ends(self._counting.lost, self._losses)
+
+    def _thin_out(self) -> None:
+        """Do a part of the hazards' work: merge slots of starts that lie closer together than their
+        age requires."""
+        firsts: list[int] = []
+        now_s, last_s = self._begun_s, -inf
+        for at, time_s in enumerate(self._times_s.tolist()):
+            if time_s - last_s >= RESOLUTION * (now_s - time_s):
+                firsts.append(at)
+                last_s = time_s
+        if len(firsts) < len(self._times_s):
+            self._out = np.add.reduceat(self._out, firsts)
+            self._times_s = self._times_s[firsts]
+
+    def _freeze_ended(self) -> None:
+        """Do a part of the hazards' work: fix the counts of starts that ended that all later parts
+        work with."""
+        self._seen = self._ended(), self._by_class(self._returns)
+
+    def _freeze_out(self) -> None:
+        """Do a part of the hazards' work: fix the counts of starts that are out, too."""
+        ended, returns = self._seen
+        self._seen = ended + self._still_out(self._frozen_s), returns
 
     def _estimate(self) -> None:
         """Do a part of the hazards' work: estimate the chances of each class, from all to groups to
@@ -288,55 +358,69 @@ class Hazards:
         in_group = self._by_group
         alike = _chances(in_group(entered), in_group(returns), common, self._trust)
         self._chances = _chances(entered, returns, alike[self._group_of], self._trust)
+
+    def _sum_up(self) -> None:
+        """Do a part of the hazards' work: the sums of which the Gittins indices are slopes."""
+        self._sums = expected_sums(self._chances)
         self._ranked: list[Table] = []
 
     def _rank_slice(self) -> None:
         """Do a part of the hazards' work: the Gittins indices of the next slice of classes."""
         first = len(self._ranked) * self._slice
-        some = self._chances[first : first + self._slice]
-        self._ranked.append(gittins_indices(some, self._scratch))
+        uses, seconds = (sums[first : first + self._slice] for sums in self._sums)
+        self._ranked.append(steepest_slopes(uses, seconds, self._scratch))
 
     def _rank(self) -> None:
-        """Do the last part of the hazards' work: publish the new worths.
-
-        `worth[kind][bin]` rises up to `peak[kind]` and falls from there, so that the leaf of a
-        class that is worth least is its oldest or its newest. Both lists are new objects (see
-        `LeastWorth.choose`).
-        """
+        """Do the last part of the hazards' work: the worths, ready to be published."""
         indices = np.concatenate(self._ranked)
         peaks = indices.argmax(1)
-        self.peak: list[int] = peaks.tolist()
-        self.worth: list[Chances] = rise_and_fall(indices, peaks).tolist()
+        worth: list[Chances] = rise_and_fall(indices, peaks).tolist()
+        self._found: tuple[list[int], list[Chances]] = peaks.tolist(), worth
 
-    def _entered(self) -> Table:
-        """Return of the hazards a float [classes, bins] table: starts of each class that reached
-        each bin.
-
-        These are the starts that ended in it or later, and those without an end that are old
-        enough.
-        """
+    def _ended(self) -> Table:
+        """Return of the hazards a float [classes, bins] table: starts of each class that ended in
+        each bin or later."""
         ended = self._by_class(self._returns + self._losses)
-        entered: Table = ended[:, ::-1].cumsum(1)[:, ::-1]
-        if self._times_s:
-            # For each bin: the slots that are at least as old as its beginning, summed from the
-            # oldest.
-            until = np.searchsorted(self._times_s, self.now_s - _BEGINS_S, "right")
-            out = np.zeros((len(self._out) + 1, self._out.shape[1]))
-            self._out.cumsum(0, out=out[1:])
-            # Ends may be subtracted from the wrong slot: a request's last use may be later than its
-            # first, which is its start, and two prefixes may be taken for one. So a sum may be too
-            # small by a few, even negative.
-            entered = entered + np.maximum(self._by_class(out[until].T), 0.0)
-        return entered
+        return ended[:, ::-1].cumsum(1)[:, ::-1]
+
+    def _still_out(self, now_s: float) -> Table | float:
+        """Return of the hazards a float [classes, bins] table: starts of each class that have not
+        ended, and at `now_s` are at least as old as each bin's beginning. 0 before the first
+        start."""
+        if not len(self._times_s):
+            return 0.0
+        # For each bin: the slots that are at least as old as its beginning, summed from the
+        # oldest.
+        until = self._times_s.searchsorted(now_s - _BEGINS_S, "right")
+        out = np.zeros((len(self._out) + 1, self._out.shape[1]))
+        self._out.cumsum(0, out=out[1:])
+        # Ends may be subtracted from the wrong slot: a request's last use may be later than its
+        # first, which is its start, and two prefixes may be taken for one. So a sum may be too
+        # small by a few, even negative.
+        return np.maximum(self._by_class(out[until].T), 0.0)
 
 
 _PARTS: Final = (
-    Hazards._prune_slots,
-    Hazards._freeze_counts,
+    Hazards._count_begun,
+    Hazards._count_returned,
+    Hazards._count_lost,
+    Hazards._thin_out,
+    Hazards._freeze_ended,
+    Hazards._freeze_out,
     Hazards._estimate,
+    Hazards._sum_up,
     *[Hazards._rank_slice] * _NUM_SLICES,
     Hazards._rank,
 )
+"""The parts of working out the worths. Where none is done ahead, a start does one, the last two."""
+
+_NUM_COUNTED: Final = 4  # parts up to where the counts are complete
+_NUM_FROZEN: Final = 6
+_FREEZE_DUE: Final = -2  # start whose time the counts that are worked with are of
+_AHEAD: Final = 2  # parts that are done before a start would have to do them
+
+LEAST_PERIOD: Final = len(_PARTS) + 2
+"""Starts between two workings out below which all is done at once."""
 
 
 class _Sums:
@@ -370,7 +454,7 @@ def new_scratch(num_classes: int) -> Table:
     return np.empty((2, num_classes, NUM_BINS, NUM_BINS + 1))
 
 
-def gittins_indices(chances: Table, scratch: Table | None = None) -> Table:
+def gittins_indices(chances: Table) -> Table:
     """Return the Gittins index of each class and bin from its hazards. O(classes x bins squared),
     in numpy.
 
@@ -378,24 +462,34 @@ def gittins_indices(chances: Table, scratch: Table | None = None) -> Table:
 
     Args:
         chances: float [classes, bins], all below 1.
-        scratch: from `new_scratch`, for at least as many classes; its content is lost.
 
     >>> (index,) = gittins_indices(np.array([[0.1, *[0.0] * (NUM_BINS - 2), 0.5]]))
     >>> bool(index[0] > index[1] < index[-1])
     True
     """
-    # From age 0: the chance to be still out at each bin, and the expected uses and seconds of
-    # residence up to each bin's end. A use in a bin comes in its middle on average.
+    return steepest_slopes(*expected_sums(chances), new_scratch(len(chances)))
+
+
+def expected_sums(chances: Table) -> tuple[Table, Table]:
+    """Return of the hazards' classes the expected uses, and the expected seconds of residence, from
+    age 0 up to the beginning of each bin and to the end of the last: float [classes, bins + 1]."""
+    # The chance to be still out at each bin. A use in a bin comes in its middle on average.
     still_out = np.ones((len(chances), NUM_BINS))
     np.cumprod(1 - chances[:, :-1], 1, out=still_out[:, 1:])
     uses = np.zeros((len(chances), NUM_BINS + 1))
     np.cumsum(still_out * chances, 1, out=uses[:, 1:])
     seconds = np.zeros_like(uses)
     np.cumsum(still_out * _LENGTHS_S * (1 - 0.5 * chances), 1, out=seconds[:, 1:])
-    if scratch is None:
-        scratch = new_scratch(len(chances))
-    # Differences of these sums from every age to every later one: the index is the largest slope.
-    gained, took_s = scratch[:, : len(chances)]
+    return uses, seconds
+
+
+def steepest_slopes(uses: Table, seconds: Table, scratch: Table) -> Table:
+    """Return from the hazards' expected sums the steepest slope from each bin's beginning to any
+    later one: the Gittins index, float [classes, bins].
+
+    `scratch` is from `new_scratch`, for at least as many classes; its content is lost.
+    """
+    gained, took_s = scratch[:, : len(uses)]
     np.subtract(uses[:, None, :], uses[:, :-1, None], out=gained)
     np.subtract(seconds[:, None, :], seconds[:, :-1, None], out=took_s)
     np.maximum(took_s, _LEAST_S, out=took_s)

@@ -16,6 +16,8 @@ from heapq import heapify, heappop, heappush
 from math import inf, nextafter
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from prefixkv.cache.eviction.hazards import EDGES_S, Hazards
 from prefixkv.cache.eviction.queues import LeafOrders, LeafRank, forget
 from prefixkv.cache.node import TreeNode
@@ -30,6 +32,7 @@ AT_ONCE = -inf
 WITH_A_CLOCK = nextafter(0.0, 1.0)
 """The least time above 0: an offer made without a clock holds until the first time is given."""
 
+_EDGES_S = np.array(EDGES_S)
 ENDS_S = (*EDGES_S, inf)
 """End of each age bin, in seconds."""
 
@@ -165,9 +168,15 @@ class LeastWorth(LeafOrders):
         leaf.entry = entry = (tick, leaf, self, kind)
         self._num_entries += 1
         self._lines[kind].add(entry)
-        # Where worth only falls with age, the oldest leaf is the offer, whatever newer ones come.
+        # Where the oldest leaf is the offer, a newer one is not worth less: where worth only falls
+        # with age, or where it begins with as much.
         offered = self._offered[kind]
-        if offered is None or offered[0] > tick or self._hazards.peak[kind]:
+        if (
+            offered is None
+            or offered[0] > tick
+            or self._offers[kind][1]
+            or (self._hazards.peak[kind] and self._worth[kind][0] < self._least[kind])
+        ):
             self._holds_s[kind] = self._all_hold_s = AT_ONCE
         if self._batch_s is not None:
             heappush(self._late, (self.rank_at(leaf, self._batch_s), leaf, entry))
@@ -211,32 +220,50 @@ class LeastWorth(LeafOrders):
         """Work out the leaf of least worth that a class offers, its oldest or its newest, and until
         when that holds."""
         line = self._lines[kind]
-        oldest = line.first()
-        if oldest is None:
-            self._offers[kind] = (inf, True, 0, kind)
-            self._least[kind] = self._holds_s[kind] = inf
-            self._offered[kind] = None
-            return
+        # The head of the line as it stands, in the usual case; else what `first` makes of it.
+        in_order = line.in_order
+        oldest = in_order[0] if in_order and not line.oldest else None
+        if (
+            oldest is None
+            or (node := oldest[1]).entry is not oldest
+            or node.lock_ref
+            or node.children
+        ):
+            oldest = line.first()
+            if oldest is None:
+                self._offers[kind] = (inf, True, 0, kind)
+                self._least[kind] = self._holds_s[kind] = inf
+                self._offered[kind] = None
+                return
         # The oldest leaf, and the time at which its age enters the next bin.
         worth, peak = self._worth[kind], self._hazards.peak[kind]
         used_s: float = oldest[1].mark[2]
         place = bisect_right(EDGES_S, now_s - used_s)
         holds_s = used_s + ENDS_S[place]
         offered, least, is_newest, key = oldest, worth[place], False, oldest[0]
-        # Where worth rises with age at first, the newest may be worth less than the oldest. The
-        # offer holds until the first of both ages changes its bin.
-        if peak and now_s > 0:
-            newest = line.last()
-            assert newest is not None
+        # Where worth rises with age at first, the newest may be worth less than the oldest. If it
+        # is the offer, that holds until the first of both ages changes its bin; else until that of
+        # the oldest does, since what the newest is worth rises.
+        if peak and now_s > 0 and (place < peak or worth[0] < least):
+            newest = line.in_order[-1] if line.in_order and not line.newest else None
+            if (
+                newest is None
+                or (node := newest[1]).entry is not newest
+                or node.lock_ref
+                or node.children
+            ):
+                newest = line.last()
+                assert newest is not None
             if newest is not oldest:
                 used_s = newest[1].mark[2]
                 at = bisect_right(EDGES_S, now_s - used_s)
-                if used_s + ENDS_S[at] < holds_s:
-                    holds_s = used_s + ENDS_S[at]
+                end_s = used_s + ENDS_S[at]
             else:
-                at = place
+                at, end_s = place, holds_s
             if at < peak and (place < peak or worth[at] < least):
                 offered, least, is_newest, key = newest, worth[at], True, -newest[0]
+                if end_s < holds_s:
+                    holds_s = end_s
         self._offers[kind] = (least, is_newest, key, kind)
         self._least[kind] = least
         self._offered[kind] = offered
@@ -253,6 +280,34 @@ class LeastWorth(LeafOrders):
         # so the oldest goes.
         rises = now_s > 0 and place < hazards.peak[kind]
         return (hazards.worth[kind][place], rises, -tick if rises else tick)
+
+    def ranked(self, now_s: float) -> list[Entry]:
+        # As `rank_at`, of all leaves of a class at once.
+        entries: list[Entry] = []
+        worths, rises, order = [], [], []
+        for kind, line in enumerate(self._lines):
+            here = [
+                entry
+                for part in (line.in_order, line.oldest)
+                for entry in part
+                if entry is entry[1].entry
+            ]
+            if not here:
+                continue
+            entries += here
+            used_s = np.array([entry[1].mark[2] for entry in here])
+            ticks = np.array([entry[0] for entry in here])
+            places = _EDGES_S.searchsorted(now_s - used_s, "right")
+            worths.append(np.array(self._hazards.worth[kind])[places])
+            # Without a clock nothing has an age.
+            rising = (places < self._hazards.peak[kind]) & (now_s > 0)
+            rises.append(rising)
+            order.append(np.where(rising, -ticks, ticks))
+        if not entries:
+            return entries
+        keys = np.concatenate(order), np.concatenate(rises), np.concatenate(worths)
+        # The last of the keys decides first; falling, so that the first to go is the last.
+        return [entries[at] for at in np.lexsort(keys)[::-1].tolist()]
 
     def count_dead_unswept(self) -> None:
         """Count a dead entry of the least-worth queue while the line of a class is being read.

@@ -193,6 +193,10 @@ class Policy(ABC):
         The history of the last page is `node.mark`.
         """
 
+    def work_ahead(self) -> None:  # noqa: B027
+        """Do a little of the policy's work that a later call would do otherwise. The cache calls
+        this when a lock has ended: nothing waits for it then."""
+
     def reset(self) -> None:  # noqa: B027
         """Forget everything that the policy has learnt."""
 

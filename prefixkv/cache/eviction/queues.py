@@ -176,7 +176,7 @@ class LeafOrders:
         self._num_entries = 0  # living
         self._num_dead = 0
         self._batch_s: float | None = None  # the time of the batch under way, if it is large
-        self._run: list[tuple[LeafRank, TreeNode, Any]] = []  # its leaves, falling in rank
+        self._run: list[tuple[Any, ...]] = []  # entries of its leaves, falling in rank
         self._late: list[
             tuple[LeafRank, TreeNode, Any]
         ] = []  # those that became leaves in it: a heap
@@ -192,6 +192,14 @@ class LeafOrders:
     def rank_at(self, leaf: TreeNode, now_s: float) -> LeafRank:
         """Combine all orders of the queue into one rank at time `now_s`; the lowest goes first."""
         raise NotImplementedError
+
+    def ranked(self, now_s: float) -> list[tuple[Any, ...]]:
+        """Return the entries of all leaves in the queue's orders, falling in rank at time `now_s`.
+        O(leaves log leaves)."""
+        entries = [entry for entry in self._entries() if entry is entry[1].entry]
+        # No two leaves have equal ranks.
+        entries.sort(key=lambda entry: self.rank_at(entry[1], now_s), reverse=True)
+        return entries
 
     def add(self, leaf: TreeNode) -> None:
         """Add or move a leaf in the orders of the eviction queue. O(log leaves)."""
@@ -215,17 +223,25 @@ class LeafOrders:
         `choose`."""
         if self._batch_s is None:
             return self.choose(now_s)
+        # 1. The first of the run that is still an evictable leaf.
         run, late = self._run, self._late
-        while run or late:
-            in_run = not late or (run and run[-1] < late[0])
-            _, node, entry = run[-1] if in_run else late[0]
+        first: TreeNode | None = None
+        while run:
+            entry = run[-1]
+            node = entry[1]
             if node.entry is entry and not node.lock_ref and not node.children:
-                return node
-            if in_run:
-                run.pop()
-            else:
-                heappop(late)
-        return None
+                first = node
+                break
+            run.pop()
+        # 2. As a rule no leaf has come since. Else the first of those may go before it.
+        while late:
+            rank, node, entry = late[0]
+            if node.entry is entry and not node.lock_ref and not node.children:
+                if first is None or rank < self.rank_at(first, self._batch_s):
+                    return node
+                break
+            heappop(late)
+        return first
 
     def head(self, order: int) -> TreeNode | None:
         """Return the leaf that is first in one order of the queue; None if the order is empty."""
@@ -261,13 +277,7 @@ class LeafOrders:
         """Begin a large batch of evictions by sorting all leaves of the queue at its time, or end
         it."""
         if num_leaves > 64 and 4 * num_leaves > self._num_entries:
-            rank_at = self.rank_at
-            self._run = [
-                (rank_at(entry[1], now_s), entry[1], entry)
-                for entry in self._entries()
-                if entry is entry[1].entry
-            ]
-            self._run.sort(reverse=True)
+            self._run = self.ranked(now_s)
             self._batch_s = now_s
         # The batch has killed many entries, and none was swept meanwhile.
         elif self._batch_s is not None and not num_leaves:

@@ -133,7 +133,7 @@ class Peer:
         # pages counted as undrained would exceed those in use.
         if _has_repeats(pages, num_pages):
             raise ProtocolError("a page id twice in one promise")
-        windows = self._window_pages(promise)
+        windows = self._window_pages(promise, pages)
         # 4. The slot of extra state: -1, and only -1, where the peer has none.
         slot = promise.state_slot
         num_slots = 0 if self.hello.state is None else self.hello.state.num_slots
@@ -164,16 +164,18 @@ class Peer:
             windows=windows,
         )
 
-    def _window_pages(self, promise: Promise) -> tuple[npt.NDArray[np.int32], ...]:
-        """Check what a promise of this peer, a decode rank, names in each window group, and return
-        it. Raises ProtocolError."""
+    def _window_pages(
+        self, promise: Promise, first_pages: npt.NDArray[np.int32]
+    ) -> tuple[npt.NDArray[np.int32], ...]:
+        """Check what a promise of this peer, a decode rank, names in each window group besides
+        those of the first group, and return it. Raises ProtocolError."""
         layout = self.hello.layout
         groups = layout.windows
         if len(promise.windows) != len(groups):
             raise ProtocolError(f"pages of {len(promise.windows)} window groups of {len(groups)}")
         windows = promise.window_ids()
         for group, pages in zip(groups, windows, strict=True):
-            first = max(0, promise.fill_len + 1 - group.window) // layout.page_size
+            first = group.first_page(promise.fill_len)
             wanted, has = (
                 pages_for(promise.fill_len, layout.page_size) - first,
                 group.layout.num_pages,
@@ -186,6 +188,10 @@ class Peer:
                 )
             if _has_repeats(pages, has):
                 raise ProtocolError(f"a page id twice in one promise, in group {group.name!r}")
+        # Groups in one memory have no page in common either.
+        alike = [ids for group, ids in zip(groups, windows, strict=True) if layout.is_shared(group)]
+        if alike and _has_repeats(np.concatenate([first_pages, *alike]), layout.num_pages):
+            raise ProtocolError("a page id twice in one promise, in two groups of one memory")
         return windows
 
 
@@ -418,7 +424,11 @@ class Peers:
             budget=budget,
             claimed=RankClaims(
                 hello.layout.num_pages
-                + sum(group.layout.num_pages for group in hello.layout.windows),
+                + sum(
+                    group.layout.num_pages
+                    for group in hello.layout.windows
+                    if not hello.layout.is_shared(group)
+                ),
                 budget,
             ),
             past=RetiredTickets(self._timing.max_parked_per_peer),

@@ -50,11 +50,13 @@ class _Computing:
     source: int = NO_SLOT
     slot: int = NO_SLOT
 
-    def chunk_end(self, limit: int) -> int:
-        """Return where an HF forward of at most `limit` tokens of this prompt ends: where a state
-        is to be saved no later."""
+    def chunk_end(self, limit: int, window: int) -> int:
+        """Return where an HF forward of at most `limit` tokens of this prompt ends: with a window
+        where a checkpoint is kept no later, since windows are those at a chunk's end."""
         end = min(self.done + limit, self.req.num_tokens)
-        return next((at for at in self.req.stops if self.done < at <= end), end)
+        if window:
+            end = next((at for at in self.req.stops if self.done < at <= end), end)
+        return end
 
 
 class _Span(NamedTuple):
@@ -220,7 +222,7 @@ class PrefillEngine:
         parts: list[tuple[_Computing, int]] = []
         left = self.chunk_tokens
         for one in self._computing.values():
-            end = one.chunk_end(min(left, self._step_tokens))
+            end = one.chunk_end(min(left, self._step_tokens), self.model.window)
             parts.append((one, end))
             left -= end - one.done
             if not left:
@@ -244,8 +246,6 @@ class PrefillEngine:
             self._state_rows(parts),
             self.model.window_pages(one.req for one, _ in parts),
         )
-        if self.states is not None:
-            self._save_states(self.states, parts)
         # 3. The event stands before the work of sampling, for which the sends need not wait.
         ready = self.model.event()
         ended = [parts[i][0] for i in sampled]
@@ -266,24 +266,21 @@ class PrefillEngine:
             self._collect_parts(spans, logits[len(sampled) :])
 
     def _state_rows(self, parts: list[tuple[_Computing, int]]) -> StateRows | None:
-        """Return the states of an HF forward's prompts; None for a model without any."""
+        """Return the states of an HF forward's prompts, and where they are saved as checkpoints;
+        None for a model without any."""
         if self.states is None:
             return None
-        return StateRows(
-            self.states, [one.source for one, _ in parts], [one.slot for one, _ in parts]
-        )
-
-    def _save_states(self, states: StateMemory, parts: list[tuple[_Computing, int]]) -> None:
-        """Save the states that HF's prefill has computed as checkpoints where they are wanted.
-
-        Before the chunks are sent: then the stops are over.
-        """
-        for one, end in parts:
-            one.source = one.slot
-            if end in one.req.stops:
-                slot = self.node.save_state(one.req, end)
+        # The slots are asked for before the forward: once a chunk is sent its stops are over.
+        saves: dict[int, dict[int, int]] = {}
+        for i, (one, end) in enumerate(parts):
+            for at in [at for at in one.req.stops if one.done < at <= end]:
+                slot = self.node.save_state(one.req, at)
                 if slot != NO_SLOT:
-                    states.copy(one.slot, slot)
+                    saves.setdefault(i, {})[at] = slot
+        sources = [one.source for one, _ in parts]
+        for one, _ in parts:
+            one.source = one.slot
+        return StateRows(self.states, sources, [one.slot for one, _ in parts], saves)
 
     def _prompt_spans(self, parts: list[tuple[_Computing, int]]) -> list[_Span]:
         """Return the rows of an HF forward that prompts with log-probabilities need."""

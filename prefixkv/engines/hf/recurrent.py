@@ -8,7 +8,8 @@ goes to its slot; a source may thus be a checkpoint, which stays as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -35,24 +36,20 @@ class StateMemory:
             view = pool.view(part.name, tensor.layer).view(-1, *part.shape)
             self.views.setdefault(part.layer, []).append((part, view))
 
-    def copy(self, source: int, slot: int) -> None:
-        """Copy an HF request's state from one slot to another, in the order of the device's
-        work."""
-        for views in self.views.values():
-            for _, view in views:
-                view[slot].copy_(view[source])
-
 
 class StateRows(NamedTuple):
     """The states of the sequences of a forward.
 
     `sources`: the slot that has the state behind each sequence's `starts` tokens, NO_SLOT for one
     that begins. `slots`: the one that gets the state behind its `ends`; it may be the source.
+    `saves`: by sequence, the slots that get its state besides, by number of tokens: above `starts`,
+    at most `ends`.
     """
 
     memory: StateMemory
     sources: Sequence[int]
     slots: Sequence[int]
+    saves: Mapping[int, Mapping[int, int]] = MappingProxyType({})
 
 
 class _Group(NamedTuple):
@@ -61,6 +58,7 @@ class _Group(NamedTuple):
     tokens: torch.Tensor  # indices into the packed row: [sequences, new tokens of each]
     sources: torch.Tensor  # [sequences]; 0 for one that begins
     slots: torch.Tensor
+    save: int  # the slot that gets the state of a single sequence besides, or NO_SLOT
     begins: torch.Tensor | None  # bool [sequences]; None: none of them
 
 
@@ -86,22 +84,37 @@ class StatePlan:
         self._memory, self._device = rows.memory, device
         lens = [end - start for start, end in zip(starts, ends, strict=True)]
         firsts = np.cumsum([0, *lens[:-1]]).tolist()
-        single = [at for at, num in enumerate(lens) if num == 1]
-        several = [[at] for at, num in enumerate(lens) if num > 1]
-        self._groups = [
-            self._group(rows, members, [firsts[at] for at in members], lens[members[0]])
-            for members in ([single, *several] if single else several)
-        ]
+        # Those with one new token and nothing to save as one group. The others one after the other,
+        # cut where a state is saved: each part begins with what the one before has left in the
+        # slot.
+        single = [at for at, num in enumerate(lens) if num == 1 and not rows.saves.get(at)]
+        self._groups = []
+        if single:
+            sources = [rows.sources[at] for at in single]
+            self._groups.append(
+                self._group(rows, single, sources, [firsts[at] for at in single], 1)
+            )
+        for at in sorted({*range(len(lens))} - {*single}):
+            begin, saves = starts[at], rows.saves.get(at, {})
+            for end in sorted({*saves, ends[at]}):
+                source = rows.sources[at] if begin == starts[at] else rows.slots[at]
+                place = firsts[at] + begin - starts[at]
+                save = saves.get(end, NO_SLOT)
+                self._groups.append(self._group(rows, [at], [source], [place], end - begin, save))
+                begin = end
 
-    def _group(self, rows: StateRows, members: list[int], firsts: list[int], num: int) -> _Group:
-        """Plan one call of each recurrent layer, for these sequences of an HF forward, which have
-        `num` new tokens each, from `firsts` on in the packed row."""
-        sources = [rows.sources[at] for at in members]
+    def _group(
+        self, rows: StateRows, members: list[int], sources: list[int], firsts: list[int], num: int,
+        save: int = NO_SLOT,
+    ) -> _Group:  # fmt: skip
+        """Plan one call of each recurrent layer, for these sequences of an HF forward: `num` new
+        tokens of each, from `firsts` on in the packed row."""
         begins = [source == NO_SLOT for source in sources]
         return _Group(
             (torch.tensor(firsts)[:, None] + torch.arange(num)).to(self._device),
             torch.tensor([max(0, source) for source in sources], device=self._device),
             torch.tensor([rows.slots[at] for at in members], device=self._device),
+            save,
             torch.tensor(begins, device=self._device) if any(begins) else None,
         )
 
@@ -144,7 +157,10 @@ class StatePlan:
         if not isinstance(mixed, torch.Tensor):
             raise ConfigError(f"{type(mixer).__name__} returns a {type(mixed).__name__}")
         for part, view in views:
-            view.index_copy_(0, group.slots, _states(layer, part)[part.number])
+            state = _states(layer, part)[part.number]
+            view.index_copy_(0, group.slots, state)
+            if group.save != NO_SLOT:
+                view[group.save].copy_(state[0])
         return mixed
 
 

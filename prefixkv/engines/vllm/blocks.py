@@ -49,6 +49,15 @@ class Holds:
         """Return whether vLLM finds this block by its hash."""
         return self._pool.blocks[page].block_hash is not None
 
+    def hash_of(self, page: int) -> Hashable:
+        """Return the hash by which vLLM finds this block; None for one that is not cached."""
+        found: Hashable = self._pool.blocks[page].block_hash
+        return found
+
+    def num_references(self, page: int) -> int:
+        """Return how many references there are on this block of vLLM's, these included."""
+        return int(self._pool.blocks[page].ref_cnt)
+
     def take(self, rid: str, pages: Iterable[int]) -> None:
         """Hold more of vLLM's blocks for a request.
 

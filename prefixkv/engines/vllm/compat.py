@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dis
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -22,6 +22,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from prefixkv.engines.vllm.host_events import HostEvent
 from prefixkv.engines.vllm.layout import check_config, check_sleep
 from prefixkv.spi import ConfigError
 
@@ -96,6 +97,13 @@ WEIGHTS: Final = VllmFeature(
 USAGE: Final = VllmFeature(
     "counting cached tokens", "`usage` says of tokens that were loaded that they were cached"
 )
+HOST_WRITES: Final = VllmFeature(
+    "waiting for copies to host memory",
+    "vLLM may preempt a running request for blocks that a copy gives back at once",
+)
+HOST_EVENTS: Final = VllmFeature(
+    "telling of host memory", "cache events say nothing of the blocks in host memory"
+)
 METRICS: Final = VllmFeature(
     "counting for its metrics", "log and /metrics have none of vllm:prefixkv_*"
 )
@@ -144,7 +152,8 @@ TABLE: Final = (
          "is_multimodal_model enable_sleep_mode get_total_num_kv_heads", "know the model"),
     _row(CONFIG, "vllm.config", "SchedulerConfig", "max_num_batched_tokens",
          "know how much a step computes"),
-    _row(CONFIG, "vllm.config", "CacheConfig", "cache_dtype", "know how KV is kept"),
+    _row(CONFIG, "vllm.config", "CacheConfig", "cache_dtype enable_prefix_caching",
+         "know how KV is kept"),
     _row(CONFIG, "vllm.config", "DeviceConfig", "device_type", "know where KV is"),
     _row(CONFIG, _SPECS, "KVCacheConfig", "num_blocks kv_cache_groups hash_block_size "
          "kv_cache_layout", "know the pool of blocks"),
@@ -217,6 +226,18 @@ TABLE: Final = (
     _row(USAGE, _REQUEST, "Request", "prefill_stats", "leave out what was loaded"),
     _row(USAGE, "vllm.v1.metrics.stats", "PrefillStats", "num_cached_tokens "
          "num_local_cached_tokens", "leave out what was loaded"),
+    _row(HOST_WRITES, f"{_V1}.base", "KVConnectorBase_V1", "has_pending_block_frees",
+         "be asked before a request is preempted"),
+    _row(HOST_EVENTS, f"{_V1}.base", "KVConnectorBase_V1", "take_events", "be asked for them"),
+    _row(HOST_EVENTS, "vllm.config", "VllmConfig", "kv_events_config", "know whether it is asked"),
+    _row(HOST_EVENTS, "vllm.config", "KVEventsConfig", "enable_kv_cache_events",
+         "know whether it is asked"),
+    _row(HOST_EVENTS, "vllm.distributed.kv_events", "BlockStored", "block_hashes "
+         "parent_block_hash token_ids block_size lora_id medium lora_name", "name blocks"),
+    _row(HOST_EVENTS, "vllm.distributed.kv_events", "BlockRemoved", "block_hashes medium",
+         "name blocks"),
+    _row(HOST_EVENTS, "vllm.distributed.kv_events", "", "MEDIUM_CPU", "name blocks"),
+    _row(HOST_EVENTS, "vllm.v1.core.kv_cache_utils", "", "maybe_convert_block_hash", "name blocks"),
     _row(METRICS, f"{_V1}.metrics", "", "KVConnectorPromMetrics KVConnectorStats",
          "be carried by vLLM"),
     _row(METRICS, f"{_V1}.base", "KVConnectorBase_V1", "get_kv_connector_stats "
@@ -422,13 +443,14 @@ def unwatched() -> AbstractContextManager[None]:
     return paused
 
 
-def count_own_cache_only(request: Any) -> None:
-    """Correct the usage in vLLM's request, so that only this server's own cache counts as cached.
+def count_own_cache_only(request: Any, hosted: int = 0) -> None:
+    """Correct the usage in vLLM's request, so that only this server's own cache counts as cached,
+    and the `hosted` tokens from its host memory.
 
     vLLM adds the tokens that are loaded: for a cold prompt it would report all but one as cached.
     """
     if available(USAGE) and (stats := request.prefill_stats) is not None:
-        stats.num_cached_tokens = stats.num_local_cached_tokens
+        stats.num_cached_tokens = stats.num_local_cached_tokens + hosted
 
 
 def reached_at(bind: str) -> str:
@@ -460,6 +482,55 @@ def check_engine(config: Any, kv_cache: Any) -> None:
     if config.model_config.is_encoder_decoder:
         raise ConfigError("the model is an encoder-decoder, whose KV is not transferred")
     check_sleep(config.model_config, config.device_config.device_type)
+
+
+def check_host_memory(config: Any) -> None:
+    """Raise ConfigError for a vLLM server that host memory is of no use to."""
+    transfer = config.kv_transfer_config
+    if not transfer.is_kv_consumer:
+        raise ConfigError(
+            "host_memory: this server is a kv_producer alone; it is for decode, which loads from "
+            "there what prefill need not send"
+        )
+    if not config.cache_config.enable_prefix_caching:
+        raise ConfigError(
+            "host_memory: the prefix cache is off (--no-enable-prefix-caching), and host memory "
+            "has the blocks that it evicts"
+        )
+    available(HOST_WRITES)
+
+
+def tells_host_memory(config: Any) -> bool:
+    """Return whether vLLM publishes cache events, and can publish those of host memory."""
+    if not available(HOST_EVENTS):
+        return False
+    events = config.kv_events_config
+    return events is not None and bool(events.enable_kv_cache_events)
+
+
+def host_events(events: Iterable[HostEvent], block_size: int) -> list[Any]:
+    """Return events of host memory as vLLM's, with the medium "CPU"."""
+    names = require(HOST_EVENTS)
+    convert, medium = names.maybe_convert_block_hash, names.MEDIUM_CPU
+    found: list[Any] = []
+    for event in events:
+        hashes = [convert(one) for one in event.hashes]
+        if not event.is_stored:
+            found.append(names.BlockRemoved(block_hashes=hashes, medium=medium))
+            continue
+        lora_id, lora_name = event.lora or (None, None)
+        found.append(
+            names.BlockStored(
+                block_hashes=hashes,
+                parent_block_hash=None if event.parent is None else convert(event.parent),
+                token_ids=event.tokens,
+                block_size=block_size,
+                lora_id=lora_id,
+                medium=medium,
+                lora_name=lora_name,
+            )
+        )
+    return found
 
 
 def backends_of(config: Any, kv_cache: Any) -> list[str]:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from prefixkv import ComputeConfig
-from prefixkv.spi import Source, Sources, check_laws
+from prefixkv.spi import Lack, Source, Sources, check_laws
 from prefixkv.transfer import RoomKey
 
 _UNBOUNDED_SHARE: Final = 100.0
@@ -39,15 +39,21 @@ class OwnCompute:
         below: most missing tokens of a request that may be computed here.
         step_tokens: the most that a step of vLLM computes of prompts, at least 1.
         now_s: seconds of a clock that never goes back.
+        loads: True if there is host memory, whose loads are compared with what prefill takes.
     """
 
     def __init__(
-        self, below: int, step_tokens: int, now_s: Callable[[], float] = time.monotonic
+        self,
+        below: int,
+        step_tokens: int,
+        now_s: Callable[[], float] = time.monotonic,
+        loads: bool = False,
     ) -> None:
         config = ComputeConfig(below=below, chunk_tokens=step_tokens, itl_share=_UNBOUNDED_SHARE)
         self.is_on = below > 0
+        self.measures_prefill = self.is_on or loads
         self.now_s = now_s
-        self.sources = Sources(config if self.is_on else None)
+        self.sources = Sources(config if self.is_on else None, loads=loads)
         # Of admitted requests: the length of the prompt, and what of it vLLM has still to compute.
         self._prompt_lens: dict[str, int] = {}
         self._due: dict[str, int] = {}
@@ -78,6 +84,12 @@ class OwnCompute:
             last = self._decided[rid] = missing, source is Source.HERE
         return last[1]
 
+    def is_worth_loading(self, missing: int, num_loaded: int, load_s: float, address: str) -> bool:
+        """Return whether decode's vLLM loads `num_loaded` of the `missing` tokens from host memory,
+        which takes `load_s`, rather than have the prefill server at `address` send them all."""
+        loaded = Lack(missing - num_loaded, num_loaded, load_s)
+        return self.sources.worth_loading(Lack(missing), loaded, address, self.now_s())
+
     # --- requests ---------------------------------------------------------------------------------
 
     def admitted(self, rid: str, prompt_len: int, due: int) -> None:
@@ -104,11 +116,11 @@ class OwnCompute:
 
     # --- transfers --------------------------------------------------------------------------------
 
-    def promised(self, address: str, room: int, num_tokens: int) -> None:
+    def promised(self, address: str, room: int, num_tokens: int, loaded: int = 0) -> None:
         """Note that a prefill server was promised a room that a router has drawn, and is to send
-        the KV of `num_tokens` to decode's vLLM."""
-        if self.is_on:
-            self.sources.promised(address, RoomKey(room, 0), self.now_s(), num_tokens)
+        the KV of `num_tokens` to decode's vLLM, which loads that of `loaded` tokens meanwhile."""
+        if self.measures_prefill:
+            self.sources.promised(address, RoomKey(room, 0), self.now_s(), num_tokens, loaded)
 
     def arrived(self, address: str, room: int, num_tokens: int) -> None:
         """Note that the KV of a room has come to decode's vLLM."""

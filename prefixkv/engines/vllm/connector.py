@@ -15,7 +15,7 @@ from prefixkv import ModelConfig
 from prefixkv.engines.vllm import compat, hooks
 from prefixkv.engines.vllm.layout import is_plain, pool_of
 from prefixkv.engines.vllm.options import OPTION_NAMES, ConnectorOptions
-from prefixkv.engines.vllm.orders import StepOrders, WorkerReport
+from prefixkv.engines.vllm.orders import NO_ORDERS, StepOrders, WorkerReport
 from prefixkv.engines.vllm.scheduler import SchedulerSide
 from prefixkv.engines.vllm.shadow import Shadow
 from prefixkv.engines.vllm.wakeup import EngineWait, WakeupListener
@@ -59,6 +59,8 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
             "is_producer": transfer.is_kv_producer,
             "is_consumer": transfer.is_kv_consumer,
         }
+        if self._options.host is not None:
+            compat.check_host_memory(vllm_config)
         self._num_ranks = vllm_config.parallel_config.tensor_parallel_size
         # Exactly one of the two sides is made, by role. The worker's waits for the KV memory.
         self._scheduler: SchedulerSide | None = None
@@ -69,13 +71,15 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
         if role is _base.KVConnectorRole.SCHEDULER:
             compat.require(compat.SCHEDULER)
             (group,) = kv_cache_config.kv_cache_groups
+            self._block_size = group.kv_cache_spec.block_size
             self._scheduler = SchedulerSide(
                 self._options,
-                group.kv_cache_spec.block_size,
+                self._block_size,
                 hash_size=kv_cache_config.hash_block_size,
                 num_ranks=self._num_ranks,
                 max_len=vllm_config.model_config.max_model_len,
                 step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+                tells_host=self._options.host is not None and compat.tells_host_memory(vllm_config),
                 **self._roles,
             )
             # Without the resting hook nothing would listen, so no worker gets an address.
@@ -135,10 +139,10 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
 
         `num_external_tokens` is how many tokens are to be loaded.
         """
-        if num_external_tokens:
-            compat.count_own_cache_only(request)
         (pages,) = blocks.get_block_ids()
-        self.scheduler.allocated(request, pages, num_external_tokens)
+        hosted = self.scheduler.allocated(request, pages, num_external_tokens)
+        if num_external_tokens:
+            compat.count_own_cache_only(request, hosted)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         return self.scheduler.orders(scheduler_output)
@@ -163,13 +167,20 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
     def has_pending_push_work(self) -> bool:
         return self.scheduler.busy
 
+    def has_pending_block_frees(self) -> bool:
+        """Return True while copies to host memory keep blocks that vLLM may need: then it waits for
+        these, and preempts no running request for them."""
+        return self.scheduler.keeps_blocks_shortly
+
     def reset_cache(self) -> bool:
         self.scheduler.flush()
         return True
 
     def take_events(self) -> Iterable[Any]:
-        """Return no events from the connector: vLLM's own pool reports the blocks that arrive."""
-        return ()
+        """Return the events of host memory, for vLLM's publisher: its own pool reports the blocks
+        that arrive there."""
+        events = self.scheduler.take_host_events()
+        return compat.host_events(events, self._block_size) if events else ()
 
     # --- in a worker ------------------------------------------------------------------------------
 
@@ -230,7 +241,9 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
         in this step.
         """
         super().bind_connector_metadata(connector_metadata)
-        self.worker.before_forward(connector_metadata)
+        has_copies = bool(connector_metadata.copies) or self.worker.has_work_after(NO_ORDERS)
+        ready = compat.event_on(self._kv_caches) if has_copies else None
+        self.worker.before_forward(connector_metadata, ready)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         pass
@@ -247,7 +260,7 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
         # vLLM calls this when the step's kernels are queued. The event stands behind them, so a
         # chunk is read only once its KV is written.
         orders = self._get_connector_metadata()
-        if orders.chunks or orders.offers:
+        if self.worker.has_work_after(orders):
             self.worker.after_forward(orders, compat.event_on(self._kv_caches))
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:

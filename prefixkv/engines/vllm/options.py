@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from prefixkv import ControlConfig, TransportConfig
+from prefixkv import ControlConfig, HostConfig, TransportConfig
 from prefixkv.spi import (
+    DEFAULT_POLICY,
     ConfigError,
     CountOrZero,
     Seconds,
@@ -15,6 +16,7 @@ from prefixkv.spi import (
     check_fields,
     convert,
     explain_policy,
+    parse_size,
 )
 
 ANY_HOST: Final = ("", "tcp://*", "tcp://0.0.0.0", "tcp://[::]", "tcp://::")
@@ -73,6 +75,10 @@ class ConnectorOptions:
     waits.
 
     `policy` names the rule by which cached blocks are evicted (docs/policies.md); "": vLLM's own.
+    `host_memory` is the memory of each worker's host for blocks that vLLM evicts: "8GiB", or "4x",
+    times vLLM's own; "": none. `host_policy` is its rule of eviction; "": as `policy`, or the
+    library's where that is vLLM's own.
+
     `control` and `transport` are the fields of `ControlConfig` and `TransportConfig`.
     """
 
@@ -89,6 +95,8 @@ class ConnectorOptions:
     control: ControlConfig = field(default_factory=ControlConfig)
     transport: TransportConfig = field(default_factory=TransportConfig)
     compute_below: CountOrZero = 0
+    host_memory: str = ""
+    host_policy: str = ""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -101,6 +109,36 @@ class ConnectorOptions:
                 f"{self.recompute_below}: leave out recompute_below, which computes on decode "
                 "whatever that costs"
             )
+        if self.host_policy and (why := explain_policy(self.host_policy)):
+            raise ConfigError(f"host_policy: {why}")
+        if self.host_policy and not self.host_memory:
+            raise ConfigError(f"host_policy: is {self.host_policy!r}, and there is no host_memory")
+        if self.host is not None and not self.join_flights:
+            raise ConfigError(
+                "join_flights: must be true with host_memory: no block is loaded from there twice "
+                "at once"
+            )
+
+    @property
+    def host(self) -> HostConfig | None:
+        """Host memory of each of vLLM's workers, by the options; None where there is none.
+
+        Raises ConfigError for what is no size.
+        """
+        if not self.host_memory:
+            return None
+        number, unit = parse_size(self.host_memory) or (0.0, "")
+        if not unit:
+            raise ConfigError(
+                f"host_memory: {self.host_memory!r} is no size: 8GiB, or 4x (times vLLM's blocks)"
+            )
+        # 0 stands for "not given" there.
+        if not (number if unit == "x" else int(number)):
+            raise ConfigError(f"host_memory: {self.host_memory!r} is none; leave it out")
+        policy = self.host_policy or self.policy or DEFAULT_POLICY
+        if unit == "x":
+            return HostConfig(times=number, policy=policy)
+        return HostConfig(num_bytes=int(number), policy=policy)
 
     @property
     def reached_at(self) -> str:

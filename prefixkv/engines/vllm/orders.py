@@ -5,7 +5,9 @@ named by request id (`rid`)."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Self
+from typing import NamedTuple, Self
+
+from prefixkv.spi import HostCopy
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,25 @@ class OfferOrder:
     timeout_s: float
 
 
+class CopyOrder(NamedTuple):
+    """On decode: copy blocks to or from host memory.
+
+    `rid` is the request whose load it is, or a part of it; "" for a write.
+    """
+
+    copy: HostCopy
+    rid: str = ""
+
+
+class CopyEnd(NamedTuple):
+    """The end of a copy on one rank. `number` is that of the order; see `HostCopyDone`."""
+
+    number: int
+    error: str  # "": all blocks were copied
+    num_bytes: int
+    seconds: float
+
+
 @dataclass(slots=True)
 class StepOrders:
     """Orders of one step, from the scheduler to every worker.
@@ -108,6 +129,7 @@ class StepOrders:
     bell: str = ""
     weights_version: str | None = None
     before: StepOrders | None = None
+    copies: list[CopyOrder] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return self.weights_version is not None or bool(
@@ -120,7 +142,12 @@ class StepOrders:
             or self.abort_sends
             or self.offers
             or self.withdrawals
+            or self.copies
         )
+
+
+NO_ORDERS = StepOrders()
+"""Shared and never written to."""
 
 
 @dataclass(slots=True)
@@ -133,7 +160,8 @@ class WorkerReport:
     `promised`: sends for which decode has promised its pages. `unsent`: sends that failed, with the
     reason. `freed`: sends from which no write reads any more. All are request ids. `bells`: the
     number of workers that send wakeups from now on. `address`: the address at which prefill
-    listens."""
+    listens. `copied`: copies to and from host memory that have ended. `host_pages`: by rank, pages
+    of its host memory that are ready, and all of them; only where that has changed."""
 
     failed: dict[str, str] = field(default_factory=dict)
     settled: list[str] = field(default_factory=list)
@@ -144,13 +172,15 @@ class WorkerReport:
     bells: int = 0
     address: str = ""
     refused: set[str] = field(default_factory=set)
+    copied: list[CopyEnd] = field(default_factory=list)
+    host_pages: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return self.has_outcomes or bool(self.bells or self.address)
+        return self.has_outcomes or bool(self.bells or self.address or self.host_pages)
 
     @property
     def has_outcomes(self) -> bool:
-        """True where a vLLM worker's report is about some request."""
+        """True where a vLLM worker's report is about some request, or a copy."""
         return bool(
             self.failed
             or self.settled
@@ -158,6 +188,7 @@ class WorkerReport:
             or self.promised
             or self.unsent
             or self.freed
+            or self.copied
         )
 
     def aggregate(self, other: Self) -> Self:
@@ -174,4 +205,6 @@ class WorkerReport:
             self.bells + other.bells,
             self.address or other.address,
             self.refused | other.refused,
+            self.copied + other.copied,
+            {**self.host_pages, **other.host_pages},
         )

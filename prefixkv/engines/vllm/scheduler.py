@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from prefixkv.engines.vllm.asks import (
     DrawAsk,
@@ -28,6 +28,8 @@ from prefixkv.engines.vllm.asks import (
 )
 from prefixkv.engines.vllm.blocks import BlockPool, Flights, Holds
 from prefixkv.engines.vllm.compute import OwnCompute
+from prefixkv.engines.vllm.host import HostBlocks
+from prefixkv.engines.vllm.host_events import HostEvent
 from prefixkv.engines.vllm.options import ConnectorOptions
 from prefixkv.engines.vllm.orders import Open, Refuse, StepOrders, WorkerReport
 from prefixkv.engines.vllm.sends import ScheduledSends
@@ -73,6 +75,14 @@ class _PendingLoad:
     overdue: bool = False
 
 
+class _HostPart(NamedTuple):
+    """What a request loads from host memory if vLLM admits it in this step: its blocks from number
+    `start` up to `end`."""
+
+    start: int
+    end: int
+
+
 class SchedulerSide:
     """The scheduler's side of one engine. Not thread safe: vLLM's engine loop makes every call.
 
@@ -83,6 +93,7 @@ class SchedulerSide:
         step_tokens: most tokens that a step of vLLM computes.
         draw: returns a new random ticket.
         now_s: seconds since the epoch.
+        tells_host: True if `take_host_events` is asked.
     """
 
     def __init__(
@@ -98,7 +109,9 @@ class SchedulerSide:
         step_tokens: int = 2048,
         draw: Callable[[], int] = secret_number,
         now_s: Callable[[], float] = time.time,
+        tells_host: bool = False,
     ) -> None:
+        self._tells_host = tells_host
         self._options, self._draw, self._now_s = options, draw, now_s
         self._block_size, self._hash_size = block_size, hash_size or block_size
         self._roles = is_producer, is_consumer
@@ -111,9 +124,12 @@ class SchedulerSide:
         # has settled it, which may be after the request has ended.
         self._wanted: dict[str, tuple[LoadAsk, bytes]] = {}
         self._loads: dict[str, _PendingLoad] = {}
+        self._host: HostBlocks | None = None
+        self._host_parts: dict[str, _HostPart] = {}  # of requests that vLLM has asked about
         # Parts of the answers of live requests; `finished` takes them out.
         self._errors: dict[str, str] = {}
-        self._loaded_of: dict[str, tuple[int, int, int]] = {}  # room, tokens loaded, and cached
+        # Room, tokens loaded, cached, and of these the ones that came from host memory.
+        self._loaded_of: dict[str, tuple[int, int, int, int]] = {}
         self._hits: dict[str, int] = {}  # tokens that were cached when it was matched last
         self._joined: set[str] = set()  # requests that waited for another request's load
         self._followers: set[str] = set()  # other choices of a prompt that another request loads
@@ -125,7 +141,10 @@ class SchedulerSide:
         self._reported_gauges = dict.fromkeys(GAUGES, 0.0)
         self.flights = Flights()
         self.counters = Counters()
-        self.compute = OwnCompute(options.compute_below, step_tokens)
+        self._step_tokens = step_tokens
+        self.compute = OwnCompute(
+            options.compute_below, step_tokens, loads=options.host is not None
+        )
         self.sends = ScheduledSends(
             block_size,
             num_ranks,
@@ -142,6 +161,14 @@ class SchedulerSide:
         `shadow` names victims where a policy is set.
         """
         self._holds, self._shadow = Holds(pool), shadow
+        if (host := self._options.host) is not None:
+            # What a step may need, but no large part of a small pool: writes would never begin.
+            spare = min(pages_for(self._step_tokens, self._block_size), len(pool.blocks) // 8)
+            policy = str(host.policy)
+            self._host = HostBlocks(
+                self._holds, policy, spare, self._num_ranks,
+                lambda: self.compute.now_s(), self._tells_host,
+            )  # fmt: skip
         # A server of both roles keeps blocks back for computing. If loads could fill it, it would
         # wait for another server, and that server's loads might wait for this one: a deadlock.
         if all(self._roles):
@@ -250,37 +277,86 @@ class SchedulerSide:
         is_waited_for = bool(self._wanted) or self.sends.has_promised_uncomputed
         grace_s = 0.0 if is_waited_for else self._options.offer_grace_s
         self.sends.make_room(need, grace_s, self._orders)
-        # 3. Not a load, or one that has been opened already.
-        if rid not in self._wanted and rid not in self._followers:
+        # 3. Not a load, or one that has been opened already; and host memory has nothing of it.
+        asks = rid in self._wanted or rid in self._followers
+        hosted = self._in_host_memory(request, num_computed)
+        if not asks and not hosted:
             return 0, False
         self._hits[rid] = num_computed
         # 4. Too little is missing for a transfer to pay.
-        if missing <= self._options.recompute_below:
+        if asks and missing <= self._options.recompute_below:
             return 0, False
         # 5. Another request loads the first block that is missing here: wait for it instead.
         # Looked up on each call, so the wait ends with the other load, however that ends.
         if self._options.join_flights or rid in self._followers:
             hashes = self._hashes(request, num_computed, num_computed + self._block_size)
-            if hashes and self.flights.carrier(hashes[0]) not in (None, rid):
+            carrier = self.flights.carrier(hashes[0]) if hashes else None
+            # One that does not ask prefill does not wait for it either: only for the same copy.
+            if carrier not in (None, rid) and (asks or self._is_copying_for(carrier)):
                 self._joined.add(rid)
                 return None, False  # it will be in the prefix cache
-        # 6. A follower, and no load of its prompt is under way: vLLM computes what is missing.
-        if rid in self._followers:
-            return 0, False
-        # 7. It is quicker to compute it here. Asked behind 5., since what is on its way is not
-        # missing.
+        # 6. A follower, and no load of its prompt is under way; or prefill is not asked: vLLM
+        # computes what is missing, and host memory has not.
+        if rid not in self._wanted:
+            return self._load_from_host(rid, num_computed, hosted)
+        # 7. Prefill sends it sooner than host memory has it here.
         ask, _ = self._wanted[rid]
-        if self._may_compute(ask) and self.compute.is_here(rid, missing, ask.prefill):
-            return 0, False
-        # 8. A server of both roles: loads together leave blocks to compute with (see `bind`).
+        if hosted and not ask.nonce:
+            load_s = self._loads_in_s(hosted)
+            if not self.compute.is_worth_loading(missing, hosted, load_s, ask.prefill):
+                hosted = 0
+        # 8. It is quicker to compute the rest here, or that is too little for a transfer. Asked
+        # behind 5., since what is on its way is not missing.
+        rest = missing - hosted
+        is_small = rest <= self._options.recompute_below
+        if is_small or (self._may_compute(ask) and self.compute.is_here(rid, rest, ask.prefill)):
+            return self._load_from_host(rid, num_computed, hosted)
+        # 9. A server of both roles: loads together leave blocks to compute with (see `bind`).
         if self._most_loading is not None:
             num_blocks = pages_for(request.num_prompt_tokens, self._block_size)
             if num_blocks > self._most_loading:
-                return 0, False  # it could never be loaded, and is computed here
+                # It could never be loaded, and is computed here.
+                return self._load_from_host(rid, num_computed, hosted)
             loading = sum(load.num_blocks for load in self._loads.values())
             if loading + num_blocks > self._most_loading:
                 return None, False
+        if hosted:
+            self._load_from_host(rid, num_computed, hosted)
         return missing, True
+
+    def _in_host_memory(self, request: Any, num_computed: int) -> int:
+        """Return how many prompt tokens behind the first `num_computed` host memory has for vLLM:
+        whole blocks, and never the prompt's last token, which vLLM computes in any case."""
+        rid = request.request_id
+        self._host_parts.pop(rid, None)
+        start, end = (
+            num // self._block_size for num in (num_computed, request.num_prompt_tokens - 1)
+        )
+        if self._host is None or end <= start or computes_all(request) or rid in self._loads:
+            return 0
+        depth = self._host.depth(
+            rid, lambda: self._hashes(request, 0, end * self._block_size), start
+        )
+        return max(0, min(depth, end) - start) * self._block_size
+
+    def _load_from_host(self, rid: str, num_computed: int, hosted: int) -> tuple[int, bool]:
+        """Remember that a request loads `hosted` tokens from host memory if vLLM admits it now.
+
+        Returns vLLM's (tokens, asynchronous) where prefill sends nothing.
+        """
+        if hosted:
+            start, end = (num // self._block_size for num in (num_computed, num_computed + hosted))
+            self._host_parts[rid] = _HostPart(start, end)
+        return hosted, hosted > 0
+
+    def _is_copying_for(self, rid: str | None) -> bool:
+        """Return whether a load from vLLM's host memory goes on for this request."""
+        return self._host is not None and rid is not None and self._host.is_loading(rid)
+
+    def _loads_in_s(self, hosted: int) -> float:
+        """Return the seconds that vLLM's load of `hosted` tokens from host memory takes; 0: not
+        known."""
+        return 0.0 if self._host is None else self._host.load_s(hosted // self._block_size)
 
     def _may_compute(self, ask: LoadAsk) -> bool:
         """Return whether measured cost decides how vLLM gets what a request lacks.
@@ -289,6 +365,13 @@ class SchedulerSide:
         done so in vain.
         """
         return self.compute.is_on and not ask.nonce
+
+    def _hashes_of_all(self, request: Any, num_blocks: int) -> list[Any]:
+        """Return the hash in vLLM's scheduler of each of a request's first blocks, those of what it
+        has generated included; fewer where vLLM has not made them."""
+        per_block = self._block_size // self._hash_size
+        num_blocks = min(num_blocks, len(request.block_hashes) // per_block)
+        return [request.block_hashes[(block + 1) * per_block - 1] for block in range(num_blocks)]
 
     def _hashes(self, request: Any, start: int, end: int) -> list[Any]:
         """Return the hash in vLLM's scheduler of each whole block of a prompt's tokens.
@@ -302,10 +385,11 @@ class SchedulerSide:
         blocks = range(start // size, end // size)
         return [request.block_hashes[(block + 1) * per_block - 1] for block in blocks]
 
-    def allocated(self, request: Any, pages: Sequence[int], num_external: int) -> None:
+    def allocated(self, request: Any, pages: Sequence[int], num_external: int) -> int:
         """Record that vLLM's scheduler has admitted a request, and order its load.
 
-        `pages` are all its blocks; the KV of its last `num_external` prompt tokens is to be loaded.
+        `pages` are all its blocks; the KV of `num_external` prompt tokens behind vLLM's hit is to
+        be loaded. Returns how many of these come from host memory.
         """
         rid = request.request_id
         self.sends.allocated(rid)
@@ -320,36 +404,54 @@ class SchedulerSide:
         if rid in self._joined:
             self._joined.discard(rid)
             self.counters.add("flights_joined")
-        computed = 0 if wanted is None or num_external > 0 else request.num_prompt_tokens - hit
-        self.compute.admitted(rid, request.num_prompt_tokens, computed)
+        part = self._host_parts.pop(rid, None)
+        hosted = 0
+        if part is not None and num_external > 0:
+            hosted = self._order_host_load(request, pages, part)
+        is_sent = num_external > hosted
+        num_tokens = request.num_prompt_tokens
+        computed = 0 if wanted is None or is_sent else num_tokens - hit - hosted
+        self.compute.admitted(rid, num_tokens, computed)
         if wanted is None:
-            return  # asks for nothing, or has been loaded already
+            return hosted  # asks for nothing, or has been loaded already
         ask, digest = wanted
         # What is missing is computed here: prefill must stop waiting.
-        if num_external <= 0:
-            self._loaded_of[rid] = ask.room, 0, hit
+        if not is_sent:
+            self._loaded_of[rid] = ask.room, 0, hit + hosted, hosted
             self.counters.add("computed_requests")
             self.counters.add("computed_tokens", computed)
             self._refuse(ask, "decode computes it itself")
-            return
-        num_tokens = request.num_prompt_tokens
-        prefix_len = num_tokens - num_external
+            return hosted
+        num_sent = num_external - hosted
+        prefix_len = num_tokens - num_sent
         first, end = prefix_len // self._block_size, pages_for(num_tokens, self._block_size)
         load_pages = tuple(pages[first:end])
         self._loads[rid] = _PendingLoad(
-            ask.room, ask.prefill, num_external, end, load_pages, self._num_ranks, self._now_s()
+            ask.room, ask.prefill, num_sent, end, load_pages, self._num_ranks, self._now_s()
         )
-        if self._may_compute(ask):
-            self.compute.promised(ask.prefill, ask.room, num_external)
-            if num_external <= self._options.compute_below:
+        if not ask.nonce:
+            self.compute.promised(ask.prefill, ask.room, num_sent, hosted)
+            if self.compute.is_on and num_sent <= self._options.compute_below:
                 self.counters.add("compute_declined")
-        self._loaded_of[rid] = ask.room, num_external, prefix_len
+        self._loaded_of[rid] = ask.room, num_sent, prefix_len, hosted
         self.flights.begin(rid, self._hashes(request, prefix_len, num_tokens))
         self._orders.opens.append(
             Open(
                 rid, ask.room, ask.prefill, num_tokens, prefix_len, load_pages, digest, self._draw()
             )
         )
+        return hosted
+
+    def _order_host_load(self, request: Any, pages: Sequence[int], part: _HostPart) -> int:
+        """Order a request's load from host memory, and return its tokens. What it brings counts as
+        on its way in vLLM from now on."""
+        assert self._host is not None
+        rid, (start, end) = request.request_id, part
+        self._host.load(rid, start, end, pages[start:end])
+        self.flights.begin(
+            rid, self._hashes(request, start * self._block_size, end * self._block_size)
+        )
+        return (end - start) * self._block_size
 
     def _refuse(self, ask: LoadAsk, reason: str) -> None:
         del self._rooms[ask.room]
@@ -374,7 +476,13 @@ class SchedulerSide:
         self._joined.discard(rid)
         self._followers.discard(rid)
         self._hits.pop(rid, None)
+        self._host_parts.pop(rid, None)
         self.compute.ended(rid)
+        if self._host is not None:
+            blocks = self._cached(request, pages)
+            hashes = self._hashes_of_all(request, len(blocks))
+            num_tokens = len(hashes) * self._block_size
+            self._host.finished(request, hashes, blocks[: len(hashes)], num_tokens)
         # 1. Never admitted: no block was promised, and a refusal is all that prefill needs.
         if (wanted := self._wanted.pop(rid, None)) is not None:
             self._refuse(wanted[0], "decode's request ended before it was admitted")
@@ -391,8 +499,9 @@ class SchedulerSide:
         if error is not None:
             return {**(params or {}), "prefixkv": {"error": error}}
         if loaded is not None:
-            names = "room", "loaded_tokens", "cached_tokens"
-            return {"prefixkv": dict(zip(names, loaded, strict=True))}
+            names = ["room", "loaded_tokens", "cached_tokens"]
+            names += ["host_tokens"] if self._host is not None else []
+            return {"prefixkv": dict(zip(names, loaded, strict=False))}
         return params
 
     def take_ended(self) -> dict[str, dict[str, Any]]:
@@ -425,6 +534,8 @@ class SchedulerSide:
         for rid, computed in zip(again.req_ids, again.num_computed_tokens, strict=True):
             self._compute(rid, computed, step)
         self.compute.step_scheduled()
+        if self._host is not None:
+            self._orders.copies += self._host.take_orders()
         # Everything ordered since the last step goes out together; the next step starts empty.
         orders, self._orders = self._orders, StepOrders()
         self._quiet_steps = 0 if orders or scheduled else self._quiet_steps + 1
@@ -460,6 +571,13 @@ class SchedulerSide:
         for rid, error in report.failed.items():
             if rid in self._loads:
                 self._loads[rid].error, self._loads[rid].refused = error, rid in report.refused
+            elif self._host is not None and self._host.is_loading(rid):
+                self._record_error(rid, error)
+        # Behind the failures, since it forgets loads that are over; before `_received`, which lets
+        # others look for their blocks.
+        if self._host is not None:
+            self._host.resize(report.host_pages)
+            self._host.ended(report.copied)
         for rid in report.settled:
             if rid in self._loads:
                 self._loads[rid].unsettled -= 1
@@ -479,17 +597,19 @@ class SchedulerSide:
 
     def _received(self, rid: str) -> None:
         """End a request's load, as vLLM's scheduler does: now its blocks may be freed."""
+        self.flights.land(rid)
         load = self._loads.get(rid)
         if load is None:
             return
         load.over = True
-        self.flights.land(rid)
         if not load.error:
             self.counters.add("loads_done")
             self.compute.arrived(load.prefill, load.room, load.num_tokens)
             return
         self.compute.gave_up(load.prefill, load.room)
         self.counters.add("loads_failed")
+        if not load.left and self._host is not None:
+            self._host.bar(rid)
         if not load.left:
             self._record_error(rid, load.error, logging.DEBUG if load.refused else logging.WARNING)
         # vLLM frees the request's blocks next, and a peer may still write into them.
@@ -524,7 +644,14 @@ class SchedulerSide:
             moves
             or any(self.has_wakeups or not send.is_offer for send in sends)
             or any(load.over and not load.overdue for load in self._loads.values())
+            or (self._host is not None and self._host.num_copies > 0)
         )
+
+    @property
+    def keeps_blocks_shortly(self) -> bool:
+        """True while writes to host memory keep blocks that vLLM may need: they come back by
+        themselves, so that no running request has to give up its own."""
+        return self._host is not None and self._host.is_writing
 
     def flush(self) -> None:
         """Fail the loads under way in vLLM's scheduler and end all sends: the weights change.
@@ -535,6 +662,10 @@ class SchedulerSide:
             if not load.over:
                 self._orders.abort_loads[rid] = "the cache is being reset"
         self.sends.flush(self._orders)
+        if self._host is not None:
+            for rid in self._host.loading:
+                self._orders.abort_loads[rid] = "the cache is being reset"
+            self._host.flush()
         if self._shadow is not None:
             self._shadow.flush()
 
@@ -581,7 +712,14 @@ class SchedulerSide:
 
     def take_counts(self) -> dict[str, int]:
         """Return the counts of vLLM's scheduler side since the last call. See `Counters.take`."""
+        if self._host is not None:
+            for name, number in self._host.take_counts().items():
+                self.counters.add(name, number)
         return self.counters.take()
+
+    def take_host_events(self) -> list[HostEvent]:
+        """Return what has come to vLLM's host memory, and what has gone, since the last call."""
+        return [] if self._host is None else self._host.take_events()
 
     def take_gauges(self) -> dict[str, float]:
         """Return the gauges of vLLM's scheduler if one has changed since the last call.
@@ -612,6 +750,8 @@ class SchedulerSide:
             "oldest_unpromised_timestamp_seconds": min(unpromised, default=0.0),
             "offers_open": len(offers),
             "oldest_offer_timestamp_seconds": min(offers, default=0.0),
+            "host_blocks": self._host.num_blocks if self._host is not None else 0,
+            "host_copies": self._host.num_copies if self._host is not None else 0,
             "held_blocks": self.holds.num_blocks,
         }
 
@@ -630,7 +770,7 @@ class SchedulerSide:
                 "a load that is over is unsettled": all(
                     load.unsettled > 0 for load in loads if load.over
                 ),
-                "what waits is wanted": self._joined <= self._wanted.keys() | self._followers,
+                "what waits was asked about": self._joined <= self._hits.keys(),
                 "what is not promised holds nothing": not any(
                     send.unpromised > 0 and (send.started or send.num_pages)
                     for send in sends.sends.values()
@@ -645,3 +785,5 @@ class SchedulerSide:
         self.flights.check_invariants()
         self.compute.check_invariants()
         self.holds.check_invariants()
+        if self._host is not None:
+            self._host.check_invariants()

@@ -22,6 +22,11 @@ METRICS: Final = {
     "offers_withdrawn": "Of these, those whose blocks prefill needed before they were opened.",
     "requests_ended": "Requests on prefill that were not computed, since decode did not want them.",
     "requests_in_error": "Requests whose transfer failed, or whose parameters were refused.",
+    "host_loads": "Requests on decode whose first missing blocks came from host memory.",
+    "host_loaded_blocks": "Blocks that were loaded from host memory for these.",
+    "host_written_blocks": "Blocks that were written to host memory.",
+    "host_missed_blocks": "Blocks that vLLM has evicted before they were written there.",
+    "host_copies_failed": "Loads and writes of host memory that the system broke off.",
     "evicted_by_policy": "Cached blocks that the policy named for eviction.",
     "evicted_in_order": "Cached blocks that vLLM's own order named, where the policy named none.",
 }
@@ -37,7 +42,9 @@ GAUGES: Final = {
     "oldest_unpromised_timestamp_seconds": "When the oldest of these came, 0 without one.",
     "offers_open": "Computed prompts on prefill that wait for a decode server, or are being sent.",
     "oldest_offer_timestamp_seconds": "When the oldest of these was computed, 0 without one.",
-    "held_blocks": "Blocks that are not free since a peer may still read or write them.",
+    "host_blocks": "Blocks whose KV is in host memory.",
+    "host_copies": "Loads and writes of host memory that are under way.",
+    "held_blocks": "Blocks that are not free since a peer, or a copy, may still use them.",
 }
 """Texts of the gauges, by name without the prefix. Times are seconds since the epoch, not ages, so
 that they stay true while the engine rests."""

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from prefixkv import DecodeConfig, KVPool, Mesh, ModelConfig, PrefillConfig, PrefixKVError
 from prefixkv.engines.rank_group import Gather, decode_transfers, prefill_transfers
+from prefixkv.engines.vllm.host_worker import WorkerHost
 from prefixkv.engines.vllm.options import ANY_HOST, ConnectorOptions
 from prefixkv.engines.vllm.orders import (
     Add,
@@ -53,6 +54,14 @@ class Results:
 
     received: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _LoadParts:
+    """What a load still waits for: its room, its copy from host memory, or both."""
+
+    pending: int = 0
+    failed: bool = False
 
 
 @dataclass(slots=True)
@@ -119,6 +128,8 @@ class WorkerSide:
         # proof that no write touches its pages (`_settle`, SourceFree), not with the outcome.
         self._loads: dict[RoomKey, _ReceivingRoom] = {}
         self._load_keys: dict[str, RoomKey] = {}
+        self._host: WorkerHost | None = None
+        self._parts: dict[str, _LoadParts] = {}  # of loads that vLLM waits for
         self._sends: dict[RoomKey, _SendingRoom] = {}
         self._send_keys: dict[str, RoomKey] = {}
         # By room. An offer that was opened is in `_sends` as well, until its source is free.
@@ -147,6 +158,9 @@ class WorkerSide:
         """Start the transfers of a vLLM worker; see `register`, which cleans up after an error."""
         is_producer, is_consumer = self._roles
         options, rank, name = self._options, self._rank, self._options.name
+        # First: a peer must not hear of a server that then fails to start.
+        if options.host is not None:
+            self._host = WorkerHost(pool, options.host, rank, name)
         control, transport = options.control, options.transport
         mesh = self._mesh(pool)
         # Decode before prefill on every rank: both gather among the ranks, in one order everywhere.
@@ -197,7 +211,7 @@ class WorkerSide:
         Idempotent; each is closed even if another raises.
         """
         with ExitStack() as stack:
-            for side in (self._decode, self._prefill):
+            for side in (self._decode, self._prefill, self._host):
                 if side is not None:
                     stack.callback(side.close)
             # Pushed last, so closed first: it waits on descriptors that the sides own.
@@ -206,20 +220,28 @@ class WorkerSide:
 
     # --- orders -----------------------------------------------------------------------------------
 
-    def before_forward(self, orders: StepOrders) -> None:
-        """Carry out, in a vLLM worker, the orders that open and end rooms.
+    def before_forward(self, orders: StepOrders, ready: DeviceEvent | None = None) -> None:
+        """Carry out, in a vLLM worker, the orders that open and end rooms, and begin its loads from
+        host memory.
 
-        Before the forward, so that peers learn of new rooms while the model computes.
+        Before the forward, so that peers learn of new rooms while the model computes. `ready`
+        stands behind the kernels of the steps before; None: they are done.
         """
         # 1. Orders from before a change of weights belong to the former version.
         if orders.before is not None:
-            self.before_forward(orders.before)
+            self.before_forward(orders.before, ready)
         if orders.weights_version is not None:
             self.move_weights(orders.weights_version)
         # 2. Rooms begin. Before the aborts: a request may begin and end between two steps, and an
         # abort that finds no room would leave it open without end.
         if orders.bell and self._wakeup is None:
             self._start_wakeups(orders.bell)
+        # All parts of a load are known before one of them can end.
+        if self._host is not None:
+            for rid in self._host.begin(orders.copies, ready):
+                self._parts.setdefault(rid, _LoadParts()).pending += 1
+        for opening in orders.opens:
+            self._parts.setdefault(opening.rid, _LoadParts()).pending += 1
         for refusal in orders.refusals:
             self._refuse(refusal)
         for opening in orders.opens:
@@ -232,6 +254,10 @@ class WorkerSide:
         for rid, reason in orders.abort_loads.items():
             if (key := self._load_keys.get(rid)) is not None:
                 self.decode.abort(*key.numbers, reason)
+            elif (parts := self._parts.get(rid)) is not None and not parts.failed:
+                # A copy from host memory goes on, but what it brings is of no use.
+                parts.failed = True
+                self._report.failed[rid] = reason
         for rid, reason in orders.abort_sends.items():
             if (key := self._send_keys.get(rid)) is not None:
                 self.prefill.abort(*key.numbers, reason, decode=key.decode)
@@ -245,7 +271,8 @@ class WorkerSide:
 
         A step is not needed for it.
         """
-        fds = [side.fileno() for side in (self._decode, self._prefill) if side is not None]
+        sides = self._decode, self._prefill, self._host
+        fds = [side.fileno() for side in sides if side is not None]
         try:
             self._wakeup = WakeupSender(address, fds)
         except OSError as error:
@@ -305,11 +332,19 @@ class WorkerSide:
         except PrefixKVError as error:
             _log.warning("room %d of %s was not declined: %s", decline.room, decline.decode, error)
 
+    def has_work_after(self, orders: StepOrders) -> bool:
+        """Return whether a vLLM worker has something to do behind the kernels of a step."""
+        has_writes = self._host is not None and self._host.has_writes
+        return has_writes or bool(orders.chunks or orders.offers)
+
     def after_forward(self, orders: StepOrders, ready: DeviceEvent | None = None) -> None:
-        """Hand over a vLLM worker's chunks and offers of a step.
+        """Hand over a vLLM worker's chunks and offers of a step, and begin its writes to host
+        memory.
 
         Their KV is there once `ready.query()` is True.
         """
+        if self._host is not None:
+            self._host.begin_writes(ready)
         for chunk in orders.chunks:
             self._send(chunk, ready)
         for offer in orders.offers:
@@ -360,6 +395,8 @@ class WorkerSide:
         if self._prefill is not None:
             for sent_event in _events(self._prefill.take_events):
                 self._take_prefill_event(sent_event)
+        if self._host is not None:
+            self._take_copies(self._host)
         if self._wakeup is not None:
             # After the events were taken. Before, it would ring for those that were just taken.
             self._wakeup.arm()
@@ -392,10 +429,27 @@ class WorkerSide:
             case RoomOverdue():
                 self._report.overdue.append(load.rid)
 
+    def _take_copies(self, host: WorkerHost) -> None:
+        """Take in the copies to and from a vLLM worker's host memory that have ended."""
+        ends, loaded = host.take_ends()
+        self._report.copied += ends
+        self._report.host_pages |= host.take_size()
+        for rid, error in loaded.items():
+            if error:
+                self._report.failed.setdefault(rid, error)
+            self._end_load(rid, failed=bool(error))
+
     def _end_load(self, rid: str, failed: bool) -> None:
-        self._results.received.add(rid)
-        if failed:
-            self._results.failed.add(rid)
+        """End a part of a vLLM worker's load. vLLM hears of it when no part touches the blocks any
+        more, but a room that has failed, whose blocks are held until it is settled."""
+        parts = self._parts[rid]
+        parts.pending -= 1
+        parts.failed |= failed
+        if parts.pending == 0:
+            del self._parts[rid]
+            self._results.received.add(rid)
+            if parts.failed:
+                self._results.failed.add(rid)
 
     def _settle(self, key: RoomKey) -> None:
         """Forget a vLLM worker's room that no peer writes any more; report its load as settled."""

@@ -7,6 +7,7 @@ What it imitates was recorded from vLLM 0.32.0 (`recorded.json`, see `test_recor
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -46,7 +47,7 @@ def kv_cache_config(num_blocks: int, block_size: int = BLOCK, num_kv_heads: int 
 class Block:
     def __init__(self, block_id: int) -> None:
         self.block_id, self.ref_cnt = block_id, 0
-        self.block_hash: int | None = None
+        self.block_hash: bytes | None = None
 
 
 class BlockPool:
@@ -55,7 +56,7 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.blocks = [Block(i) for i in range(num_blocks)]
         self.free: list[Block] = list(self.blocks)
-        self.cached: dict[int, Block] = {}
+        self.cached: dict[bytes, Block] = {}
 
     def touch(self, blocks: Sequence[Block]) -> None:
         for block in blocks:
@@ -84,7 +85,7 @@ class BlockPool:
             block.ref_cnt = 1
         return taken
 
-    def cache(self, block: Block, block_hash: int) -> None:
+    def cache(self, block: Block, block_hash: bytes) -> None:
         if block.block_hash is None and block_hash not in self.cached:
             block.block_hash = block_hash
             self.cached[block_hash] = block
@@ -111,13 +112,13 @@ class Request:
         self.kv_transfer_params = params
         self.lora_request: Any = None
         self.cache_salt: str | None = None
-        self.num_computed_tokens = 0
         self.mm_features: list[Any] = []
         vars(self).update(more)
         salt = hash((self.cache_salt, self.lora_request and self.lora_request.lora_name))
         chain = prefix_hashes(tokens)
         self.block_hashes = [
-            hash((salt, tuple(tokens[: end + 1]))) for end in range(BLOCK - 1, len(tokens), BLOCK)
+            hashlib.sha256(repr((salt, tuple(tokens[: end + 1]))).encode()).digest()
+            for end in range(BLOCK - 1, len(tokens), BLOCK)
         ]
         self.chain, self.all_token_ids = chain, list(tokens)
         self.blocks: list[Block] = []
@@ -126,6 +127,11 @@ class Request:
         self.answer: dict[str, Any] | None = None
         self.recomputed = False
         self.loaded_from: int | None = None  # tokens that were cached when it was loaded
+        self.loaded_to = 0
+
+    @property
+    def num_computed_tokens(self) -> int:
+        return self.computed
 
 
 def options(name: str, **more: Any) -> ConnectorOptions:
@@ -233,6 +239,7 @@ class Engine:
         self.scheduler.allocated(request, [block.block_id for block in request.blocks], matched)
         if matched:
             request.loaded_from = request.computed
+            request.loaded_to = request.computed + matched
             request.status = "loading"
             self.loading[request.request_id] = request
         else:
@@ -306,7 +313,7 @@ class Engine:
                 request.blocks, request.computed = [], 0
                 self.waiting.insert(0, request)
             else:
-                request.computed = request.num_prompt_tokens
+                request.computed = request.loaded_to
                 self._cache(request)
                 self.running.append(request)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from prefixkv import HostConfig
 from prefixkv.engines.vllm.options import ConnectorOptions
 from prefixkv.engines.vllm.stats import GAUGES, METRICS
 from prefixkv.errors import ConfigError
@@ -42,6 +43,23 @@ def test_what_is_said_is_what_is_meant() -> None:
 
 
 @pytest.mark.parametrize(
+    ("said", "host"),
+    [
+        ({}, None),
+        ({"host_memory": "4x"}, HostConfig(times=4.0, policy="adaptive")),
+        ({"host_memory": "8GiB"}, HostConfig(num_bytes=8 << 30, policy="adaptive")),
+        ({"host_memory": "4x", "policy": "lru"}, HostConfig(times=4.0, policy="lru")),
+        (
+            {"host_memory": "4x", "policy": "lru", "host_policy": "gittins"},
+            HostConfig(times=4.0, policy="gittins"),
+        ),
+    ],
+)
+def test_sizes_of_host_memory(said: dict[str, Any], host: HostConfig | None) -> None:
+    assert ConnectorOptions.of({"name": "d", **said}, 1).host == host
+
+
+@pytest.mark.parametrize(
     ("said", "words"),
     [
         ({}, 'no "name"'),
@@ -53,6 +71,16 @@ def test_what_is_said_is_what_is_meant() -> None:
         (
             {"name": "d", "compute_below": 64, "recompute_below": 32},
             "compute_below: is 64, and recompute_below 32: leave out recompute_below",
+        ),
+        ({"name": "d", "host_memory": "300"}, "host_memory: '300' is no size: 8GiB, or 4x"),
+        ({"name": "d", "host_memory": "much"}, "host_memory: 'much' is no size"),
+        ({"name": "d", "host_memory": "0x"}, "host_memory: '0x' is none; leave it out"),
+        ({"name": "d", "host_memory": "0GiB"}, "host_memory: '0GiB' is none; leave it out"),
+        ({"name": "d", "host_memory": "4x", "host_policy": "lruu"}, "host_policy: 'lruu' is not"),
+        ({"name": "d", "host_policy": "lru"}, "host_policy: is 'lru', and there is no host_memory"),
+        (
+            {"name": "d", "host_memory": "4x", "join_flights": False},
+            "join_flights: must be true with host_memory",
         ),
         ({"name": "d", "join_flights": "yes"}, "join_flights: 'yes' is not true or false"),
         ({"name": "d", "control": 5}, "control: 5 is not a table"),

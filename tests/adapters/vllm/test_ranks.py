@@ -58,10 +58,11 @@ class Server:
         num_ranks: int = NUM_RANKS,
         block_size: int = BLOCK,
         plain: bool = False,
+        **more: Any,
     ) -> None:
         roles = {"is_producer": producer, "is_consumer": not producer}
         # One port for rank 0 alone: the others take free ones.
-        self.options = options(name, bind=lasting_address()) if producer else options(name)
+        self.options = options(name, **(more | {"bind": lasting_address()} if producer else more))
         self.num_ranks = num_ranks
         self.pool = BlockPool(NUM_BLOCKS)
         self.scheduler = SchedulerSide(self.options, block_size, num_ranks=num_ranks, **roles)
@@ -269,3 +270,44 @@ def test_blocks_are_held_until_the_last_rank_has_its_proof() -> None:
     side.take_reports(WorkerReport(settled=["1"]), ())
     assert len(pool.free) == NUM_BLOCKS
     side.check_invariants()
+
+
+def test_host_memory_has_a_share_of_each_rank() -> None:
+    """Its blocks are written when a request ends, and come back into other ones."""
+    decode = Server("decode-0", producer=False, host_memory="4x", bind="tcp://127.0.0.1:*")
+    side, pool = decode.scheduler, decode.pool
+    try:
+        decode.step()  # the ranks say how much they have
+        for rank, memory in enumerate(decode.memory):
+            memory[:] = torch.arange(NUM_BLOCKS).view(1, -1, 1, 1, 1) + 100 * rank
+        first = Request("1", PROMPT)
+        side.on_new_request(first)
+        blocks = pool.new_blocks(5) or []
+        assert side.count_loadable(first, 0) == (0, False)
+        side.allocated(first, [one.block_id for one in blocks], 0)
+        first.computed = 18
+        for block, one in zip(blocks, first.block_hashes, strict=False):
+            pool.cache(block, one)
+        side.finished(first, [one.block_id for one in blocks])
+        pool.free_blocks(reversed(blocks))
+        assert side.holds.num_blocks == 4
+        until(lambda: side.gauges()["host_blocks"] == 4, step=decode.step)
+        assert side.holds.num_blocks == 0
+        for memory in decode.memory:
+            memory[:] = -1.0
+        pool.cached.clear()
+        for one in pool.blocks:
+            one.block_hash = None
+        second = Request("2", PROMPT)
+        side.on_new_request(second)
+        assert side.count_loadable(second, 0) == (16, True)
+        target = [one.block_id for one in pool.new_blocks(4) or []]
+        assert side.allocated(second, target, 16) == 16
+        until(lambda: decode.received == ["2"], step=decode.step)
+        assert decode.failed == set()
+        for rank, memory in enumerate(decode.memory):
+            for block, source in zip(target, blocks, strict=False):
+                assert memory[:, block].unique().tolist() == [100 * rank + source.block_id]
+        assert set(target) != {one.block_id for one in blocks[:4]}
+    finally:
+        decode.close()

@@ -200,29 +200,70 @@ def test_an_untaught_cache_ranks_as_lru():
     assert hazards.worth[0] == sorted(hazards.worth[0], reverse=True)
 
 
-def test_worths_are_worked_out_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that no admission waits for all of it; it has two starts at most."""
-    at, did = 0, []
+@pytest.mark.parametrize("half_life_s", [1e9, 1005.0, 1025.0, 1065.0])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_worths_are_worked_out_in_parts(
+    half_life_s: float, ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that no admission waits for all of it, and mostly for none: it has two starts at most.
+    What is done when makes no difference to them, nor does a halving of the counts meanwhile."""
+    in_starts: list[int] = []
+    at = 0
 
     def noting(part: Callable[[Hazards], None]) -> Callable[[Hazards], None]:
         def do(hazards: Hazards) -> None:
-            did.append(at)
+            in_starts.append(at)
             part(hazards)
 
         return do
 
-    monkeypatch.setattr(hazards_module, "_PARTS", tuple(map(noting, hazards_module._PARTS)))
-    hazards = Hazards([[0], [1]], trust=1.0, period=100, half_life_s=1e9)
+    parts = hazards_module._PARTS
+    hazards = Hazards([[0], [1]], trust=1.0, period=100, half_life_s=half_life_s)
+    whole = Hazards([[0], [1]], trust=1.0, period=10**9, half_life_s=half_life_s)
     before, changed = hazards.worth, []
-    did.clear()
+
+    def time_s(at: int) -> float:  # not evenly, so that it matters which are thinned out when
+        return at * 10.0 + at * at % 7 * 1.3
+
+    def step(one: Hazards) -> None:
+        one.start(at % 2, time_s(at))
+        if at % 3 == 0:
+            one.returned(at % 2, time_s(at) - at % 7, time_s(at) + 3.0)
+        if at % 7 == 0:
+            one.lost(at % 2, time_s(at // 2))
+
     for at in range(1, 301):
-        hazards.start(at % 2, at * 10.0)
-        hazards.returned(at % 2, at * 10.0, at * 10.0 + 3.0)
+        with monkeypatch.context() as context:
+            context.setattr(hazards_module, "_PARTS", tuple(map(noting, parts)))
+            step(hazards)
+        for _ in range(3 if ahead else 0):
+            hazards.work_ahead()
         if hazards.worth is not before:
             changed.append(at)
         before = hazards.worth
-    assert did == [*range(100, 113, 2), *range(200, 213, 2), 300]
+        # What the other notes later is not of these worths; the time of starts still to come is, up
+        # to the second.
+        if at <= 102:
+            step(whole)
+        if at == 99:
+            whole._due = 1
+        if at == 102:
+            whole._finish()
+        if at == 112:
+            assert (hazards.worth, hazards.peak) == (whole.worth, whole.peak)
     assert changed == [112, 212]
+    # A start does one part, the last one two, or what is ready where the counts are halved; with
+    # what is done ahead none else.
+    halvings = [time_s(one) // half_life_s for one in range(301)]
+    halved = {one for one in range(1, 301) if halvings[one] > halvings[one - 1]}
+    others = [one for one in in_starts if one not in halved]
+    if not ahead:
+        assert len(in_starts) == 2 * len(parts)
+        once = [one for one in others if one not in changed]
+        assert len(once) == len(set(once))
+    else:
+        assert others == []
+    assert hazards.broken_laws() == []
 
 
 def test_a_class_of_which_nothing_was_seen_is_like_all_and_all_like_the_untaught_at_first():

@@ -317,11 +317,11 @@ def test_a_storm_of_conversations_with_few_pages(family: str, seed: int) -> None
 
 def _storm(family: str, rounds: int, seed: int = 0) -> None:
     """Pools that evict, windows for fewer requests than there are and fewer checkpoints than
-    conversations, aborts, retractions: every token of every answer."""
+    conversations, aborts, retractions: every token of every answer, and its log-probabilities."""
     made, reference = _made(family)
     storm = Storm(
         talks=6, rounds=rounds, bursts=(1, 2, 4), more=(1, 5, 17), longest=200, again=0.3,
-        answers=(9, 40, 70), steps=30, abort=0.03,
+        answers=(9, 40, 70), steps=30, abort=0.03, logprobs=5,
     )  # fmt: skip
     found = Found()
     with World(
@@ -355,7 +355,7 @@ def test_random_rounds_of_all_layouts_and_samplings(
     made: PagedModel, reference: Reference, seed: int
 ) -> None:
     found = Found()
-    run_round(made, reference, 300 + seed, found, equal_pages=True)
+    run_round(made, reference, 300 + seed, found)
     assert found.answers > 0
 
 

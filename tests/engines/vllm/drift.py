@@ -158,6 +158,8 @@ def _use(part: compat.VllmFeature, made: Made, request: Any) -> dict[str, Any]:
         compat.block_format(made.config, made.kv, ["CPU_ATTN"])
     extra: dict[str, Any] = {"name": "drift", "bind": "tcp://*:14579"}
     made.config.kv_transfer_config.kv_connector_extra_config = extra
+    if part in (compat.HOST_WRITES, compat.HOST_EVENTS):
+        extra["host_memory"] = "4x"
     if part in (compat.WORKER, compat.RANKS):
         PrefixKVConnector(made.config, base.KVConnectorRole.WORKER, made.kv)
     if part is compat.POLICY:  # first as a server that wants none

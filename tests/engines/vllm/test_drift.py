@@ -80,7 +80,10 @@ def test_what_a_feature_needs_stands_down_alone(rows: list[dict[str, Any]]) -> N
                 continue  # the server wants none
             assert bool(works[feature]) is (part not in parts), row
         seen.add(row["part"])
-    assert seen == {"POLICY", "ENDING", "RESTING", "WEIGHTS", "USAGE", "METRICS", "ADDRESS"}
+    assert seen == {
+        "POLICY", "ENDING", "RESTING", "WEIGHTS", "USAGE", "METRICS", "ADDRESS", "HOST_WRITES",
+        "HOST_EVENTS",
+    }  # fmt: skip
 
 
 def test_sleep_mode_is_refused_where_kv_would_move(rows: list[dict[str, Any]]) -> None:

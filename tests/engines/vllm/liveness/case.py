@@ -19,7 +19,9 @@ class Case:
     `pace` is what goes on between two arrivals: "none", "rest" (all, until nothing moves any
     more), "a" or "b" (only this server; frames lie), "random". `storm` is how many steps are taken
     at random behind the last arrival, before all take turns. `chunk` is how many tokens a step
-    computes, `share` how many of them one prompt may have; 0: all."""
+    computes, `share` how many of them one prompt may have; 0: all. `host` is decode's host memory;
+    of its copies the share `copies_fail` fails. `flushes` is how often in a random step the
+    connector's cache is reset, and `leaves` how often a client leaves whose blocks are loaded."""
 
     asks: tuple[Ask, ...]
     order: tuple[str, ...]
@@ -34,6 +36,10 @@ class Case:
     asynchronous: bool = False
     both: bool = False
     compute_below: int = 0
+    host: str = ""
+    copies_fail: float = 0.0
+    flushes: float = 0.0
+    leaves: float = 0.0
 
     def __str__(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"))

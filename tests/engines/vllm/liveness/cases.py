@@ -65,6 +65,53 @@ def at_random(seed: int) -> Case:
     return replace(case, compute_below=0 if case.recompute_below else below)
 
 
+def with_host(seed: int) -> Case:
+    """A case with host memory: a few prompts that are asked again and again, of which two or three
+    fill decode's cache, so that they evict each other there. Clients leave at any time."""
+    chance = random.Random(seed)
+    num = chance.choice((6, 8, 10))
+    shared = chance.choice((0, 0, 2 * BLOCK))
+    words = []
+    for i in range(chance.choice((2, 3, 3, 4))):
+        own = (i, chance.choice(LENGTHS) - 2 * BLOCK)
+        words.append(((100, shared), own) if shared else (own,))
+    both = chance.random() < 0.2
+    kinds = chance.choice((("plain",), ("room",), ("room", "plain"), ("room", "plain", "drawn")))
+    asks = []
+    for i in range(num):
+        word = words[i % len(words)] if chance.random() < 0.7 else chance.choice(words)
+        more = ((50 + i, chance.choice((1, 3, 9))),) if chance.random() < 0.4 else ()
+        # A server of both roles may preempt a promised prompt, and hold it, behind a request that
+        # then needs these blocks: with host memory or without. So outputs are short there.
+        num_out = chance.choice((1, 3) if both else (1, 3, 8, 20))
+        way = chance.choice(("ab", "ba")) if both else "ab"
+        asks.append(Ask(chance.choice(kinds), word + more, num_out, way))
+    order = arrivals(tuple(ask.kind for ask in asks))
+    if chance.random() < 0.3:
+        chance.shuffle(order)
+    for i in chance.sample(range(num), chance.choice((0, 0, 1, 3))):
+        at = order.index(f"D{i}") + 1
+        order.insert(chance.randrange(at, min(at + 3, len(order)) + 1), f"-D{i}")
+    case = Case(
+        tuple(asks),
+        tuple(order),
+        pace=chance.choice(("none", "rest", "random", "random", "random", "random")),
+        storm=chance.choice((40, 200, 600)),
+        seed=seed,
+        blocks=chance.choice(((200, 24), (200, 24), (24, 24), (200, 34))),
+        chunk=chance.choice((1024, 1024, 16, 9)),
+        share=chance.choice((0, 0, 7)),
+        asynchronous=chance.random() < 0.4,
+        both=both,
+        host=chance.choice(("8x", "4x", "2x", "1x", "0.5x")),
+        copies_fail=chance.choice((0.0, 0.0, 0.2)),
+        flushes=chance.choice((0.0, 0.0, 0.0, 0.02)),
+        leaves=chance.choice((0.0, 0.0, 0.1)),
+    )
+    below = chance.choice((0, 0, 2 * BLOCK, MAX_LEN_BLOCKS * BLOCK))
+    return replace(case, compute_below=below)
+
+
 def leaving(order: list[str], asks: tuple[Ask, ...], chance: random.Random) -> list[str]:
     """The client of one request leaves: at decode, at prefill, at both, or before it came to
     decode, which decode is told where the room is a router's."""

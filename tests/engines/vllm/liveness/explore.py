@@ -4,6 +4,7 @@
     python -m tests.engines.vllm.liveness.explore                   the short profile
     python -m tests.engines.vllm.liveness.explore --seconds 3600    all orders, then random cases
     python -m tests.engines.vllm.liveness.explore --seed 7000 --seconds 600      random cases only
+    python -m tests.engines.vllm.liveness.explore --host --seconds 600      with host memory
     python -m tests.engines.vllm.liveness.explore --mutants         each has to be found
     python -m tests.engines.vllm.liveness.explore --case '{...}' -v          as a failure printed it
     python -m tests.engines.vllm.liveness.explore --mutant old_order --case ordered -v
@@ -26,9 +27,9 @@ from itertools import count, islice
 from typing import Any
 
 from tests.engines.vllm.liveness.case import Case
-from tests.engines.vllm.liveness.cases import ONCE, at_random, every_order
+from tests.engines.vllm.liveness.cases import ONCE, at_random, every_order, with_host
 from tests.engines.vllm.liveness.failures import failure_of, kind_of, shortest
-from tests.engines.vllm.liveness.mutants import MUTANTS, mutated
+from tests.engines.vllm.liveness.mutants import HOST_MUTANTS, MUTANTS, mutated
 from tests.engines.vllm.liveness.world import run
 from tests.models.liveness.arrivals import PATTERNS
 
@@ -63,6 +64,8 @@ def find(mutant: str, most_cases: int) -> dict[str, Any]:
     looked for in the two cases by which it was found, as the deadlock that it is."""
     is_old = mutant == "old_order"
     cases = [*ONCE.values(), *map(at_random, range(most_cases))]
+    if mutant in HOST_MUTANTS:
+        cases = list(map(with_host, range(most_cases)))
     if is_old:
         cases = [ONCE["ordered"], ONCE["join"]]
     failures = []
@@ -84,9 +87,12 @@ def short_profile() -> Iterator[Case]:
     yield from ONCE.values()
     yield from islice(every_order(2, ("different", "all share", "prefix"), PACES), 0, None, 13)
     yield from map(at_random, range(320))
+    yield from map(with_host, range(160))
 
 
-def long_profile(seed: int | None) -> Iterator[Case]:
+def long_profile(seed: int | None, host: bool) -> Iterator[Case]:
+    if host:
+        yield from map(with_host, count(seed or 0))
     if seed is None:
         yield from every_order(2, PATTERNS, PACES)
         yield from every_order(3, PATTERNS, PACES)
@@ -98,9 +104,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--case", help="as a failure printed it, or a name of `cases.ONCE`")
     parser.add_argument("-v", action="store_true", help="say each step of the case")
-    parser.add_argument("--mutant", default="", choices=["", *MUTANTS], help="with this fault")
+    parser.add_argument(
+        "--mutant", default="", choices=["", *MUTANTS, *HOST_MUTANTS], help="with this fault"
+    )
     parser.add_argument("--mutants", action="store_true", help="only these")
     parser.add_argument("--seconds", type=float, default=0.0, help="the long profile")
+    parser.add_argument("--host", action="store_true", help="the long profile of host memory")
     parser.add_argument("--seed", type=int, help="of the first random case, without all orders")
     parser.add_argument("--most-failures", type=int, default=20)
     options = parser.parse_args()
@@ -117,15 +126,17 @@ def main() -> int:
     failed = False
     if not options.mutants:
         is_long = bool(options.seconds)
-        cases = long_profile(options.seed) if is_long else short_profile()
+        cases = long_profile(options.seed, options.host) if is_long else short_profile()
         until_s = time.monotonic() + options.seconds if is_long else float("inf")
         with mutated(options.mutant):
             explored = explore(cases, until_s, options.most_failures)
-        explored["repeatable"] = all(map(is_repeatable, map(at_random, range(10))))
+        explored["repeatable"] = all(
+            is_repeatable(of(seed)) for of in (at_random, with_host) for seed in range(8)
+        )
         failed = explored["failures"] > 0 or not explored["repeatable"]
         print(json.dumps(explored))
     if options.mutants or not options.seconds:
-        for mutant in MUTANTS:
+        for mutant in (*MUTANTS, *HOST_MUTANTS):
             found = find(mutant, 400)
             failed |= not found["found"]
             print(json.dumps(found), flush=True)

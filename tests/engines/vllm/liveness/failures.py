@@ -52,6 +52,10 @@ def _smaller(case: Case) -> Iterator[Case]:
         "chunk",
         "share",
         "blocks",
+        "copies_fail",
+        "flushes",
+        "leaves",
+        "host",
     ]
     if not any(ask.way == "ba" for ask in case.asks):
         names.append("both")

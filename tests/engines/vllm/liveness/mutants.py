@@ -7,10 +7,14 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+from prefixkv.decode.host_tier import HostTier
 from prefixkv.engines.vllm import scheduler as scheduler_module
 from prefixkv.engines.vllm.blocks import Flights, Holds
+from prefixkv.engines.vllm.host import DeviceBlocks, HostBlocks
+from prefixkv.engines.vllm.host_worker import WorkerHost
 from prefixkv.engines.vllm.scheduler import SchedulerSide
 from prefixkv.engines.vllm.sends import ScheduledSends
+from prefixkv.engines.vllm.worker import WorkerSide
 from tests.engines.vllm.liveness.process import Bell
 
 Patch = Callable[[Any, str, Any], None]
@@ -117,6 +121,143 @@ def _nothing_is_held(patch: Patch) -> None:
     patch(Holds, "take", lambda self, rid, pages: None)
 
 
+# --- of host memory: some without the laws of its tiers, so that what follows shows ---------------
+
+
+def _no_tier_laws(patch: Patch) -> None:
+    patch(HostTier, "check_invariants", lambda self: None)
+    patch(HostBlocks, "check_invariants", lambda self: None)
+
+
+def _blocks_go_before_they_are_written(patch: Patch) -> None:
+    """vLLM may give a block away while a write reads it."""
+    _no_tier_laws(patch)
+    pin = DeviceBlocks.pin_key
+
+    def pinned(self: Any, key: Any, now_s: float) -> Any:
+        lock = pin(self, key, now_s)
+        self._holds.release(f"host memory\0{lock.number}")
+        return lock
+
+    patch(DeviceBlocks, "pin_key", pinned)
+
+
+def _host_pages_go_before_they_are_loaded(patch: Patch) -> None:
+    """Host memory may evict what a load reads. Wrong KV is seen in one of 500 cases, T2 soon."""
+    order = HostTier._order
+
+    def ordered(self: Any, is_load: bool, *args: Any) -> None:
+        order(self, is_load, *args)
+        if is_load:
+            copy = self._copies[self._count]
+            self.cache.unlock(copy.host_lock)
+            copy.host_lock = self.cache.pin(self.cache.match_prefix([]))
+
+    patch(HostTier, "_order", ordered)
+
+
+def _writes_count_at_once(patch: Patch) -> None:
+    """What a write has still to bring is in host memory's tree already."""
+    _no_tier_laws(patch)
+    order = HostTier._order
+
+    def ordered(self: Any, is_load: bool, *args: Any) -> None:
+        order(self, is_load, *args)
+        if not is_load:
+            copy = self._copies[self._count]
+            self.cache.insert(copy.key, copy.dst, lock=copy.host_lock)
+            self.allocator.cache(copy.dst)
+
+    def written(self: Any, copy: Any, is_good: bool, now_s: float) -> None:
+        self.pages.unpin(copy.device_lock)
+        self._free(self.cache.unlock(copy.host_lock))
+
+    patch(HostTier, "_order", ordered)
+    patch(HostTier, "_wrote", written)
+
+
+def _failed_copies_count(patch: Patch) -> None:
+    """What a copy that was broken off has left behind is taken for what it should have brought."""
+    take = WorkerHost.take_ends
+
+    def taken(self: Any) -> Any:
+        ends, loaded = take(self)
+        return [end._replace(error="") for end in ends], dict.fromkeys(loaded, "")
+
+    patch(WorkerHost, "take_ends", taken)
+
+
+def _rooms_do_not_wait_for_copies(patch: Patch) -> None:
+    """A request runs when its room has ended, whatever host memory has still to bring."""
+    end = WorkerSide._end_load
+
+    def ended(self: Any, rid: str, failed: bool) -> None:
+        if rid in self._parts:
+            self._parts[rid].pending = 1
+            end(self, rid, failed)
+
+    patch(WorkerSide, "_end_load", ended)
+
+
+def _aborted_loads_are_forgotten(patch: Patch) -> None:
+    """vLLM never hears the end of a load whose client has left: its blocks stay taken."""
+    finished, ended = HostBlocks.finished, WorkerSide._end_load
+    left: set[str] = set()
+
+    def left_behind(self: Any, rid: str, hashes: Any, blocks: Any) -> None:
+        left.update({rid} & self._load_of.keys())
+        finished(self, rid, hashes, blocks)
+
+    def heard(self: Any, rid: str, failed: bool) -> None:
+        if rid not in left:
+            ended(self, rid, failed)
+
+    patch(HostBlocks, "finished", left_behind)
+    patch(WorkerSide, "_end_load", heard)
+
+
+def _loads_are_not_joined(patch: Patch) -> None:
+    """Two requests load one path from host memory at once: T4."""
+    patch(Flights, "begin", lambda self, rid, hashes: None)
+
+
+def _failed_requests_load_again(patch: Patch) -> None:
+    patch(HostBlocks, "bar", lambda self, rid: None)
+
+
+def _copies_are_not_waited_for(patch: Patch) -> None:
+    """The engine rests, or stops, while copies are under way."""
+    patch(HostBlocks, "num_copies", 0)
+
+
+def _stale_host_memory(patch: Patch) -> None:
+    """A write that was under way at a flush is entered behind it: T3."""
+    flush = DeviceBlocks.flush
+
+    def flushed(self: Any) -> None:
+        flush(self)
+        self.epoch -= 1
+
+    patch(DeviceBlocks, "flush", flushed)
+
+
+HOST_MUTANTS: dict[str, Callable[[Patch], None]] = {
+    one.__name__.removeprefix("_"): one
+    for one in (
+        _blocks_go_before_they_are_written,
+        _host_pages_go_before_they_are_loaded,
+        _writes_count_at_once,
+        _failed_copies_count,
+        _rooms_do_not_wait_for_copies,
+        _aborted_loads_are_forgotten,
+        _loads_are_not_joined,
+        _failed_requests_load_again,
+        _copies_are_not_waited_for,
+        _stale_host_memory,
+    )
+}
+"""Faults of host memory, for `cases.with_host`."""
+
 MUTANTS: dict[str, Callable[[Patch], None]] = {
     one.__name__.removeprefix("_"): one
     for one in (
@@ -149,7 +290,7 @@ def mutated(name: str) -> Iterator[None]:
 
     try:
         if name:
-            MUTANTS[name](patch)
+            (MUTANTS | HOST_MUTANTS)[name](patch)
         yield
     finally:
         for owner, attribute, value in reversed(former):

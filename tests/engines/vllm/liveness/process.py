@@ -1,15 +1,23 @@
-"""What a vLLM server's processes have of prefixkv besides memory: sockets, control threads, bells.
-Here none has a thread, and frames lie in queues of the world's until it hands them over."""
+"""What a vLLM server's processes have of prefixkv besides memory: sockets, control threads, bells,
+and the copies to and from host memory. Here none has a thread, and frames lie in queues of the
+world's until it hands them over."""
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from prefixkv import HostConfig, KVPool
 from prefixkv.control.effects import FrameReceived, Tick
 from prefixkv.engines.vllm import connector as connector_module
+from prefixkv.engines.vllm import host_worker as host_worker_module
 from prefixkv.engines.vllm import worker as worker_module
+from prefixkv.memory.host_pool import HostPool
+from prefixkv.memory.page_copy import page_copy
+from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
 from prefixkv.runtime import decode_transfers, prefill_transfers
 from prefixkv.runtime.channel import DealerChannel, RouterChannel
 from prefixkv.runtime.control_thread import ControlThread
@@ -127,8 +135,9 @@ class Bell:
 
     def __init__(self, address: str, fds: list[int]) -> None:
         self._tower = Thread.world.towers[address]
-        threads = {thread.events.fd: thread for thread in Thread.world.threads}
-        self._events = [threads[fd].events for fd in fds]
+        threads = {thread.events.fd: thread.events for thread in Thread.world.threads}
+        inboxes = threads | {copies.ends.fd: copies.ends for copies in Thread.world.copies}
+        self._events = [inboxes[fd] for fd in fds]
         self._armed = False
         Thread.world.bells.append(self)
 
@@ -144,6 +153,78 @@ class Bell:
         pass
 
 
+@dataclass(eq=False)
+class _PlayedCopy:
+    order: HostCopy
+    left: list[int]  # places in the order whose pages are still to be copied
+
+
+class Copies:
+    """A worker's host memory, whose copies are made page by page, in any order, when the world says
+    so. One that fails leaves something else in the page at which it does."""
+
+    def __init__(self, pool: KVPool, config: HostConfig, name: str) -> None:
+        world = Thread.world
+        self.name = name
+        self.num_pages = config.pages_of(pool.layout.num_pages, pool.layout.page_bytes)
+        self._pool, self._memory = pool, HostPool(pool.layout, self.num_pages)
+        self._copy = page_copy(pool.layout, self._memory)
+        # Its own, so that cases without host memory stay what they are.
+        self._chance = random.Random(world.case.seed)
+        self._fails = world.case.copies_fail
+        self.under_way: list[_PlayedCopy] = []
+        world.copies.append(self)
+
+    def start(self, sink: Callable[[HostCopyDone], None]) -> None:
+        self._sink = sink
+        self.ends: Any = sink.__self__  # type: ignore[attr-defined]  # the inbox
+
+    @property
+    def ready_pages(self) -> int:
+        return self.num_pages
+
+    def submit(self, order: HostCopy, after: Any = None) -> None:
+        left = list(range(len(order.host_pages)))
+        self._chance.shuffle(left)
+        self.under_way.append(_PlayedCopy(order, left))
+        # A thread may begin at once.
+        for _ in range(self._chance.choice((0, 0, 1, 2))):
+            self.step()
+
+    def step(self) -> bool:
+        """Copy one page of some order."""
+        if not self.under_way:
+            return False
+        copy = self._chance.choice(self.under_way)
+        order, at = copy.order, copy.left.pop()
+        host, device = order.host_pages[at : at + 1], order.device_pages[at : at + 1]
+        act = self._copy.load if order.is_load else self._copy.write
+        act(host, device)
+        error = None
+        if self._chance.random() < self._fails / len(order.host_pages):
+            error = OSError("broken off")
+            self._spoil(order, host, device)
+        if error is not None or not copy.left:
+            self.under_way.remove(copy)
+            Thread.world.counts["host copies failed"] += error is not None
+            self._sink(HostCopyDone(order.number, error, 1, 0.001))
+        return True
+
+    def _spoil(self, order: HostCopy, host: Any, device: Any) -> None:
+        if order.is_load:
+            self._pool_memory()[device] = -1.0
+            return
+        for _, memory in self._memory.stretches(host):
+            memory.fill_(255)
+
+    def _pool_memory(self) -> Any:
+        (memory,) = (one.memory for one in Thread.world.servers.values() if one.name == self.name)
+        return memory
+
+    def close(self) -> None:
+        pass
+
+
 def put_in_place() -> None:
     """From now on transfer sides and connectors are made of these parts, in this process."""
     parts = {"ControlThread": Thread, "Prover": _Prover}
@@ -151,6 +232,7 @@ def put_in_place() -> None:
     vars(prefill_transfers).update(parts, RouterChannel=_router)
     vars(connector_module)["WakeupListener"] = Tower
     vars(worker_module)["WakeupSender"] = Bell
+    vars(host_worker_module)["HostMemory"] = Copies
 
 
 def _dealer(config: Any, fd: int, check: Any) -> Dealer:

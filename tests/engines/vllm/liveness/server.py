@@ -65,6 +65,7 @@ def _config(
     recompute_below: int,
     asynchronous: bool,
     compute_below: int,
+    host: str,
 ) -> VllmConfig:
     extra: dict[str, Any] = {
         "offer_grace_s": OFFER_GRACE_S,
@@ -74,6 +75,7 @@ def _config(
         "recompute_below": recompute_below,
         "compute_below": compute_below,
         "transport": {"trial_peers": False},
+        "host_memory": host,
     }
     scheduling = SchedulerConfig(
         max_num_seqs=8,
@@ -128,7 +130,7 @@ class Server:
         self.world, self.name = world, name
         self.config = _config(
             name, role, num_blocks, case.chunk, case.share, case.join, case.recompute_below,
-            case.asynchronous, case.compute_below,
+            case.asynchronous, case.compute_below, "" if role == "kv_producer" else case.host,
         )  # fmt: skip
         self.batch_queue_size = self.config.max_concurrent_batches
         spec = FullAttentionSpec(BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32)
@@ -141,6 +143,7 @@ class Server:
         self.side: SchedulerSide = self.connector.scheduler
         self.side._now_s = self.side.sends.now_s = lambda: world.now_s
         self.side._draw = world.draw
+        self.side.compute.now_s = lambda: world.now_s
         # Whatever was measured, and again on each call: so every decision has to be a live one.
         chance = random.Random(case.seed)
         vars(self.side.compute)["is_here"] = lambda rid, missing, _: (
@@ -274,7 +277,7 @@ class Server:
         self.world.ordered(self, orders)
         self.worker.before_forward(orders)
         sampled = self._forward(step)
-        if orders.chunks or orders.offers:
+        if self.worker.has_work_after(orders):
             self.worker.after_forward(orders)
         results, news = self.worker.take_results(), self.worker.take_report()
         heard = KVConnectorOutput(
@@ -330,6 +333,12 @@ class Server:
         row.tokens.append(3 + int(chain[-1]) % 1900)
         return [row.tokens[-1]]
 
+    def flush(self) -> bool:
+        """vLLM's word that its cache is to be reset, and what lies outside of it too."""
+        if self.scheduler.has_requests() or self.side.busy:
+            self.scheduler.reset_prefix_cache(reset_connector=True)
+        return True
+
     # --- audits -----------------------------------------------------------------------------------
 
     def may_land(self, room: RoomKey, pages: np.ndarray) -> None:
@@ -359,7 +368,12 @@ class Server:
     def leftovers(self) -> dict[str, Any]:
         """What has to be nothing at rest."""
         worker, sends = self.worker, self.side.sends
+        host = self.side._host
         left = {
+            "copies": host.num_copies if host is not None else 0,
+            "host": [] if host is None else [*host._keys, *host._load_of, *host._barred],
+            "host parts": list(self.side._host_parts),
+            "parts": list(worker._parts),
             "requests": list(self.scheduler.requests),
             "blocks": len(self.pool.blocks) - 1 - self.num_free,
             "holds": self.side.holds.num_blocks,
@@ -397,6 +411,8 @@ class Server:
             state = "unpromised" if send.unpromised > 0 else "promised"
             state = "offer" if send.is_offer else state
             lines.append(f"  send {rid}: room {send.room}, {state}, {send.end} tokens computed")
+        if self.side._host is not None:
+            lines.append(f"  copies of host memory: {self.side._host.num_copies}")
         if joined := self.side._joined:
             lines.append(f"  wait for another's load: {sorted(joined)}")
         return "\n".join(lines)

@@ -26,7 +26,7 @@ from vllm.v1.request import Request
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.testing.fabric import FakeFabric
 from tests.engines.vllm.liveness.case import Case
-from tests.engines.vllm.liveness.process import Bell, Router, Thread, Tower, put_in_place
+from tests.engines.vllm.liveness.process import Bell, Copies, Router, Thread, Tower, put_in_place
 from tests.engines.vllm.liveness.server import OFFER_GRACE_S, OFFER_TIMEOUT_S, Server
 from tests.models.liveness.arrivals import BLOCK, LivenessError
 
@@ -51,6 +51,7 @@ class World:
     threads: list[Thread] = field(default_factory=list)
     towers: dict[str, Tower] = field(default_factory=dict)
     bells: list[Bell] = field(default_factory=list)
+    copies: list[Copies] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         Thread.world = self
@@ -61,6 +62,7 @@ class World:
         self._tickets = 0
         self.steps: list[str] = []
         self.counts: Counter[str] = Counter()
+        self.servers: dict[str, Server] = {}
         roles = ("kv_both", "kv_both") if self.case.both else ("kv_producer", "kv_consumer")
         self.servers = {
             name: Server(self, name, role, 1 + num_blocks)
@@ -99,6 +101,9 @@ class World:
     def ordered(self, server: Server, orders: Any) -> None:
         self.opened |= {opening.room for opening in orders.opens}
         self.declined |= {one.room for one in orders.declines}
+        for copy, rid in orders.copies:
+            self.counts["host loads" if copy.is_load else "host writes"] += 1
+            self.counts["host loads beside a room"] += rid in {one.rid for one in orders.opens}
         if below := self.case.compute_below:
             lacks = [one.num_tokens - one.prefix_len for one in orders.opens]
             self.counts["loaded, and might be computed"] += sum(one <= below for one in lacks)
@@ -220,6 +225,9 @@ class World:
                 yield f"worker {name}", server.execute
         if only:
             return
+        for copies in self.copies:
+            if copies.under_way:
+                yield f"copy {copies.name}", copies.step
         for thread in self.threads:
             if len(thread.inbox):
                 yield f"thread {thread.name}", lambda thread=thread: self._work(thread)  # type: ignore[misc]
@@ -255,8 +263,23 @@ class World:
             choices.append(("come", self.come))
         if not choices:
             return False
+        if self.case.leaves and self.random.random() < self.case.leaves:
+            self._leave_in_a_load()
+        if self.case.flushes and self.random.random() < self.case.flushes:
+            choices = [(f"flush {one.name}", one.flush) for one in self.servers.values()]
         self.do(*self.random.choice(choices))
         return True
+
+    def _leave_in_a_load(self) -> None:
+        """The client of a request leaves whose blocks are loaded from host memory."""
+        hosts = [(one, one.side._host) for one in self.servers.values()]
+        loading = [(server, rid) for server, host in hosts if host for rid in host.loading]
+        if loading:
+            server, rid = self.random.choice(loading)
+            self._log(f"-{rid}, which loads")
+            self.counts["left in a host load"] += 1
+            self.left.add(rid)
+            server.abort(rid)
 
     def settle(self, only: str = "", *, arrivals: bool = False, most_rounds: int = 3000) -> None:
         """All take turns until nothing moves any more. Raises LivenessError where that goes on."""

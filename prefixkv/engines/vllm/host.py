@@ -1,0 +1,396 @@
+"""Host memory behind vLLM's blocks, in its scheduler: what vLLM evicts stays there, and comes back
+when a request is admitted.
+
+The tier is the library's `HostTier`: the host's tree and pages, the copies, their laws. vLLM keeps
+the device's blocks itself, so the tier sees them through `DeviceBlocks`. In the host's tree a block
+has the name that vLLM's own hash gives it, which follows from all tokens up to its end, LoRA
+adapter, cache salt and images: two requests share there what they would share in vLLM's cache.
+
+    write   a request ends: its blocks that vLLM has cached are due, and are referenced until the
+            copy has ended (`Holds`), so vLLM gives none of them to another request meanwhile.
+    load    a request is admitted: its first blocks beyond vLLM's hit are filled from host memory,
+            as a load that vLLM waits for. It keeps a request's blocks until it hears the end.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from prefixkv.engines.vllm.blocks import Holds
+from prefixkv.engines.vllm.host_events import HostEvent, HostEvents
+from prefixkv.engines.vllm.orders import CopyEnd, CopyOrder
+from prefixkv.spi import HostCopyDone, HostTier, Pages, RadixKey, TransferError, UserErrors
+from prefixkv.transfer import RoomKey
+
+_log = logging.getLogger("vllm.prefixkv")
+
+NAME_BYTES: Final = 16
+"""Bytes of a block's name in the host's tree."""
+_NAME_TOKENS: Final = NAME_BYTES // 4
+"""Tokens of four bytes each, of which the tree is one, in whose place a name stands."""
+_TOKEN_MASK: Final = 0x7FFF_FFFF
+
+
+def key_of(hashes: Iterable[bytes]) -> RadixKey:
+    """Return the key of a path in the host's tree of vLLM's blocks. `hashes` are vLLM's, one per
+    block."""
+    # Of a hash 124 bits count: a token has 31.
+    cut = b"".join([one[:NAME_BYTES].ljust(NAME_BYTES, b"\0") for one in hashes])
+    return RadixKey.of_packed((np.frombuffer(cut, "<u4") & _TOKEN_MASK).tobytes())
+
+
+def _names(key: RadixKey) -> Iterator[bytes]:
+    """Yield the names of the blocks on a path in the host's tree of vLLM's blocks."""
+    data = key.data
+    return (data[at : at + NAME_BYTES] for at in range(0, len(data), NAME_BYTES))
+
+
+@dataclass(slots=True)
+class _BlockPath:
+    """vLLM's blocks that are cached of a path; see `DevicePath`."""
+
+    blocks: list[int]
+    unprotected_pages: int
+
+    @property
+    def depth(self) -> int:
+        """Number of vLLM's blocks on the path."""
+        return len(self.blocks)
+
+
+@dataclass(slots=True, eq=False)
+class BlockLock:
+    """References on vLLM's blocks for a write to host memory; see `DeviceLock`."""
+
+    pages: Pages
+    number: int
+    held: bool = True
+
+
+class DeviceBlocks:
+    """vLLM's block pool as the device of a `HostTier`. It knows where requests that have ended left
+    their blocks, and asks vLLM whether each is still what it was.
+
+    `epoch` counts the flushes, and `errors` has what a policy has raised.
+    """
+
+    page_size = _NAME_TOKENS
+
+    def __init__(self, holds: Holds) -> None:
+        self._holds = holds
+        self.errors = UserErrors()
+        self.epoch = 0
+        # By name, and the inverse: the block, and vLLM's hash of it when it was left.
+        self._left: dict[bytes, tuple[int, Hashable]] = {}
+        self._name_of: dict[int, bytes] = {}
+        self._ending: frozenset[int] = frozenset()
+        self._num_locks = 0
+
+    @property
+    def available_pages(self) -> int:
+        """vLLM's blocks that it can hand out, once the request that just ends has let go of its
+        own."""
+        return self._holds.num_free + len(self._ending)
+
+    @property
+    def may_load(self) -> bool:
+        """True: vLLM bounds the loads by itself, since each takes its request's blocks."""
+        return True
+
+    def leave(self, key: RadixKey, blocks: Sequence[int]) -> None:
+        """Record that vLLM has cached these blocks of a path: as many as the key has names."""
+        for name, block in zip(_names(key), blocks, strict=True):
+            self._forget(block)
+            if (before := self._left.get(name)) is not None:
+                self._forget(before[0])
+            self._left[name] = block, self._holds.hash_of(block)
+            self._name_of[block] = name
+
+    @contextmanager
+    def ending(self, blocks: Sequence[int]) -> Iterator[None]:
+        """While in it, count those of vLLM's blocks as available that only the request which ends
+        has references on."""
+        last = (block for block in blocks if self._holds.num_references(block) == 1)
+        self._ending = frozenset(last)
+        try:
+            yield
+        finally:
+            self._ending = frozenset()
+
+    def find(self, key: RadixKey) -> _BlockPath:
+        """Return vLLM's blocks that are still cached of a path, up to the first that is not."""
+        found: list[int] = []
+        unprotected = 0
+        for name in _names(key):
+            block, block_hash = self._left.get(name, (-1, None))
+            if block < 0:
+                break
+            # Equal hashes are equal KV, also where vLLM has evicted and computed it again. What a
+            # step has still to compute has a hash as well: a write begins behind that step.
+            if self._holds.hash_of(block) != block_hash:
+                self._forget(block)
+                break
+            found.append(block)
+            unprotected += block in self._ending or not self._holds.num_references(block)
+        return _BlockPath(found, unprotected)
+
+    def pin_key(self, key: RadixKey, now_s: float) -> BlockLock:
+        """Reference vLLM's blocks that are cached of a path until `unpin`."""
+        blocks = self.find(key).blocks
+        self._num_locks += 1
+        self._holds.take(_hold_name(self._num_locks), blocks)
+        return BlockLock(np.array(blocks, np.int32), self._num_locks)
+
+    def unpin(self, lock: BlockLock) -> None:
+        """Give the references of `pin_key` on vLLM's blocks back."""
+        lock.held = False
+        self._holds.release(_hold_name(lock.number))
+
+    def release(self, owner: Hashable) -> int:
+        """Return 0: vLLM itself keeps the blocks of a load until it hears the end of it."""
+        return 0
+
+    def holds_all(self, owner: Hashable, pages: Pages) -> bool:
+        """Return whether all these blocks of vLLM's are in use. For tests."""
+        return all(self._holds.num_references(page) > 0 for page in pages.tolist())
+
+    def flush(self) -> None:
+        """Forget vLLM's blocks: their KV is of former weights."""
+        self.epoch += 1
+        self._left.clear()
+        self._name_of.clear()
+
+    def _forget(self, block: int) -> None:
+        """Forget what vLLM's block was left as. No-op for an unknown one."""
+        name = self._name_of.pop(block, None)
+        if name is not None:
+            del self._left[name]
+
+
+def _hold_name(number: int) -> str:
+    """Return the name under which vLLM's blocks are held for a write to host memory; no request of
+    vLLM's has it."""
+    return f"host memory\0{number}"
+
+
+class _Load(NamedTuple):
+    """A load from host memory into the blocks of a vLLM request."""
+
+    rid: str
+    pages: tuple[int, ...]
+
+
+class HostBlocks:
+    """The host memory of one vLLM server, as its scheduler sees it. Owned by vLLM's engine loop.
+
+    It is empty, and every call a no-op, until all workers have reported their memory.
+
+    Args:
+        spare_blocks: vLLM's blocks that a write leaves available.
+        policy: of eviction in host memory.
+        num_ranks: workers, each of which copies its share of a block.
+        now_s: seconds of a clock that never goes back.
+        tells: True if `take_events` is asked.
+    """
+
+    def __init__(
+        self,
+        holds: Holds,
+        policy: str,
+        spare_blocks: int,
+        num_ranks: int,
+        now_s: Callable[[], float],
+        tells: bool = False,
+    ) -> None:
+        self.device = DeviceBlocks(holds)
+        self.tier: HostTier[BlockLock] | None = None
+        self._policy, self._spare_blocks = policy, spare_blocks
+        self._num_ranks, self._now_s = num_ranks, now_s
+        self._tells = tells
+        self._events: HostEvents | None = None
+        self._counts: Counter[str] = Counter()
+        self._sizes: dict[int, tuple[int, int]] = {}  # by rank: pages that are ready, and all
+        self._keys: dict[str, RadixKey] = {}  # of prompts that were looked up
+        self._loads: dict[int, _Load] = {}  # under way, by number
+        # Of these, the keys of their flights by request, while that lives.
+        self._load_of: dict[str, RoomKey] = {}
+        self._barred: set[str] = set()  # live requests whose load has failed
+        self._ends: dict[int, list[CopyEnd]] = {}  # of copies that not all ranks have ended
+
+    # --- the workers ------------------------------------------------------------------------------
+
+    def resize(self, sizes: dict[int, tuple[int, int]]) -> None:
+        """Note how much host memory vLLM's workers have: by rank, pages that are ready, and all."""
+        if not sizes:
+            return
+        self._sizes |= sizes
+        if len(self._sizes) < self._num_ranks:
+            return
+        if self.tier is None:
+            num_pages = min(total for _, total in self._sizes.values())
+            self.tier = HostTier(
+                self.device, num_pages, self._policy, self._counts,
+                lambda: self._spare_blocks, are_ready=False,
+            )  # fmt: skip
+            if self._tells:
+                self._events = HostEvents(self.tier.cache, NAME_BYTES)
+        self.tier.ready(
+            min(self.tier.allocator.num_pages, *(one for one, _ in self._sizes.values()))
+        )
+
+    def take_orders(self) -> list[CopyOrder]:
+        """Return the copies that vLLM's workers are to make, and forget them."""
+        if self.tier is None:
+            return []
+        return [
+            CopyOrder(copy, self._loads[copy.number].rid if copy.is_load else "")
+            for copy in self.tier.take_orders()
+        ]
+
+    def ended(self, ends: Iterable[CopyEnd]) -> None:
+        """Take in the ends of copies, one of each rank of vLLM's, and begin writes that are due."""
+        if self.tier is None:
+            return
+        for end in ends:
+            ranks = self._ends.setdefault(end.number, [])
+            ranks.append(end)
+            # Until the last rank's: the others still read the source, or write the destination.
+            if len(ranks) == self._num_ranks:
+                self._copy_ended(self._ends.pop(end.number))
+        self.tier.write_due()
+        try:
+            self.device.errors.raise_due()
+        except Exception as error:
+            _log.exception("the eviction policy of host memory: %s", error)
+
+    def _copy_ended(self, ranks: list[CopyEnd]) -> None:
+        assert self.tier is not None
+        number = ranks[0].number
+        error = next((TransferError(end.error) for end in ranks if end.error), None)
+        load = self._loads.pop(number, None)
+        if load is not None and self._load_of.pop(load.rid, None) is not None and error is not None:
+            self.bar(load.rid)
+        num_bytes, seconds = sum(end.num_bytes for end in ranks), max(end.seconds for end in ranks)
+        self.tier.ended(HostCopyDone(number, error, num_bytes, seconds), self._now_s())
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def depth(self, rid: str, hashes: Callable[[], list[Any]], start: int) -> int:
+        """Return how many of a vLLM request's first blocks host memory has; 0 where that is not
+        more than `start`.
+
+        `hashes` returns vLLM's of its whole blocks; they are the same each time.
+        """
+        if self.tier is None or not self.tier.cache.num_pages:
+            return 0
+        # One load of a request's id at a time: that of an aborted one may still go on.
+        if rid in self._barred or any(load.rid == rid for load in self._loads.values()):
+            return 0
+        key = self._keys.get(rid)
+        if key is None:
+            key = self._keys[rid] = key_of(hashes())
+        found = self.tier.find(key)
+        return 0 if found is None or found.depth <= start else found.depth
+
+    def load_s(self, num_blocks: int) -> float:
+        """Return the seconds that the load of `num_blocks` of vLLM's takes; 0: not known."""
+        return 0.0 if self.tier is None else self.tier.load_s(num_blocks, self._now_s())
+
+    def load(self, rid: str, start: int, end: int, blocks: Sequence[int]) -> None:
+        """Order the load of a vLLM request's blocks from number `start` up to `end`, which are
+        `blocks` of its pool. `depth` has found them in this very step."""
+        assert self.tier is not None
+        key = self._keys[rid].prefix(end * _NAME_TOKENS)
+        found = self.tier.find(key)
+        assert found is not None, "host memory gives up nothing within a step"
+        assert found.depth >= end, "host memory gives up nothing within a step"
+        flight = self.tier.load(found, key, np.array(blocks, np.int32), self._now_s())
+        self._loads[flight.room] = _Load(rid, tuple(blocks))
+        self._load_of[rid] = flight
+
+    def bar(self, rid: str) -> None:
+        """Load nothing more from host memory for a live vLLM request: a load of its has failed.
+
+        vLLM 0.32 keeps the blocks that such a request needs reserved, also from itself, and would
+        wait for them for ever before it admits another load. And the error of a copy may be of just
+        these blocks.
+        """
+        self._barred.add(rid)
+
+    def is_loading(self, rid: str) -> bool:
+        """Return whether a load from host memory goes on for a live request of vLLM's."""
+        return rid in self._load_of
+
+    @property
+    def loading(self) -> list[str]:
+        """Live requests of vLLM's for which a load from host memory goes on."""
+        return list(self._load_of)
+
+    def finished(
+        self, request: Any, hashes: list[Any], blocks: Sequence[int], num_tokens: int
+    ) -> None:
+        """Record that a vLLM request ends, with these first blocks cached, whose hashes are
+        `hashes`, and whose KV is that of `num_tokens`: what host memory lacks of them is to be
+        written."""
+        rid = request.request_id
+        self._keys.pop(rid, None)
+        self._barred.discard(rid)
+        if self.tier is None:
+            return
+        # vLLM keeps the blocks of an aborted load. Others may load the same from now on.
+        if (key := self._load_of.pop(rid, None)) is not None:
+            self.tier.give_up(key)
+        if blocks:
+            path = key_of(hashes)
+            self.device.leave(path, blocks)
+            if self._events is not None:
+                self._events.left(path, hashes, request.all_token_ids[:num_tokens], request)
+            with self.device.ending(blocks):
+                self.tier.leave(path, self._now_s(), None)
+
+    def flush(self) -> None:
+        """Empty vLLM's host memory: the weights change. Copies under way end for nothing."""
+        self.device.flush()
+        if self.tier is not None:
+            self.tier.flush()
+
+    # --- counts -----------------------------------------------------------------------------------
+
+    @property
+    def num_copies(self) -> int:
+        """Number of copies between vLLM's blocks and host memory that are under way, or ordered."""
+        return 0 if self.tier is None else len(self.tier)
+
+    @property
+    def is_writing(self) -> bool:
+        """True while writes keep vLLM's blocks from other requests."""
+        return self.tier is not None and self.tier.num_writes > 0
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks whose KV is in vLLM's host memory."""
+        return 0 if self.tier is None else self.tier.cache.num_pages
+
+    def take_events(self) -> list[HostEvent]:
+        """Return what has come to vLLM's host memory, and what has gone, since the last call."""
+        return [] if self._events is None else self._events.take()
+
+    def take_counts(self) -> dict[str, int]:
+        """Return what vLLM's host memory has counted since the last call."""
+        counts = {name.replace("pages", "blocks"): n for name, n in self._counts.items()}
+        self._counts.clear()
+        return counts
+
+    def check_invariants(self) -> None:
+        """Raise InternalError if a law of the two tiers is broken: T1 to T4 and T6."""
+        if self.tier is not None:
+            self.tier.check_invariants()
+            for load in self._loads.values():
+                assert self.device.holds_all(load.rid, np.array(load.pages)), load

@@ -1,0 +1,118 @@
+"""Cache events of vLLM's host memory: which blocks came there, and which have gone.
+
+The host's tree knows a block by its name. What an event says besides, vLLM's hashes and the tokens,
+is kept from when a request leaves the block until host memory has lost it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from prefixkv.spi import Inserted, RadixCache, RadixKey, TakenOut
+
+_MOST_LEFT: Final = 1 << 16
+"""Blocks that were left and are not in host memory; most are there soon, some never come."""
+
+
+class _HostBlock(NamedTuple):
+    """What is said of a block in vLLM's host memory."""
+
+    block_hash: bytes
+    parent: bytes | None
+    tokens: bytes  # packed as int32
+    lora: tuple[int, str] | None  # the adapter's id and name
+
+
+class HostEvent(NamedTuple):
+    """Blocks that are in vLLM's host memory from now on, one behind the other on a path; or, with
+    no tokens, that are not there any more."""
+
+    hashes: list[bytes]
+    parent: bytes | None
+    tokens: list[int]
+    lora: tuple[int, str] | None
+
+    @property
+    def is_stored(self) -> bool:
+        """True where vLLM's host memory has the blocks from now on."""
+        return bool(self.tokens)
+
+
+class HostEvents:
+    """The events of one vLLM server's host memory. Owned by its engine loop.
+
+    Args:
+        cache: the host's tree.
+        name_bytes: of a block's name there.
+    """
+
+    def __init__(self, cache: RadixCache, name_bytes: int) -> None:
+        self._cache, self._name_bytes = cache, name_bytes
+        self._left: OrderedDict[bytes, _HostBlock] = OrderedDict()  # by name: not there yet
+        self._there: dict[int, _HostBlock] = {}  # by host page
+
+    def left(
+        self, key: RadixKey, hashes: Sequence[bytes], tokens: Sequence[int], request: Any
+    ) -> None:
+        """Note what is to be said of a vLLM request's blocks once they are in host memory: their
+        names are `key`, and their KV is that of the first of its `tokens`."""
+        if not hashes:
+            return
+        size = self._name_bytes
+        packed = np.asarray(tokens, np.int32).reshape(len(hashes), -1)
+        adapter = request.lora_request
+        lora = None if adapter is None else (int(adapter.adapter_id), str(adapter.name))
+        for i in range(self._cache.match_prefix(key).depth, len(hashes)):
+            parent = hashes[i - 1] if i else None
+            name = key.data[i * size : (i + 1) * size]
+            self._left[name] = _HostBlock(hashes[i], parent, packed[i].tobytes(), lora)
+            self._left.move_to_end(name)
+        while len(self._left) > _MOST_LEFT:
+            self._left.popitem(last=False)
+
+    def take(self) -> list[HostEvent]:
+        """Return what has changed in vLLM's host memory since the last call. O(blocks of it)."""
+        events: list[HostEvent] = []
+        for change in self._cache.drain_changes():
+            if isinstance(change, Inserted):
+                events += self._stored(change)
+            elif isinstance(change, TakenOut):
+                pages = [
+                    page for run in change.runs for page in np.frombuffer(run, np.int32).tolist()
+                ]
+                events += self._removed(pages)
+            else:
+                events += self._removed(list(self._there))
+        return events
+
+    def _stored(self, change: Inserted) -> list[HostEvent]:
+        """Return the event of new blocks in vLLM's host memory; more than one where what is said of
+        some has been forgotten."""
+        size, runs = self._name_bytes, list[list[_HostBlock]]()
+        last = None
+        for i, page in enumerate(np.frombuffer(change.pages, np.int32).tolist()):
+            block = self._left.pop(change.tokens[i * size : (i + 1) * size], None)
+            if block is not None:
+                self._there[page] = block
+                if last is None:
+                    runs.append([])
+                runs[-1].append(block)
+            last = block
+        return [
+            HostEvent(
+                [block.block_hash for block in run],
+                run[0].parent,
+                np.frombuffer(b"".join(block.tokens for block in run), np.int32).tolist(),
+                run[0].lora,
+            )
+            for run in runs
+        ]
+
+    def _removed(self, pages: Sequence[int]) -> list[HostEvent]:
+        """Return the event of blocks that vLLM's host memory has lost; none if none was told of."""
+        gone = [block for page in pages if (block := self._there.pop(page, None)) is not None]
+        return [HostEvent([block.block_hash for block in gone], None, [], None)] if gone else []

@@ -1,0 +1,87 @@
+"""Host memory behind vLLM's blocks, in a worker: the memory, and the copies that are ordered."""
+
+from __future__ import annotations
+
+from prefixkv import HostConfig, KVPool
+from prefixkv.engines.vllm.orders import CopyEnd, CopyOrder
+from prefixkv.spi import DeviceEvent, HostCopy, HostCopyDone, HostMemory, Inbox
+
+
+class WorkerHost:
+    """The host memory of one vLLM worker. Its model thread makes every call.
+
+    Copies run on threads of their own. A load may begin once the device has done all that was
+    queued before its order: a step that used its blocks before may still run. A write has to wait
+    for the kernels of the step that brings its order as well, since vLLM gives a block its hash
+    before they run.
+
+    Raises:
+        ConfigError: more memory than the host has, or less than a block.
+    """
+
+    def __init__(self, pool: KVPool, config: HostConfig, rank: int, name: str) -> None:
+        self._rank = rank
+        self._memory = HostMemory(pool, config, name)
+        self._ends: Inbox[HostCopyDone] = Inbox()
+        self._memory.start(self._ends.put)
+        self._writes: list[HostCopy] = []  # that wait for the kernels of a step to be queued
+        self._loads: dict[int, str] = {}  # under way: the request of each
+        self._num_reported = -1
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when a copy in this vLLM worker has ended."""
+        return self._ends.fd
+
+    def begin(self, orders: list[CopyOrder], ready: DeviceEvent | None) -> list[str]:
+        """Begin the loads of a step's orders in a vLLM worker, and keep its writes back.
+
+        `ready` stands behind the kernels of the steps before; None: they are done. Returns the
+        requests that load.
+        """
+        self.begin_writes(ready)
+        for copy, rid in orders:
+            if copy.is_load:
+                self._loads[copy.number] = rid
+                self._memory.submit(copy, ready)
+            else:
+                self._writes.append(copy)
+        return [rid for copy, rid in orders if copy.is_load]
+
+    def begin_writes(self, ready: DeviceEvent | None) -> None:
+        """Begin the writes that were kept back in a vLLM worker: the kernels of their step stand
+        before `ready`."""
+        writes, self._writes = self._writes, []
+        for copy in writes:
+            self._memory.submit(copy, ready)
+
+    @property
+    def has_writes(self) -> bool:
+        """True if writes are kept back in this vLLM worker."""
+        return bool(self._writes)
+
+    def take_ends(self) -> tuple[list[CopyEnd], dict[str, str]]:
+        """Return the copies of a vLLM worker that have ended since the last call, and the requests
+        whose loads are among them, with the error of each; "": it has come."""
+        ends: list[CopyEnd] = []
+        loaded: dict[str, str] = {}
+        for done in self._ends.drain():
+            error = f"host memory: {done.error}" if done.error is not None else ""
+            ends.append(CopyEnd(done.number, error, done.num_bytes, done.seconds))
+            if (rid := self._loads.pop(done.number, None)) is not None:
+                loaded[rid] = error
+        return ends, loaded
+
+    def take_size(self) -> dict[int, tuple[int, int]]:
+        """Return this vLLM worker's host pages that are ready, and all of them, by its rank;
+        nothing where no more are ready than at the last call."""
+        num_ready = self._memory.ready_pages
+        if num_ready == self._num_reported:
+            return {}
+        self._num_reported = num_ready
+        return {self._rank: (num_ready, self._memory.num_pages)}
+
+    def close(self) -> None:
+        """Let the copies of a vLLM worker that run end, and give its host memory back.
+        Idempotent."""
+        self._memory.close()
+        self._ends.close()
