@@ -15,9 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig
 
 from benchmarks.hybrid_models import WINDOWED, config_of
 from prefixkv import ComputeConfig, HostConfig
+from prefixkv.config import TransportConfig
 from prefixkv.engines.hf import PagedModel, Sampling, make_model
 from prefixkv.engines.hf import attention as attention_module
 from prefixkv.engines.hf.attention import NAME
@@ -382,6 +384,86 @@ def test_log_probabilities_of_a_prompt_longer_than_the_window(
         world.run()
         reference.check_logprobs(tokens, world.prompt_logprobs("r"), 2, first=True)
         world.at_rest()
+
+
+_ALTERNATE = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 24}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("olmo3", _ALTERNATE),
+        ("cohere2", _ALTERNATE),
+        ("exaone4", _ALTERNATE),
+        ("ministral", {**_ALTERNATE, "head_dim": 16}),
+        ("qwen3", {**_ALTERNATE, "head_dim": 16, "use_sliding_window": True}),
+        ("smollm3", {**_ALTERNATE, "use_sliding_window": True}),
+        ("afmoe", {"sliding_window": 24}),
+    ],
+)
+def test_further_families_are_answered_over_turns(kind: str, sizes: dict) -> None:
+    _turns(make_model(kind, **{**TINY, "num_hidden_layers": 4, **sizes}))
+
+
+@pytest.mark.slow
+def test_a_model_of_texts_and_pictures_is_served_with_texts() -> None:
+    """Gemma 3 from 4B on, whose text config is one of several."""
+    text = config_of("gemma3_text").to_dict()
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+              "num_attention_heads": 2, "image_size": 28, "patch_size": 14}  # fmt: skip
+    config = AutoConfig.for_model("gemma3", text_config=text, vision_config=vision)
+    _turns(make_model(config, seed=3))
+
+
+def _turns(made: PagedModel) -> None:
+    assert 0 < len(made.layers.sliding) < made.config.num_hidden_layers
+    reference = Reference(made)
+    with World(made, page_size=8) as world:
+        talk = list(range(50))
+        for turn in range(3):
+            sampling = Sampling(ignore_end=True, logprobs=5)
+            answer = world.ask(f"{turn}", talk, max_new_tokens=9, sampling=sampling)
+            world.run()
+            _exact(answer, reference)
+            assert (answer.ends[0].prefill_hit_tokens > 0) == (turn > 0)
+            talk = [*talk, *answer.tokens[0], *range(turn, turn + 12)]
+        world.at_rest()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_models_of_half_precision_go_on_from_checkpoints(family: str, dtype: str) -> None:
+    made = make_model(config_of(family), seed=3, dtype=dtype)
+    with World(made, page_size=8) as world:
+        talk = list(range(40))
+        for hit in (0, 40):
+            answer = world.ask(f"{hit}", talk, max_new_tokens=9, sampling=Sampling(ignore_end=True))
+            world.run()
+            assert len(answer.tokens[0]) == 9
+            assert answer.ends[0].prefill_hit_tokens == hit
+            talk = [*talk, *answer.tokens[0], 1, 2, 3]
+        world.at_rest()
+
+
+def test_workers_with_staging_write_windows_in_place(
+    made: PagedModel, reference: Reference
+) -> None:
+    staging = {"transport": TransportConfig(staging_bytes=64 << 20)}
+    with World(made, decode=staging, prefill=staging) as world:
+        sampling = Sampling(ignore_end=True, logprobs=5)
+        answer = world.ask("r", range(70), max_new_tokens=4, sampling=sampling)
+        world.run()
+        _exact(answer, reference)
+        world.at_rest()
+
+
+def test_workers_with_unequal_pages_refuse_each_other(made: PagedModel) -> None:
+    with World(made, page_size=8, prefill_page_size=16) as world:
+        answer = world.ask("r", range(70), max_new_tokens=4)
+        world.run()
+        why = "page_size must be equal where a model has groups of layers: ours 8, theirs 16"
+        assert answer.ends[0].finish == "error"
+        assert why in str(answer.ends[0].error)
 
 
 # --- pools ----------------------------------------------------------------------------------------
