@@ -502,8 +502,11 @@ def test_a_pool_of_another_window_is_refused(made: PagedModel) -> None:
         plain.flat_pool(made.make_pool(8))
 
 
-def test_a_context_within_the_window_needs_no_group(family: str) -> None:
-    short = make_model(config_of(family), seed=3, context=16)
+@pytest.mark.parametrize("less", [0, 4])
+def test_a_context_within_the_window_needs_no_group(family: str, less: int) -> None:
+    window = _made(family)[0].window
+    assert make_model(config_of(family), seed=3, context=window + 1, trial=False).window == window
+    short = make_model(config_of(family), seed=3, context=window - less)
     assert (short.window, short.keeps) == (0, "")
     assert short.num_layers == short.config.num_hidden_layers
     assert not short.make_pool(8).groups
