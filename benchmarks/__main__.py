@@ -37,7 +37,7 @@ BENCHMARKS = {
     "host_copies": "copies between a pool and host pages, beside a memcpy of the same rows",
     "sglang": "the tree under SGLang's scheduler, beside SGLang's own",
     "engine": "the engine of Hugging Face's models beside transformers by itself",
-    "hybrid_models": "folders of tiny models with recurrent layers, for prefixkv serve",
+    "hybrid_models": "folders of tiny models with recurrent layers or windows, for prefixkv serve",
     "gpu": "KV in VRAM between two processes on one GPU, and a model's steps beside it",
     "burst": "bytes sent for many requests with one new system prompt",
     "stand_in": "a stand-in engine over two processes: every byte verified, rates, latencies",

@@ -1,5 +1,5 @@
-"""Makes folders of tiny models with recurrent layers and random weights, to serve: one of each
-family that the engine of Hugging Face's models is tested with.
+"""Makes folders of tiny models with recurrent layers, or with sliding windows, and random weights,
+to serve: one of each family that the engine of Hugging Face's models is tested with.
 
     python -m benchmarks hybrid_models FOLDER [--family qwen3_next ...]
 
@@ -66,7 +66,20 @@ FAMILIES: Final[Mapping[str, Mapping[str, Any]]] = {
         "block_auto_adjust_ff_dim": False,
     },
     "olmo_hybrid": _GDN,
+    # Windows: every third layer attends to all tokens, with a rope of its own.
+    "gemma3_text": {
+        "num_hidden_layers": 6, "head_dim": 12, "query_pre_attn_scalar": 10, "sliding_window": 24,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    },
+    # Windows: every second layer attends to all tokens; sinks in all of them; experts.
+    "gpt_oss": {
+        "num_hidden_layers": 4, "head_dim": 12, "sliding_window": 20, "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
 }  # fmt: skip
+
+WINDOWED: Final = ("gemma3_text", "gpt_oss")
+"""Families with sliding windows; the others have recurrent layers."""
 
 
 def config_of(family: str, **sizes: Any) -> Any:
@@ -92,7 +105,7 @@ def hybrid_models(
     family: Annotated[list[str] | None, typer.Option(help="One of them; repeat it.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the weights.")] = SEED,
 ) -> None:
-    """Make folders of tiny models with recurrent layers, for `prefixkv serve FOLDER`."""
+    """Make folders of tiny models with recurrent layers or windows, for `prefixkv serve FOLDER`."""
     for name in family or FAMILIES:
         if name not in FAMILIES:
             raise typer.BadParameter(f"there is no {name!r}: {', '.join(FAMILIES)}")

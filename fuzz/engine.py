@@ -21,13 +21,15 @@ from prefixkv.engines.hf import PagedModel, make_model
 from tests.models.hf_workload import Found, run_round
 from tests.models.hf_world import TINY, Reference
 
+KINDS = ("llama", "qwen3", "mistral", "qwen3_next", "granitemoehybrid", "gemma3_text", "gpt_oss")
+
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--requests", type=int, default=12)
-    parser.add_argument("--models", default="llama,qwen3,mistral,qwen3_next,granitemoehybrid")
+    parser.add_argument("--models", default=",".join(KINDS))
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     logging.disable(logging.WARNING)  # that each round's decode node has left

@@ -83,9 +83,11 @@ if TYPE_CHECKING:
     from prefixkv.memory.staging_area import StagingArea as StagingArea
     from prefixkv.memory.state_layout import StateLayout as StateLayout
     from prefixkv.memory.state_layout import StateLink as StateLink
+    from prefixkv.pages.windows import WindowPages as WindowPages
     from prefixkv.paging import MAX_INDEX as MAX_INDEX
     from prefixkv.paging import PageIds as PageIds
     from prefixkv.paging import Pages as Pages
+    from prefixkv.paging import as_pages as as_pages
     from prefixkv.paging import page_table as page_table
     from prefixkv.paging import pages_for as pages_for
     from prefixkv.paging import slot_mapping as slot_mapping
@@ -209,9 +211,11 @@ _HOMES = {
     "MAX_INDEX": "paging",
     "PageIds": "paging",
     "Pages": "paging",
+    "as_pages": "paging",
     "page_table": "paging",
     "pages_for": "paging",
     "slot_mapping": "paging",
+    "WindowPages": "pages.windows",
     # Layouts and meshes.
     "ITEMSIZE": "memory.kv_layout",
     "KVLayout": "memory.kv_layout",

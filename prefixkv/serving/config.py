@@ -118,6 +118,11 @@ class WorkerSettings:
 
     page_size: Annotated[Count, doc("Tokens per page.")] = 16
     num_pages: Annotated[Count, doc("Pages of the pool.")] = 1024
+    window_pages: Annotated[
+        CountOrZero,
+        doc("For a model with sliding windows: pages of the layers that have them; 0: what "
+            "requests and checkpoints need, at most as many as the pool."),
+    ] = 0  # fmt: skip
     layout: Literal["layer_major", "page_major"] = "layer_major"
     models: ModelSettings = _flat(ModelSettings)
     # A worker takes prompts as lists of tokens, which are longer than their texts.
@@ -193,11 +198,19 @@ class ServeConfig:
     page_size: Annotated[Count, doc("Tokens per page.")] = 16
     prefill_pages: Annotated[Count, doc("Pages of a prefill worker's pool.")] = 1024
     decode_pages: Annotated[Count, doc("Pages of a decode worker's pool.")] = 1024
+    prefill_window_pages: Annotated[
+        CountOrZero,
+        doc("For a model with sliding windows: a prefill worker's pages of the layers that have "
+            "them; 0: what requests and checkpoints need, at most as many as the pool."),
+    ] = 0  # fmt: skip
+    decode_window_pages: Annotated[
+        CountOrZero, doc("The same of a decode worker; 0: what requests need.")
+    ] = 0
     chunk_tokens: Annotated[Count, doc("Most tokens per forward of prefill.")] = 512
     checkpoints: Annotated[
         CountOrZero,
-        doc("For a model with recurrent layers: states of cached prefixes that a prefill worker "
-            "keeps, about one per session; 0: 16 to 256, by the pool's bytes."),
+        doc("For a model with recurrent layers or windows: places in cached prefixes from which a "
+            "prefill worker goes on, about one per session; 0: 16 to 256, by the pool's bytes."),
     ] = 0  # fmt: skip
     compute_below: Annotated[
         CountOrZero, doc("Most missing tokens of a prompt that decode computes itself; 0: none.")

@@ -289,6 +289,9 @@ class Launch:
             "device": models.device, "context": models.context,
             "threads": models.threads or self._threads(), "page_size": config.page_size,
             "num_pages": config.prefill_pages if role == "prefill" else config.decode_pages,
+            "window_pages": (
+                config.prefill_window_pages if role == "prefill" else config.decode_window_pages
+            ),
             "port": 0, "status_port": 0,
             # One file for all: each line names its worker.
             "request_log": os.path.abspath(log) if (log := config.listen.request_log) else "",

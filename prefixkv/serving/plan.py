@@ -131,7 +131,8 @@ def plan(found: Mapping[str, Found], workers: Mapping[str, Mapping[str, Found]])
 
 def own_names(role: str) -> dict[str, str]:
     """Return the settings of a worker that `prefixkv serve` has too, with their names there."""
-    named = {name: name for name in _SHARED} | {"num_pages": f"{role}_pages"}
+    named = {name: name for name in _SHARED}
+    named |= {"num_pages": f"{role}_pages", "window_pages": f"{role}_window_pages"}
     of_prefill = ("chunk_tokens", "checkpoints")
     return named | ({name: name for name in of_prefill} if role == "prefill" else {})
 

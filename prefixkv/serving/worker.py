@@ -62,7 +62,14 @@ from prefixkv.serving.wire import (
     front_rid,
     namespace_of,
 )
-from prefixkv.spi import CallerError, CapacityError, ClosedError, DrainingError, TokenError
+from prefixkv.spi import (
+    CallerError,
+    CapacityError,
+    ClosedError,
+    ConfigError,
+    DrainingError,
+    TokenError,
+)
 
 logger = logging.getLogger("prefixkv.worker")
 
@@ -70,6 +77,7 @@ _JOB_TIMEOUT_S: Final = 20.0
 _REFUSAL_BYTES: Final = 64 << 10
 _REASON_CHARS: Final = 500
 _TICK_S: Final = 0.2
+_WINDOWS_OF_PREFILL: Final = 32  # prompts with a window that are computed or on their way at once
 
 T = TypeVar("T")
 
@@ -327,9 +335,16 @@ class PrefillWorker(Worker):
         from prefixkv.engines.hf import PrefillEngine
         from prefixkv.engines.hf.prefill import check_prefill_config
 
-        check_prefill_config(self.config.node, _has_states(self.settings))
-        model, pool = _model_and_pool(self.settings)
-        return PrefillEngine(model, pool, self.config.node, self.config.chunk_tokens)
+        node, chunk_tokens = self.config.node, self.config.chunk_tokens
+        check_prefill_config(node, _keeps(self.settings))
+        model = _model(self.settings)
+        num, page_size = self.settings.num_pages, self.settings.page_size
+        kept = node.checkpoints or model.num_checkpoints(num, page_size) if node.cache else 0
+        requests = min(node.max_running, _WINDOWS_OF_PREFILL)
+        pool = _pool(
+            self.settings, model, step_tokens=chunk_tokens, requests=requests, checkpoints=kept
+        )
+        return PrefillEngine(model, pool, node, chunk_tokens)
 
     def _routes(self) -> list[Route]:
         """Return a prefill worker's routes, /jobs and /abort. See `Worker._routes`."""
@@ -453,12 +468,13 @@ class DecodeWorker(Worker):
         from prefixkv.engines.hf import DecodeEngine
         from prefixkv.engines.hf.decode import check_decode_config
 
-        check_decode_config(self.config.node, _has_states(self.settings))
+        check_decode_config(self.config.node, _keeps(self.settings))
         # Prefill copies into decode's memory, where it may map it.
         shared = (
             self.config.node.transport.backend != "nixl" and self.settings.models.device == "cpu"
         )
-        model, pool = _model_and_pool(self.settings, shared)
+        model = _model(self.settings)
+        pool = _pool(self.settings, model, shared, requests=self.config.node.max_running)
         return DecodeEngine(
             model,
             pool,
@@ -681,17 +697,20 @@ def make_worker(config: WorkerConfig) -> PrefillWorker | DecodeWorker:
     return DecodeWorker(config)
 
 
-def _has_states(settings: WorkerSettings) -> bool:
-    """Tell by its config whether the worker's model has recurrent layers, before its weights are
-    read, which may take minutes."""
-    from prefixkv.engines.hf.models import folder_has_states
+def _keeps(settings: WorkerSettings) -> str:
+    """Tell by its config what keeps the worker's model from some settings (`PagedModel.keeps`),
+    before its weights are read, which may take minutes."""
+    from prefixkv.engines.hf.models import WINDOWS, folder_keeps, no_windows
 
-    return bool(settings.models.model) and folder_has_states(settings.models.model)
+    models = settings.models
+    keeps = folder_keeps(models.model, models.context or None) if models.model else ""
+    if settings.window_pages and keeps != WINDOWS:
+        raise ConfigError(no_windows(settings.window_pages))
+    return keeps
 
 
-def _model_and_pool(settings: WorkerSettings, shared: bool = False) -> tuple[Any, Any]:
-    """Load the worker's model, or make the small one, and a KV pool for it, in memory that peers
-    may map if it is `shared`."""
+def _model(settings: WorkerSettings) -> Any:
+    """Load the worker's model, or make the small one."""
     import torch
 
     from prefixkv.engines.hf import load_model
@@ -709,7 +728,18 @@ def _model_and_pool(settings: WorkerSettings, shared: bool = False) -> tuple[Any
         model = small_model(models.seed, **options)
     # Two workers that differ then name the option of ours that sets the field they differ in.
     model.identity = replace(model.identity, option_names=OPTION_NAMES)
-    return model, model.make_pool(settings.num_pages, settings.page_size, settings.layout, shared)
+    return model
+
+
+def _pool(settings: WorkerSettings, model: Any, shared: bool = False, **windows: int) -> Any:
+    """Make a KV pool for the worker's model, in memory that peers may map if it is `shared`.
+
+    `windows`: what is said to `make_pool` of a group of layers with a window.
+    """
+    return model.make_pool(
+        settings.num_pages, settings.page_size, settings.layout, shared,
+        window_pages=settings.window_pages, **windows,
+    )  # fmt: skip
 
 
 def _tokenizer(folder: str) -> Any:

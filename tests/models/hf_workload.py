@@ -79,11 +79,11 @@ class Storm:
         return aborted
 
 
-def shape_of(rng: np.random.Generator) -> dict[str, Any]:
+def shape_of(rng: np.random.Generator, equal_pages: bool = False) -> dict[str, Any]:
     """Page sizes, layouts and pools of a round. Decode's pool holds the largest request, and few
     more; prefill's too."""
     size = int(rng.choice([1, 4, 16, 32]))
-    factor = int(rng.choice([1, 1, 2, 4]))
+    factor = 1 if equal_pages else int(rng.choice([1, 1, 2, 4]))
     sizes = (size, size * factor) if rng.random() < 0.5 else (size * factor, size)
     tight = float(rng.choice([1.3, 2.0, 6.0]))
     decode_pages, prefill_pages = (-(-int(200 * tight) // one) + 2 for one in sizes)
@@ -119,7 +119,8 @@ def run_round(
 ) -> None:
     """One round. Raises AssertionError where an answer is not the model's."""
     rng = np.random.default_rng(seed)
-    with World(model, **shape_of(rng)) as world:
+    # Window groups need pages of one size.
+    with World(model, **shape_of(rng, bool(model.window))) as world:
         shared = rng.integers(0, model.vocab_size, 60)
         asked = 0
         while asked < num_requests:

@@ -77,13 +77,19 @@ class World:
         prefill_order: str = "", chunk_tokens: int = 32,
         decode: dict[str, Any] | None = None, prefill: dict[str, Any] | None = None,
         tokenizer: Any = None, thinking: KeepThinking = "learn",
+        window_pages: int = 0, prefill_window_pages: int = 0, step_tokens: int = 0,
     ) -> None:  # fmt: skip
         pools = (
-            model.make_pool(prefill_pages, prefill_page_size or page_size, prefill_order or order),
-            model.make_pool(pages, page_size, order),
-        )
-        for pool in pools:  # what was never written must not matter
-            for layer in range(model.num_layers):
+            model.make_pool(
+                prefill_pages, prefill_page_size or page_size, prefill_order or order,
+                step_tokens=step_tokens or chunk_tokens, window_pages=prefill_window_pages,
+                requests=32, checkpoints=(prefill or {}).get("checkpoints", 16),
+            ),
+            model.make_pool(pages, page_size, order, window_pages=window_pages),
+        )  # fmt: skip
+        memory = [*pools, *(group.pool for pool in pools for group in pool.groups)]
+        for pool in memory:  # what was never written must not matter
+            for layer in range(pool.layout.num_layers):
                 pool.k(layer).normal_(0, 3)
                 pool.v(layer).normal_(0, 3)
         self.answers: list[Answer] = []

@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 
 from prefixkv import KVPool
 from prefixkv.engines.hf.recurrent import StatePlan, StateRows
-from prefixkv.spi import ConfigError, Pages, page_table, pages_for, slot_mapping
+from prefixkv.spi import ConfigError, Pages, WindowPages, page_table, pages_for, slot_mapping
 
 NAME: Final = "prefixkv"  # the attention's name in transformers
 BATCHED: Final = ("cuda",)  # devices on which a step of decode reads one padded batch
@@ -33,19 +33,30 @@ class FlatPool:
     [R, page_size * heads * dim], and `tokens[layer]` the same memory as
     [R * page_size, heads * dim]. The K of page p is row `k_row + p * page_rows`, its V is row
     `v_row + p * page_rows`, in all layers.
+
+    `sliding` is the memory of the layers with a window, where those are a group of their own.
     """
 
-    def __init__(self, pool: KVPool, layers: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        pool: KVPool,
+        layers: Sequence[int] | None = None,
+        window: int = 0,
+        sliding: FlatPool | None = None,
+    ) -> None:
         """Make the HF engine's flat views of a pool, by page and by token, without copies.
 
         Args:
             pool: the pool.
             layers: the model's layers whose KV it has, in the pool's order; None: all, from 0.
+            window: tokens that a token of these layers sees, itself among them; 0: all before it.
+            sliding: see above.
         Raises ConfigError where a page of K is not one run of memory, token by token, or K and V
         are not in one tensor: `KVPool.create` makes suitable pools; or for another number of
         layers.
         """
         self.pool, self.layout = pool, pool.layout
+        self.window, self.sliding = window, sliding
         layout = pool.layout
         width = layout.page_size * layout.num_kv_heads * layout.head_dim
         layers = range(layout.num_layers) if layers is None else layers
@@ -116,14 +127,22 @@ class FlatPool:
         return copies.view(2, num, -1, heads, dim).transpose(2, 3)
 
 
+class _Block(NamedTuple):
+    """Some new tokens of one sequence, as queries, and the keys that one of them sees at least."""
+
+    queries: slice  # of the sequence's new tokens
+    keys: slice  # of the tokens in its pages
+    mask: torch.Tensor | None  # bool [queries, keys]; None: plainly causal
+
+
 class _Part(NamedTuple):
     """The new tokens of one sequence in a forward."""
 
     first: int  # its tokens are [first, last) of the packed row
     last: int
-    start: int  # position of the first of them in the sequence
+    start: int  # place of the first of them in the tokens of `rows`
     rows: torch.Tensor  # rows of the pages that hold all its KV, K then V: [2 * pages]
-    masks: list[torch.Tensor | None]  # per block of queries; None: plainly causal, or all keys
+    blocks: list[_Block]
 
 
 class _Step(NamedTuple):
@@ -148,6 +167,8 @@ class Plan:
             earlier tokens is in the pages.
         device: the model's device.
         states: the states of the sequences, where the model has recurrent layers.
+        windows: per sequence its pages in the window group, where the model has layers with a
+            window: they hold the tokens that the first new one sees, and those up to `ends`.
 
     `positions` is int64 [1, N], the position of each new token in its sequence; `last` is int64
     [sequences], the index of each sequence's last token in the packed row.
@@ -161,17 +182,85 @@ class Plan:
         ends: Sequence[int],
         device: torch.device | str = "cpu",
         states: StateRows | None = None,
+        windows: Sequence[WindowPages] = (),
     ) -> None:
         self.flat, self.ends = flat, ends
         self.states = None if states is None else StatePlan(states, starts, ends, device)
-        size = flat.layout.page_size
-        # 1. Positions in the packed row.
-        lens = [end - start for start, end in zip(starts, ends, strict=True)]
         at = [np.arange(start, end) for start, end in zip(starts, ends, strict=True)]
-        behind = np.cumsum(lens)
         self.positions = torch.from_numpy(np.concatenate(at))[None].to(device)
-        self.last = torch.from_numpy(behind - 1).to(device)
-        # 2. Places to write to. Slots are counted in pages of the pool; a token's row is counted in
+        self.last = torch.from_numpy(np.cumsum([len(one) for one in at]) - 1).to(device)
+        groups = [GroupPlan(flat, rows, starts, ends, device)]
+        if flat.sliding is not None:
+            seen = _seen_pages(windows, starts, ends, flat.sliding.window, flat.layout.page_size)
+            groups.append(GroupPlan(flat.sliding, *seen, device))
+        self._of_layer = {layer: group for group in groups for layer in group.flat.pages}
+
+    def group(self, layer: int) -> GroupPlan | None:
+        """Return the plan of the layers of an HF model that keep what this one keeps; None of a
+        layer without KV."""
+        return self._of_layer.get(layer)
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float | None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Write the new tokens' KV of one layer of an HF model, and return their attention. See
+        `GroupPlan`."""
+        group = self._of_layer[layer]
+        # First, since a new token attends to itself, and is read from its page.
+        group.write(layer, key, value)
+        return group.attend(layer, query, key, value, scale, sinks)
+
+
+def _seen_pages(
+    windows: Sequence[WindowPages],
+    starts: Sequence[int],
+    ends: Sequence[int],
+    window: int,
+    page_size: int,
+) -> tuple[list[Pages], list[int], list[int]]:
+    """Return of each sequence of an HF forward the window group's pages that its new tokens see,
+    and where these begin and end, counted from the first token of the first of those pages."""
+    rows, firsts, lasts = [], [], []
+    for (first, ids), start, end in zip(windows, starts, ends, strict=True):
+        begin, stop = max(0, start + 1 - window) // page_size, pages_for(end, page_size)
+        # Pages of other tokens would answer wrongly and raise nothing.
+        assert first <= begin < stop <= first + len(ids), (first, len(ids), begin, stop)
+        rows.append(ids[begin - first : stop - first])
+        firsts.append(start - begin * page_size)
+        lasts.append(end - begin * page_size)
+    return rows, firsts, lasts
+
+
+class GroupPlan:
+    """The part of a `Plan` that is about the layers of one pool. They keep all tokens, or, with
+    `flat.window`, the last ones.
+
+    Args:
+        flat: the pool of these layers.
+        rows, starts, ends: as of `Plan`. With a window all are counted from the first page that is
+            needed: the distance of two tokens is what it was.
+        device: the model's device.
+    """
+
+    def __init__(
+        self,
+        flat: FlatPool,
+        rows: Sequence[Pages],
+        starts: Sequence[int],
+        ends: Sequence[int],
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.flat = flat
+        size = flat.layout.page_size
+        lens = [end - start for start, end in zip(starts, ends, strict=True)]
+        behind = np.cumsum(lens)
+        # 1. Places to write to. Slots are counted in pages of the pool; a token's row is counted in
         # its memory, where K and V of a page need not be adjacent.
         slots = slot_mapping(rows, starts, ends, size)
         first = slots // size * flat.page_rows * size + slots % size
@@ -183,7 +272,7 @@ class Plan:
         self._single: torch.Tensor | None = None
         self._parts: list[_Part] = []
         self._steps: list[_Step] = []
-        # 3. Pages to read, by case: of sequences with one new token, as a padded batch on a GPU, or
+        # 2. Pages to read, by case: of sequences with one new token, as a padded batch on a GPU, or
         # one after the other; of those with several, each by itself, with masks. So a step of
         # decode costs as much beside a chunk of a prompt as alone.
         single = [number for number, num in enumerate(lens) if num == 1]
@@ -200,9 +289,9 @@ class Plan:
             self._single = torch.from_numpy(behind[single] - 1).to(device)
         for row, start, num, end in zip(used, starts, lens, behind.tolist(), strict=True):
             if num > 1:
-                masks = _masks(start, num, device)
+                blocks = _blocks(start, num, flat.window, device)
                 page_rows = flat.rows(row).flatten().to(device)
-                self._parts.append(_Part(end - num, end, start, page_rows, masks))
+                self._parts.append(_Part(end - num, end, start, page_rows, blocks))
 
     def _plan_table(
         self, rows: Sequence[Pages], ends: Sequence[int], device: torch.device | str
@@ -211,8 +300,12 @@ class Plan:
         table = page_table(rows)
         self._table = self.flat.rows(table).flatten().to(device)
         width = table.shape[1] * self.flat.layout.page_size
-        lens = torch.tensor(ends, device=device)
-        self._mask = (torch.arange(width, device=device) < lens[:, None])[:, None, None]
+        lens = torch.tensor(ends, device=device)[:, None]
+        places = torch.arange(width, device=device)
+        seen = places < lens
+        if self.flat.window:
+            seen &= places >= lens - self.flat.window
+        self._mask = seen[:, None, None]
 
     def _plan_steps(
         self, rows: Sequence[Pages], ends: Sequence[int], device: torch.device | str
@@ -222,7 +315,8 @@ class Plan:
         for row, end in zip(rows, ends, strict=True):
             page_rows = flat.rows(row).flatten().to(device)
             copies = flat.scratch(len(page_rows))
-            k, v = flat.kv(copies, 1)[..., :end, :]
+            seen = slice(max(0, end - flat.window) if flat.window else 0, end)
+            k, v = flat.kv(copies, 1)[..., seen, :]
             self._steps.append(_Step(page_rows, copies, k, v))
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -241,20 +335,23 @@ class Plan:
         key: torch.Tensor,
         value: torch.Tensor,
         scale: float | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the attention of each new token to its sequence up to itself, in one layer.
 
-        `write` comes first. query: [1, query heads, N, dim]; key, value as in `write`. Returns
-        [1, N, query heads, dim].
+        `write` comes first. query: [1, query heads, N, dim]; key, value as in `write`; sinks: a
+        logit of each query head, [query heads], that takes its share of the attention and gives
+        nothing. Returns [1, N, query heads, dim].
         """
         if self._single is None:
-            return self._attend_single(layer, query, scale)
+            return self._attend_single(layer, query, scale, sinks)
         # 1. Into one tensor, in the order of the packed row.
         _, heads, num, dim = query.shape
         out = query.new_empty(1, num, heads, dim)
         if len(self._single):
             alone = query.index_select(2, self._single)
-            out.index_copy_(1, self._single, self._attend_single(layer, alone, scale))
+            found = self._attend_single(layer, alone, scale, sinks)
+            out.index_copy_(1, self._single, found)
         # 2. The others.
         for part in self._parts:
             new = slice(part.first, part.last)
@@ -263,25 +360,34 @@ class Plan:
                 k, v = key[:, :, new], value[:, :, new]
             else:
                 k, v = self.flat.kv(self.flat.gather(layer, part.rows), 1)
-            out[:, new] = _attend_one(query[:, :, new], k, v, part, scale)
+            out[:, new] = _attend_one(query[:, :, new], k, v, part, scale, sinks)
         return out
 
-    def _attend_single(self, layer: int, query: torch.Tensor, scale: float | None) -> torch.Tensor:
+    def _attend_single(
+        self, layer: int, query: torch.Tensor, scale: float | None, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
         """Attend with one new token per sequence, in one layer; query is of these alone."""
         if self._table is not None:
-            return self._attend_batch(layer, query, scale)
-        return self._attend_steps(layer, query, scale)
+            return self._attend_batch(layer, query, scale, sinks)
+        return self._attend_steps(layer, query, scale, sinks)
 
-    def _attend_batch(self, layer: int, query: torch.Tensor, scale: float | None) -> torch.Tensor:
+    def _attend_batch(
+        self, layer: int, query: torch.Tensor, scale: float | None, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
         """Attend with one new token per sequence, as a padded batch; the mask hides the padding."""
         assert self._table is not None
         num = query.shape[2]
         k, v = self.flat.kv(self.flat.gather(layer, self._table), num)
         q = query[0].transpose(0, 1).reshape(num, k.shape[1], -1, k.shape[3])  # a group together
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask, scale=scale)
+        if sinks is not None:
+            out = _attend_with_sinks(q, k, v, self._mask, scale, sinks)
+        else:
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask, scale=scale)
         return out.reshape(1, num, -1, out.shape[-1])
 
-    def _attend_steps(self, layer: int, query: torch.Tensor, scale: float | None) -> torch.Tensor:
+    def _attend_steps(
+        self, layer: int, query: torch.Tensor, scale: float | None, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
         """Attend with one new token per sequence, one after the other.
 
         Each gather overwrites the memory of the one before.
@@ -292,49 +398,98 @@ class Plan:
         outs = []
         for q, step in zip(grouped.unbind(0), self._steps, strict=True):
             torch.index_select(source, 0, step.rows, out=step.copies)
-            outs.append(F.scaled_dot_product_attention(q, step.k, step.v, scale=scale))
+            if sinks is not None:
+                outs.append(_attend_with_sinks(q, step.k, step.v, None, scale, sinks))
+            else:
+                outs.append(F.scaled_dot_product_attention(q, step.k, step.v, scale=scale))
         return torch.cat(outs).view(1, num, -1, dim)
 
 
-def _masks(start: int, num: int, device: torch.device | str) -> list[torch.Tensor | None]:
-    """Return the attention mask of each block of queries: bool [queries, keys].
+def _blocks(start: int, num: int, window: int, device: torch.device | str) -> list[_Block]:
+    """Return the blocks of a sequence's new tokens for HF attention.
 
-    None where SDPA needs none: a sequence's first block is plainly causal.
+    `window`: tokens that each of them sees, itself among them; 0: all.
     """
-    masks: list[torch.Tensor | None] = []
+    blocks: list[_Block] = []
     for begin in range(0, num, _QUERIES):
         size = min(_QUERIES, num - begin)
-        if start + begin == 0:
-            masks.append(None)
-        else:
-            keys = start + begin + size
-            seen = torch.ones(size, keys, dtype=torch.bool, device=device)
-            masks.append(seen.tril_(start + begin))
-    return masks
+        first, end = start + begin, start + begin + size
+        seen_from = max(0, first + 1 - window) if window else 0
+        mask = None
+        # SDPA needs none for a sequence's first block, which is plainly causal.
+        if first or (window and size > window):
+            seen = torch.ones(size, end - seen_from, dtype=torch.bool, device=device)
+            mask = seen.tril_(first - seen_from)
+            if window:
+                mask = mask.triu_(first - seen_from + 1 - window)
+        blocks.append(_Block(slice(begin, begin + size), slice(seen_from, end), mask))
+    return blocks
 
 
 def _attend_one(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: _Part, scale: float | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    part: _Part,
+    scale: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return the attention of one sequence's new tokens, several, [1, new, query heads, dim].
 
-    q is [1, query heads, new, dim]; k, v are [1, heads, tokens or more, dim].
+    q is [1, query heads, new, dim]; k, v are [1, heads, tokens or more, dim]: whole pages were
+    gathered, and the slots behind the last token hold old KV.
     """
-    # Whole pages were gathered: cut the slots after the last token, which hold old KV.
-    end = part.start + q.shape[2]
-    if k.shape[2] > end:
-        k, v = k[:, :, :end], v[:, :, :end]
     outs = []
-    for block, mask in enumerate(part.masks):
-        queries = q[:, :, block * _QUERIES : (block + 1) * _QUERIES]
-        keys = part.start + block * _QUERIES + queries.shape[2]
+    for block in part.blocks:
+        queries, keys, values = q[:, :, block.queries], k[:, :, block.keys], v[:, :, block.keys]
+        if sinks is not None:
+            # A group of query heads beside each other: [1, heads, group * new, dim].
+            num = queries.shape[2]
+            mask = block.mask
+            if mask is None:
+                mask = torch.ones(num, num, dtype=torch.bool, device=q.device).tril_()
+            rows = queries.reshape(1, k.shape[1], -1, q.shape[3])
+            mask = mask.repeat(rows.shape[2] // num, 1)
+            out = _attend_with_sinks(rows, keys, values, mask, scale, sinks, num)
+            outs.append(out.view(queries.shape))
+            continue
         outs.append(
             F.scaled_dot_product_attention(
-                queries, k[:, :, :keys], v[:, :, :keys], attn_mask=mask, is_causal=mask is None,
+                queries, keys, values, attn_mask=block.mask, is_causal=block.mask is None,
                 scale=scale, enable_gqa=True,
             )
         )  # fmt: skip
     return (outs[0] if len(outs) == 1 else torch.cat(outs, 2)).transpose(1, 2)
+
+
+def _attend_with_sinks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float | None,
+    sinks: torch.Tensor,
+    num: int = 1,
+) -> torch.Tensor:
+    """Return attention with a sink: one more logit of each query head, [query heads], which takes
+    part in the softmax of HF's attention, and whose value is zero.
+
+    q: [B, heads, group * num, dim], the queries of each head of a group beside each other; k, v:
+    [B, heads, keys, dim]; mask: bool, True where a query sees a key. Returns the shape of q.
+    """
+    scores = (q @ k.transpose(2, 3)).float() * (q.shape[3] ** -0.5 if scale is None else scale)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    sink = (
+        sinks.float()
+        .view(1, k.shape[1], -1, 1)
+        .expand(-1, -1, -1, num)
+        .reshape(1, k.shape[1], -1, 1)
+    )
+    most = torch.maximum(scores.amax(3, keepdim=True), sink)
+    shares = (scores - most).exp()
+    whole = shares.sum(3, keepdim=True) + (sink - most).exp()
+    return (shares / whole).to(v.dtype) @ v
 
 
 # --- what transformers calls ----------------------------------------------------------------------
@@ -362,24 +517,28 @@ def _paged_attention(
         raise ConfigError(f"{name} calls its attention without what the engine gave the model")
     if attention_mask is not None:
         raise ConfigError(f"{name} has an attention mask of its own")
-    for what in ("softcap", "s_aux", "position_bias", "alibi"):
+    for what in ("softcap", "position_bias", "alibi"):
         if options.get(what) is not None:
             raise ConfigError(f"{name} needs {what} in attention, which the engine does not have")
-    window = options.get("sliding_window")
-    if window is not None and max(prefixkv_plan.ends) > window:
-        raise ConfigError(f"{name} attends to {window} tokens, the engine to all")
-    layout = prefixkv_plan.flat.layout
+    layer = module.layer_idx
+    group = prefixkv_plan.group(layer)
+    if group is None:
+        raise ConfigError(f"{name} attends in layer {layer}, which is to have no KV")
+    window, ours = options.get("sliding_window"), group.flat.window
+    # Where all layers keep every token, a window that is as long as the text hides nothing.
+    if window != ours if ours else window is not None and max(prefixkv_plan.ends) > window:
+        raise ConfigError(f"{name} attends to {window} tokens, the engine to {ours or 'all'}")
+    layout = group.flat.layout
     wanted = (layout.num_kv_heads, layout.head_dim)
     for kind, tensor in (("K", key), ("V", value)):
         if (tensor.shape[1], tensor.shape[3]) != wanted:
             shape = tuple(tensor.shape)
             raise ConfigError(f"{name} has {kind} of {shape}, the pool has heads and dim {wanted}")
-    layer = module.layer_idx
-    if layer not in prefixkv_plan.flat.pages:
-        raise ConfigError(f"{name} attends in layer {layer}, which is to have no KV")
-    # 2. Write before attending: a new token attends to itself, and is read from its page.
-    prefixkv_plan.write(layer, key, value)
-    return prefixkv_plan.attend(layer, query, key, value, scaling), None
+    sinks = options.get("s_aux")
+    if sinks is not None and tuple(sinks.shape) != (query.shape[1],):
+        raise ConfigError(f"{name} has sinks of {tuple(sinks.shape)}, not one of each head")
+    # 2. Attend.
+    return prefixkv_plan.attend(layer, query, key, value, scaling, sinks), None
 
 
 AttentionInterface.register(NAME, _paged_attention)

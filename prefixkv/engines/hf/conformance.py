@@ -56,7 +56,9 @@ class HFSides:
     def _start_prefill(self) -> None:
         """Make the HF prefill worker of a scenario."""
         settings = self._settings
-        pool = self._model.make_pool(settings.prefill_pages, settings.prefill_page_size)
+        pool = self._model.make_pool(
+            settings.prefill_pages, settings.prefill_page_size, step_tokens=settings.chunk_tokens
+        )
         self._prefill = PrefillEngine(
             self._model, pool, settings.prefill, chunk_tokens=settings.chunk_tokens
         )

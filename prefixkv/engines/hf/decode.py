@@ -123,7 +123,7 @@ class DecodeEngine:
         self.model, self._tokenizer = model, tokenizer
         self._flat = model.flat_pool(pool)
         config = with_model(config or DecodeConfig(), model.identity, model.name)
-        check_decode_config(config, model.has_states)
+        check_decode_config(config, model.keeps)
         self.states: StateMemory | None = None
         if model.has_states:
             num_slots = min(config.max_running, pool.layout.num_pages)
@@ -323,6 +323,7 @@ class DecodeEngine:
             [start + 1 for start in starts] + [chunk.end for chunk in chunks],
             [*range(len(reqs)), *(len(reqs) + chunks.index(one) for one in firsts)],
             states=self._state_rows(reqs),
+            windows=self.model.window_pages(reqs),
         )
         self._counters["steps"] += bool(reqs)
         choices = [
@@ -593,15 +594,13 @@ class DecodeEngine:
         self.node.close()
 
 
-def check_decode_config(config: DecodeConfig, has_states: bool) -> None:
-    """Raise ConfigError for settings of HF's decode that a model with recurrent layers cannot have.
+def check_decode_config(config: DecodeConfig, keeps: str) -> None:
+    """Raise ConfigError for settings of HF's decode that a model of this kind cannot have.
 
     Args:
         config: the node's.
-        has_states: True for a model with recurrent layers.
+        keeps: `PagedModel.keeps` of the model.
     """
-    for name in ("compute", "host_memory") if has_states else ():
+    for name in ("compute", "host_memory") if keeps else ():
         if getattr(config, name) is not None:
-            raise ConfigError(
-                f"{name}: the model has recurrent layers, whose states decode has from prefill only"
-            )
+            raise ConfigError(f"{name}: the model has {keeps} decode has from prefill only")

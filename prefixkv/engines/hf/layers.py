@@ -1,8 +1,9 @@
 """What each layer of a model keeps of a text: KV, on the pages of a pool; a recurrent state, in a
 slot of a StatePool; or nothing, as experts by themselves. A layer may keep both.
 
-Models that only attend keep KV in every layer. Of others transformers' own cache says what a layer
-keeps, and a forward of two tokens shows the shapes, and which module reads and writes the state.
+Models that only attend keep KV in every layer; their config says which of these see a window of the
+last tokens alone. Of others transformers' own cache says what a layer keeps, and a forward of two
+tokens shows the shapes, and which module reads and writes the state.
 """
 
 from __future__ import annotations
@@ -64,11 +65,13 @@ class Layers:
 
     Args:
         num: layers of the model.
-        full: those with KV on pages, ascending; the i-th is layer i of the KV pool.
+        full: those with KV of every token on pages, ascending; the i-th is layer i of the KV pool.
         parts: the tensors of all states, by layer.
         mixers: by layer, the module that reads and writes its state.
         cache: transformers' cache, as a forward leaves it: it lends a mixer the state of some
             sequences.
+        sliding: those with KV of the last `window` tokens, ascending; the i-th is layer i of the
+            pool's window group. None where no text is longer than the window.
     """
 
     num: int
@@ -76,6 +79,8 @@ class Layers:
     parts: tuple[StatePart, ...] = ()
     mixers: tuple[tuple[int, Any], ...] = ()
     cache: Any = None
+    sliding: tuple[int, ...] = ()
+    window: int = 0
 
     @property
     def tensors(self) -> list[StateTensor]:
@@ -94,8 +99,8 @@ class Layers:
         return tensors
 
 
-def find_layers(model: Any) -> Layers:
-    """Return what the layers of an HF model keep.
+def find_layers(model: Any, context: int) -> Layers:
+    """Return what the layers of an HF model keep of texts of at most `context` tokens.
 
     Costs a forward of two tokens where it is not attention alone. Raises ConfigError for a model
     with layers that keep something else, or whose state is not in transformers' cache.
@@ -104,7 +109,9 @@ def find_layers(model: Any) -> Layers:
     kind = config.model_type
     num = int(config.num_hidden_layers)
     if not has_states(config):
-        return Layers(num, tuple(range(num)))
+        window, sliding = find_windows(config, context)
+        full = tuple(at for at in range(num) if at not in sliding)
+        return Layers(num, full, sliding=sliding, window=window)
     # 1. By the cache that transformers makes for it.
     try:
         cache = DynamicCache(config=config)
@@ -133,6 +140,19 @@ def find_layers(model: Any) -> Layers:
 def has_states(config: Any) -> bool:
     """Tell by a text config of transformers whether a model has layers that do not attend."""
     return bool({*(getattr(config, "layer_types", None) or ())} - ATTENTION)
+
+
+def find_windows(config: Any, context: int) -> tuple[int, tuple[int, ...]]:
+    """Return by a text config of transformers the tokens that a token sees in layers with a window,
+    itself among them, and these layers; 0 and () where no text of `context` tokens is longer."""
+    window = getattr(config, "sliding_window", None)
+    if not window or window >= context or getattr(config, "use_sliding_window", True) is False:
+        return 0, ()
+    # Without kinds of layers all have it.
+    num = int(config.num_hidden_layers)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * num
+    layers = tuple(at for at, kind in enumerate(kinds[:num]) if "sliding" in kind)
+    return (int(window), layers) if layers else (0, ())
 
 
 def cache_argument(module: Any) -> str:

@@ -7,7 +7,7 @@ and by a trial, which compares its logits on the paged pool with those of the pl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -17,13 +17,22 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from prefixkv import KVPool, ModelConfig, StatePool
+from prefixkv import DecodeRequest, KVPool, ModelConfig, PoolGroup, PrefillRequest, StatePool
 from prefixkv.engines.hf.attention import NAME, FlatPool, Plan
 from prefixkv.engines.hf.folder import MODEL_FILES, check_folder
 from prefixkv.engines.hf.identity import identity_of
-from prefixkv.engines.hf.layers import DTYPES, find_layers, has_states
+from prefixkv.engines.hf.layers import DTYPES, find_layers, find_windows, has_states
 from prefixkv.engines.hf.recurrent import NO_SLOT, StateMemory, StateRows, page_mixers
-from prefixkv.spi import MAX_INDEX, CapacityError, ConfigError, Pages, check_device
+from prefixkv.spi import (
+    MAX_INDEX,
+    CapacityError,
+    ConfigError,
+    Pages,
+    WindowPages,
+    as_pages,
+    check_device,
+    pages_for,
+)
 
 # A small Llama: 1.2 million parameters.
 SMALL: Final[Mapping[str, Any]] = {
@@ -35,6 +44,19 @@ SMALL: Final[Mapping[str, Any]] = {
 
 _TOLERANCE: Final = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 2e-1}
 _ROPE_BY_LENGTH: Final = ("dynamic", "longrope")
+_LONG_TRIAL: Final = 512  # tokens: a trial of a longer window than that would take too long
+
+STATES: Final = "recurrent layers, whose states"
+WINDOWS: Final = "layers with a window, whose last tokens"
+"""What a model has that some settings of workers do not go with."""
+
+SLIDING: Final = "sliding"
+"""Name of the group of a pool with the layers that have a window."""
+
+# Checkpoints of states and windows: as many as this share of the KV pool's bytes holds, within
+# these bounds.
+_CHECKPOINT_SHARE: Final = 0.25
+_CHECKPOINTS: Final = (16, 256)
 
 
 class PagedModel:
@@ -74,12 +96,16 @@ class PagedModel:
         self.vocab_size = int(config.vocab_size)
         self.num_heads = int(config.num_attention_heads)
         self.num_kv_heads = int(getattr(config, "num_key_value_heads", None) or self.num_heads)
-        self.head_dim = int(
-            getattr(config, "head_dim", None) or config.hidden_size // self.num_heads
-        )
+        try:
+            head_dim = getattr(config, "head_dim", None)
+        except Exception as error:  # transformers has one of its own where layers differ
+            raise ConfigError(
+                f"{config.model_type} is not served: heads of several sizes"
+            ) from error
+        self.head_dim = int(head_dim or config.hidden_size // self.num_heads)
         # 2. What its layers keep, by a forward without pages.
         _attend_plainly(self.model)
-        self.layers = find_layers(self.model)
+        self.layers = find_layers(self.model, self.context)
         page_mixers(self.layers)
         # 3. The trial needs the sizes above, and leaves the model with the paged attention or in
         # an error; the last line sets that attention where there was no trial.
@@ -89,13 +115,22 @@ class PagedModel:
 
     @property
     def num_layers(self) -> int:
-        """Number of layers of this HF model that have KV: those of its pools."""
+        """Number of layers of this HF model that keep the KV of every token: those of its pools.
+
+        Layers with a window are a group of their own there.
+        """
         return len(self.layers.full)
 
     @property
     def has_states(self) -> bool:
         """True if this HF model has recurrent layers: its requests need slots of a StatePool."""
         return bool(self.layers.parts)
+
+    @property
+    def keeps(self) -> str:
+        """STATES or WINDOWS, by which this HF model does not go with some settings of workers; ""
+        if it goes with all."""
+        return STATES if self.has_states else WINDOWS if self.window else ""
 
     @property
     def state_bytes(self) -> int:
@@ -108,14 +143,69 @@ class PagedModel:
         ends = getattr(self.model.generation_config, "eos_token_id", None)
         return () if ends is None else tuple(ends) if isinstance(ends, list | tuple) else (ends,)
 
+    @property
+    def window(self) -> int:
+        """Tokens that a token sees in the layers of this HF model that have a window, itself among
+        them; 0: there are none, or no text is longer."""
+        return self.layers.window
+
     def make_pool(
-        self, num_pages: int, page_size: int = 16, order: str = "layer_major", shared: bool = False
-    ) -> KVPool:
-        """Create a KV pool that fits this HF model, on its device. Raises as `KVPool.create`."""
-        return KVPool.create(
-            num_pages, page_size, self.num_layers, self.num_kv_heads, self.head_dim,
-            dtype=DTYPES[self.dtype], order=order, device=self._device_name, shared=shared,
-        )  # fmt: skip
+        self, num_pages: int, page_size: int = 16, order: str = "layer_major",
+        shared: bool = False, *, step_tokens: int = 1, requests: int = 64, checkpoints: int = 0,
+        window_pages: int = 0,
+    ) -> KVPool:  # fmt: skip
+        """Create a KV pool that fits this HF model, on its device. Raises as `KVPool.create`.
+
+        What follows `shared` is about its window group, where the model has layers with a window:
+
+        Args:
+            step_tokens: the most tokens of a prompt per forward: `chunk_tokens` on prefill, 1 on
+                decode.
+            requests: number of them that run at once, with whole windows.
+            checkpoints: number of them that are kept besides, on prefill.
+            window_pages: pages of the group. 0: as many as these need, but no more than the pool
+                has (all layers take the memory then that they would without windows), and enough
+                for one request.
+        """
+        window = self.layers.window
+        sizes: dict[str, Any] = {
+            "dtype": DTYPES[self.dtype], "order": order, "device": self._device_name,
+            "shared": shared,
+        }  # fmt: skip
+        heads = (self.num_kv_heads, self.head_dim)
+        pool = KVPool.create(num_pages, page_size, self.num_layers, *heads, **sizes)
+        if not window:
+            if window_pages:
+                raise ConfigError(no_windows(window_pages))
+            return pool
+        if not window_pages:
+            of_one, kept = self._window_needs(page_size, step_tokens)
+            window_pages = min(num_pages, requests * of_one + checkpoints * kept)
+            window_pages = max(window_pages, of_one + kept)
+        last = KVPool.create(window_pages, page_size, len(self.layers.sliding), *heads, **sizes)
+        return pool.with_groups(PoolGroup(SLIDING, last, window, step_tokens))
+
+    def _window_needs(self, page_size: int, step_tokens: int) -> tuple[int, int]:
+        """Return the most pages of this HF model's window group that a request has, and those of a
+        checkpoint."""
+        window = self.layers.window
+        of_one = (window + step_tokens + page_size - 3) // page_size + 1
+        return of_one, pages_for(window - 1, page_size)
+
+    def num_checkpoints(self, num_pages: int, page_size: int) -> int:
+        """Return the number of checkpoints that prefill keeps by default beside a pool of
+        `num_pages`: as many as a quarter of its bytes holds, 16 to 256; 0 for an HF model that
+        needs none."""
+        if not (self.has_states or self.window):
+            return 0
+        layer_bytes = 2 * page_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        share = int(_CHECKPOINT_SHARE * num_pages * self.num_layers * layer_bytes)
+        num_bytes = self.state_bytes
+        if self.window:
+            _, kept = self._window_needs(page_size, 1)
+            num_bytes += kept * len(self.layers.sliding) * layer_bytes
+        least, most = _CHECKPOINTS
+        return min(max(share // num_bytes, least), most)
 
     @property
     def _device_name(self) -> str:
@@ -126,9 +216,22 @@ class PagedModel:
     def flat_pool(self, pool: KVPool) -> FlatPool:
         """Return a pool's memory as the attention of this HF model reads and writes it.
 
-        Raises as `FlatPool`.
+        Raises as `FlatPool`, and for another window group than `make_pool` makes.
         """
-        return FlatPool(pool, self.layers.full)
+        groups = {group.name: (group.window, group.pool) for group in pool.groups}
+        window, last = groups.pop(SLIDING, (0, None))
+        if groups or window != self.window:
+            raise ConfigError(
+                f"the pool has groups with windows of {[group.window for group in pool.groups]}, "
+                f"the model has a window of {self.window or None}: make_pool makes one that fits"
+            )
+        sliding = None if last is None else FlatPool(last, self.layers.sliding, window)
+        return FlatPool(pool, self.layers.full, sliding=sliding)
+
+    def window_pages(self, reqs: Iterable[DecodeRequest | PrefillRequest]) -> list[WindowPages]:
+        """Return the pages of requests in the window group, for a forward of this HF model; none
+        where it has no windows."""
+        return [req.window_pages(SLIDING) for req in reqs] if self.window else []
 
     def make_states(self, num_slots: int, shared: bool = False) -> StateMemory:
         """Create a StatePool that fits this HF model, on its device, with a slot per request.
@@ -150,6 +253,7 @@ class PagedModel:
         wanted: Sequence[int] | None = None,
         also: Sequence[int] = (),
         states: StateRows | None = None,
+        windows: Sequence[WindowPages] = (),
     ) -> torch.Tensor:
         """Run the paged model once over new tokens of several sequences; their KV goes to pages,
         and their states to slots.
@@ -163,10 +267,11 @@ class PagedModel:
             wanted: indices of the sequences that need logits; None: all.
             also: indices into `tokens` of further tokens that need logits.
             states: where each sequence's state is and goes, for a model with recurrent layers.
+            windows: each sequence's pages in the window group, for a model with windows.
         Returns: the logits after the last new token of each wanted sequence, and then after each
             token of `also`: [wanted + also, vocabulary].
         """
-        plan = Plan(flat, rows, starts, ends, self.device, states)
+        plan = Plan(flat, rows, starts, ends, self.device, states, windows)
         ids = torch.as_tensor(np.asarray(tokens, np.int64)).to(self.device)[None]
         keep = plan.last if wanted is None else plan.last[list(wanted)]
         if also:
@@ -290,8 +395,9 @@ def load_model(
     return PagedModel(_moved(model, device), context, identity, trial, path.resolve().name)
 
 
-def folder_has_states(folder: str | Path) -> bool:
-    """Tell by a folder's config whether its HF model has recurrent layers, before it is loaded.
+def folder_keeps(folder: str | Path, context: int | None = None) -> str:
+    """Tell by a folder's config what keeps its HF model from some settings of workers, before it is
+    loaded: see `PagedModel.keeps`. `context` as there.
 
     Raises ConfigError for a config that is not read.
     """
@@ -300,7 +406,16 @@ def folder_has_states(folder: str | Path) -> bool:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # as of `load_model`
         raise ConfigError(f"model folder {path} is not loaded: {_one_line(error)}") from error
-    return has_states(config.get_text_config())
+    text = config.get_text_config()
+    if has_states(text):
+        return STATES
+    limit = context or getattr(text, "max_position_embeddings", None) or MAX_INDEX
+    return WINDOWS if find_windows(text, limit)[0] else ""
+
+
+def no_windows(window_pages: int) -> str:
+    """Say why an HF model without windows has no such pages."""
+    return f"window_pages: {window_pages} are of layers with a window, and the model has none"
 
 
 def _element(dtype: object) -> torch.dtype:
@@ -369,19 +484,23 @@ def check_served(model: Any, context: int | None) -> int:
         context = limit
     if not isinstance(context, int) or not 0 < context <= (limit or MAX_INDEX):
         raise ConfigError(f"context is {context!r}, {kind} was made for {limit} tokens")
-    # 3. Attention of another kind. A sliding window that is as long as the context hides nothing.
+    # 3. Attention of another kind.
     for name in ("attn_logit_softcapping", "kv_lora_rank", "attention_chunk_size"):
         if getattr(config, name, None):
             refuse(f"{name} is {getattr(config, name)}")
-    window = getattr(config, "sliding_window", None)
-    if getattr(config, "use_sliding_window", True) is False:
-        window = None
-    kinds = set(getattr(config, "layer_types", None) or ())
-    is_windowed = not kinds or any("sliding" in one for one in kinds)
-    if window is not None and window < context and is_windowed:
+    if getattr(config, "use_bidirectional_attention", False):
+        refuse("its tokens see later ones (use_bidirectional_attention)")
+    # Pages of layers that keep every token are what a cache of prefixes consists of.
+    window, sliding = find_windows(config, context)
+    why = ""
+    if len(sliding) == config.num_hidden_layers:
+        why = "no layer attends to all tokens"
+    elif sliding and has_states(config):
+        why = "it has recurrent layers beside a window"
+    if why:
         refuse(
-            f"its sliding window has {window} tokens, the context {context}; with context={window} "
-            "it would be"
+            f"{why}: its sliding window has {window} tokens, the context {context}; with "
+            f"context={window} it would be"
         )
     # 4. Positions. The parameters are one dict, or one per kind of layer. Cached KV can be reused
     # only if it does not depend on how long its text became.
@@ -398,10 +517,11 @@ def _run_trial(paged: PagedModel) -> None:
     On pages, two sequences are computed in chunks, packed, on pages out of order. Raises
     ConfigError where the logits differ.
     """
-    # 1. The plain model, one sequence at a time.
+    # 1. The plain model, one sequence at a time; one is longer than a window.
     model = paged.model
     _attend_plainly(model)
-    lens = (11, 6)
+    window = paged.window if paged.window <= _LONG_TRIAL else 0
+    lens = (window + 11, 6)
     tokens = [np.arange(n) * 7919 % paged.vocab_size for n in lens]
     kind = paged.config.model_type
     own = []
@@ -411,28 +531,38 @@ def _run_trial(paged: PagedModel) -> None:
             own.append(model(input_ids=row, use_cache=False).logits[0, -1])
     # 2. On pages. The first chunks end within a page, so the second ones write to a used page.
     model.set_attn_implementation(NAME)
-    pool = paged.make_pool(8, 4)
-    rows = [np.array([5, 0, 3], np.int32), np.array([1, 7], np.int32)]
+    size, num_pages = 4, pages_for(window, 4) + 8
+    pool = paged.make_pool(num_pages, size, window_pages=num_pages if paged.window else 0)
+    # In a window group the same ids: it is another memory.
+    num = pages_for(lens[0], size)
+    ids = np.array([5, 0, 3, *range(8, num_pages), 1, 7], np.int32)
+    rows = [as_pages(ids[:num]), as_pages(ids[-2:])]
+    windows = [WindowPages(0, row) for row in rows] if paged.window else []
     flat = paged.flat_pool(pool)
     begin = carry_on = None
     if paged.has_states:
         memory = paged.make_states(3)
         begin = StateRows(memory, [NO_SLOT, NO_SLOT], [2, 0])
         carry_on = StateRows(memory, [2, 0], [2, 1])
+    first = window + 5
     try:
         paged.forward(
-            flat, np.concatenate([tokens[0][:5], tokens[1][:5]]), rows, [0, 0], [5, 5],
-            states=begin,
+            flat, np.concatenate([tokens[0][:first], tokens[1][:5]]), rows, [0, 0], [first, 5],
+            states=begin, windows=windows,
         )  # fmt: skip
-        new = np.concatenate([tokens[0][5:], tokens[1][5:]])
-        logits = paged.forward(flat, new, rows, [5, 5], lens, states=carry_on)
+        new = np.concatenate([tokens[0][first:], tokens[1][5:]])
+        logits = paged.forward(flat, new, rows, [first, 5], lens, states=carry_on, windows=windows)
     except (TypeError, AttributeError, ConfigError) as error:
         raise ConfigError(f"{kind} is not served: {error}") from error
     # 3. Page 0 is in use, so each layer must have written to it: a layer that bypasses our
     # attention could agree on logits and still leave no KV to send.
-    for place, layer in enumerate(paged.layers.full):
-        if not bool(pool.k(place)[0].any()):
-            raise ConfigError(f"{kind} is not served: layer {layer} wrote no KV")
+    of_layers = [(pool, paged.layers.full)]
+    if paged.window:
+        of_layers.append((pool.group(SLIDING), paged.layers.sliding))
+    for memory_of, layers in of_layers:
+        for place, layer in enumerate(layers):
+            if not bool(memory_of.k(place)[0].any()):
+                raise ConfigError(f"{kind} is not served: layer {layer} wrote no KV")
     expected = torch.stack(own).float()
     most = float((logits.float() - expected).abs().max())
     if not most <= _TOLERANCE[paged.dtype] * float(expected.abs().max()):

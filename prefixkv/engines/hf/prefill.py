@@ -33,9 +33,6 @@ OnPrompt = Callable[[PromptPart], None]
 _AT_ONCE: Final = 16  # limit of prompts that are begun in one pass
 _IDLE_S: Final = 0.1  # longest rest, after which deadlines are checked
 _STATE_SLOTS: Final = 32  # most prompts with a state that are computed or on their way at once
-# Checkpoints of states: as many as this share of the KV pool's bytes holds, within these bounds.
-_CHECKPOINT_SHARE: Final = 0.25
-_CHECKPOINTS: Final = (16, 256)
 
 
 @dataclass(slots=True, eq=False)
@@ -53,6 +50,14 @@ class _Computing:
     source: int = NO_SLOT
     slot: int = NO_SLOT
 
+    def chunk_end(self, limit: int, window: int) -> int:
+        """Return where an HF forward of at most `limit` tokens of this prompt ends: with a window
+        where a checkpoint is kept no later, since windows are those at a chunk's end."""
+        end = min(self.done + limit, self.req.num_tokens)
+        if window:
+            end = next((at for at in self.req.stops if self.done < at <= end), end)
+        return end
+
 
 class _Span(NamedTuple):
     """The rows of a forward's packed tokens whose logits are about the prompt's next tokens."""
@@ -69,9 +74,10 @@ class PrefillEngine:
         model: the model; it belongs to this engine from now on.
         pool: the KV memory, made by `model.make_pool`; it must outlive the engine.
         config: the node's. Its `model` is replaced by the model's identity. Of a model with
-            recurrent layers, `checkpoints` of 0 stands for as many as a quarter of the pool's bytes
-            holds, 16 to 256; without a `cache` there are none.
-        chunk_tokens: limit of tokens per forward, over all its prompts.
+            recurrent layers, or with windows, `checkpoints` of 0 stands for as many as a quarter of
+            the pool's bytes holds, 16 to 256; without a `cache` there are none.
+        chunk_tokens: limit of tokens per forward, over all its prompts. Of one prompt it is also
+            the `step_tokens` of the pool's window group.
 
     `states` is the memory of the states of a model with recurrent layers, None of another.
 
@@ -93,9 +99,14 @@ class PrefillEngine:
         # Slots of the states: the engine's, then those of the checkpoints.
         self.states: StateMemory | None = None
         self._free_slots: list[int] = []
-        check_prefill_config(config, model.has_states)
+        check_prefill_config(config, model.keeps)
+        if model.keeps and config.cache and not config.checkpoints:
+            layout = pool.layout
+            num = model.num_checkpoints(layout.num_pages, layout.page_size)
+            config = replace(config, checkpoints=num)
+        # Most tokens of one prompt per forward.
+        self._step_tokens = min([chunk_tokens, *(group.step_tokens for group in pool.groups)])
         if model.has_states:
-            config = replace(config, checkpoints=_num_checkpoints(model, pool, config))
             num_slots = min(_STATE_SLOTS, config.max_running)
             self.states = model.make_states(num_slots + config.checkpoints)
             self._free_slots = list(range(num_slots))
@@ -211,7 +222,7 @@ class PrefillEngine:
         parts: list[tuple[_Computing, int]] = []
         left = self.chunk_tokens
         for one in self._computing.values():
-            end = min(one.done + left, one.req.num_tokens)
+            end = one.chunk_end(min(left, self._step_tokens), self.model.window)
             parts.append((one, end))
             left -= end - one.done
             if not left:
@@ -233,6 +244,7 @@ class PrefillEngine:
             sampled,
             [row for span in spans for row in span.rows],
             self._state_rows(parts),
+            self.model.window_pages(one.req for one, _ in parts),
         )
         # 3. The event stands before the work of sampling, for which the sends need not wait.
         ready = self.model.event()
@@ -342,29 +354,18 @@ class PrefillEngine:
         self.node.close()
 
 
-def check_prefill_config(config: PrefillConfig, has_states: bool) -> None:
-    """Raise ConfigError for settings of HF's prefill that a model without recurrent layers cannot
-    have.
+def check_prefill_config(config: PrefillConfig, keeps: str) -> None:
+    """Raise ConfigError for settings of HF's prefill that a model of this kind cannot have.
 
     Args:
         config: the node's.
-        has_states: True for a model with recurrent layers.
+        keeps: `PagedModel.keeps` of the model.
     """
-    if config.checkpoints and not has_states:
+    if config.checkpoints and not keeps:
         raise ConfigError(
-            f"checkpoints: {config.checkpoints} are of states, and the model has no recurrent "
-            "layers"
+            f"checkpoints: {config.checkpoints} are of states and windows, and the model has "
+            "neither recurrent layers nor windows"
         )
-
-
-def _num_checkpoints(model: PagedModel, pool: KVPool, config: PrefillConfig) -> int:
-    """Return the number of checkpoints of states that HF's prefill keeps."""
-    if config.checkpoints or not config.cache:
-        return config.checkpoints
-    layout = pool.layout
-    share = _CHECKPOINT_SHARE * layout.num_pages * layout.page_size * layout.kv_bytes_per_token
-    least, most = _CHECKPOINTS
-    return int(min(max(share // model.state_bytes, least), most))
 
 
 def _first_tokens(

@@ -56,6 +56,30 @@ def test_it_keeps_them_too_with_recurrent_layers(case: conformance.Case) -> None
     case.check(RecurrentSides, patience_s=PATIENCE_S)
 
 
+@cache
+def _windowed() -> tuple[PagedModel, Reference]:
+    model = make_model(config_of("gpt_oss"), seed=1)
+    return model, Reference(model)
+
+
+class WindowedSides(HFSides):
+    """The engine with a model that has sliding windows, whose pages are of one size."""
+
+    def __init__(self, settings: Any) -> None:
+        if settings.page_size != settings.prefill_page_size:
+            raise NotImplementedError("both sides have pages of one size")
+        super().__init__(settings)
+
+    def _models(self) -> tuple[PagedModel, Reference]:
+        return _windowed()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", conformance.scenarios(), ids=str)
+def test_it_keeps_them_too_with_windows(case: conformance.Case) -> None:
+    case.check(WindowedSides, patience_s=PATIENCE_S)
+
+
 def test_it_takes_part_in_all_but_drafts() -> None:
     report = conformance.run(HFSides, only=["several tokens per step"])
     assert [*report.skipped.values()] == ["this engine gives one token per step"]

@@ -171,16 +171,16 @@ def test_a_step_beside_chunks_reads_its_batch_as_alone_and_says_the_same(
     monkeypatch.setattr(attention, "BATCHED", batched)
     read: list[tuple[str, int]] = []
     for name in ("_attend_batch", "_attend_steps"):
-        whole = getattr(attention.Plan, name)
+        whole = getattr(attention.GroupPlan, name)
 
         def noted(
-            self: attention.Plan, layer: int, query: Any, *rest: Any, name: str = name,
+            self: attention.GroupPlan, layer: int, query: Any, *rest: Any, name: str = name,
             whole: Any = whole,
         ) -> Any:  # fmt: skip
             read.append((name, query.shape[2]))
             return whole(self, layer, query, *rest)
 
-        monkeypatch.setattr(attention.Plan, name, noted)
+        monkeypatch.setattr(attention.GroupPlan, name, noted)
     one = attention._attend_one
 
     def noted_one(q: Any, *rest: Any) -> Any:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig
 
 from prefixkv.engines.hf import Generate, PagedModel, identity, load_model, make_model
 from prefixkv.engines.hf.attention import FlatPool
@@ -43,6 +44,16 @@ def test_what_would_be_wrong_is_refused_by_name(kind: str, sizes: dict, why: str
     with pytest.raises(ConfigError) as error:
         make_model(kind, **{**TINY, **sizes})
     assert why in str(error.value)
+
+
+def test_heads_of_several_sizes_are_refused_by_name() -> None:
+    sizes = {name: size for name, size in TINY.items() if name != "device"}
+    kinds = ["sliding_attention", "full_attention"]
+    config = AutoConfig.for_model(
+        "gemma4_text", **sizes, layer_types=kinds, head_dim=16, global_head_dim=32
+    )
+    with pytest.raises(ConfigError, match="gemma4_text is not served: heads of several sizes"):
+        make_model(config)
 
 
 @pytest.mark.parametrize(

@@ -2,57 +2,30 @@
 
 from __future__ import annotations
 
-import random
 import shutil
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
-import torch
 
-from benchmarks.hybrid_models import make_folder
-from tests.models.served import Expected, Serve, Served, at_rest, client_of
-
-_Talk = list[dict[str, str]]
-_WORDS = ("sea", "boat", "wind", "star", "gull", "rope")
-_SIZES = ("--page-size", "8", "--chunk-tokens", "48")
-
-
-def _serve(folder: Path, *options: str, **environ: str) -> Serve:
-    return Serve(str(folder), "--served-name", "small", *options, **environ)
+from tests.models.hybrid_chats import SIZES, converse, folder_maker, say, serve_folder
+from tests.models.served import Served, at_rest, client_of
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    root = tmp_path_factory.mktemp("hybrid")
-    torch.set_num_threads(1)  # quicker for models so small, beside the processes that are asked
-
-    @cache
-    def made(family: str) -> tuple[Path, Expected]:
-        make_folder(family, root / family)
-        return root / family, Expected(folder=root / family)
-
-    return made
-
-
-def _say(client: openai.OpenAI, talk: _Talk, num: int) -> Any:
-    return client.chat.completions.create(
-        model="small", messages=talk, max_tokens=num, temperature=0
-    )
+    return folder_maker(tmp_path_factory.mktemp("hybrid"))
 
 
 def test_turns_are_answered_as_generate_does_and_hit(folders: Any) -> None:
     """Over memory that prefill maps, the states' too; the tests below over NIXL."""
     folder, expected = folders("qwen3_next")
-    with _serve(folder, *_SIZES, PREFIXKV_TRANSPORT_BACKEND="shm") as serve:
+    with serve_folder(folder, *SIZES, PREFIXKV_TRANSPORT_BACKEND="shm") as serve:
         with client_of(serve) as client:
             talk = [{"role": "user", "content": "Please, tell me of the sea and its boats."}]
             before = 0
             for turn in range(3):
-                answer = _say(client, talk, 20)
+                answer = say(client, talk, 20)
                 said = answer.choices[0].message.content
                 assert said == expected.chat(talk, 20)
                 num, usage = len(expected.texts.chat(talk)), answer.usage
@@ -75,8 +48,8 @@ def test_twenty_conversations_in_small_pools(folders: Any, family: str) -> None:
     answer is `generate`'s."""
     folder, expected = folders(family)
     pools = ("--prefill-pages", "150", "--decode-pages", "120", "--checkpoints", "14")
-    with _serve(folder, *_SIZES, *pools) as serve:
-        hit, _, _ = _converse(serve, expected, len(family), leave=0.2)
+    with serve_folder(folder, *SIZES, *pools) as serve:
+        hit, _, _ = converse(serve, expected, len(family), leave=0.2)
         evicted = [serve.figures(f"{role}-0")[
             f'prefixkv_evicted_pages_total{{node="{role}-0"}}'] for role in ("decode", "prefill")
         ]  # fmt: skip
@@ -91,49 +64,11 @@ def test_prefill_computes_little_more_than_what_is_new(folders: Any) -> None:
     than a page for each answer."""
     folder, expected = folders("qwen3_next")
     pools = ("--prefill-pages", "1024", "--decode-pages", "1024", "--checkpoints", "40")
-    with _serve(folder, *_SIZES, *pools) as serve:
-        hit, computed, new = _converse(serve, expected, 1)
+    with serve_folder(folder, *SIZES, *pools) as serve:
+        hit, computed, new = converse(serve, expected, 1)
         at_rest(serve)
     assert hit > 0
     assert new <= computed < 1.1 * new + 8 * 80
-
-
-def _converse(
-    serve: Serve, expected: Expected, seed: int, leave: float = 0.0
-) -> tuple[int, int, int]:
-    """20 conversations of 5 turns, five at once; some clients ask besides, and leave. Returns the
-    tokens that decode hit, and of later turns what prefill computed and what was new."""
-    chance = random.Random(seed)
-    hit = computed = new = 0
-    talks: list[_Talk] = [[] for _ in range(20)]
-    lens = [0] * len(talks)
-
-    def leave_early(talk: _Talk) -> None:
-        with client.chat.completions.create(
-            model="small", messages=talk, max_tokens=60, temperature=0, stream=True
-        ) as stream:
-            next(iter(stream))
-
-    with client_of(serve) as client, ThreadPoolExecutor(5) as pool:
-        for turn in range(5):
-            for talk in talks:
-                text = " ".join(chance.choice(_WORDS) for _ in range(chance.randint(1, 5)))
-                talk.append({"role": "user", "content": text})
-            left = [pool.submit(leave_early, talk) for talk in talks if chance.random() < leave]
-            answers = list(pool.map(lambda talk: _say(client, talk, 8), talks))
-            for one in left:
-                one.result()
-            for at, (talk, answer) in enumerate(zip(talks, answers, strict=True)):
-                said = answer.choices[0].message.content
-                assert said == expected.chat(talk, 8), (at, turn)
-                num, split = answer.usage.prompt_tokens, answer.usage.prefixkv
-                hit += split["decode_hit_tokens"]
-                if turn:
-                    computed += split["computed_tokens"]
-                    new += num - lens[at]
-                lens[at] = num
-                talk.append({"role": "assistant", "content": said})
-    return hit, computed, new
 
 
 @pytest.mark.slow

@@ -1,0 +1,119 @@
+"""`prefixkv serve FOLDER` with models that have sliding windows, as processes with small pools."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.models.hybrid_chats import SIZES, converse, folder_maker, say, serve_folder
+from tests.models.served import Served, at_rest, client_of
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return folder_maker(tmp_path_factory.mktemp("windows"))
+
+
+@pytest.mark.parametrize(("family", "backend"), [("gpt_oss", "shm"), ("gemma3_text", "nixl")])
+def test_turns_are_answered_as_generate_does_and_hit(
+    folders: Any, family: str, backend: str
+) -> None:
+    """Log-probabilities too, which tell a window that is not right where words do not."""
+    folder, expected = folders(family)
+    with serve_folder(folder, *SIZES, PREFIXKV_TRANSPORT_BACKEND=backend) as serve:
+        with client_of(serve) as client:
+            talk = [{"role": "user", "content": "Please, tell me of the sea and its boats."}]
+            before = 0
+            for turn in range(3):
+                answer = say(client, talk, 20, logprobs=True)
+                said, prompt = answer.choices[0].message.content, expected.texts.chat(talk)
+                assert said == expected.chat(talk, 20)
+                tokens = expected.tokens(prompt, 20)
+                rows = expected.logprobs([*prompt, *tokens])[len(prompt) - 1 :]
+                given = [one.logprob for one in answer.choices[0].logprobs.content]
+                wanted = [row[token] for row, token in zip(rows, tokens, strict=False)]
+                assert len(given) >= len(tokens) - 1  # an end token is not shown
+                assert np.abs(np.array(given) - wanted[: len(given)]).max() < 1e-3
+                usage = answer.usage
+                hit = usage.prefixkv["decode_hit_tokens"]
+                assert usage.prompt_tokens_details.cached_tokens == hit
+                assert (hit > 0) == (turn > 0)
+                # Prefill goes on behind the prompt before, in whole pages.
+                assert usage.prefixkv["prefill_hit_tokens"] == before // 8 * 8
+                talk += [
+                    {"role": "assistant", "content": said}, {"role": "user", "content": "And?"},
+                ]  # fmt: skip
+                before = len(prompt)
+        at_rest(serve)
+        for role in ("decode", "prefill"):
+            figures = serve.figures(f"{role}-0")
+            assert not any(
+                number for name, number in figures.items() if "window_pages_owned" in name
+            )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss"])
+def test_twenty_conversations_in_small_pools(folders: Any, family: str) -> None:
+    """With pools that evict, windows for a few requests, fewer checkpoints than conversations, and
+    clients that leave: every answer is `generate`'s."""
+    folder, expected = folders(family)
+    pools = (
+        "--prefill-pages", "150", "--decode-pages", "120", "--checkpoints", "14",
+        "--prefill-window-pages", "60", "--decode-window-pages", "18",
+    )  # fmt: skip
+    with serve_folder(folder, *SIZES, *pools) as serve:
+        hit, _, _ = converse(serve, expected, len(family), leave=0.2)
+        evicted = [serve.figures(f"{role}-0")[
+            f'prefixkv_evicted_pages_total{{node="{role}-0"}}'] for role in ("decode", "prefill")
+        ]  # fmt: skip
+        at_rest(serve)
+    assert hit > 0
+    assert all(evicted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss"])
+def test_prefill_computes_little_more_than_what_is_new(folders: Any, family: str) -> None:
+    """In later turns, where each conversation may have its checkpoint: hardly a tenth, and less
+    than a page for each answer."""
+    folder, expected = folders(family)
+    pools = ("--prefill-pages", "1024", "--decode-pages", "1024", "--checkpoints", "40")
+    with serve_folder(folder, *SIZES, *pools) as serve:
+        hit, computed, new = converse(serve, expected, 1)
+        at_rest(serve)
+    assert hit > 0
+    assert new <= computed < 1.1 * new + 8 * 80
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("option", "value", "why"),
+    [
+        ("--compute-below", "64", "compute: the model has layers with a window"),
+        ("--host-memory", "2x", "host_memory: the model has layers with a window"),
+    ],
+)
+def test_what_windows_do_not_go_with_is_refused_before_weights_are_read(
+    folders: Any, tmp_path: Path, option: str, value: str, why: str
+) -> None:
+    folder, _ = folders("gpt_oss")
+    shutil.copytree(folder, tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"no weights")
+    told = (str(tmp_path / "model"), "--port", "0", "--status-port", "0", option, value)
+    with Served("serve", *told) as serve:
+        assert serve.ended() != 0
+        assert why in "".join(serve.err)
+
+
+@pytest.mark.slow
+def test_a_model_without_windows_has_no_pages_of_them() -> None:
+    with Served("worker", "decode", "--window-pages", "4") as worker:
+        assert worker.ended() != 0
+        assert "window_pages: 4 are of layers with a window, and the model has none" in (
+            worker.shown()
+        )
