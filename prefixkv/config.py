@@ -393,7 +393,7 @@ class HostConfig:
     ] = None
     copy_threads: Annotated[Count, doc("Threads that copy to and from host memory.")] = 2
     piece_bytes: Annotated[
-        BytesOrZero, doc("Most bytes that are copied in one piece; 0: 4 MiB, on a GPU 16 MiB.")
+        BytesOrZero, doc("Largest piece of a copy; 0: 4 MiB, on a GPU 16 MiB.")
     ] = 0
 
     def __post_init__(self) -> None:

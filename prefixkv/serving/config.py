@@ -119,10 +119,8 @@ class WorkerSettings:
     page_size: Annotated[Count, doc("Tokens per page.")] = 16
     num_pages: Annotated[Count, doc("Pages of the pool.")] = 1024
     window_pages: Annotated[
-        CountOrZero,
-        doc("For a model with sliding windows: pages of the layers that have them; 0: what "
-            "requests and checkpoints need, at most as many as the pool."),
-    ] = 0  # fmt: skip
+        CountOrZero, doc("Pages of layers with sliding windows; 0: what is needed.")
+    ] = 0
     layout: Literal["layer_major", "page_major"] = "layer_major"
     models: ModelSettings = _flat(ModelSettings)
     # A worker takes prompts as lists of tokens, which are longer than their texts.
