@@ -263,6 +263,9 @@ class SchedulerSide:
         """
         rid = request.request_id
         num_free = self.holds.num_free
+        # Before all else: a preempted send holds blocks that any other request may lack.
+        if self.sends.must_yield(rid):
+            return None, False
         # 1. A promised send on prefill: the order law decides whether it may start.
         may_start = self.sends.may_start(rid, num_free, self._orders)
         if may_start is not None:

@@ -102,6 +102,11 @@ def _prompts_start_beside_others(patch: Patch) -> None:
     patch(ScheduledSends, "may_start", asked)
 
 
+def _preempted_prompts_wait_their_turn(patch: Patch) -> None:
+    """Whatever vLLM preempted later goes before a preempted prompt, which holds blocks."""
+    patch(ScheduledSends, "must_yield", lambda self, rid: False)
+
+
 def _rests_too_early(patch: Patch) -> None:
     patch(scheduler_module, "QUIET_STEPS", 0)
 
@@ -272,6 +277,7 @@ MUTANTS: dict[str, Callable[[Patch], None]] = {
         _aborts_are_lost,
         _loads_take_all,
         _prompts_start_beside_others,
+        _preempted_prompts_wait_their_turn,
         _rests_too_early,
         _bells_ring_once,
         _nothing_is_held,
