@@ -152,6 +152,12 @@ def _once() -> dict[str, Case]:
         Ask("room", other_way, 20),
         Ask("room", (*other_way, (2, 9)), 1, way="ba"),
     )
+    in_between = (
+        Ask("room", ((0, 10 * BLOCK),), way="ba"),
+        Ask("plain", ((1, 54),), 20),
+        Ask("room", ((2, 30),)),
+        Ask("plain", ((3, 54),), 20, way="ba"),
+    )
     return {
         # Prefill has computed and holds request 0, decode waits for request 1.
         "ordered": Case(rooms, first_at_each, "rest"),
@@ -172,6 +178,11 @@ def _once() -> dict[str, Case]:
         ),
         # Two prompts that are half computed hold what each other lacks.
         "halves": Case(rooms, ("D0", "D1", "P0", "P1"), "none", blocks=(24, 200), share=8),
+        # On each server a request is preempted for which a load leaves too few blocks. The prompts
+        # for which the loads wait are behind it.
+        "behind what loads": Case(
+            in_between, ("P0", "D0", "D1", "P2", "D2", "D3"), "none", both=True
+        ),
         # A promised prompt is preempted for a request that then needs more than is left beside it.
         "behind what grew": Case(
             grows, ("D1", "P0", "P2", "D0", "D2", "P1"), "rest", share=7, both=True

@@ -107,6 +107,11 @@ def _preempted_prompts_wait_their_turn(patch: Patch) -> None:
     patch(ScheduledSends, "must_yield", lambda self, rid: False)
 
 
+def _promised_prompts_wait_for_loads(patch: Patch) -> None:
+    """They wait behind a request that needs blocks of loads."""
+    patch(SchedulerSide, "_must_yield", lambda self, need: False)
+
+
 def _rests_too_early(patch: Patch) -> None:
     patch(scheduler_module, "QUIET_STEPS", 0)
 
@@ -278,6 +283,7 @@ MUTANTS: dict[str, Callable[[Patch], None]] = {
         _loads_take_all,
         _prompts_start_beside_others,
         _preempted_prompts_wait_their_turn,
+        _promised_prompts_wait_for_loads,
         _rests_too_early,
         _bells_ring_once,
         _nothing_is_held,
