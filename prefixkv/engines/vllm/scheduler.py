@@ -137,6 +137,7 @@ class SchedulerSide:
         self._recent: dict[int | tuple[str, int], None] = {}  # rooms, the oldest first
         # Consecutive steps in which nothing was ordered, computed or reported.
         self._quiet_steps = 0
+        self._has_yielded = False  # a request in this step, to the promised sends behind it
         self._wakeup_address, self._num_wakeup_senders = "", 0
         self._reported_gauges = dict.fromkeys(GAUGES, 0.0)
         self.flights = Flights()
@@ -263,6 +264,9 @@ class SchedulerSide:
         """
         rid = request.request_id
         num_free = self.holds.num_free
+        # Before all else: a preempted send holds blocks that any other request may lack.
+        if self.sends.must_yield(rid):
+            return None, False
         # 1. A promised send on prefill: the order law decides whether it may start.
         may_start = self.sends.may_start(rid, num_free, self._orders)
         if may_start is not None:
@@ -277,6 +281,8 @@ class SchedulerSide:
         is_waited_for = bool(self._wanted) or self.sends.has_promised_uncomputed
         grace_s = 0.0 if is_waited_for else self._options.offer_grace_s
         self.sends.make_room(need, grace_s, self._orders)
+        if self._must_yield(need):
+            return None, False
         # 3. Not a load, or one that has been opened already; and host memory has nothing of it.
         asks = rid in self._wanted or rid in self._followers
         hosted = self._in_host_memory(request, num_computed)
@@ -322,6 +328,18 @@ class SchedulerSide:
         if hosted:
             self._load_from_host(rid, num_computed, hosted)
         return missing, True
+
+    def _must_yield(self, need: int) -> bool:
+        """Return whether a request that lacks `need` blocks in vLLM lets promised sends go first.
+
+        vLLM asks of no request behind one for which blocks are lacking. Where loads have them,
+        these wait for another server, and it may wait for a promised send that is behind this
+        request. Only sends pass it: other requests keep their order, so that the loads under way
+        end, and no new one takes the blocks.
+        """
+        if need > 0 and self.sends.has_promised_uncomputed:
+            self._has_yielded |= any(not load.over for load in self._loads.values())
+        return self._has_yielded
 
     def _in_host_memory(self, request: Any, num_computed: int) -> int:
         """Return how many prompt tokens behind the first `num_computed` host memory has for vLLM:
@@ -539,6 +557,7 @@ class SchedulerSide:
         for rid, computed in zip(again.req_ids, again.num_computed_tokens, strict=True):
             self._compute(rid, computed, step)
         self.compute.step_scheduled()
+        self._has_yielded = False
         if self._host is not None:
             self._orders.copies += self._host.take_orders()
         # Everything ordered since the last step goes out together; the next step starts empty.

@@ -51,6 +51,7 @@ class _ScheduledSend:
     params: dict[str, Any] | None = None  # only of an offer: its answer's `kv_transfer_params`
     parent: str = ""  # only of an offer: the request that it is a choice of, or itself
     withdrawn: bool = False
+    request: Any = None  # vLLM's, until it ends; only of a promised send
 
     @property
     def is_offer(self) -> bool:
@@ -59,6 +60,19 @@ class _ScheduledSend:
     @property
     def computed(self) -> bool:
         return self.end == self.num_tokens
+
+    @property
+    def is_preempted(self) -> bool:
+        """True where vLLM has preempted a prompt that is computed in part, and has not resumed it.
+
+        What was handed over stays held.
+        """
+        return (
+            self.num_pages > 0
+            and not self.computed
+            and self.request is not None
+            and self.request.num_computed_tokens == 0
+        )
 
 
 @dataclass(slots=True)
@@ -141,7 +155,7 @@ class ScheduledSends:
             raise RequestError(f"room {ask.room} of {ask.decode} is in use by another request")
         self.rooms[room] = digest
         self.sends[rid] = _ScheduledSend(
-            room, num_tokens, self.num_ranks, self.num_ranks, self.now_s()
+            room, num_tokens, self.num_ranks, self.num_ranks, self.now_s(), request=request
         )
         orders.adds.append(Add(rid, ask.room, ask.decode, num_tokens, digest))
 
@@ -239,6 +253,18 @@ class ScheduledSends:
         need += sum(pages_for(one.num_tokens, self.block_size) - one.num_pages for one in others)
         self.make_room(need - num_free, 0.0, orders)
         return not others or need <= num_free
+
+    def must_yield(self, rid: str) -> bool:
+        """Return whether vLLM has to skip a waiting request, since a preempted send goes first.
+
+        A preempted prompt keeps the blocks that were handed over, until all of it is computed. A
+        request before it in vLLM's queue may need these blocks, and vLLM asks of no request behind
+        one for which blocks are lacking: so neither of them would ever go on.
+        """
+        preempted = {
+            one for one, send in self.sends.items() if send.is_preempted and one not in self.ending
+        }
+        return bool(preempted) and rid not in preempted
 
     @property
     def has_promised_uncomputed(self) -> bool:
@@ -364,7 +390,7 @@ class ScheduledSends:
         if send is None:
             return None
         # A computed send continues without its request: its blocks are held until `freed`.
-        send.left = True
+        send.left, send.request = True, None
         if not send.computed:
             orders.abort_sends[rid] = "prefill's request ended"
         return dict(send.params) if send.params is not None and not send.withdrawn else None

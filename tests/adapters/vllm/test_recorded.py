@@ -78,6 +78,7 @@ class Replay:
                 self.requests[call["request_id"]] = request_of(call)
                 side.on_new_request(self.requests[call["request_id"]])
             case "matched":
+                self.requests[rid].num_computed_tokens = 0  # else vLLM does not ask
                 result = side.count_loadable(self.requests[rid], call["computed"])
                 assert list(result) == call["result"]
             case "allocated":
@@ -99,6 +100,8 @@ class Replay:
 
     def step(self, call: dict[str, Any]) -> Any:
         again, tables = call["again"], call["tables"]
+        for rid, computed in [*call["new"], *again]:
+            self.requests[rid].num_computed_tokens = computed + call["scheduled"][rid]
         return SimpleNamespace(
             scheduled_new_reqs=[
                 SimpleNamespace(req_id=rid, num_computed_tokens=computed)

@@ -92,3 +92,82 @@ def _nothing() -> object:
     return SimpleNamespace(
         scheduled_new_reqs=[], scheduled_cached_reqs=empty, num_scheduled_tokens={}
     )
+
+
+# --- promised sends beside other requests ---------------------------------------------------------
+
+
+def both_roles() -> SchedulerSide:
+    made = SchedulerSide(options("d"), BLOCK, is_producer=True, is_consumer=True)
+    made.bind(BlockPool(24))
+    return made
+
+
+def promised(made: SchedulerSide, rid: str, room: int) -> Request:
+    params = {"do_remote_decode": True, "room": room, "decode": "other"}
+    request = Request(rid, [room * 100 + token for token in PROMPT], params)
+    made.on_new_request(request)
+    made.take_reports(WorkerReport(promised=[rid]), ())
+    return request
+
+
+def compute(made: SchedulerSide, request: Request, num_tokens: int) -> None:
+    """A step that computes so many more tokens of a request."""
+    step = SimpleNamespace(
+        scheduled_new_reqs=[
+            SimpleNamespace(req_id=request.request_id, num_computed_tokens=request.computed)
+        ],
+        scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
+        num_scheduled_tokens={request.request_id: num_tokens},
+        kv_connector_block_state=SimpleNamespace(get_block_ids=lambda rid: (list(range(8)),)),
+    )
+    made.orders(step)
+    request.computed += num_tokens
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_preempted_send_goes_before_all_others(ends: bool) -> None:
+    """It keeps what was handed over, and a request before it in vLLM's queue may need that."""
+    made = both_roles()
+    send, later = promised(made, "send", 1), promised(made, "later", 2)
+    plain, wanted = Request("plain", PROMPT), load("wanted", 3)
+    made.on_new_request(wanted)
+    assert made.count_loadable(send, 0) == (0, False)
+    made.allocated(send, range(8), 0)
+    compute(made, send, 14)
+    goes = {"later": (0, False), "plain": (0, False), "wanted": (30, True)}
+    others = later, plain, wanted
+    assert {one.request_id: made.count_loadable(one, 0) for one in others} == goes
+    send.computed = 0  # vLLM has preempted it
+    assert [made.count_loadable(one, 0) for one in others] == [(None, False)] * 3
+    assert made.count_loadable(send, 12) == (0, False)
+    if ends:
+        made.finished(send, [])
+    else:
+        made.allocated(send, range(8), 0)
+        send.computed = 12
+    assert {one.request_id: made.count_loadable(one, 0) for one in others} == goes
+
+
+def test_promised_sends_pass_a_request_that_lacks_the_blocks_of_loads() -> None:
+    """Other requests do not, or new loads could take its blocks again and again."""
+    made = both_roles()
+    loading = load("loading", 1)
+    made.on_new_request(loading)
+    made.allocated(loading, range(8), 30)
+    large, small = Request("large", range(25 * BLOCK)), Request("small", PROMPT)
+    # No promised send waits: vLLM's own order.
+    assert made.count_loadable(large, 0) == (0, False)
+    send = promised(made, "send", 2)
+    assert made.count_loadable(small, 0) == (0, False)
+    assert made.count_loadable(large, 0) == (None, False)
+    assert made.count_loadable(small, 0) == (None, False)
+    assert made.count_loadable(send, 0) == (0, False)
+    # In the next step, and when the load is over.
+    made.orders(_nothing())
+    assert made.count_loadable(small, 0) == (0, False)
+    assert made.count_loadable(large, 0) == (None, False)
+    made.orders(_nothing())
+    made.take_reports(WorkerReport(settled=["loading"]), ["loading"])
+    assert made.count_loadable(large, 0) == (0, False)
+    made.check_invariants()

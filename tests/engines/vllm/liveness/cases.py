@@ -65,9 +65,18 @@ def at_random(seed: int) -> Case:
     return replace(case, compute_below=0 if case.recompute_below else below)
 
 
-def with_host(seed: int) -> Case:
+def with_both(seed: int) -> Case:
+    """A case of `with_host` with two servers of both roles. Half of them have no host memory."""
+    case, chance = with_host(seed, both=True), random.Random(-1 - seed)
+    blocks = chance.choice((case.blocks, (24, 24), (24, 24), (34, 24)))
+    case = replace(case, blocks=blocks)
+    return case if chance.random() < 0.5 else replace(case, host="", copies_fail=0.0)
+
+
+def with_host(seed: int, *, both: bool = False) -> Case:
     """A case with host memory: a few prompts that are asked again and again, of which two or three
-    fill decode's cache, so that they evict each other there. Clients leave at any time."""
+    fill decode's cache, so that they evict each other there. Clients leave at any time. `both`:
+    with servers of both roles, which a fifth of the cases has anyway."""
     chance = random.Random(seed)
     num = chance.choice((6, 8, 10))
     shared = chance.choice((0, 0, 2 * BLOCK))
@@ -75,15 +84,13 @@ def with_host(seed: int) -> Case:
     for i in range(chance.choice((2, 3, 3, 4))):
         own = (i, chance.choice(LENGTHS) - 2 * BLOCK)
         words.append(((100, shared), own) if shared else (own,))
-    both = chance.random() < 0.2
+    both = (chance.random() < 0.2) or both
     kinds = chance.choice((("plain",), ("room",), ("room", "plain"), ("room", "plain", "drawn")))
     asks = []
     for i in range(num):
         word = words[i % len(words)] if chance.random() < 0.7 else chance.choice(words)
         more = ((50 + i, chance.choice((1, 3, 9))),) if chance.random() < 0.4 else ()
-        # A server of both roles may preempt a promised prompt, and hold it, behind a request that
-        # then needs these blocks: with host memory or without. So outputs are short there.
-        num_out = chance.choice((1, 3) if both else (1, 3, 8, 20))
+        num_out = chance.choice((1, 3, 8, 20))
         way = chance.choice(("ab", "ba")) if both else "ab"
         asks.append(Ask(chance.choice(kinds), word + more, num_out, way))
     order = arrivals(tuple(ask.kind for ask in asks))
@@ -139,6 +146,13 @@ def _once() -> dict[str, Case]:
     cut_short = Ask("drawn", shared, 1), Ask("room", beside, 1)
     across = (Ask("drawn", long), Ask("drawn", one, way="ba"))
     loads = tuple(Ask("room", ((i, 10 * BLOCK),), way="ab" if i < 2 else "ba") for i in range(4))
+    grows = Ask("plain", ((0, 50),), 20), Ask("room", ((1, 41),), 1, way="ba")
+    in_between = (
+        Ask("room", ((0, 10 * BLOCK),), way="ba"),
+        Ask("plain", ((1, 54),), 20),
+        Ask("room", ((2, 30),)),
+        Ask("plain", ((3, 54),), 20, way="ba"),
+    )
     return {
         # Prefill has computed and holds request 0, decode waits for request 1.
         "ordered": Case(rooms, first_at_each, "rest"),
@@ -159,6 +173,13 @@ def _once() -> dict[str, Case]:
         ),
         # Two prompts that are half computed hold what each other lacks.
         "halves": Case(rooms, ("D0", "D1", "P0", "P1"), "none", blocks=(24, 200), share=8),
+        # On each server a request is preempted for which a load leaves too few blocks. The prompts
+        # for which the loads wait are behind it.
+        "behind what loads": Case(
+            in_between, ("P0", "D0", "D1", "P2", "D2", "D3"), "none", both=True
+        ),
+        # A promised prompt is preempted for a request that then needs more than is left beside it.
+        "behind what grew": Case(grows, ("D0", "D1", "P1"), "none", share=5, both=True),
     }
 
 

@@ -5,6 +5,7 @@
     python -m tests.engines.vllm.liveness.explore --seconds 3600    all orders, then random cases
     python -m tests.engines.vllm.liveness.explore --seed 7000 --seconds 600      random cases only
     python -m tests.engines.vllm.liveness.explore --host --seconds 600      with host memory
+    python -m tests.engines.vllm.liveness.explore --both --seconds 600      servers of both roles
     python -m tests.engines.vllm.liveness.explore --mutants         each has to be found
     python -m tests.engines.vllm.liveness.explore --case '{...}' -v          as a failure printed it
     python -m tests.engines.vllm.liveness.explore --mutant old_order --case ordered -v
@@ -27,7 +28,7 @@ from itertools import count, islice
 from typing import Any
 
 from tests.engines.vllm.liveness.case import Case
-from tests.engines.vllm.liveness.cases import ONCE, at_random, every_order, with_host
+from tests.engines.vllm.liveness.cases import ONCE, at_random, every_order, with_both, with_host
 from tests.engines.vllm.liveness.failures import failure_of, kind_of, shortest
 from tests.engines.vllm.liveness.mutants import HOST_MUTANTS, MUTANTS, mutated
 from tests.engines.vllm.liveness.world import run
@@ -88,9 +89,12 @@ def short_profile() -> Iterator[Case]:
     yield from islice(every_order(2, ("different", "all share", "prefix"), PACES), 0, None, 13)
     yield from map(at_random, range(320))
     yield from map(with_host, range(160))
+    yield from map(with_both, range(100))
 
 
-def long_profile(seed: int | None, host: bool) -> Iterator[Case]:
+def long_profile(seed: int | None, host: bool, both: bool) -> Iterator[Case]:
+    if both:
+        yield from map(with_both, count(seed or 0))
     if host:
         yield from map(with_host, count(seed or 0))
     if seed is None:
@@ -110,6 +114,7 @@ def main() -> int:
     parser.add_argument("--mutants", action="store_true", help="only these")
     parser.add_argument("--seconds", type=float, default=0.0, help="the long profile")
     parser.add_argument("--host", action="store_true", help="the long profile of host memory")
+    parser.add_argument("--both", action="store_true", help="the long profile of both roles")
     parser.add_argument("--seed", type=int, help="of the first random case, without all orders")
     parser.add_argument("--most-failures", type=int, default=20)
     options = parser.parse_args()
@@ -126,7 +131,10 @@ def main() -> int:
     failed = False
     if not options.mutants:
         is_long = bool(options.seconds)
-        cases = long_profile(options.seed, options.host) if is_long else short_profile()
+        if is_long:
+            cases = long_profile(options.seed, options.host, options.both)
+        else:
+            cases = short_profile()
         until_s = time.monotonic() + options.seconds if is_long else float("inf")
         with mutated(options.mutant):
             explored = explore(cases, until_s, options.most_failures)

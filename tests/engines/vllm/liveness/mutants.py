@@ -102,6 +102,16 @@ def _prompts_start_beside_others(patch: Patch) -> None:
     patch(ScheduledSends, "may_start", asked)
 
 
+def _preempted_prompts_wait_their_turn(patch: Patch) -> None:
+    """Whatever vLLM preempted later goes before a preempted prompt, which holds blocks."""
+    patch(ScheduledSends, "must_yield", lambda self, rid: False)
+
+
+def _promised_prompts_wait_for_loads(patch: Patch) -> None:
+    """They wait behind a request that needs blocks of loads."""
+    patch(SchedulerSide, "_must_yield", lambda self, need: False)
+
+
 def _rests_too_early(patch: Patch) -> None:
     patch(scheduler_module, "QUIET_STEPS", 0)
 
@@ -272,6 +282,8 @@ MUTANTS: dict[str, Callable[[Patch], None]] = {
         _aborts_are_lost,
         _loads_take_all,
         _prompts_start_beside_others,
+        _preempted_prompts_wait_their_turn,
+        _promised_prompts_wait_for_loads,
         _rests_too_early,
         _bells_ring_once,
         _nothing_is_held,
