@@ -214,9 +214,9 @@ def _aborted_loads_are_forgotten(patch: Patch) -> None:
     finished, ended = HostBlocks.finished, WorkerSide._end_load
     left: set[str] = set()
 
-    def left_behind(self: Any, rid: str, hashes: Any, blocks: Any) -> None:
-        left.update({rid} & self._load_of.keys())
-        finished(self, rid, hashes, blocks)
+    def left_behind(self: Any, request: Any, *given: Any) -> None:
+        left.update({request.request_id} & self._load_of.keys())
+        finished(self, request, *given)
 
     def heard(self: Any, rid: str, failed: bool) -> None:
         if rid not in left:
