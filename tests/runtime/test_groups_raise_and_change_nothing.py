@@ -237,6 +237,8 @@ class Groups:
         self.ended: list[Any] = []
         self.running = self._begin(1)
         self.computing = self._compute(2)
+        # What is still on its way of the first room would change the pictures later.
+        until(lambda: len(self.ended) == 1 and self.decode.num_rooms == 1, step=self.step)
 
     def step(self) -> None:
         self.decode.pop_preallocated()
@@ -416,6 +418,7 @@ def test_a_request_of_another_worker_is_refused_by_name(groups: Groups) -> None:
         # Also one that has ended there: of its own a node takes it, and does nothing.
         others.decode.abort("r1")
         others.prefill.abort("r2")
+        until(lambda: not others.decode.num_rooms, step=others.step)  # as decode has heard of it
         before = groups.picture(), others.picture()
         for call in (
             lambda: decode.append_many([running], [7]),
