@@ -126,9 +126,9 @@ class PagedRequest(Generic[State]):
         """Return what a paged request has in a window group: the number of its first page there,
         and page ids from it on, a read-only view, valid until the next call on the node.
 
-        Raises KeyError for a group that there is not.
+        Raises CallerError for a group that there is not.
         """
-        group = {group.name: group for group in self.page_manager.windows}[name]
+        group = self.page_manager.windows.named(name)
         if self.pages_held is None:
             return WindowPages(0, np.empty(0, dtype=np.int32))
         return group.row(self.pages_held.row)

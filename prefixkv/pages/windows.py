@@ -24,7 +24,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from prefixkv.errors import CallerError, InternalError, OutOfPagesError, check_laws
+from prefixkv.errors import CallerError, InternalError, OutOfPagesError, check_laws, shown
 from prefixkv.pages.allocator import PageAllocator, PageState
 from prefixkv.paging import Pages, pages_for
 
@@ -317,6 +317,15 @@ class WindowGroups(tuple[WindowGroup, ...]):
         """Make the window groups of a worker. `is_shared`: checkpoints keep pages of them."""
         groups = (WindowGroup(spec, page_size, num_requests, is_shared) for spec in specs)
         return super().__new__(cls, groups)
+
+    def named(self, name: str) -> WindowGroup:
+        """Return the window group of this name. Raises CallerError if there is none."""
+        found = next(
+            (group for group in self if isinstance(name, str) and group.name == name), None
+        )
+        if found is None:
+            raise CallerError(f"there is no window group {shown(name)}")
+        return found
 
     def fit(self, start: WindowStart) -> bool:
         """Return whether a request that begins there has room in all window groups; what it shares

@@ -31,7 +31,8 @@ class PrefillJournal(Journal):
     def started(self, req: PrefillRequest, cut_tokens: int, now_s: float) -> None:
         """Write down in prefill's journal that the engine may compute a request, of which it has
         the KV of `cut_tokens` behind the checkpoint that it goes on from."""
-        self.counters["cut_tokens"] += cut_tokens
+        if cut_tokens:
+            self.counters["cut_tokens"] += cut_tokens
         self.counters["prompt_tokens"] += req.num_tokens
         self.counters["hit_tokens"] += req.prefix_len
         self.counters["decode_hit_tokens"] += req.decode_prefix_len

@@ -402,8 +402,7 @@ class Replica:
     def window_pages(self, row: int, name: str) -> WindowPages:
         """Return what the request in this row has, on this replica, in a window group; see
         `PagedRequest.window_pages`."""
-        groups = {group.name: group for group in self.page_manager.windows}
-        return groups[name].row(self._pages_held(row).row)
+        return self.page_manager.windows.named(name).row(self._pages_held(row).row)
 
     def slot(self, row: int) -> int:
         """Return the slot of extra state, on this replica, of the request in this row, -1 if there

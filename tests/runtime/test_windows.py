@@ -22,7 +22,7 @@ from prefixkv.config import (
 )
 from prefixkv.control.effects import FrameReceived
 from prefixkv.digest import prompt_digest
-from prefixkv.errors import AbortedError, PageStateError, RequestError
+from prefixkv.errors import AbortedError, CallerError, PageStateError, RequestError
 from prefixkv.memory.kv_pool import KVPool, PoolGroup
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_layout import StateTensor
@@ -258,8 +258,9 @@ def test_a_group_that_there_is_not_has_no_pages() -> None:
     with WindowPair(**QUICKLY) as pair:
         req = pair.submit("a", [1, 2, 3])
         assert req.window_pages("sliding").ids.size == 0
-        with pytest.raises(KeyError):
-            req.window_pages("draft")
+        for name in ("draft", {1}, 7):
+            with pytest.raises(CallerError, match="there is no window group"):
+                req.window_pages(name)  # type: ignore[arg-type]
         with pytest.raises(RequestError):
             pair.prefill.save_state(None, 4)  # type: ignore[arg-type]
 
