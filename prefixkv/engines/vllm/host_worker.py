@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 from prefixkv import HostConfig, KVPool
 from prefixkv.engines.vllm.orders import CopyEnd, CopyOrder
 from prefixkv.spi import DeviceEvent, HostCopy, HostCopyDone, HostMemory, Inbox
@@ -21,9 +23,14 @@ class WorkerHost:
 
     def __init__(self, pool: KVPool, config: HostConfig, rank: int, name: str) -> None:
         self._rank = rank
-        self._memory = HostMemory(pool, config, name)
-        self._ends: Inbox[HostCopyDone] = Inbox()
-        self._memory.start(self._ends.put)
+        # The memory, which is large, and the descriptor are given back if the threads do not start.
+        with ExitStack() as undo:
+            self._memory = HostMemory(pool, config, name)
+            undo.callback(self._memory.close)
+            self._ends: Inbox[HostCopyDone] = Inbox()
+            undo.callback(self._ends.close)
+            self._memory.start(self._ends.put)
+            undo.pop_all()
         self._writes: list[HostCopy] = []  # that wait for the kernels of a step to be queued
         self._loads: dict[int, str] = {}  # under way: the request of each
         self._num_reported = -1

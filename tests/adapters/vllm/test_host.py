@@ -21,6 +21,7 @@ from prefixkv.engines.vllm.scheduler import SchedulerSide
 from prefixkv.errors import ConfigError
 from prefixkv.memory.page_copy import CpuPageCopy
 from prefixkv.protocol.host_copy import HostCopy
+from prefixkv.spi import HostMemory, Inbox
 from tests.adapters.vllm.conftest import MakeServers, Servers
 from tests.adapters.vllm.standin import BLOCK, BlockPool, Engine, Request, options
 from tests.adapters.vllm.test_transfers import blocks_sent, error_of
@@ -498,6 +499,29 @@ def test_cache_events_follow_what_is_in_host_memory() -> None:
 
 
 # --- the worker's side ----------------------------------------------------------------------------
+
+
+def test_a_worker_whose_copies_do_not_start_gives_its_host_memory_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    closed: list[str] = []
+
+    def fails(self: HostMemory, sink: object) -> None:
+        raise RuntimeError("no thread")
+
+    for kind in (HostMemory, Inbox):
+        close = kind.close
+
+        def noted(self: Any, name: str = kind.__name__, close: Any = close) -> None:
+            closed.append(name)
+            close(self)
+
+        monkeypatch.setattr(kind, "close", noted)
+    monkeypatch.setattr(HostMemory, "start", fails)
+    pool = KVPool.from_tensors([torch.zeros(4, 8, 1)])
+    with pytest.raises(RuntimeError, match="no thread"):
+        WorkerHost(pool, HostConfig(num_pages=8), 0, "d")
+    assert sorted(closed) == ["HostMemory", "Inbox"]
 
 
 class Event:
