@@ -26,6 +26,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from prefixkv.errors import ClosedError
+from prefixkv.pages.allocator import PageAllocator
 from prefixkv.prefill.request import PrefillState
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
 from prefixkv.stats import Histogram, Journal
@@ -91,7 +92,18 @@ def _transfers(node: Node) -> Samples:
 
 def _pages(node: Node) -> Samples:
     """Yield the pages of the pool as samples of a node's metric, by state."""
-    pages = node.scheduler.pages.allocator
+    yield from _by_state(node.scheduler.pages.allocator)
+
+
+def _window_pages(node: Node) -> Samples:
+    """Yield the pages of window groups as samples of a node's metric, by group and state."""
+    for group in node.scheduler.pages.windows:
+        for state, number in _by_state(group.allocator):
+            yield (group.name, *state), number
+
+
+def _by_state(pages: PageAllocator) -> Samples:
+    """Yield the pages of an allocator as samples of a node's metric, by state."""
     yield ("free",), pages.free_pages
     yield ("owned",), pages.owned_pages
     yield ("cached",), pages.cached_pages
@@ -260,6 +272,7 @@ BOTH = (
     _gauge("recent_hit_ratio", _HIT_RATIO, _recent_ratio, "namespace"),
     _counter("transfers", "Transfers that ended.", _transfers, "peer", "outcome"),
     _gauge("pages", "Pages of the pool by state.", _pages, "state"),
+    _gauge("window_pages", "Pages of window groups by state.", _window_pages, "group", "state"),
     _gauge(
         "evictable_pages", "Cached pages that no lock covers.",
         _value(lambda node: node.scheduler.pages.cache.evictable_pages),

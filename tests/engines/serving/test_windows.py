@@ -50,10 +50,13 @@ def test_turns_are_answered_as_generate_does_and_hit(
                 before = len(prompt)
         at_rest(serve)
         for role in ("decode", "prefill"):
-            figures = serve.figures(f"{role}-0")
-            assert not any(
-                number for name, number in figures.items() if "window_pages_owned" in name
-            )
+            figures, node = serve.figures(f"{role}-0"), f'node="{role}-0"'
+            pages = {
+                state: figures[f'prefixkv_window_pages{{group="sliding",{node},state="{state}"}}']
+                for state in ("free", "owned", "cached", "held")
+            }
+            assert pages["owned"] == pages["held"] == 0 < pages["free"]
+            assert (pages["cached"] > 0) == (role == "prefill")
 
 
 @pytest.mark.slow
