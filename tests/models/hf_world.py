@@ -31,7 +31,8 @@ _CONTROL = ControlConfig(
     longest_wait_s=100 * NEVER_S,
 )  # fmt: skip
 # Logits on pages differ from those of one forward by about 1e-5: sums are formed in another order.
-NEAR = 1e-4
+# With states it is up to 1e-4 for Qwen3-Next, also without pages, and 1 where a state is wrong.
+NEAR, NEAR_WITH_STATES = 1e-4, 1e-3
 # A model that computes in no time, on the device of the tests.
 TINY = {
     "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
@@ -172,6 +173,7 @@ class Reference:
 
     def __init__(self, model: PagedModel) -> None:
         self.model = unpaged_copy(model)
+        self.near = NEAR_WITH_STATES if model.layers.parts else NEAR
 
     @torch.inference_mode()
     def greedy(self, tokens: Any, num: int) -> list[int]:
@@ -208,13 +210,15 @@ class Reference:
         for token, one, row in zip(tokens[-len(given) :], given, rows, strict=True):
             assert one is not None
             assert one.token == token
-            assert abs(one.logprob - row[token]) < NEAR
+            assert abs(one.logprob - row[token]) < self.near
             likely, values = zip(*one.top, strict=True) if one.top else ((), ())
             assert len({*likely}) == num_top
             assert list(values) == sorted(values, reverse=True)
-            assert np.abs(row[list(likely)] - np.array(values)).max(initial=0) < NEAR
+            assert np.abs(row[list(likely)] - np.array(values)).max(initial=0) < self.near
             # No token that is missing is likelier than one that is there, but for rounding.
-            assert np.abs(np.sort(row)[::-1][:num_top] - np.array(values)).max(initial=0) < NEAR
+            assert (
+                np.abs(np.sort(row)[::-1][:num_top] - np.array(values)).max(initial=0) < self.near
+            )
             # A client compares the two numbers to see whether the token is the greedy one.
             assert all(value == one.logprob for other, value in one.top if other == token)
 
@@ -222,7 +226,8 @@ class Reference:
         """Whether two answers part at a token where both are as likely, but for rounding."""
         at = next(i for i, pair in enumerate(zip(said, other, strict=False)) if len({*pair}) > 1)
         row = self.logits([*tokens, *said[: at + 1]], 1)[0]
-        return bool(abs(row[said[at]] - row[other[at]]) < NEAR and row.max() - row[said[at]] < NEAR)
+        apart = abs(row[said[at]] - row[other[at]]), row.max() - row[said[at]]
+        return bool(max(apart) < self.near)
 
 
 def choose_plainly(
