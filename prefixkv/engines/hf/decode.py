@@ -26,7 +26,7 @@ from prefixkv import (
     PrefixKVError,
     Request,
 )
-from prefixkv.engines.hf.draft import Drafting
+from prefixkv.engines.hf.drafting import Drafting
 from prefixkv.engines.hf.identity import with_model
 from prefixkv.engines.hf.logprobs import MAX_PROMPT_NUMBERS, TokenLogprob
 from prefixkv.engines.hf.models import PagedModel

@@ -163,7 +163,7 @@ class PagedModel:
         """
         if self.keeps:
             raise ConfigError(f"draft: the model has {self.keeps} a draft cannot go on from")
-        self.draft = DraftHead(self, seed, **sizes)
+        self.draft = DraftHead(self.model, seed, **sizes)
 
     def make_pool(
         self, num_pages: int, page_size: int = 16, order: str = "layer_major",

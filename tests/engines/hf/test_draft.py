@@ -16,7 +16,8 @@ from benchmarks.hybrid_models import config_of
 from prefixkv import ComputeConfig, HostConfig
 from prefixkv.engines.hf import DecodeEngine, PagedModel, PrefillEngine, Sampling, make_model
 from prefixkv.engines.hf import attention as attention_module
-from prefixkv.engines.hf.draft import DraftHead, Drafting, DraftPart, pack_hidden, unpack_hidden
+from prefixkv.engines.hf.draft import DraftHead, DraftPart, pack_hidden, unpack_hidden
+from prefixkv.engines.hf.drafting import Drafting
 from prefixkv.errors import ConfigError
 from tests.models.draft_pass import OFF, Watch, fit, hidden_states, one_pass, plain_draft
 from tests.models.hf_workload import Found, Storm, compare, run_round
@@ -408,11 +409,11 @@ def test_a_pool_without_the_drafts_group_is_refused(made: PagedModel) -> None:
 
 def test_a_head_has_sizes_that_can_be(made: PagedModel) -> None:
     with pytest.raises(ConfigError, match="head_dim of a draft is 7"):
-        DraftHead(made, head_dim=7)
+        DraftHead(made.model, head_dim=7)
     with pytest.raises(ConfigError, match="num_heads"):
-        DraftHead(made, num_heads=0)
+        DraftHead(made.model, num_heads=0)
     with pytest.raises(ConfigError, match="num_heads of a draft is 3"):
-        DraftHead(made, num_heads=3, num_kv_heads=2)
+        DraftHead(made.model, num_heads=3, num_kv_heads=2)
 
 
 def test_parts_of_several_texts_are_written_at_once(made: PagedModel, plain: Reference) -> None:
