@@ -71,7 +71,7 @@ class Node(OneThread, Generic[C, To, E]):
         pages.clock, self.evictions = time.perf_counter, pages.evictions
         # Decode's pages count whatever checkpoints it has: prefill sends what belongs to the end.
         at_checkpoints = (
-            isinstance(self.scheduler, PrefillScheduler) and pages.checkpoints is not None
+            isinstance(self.scheduler, PrefillScheduler) and self.scheduler.at_checkpoints
         )
         self._feed = EventFeed(pages.cache, *self.peer_id, at_checkpoints=at_checkpoints)
         self._host_feed: EventFeed | None = None
