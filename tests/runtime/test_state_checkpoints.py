@@ -123,7 +123,7 @@ def test_a_next_turn_computes_what_is_new(step: int) -> None:
 def test_sockets_tell_routers_of_checkpoints() -> None:
     """One beside the pages of each turn, and its end where another takes its slot."""
     free = "tcp://127.0.0.1:*"
-    events = KVEventsConfig(free, free, free, checkpoints=True, heartbeat_s=0.05)
+    events = KVEventsConfig(free, free, free, checkpoint_blocks=True, heartbeat_s=0.05)
     with Pair(checkpoints=2, kv_events=events) as pair:
         subscriber = Subscriber(pair.prefill.kv_events, 4, groups=True)
         try:

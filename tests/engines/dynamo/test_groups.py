@@ -1,6 +1,6 @@
 """A worker with checkpoints publishes to Dynamo's indexer and its selection service, with
-`checkpoints`: these count the pages of the first group, as without. What becomes of a checkpoint,
-which is a block with the hash of a page, is not taken for what becomes of the page. See
+`checkpoint_blocks`: these count the pages of the first group, as without. What becomes of a
+checkpoint, which is a block with the hash of a page, is not taken for what becomes of the page. See
 `test_fleet.py`."""
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def test_services_count_pages_beside_checkpoints(tmp_path: Path) -> None:
     points = Checkpoints(cache, POOL, 4)
     free, saved = list(range(POOL)), 0
     worker = PeerId("prefill-0", 7)
-    config = KVEventsConfig(FREE, FREE, FREE, heartbeat_s=0.1, checkpoints=True)
+    config = KVEventsConfig(FREE, FREE, FREE, heartbeat_s=0.1, checkpoint_blocks=True)
     with ExitStack() as stack:
         publisher = stack.enter_context(
             closing(KVEventPublisher(config, worker, "model", PAGE_SIZE))
