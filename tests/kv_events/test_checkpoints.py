@@ -174,7 +174,7 @@ def test_without_the_setting_nothing_is_said_of_them() -> None:
 
 def test_the_setting_needs_groups_of_blocks() -> None:
     assert KVEventsConfig(checkpoint_blocks=True).checkpoint_blocks
-    with pytest.raises(ConfigError, match="checkpoint_blocks: dialect .sglang. has no groups"):
+    with pytest.raises(ConfigError, match="checkpoint_blocks: dialect 'sglang' has no groups"):
         KVEventsConfig(checkpoint_blocks=True, dialect="sglang")
 
 

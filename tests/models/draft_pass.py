@@ -78,11 +78,11 @@ def fit(reference: Reference, head: DraftHead, texts: list[list[int]], steps: in
     by = torch.optim.Adam(weights, 3e-3)
     data = [(text, hidden_states(reference, text)) for text in texts]
     for _ in range(steps):
-        loss = torch.zeros(())
+        loss = torch.zeros((), device=reference.model.device)
         for text, hidden in data:
             before = torch.cat([hidden.new_zeros(1, head.width), hidden[:-1]])
             logits = plain_draft(head, before, text)[2]
-            loss = loss + F.cross_entropy(logits[:-1], torch.tensor(text[1:]))
+            loss = loss + F.cross_entropy(logits[:-1], torch.tensor(text[1:], device=logits.device))
         by.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         by.step()

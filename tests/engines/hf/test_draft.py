@@ -19,6 +19,7 @@ from prefixkv.engines.hf import attention as attention_module
 from prefixkv.engines.hf.draft import DraftHead, DraftPart, pack_hidden, unpack_hidden
 from prefixkv.engines.hf.drafting import Drafting
 from prefixkv.errors import ConfigError
+from tests.models.devices import DEVICE
 from tests.models.draft_pass import OFF, Watch, fit, hidden_states, one_pass, plain_draft
 from tests.models.hf_workload import Found, Storm, compare, run_round
 from tests.models.hf_world import TINY, Answer, Reference, World
@@ -89,7 +90,7 @@ def test_turns_guess_from_kv_that_was_sent_and_cached(
 
 def _without_states(drafting: Drafting, req: Any) -> bytes:
     rest, _ = unpack_hidden(req.aux, req.kv_len, drafting._head)
-    drafting._states[req] = req.kv_len - 1, torch.zeros(1, drafting._head.width)
+    drafting._states[req] = req.kv_len - 1, torch.zeros(1, drafting._head.width, device=DEVICE)
     return rest
 
 
@@ -228,7 +229,7 @@ def test_prompts_log_probabilities_come_with_a_draft(made: PagedModel, plain: Re
         world.at_rest()
 
 
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [1])
 def test_random_requests_are_answered_as_by_the_model(
     made: PagedModel, plain: Reference, seed: int
 ) -> None:
@@ -240,7 +241,7 @@ def test_random_requests_are_answered_as_by_the_model(
 
 @pytest.mark.parametrize(
     ("seed", "rounds"),
-    [(0, 4), *(pytest.param(seed, 12, marks=pytest.mark.slow) for seed in range(1, 4))],
+    [(0, 4), pytest.param(1, 12, marks=pytest.mark.slow)],
 )
 def test_a_storm_of_conversations_with_few_pages(
     made: PagedModel, plain: Reference, seed: int, rounds: int
@@ -317,7 +318,7 @@ def test_a_token_that_is_computed_again_is_not_written(made: PagedModel, num: in
 def test_hidden_states_are_packed_behind_what_else_is_sent(made: PagedModel) -> None:
     head = made.draft
     assert head is not None
-    state = torch.randn(head.width)
+    state = torch.randn(head.width, device=DEVICE)
     aux = b"first" + pack_hidden(state, 40)
     rest, found = unpack_hidden(aux, 40, head)
     assert rest == b"first"
