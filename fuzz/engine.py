@@ -23,7 +23,8 @@ from tests.models.hf_world import TINY, Reference
 
 DRAFTED = "llama_draft"  # with a draft head
 KINDS = (
-    "llama", "qwen3", "mistral", "qwen3_next", "granitemoehybrid", "gemma3_text", "gpt_oss", DRAFTED,
+    "llama", "qwen3", "mistral", "qwen3_next", "granitemoehybrid", "gemma3_text", "gpt_oss",
+    DRAFTED,
 )  # fmt: skip
 
 
