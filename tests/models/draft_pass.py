@@ -156,7 +156,7 @@ class Watch:
                 found.append(head.logits(hidden))
                 return found[-1]
 
-            width, both = head.width, head.both
+            both, aux_bytes = head.both, head.aux_bytes
 
         found: list[torch.Tensor] = []
 

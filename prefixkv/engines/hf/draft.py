@@ -105,6 +105,11 @@ class DraftHead(torch.nn.Module):
             self.register_parameter(name, torch.nn.Parameter(weight, requires_grad=False))
         self.name = f"draft {weights_digest(self)}"
 
+    @property
+    def aux_bytes(self) -> int:
+        """Bytes that `pack_hidden` takes of a room's `aux` for this draft."""
+        return _BEHIND.size + self.width * self.both.dtype.itemsize
+
     @torch.inference_mode()
     def forward(self, flat: FlatPool, parts: Sequence[DraftPart]) -> torch.Tensor:
         """Write the draft KV of some slots of several texts to pages, and return the head's own
@@ -188,10 +193,10 @@ def unpack_hidden(
 
     Raises ValueError for an `aux` that is too short.
     """
-    num_bytes = head.width * head.both.dtype.itemsize
-    rest, packed = aux[: -_BEHIND.size - num_bytes], aux[-_BEHIND.size - num_bytes :]
-    if len(packed) != _BEHIND.size + num_bytes:
-        raise ValueError(f"aux of {len(aux)} bytes, a hidden state has {num_bytes} and a number")
+    num_bytes = head.aux_bytes
+    rest, packed = aux[:-num_bytes], aux[-num_bytes:]
+    if len(packed) != num_bytes:
+        raise ValueError(f"aux of {len(aux)} bytes, a hidden state has {num_bytes}")
     # That of an earlier attempt: nothing was sent for this one.
     if _BEHIND.unpack_from(packed)[0] != num_tokens:
         return rest, None

@@ -32,6 +32,7 @@ from prefixkv.spi import ConfigError, RequestError, at_least
 OnPrompt = Callable[[PromptPart], None]
 
 _AT_ONCE: Final = 16  # limit of prompts that are begun in one pass
+_MOST_FIRST_BYTES: Final = 256  # of `aux`, for the first token with its log-probabilities
 _IDLE_S: Final = 0.1  # longest rest, after which deadlines are checked
 _STATE_SLOTS: Final = 32  # most prompts with a state that are computed or on their way at once
 
@@ -105,6 +106,9 @@ class PrefillEngine:
         self.states: StateMemory | None = None
         self._free_slots: list[int] = []
         check_prefill_config(config, model.keeps)
+        if model.draft is not None:
+            needed = _MOST_FIRST_BYTES + model.draft.aux_bytes
+            at_least(needed, **{"control.max_aux_bytes": config.control.max_aux_bytes})
         if model.keeps and config.cache and not config.checkpoints:
             layout = pool.layout
             num = model.num_checkpoints(layout.num_pages, layout.page_size)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks.hybrid_models import config_of
-from prefixkv import ComputeConfig, HostConfig
+from prefixkv import ComputeConfig, ControlConfig, HostConfig, PrefillConfig
 from prefixkv.engines.hf import DecodeEngine, PagedModel, PrefillEngine, Sampling, make_model
 from prefixkv.engines.hf import attention as attention_module
 from prefixkv.engines.hf.draft import DraftHead, DraftPart, pack_hidden, unpack_hidden
@@ -90,7 +90,10 @@ def test_turns_guess_from_kv_that_was_sent_and_cached(
 
 def _without_states(drafting: Drafting, req: Any) -> bytes:
     rest, _ = unpack_hidden(req.aux, req.kv_len, drafting._head)
-    drafting._states[req] = req.kv_len - 1, torch.zeros(1, drafting._head.width, device=DEVICE)
+    drafting._states[req] = (
+        req.kv_len - 1,
+        torch.zeros(1, drafting._model.draft.width, device=DEVICE),
+    )
     return rest
 
 
@@ -406,6 +409,12 @@ def test_a_pool_without_the_drafts_group_is_refused(made: PagedModel) -> None:
         DecodeEngine(made, plain.make_pool(8))
     with pytest.raises(ConfigError, match="groups with windows of"):
         DecodeEngine(plain, made.make_pool(8))
+
+
+def test_a_hidden_state_that_does_not_fit_its_room_is_refused_at_once(made: PagedModel) -> None:
+    control = ControlConfig(max_aux_bytes=500)
+    with pytest.raises(ConfigError, match=r"control.max_aux_bytes"):
+        PrefillEngine(made, made.make_pool(8), PrefillConfig(control=control))
 
 
 def test_a_head_has_sizes_that_can_be(made: PagedModel) -> None:
