@@ -14,18 +14,17 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixkv.cache.node import PAGE_ID_BYTES, Packed
-from prefixkv.cache.radix_key import common_pages
 
 Runs: TypeAlias = list[tuple[int, int]]
 """(first, end) of runs of neighbouring page ids, in the order of the ids."""
 
-MAX_RUNS = 8
+MAX_RUNS = 4
 """Limit of runs that are looked at one by one."""
 
 SHORT_PAGES = 8
 """Where the first runs are shorter than this on average, very many are taken to follow."""
 
-_FIRST_RUNS = 3
+_FIRST_RUNS = 2
 
 
 class PageFlags:
@@ -64,11 +63,11 @@ def packed_range(num_pages: int) -> bytes:
     return np.arange(num_pages, dtype=np.int32).tobytes()
 
 
-def page_runs(packed: Packed, ids: bytes, limit: int = MAX_RUNS) -> Runs | None:
+def page_runs(packed: Packed, ids: bytes) -> Runs | None:
     """Return packed page ids, as a tree's node has them, as runs of neighbours; None if they form
-    more than `limit`, or seem to.
+    more than `MAX_RUNS`, or seem to.
 
-    O(runs * log(pages)), and one memcmp over the ids. An id that is not in `ids` is a run of its
+    One memcmp for a single run, else O(runs * pages). An id that is not in the pool is a run of its
     own.
 
     Args:
@@ -80,20 +79,30 @@ def page_runs(packed: Packed, ids: bytes, limit: int = MAX_RUNS) -> Runs | None:
     runs: Runs = []
     at, end = 0, len(packed)
     while at < end:
-        if len(runs) == limit or (len(runs) == _FIRST_RUNS and _seem_short(at, end)):
+        if len(runs) == MAX_RUNS or (len(runs) == _FIRST_RUNS and _seem_short(at, end)):
             return None
         # As a number without a sign: a negative id is then far beyond `ids`, like any other that is
         # not in the pool.
         first = int.from_bytes(packed[at : at + PAGE_ID_BYTES], sys.byteorder)
         rest = packed[at:] if at else packed
-        known = ids[first * PAGE_ID_BYTES : first * PAGE_ID_BYTES + len(rest)]
-        count = common_pages(known, rest, 1, len(rest) // PAGE_ID_BYTES, PAGE_ID_BYTES)
+        if ids.startswith(rest, first * PAGE_ID_BYTES):
+            count = len(rest) // PAGE_ID_BYTES
+        else:
+            count = _common(ids[first * PAGE_ID_BYTES : first * PAGE_ID_BYTES + len(rest)], rest)
         runs.append((first, first + count))
         at += count * PAGE_ID_BYTES
     return runs
 
 
+def _common(known: bytes, rest: Packed) -> int:
+    """Return by how many ids two packed runs of the tree begin alike; 1 at least."""
+    length = len(known) // PAGE_ID_BYTES
+    differs = np.frombuffer(known, np.int32) != np.frombuffer(rest, np.int32, length)
+    place = int(differs.argmax()) if length else 0
+    return max(1, place or length)
+
+
 def _seem_short(at: int, end: int) -> bool:
-    """Return whether the first of packed page ids, up to byte `at`, are of short runs, and many are
-    left."""
+    """Return whether the first runs of a tree's packed page ids, up to byte `at`, are short, and
+    many ids are left."""
     return at < _FIRST_RUNS * SHORT_PAGES * PAGE_ID_BYTES < end // MAX_RUNS
