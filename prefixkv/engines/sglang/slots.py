@@ -89,7 +89,7 @@ class SlotTable:
 
         Waits for a GPU; `RowMirror` avoids that.
         """
-        if table.device.type != "cpu":
+        if self._host is None:
             return self.pages(table[row, start:end])
         if table is not self._rows_of:
             self._rows_of, self._rows = table, table.numpy()
@@ -100,6 +100,13 @@ class SlotTable:
         # Slices of an array: half the time of a tensor's.
         first = self._rows[row, start:end:size]
         return (first // size).astype(np.int32, copy=False)
+
+    def page_ids_of_row(self, table: torch.Tensor, row: int, start: int, end: int) -> torch.Tensor:
+        """Return the page ids of tokens `start` to `end` of a row of SGLang's table of slots, on
+        the device; `start` is a page's first. Waits for nothing."""
+        if self._host is not None:
+            return self.on_device(self.pages_of_row(table, row, start, end))
+        return table[row, start : end : self._page_size] // self._page_size
 
     def pages(self, slots: torch.Tensor) -> Pages:
         """Return the page ids of whole pages of SGLang's slots, int32 on the host.
