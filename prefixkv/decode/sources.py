@@ -420,14 +420,17 @@ class Sources:
         have all of it sent (`sent`). Without own compute alone: with it both ways are about as
         good, and what is loaded makes prompts short enough to be computed here.
         """
-        if self.config is not None or not loaded.load_s:
+        if not loaded.load_s or not self.weighs_loads(now_s):
             return True
         worker = self._workers.get(address) or _Worker()
-        is_fresh = now_s - self._answered_s <= FRESH_S
-        if self._line.num < _LEAST_TRANSFERS or not is_fresh:
-            return True
         ways = [self._by_prefill(lack, worker, now_s) for lack in (loaded, sent)]
         return fair(ways).loaded > 0
+
+    def weighs_loads(self, now_s: float) -> bool:
+        """Return True if `worth_loading` may say no: the time of prefill workers is known."""
+        if self.config is not None or self._line.num < _LEAST_TRANSFERS:
+            return False
+        return now_s - self._answered_s <= FRESH_S
 
     def chunk_tokens(self, running: int) -> int:
         """Return the most tokens of one prompt that decode's next step may compute beside `running`
