@@ -163,7 +163,7 @@ class Node:
                 queues.copy().serve(one, lack.loaded, False, cached).first_token_s - one.time_s
             )
         address = str(queues.next_worker)
-        way = self._sources.choose_way(lacks, self._due, False, address, one.time_s)
+        way = self._sources.choose_way(lacks, self._due, 0, address, one.time_s)
         served = queues.serve(one, way.loaded, way.source is Source.HERE, cached)
         missing -= way.loaded
         if way.source is Source.HERE:
@@ -184,7 +184,7 @@ class Node:
 
     def _chunk(self, num: int, now_s: float) -> None:
         """Tell the rule of a chunk that decode has computed."""
-        self._sources.chunk(num, num / self._queues.own_rate, False, now_s)
+        self._sources.chunk(num, num / self._queues.own_rate, 0, now_s)
         self._due -= num
 
     def _later(self, at_s: float, note: Callable[[float], None]) -> None:

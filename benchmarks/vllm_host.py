@@ -65,7 +65,9 @@ class _Turn:
 class _Servers:
     """A prefill server, and the decode servers by their options."""
 
-    def __init__(self, python: str, folder: Path, sessions: int, stack: ExitStack) -> None:
+    def __init__(
+        self, python: str, folder: Path, sessions: int, names: list[str], stack: ExitStack
+    ) -> None:
         model = make_model(python, folder / "model", SIZES)
         self._kv_port, self._rooms = free_port(), itertools.count(1)
         self.threads = stack.enter_context(ThreadPoolExecutor(8))
@@ -88,12 +90,12 @@ class _Servers:
         self.decode = {
             name: start(
                 f"decode-{i}",
-                transfer_config("kv_consumer", f"decode-{i}", free_port(), **options),
+                transfer_config("kv_consumer", f"decode-{i}", free_port(), **OPTIONS[name]),
                 self.blocks + 1,
             )
-            for i, (name, options) in enumerate(OPTIONS.items())
+            for i, name in enumerate(names)
         }
-        self._names = {name: f"decode-{i}" for i, name in enumerate(OPTIONS)}
+        self._names = {name: f"decode-{i}" for i, name in enumerate(names)}
         for server in (self.prefill, *self.decode.values()):
             server.wait()
 
@@ -188,6 +190,9 @@ def vllm_host(
     python: Annotated[str, typer.Option(help="The interpreter of `env vllm`.")],
     pairs: Annotated[int, typer.Option(help="Rounds of four passes.")] = 2,
     sessions: Annotated[int, typer.Option(help="Conversations.")] = 12,
+    both_only: Annotated[
+        bool, typer.Option(help="Without host memory alone: a server and a pass a round less.")
+    ] = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write recipe and rows there.")
     ] = None,
@@ -198,12 +203,13 @@ def vllm_host(
     from prefixkv.cli.figures import machine
 
     load_before = os.getloadavg()
-    kinds = [TODAY, WITH_HOST, BOTH, AGAIN]
+    names = [name for name in OPTIONS if name != WITH_HOST or not both_only]
+    kinds = [*names, AGAIN]
     passes: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
     equal = True
     with tempfile.TemporaryDirectory(prefix="prefixkv-vllm-host-") as folder, ExitStack() as stack:
-        servers = _Servers(os.path.abspath(python), Path(folder), sessions, stack)
-        for name in OPTIONS:  # so that no pass has the servers' first steps in it
+        servers = _Servers(os.path.abspath(python), Path(folder), sessions, names, stack)
+        for name in names:  # so that no pass has the servers' first steps in it
             servers.ask(name, list(range(10, 200)), "first")
         for number in range(pairs):
             said = {}
@@ -226,7 +232,7 @@ def vllm_host(
     if json_file is not None:
         recipe = {
             "command": f"python -m benchmarks vllm_host --python PYTHON --pairs {pairs} "
-            f"--sessions {sessions}",
+            f"--sessions {sessions}{' --both-only' if both_only else ''}",
             "first": FIRST, "more": MORE, "out": OUT, "turns": TURNS, "active": ACTIVE,
             "host": HOST, "share": SHARE, "below": BELOW, "link_bytes_per_s": LINK_BYTES_PER_S,
             "load_average": [load_before[0], os.getloadavg()[0]], **machine(),

@@ -30,8 +30,10 @@ class Computing:
         self._sources = sources
         self._done: dict[DecodeRequest, int] = {}  # tokens with KV, of those handed out
         self._left: list[DecodeRequest] = []
-        self._pass_s = 0.0  # when the engine's last pass ended; and whether this one has a chunk
-        self._has_chunk = False
+        self._pass_s = 0.0  # when the engine's last pass ended
+        # The prompts that have a chunk in this pass, its tokens and seconds.
+        self._chunked: set[DecodeRequest] = set()
+        self._tokens, self._seconds = 0, 0.0
 
     # --- prompts ----------------------------------------------------------------------------------
 
@@ -51,14 +53,15 @@ class Computing:
             self._done[req] = req.prefix_len
         if found:
             self.has_work(now_s)
+        self._chunked.clear()
         return found
 
-    def advance(self, req: DecodeRequest, end: int, is_busy: bool, now_s: float) -> int:
+    def advance(self, req: DecodeRequest, end: int, running: int, now_s: float) -> int:
         """Note that a prompt has KV up to token `end`; at its `fill_len` it is computed no more.
         Return how many tokens that are; 0, with nothing noted, for one that has ended meanwhile.
 
-        `is_busy`: requests run beside it. Raises RequestError, with nothing changed, for a prompt
-        that is not computed here, or an `end` that is not behind the last one, or beyond it.
+        `running`: requests that run beside it. Raises RequestError, with nothing changed, for a
+        prompt that is not computed here, or an `end` that is not behind the last one, or beyond it.
         """
         done = self._done.get(req)
         if done is None:
@@ -72,8 +75,20 @@ class Computing:
             self._done[req] = end
         else:
             del self._done[req]
-        self._sources.chunk(end - done, max(0.0, now_s - self._pass_s), is_busy, now_s)
-        self._pass_s, self._has_chunk = now_s, True
+        # An engine may compute chunks of several prompts in one pass, and tells of one after the
+        # other: what a pass costs is known of all of it.
+        if req in self._chunked:
+            self._chunked.clear()
+        goes_on = bool(self._chunked)
+        if not goes_on:
+            self._tokens, self._seconds = 0, 0.0
+        self._chunked.add(req)
+        self._tokens += end - done
+        self._seconds += max(0.0, now_s - self._pass_s)
+        self._sources.chunk(
+            self._tokens, self._seconds, running, now_s, len(self._chunked), goes_on
+        )
+        self._pass_s = now_s
         return end - done
 
     def give_up(self, req: DecodeRequest) -> bool:
@@ -117,9 +132,9 @@ class Computing:
         it computed a chunk too, or only first tokens have come."""
         # A first token came with the KV: no step gave it.
         if any(len(req.output) > 1 for req in reqs):
-            if not self._has_chunk and not self._done:
-                self._sources.step(max(0.0, now_s - self._pass_s))
-            self._has_chunk = False
+            if not self._chunked and not self._done:
+                self._sources.step(max(0.0, now_s - self._pass_s), len(reqs))
+            self._chunked.clear()
         self._pass_s = now_s
 
     # --- laws -------------------------------------------------------------------------------------

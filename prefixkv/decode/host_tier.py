@@ -170,12 +170,12 @@ class HostTier(Generic[LockT]):
         if found.depth > end:
             found = self.cache.match_prefix(key)
         host_lock = self.cache.pin(found, now_s)
-        start = end - len(device_pages)
-        src = host_lock.pages[start:]
-        self._order(True, key, start, src, device_pages, host_lock, None)
-        self._loading_pages += len(src)
+        num_pages = len(device_pages)
+        src = host_lock.last_pages(num_pages)
+        self._order(True, key, end - num_pages, src, device_pages, host_lock, None)
+        self._loading_pages += num_pages
         self._counters["host_loads"] += 1
-        self._counters["host_loaded_pages"] += len(src)
+        self._counters["host_loaded_pages"] += num_pages
         return load_key(self._count)
 
     def give_up(self, key: RoomKey) -> bool:

@@ -661,8 +661,11 @@ class DecodePreallocQueue:
         """Return whether to load `num_pages` from host memory for a request of the prealloc queue
         that lacks `num_missing` tokens with them."""
         assert self._host is not None
-        address, load_s = waiter.lane.address, self._host.load_s(num_pages, self._now_s)
-        if address == ALONE or not load_s:
+        address = waiter.lane.address
+        if address == ALONE or not self._sources.weighs_loads(self._now_s):
+            return True
+        load_s = self._host.load_s(num_pages, self._now_s)
+        if not load_s:
             return True
         num_loaded = num_pages * self._pages.page_size
         loaded = Lack(num_missing - num_loaded, num_loaded, load_s)

@@ -310,7 +310,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             raise RequestError(f"req is a {type(req).__name__}, a DecodeRequest is needed")
         if not isinstance(aux, bytes) or (aux and end != req.fill_len):
             raise CallerError(f"aux is {shown(aux)} at {end} of {req.fill_len} tokens")
-        self.counters["computed_tokens"] += self.computing.advance(req, end, self._is_busy, now_s)
+        running = self._num_running
+        self.counters["computed_tokens"] += self.computing.advance(req, end, running, now_s)
         if end < req.fill_len or req.state.ended:
             return
         flight = self.flights.of(req)
@@ -322,7 +323,13 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     @property
     def chunk_tokens(self) -> int:
         """Most tokens of prompts that decode's engine should compute in its next step. O(1)."""
-        return self.sources.chunk_tokens(self._is_busy)
+        return self.sources.chunk_tokens(self._num_running)
+
+    @property
+    def further_prompt_tokens(self) -> int:
+        """Tokens of decode's `chunk_tokens` that each prompt after the first in a step counts for,
+        besides its own. O(1)."""
+        return self.sources.further_prompt_tokens(self._num_running)
 
     def pop_failed(self, after: DeviceEvent | None = None) -> list[DecodeRequest]:
         """Return the requests that failed or were aborted in decode's scheduler since the last
@@ -1008,9 +1015,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     # --- what is computed here --------------------------------------------------------------------
 
     @property
-    def _is_busy(self) -> bool:
-        """True if requests run on decode, beside which chunks would be computed. O(1)."""
-        return self.budget.active > self.flights.num_owned
+    def _num_running(self) -> int:
+        """Requests that run on decode, beside which chunks would be computed. O(1)."""
+        return self.budget.active - self.flights.num_owned
 
     @property
     def _asks_late(self) -> bool:
@@ -1041,7 +1048,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             return missing <= self.sources.most_tokens(is_down=True)
         # 3. Both could.
         due = self.computing.due_tokens(self.arriving.local)
-        chosen = self.sources.choose(missing, due, self._is_busy, req.prefill, now_s)
+        chosen = self.sources.choose(missing, due, self._num_running, req.prefill, now_s)
         if chosen is Source.PREFILL and missing <= config.below:
             self.counters["compute_declined"] += 1
         return chosen is Source.HERE

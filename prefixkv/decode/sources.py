@@ -14,7 +14,9 @@ computed here is computed in order, so a long prompt makes all short ones behind
 few long prompts of agents belong to prefill although here is sooner for each by itself. What is
 sent costs others nothing while the link has time left, and where it has none it is slow by itself.
 
-    here       backlog + service, of tokens at the rate of the last chunks, beside the batch's steps
+    here       backlog + service, of passes that cost what the last ones did (`PassCosts`), less the
+               error of that, and less the fewer were measured: what is wrongly thought slow is not
+               measured again, what is wrongly thought fast is
     prefill    backlog + service of the worker, which answers its promises one after the other: a
                service is from the answer before, or from the promise, to this answer; a line
                through the last ones says what each token costs
@@ -31,6 +33,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from prefixkv.config import ComputeConfig
+from prefixkv.decode.costs import PassCosts
 from prefixkv.protocol.ids import RoomKey
 
 FAIR_FACTOR: Final = 2.0
@@ -48,11 +51,13 @@ are mostly the shorter ones. On traces 4 to 12 do about as well."""
 _ALWAYS: Final = 64  # tokens
 _UNMEASURED: Final = 2048  # most tokens due here while a rate is not known
 _AGAIN: Final = 512  # the same where the rate was known, but is old: it may be slow here
-_FIRST_CHUNK: Final = 16  # tokens of a chunk beside a batch while nothing is measured
 _LEAST_CHUNK: Final = 8  # tokens of a chunk, whatever `itl_share` says: else prompts never end
-_LEAST_TOKENS: Final = 128.0  # tokens that have to be computed before the rate counts as measured
+_MORE: Final = 2.0  # a chunk beside a batch is at most this many times as long as the last ones
+_LEAST_TOKENS: Final = 128  # tokens that have to be computed before the costs count as measured
+_MOST_DOUBT: Final = 0.5  # of what is computed here, so much of the seconds may be taken off
+_SURE: Final = 8  # passes with chunks; of fewer measured ones the seconds count as a part of them
+_LONG_SURE: Final = 32  # the same: after fewer, what was measured is old sooner
 _LEAST_TRANSFERS: Final = 3
-_KEPT: Final = 0.9  # the weight that a sum of chunks keeps from one measurement to the next
 _KEPT_TRANSFERS: Final = 0.95
 _KEPT_REQUESTS: Final = 0.98
 _MAX_WORKERS: Final = 256  # prefill workers that are remembered
@@ -262,11 +267,9 @@ class Sources:
         self.config = config
         self.fails_over = fails_over
         self._measures = config is not None or loads
-        # Of chunks: tokens, and the seconds that they took beyond a step without one. Fading sums.
-        self._tokens = self._seconds = 0.0
+        self._costs = PassCosts()
+        self._tokens = 0  # that decode has computed, ever
         self._computed_s = -math.inf
-        self._step_s = 0.0  # mean of a step without a chunk; 0: not known
-        self._guess_s = 0.0  # the last guess at it until it is
         self._line = _Line()
         self._answered_s = -math.inf  # when the last transfer of any worker arrived
         self._workers: dict[str, _Worker] = {}
@@ -278,22 +281,29 @@ class Sources:
 
     # --- measurements -----------------------------------------------------------------------------
 
-    def chunk(self, num_tokens: int, seconds: float, beside: bool, now_s: float) -> None:
-        """Note that decode computed a chunk in a pass of `seconds`, alone or `beside` a batch."""
-        if beside:
-            # While no step was measured without a chunk, what the rate does not explain is one.
-            if not self._step_s and (rate := self.tokens_per_s):
-                self._guess_s = max(0.0, seconds - num_tokens / rate)
-            seconds -= self._plain_step_s
-        # A pass that seems to cost nothing was measured wrong: the rate stays finite.
-        self._tokens = self._tokens * _KEPT + num_tokens
-        self._seconds = self._seconds * _KEPT + max(seconds, num_tokens * 1e-7)
+    def chunk(
+        self, num_tokens: int, seconds: float, running: int, now_s: float, prompts: int = 1,
+        goes_on: bool = False,
+    ) -> None:  # fmt: skip
+        """Note that decode computed chunks in a pass.
+
+        Args:
+            num_tokens: of all of them, at least 1.
+            seconds: of the whole pass.
+            running: requests that got a token in it, 0 if there was no batch.
+            prompts: that the chunks are of, at least 1.
+            goes_on: the pass is that of the last call, and this is all of it by now.
+        """
+        if now_s - self._computed_s > FRESH_S:
+            self._costs.fade()
+        self._tokens += num_tokens
+        self._costs.add(running, prompts, num_tokens, seconds, goes_on)
         self._computed_s = now_s
 
-    def step(self, seconds: float) -> None:
-        """Note how long a step of decode's batch took that computed no chunk."""
-        step_s = self._step_s
-        self._step_s = step_s * _KEPT + seconds * (1 - _KEPT) if step_s else seconds
+    def step(self, seconds: float, running: int = 1) -> None:
+        """Note how long a step of decode's batch took that computed no chunk: of `running`
+        requests."""
+        self._costs.add(running, 0, 0, seconds)
 
     def promised(
         self, address: str, key: RoomKey, now_s: float, tokens: int | None = None, loaded: int = 0
@@ -332,14 +342,14 @@ class Sources:
             worker.remove(key)
 
     @property
-    def tokens_per_s(self) -> float:
-        """Tokens per second that decode's own chunks are computed at; 0 where that is not known."""
-        return self._tokens / self._seconds if self._tokens >= _LEAST_TOKENS else 0.0
+    def is_measured(self) -> bool:
+        """True if decode has computed enough itself to say what that costs."""
+        return self._tokens >= _LEAST_TOKENS
 
-    @property
-    def _plain_step_s(self) -> float:
-        """Seconds of a step of decode's batch without a chunk; 0 where that is not known."""
-        return self._step_s or self._guess_s
+    def chunk_s(self, num_tokens: int, prompts: int = 1) -> float:
+        """Return the seconds that chunks of `num_tokens` add to a step of decode; 0 if none was
+        measured."""
+        return self._costs.seconds(0, 0, prompts, num_tokens)
 
     # --- the decision -----------------------------------------------------------------------------
 
@@ -353,26 +363,26 @@ class Sources:
             return self.config.down_below
         return self.config.below
 
-    def choose(self, missing: int, due: int, is_busy: bool, address: str, now_s: float) -> Source:
+    def choose(self, missing: int, due: int, running: int, address: str, now_s: float) -> Source:
         """Choose the source of a request's missing tokens, by the module's rule.
 
         Args:
             missing: tokens that are neither here nor on their way, at least 0.
             due: tokens that decode has to compute for other requests.
-            is_busy: requests run, beside which the chunks are computed.
+            running: requests that run, beside which the chunks are computed.
             address: its prefill worker, which can be asked.
         """
-        return self.choose_way([Lack(missing)], due, is_busy, address, now_s).source
+        return self.choose_way([Lack(missing)], due, running, address, now_s).source
 
     def choose_way(
-        self, lacks: Sequence[Lack], due: int, is_busy: bool, address: str, now_s: float
+        self, lacks: Sequence[Lack], due: int, running: int, address: str, now_s: float
     ) -> Way:
         """Choose the way to get what a request lacks on decode, by the module's rule. Its `seconds`
         are 0 where it was not chosen by them.
 
         Args:
             lacks: at least one; the first lacks least, and is taken while nothing is measured.
-            due, is_busy, address: as for `choose`.
+            due, running, address: as for `choose`.
         """
         config, first = self.config, lacks[0]
         self._note_request(now_s)
@@ -385,7 +395,8 @@ class Sources:
             return here
         # 3. One of the two ways is not known.
         worker = self._workers.get(address) or _Worker()
-        knows_here = self.tokens_per_s > 0 and now_s - self._computed_s <= FRESH_S
+        fresh_s = FRESH_S * min(1.0, self._costs.num_chunks / _LONG_SURE)
+        knows_here = self.is_measured and now_s - self._computed_s <= fresh_s
         knows_prefill = self._line.num >= _LEAST_TRANSFERS and (
             now_s - self._answered_s <= FRESH_S or bool(worker.promises)
         )
@@ -393,13 +404,13 @@ class Sources:
             # One request at a time says what prefill takes, and little what it takes here.
             if knows_here and not worker.promises:
                 return sent
-            most = _AGAIN if self.tokens_per_s and not knows_here else _UNMEASURED
+            most = _AGAIN if self.is_measured and not knows_here else _UNMEASURED
             return here if due + first.missing <= min(most, config.below) else sent
         if not knows_prefill:
             return sent
         # 4. Both are, or at least all that may be taken.
         ways = [self._by_prefill(lack, worker, now_s) for lack in lacks]
-        ways += [self._here(one, due, is_busy) for one in lacks if one.missing <= config.below]
+        ways += [self._here(one, due, running) for one in lacks if one.missing <= config.below]
         way = fair(ways)
         self._note_seconds(way.seconds)
         return way
@@ -409,46 +420,67 @@ class Sources:
         have all of it sent (`sent`). Without own compute alone: with it both ways are about as
         good, and what is loaded makes prompts short enough to be computed here.
         """
-        if self.config is not None or not loaded.load_s:
+        if not loaded.load_s or not self.weighs_loads(now_s):
             return True
         worker = self._workers.get(address) or _Worker()
-        is_fresh = now_s - self._answered_s <= FRESH_S
-        if self._line.num < _LEAST_TRANSFERS or not is_fresh:
-            return True
         ways = [self._by_prefill(lack, worker, now_s) for lack in (loaded, sent)]
         return fair(ways).loaded > 0
 
-    def chunk_tokens(self, is_busy: bool) -> int:
-        """Return the most tokens of prompts that decode's next step may compute; `is_busy`: beside
-        a batch, whose step `itl_share` bounds the addition to. 0 without a config.
+    def weighs_loads(self, now_s: float) -> bool:
+        """Return True if `worth_loading` may say no: the time of prefill workers is known."""
+        if self.config is not None or self._line.num < _LEAST_TRANSFERS:
+            return False
+        return now_s - self._answered_s <= FRESH_S
+
+    def chunk_tokens(self, running: int) -> int:
+        """Return the most tokens of one prompt that decode's next step may compute beside `running`
+        requests, whose step `itl_share` bounds the addition to. 0 without a config.
+
+        A chunk is at most `_MORE` times as long as the last ones, as the costs of longer ones are
+        only guessed: the first one is the least, and says little that is wrong.
         """
         if self.config is None:
             return 0
         most = self.config.chunk_tokens
-        if not is_busy:
+        if not running:
             return most
-        rate, step_s = self.tokens_per_s, self._plain_step_s
-        if not rate or not step_s:
-            return min(most, _FIRST_CHUNK)
-        share = self.config.itl_share * step_s * rate
-        return min(most, max(_LEAST_CHUNK, int(share)))
+        costs = self._costs
+        share_s = self.config.itl_share * costs.seconds(1, running, 0, 0)
+        tokens = min(costs.tokens_within(share_s), _MORE * costs.most_tokens)
+        return int(min(most, max(_LEAST_CHUNK, tokens)))
 
-    def _here(self, lack: Lack, due: int, is_busy: bool) -> Way:
+    def further_prompt_tokens(self, running: int) -> int:
+        """Return as many tokens as each prompt after the first in decode's next step counts for
+        besides its own, beside `running` requests: the engine reads its KV too."""
+        if self.config is None or not running:
+            return 0
+        return math.ceil(min(self.config.chunk_tokens, self._costs.prompt_tokens))
+
+    def _here(self, lack: Lack, due: int, running: int) -> Way:
         """Return the way by which decode computes what is missing, behind what is due here."""
-        backlog_s = self._compute_s(due, is_busy)
-        service_s = self._compute_s(lack.missing, is_busy)
+        backlog_s = self._compute_s(due, running)
+        service_s = max(0.0, self._compute_s(due + lack.missing, running) - backlog_s)
         seconds = max(backlog_s, lack.load_s) + service_s
         waits_s = self._requests_per_s * service_s * (backlog_s + service_s)
         weight = 1.0 + OTHERS * waits_s / self._typical_s(seconds)
         return Way(Source.HERE, seconds, 0, weight, lack.loaded)
 
-    def _compute_s(self, num_tokens: int, is_busy: bool) -> float:
-        """Return the seconds in which decode computes `num_tokens` itself. The rate is known."""
-        seconds = num_tokens / self.tokens_per_s
-        # Beside a batch each chunk waits for its step.
-        if is_busy:
-            seconds += math.ceil(num_tokens / self.chunk_tokens(True)) * self._plain_step_s
-        return seconds
+    def _compute_s(self, num_tokens: int, running: int) -> float:
+        """Return the seconds in which decode computes `num_tokens` itself, by passes that have as
+        many of them as they may, less the doubt of that: but no less than the steps without."""
+        if not num_tokens or self.config is None:
+            return 0.0
+        costs, chunk_tokens = self._costs, self.chunk_tokens(running)
+        # Chunks are short where they seem dear; if that is wrong they become longer on the way.
+        if running and (longest := self.config.chunk_tokens) > chunk_tokens:
+            share_s = self.config.itl_share * costs.seconds(1, running, 0, 0)
+            chunk_tokens = max(chunk_tokens, costs.perhaps_within(share_s, longest))
+        passes = math.ceil(num_tokens / chunk_tokens)
+        all_s = costs.seconds(passes, passes * running, passes, num_tokens)
+        error_s = costs.error(passes, passes * running, passes, num_tokens)
+        steps_s = costs.seconds(passes, passes * running, 0, 0)
+        sure_s = max(all_s - error_s, (1 - _MOST_DOUBT) * all_s)
+        return max(steps_s, sure_s * min(1.0, costs.num_chunks / _SURE))
 
     def _by_prefill(self, lack: Lack, worker: _Worker, now_s: float) -> Way:
         """Return the way by which a prefill worker sends what is missing on decode."""

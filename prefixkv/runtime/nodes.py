@@ -319,7 +319,8 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         `prefix_len` to `fill_len` tokens (see `DecodeConfig.compute`).
 
         Compute chunks of at most `chunk_tokens` beside the running batch, and call `computed` after
-        each. A request that came out of `pop_failed` is to be left.
+        each. Call this once a pass: what is computed until the next call is measured as one. A
+        request that came out of `pop_failed` is to be left.
         """
         return self.scheduler.pop_local(self._pump())
 
@@ -345,6 +346,12 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         that those that run wait no longer for it than `ComputeConfig.itl_share` says; 0 without a
         `DecodeConfig.compute`."""
         return self.scheduler.chunk_tokens
+
+    @property
+    def further_prompt_tokens(self) -> int:
+        """Tokens of the decode node's `chunk_tokens` that each prompt after the first in the same
+        step counts for, besides its own; 0 where nothing runs, or none was measured."""
+        return self.scheduler.further_prompt_tokens
 
     def give_up_prefill(self, rid: str, reason: str = "prefill was not reached") -> bool:
         """Tell the decode node that the engine could not bring a request to its prefill worker:

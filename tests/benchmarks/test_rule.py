@@ -27,9 +27,9 @@ class Told(Sources):
         super().__init__(ComputeConfig())
         self.calls: list[tuple[Any, ...]] = []
 
-    def chunk(self, num_tokens: int, seconds: float, beside: bool, now_s: float) -> None:
+    def chunk(self, num_tokens: int, seconds: float, running: int, now_s: float, *_: Any) -> None:
         self.calls.append(("chunk", num_tokens, round(seconds, 6), round(now_s, 6)))
-        super().chunk(num_tokens, seconds, beside, now_s)
+        super().chunk(num_tokens, seconds, running, now_s)
 
     def arrived(self, address: str, key: Any, num_tokens: int, now_s: float) -> None:
         self.calls.append(("arrived", num_tokens, round(now_s, 6)))
@@ -50,7 +50,7 @@ def test_the_rule_is_told_what_has_happened_and_nothing_else() -> None:
     # Half of it is done by now: of the chunks of 256 only one.
     assert node.serve(request(0.3, 700), 0, 0).worker == 0
     assert told.calls == [("chunk", 256, 0.256, 0.256)]
-    assert told.tokens_per_s == pytest.approx(1000)
+    assert told.chunk_s(256) == pytest.approx(0.256, rel=0.02)
     # Of prefill nothing, before .65 s: 350 ms, and the last block's 5 us on the link.
     node.serve(request(0.6499, 64), 0, 0)
     assert told.calls[1:] == [("chunk", 256, 0.256, 0.512), ("chunk", 88, 0.088, 0.6)]

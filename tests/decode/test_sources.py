@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from prefixkv.config import ComputeConfig
-from prefixkv.decode.sources import FRESH_S, Lack, Source, Sources, Way, fair
+from prefixkv.decode.sources import _SURE, FRESH_S, Lack, Source, Sources, Way, fair
 from prefixkv.protocol.ids import RoomKey
 
 HERE, PREFILL = Source.HERE, Source.PREFILL
@@ -19,31 +19,34 @@ class Scale:
         self.sources = Sources(config or ComputeConfig())
         self.now_s = 100.0
         if rate := measured.get("rate"):
-            self.sources.chunk(1000, 1000 / rate, beside=False, now_s=self.now_s)
+            self.compute(rate)
         if sent := measured.get("sent"):
             for number, tokens in enumerate((100, 900, 500, 2000)):
                 self.now_s += 30.0  # none waits for the one before
                 self.transfer(number, tokens, measured.get("wait_s", 0.0) + tokens / sent)
             self.now_s = 100.0 + 4 * 30.0
             if rate:
-                self.sources.chunk(1000, 1000 / rate, beside=False, now_s=self.now_s)
+                self.compute(rate)
+
+    def compute(self, rate: float) -> None:
+        """As many passes, each of 1,000 tokens, as make decode sure of what one costs."""
+        for _ in range(_SURE):
+            self.sources.chunk(1000, 1000 / rate, running=0, now_s=self.now_s)
 
     def transfer(self, number: int, tokens: int, seconds: float, address: str = "p") -> None:
         key = RoomKey(number, 0)
         self.sources.promised(address, key, self.now_s - seconds)
         self.sources.arrived(address, key, tokens, self.now_s)
 
-    def choose(
-        self, missing: int, due: int = 0, is_busy: bool = False, address: str = "p"
-    ) -> Source:
-        return self.sources.choose(missing, due, is_busy, address, self.now_s)
+    def choose(self, missing: int, due: int = 0, running: int = 0, address: str = "p") -> Source:
+        return self.sources.choose(missing, due, running, address, self.now_s)
 
 
 def test_without_a_config_everything_comes_from_prefill() -> None:
     sources = Sources()
-    assert sources.choose(1, 0, False, "p", 0.0) is PREFILL
+    assert sources.choose(1, 0, 0, "p", 0.0) is PREFILL
     assert sources.most_tokens(is_down=True) == -1
-    assert sources.chunk_tokens(False) == 0
+    assert sources.chunk_tokens(0) == 0
 
 
 def test_without_measurements_the_bound_decides() -> None:
@@ -86,9 +89,9 @@ def test_beside_a_batch_each_chunk_waits_for_its_step() -> None:
     for _ in range(100):
         scale.sources.step(0.05)
     # A chunk adds .5 * 50 ms at most: but 100 tokens take 10 ms. Ten steps of 60 ms are .6 s.
-    assert scale.sources.chunk_tokens(True) == 100
-    assert scale.choose(1000, is_busy=False) is HERE
-    assert scale.choose(1000, is_busy=True) is PREFILL
+    assert scale.sources.chunk_tokens(1) == 100
+    assert scale.choose(1000, running=0) is HERE
+    assert scale.choose(1000, running=1) is PREFILL
 
 
 def test_a_long_prompt_for_which_others_would_wait_is_prefills() -> None:
@@ -105,7 +108,7 @@ def test_a_long_prompt_for_which_others_would_wait_is_prefills() -> None:
     for number in range(200):
         scale.now_s += 100.0
         scale.transfer(number, 100, 1.6)
-        scale.sources.chunk(100, 0.01, beside=False, now_s=scale.now_s)
+        scale.sources.chunk(100, 0.01, running=0, now_s=scale.now_s)
         scale.choose(500)
     assert scale.choose(5000) is HERE
 
@@ -117,40 +120,62 @@ def test_a_burst_at_the_beginning_is_no_rate_of_requests() -> None:
 
 def test_itl_share_bounds_the_chunk_beside_a_batch() -> None:
     scale = Scale(ComputeConfig(itl_share=0.5), rate=1e4)
-    assert scale.sources.chunk_tokens(False) == 256
-    assert scale.sources.chunk_tokens(True) == 16  # no step is measured yet
+    assert scale.sources.chunk_tokens(0) == 256
+    assert scale.sources.chunk_tokens(1) == 8  # no step is measured yet
     for _ in range(100):
         scale.sources.step(0.03)
-    assert scale.sources.chunk_tokens(True) == pytest.approx(150, abs=1)
+    assert scale.sources.chunk_tokens(1) == pytest.approx(150, abs=2)
     for _ in range(200):
         scale.sources.step(0.0001)
-    assert scale.sources.chunk_tokens(True) == 8  # prompts go on
+    assert scale.sources.chunk_tokens(1) == 8  # prompts go on
+
+
+def test_the_chunks_of_several_prompts_keep_to_the_share_of_a_step_together() -> None:
+    """Each prompt costs 1 ms, and each token .1: 4 ms are left in a step of 10."""
+    sources = Sources(ComputeConfig(itl_share=0.5))
+    for number in range(64):
+        sources.step(0.01)
+        prompts, tokens = 1 + number % 3, 10 + 7 * (number % 5)
+        sources.chunk(tokens, 0.01 + 1e-3 * prompts + 1e-4 * tokens, 1, 0.0, prompts)
+    assert sources.chunk_tokens(1) == pytest.approx(40, abs=2)
+    assert sources.further_prompt_tokens(1) == pytest.approx(10, abs=2)
+    assert sources.further_prompt_tokens(0) == 0, "none waits"
+    assert sources.chunk_s(20, prompts=3) == pytest.approx(0.005, rel=0.05)
 
 
 def test_a_chunk_beside_a_batch_is_measured_without_the_step() -> None:
     sources = Sources(ComputeConfig())
     for _ in range(100):
         sources.step(0.02)
-    sources.chunk(200, 0.03, beside=True, now_s=0.0)
-    assert sources.tokens_per_s == pytest.approx(20_000)
-    # Noise may make it seem to cost nothing: the rate stays finite.
-    sources.chunk(200, 0.001, beside=True, now_s=0.0)
-    assert sources.tokens_per_s < 1e7
+    sources.chunk(200, 0.03, running=1, now_s=0.0)
+    assert sources.chunk_s(200) == pytest.approx(0.01, rel=0.05)
+    # Noise may make it seem to cost nothing, or less.
+    for _ in range(100):
+        sources.chunk(200, 0.001, running=1, now_s=0.0)
+        assert 0.0 <= sources.chunk_s(200) <= 0.01
 
 
 def test_beside_a_batch_that_never_steps_alone_the_step_is_guessed() -> None:
-    """16 tokens of the first pass at 1,000 a second take 16 ms of its 36: so a step takes 20."""
+    """1,000 tokens a second were measured before: of a pass with 8 that takes 28 ms 20 are a
+    step."""
     scale = Scale(ComputeConfig(itl_share=0.5), rate=1e3)
     sources = scale.sources
-    assert sources.chunk_tokens(True) == 16
-    sources.chunk(16, 0.036, beside=True, now_s=scale.now_s)
-    assert sources.chunk_tokens(True) == pytest.approx(10, abs=1)
-    assert sources.tokens_per_s == pytest.approx(1000)
-    # A step that is measured counts instead.
-    sources.step(0.03)
-    assert sources.chunk_tokens(True) == pytest.approx(15, abs=1)
-    sources.chunk(15, 0.045, beside=True, now_s=scale.now_s)
-    assert sources.tokens_per_s == pytest.approx(1000)
+    tokens = [sources.chunk_tokens(1)]
+    for _ in range(10):
+        sources.chunk(tokens[-1], 0.02 + 1e-3 * tokens[-1], 1, scale.now_s)
+        tokens.append(sources.chunk_tokens(1))
+    assert tokens[0] == 8
+    assert tokens[1:] == pytest.approx([10] * 10, abs=1)
+
+
+def test_chunks_beside_a_batch_grow_no_faster_than_twice_as_long() -> None:
+    """Whatever the first ones seem to cost: those of a GPU cost nothing."""
+    sources, tokens = Sources(ComputeConfig()), []
+    for _ in range(7):
+        sources.step(0.02)
+        tokens.append(sources.chunk_tokens(1))
+        sources.chunk(tokens[-1], 0.02, 1, 0.0)
+    assert tokens == [8, 16, 32, 64, 128, 256, 256]
 
 
 def test_a_prefill_worker_answers_one_promise_after_the_other() -> None:
@@ -158,7 +183,7 @@ def test_a_prefill_worker_answers_one_promise_after_the_other() -> None:
     scale = Scale(rate=100, sent=1e4, wait_s=0.1)
 
     def seconds(address: str = "p") -> float:
-        return scale.sources.choose_way([Lack(1000)], 0, False, address, scale.now_s).seconds
+        return scale.sources.choose_way([Lack(1000)], 0, 0, address, scale.now_s).seconds
 
     for number in range(3):
         assert seconds() == pytest.approx(0.2 * (number + 1), abs=0.01)
@@ -176,9 +201,7 @@ def test_promises_of_unknown_size_count_as_others() -> None:
     mean = round(unknown.sources._line.mean_tokens)
     known.sources.promised("p", RoomKey(70, 0), known.now_s, mean)
     unknown.sources.promised("p", RoomKey(70, 0), unknown.now_s)
-    ways = [
-        one.sources.choose_way([Lack(500)], 0, False, "p", one.now_s) for one in (known, unknown)
-    ]
+    ways = [one.sources.choose_way([Lack(500)], 0, 0, "p", one.now_s) for one in (known, unknown)]
     assert ways[0].seconds == pytest.approx(ways[1].seconds, rel=0.01)
     assert ways[0].source is PREFILL
     assert ways[0].seconds > 0.2
@@ -202,7 +225,7 @@ def test_a_prefill_worker_that_is_slower_than_the_others_is_known() -> None:
         scale.now_s += 3.0
         scale.transfer(number, 1000, 0.01, address="p")
         scale.transfer(number, 1000, 3.0, address="slow")
-    scale.sources.chunk(1000, 0.1, beside=False, now_s=scale.now_s)
+    scale.sources.chunk(1000, 0.1, running=0, now_s=scale.now_s)
     assert scale.choose(1000, address="slow") is HERE
     assert scale.choose(1000, address="p") is PREFILL
 
@@ -229,8 +252,8 @@ def test_a_short_transfer_counts_as_much_as_a_long_one() -> None:
     for number, tokens in enumerate((200, 60_000, 400, 200, 300, 30_000, 200)):
         scale.now_s += 100.0
         scale.transfer(number, tokens, 6.0 if tokens == 30_000 else tokens / 1e5 + 0.05)
-    scale.sources.chunk(1000, 0.4, beside=False, now_s=scale.now_s)
-    way = scale.sources.choose_way([Lack(200)], 0, False, "p", scale.now_s)
+    scale.compute(2500)
+    way = scale.sources.choose_way([Lack(200)], 0, 0, "p", scale.now_s)
     assert way.source is PREFILL
     assert way.seconds < 0.08
 
@@ -259,10 +282,10 @@ def test_prefill_is_tried_again_when_it_was_not_measured_lately() -> None:
     scale = Scale(rate=1e4, sent=100.0)
     for _ in range(3):
         scale.now_s += FRESH_S / 4
-        scale.sources.chunk(1000, 0.1, beside=False, now_s=scale.now_s)
+        scale.sources.chunk(1000, 0.1, running=0, now_s=scale.now_s)
         assert scale.choose(1000) is HERE
     scale.now_s += FRESH_S / 2
-    scale.sources.chunk(1000, 0.1, beside=False, now_s=scale.now_s)
+    scale.sources.chunk(1000, 0.1, running=0, now_s=scale.now_s)
     assert scale.choose(1000) is PREFILL
     scale.sources.promised("p", RoomKey(50, 0), scale.now_s, 1000)
     assert scale.choose(1000) is HERE
@@ -278,7 +301,7 @@ def test_own_compute_is_tried_again_with_little_when_it_was_not_measured_lately(
     assert scale.choose(512) is HERE
     assert scale.choose(500, due=13) is PREFILL
     # Measured, it is as slow as it was.
-    scale.sources.chunk(500, 5.0, beside=False, now_s=scale.now_s)
+    scale.sources.chunk(500, 5.0, running=0, now_s=scale.now_s)
     assert scale.choose(500) is PREFILL
 
 
@@ -302,9 +325,9 @@ def test_what_prefill_computes_again_beside_a_load_is_known() -> None:
         scale.sources.promised("p", key, scale.now_s - 20.0, tokens, loaded)
         scale.now_s += 1e-4 * tokens + 1e-3 * loaded - 20.0
         scale.sources.arrived("p", key, tokens, scale.now_s)
-    scale.sources.chunk(1000, 100.0, beside=False, now_s=scale.now_s)
+    scale.sources.chunk(1000, 100.0, running=0, now_s=scale.now_s)
     for lack, seconds in ((Lack(400), 0.04), (Lack(400, 2000, 0.01), 2.04)):
-        way = scale.sources.choose_way([lack], 0, False, "p", scale.now_s)
+        way = scale.sources.choose_way([lack], 0, 0, "p", scale.now_s)
         assert way.source is PREFILL
         assert way.seconds == pytest.approx(seconds, rel=0.1, abs=0.01)
 
@@ -316,16 +339,16 @@ def test_what_is_loaded_is_sent_instead_where_that_is_much_sooner(
     """All of it is sent in .11 s, and a load may take twice that, and 20 ms."""
     scale = Scale(rate=100.0, sent=1e4)
     lacks = [Lack(300, 800, load_s), Lack(1100)]
-    way = scale.sources.choose_way(lacks, 0, False, "p", scale.now_s)
+    way = scale.sources.choose_way(lacks, 0, 0, "p", scale.now_s)
     assert (way.source, way.loaded, way.sent_tokens) == (PREFILL, loaded, 1100 - loaded)
 
 
 def test_decode_computes_no_sooner_than_what_is_before_it_is_loaded() -> None:
     scale = Scale(rate=1e5, sent=1e3)
     lacks = [Lack(300, 800, 5.0), Lack(1100)]
-    way = scale.sources.choose_way(lacks, 0, False, "p", scale.now_s)
+    way = scale.sources.choose_way(lacks, 0, 0, "p", scale.now_s)
     assert (way.source, way.loaded, way.sent_tokens) == (HERE, 0, 0)
-    way = scale.sources.choose_way(lacks[:1], 0, False, "p", scale.now_s)
+    way = scale.sources.choose_way(lacks[:1], 0, 0, "p", scale.now_s)
     assert way.loaded == 800
     assert way.seconds == pytest.approx(5.003, abs=0.01)
 

@@ -92,8 +92,8 @@ class ChosenSources(Sources):
         super().__init__(config, fails_over)
         self._chance = machine.chance
 
-    def choose(self, missing: int, due: int, is_busy: bool, address: str, now_s: float) -> Source:
-        chosen = super().choose(missing, due, is_busy, address, now_s)
+    def choose(self, missing: int, due: int, running: int, address: str, now_s: float) -> Source:
+        chosen = super().choose(missing, due, running, address, now_s)
         return Source.PREFILL if self._chance.randrange(4) == 3 else chosen
 
 

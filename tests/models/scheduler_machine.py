@@ -61,8 +61,8 @@ class ChosenSources(Sources):
         super().__init__(sim.compute, sim.fails_over)
         self._sim = sim
 
-    def choose(self, missing: int, due: int, is_busy: bool, address: str, now_s: float) -> Source:
-        chosen = super().choose(missing, due, is_busy, address, now_s)
+    def choose(self, missing: int, due: int, running: int, address: str, now_s: float) -> Source:
+        chosen = super().choose(missing, due, running, address, now_s)
         return Source.PREFILL if self._sim.random.randrange(4) == 3 else chosen
 
 

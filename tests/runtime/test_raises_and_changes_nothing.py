@@ -29,6 +29,18 @@ EXAMPLES = int(os.environ.get("PREFIXKV_JUNK_EXAMPLES", "60"))  # more for a lon
 PATIENT = ControlConfig(heartbeat_s=60.0, suspect_after_s=600.0, forget_after_s=900.0)
 
 
+class Moment(NamedTuple):
+    """See `Story.moment`."""
+
+    events: int
+    commands: int
+    picture: Any
+
+    def is_unchanged_in(self, later: Moment) -> bool:
+        """Whether nothing has changed but what came in."""
+        return later == self or later.events != self.events
+
+
 class Story:
     """A decode and a prefill node, and an engine for both that does no more than it is told."""
 
@@ -102,6 +114,12 @@ class Story:
         assert not self.failed, [(req.rid, req.error) for req in self.failed]
         self.decode.audit()
         self.prefill.audit()
+
+    def moment(self) -> Moment:
+        """All that no call that raises may change, and what is counted up to this look: that takes
+        in, too, what the control threads have to say, and it may come at any time."""
+        seen = self.picture()
+        return Moment(self.events, self.commands, seen)
 
     def picture(self) -> Any:
         """All that no call that raises may change."""
@@ -237,14 +255,12 @@ def _hand_over(story: Story, data: st.DataObject) -> None:
     if isinstance(args[0], str) and args[0] in story.live:
         return  # such a call ends a request of the story
     side, _, call = name.partition(".")
-    before, events, commands = story.picture(), story.events, story.commands
+    before = story.moment()
     try:
         getattr(getattr(story, side), call)(*args, **named)
     except (CallerError, OwnError, CapacityError):
-        # What the control threads have to say comes in with any call.
-        if story.events == events:
-            assert story.picture() == before, (name, shown((args, named)))
-            assert story.commands == commands, (name, shown((args, named)))
+        # What the control threads have to say comes in with any call, and with the look.
+        assert before.is_unchanged_in(story.moment()), (name, shown((args, named)))
     except Exception as error:
         raise AssertionError(f"{name}: {shown((args, named))} raised {error!r}") from error
     else:
@@ -299,10 +315,10 @@ def test_a_chunk_with_a_wrong_argument_is_not_begun(story: Story, wrong: dict[st
         story.step()
         story.decode.wait(0.01)
     [computing] = story.computing.values()
-    before = story.picture()
+    before = story.moment()
     with pytest.raises((RequestError, CallerError)):
         story.prefill.send_chunk(
             **{"req": computing, "end": 21, "last": True, "aux": b"x", **wrong}
         )
-    assert story.picture() == before
+    assert before.is_unchanged_in(story.moment())
     story.finish()

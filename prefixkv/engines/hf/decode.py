@@ -291,12 +291,12 @@ class DecodeEngine:
         chunks: list[_Chunk] = []
         if not self._local:
             return chunks
-        left = self.node.chunk_tokens
+        left, further = self.node.chunk_tokens, self.node.further_prompt_tokens
         for req, start in self._local.items():
-            if left and not req.state.ended:
+            if left > 0 and not req.state.ended:
                 end = min(start + left, req.fill_len)
                 chunks.append(_Chunk(req, start, end))
-                left -= end - start
+                left -= end - start + further
         return chunks
 
     def _begin(self, req: DecodeRequest) -> None:

@@ -26,8 +26,9 @@ _MOST_STEPS: Final = 64
 
 class _VllmStep(NamedTuple):
     begun_s: float
+    prompts: int
     prompt_tokens: int
-    is_busy: bool  # it decodes
+    running: int  # requests that decode
 
 
 class OwnCompute:
@@ -62,7 +63,7 @@ class OwnCompute:
         # Of requests that wait to be admitted: what was missing, and what was decided by that.
         self._decided: dict[str, tuple[int, bool]] = {}
         # Of the step that is being scheduled.
-        self._prompt_tokens, self._is_busy = 0, False
+        self._prompts = self._prompt_tokens = self._running = 0
         self._steps: deque[_VllmStep] = deque(maxlen=_MOST_STEPS)  # under way, the oldest first
         self._ended_s = 0.0  # when the last step ended
 
@@ -79,8 +80,8 @@ class OwnCompute:
             return False
         last = self._decided.get(rid)
         if last is None or last[0] != missing:
-            due, is_busy = self._due_tokens, bool(self._decoding)
-            source = self.sources.choose(missing, due, is_busy, address, self.now_s())
+            due, running = self._due_tokens, len(self._decoding)
+            source = self.sources.choose(missing, due, running, address, self.now_s())
             last = self._decided[rid] = missing, source is Source.HERE
         return last[1]
 
@@ -141,9 +142,10 @@ class OwnCompute:
         # One token is a step of the batch, also where it is a prompt's last one: so a request
         # begins whose KV was loaded.
         if start < prompt_len and count > 1:
+            self._prompts += 1
             self._prompt_tokens += count
         else:
-            self._is_busy = True
+            self._running += 1
         if start + count >= prompt_len:
             self._decoding.add(rid)
         else:
@@ -152,8 +154,9 @@ class OwnCompute:
     def step_scheduled(self) -> None:
         """Note that all requests of vLLM's next step were named."""
         if self.is_on:
-            self._steps.append(_VllmStep(self.now_s(), self._prompt_tokens, self._is_busy))
-            self._prompt_tokens, self._is_busy = 0, False
+            step = _VllmStep(self.now_s(), self._prompts, self._prompt_tokens, self._running)
+            self._steps.append(step)
+            self._prompts = self._prompt_tokens = self._running = 0
 
     def step_ended(self) -> None:
         """Note that the result of the oldest step of vLLM has come."""
@@ -163,9 +166,9 @@ class OwnCompute:
         seconds = now_s - max(step.begun_s, self._ended_s)
         self._ended_s = now_s
         if step.prompt_tokens:
-            self.sources.chunk(step.prompt_tokens, seconds, step.is_busy, now_s)
-        elif step.is_busy:
-            self.sources.step(seconds)
+            self.sources.chunk(step.prompt_tokens, seconds, step.running, now_s, step.prompts)
+        elif step.running:
+            self.sources.step(seconds, step.running)
 
     # --- laws -------------------------------------------------------------------------------------
 

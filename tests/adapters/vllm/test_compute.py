@@ -47,6 +47,13 @@ class Steps:
         self.begin(**requests)
         self.end(seconds)
 
+    def compute_prompts(self) -> None:
+        """Decode computes as many prompts as make it sure that 500 tokens take a second."""
+        for number in range(10):
+            self.compute.admitted(str(number), 500, 500)
+            self.step(1.0, **{str(number): (0, 500)})
+            self.compute.ended(str(number))
+
     def load(self, room: int, num_tokens: int, seconds: float) -> None:
         """A load of a room takes so long."""
         self.compute.promised(FAR, room, num_tokens)
@@ -62,7 +69,7 @@ def test_a_step_begins_where_the_one_before_ended() -> None:
     steps.begin(a=(500, 500))
     steps.end(1.0)
     steps.end(1.0)  # not two seconds
-    assert steps.compute.sources.tokens_per_s == pytest.approx(500.0)
+    assert steps.compute.sources.chunk_s(500) == pytest.approx(1.0, rel=0.05)
 
 
 def test_a_step_begins_no_earlier_than_it_is_scheduled() -> None:
@@ -71,7 +78,7 @@ def test_a_step_begins_no_earlier_than_it_is_scheduled() -> None:
     steps.step(1.0, a=(0, 500))
     steps.now_s += 50.0  # nothing to do
     steps.step(1.0, a=(500, 500))
-    assert steps.compute.sources.tokens_per_s == pytest.approx(500.0)
+    assert steps.compute.sources.chunk_s(500) == pytest.approx(1.0, rel=0.05)
 
 
 def test_beside_a_batch_a_chunk_costs_what_the_step_is_longer() -> None:
@@ -82,7 +89,7 @@ def test_beside_a_batch_a_chunk_costs_what_the_step_is_longer() -> None:
     for i in range(5):
         steps.step(0.2, a=(500 + i, 1))
     steps.step(1.2, a=(505, 1), b=(0, 500))
-    assert steps.compute.sources.tokens_per_s == pytest.approx(500.0)
+    assert steps.compute.sources.chunk_s(500) == pytest.approx(1.0, rel=0.05)
 
 
 def test_the_last_token_of_a_loaded_prompt_is_no_chunk() -> None:
@@ -93,7 +100,7 @@ def test_the_last_token_of_a_loaded_prompt_is_no_chunk() -> None:
     steps.compute.admitted("b", 500, 0)
     for _ in range(10):
         steps.step(0.1, b=(499, 1))
-    assert steps.compute.sources.tokens_per_s == pytest.approx(500.0)
+    assert steps.compute.sources.chunk_s(500) == pytest.approx(1.0, rel=0.05)
 
 
 def test_steps_that_compute_nothing_are_not_measured() -> None:
@@ -105,7 +112,7 @@ def test_steps_that_compute_nothing_are_not_measured() -> None:
     steps.step(0.2, a=(500, 1))
     steps.step(7.0)
     steps.step(1.2, a=(501, 1), b=(0, 500))
-    assert steps.compute.sources.tokens_per_s == pytest.approx(500.0)
+    assert steps.compute.sources.chunk_s(500) == pytest.approx(1.0, rel=0.05)
 
 
 def test_what_is_due_counts_from_the_admission_until_it_is_computed() -> None:
@@ -137,8 +144,7 @@ def test_a_preempted_prompt_is_due_again() -> None:
 def test_the_way_that_is_sooner_is_taken(seconds: float, is_here: bool) -> None:
     """500 tokens of decode take a second."""
     steps = Steps()
-    steps.compute.admitted("a", 500, 500)
-    steps.step(1.0, a=(0, 500))
+    steps.compute_prompts()
     for room in range(5):
         steps.load(room, 500, seconds)
     assert steps.is_here(500) is is_here
@@ -161,8 +167,7 @@ def test_a_request_that_waits_is_decided_once() -> None:
 
 def test_a_prefill_server_that_does_not_answer_is_slow() -> None:
     steps = Steps()
-    steps.compute.admitted("a", 500, 500)
-    steps.step(1.0, a=(0, 500))
+    steps.compute_prompts()
     for room in range(5):
         steps.load(room, 500, 0.2)
     steps.compute.promised(FAR, 5, 500)
@@ -176,8 +181,7 @@ def test_a_prefill_server_that_does_not_answer_is_slow() -> None:
 def test_what_a_prefill_server_has_still_to_send_counts(promised: int, is_here: bool) -> None:
     """It sends a token in a millisecond, decode computes one in two."""
     steps = Steps()
-    steps.compute.admitted("a", 500, 500)
-    steps.step(1.0, a=(0, 500))
+    steps.compute_prompts()
     for room in range(6):
         steps.load(room, 500 + 500 * (room % 2), 0.5 + 0.5 * (room % 2))
     steps.compute.promised(FAR, 6, promised)
@@ -200,6 +204,7 @@ def test_beside_running_requests_each_step_of_theirs_counts(
     """Prefill takes 3.4 s. Decode computes a thousand tokens in two seconds, in steps of 500, and a
     step of the batch is .2 s long."""
     steps = Steps(below=2000)
+    steps.compute_prompts()
     steps.compute.admitted("a", 1000, 1000)
     steps.step(1.0, a=(0, 500))
     steps.step(1.0, a=(500, 500))
@@ -219,7 +224,7 @@ def test_an_engine_that_does_not_say_when_steps_end_is_not_measured() -> None:
         steps.compute.admitted(str(rid), 100, 100)
         steps.begin(**{str(rid): (0, 100)})
         steps.compute.ended(str(rid))
-    assert steps.compute.sources.tokens_per_s == 0.0
+    assert steps.compute.sources.chunk_s(500) == 0.0
     assert steps.is_here(1000)
     assert len(steps.compute._steps) < 100
 
@@ -267,7 +272,8 @@ def test_a_little_is_computed_here_and_prefill_computes_nothing(make_servers: Ma
 def slow(servers: Servers) -> None:
     """Decode has computed a token a second of late, and prefill sends at once."""
     compute = servers.decode.scheduler.compute
-    compute.sources.chunk(1000, 1000.0, False, compute.now_s())
+    for _ in range(10):
+        compute.sources.chunk(1000, 1000.0, 0, compute.now_s())
     for room in range(1000, 1010):
         compute.promised(servers.address, room, 100)
         compute.arrived(servers.address, room, 100)
@@ -315,7 +321,7 @@ def test_steps_and_loads_are_measured(make_servers: MakeServers) -> None:
         return asked.loaded_from is None
 
     assert is_computed(200)
-    assert compute.sources.tokens_per_s == pytest.approx(50.0)
+    assert compute.sources.chunk_s(50) == pytest.approx(1.0, rel=0.05)
     assert not any(is_computed(300) for _ in range(3))
     assert not is_computed(200)  # 4 s here
     assert [asked.args[2] for asked in promised.mock_calls] == [300, 300, 300, 200]

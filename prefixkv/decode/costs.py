@@ -1,0 +1,234 @@
+"""What a pass of decode's engine costs: a model, fitted to the last passes.
+
+    seconds = pass + per_running * running + per_prompt * prompts + per_token * tokens
+
+`running` requests get a token each. Beside them chunks of `prompts` are computed, of `tokens` in
+all; what these add to a step is the last two terms. On a GPU the first term is often all of it,
+since launching takes that long, whatever is launched.
+
+Least squares, in which old passes fade, and short ones weigh more. The terms begin near 0, those of
+a pass and of a prompt nearest, so what was never told apart is put down to requests and tokens. No
+term is below 0.
+
+A pass that takes far longer than expected is a stall, and counts only as far as usual ones vary;
+the third one in a row is a change, after which older ones fade fast.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final
+
+_TOKENS: Final = 256.0  # unit of tokens
+_PRIOR: Final = (0.02, 2e-4, 0.02, 1e-5)  # precisions of terms that are 0, by those of a pass
+_KEPT: Final = 0.98  # the weight that passes keep when another one of their kind comes
+_KEPT_CHANGED: Final = 0.7  # the same where passes have become others
+_MOST_STALLS: Final = 2  # in a row
+_LEAST_PASSES: Final = 8  # of a kind, before one of it can be a stall
+_STALL: Final = 4.0  # times the usual error, that a stall is late
+_STALL_SHARE: Final = 0.3  # and at least so much of what was expected
+_FIT_EVERY: Final = 8  # steps, while no one asks
+_DEVIATION: Final = 1.25  # a normal distribution's, by the mean error
+_FADED: Final = 0.1  # the weight that chunks keep which were long ago
+_NUM: Final = len(_PRIOR)
+
+
+class _PassSums:
+    """Weighted sums of one kind of passes: of the products of their terms, and of these with
+    seconds."""
+
+    __slots__ = ("error_s", "num", "products", "rows", "seconds", "unusual")
+
+    def __init__(self, rows: int = _NUM) -> None:
+        self.rows = rows  # the first terms, which may be other than 0
+        self.products = [0.0] * (_NUM * _NUM)
+        self.seconds = [0.0] * _NUM
+        self.num = 0
+        self.unusual = 0  # in a row, until the last one
+        self.error_s = 0.0  # mean of how far these passes were from what was expected
+
+    def copy(self) -> _PassSums:
+        """Return a copy of the sums."""
+        found = _PassSums(self.rows)
+        found.products, found.seconds = self.products.copy(), self.seconds.copy()
+        found.num, found.unusual, found.error_s = self.num, self.unusual, self.error_s
+        return found
+
+    def add(self, terms: Sequence[float], seconds: float, weight: float, kept: float) -> None:
+        """Add a pass to the sums, in which those before it keep a part of their weight."""
+        products, rows = self.products, self.rows
+        for row in range(rows):  # only where a sum can be other than 0
+            weighted = weight * terms[row]
+            self.seconds[row] = self.seconds[row] * kept + weighted * seconds
+            for at in range(row * _NUM, row * _NUM + rows):
+                products[at] = products[at] * kept + weighted * terms[at - row * _NUM]
+        self.num += 1
+
+
+class PassCosts:
+    """The model of what a pass costs; the module's text has it. Every call is O(1)."""
+
+    def __init__(self) -> None:
+        # A kind each, so that what one has said does not fade while others come: steps without
+        # chunks, chunks alone, chunks beside running requests.
+        self._kinds = [_PassSums(rows=2), _PassSums(), _PassSums()]
+        # To amend the last pass with chunks: its kind, and the sums before it.
+        self._before: tuple[int, _PassSums] | None = None
+        self._num_chunks = 0
+        self._most_tokens = 0.0  # of the last chunks; fades
+        self._fitted = [0.0] * _NUM
+        self._unfitted = 0  # passes since
+
+    @property
+    def num_chunks(self) -> int:
+        """Passes with chunks that were measured, ever."""
+        return self._num_chunks
+
+    @property
+    def most_tokens(self) -> float:
+        """The most tokens of a pass with chunks, of the last ones."""
+        return self._most_tokens
+
+    def add(
+        self, running: int, prompts: int, tokens: int, seconds: float, amends: bool = False
+    ) -> None:
+        """Add a pass that was measured. `amends`: the last one with chunks, which had more."""
+        kind = (1 if not running else 2) if prompts else 0
+        if amends and self._before is not None:
+            kind, self._kinds[kind] = self._before
+            self._unfitted = _FIT_EVERY
+        sums = self._kinds[kind]
+        if prompts:
+            self._before = kind, sums.copy()
+            self._num_chunks += not amends
+            self._most_tokens = max(self._most_tokens * _KEPT, tokens)
+        terms = _terms(1, running, prompts, tokens)
+        # 1. Is it a stall, or has something changed?
+        kept, most_s = _KEPT, math.inf
+        # The costs may be those of some steps ago: they cost more than all else here.
+        costs = self._fit() if prompts or self._unfitted >= _FIT_EVERY else self._fitted
+        late_s = seconds - (expected_s := _product(costs, terms))
+        if sums.num >= _LEAST_PASSES:
+            most_s = max(_STALL * sums.error_s, _STALL_SHARE * expected_s)
+            if abs(late_s) <= most_s:
+                sums.unusual = 0
+            elif sums.unusual < _MOST_STALLS:
+                sums.unusual += 1
+                late_s = math.copysign(most_s, late_s)
+            else:
+                kept = _KEPT_CHANGED
+        # 2. It counts.
+        if sums.num:
+            is_new = max(1 - _KEPT, 1 / sums.num)
+            sums.error_s += (min(abs(late_s), most_s) - sums.error_s) * is_new
+        sums.add(terms, max(0.0, expected_s + late_s), _TOKENS / (_TOKENS + tokens), kept)
+        self._unfitted += 1
+
+    def fade(self) -> None:
+        """Note that the last pass with a chunk was long ago: what comes now counts for more."""
+        for sums in self._kinds[1:]:
+            sums.products = [one * _FADED for one in sums.products]
+            sums.seconds = [one * _FADED for one in sums.seconds]
+            sums.num = sums.unusual = 0
+        self._unfitted, self._before = _FIT_EVERY, None
+
+    def seconds(self, passes: float, running: float, prompts: float, tokens: float) -> float:
+        """Return the seconds that passes take together, with these requests, prompts and tokens in
+        all of them."""
+        return _product(self._fit(), _terms(passes, running, prompts, tokens))
+
+    def error(self, passes: float, running: float, prompts: float, tokens: float) -> float:
+        """Return the standard error of `seconds` of the same."""
+        terms = _terms(passes, running, prompts, tokens)
+        spread = max(0.0, _product(_solved(self._products(), list(terms)), terms))
+        return self._deviation_s(running) * math.sqrt(spread)
+
+    def tokens_within(self, seconds: float) -> float:
+        """Return how many tokens of one prompt add at most `seconds` to a step; at least 0."""
+        _, _, prompt_s, token_s = self._fit()
+        left_s = seconds - prompt_s
+        if left_s <= 0:
+            return 0.0
+        return left_s / token_s * _TOKENS if token_s > 0 else math.inf
+
+    def perhaps_within(self, seconds: float, most: int) -> int:
+        """Return how many tokens of one prompt perhaps add no more than `seconds` to a step, less
+        the standard error of that: `most`, or a half, a quarter and so on of it; at least 1."""
+        products = self._products()
+        of_prompt = _solved(products, [0.0, 0.0, 1.0, 0.0])
+        of_token = _solved(products, [0.0, 0.0, 0.0, 1.0])
+        _, _, prompt_s, token_s = self._fit()
+        while most > 1:
+            units = most / _TOKENS
+            spread = of_prompt[2] + 2 * units * of_prompt[3] + units * units * of_token[3]
+            error_s = self._deviation_s(1) * math.sqrt(max(0.0, spread))
+            if prompt_s + token_s * units - error_s <= seconds:
+                break
+            most //= 2
+        return most
+
+    @property
+    def prompt_tokens(self) -> float:
+        """Tokens that cost what another prompt in a pass costs by itself."""
+        _, _, prompt_s, token_s = self._fit()
+        if not prompt_s:
+            return 0.0
+        return prompt_s / token_s * _TOKENS if token_s > 0 else math.inf
+
+    def _deviation_s(self, running: float) -> float:
+        """Return how much passes with chunks vary, beside running requests or alone."""
+        alone, beside = self._kinds[1:]
+        return _DEVIATION * (beside if beside.num and (running or not alone.num) else alone).error_s
+
+    def _products(self) -> list[float]:
+        """Return the matrix of the least squares, of all kinds of passes and the prior."""
+        kinds = [sums.products for sums in self._kinds]
+        found = [sum(of_kinds) for of_kinds in zip(*kinds, strict=True)]
+        for row, precision in enumerate(_PRIOR):
+            found[row * (_NUM + 1)] += precision
+        return found
+
+    def _fit(self) -> list[float]:
+        """Return the cost of each term, in its unit."""
+        if not self._unfitted:
+            return self._fitted
+        products = self._products()
+        kinds = [sums.seconds for sums in self._kinds]
+        seconds = [sum(of_kinds) for of_kinds in zip(*kinds, strict=True)]
+        found = _solved(products, seconds)
+        # The term that is furthest below 0 is 0, then what is left is fitted again.
+        while (least := min(found)) < 0:
+            at = found.index(least)
+            for other in range(_NUM):
+                products[at * _NUM + other] = products[other * _NUM + at] = 0.0
+            products[at * (_NUM + 1)], seconds[at] = 1.0, 0.0
+            found = _solved(products, seconds)
+        self._fitted, self._unfitted = found, 0
+        return found
+
+
+def _terms(passes: float, running: float, prompts: float, tokens: float) -> Sequence[float]:
+    """Return the terms of passes, in their units."""
+    return passes, running, prompts, tokens / _TOKENS
+
+
+def _product(costs: Sequence[float], terms: Sequence[float]) -> float:
+    """Return the seconds by the costs of terms."""
+    return sum(one * other for one, other in zip(costs, terms, strict=True))
+
+
+def _solved(matrix: Sequence[float], right: Sequence[float]) -> list[float]:
+    """Return the solution of linear equations, by a matrix in rows that is positive definite."""
+    rows, found = list(matrix), list(right)
+    for at in range(_NUM):
+        pivot = rows[at * _NUM + at]
+        for below in range(at + 1, _NUM):
+            if factor := rows[below * _NUM + at] / pivot:
+                for column in range(at + 1, _NUM):
+                    rows[below * _NUM + column] -= factor * rows[at * _NUM + column]
+                found[below] -= factor * found[at]
+    for at in reversed(range(_NUM)):
+        done = sum(rows[at * _NUM + column] * found[column] for column in range(at + 1, _NUM))
+        found[at] = (found[at] - done) / rows[at * _NUM + at]
+    return found
