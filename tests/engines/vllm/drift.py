@@ -50,7 +50,12 @@ class Made:
         from vllm.sampling_params import SamplingParams
         from vllm.v1.core.block_pool import BlockPool
         from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+        from vllm.v1.kv_cache_interface import (
+            FullAttentionSpec,
+            KVCacheConfig,
+            KVCacheGroupSpec,
+            SlidingWindowSpec,
+        )
         from vllm.v1.request import Request
 
         folder = tempfile.mkdtemp(prefix="prefixkv-drift-")
@@ -72,6 +77,11 @@ class Made:
         )
         spec = FullAttentionSpec(BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32)
         self.kv = KVCacheConfig(NUM_BLOCKS, [], [KVCacheGroupSpec(["layer"], spec)])
+        last = SlidingWindowSpec(
+            BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32, sliding_window=32
+        )
+        groups = [KVCacheGroupSpec(["last"], last), *self.kv.kv_cache_groups]
+        self.windowed = KVCacheConfig(NUM_BLOCKS, [], groups)
         self.pool: Any = BlockPool(NUM_BLOCKS, enable_caching=True, hash_block_size=BLOCK)
         self.request_of: Any = lambda: Request(
             "r", [*range(40)], SamplingParams(max_tokens=1), None
@@ -162,6 +172,8 @@ def _use(part: compat.VllmFeature, made: Made, request: Any) -> dict[str, Any]:
         extra["host_memory"] = "4x"
     if part in (compat.WORKER, compat.RANKS):
         PrefixKVConnector(made.config, base.KVConnectorRole.WORKER, made.kv)
+    if part is compat.WINDOWS:
+        PrefixKVConnector(made.config, base.KVConnectorRole.WORKER, made.windowed)
     if part is compat.POLICY:  # first as a server that wants none
         _scheduler(PrefixKVConnector, made, request).shutdown()
         extra["policy"] = "lru"
