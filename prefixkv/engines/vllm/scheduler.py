@@ -142,6 +142,12 @@ class SchedulerSide:
         # Consecutive steps in which nothing was ordered, computed or reported.
         self._quiet_steps = 0
         self._has_yielded = False  # a request in this step, to the promised sends behind it
+        # Of models with windows: requests whose load has failed, until vLLM admits them again;
+        # those that have the blocks of a load that is over, until vLLM computes them or asks about
+        # them again; whether one of the former has let others go first in this step.
+        self._failed: set[str] = set()
+        self._landed: set[str] = set()
+        self._has_stepped_back = False
         self._wakeup_address, self._num_wakeup_senders = "", 0
         self._reported_gauges = dict.fromkeys(GAUGES, 0.0)
         self.flights = Flights()
@@ -293,7 +299,7 @@ class SchedulerSide:
         is_waited_for = bool(self._wanted) or self.sends.has_promised_uncomputed
         grace_s = 0.0 if is_waited_for else self._options.offer_grace_s
         self.sends.make_room(need, grace_s, self._orders)
-        if self._must_yield(need):
+        if self._must_yield(need) or self._steps_back(rid, need):
             return None, False
         # 3. Not a load, or one that has been opened already; and host memory has nothing of it.
         asks = rid in self._wanted or rid in self._followers
@@ -352,6 +358,20 @@ class SchedulerSide:
         if need > 0 and self.sends.has_promised_uncomputed:
             self._has_yielded |= any(not load.over for load in self._loads.values())
         return self._has_yielded
+
+    def _steps_back(self, rid: str, need: int) -> bool:
+        """Return whether a request that lacks `need` blocks in vLLM lets those go first that have
+        blocks of loads.
+
+        vLLM comes to none of these behind a request whose load has failed and for which blocks are
+        lacking. To be computed it needs more blocks than to be loaded where layers keep a window,
+        so its own would not do. No other request may take the blocks meanwhile.
+        """
+        self._landed.discard(rid)
+        if rid in self._failed and need > 0:
+            is_loading = any(not load.over for load in self._loads.values())
+            self._has_stepped_back |= is_loading or bool(self._landed)
+        return self._has_stepped_back
 
     def _in_host_memory(self, request: Any, num_computed: int) -> int:
         """Return how many prompt tokens behind the first `num_computed` host memory has for vLLM:
@@ -439,6 +459,7 @@ class SchedulerSide:
         # vLLM calls this again after a preemption. The ask is taken out here, so a room opens once.
         wanted, hit = self._wanted.pop(rid, None), self._hits.pop(rid, 0)
         self._followers.discard(rid)
+        self._failed.discard(rid)
         if rid in self._joined:
             self._joined.discard(rid)
             self.counters.add("flights_joined")
@@ -519,6 +540,8 @@ class SchedulerSide:
             self._shadow.ended(rid, request.all_token_ids, blocks, namespace_of(request))
         self._joined.discard(rid)
         self._followers.discard(rid)
+        self._failed.discard(rid)
+        self._landed.discard(rid)
         self._hits.pop(rid, None)
         self._host_parts.pop(rid, None)
         self.compute.ended(rid)
@@ -582,7 +605,7 @@ class SchedulerSide:
         for rid, computed in zip(again.req_ids, again.num_computed_tokens, strict=True):
             self._compute(rid, computed, step)
         self.compute.step_scheduled()
-        self._has_yielded = False
+        self._has_yielded = self._has_stepped_back = False
         if self._host is not None:
             self._orders.copies += self._host.take_orders()
         # Everything ordered since the last step goes out together; the next step starts empty.
@@ -599,6 +622,7 @@ class SchedulerSide:
             return self._groups.tables(step.kv_connector_block_state.get_block_ids(rid))
 
         count = step.num_scheduled_tokens[rid]
+        self._landed.discard(rid)
         self.compute.scheduled(rid, computed, count)
         self.sends.compute(rid, computed, count, tables, self.holds, self._orders)
 
@@ -650,6 +674,8 @@ class SchedulerSide:
         if load is None:
             return
         load.over = True
+        if self._groups.windows and not load.left:
+            self._landed.add(rid)
         if not load.error:
             self.counters.add("loads_done")
             self.compute.arrived(load.prefill, load.room, load.num_tokens)
@@ -659,6 +685,8 @@ class SchedulerSide:
         if not load.left and self._host is not None:
             self._host.bar(rid)
         if not load.left:
+            if self._groups.windows:
+                self._failed.add(rid)
             self._record_error(rid, load.error, logging.DEBUG if load.refused else logging.WARNING)
         # vLLM frees the request's blocks next, and a peer may still write into them.
         if load.unsettled > 0:
