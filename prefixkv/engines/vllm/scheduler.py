@@ -268,8 +268,12 @@ class SchedulerSide:
 
     def ignores_windows(self, request: Any) -> bool:
         """Return whether vLLM has to look for a prefix of a request in the group that keeps every
-        token alone: its windows are loaded with it, whatever the prefix is."""
-        if not self._groups.windows or request.request_id not in self._wanted:
+        token alone: its windows are loaded with it, whatever the prefix is.
+
+        Not where another connector stands between, which may load the request from elsewhere.
+        """
+        is_wanted = request.request_id in self._wanted and self.sends.can_end
+        if not self._groups.windows or not is_wanted:
             return False
         num_blocks = self._groups.blocks_of(request.num_prompt_tokens)
         return self._most_loading is None or num_blocks <= self._most_loading
@@ -322,6 +326,10 @@ class SchedulerSide:
         # computes what is missing, and host memory has not.
         if rid not in self._wanted:
             return self._load_from_host(rid, num_computed, hosted)
+        # Or vLLM has looked for its prefix in all groups: what it has of the window there is
+        # cached, and is not to be written over.
+        if self._groups.windows and num_computed and not self.ignores_windows(request):
+            return 0, False
         # 7. Prefill sends it sooner than host memory has it here.
         ask, _ = self._wanted[rid]
         if hosted and not ask.nonce:
