@@ -166,13 +166,17 @@ class HandshakeError(PeerError):
 
         >>> HandshakeError("tag", "a=1 b=2", "a=1 b=3").named({"tag.b": "--b"})
         HandshakeError("tag (--b) differs: ours 'a=1 b=2', theirs 'a=1 b=3'")
+        >>> HandshakeError("groups[0].window", 24, 32).named({"groups": "--model"})
+        HandshakeError('groups[0].window (--model) differs: ours 24, theirs 32')
         """
         field = self.field.removeprefix("layout.")
         found = [
             options[key] for key in _fields_of(field, self.ours, self.theirs) if key in options
         ]
-        # Each option once, in the order of the words; else that of the field as a whole.
-        option = ", ".join(dict.fromkeys(found)) or options.get(field, "")
+        # Each option once, in the order of the words; else that of the field as a whole, or of the
+        # list that it is in.
+        whole = options.get(field) or options.get(field.partition("[")[0], "")
+        option = ", ".join(dict.fromkeys(found)) or whole
         if not option:
             return self
         return HandshakeError(self.field, self.ours, self.theirs, self.reason, option)

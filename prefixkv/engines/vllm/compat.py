@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dis
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -22,8 +22,10 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from prefixkv.engines.vllm.groups import BlockGroups
 from prefixkv.engines.vllm.host_events import HostEvent
 from prefixkv.engines.vllm.layout import check_config, check_sleep
+from prefixkv.engines.vllm.options import ConnectorOptions
 from prefixkv.spi import ConfigError
 
 _log = logging.getLogger("vllm.prefixkv")
@@ -75,6 +77,7 @@ SCHEDULER: Final = VllmFeature("prefixkv's connector in the scheduler")
 WORKER: Final = VllmFeature("prefixkv's connector in a worker")
 RANKS: Final = VllmFeature("prefixkv's connector with tensor parallel ranks")
 CPU_KERNELS: Final = VllmFeature("prefixkv's connector with kernels for CPUs")
+WINDOWS: Final = VllmFeature("prefixkv's connector with layers that keep a window")
 LORA: Final = VllmFeature("prefixkv's connector with LoRA adapters")
 IMAGES: Final = VllmFeature("prefixkv's connector with multimodal models")
 FENCING: Final = VllmFeature("prefixkv's worker extension")
@@ -192,6 +195,21 @@ TABLE: Final = (
          "reach the other ranks"),
     _row(CPU_KERNELS, "vllm.v1.attention.backends.cpu_attn", "", "_get_attn_isa",
          "know how a block is packed"),
+    _row(WINDOWS, _SPECS, "KVCacheGroupSpec", "is_eagle_group", "know the layers of a block"),
+    _row(WINDOWS, _SPECS, "SlidingWindowSpec", "sliding_window extra_retained_tokens block_size "
+         "num_kv_heads head_size head_size_v dtype kv_quant_mode state_content_bytes "
+         "num_head_slots page_size_bytes", "know what a block holds"),
+    _row(WINDOWS, "vllm.config", "VllmConfig", "max_in_flight_tokens",
+         "know how many blocks a window takes"),
+    _row(WINDOWS, f"{_V1}.base", "KVConnectorBase_V1", "bind_kv_cache_manager "
+         "supports_divergent_local_hybrid_hits", "say where prefixes are looked for"),
+    _row(WINDOWS, "vllm.v1.core.sched.scheduler", "Scheduler", "_get_local_prefix_cache_hit",
+         "say where prefixes are looked for"),
+    _row(WINDOWS, "vllm.v1.core.kv_cache_manager", "KVCacheManager",
+         "get_computed_blocks_for_connector get_computed_blocks prefix_cache_lookup_enabled "
+         "create_kv_cache_blocks coordinator", "say where prefixes are looked for"),
+    _row(WINDOWS, "vllm.v1.core.kv_cache_coordinator", "HybridKVCacheCoordinator",
+         "find_longest_cache_hit_per_group", "look for prefixes in one group"),
     _row(LORA, "vllm.lora.request", "LoRARequest", "lora_name", "know whose KV it is"),
     _row(IMAGES, "vllm.multimodal.inputs", "MultiModalFeatureSpec", "identifier mm_position",
          "know whose KV it is"),
@@ -478,10 +496,51 @@ def check_engine(config: Any, kv_cache: Any) -> None:
         require(LORA)
     if config.model_config.is_multimodal_model:
         require(IMAGES)
+    if len(kv_cache.kv_cache_groups) > 1:
+        require(WINDOWS)
     check_config(config.parallel_config, kv_cache)
     if config.model_config.is_encoder_decoder:
         raise ConfigError("the model is an encoder-decoder, whose KV is not transferred")
     check_sleep(config.model_config, config.device_config.device_type)
+
+
+def groups_of(config: Any, kv_cache: Any) -> BlockGroups:
+    """Return the KV cache groups of a vLLM server that `check_engine` has accepted."""
+    is_one = len(kv_cache.kv_cache_groups) == 1
+    return BlockGroups.of(kv_cache, 0 if is_one else config.max_in_flight_tokens)
+
+
+def check_windows(options: ConnectorOptions) -> None:
+    """Raise ConfigError for an option that vLLM's models whose layers keep a window have not."""
+    for name in ("host_memory", "compute_below", "recompute_below", "policy"):
+        if value := getattr(options, name):
+            raise ConfigError(
+                f"{name}: is {value!r}; leave it out with a model whose layers keep a window, or "
+                "start vLLM with --disable-hybrid-kv-cache-manager"
+            )
+
+
+def look_up_densely(manager: Any, full: int, wanted: Callable[[Any], bool]) -> None:
+    """Have vLLM's `KVCacheManager` look for the prefix of each request that is `wanted` in the
+    group `full` alone, which keeps every token.
+
+    The windows behind the whole prompt are loaded into new blocks. vLLM itself looks for a prefix
+    that ends where all groups have what comes before.
+    """
+
+    def get_computed_blocks_for_connector(request: Any) -> tuple[Any, int, int, bool]:
+        if not (wanted(request) and manager.prefix_cache_lookup_enabled(request)):
+            return *manager.get_computed_blocks(request), False
+        # At least one token behind the prefix is left to load: what is loaded ends before the
+        # prompt's last token, and without any vLLM would load no window either.
+        found, lengths = manager.coordinator.find_longest_cache_hit_per_group(
+            request.block_hashes, request.num_tokens - 2
+        )
+        blocks = tuple(one if number == full else [] for number, one in enumerate(found))
+        # True: where nothing is loaded after all, vLLM looks again in its own way.
+        return manager.create_kv_cache_blocks(blocks), lengths[full], 0, True
+
+    manager.get_computed_blocks_for_connector = get_computed_blocks_for_connector
 
 
 def check_host_memory(config: Any) -> None:
@@ -535,9 +594,12 @@ def host_events(events: Iterable[HostEvent], block_size: int) -> list[Any]:
 
 def backends_of(config: Any, kv_cache: Any) -> list[str]:
     """Return the sorted names of vLLM's attention kernels of all layers that have KV."""
-    (group,) = kv_cache.kv_cache_groups
     names = require(WORKER)
-    layers = names.get_layers_from_vllm_config(config, names.AttentionLayerBase, group.layer_names)
+    layers = names.get_layers_from_vllm_config(
+        config,
+        names.AttentionLayerBase,
+        [name for group in kv_cache.kv_cache_groups for name in group.layer_names],
+    )
     return sorted({layer.get_attn_backend().get_name() for layer in layers.values()})
 
 
@@ -551,8 +613,8 @@ def block_format(config: Any, kv_cache: Any, backends: list[str]) -> str:
     the option that sets it.
     """
     # The version too: kernels may pack differently in the next one, and no name would show it.
-    (group,) = kv_cache.kv_cache_groups
-    spec = group.kv_cache_spec
+    # Blocks of all groups are alike.
+    spec = kv_cache.kv_cache_groups[BlockGroups.of(kv_cache).full].kv_cache_spec
     words = {
         "vllm": installed_version(),
         "kernels": "+".join(backends),
@@ -574,7 +636,7 @@ def block_format(config: Any, kv_cache: Any, backends: list[str]) -> str:
 
 def num_kv_heads(config: Any, kv_cache: Any) -> int:
     """Return the number of KV heads of vLLM's model, over all tensor parallel ranks."""
-    (group,) = kv_cache.kv_cache_groups
+    group = kv_cache.kv_cache_groups[BlockGroups.of(kv_cache).full]
     if type(group.kv_cache_spec).__name__ == "MLAAttentionSpec":
         return 1
     return int(config.model_config.get_total_num_kv_heads())

@@ -59,6 +59,9 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
             "is_producer": transfer.is_kv_producer,
             "is_consumer": transfer.is_kv_consumer,
         }
+        self._groups = compat.groups_of(vllm_config, kv_cache_config)
+        if self._groups.windows:
+            compat.check_windows(self._options)
         if self._options.host is not None:
             compat.check_host_memory(vllm_config)
         self._num_ranks = vllm_config.parallel_config.tensor_parallel_size
@@ -70,12 +73,12 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
         self.rest = EngineWait()
         if role is _base.KVConnectorRole.SCHEDULER:
             compat.require(compat.SCHEDULER)
-            (group,) = kv_cache_config.kv_cache_groups
-            self._block_size = group.kv_cache_spec.block_size
+            self._block_size = self._groups.block_size
             self._scheduler = SchedulerSide(
                 self._options,
                 self._block_size,
                 hash_size=kv_cache_config.hash_block_size,
+                groups=self._groups,
                 num_ranks=self._num_ranks,
                 max_len=vllm_config.model_config.max_model_len,
                 step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
@@ -101,6 +104,12 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
         return False
 
     @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        """True for vLLM where layers keep a window: it then looks for prefixes as
+        `bind_kv_cache_manager` has it."""
+        return bool(self._groups.windows)
+
+    @property
     def requires_kv_delivery(self) -> bool:
         """False for vLLM: the connector holds a preempted request's blocks until they are sent."""
         return False
@@ -113,6 +122,15 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
         assert self._scheduler is not None, "the scheduler's connector"
         return self._scheduler
 
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        """Take vLLM's cache manager into the connector. For requests whose windows are loaded it
+        looks for a prefix in the layers that keep every token alone."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        if self._groups.windows:
+            compat.look_up_densely(
+                kv_cache_manager, self._groups.full, self.scheduler.ignores_windows
+            )
+
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """Give vLLM's block pool to the connector, and let a policy choose its victims if set."""
         shadow: Shadow | None = None
@@ -120,8 +138,7 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
         if self._options.policy and compat.can_govern(gpu_block_pool):
             from prefixkv.engines.vllm.block_queue import GovernedQueue
 
-            size = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-            shadow = Shadow(size, self._options.policy, time.monotonic)
+            shadow = Shadow(self._block_size, self._options.policy, time.monotonic)
             GovernedQueue.install(gpu_block_pool, shadow, self.scheduler.counters)
         self.scheduler.bind(gpu_block_pool, shadow)
 
@@ -139,8 +156,8 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
 
         `num_external_tokens` is how many tokens are to be loaded.
         """
-        (pages,) = blocks.get_block_ids()
-        hosted = self.scheduler.allocated(request, pages, num_external_tokens)
+        pages, windows = self._groups.tables(blocks.get_block_ids())
+        hosted = self.scheduler.allocated(request, pages, num_external_tokens, windows)
         if num_external_tokens:
             compat.count_own_cache_only(request, hosted)
 
@@ -162,7 +179,7 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished(request, block_ids[0])
+        return self.request_finished(request, block_ids[self._groups.full])
 
     def has_pending_push_work(self) -> bool:
         return self.scheduler.busy
@@ -217,7 +234,7 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
         # all that decides how a kernel packs a block.
         backends = compat.backends_of(config, kv_cache)
         tag = compat.block_format(config, kv_cache, backends)
-        plain = is_plain(kv_cache.kv_cache_groups[0].kv_cache_spec, backends)
+        plain = is_plain(kv_cache.kv_cache_groups[self._groups.full].kv_cache_spec, backends)
         self._worker.register(pool_of(kv_caches, kv_cache, tag, plain=plain))
 
     def unregister_kv_caches(self) -> None:

@@ -16,13 +16,11 @@ from typing import Any, Final
 
 import torch
 
-from prefixkv import KVPool
+from prefixkv import KVPool, PoolGroup
+from prefixkv.engines.vllm.groups import BlockGroups
 from prefixkv.spi import ITEMSIZE, ConfigError
 
 _log = logging.getLogger("vllm.prefixkv")
-
-SPECS: Final = ("FullAttentionSpec", "MLAAttentionSpec")
-"""Kinds of cache in which every token's KV stays in its block until the request ends."""
 
 PLAIN: Final = (
     "FLASH_ATTN", "FLEX_ATTENTION", "TRITON_ATTN",
@@ -49,21 +47,7 @@ def check_config(parallel: Any, kv_cache: Any) -> None:
         size = getattr(parallel, name, 1)
         if size > 1:
             raise ConfigError(f"{name} is {size}, must be 1: prefixkv's connector has no {feature}")
-    # One group only: a transfer sends the pages of one block table, and another group would have
-    # its own. Of that group every token's KV must stay in its block until the request ends.
-    groups = kv_cache.kv_cache_groups
-    if len(groups) != 1:
-        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
-        raise ConfigError(
-            f"the model has {len(groups)} KV cache groups ({kinds}), must have 1: prefixkv's "
-            "connector sends one block table"
-        )
-    (group,) = groups
-    kind = type(group.kv_cache_spec).__name__
-    if kind not in SPECS:
-        raise ConfigError(f"the KV cache is a {kind}, must be one of {', '.join(SPECS)}")
-    if group.host_resident or not group.enable_kv_transfer:
-        raise ConfigError(f"the KV cache group of {kind} is not on the device, or not to be sent")
+    BlockGroups.of(kv_cache)
 
 
 def check_sleep(model: Any, device: str) -> None:
@@ -103,6 +87,9 @@ def pool_of(
 ) -> KVPool:
     """Return a pool over vLLM's KV tensors, with vLLM's block numbers as page numbers.
 
+    The layers that keep every token are the pool's own; each window group is a group of it, in the
+    same memory.
+
     Args:
         kv_caches: by layer name, [kernel block, head, token, content]. A block of the manager is
             one or more consecutive kernel blocks.
@@ -113,8 +100,25 @@ def pool_of(
     Raises:
         ConfigError: a block is not one run of bytes per layer.
     """
-    (group,) = kv_cache.kv_cache_groups
-    spec, num_blocks = group.kv_cache_spec, kv_cache.num_blocks
+    groups, num_blocks = BlockGroups.of(kv_cache), kv_cache.num_blocks
+    of = kv_cache.kv_cache_groups
+    pool = _pool_of_group(kv_caches, of[groups.full], num_blocks, tag, plain)
+    windows = [
+        PoolGroup(
+            one.name,
+            _pool_of_group(kv_caches, of[one.number], num_blocks, tag, plain),
+            one.window,
+        )
+        for one in groups.windows
+    ]
+    return pool.with_groups(*windows) if windows else pool
+
+
+def _pool_of_group(
+    kv_caches: Mapping[str, torch.Tensor], group: Any, num_blocks: int, tag: str, plain: bool
+) -> KVPool:
+    """Return a pool over the KV tensors of the layers of one of vLLM's groups. See `pool_of`."""
+    spec = group.kv_cache_spec
     names = [name for name in group.layer_names if name in kv_caches]
     # Layers may share one tensor, which is registered once. Reversed, so that the first name stays.
     seen = {kv_caches[name].data_ptr(): name for name in reversed(names)}

@@ -32,7 +32,8 @@ OPTION_NAMES: Final = {
     "kv_scales": "--kv-cache-dtype",
     "dtype": "--kv-cache-dtype, or --dtype",
     "attention": "--attention-backend, or --model",
-    "num_layers": "--model",
+    "num_layers": "--model, or --disable-hybrid-kv-cache-manager",
+    "groups": "--model, or --disable-hybrid-kv-cache-manager",
     "num_kv_heads": "--model",
     "head_dim": "--model",
     # The words of `compat.block_format`; a new word there needs a line here.

@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
+from prefixkv.engines.vllm.groups import WindowBlocks
 from prefixkv.spi import HostCopy
 
 
@@ -14,7 +15,8 @@ from prefixkv.spi import HostCopy
 class Open:
     """On decode: promise `pages` for tokens `prefix_len` to `num_tokens` of a prompt.
 
-    `ticket` is the same on all workers, and never used again.
+    `ticket` is the same on all workers, and never used again. `windows`: by window group, the
+    blocks of the window behind the prompt.
     """
 
     rid: str
@@ -25,6 +27,7 @@ class Open:
     pages: tuple[int, ...]
     digest: bytes
     ticket: int
+    windows: tuple[WindowBlocks, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,8 @@ class Chunk:
     """On prefill: this step computes the prompt up to token `end`.
 
     `end` is a multiple of the page size, except in the last chunk. `pages` are the request's pages
-    from its page number `first_page` on.
+    from its page number `first_page` on. `windows`: by window group, those of the window behind the
+    prompt that this step completes.
     """
 
     rid: str
@@ -70,6 +74,7 @@ class Chunk:
     pages: tuple[int, ...]
     end: int
     last: bool
+    windows: tuple[WindowBlocks, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +91,7 @@ class OfferOrder:
     digest: bytes
     pages: tuple[int, ...]
     timeout_s: float
+    windows: tuple[WindowBlocks, ...] = ()
 
 
 class CopyOrder(NamedTuple):

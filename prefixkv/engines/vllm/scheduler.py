@@ -28,6 +28,7 @@ from prefixkv.engines.vllm.asks import (
 )
 from prefixkv.engines.vllm.blocks import BlockPool, Flights, Holds
 from prefixkv.engines.vllm.compute import OwnCompute
+from prefixkv.engines.vllm.groups import BlockGroups, Tables
 from prefixkv.engines.vllm.host import HostBlocks
 from prefixkv.engines.vllm.host_events import HostEvent
 from prefixkv.engines.vllm.options import ConnectorOptions
@@ -65,7 +66,7 @@ class _PendingLoad:
     prefill: str  # the server's address
     num_tokens: int  # to be loaded
     num_blocks: int  # of the whole prompt
-    pages: tuple[int, ...]  # to be loaded
+    pages: tuple[int, ...]  # to be loaded, those in window groups included
     unsettled: int  # ranks into which a peer may still write
     since_s: float
     error: str = ""
@@ -88,6 +89,7 @@ class SchedulerSide:
 
     Args:
         block_size, hash_size: tokens of a block, and of each entry of `Request.block_hashes`.
+        groups: vLLM's KV cache groups; None: one.
         num_ranks: number of workers, each of which holds a share of every block.
         max_len: tokens of the longest request that vLLM takes; 0: unknown.
         step_tokens: most tokens that a step of vLLM computes.
@@ -104,6 +106,7 @@ class SchedulerSide:
         is_producer: bool,
         is_consumer: bool,
         hash_size: int | None = None,
+        groups: BlockGroups | None = None,
         num_ranks: int = 1,
         max_len: int = 0,
         step_tokens: int = 2048,
@@ -114,6 +117,7 @@ class SchedulerSide:
         self._tells_host = tells_host
         self._options, self._draw, self._now_s = options, draw, now_s
         self._block_size, self._hash_size = block_size, hash_size or block_size
+        self._groups = groups or BlockGroups(block_size)
         self._roles = is_producer, is_consumer
         self._num_ranks, self._max_len = num_ranks, max_len
         self._most_loading: int | None = None  # blocks of all loads together
@@ -138,6 +142,12 @@ class SchedulerSide:
         # Consecutive steps in which nothing was ordered, computed or reported.
         self._quiet_steps = 0
         self._has_yielded = False  # a request in this step, to the promised sends behind it
+        # Of models with windows: requests whose load has failed, until vLLM admits them again;
+        # those that have the blocks of a load that is over, until vLLM computes them or asks about
+        # them again; whether one of the former has let others go first in this step.
+        self._failed: set[str] = set()
+        self._landed: set[str] = set()
+        self._has_stepped_back = False
         self._wakeup_address, self._num_wakeup_senders = "", 0
         self._reported_gauges = dict.fromkeys(GAUGES, 0.0)
         self.flights = Flights()
@@ -147,7 +157,7 @@ class SchedulerSide:
             options.compute_below, step_tokens, loads=options.host is not None
         )
         self.sends = ScheduledSends(
-            block_size,
+            self._groups,
             num_ranks,
             self.counters,
             offer_timeout_s=options.offer_timeout_s,
@@ -174,7 +184,7 @@ class SchedulerSide:
         # wait for another server, and that server's loads might wait for this one: a deadlock.
         if all(self._roles):
             usable = len(pool.blocks) - 1  # vLLM keeps a null block
-            longest = pages_for(self._max_len, self._block_size) if self._max_len else usable
+            longest = self._groups.blocks_of(self._max_len) if self._max_len else usable
             computing = min(longest, usable // 2)
             self.sends.most_blocks, self._most_loading = computing, usable - computing
 
@@ -245,7 +255,7 @@ class SchedulerSide:
             return
         if known is not None:
             raise RequestError(f"room {ask.room} is in use by another request")
-        if computes_all(request):
+        if computes_all(request) or not self._groups.num_sent(request.num_prompt_tokens):
             self._order_refusal(ask, "decode computes it itself")
             return
         self._rooms[ask.room] = digest
@@ -255,6 +265,18 @@ class SchedulerSide:
         _log.log(level, "request %s: %s", rid, error)
         self.counters.add("requests_in_error")
         self._errors[rid] = error
+
+    def ignores_windows(self, request: Any) -> bool:
+        """Return whether vLLM has to look for a prefix of a request in the group that keeps every
+        token alone: its windows are loaded with it, whatever the prefix is.
+
+        Not where another connector stands between, which may load the request from elsewhere.
+        """
+        is_wanted = request.request_id in self._wanted and self.sends.can_end
+        if not self._groups.windows or not is_wanted:
+            return False
+        num_blocks = self._groups.blocks_of(request.num_prompt_tokens)
+        return self._most_loading is None or num_blocks <= self._most_loading
 
     def count_loadable(self, request: Any, num_computed: int) -> tuple[int | None, bool]:
         """Tell vLLM's scheduler how many tokens after the first `num_computed` can be loaded.
@@ -271,17 +293,17 @@ class SchedulerSide:
         may_start = self.sends.may_start(rid, num_free, self._orders)
         if may_start is not None:
             return (0, False) if may_start else (None, False)
-        missing = request.num_prompt_tokens - num_computed
+        missing = self._groups.num_sent(request.num_prompt_tokens) - num_computed
         # 2. Any other request may need blocks that offers hold. All of its blocks count: those in
         # the prefix cache may be among the free ones. After a preemption it has more tokens than
         # its prompt.
-        need = pages_for(len(request.all_token_ids), self._block_size) - num_free
+        need = self._groups.blocks_of(len(request.all_token_ids)) - num_free
         # vLLM's queue is in order, so a promised send or a load behind this request waits for it,
         # and another server waits for that one: offers then get no grace.
         is_waited_for = bool(self._wanted) or self.sends.has_promised_uncomputed
         grace_s = 0.0 if is_waited_for else self._options.offer_grace_s
         self.sends.make_room(need, grace_s, self._orders)
-        if self._must_yield(need):
+        if self._must_yield(need) or self._steps_back(rid, need):
             return None, False
         # 3. Not a load, or one that has been opened already; and host memory has nothing of it.
         asks = rid in self._wanted or rid in self._followers
@@ -304,6 +326,10 @@ class SchedulerSide:
         # computes what is missing, and host memory has not.
         if rid not in self._wanted:
             return self._load_from_host(rid, num_computed, hosted)
+        # Or vLLM has looked for its prefix in all groups: what it has of the window there is
+        # cached, and is not to be written over.
+        if self._groups.windows and num_computed and not self.ignores_windows(request):
+            return 0, False
         # 7. Prefill sends it sooner than host memory has it here.
         ask, _ = self._wanted[rid]
         if hosted and not ask.nonce:
@@ -318,7 +344,7 @@ class SchedulerSide:
             return self._load_from_host(rid, num_computed, hosted)
         # 9. A server of both roles: loads together leave blocks to compute with (see `bind`).
         if self._most_loading is not None:
-            num_blocks = pages_for(request.num_prompt_tokens, self._block_size)
+            num_blocks = self._groups.blocks_of(request.num_prompt_tokens)
             if num_blocks > self._most_loading:
                 # It could never be loaded, and is computed here.
                 return self._load_from_host(rid, num_computed, hosted)
@@ -340,6 +366,20 @@ class SchedulerSide:
         if need > 0 and self.sends.has_promised_uncomputed:
             self._has_yielded |= any(not load.over for load in self._loads.values())
         return self._has_yielded
+
+    def _steps_back(self, rid: str, need: int) -> bool:
+        """Return whether a request that lacks `need` blocks in vLLM lets those go first that have
+        blocks of loads.
+
+        vLLM comes to none of these behind a request whose load has failed and for which blocks are
+        lacking. To be computed it needs more blocks than to be loaded where layers keep a window,
+        so its own would not do. No other request may take the blocks meanwhile.
+        """
+        self._landed.discard(rid)
+        if rid in self._failed and need > 0:
+            is_loading = any(not load.over for load in self._loads.values())
+            self._has_stepped_back |= is_loading or bool(self._landed)
+        return self._has_stepped_back
 
     def _in_host_memory(self, request: Any, num_computed: int) -> int:
         """Return how many prompt tokens behind the first `num_computed` host memory has for vLLM:
@@ -404,11 +444,18 @@ class SchedulerSide:
         blocks = range(start // size, end // size)
         return [request.block_hashes[(block + 1) * per_block - 1] for block in blocks]
 
-    def allocated(self, request: Any, pages: Sequence[int], num_external: int) -> int:
+    def allocated(
+        self,
+        request: Any,
+        pages: Sequence[int],
+        num_external: int,
+        windows: Sequence[Sequence[int]] = (),
+    ) -> int:
         """Record that vLLM's scheduler has admitted a request, and order its load.
 
-        `pages` are all its blocks; the KV of `num_external` prompt tokens behind vLLM's hit is to
-        be loaded. Returns how many of these come from host memory.
+        `pages` are all its blocks, `windows` its block tables in window groups; the KV of
+        `num_external` prompt tokens behind vLLM's hit is to be loaded. Returns how many of these
+        come from host memory.
         """
         rid = request.request_id
         self.sends.allocated(rid)
@@ -420,6 +467,7 @@ class SchedulerSide:
         # vLLM calls this again after a preemption. The ask is taken out here, so a room opens once.
         wanted, hit = self._wanted.pop(rid, None), self._hits.pop(rid, 0)
         self._followers.discard(rid)
+        self._failed.discard(rid)
         if rid in self._joined:
             self._joined.discard(rid)
             self.counters.add("flights_joined")
@@ -442,23 +490,29 @@ class SchedulerSide:
             self._refuse(ask, "decode computes it itself")
             return hosted
         num_sent = num_external - hosted
-        prefix_len = num_tokens - num_sent
-        first, end = prefix_len // self._block_size, pages_for(num_tokens, self._block_size)
+        total = self._groups.num_sent(num_tokens)
+        prefix_len = total - num_sent
+        first, end = prefix_len // self._block_size, pages_for(total, self._block_size)
         load_pages = tuple(pages[first:end])
+        # The window behind the prompt, whatever prefix is here: vLLM has new blocks for all of it.
+        load_windows = self._groups.window_blocks(windows, total, 0, end)
+        written = *load_pages, *(block for one in load_windows for block in one.blocks)
+        num_blocks = self._groups.blocks_of(num_tokens)
         self._loads[rid] = _PendingLoad(
-            ask.room, ask.prefill, num_sent, end, load_pages, self._num_ranks, self._now_s()
+            ask.room, ask.prefill, num_sent, num_blocks, written, self._num_ranks, self._now_s()
         )
         if not ask.nonce:
             self.compute.promised(ask.prefill, ask.room, num_sent, hosted)
             if self.compute.is_on and num_sent <= self._options.compute_below:
                 self.counters.add("compute_declined")
         self._loaded_of[rid] = ask.room, num_sent, prefix_len, hosted
-        self.flights.begin(rid, self._hashes(request, prefix_len, num_tokens))
+        self.flights.begin(rid, self._hashes(request, prefix_len, total))
         self._orders.opens.append(
             Open(
-                rid, ask.room, ask.prefill, num_tokens, prefix_len, load_pages, digest, self._draw()
+                rid, ask.room, ask.prefill, total, prefix_len, load_pages, digest, self._draw(),
+                load_windows,
             )
-        )
+        )  # fmt: skip
         return hosted
 
     def _order_host_load(self, request: Any, pages: Sequence[int], part: _HostPart) -> int:
@@ -494,6 +548,8 @@ class SchedulerSide:
             self._shadow.ended(rid, request.all_token_ids, blocks, namespace_of(request))
         self._joined.discard(rid)
         self._followers.discard(rid)
+        self._failed.discard(rid)
+        self._landed.discard(rid)
         self._hits.pop(rid, None)
         self._host_parts.pop(rid, None)
         self.compute.ended(rid)
@@ -557,7 +613,7 @@ class SchedulerSide:
         for rid, computed in zip(again.req_ids, again.num_computed_tokens, strict=True):
             self._compute(rid, computed, step)
         self.compute.step_scheduled()
-        self._has_yielded = False
+        self._has_yielded = self._has_stepped_back = False
         if self._host is not None:
             self._orders.copies += self._host.take_orders()
         # Everything ordered since the last step goes out together; the next step starts empty.
@@ -570,13 +626,13 @@ class SchedulerSide:
 
     def _compute(self, rid: str, computed: int, step: Any) -> None:
         # Looked up only where a send or an offer needs it: most requests of a step do not.
-        def table() -> list[int]:
-            (pages,) = step.kv_connector_block_state.get_block_ids(rid)
-            return list(pages)
+        def tables() -> Tables:
+            return self._groups.tables(step.kv_connector_block_state.get_block_ids(rid))
 
         count = step.num_scheduled_tokens[rid]
+        self._landed.discard(rid)
         self.compute.scheduled(rid, computed, count)
-        self.sends.compute(rid, computed, count, table, self.holds, self._orders)
+        self.sends.compute(rid, computed, count, tables, self.holds, self._orders)
 
     def take_reports(self, report: WorkerReport | None, received: Iterable[str]) -> None:
         """Take in the workers' reports in vLLM's scheduler, and the loads that it considers over.
@@ -626,6 +682,8 @@ class SchedulerSide:
         if load is None:
             return
         load.over = True
+        if self._groups.windows and not load.left:
+            self._landed.add(rid)
         if not load.error:
             self.counters.add("loads_done")
             self.compute.arrived(load.prefill, load.room, load.num_tokens)
@@ -635,6 +693,8 @@ class SchedulerSide:
         if not load.left and self._host is not None:
             self._host.bar(rid)
         if not load.left:
+            if self._groups.windows:
+                self._failed.add(rid)
             self._record_error(rid, load.error, logging.DEBUG if load.refused else logging.WARNING)
         # vLLM frees the request's blocks next, and a peer may still write into them.
         if load.unsettled > 0:

@@ -21,6 +21,7 @@ from typing import Any, Final
 
 from prefixkv.engines.vllm.asks import DrawAsk, RoomSendAsk, computes_all, digest_of
 from prefixkv.engines.vllm.blocks import Holds
+from prefixkv.engines.vllm.groups import BlockGroups, Tables
 from prefixkv.engines.vllm.orders import Add, Chunk, Decline, OfferOrder, StepOrders
 from prefixkv.engines.vllm.stats import Counters
 from prefixkv.spi import CallerError, RequestError, pages_for
@@ -48,6 +49,7 @@ class _ScheduledSend:
     left: bool = False  # its request has ended
     end: int = 0  # tokens that were ordered to be computed
     num_pages: int = 0  # that were handed over
+    num_held: int = 0  # blocks, those in window groups included
     params: dict[str, Any] | None = None  # only of an offer: its answer's `kv_transfer_params`
     parent: str = ""  # only of an offer: the request that it is a choice of, or itself
     withdrawn: bool = False
@@ -90,7 +92,7 @@ class ScheduledSends:
     """The sends of one engine. Used by its `SchedulerSide` alone.
 
     Args:
-        block_size: tokens.
+        groups: vLLM's KV cache groups.
         num_ranks: number of workers, each of which holds a share of every block.
         most_blocks: limit of blocks per prompt that is computed for decode; None: no limit.
         offer_timeout_s: age at which an offer that no decode server has opened is withdrawn.
@@ -99,7 +101,7 @@ class ScheduledSends:
         now_s: seconds since the epoch.
     """
 
-    block_size: int
+    groups: BlockGroups
     num_ranks: int
     counters: Counters
     offer_timeout_s: float
@@ -127,18 +129,15 @@ class ScheduledSends:
         Raises CallerError for a prompt that is not sent. Decode is then declined, unless the room
         belongs to another request.
         """
-        rid, num_tokens, room = (
-            request.request_id,
-            request.num_prompt_tokens,
-            (ask.decode, ask.room),
-        )
+        rid, room = request.request_id, (ask.decode, ask.room)
+        num_tokens = self.groups.num_sent(request.num_prompt_tokens)
         if rid in self.sends:
             raise RequestError(f"a request of the id {rid!r} is still being transferred")
         known = self.rooms.get(room)
         try:
             digest = digest_of(request)
             if known is None:
-                self._check_size(num_tokens)
+                self._check_size(request)
                 if computes_all(request):  # it would be computed before decode's promise
                     raise RequestError("a prompt with log-probabilities of its own is not sent")
         except CallerError as error:
@@ -159,12 +158,14 @@ class ScheduledSends:
         )
         orders.adds.append(Add(rid, ask.room, ask.decode, num_tokens, digest))
 
-    def _check_size(self, num_tokens: int) -> None:
+    def _check_size(self, request: Any) -> None:
         """Raise RequestError for a prompt to be sent that is too large for vLLM.
 
-        It would take blocks which loads count on.
+        It would take blocks which loads count on. So does one of which nothing is sent.
         """
-        num_blocks = pages_for(num_tokens, self.block_size)
+        num_blocks = self.groups.blocks_of(request.num_prompt_tokens)
+        if not self.groups.num_sent(request.num_prompt_tokens):
+            raise RequestError("a prompt of one token is computed where it is wanted")
         if self.most_blocks is not None and num_blocks > self.most_blocks:
             raise RequestError(
                 f"the prompt has {num_blocks} blocks; this server, which loads prompts itself, "
@@ -199,7 +200,10 @@ class ScheduledSends:
                 "prefill": self.address,
             }
         digest = digest_of(request, params["nonce"])
-        self._drawn[rid] = _DrawnOffer(request.num_prompt_tokens, digest, params, parent)
+        num_tokens = self.groups.num_sent(request.num_prompt_tokens)
+        if not num_tokens:
+            raise RequestError("a prompt of one token is computed where it is wanted")
+        self._drawn[rid] = _DrawnOffer(num_tokens, digest, params, parent)
 
     def _new_room(self) -> int:
         """Return a random room number that no offer of vLLM's sends has; never 0."""
@@ -241,7 +245,7 @@ class ScheduledSends:
         if send.unpromised > 0:
             return False
         # 4. It has been started: never stop it, but free what offers hold.
-        need = pages_for(send.num_tokens, self.block_size)
+        need = self.groups.blocks_to_compute(send.num_tokens)
         if send.started:  # it was preempted, or is a choice, most of which is in the prefix cache
             self.make_room(need - num_free, 0.0, orders)
             return True
@@ -250,7 +254,7 @@ class ScheduledSends:
             return False
         # 6. A new prompt: it must fit beside all that other started prompts still need.
         others = [one for one in self.sends.values() if one.started and not one.computed]
-        need += sum(pages_for(one.num_tokens, self.block_size) - one.num_pages for one in others)
+        need += sum(self.groups.blocks_to_compute(one.num_tokens) - one.num_held for one in others)
         self.make_room(need - num_free, 0.0, orders)
         return not others or need <= num_free
 
@@ -291,7 +295,7 @@ class ScheduledSends:
                     orders.withdrawals[rid] = "prefill needs the blocks for another request"
                     self.counters.add("offers_withdrawn")
                 if send.withdrawn:
-                    num_blocks -= send.num_pages
+                    num_blocks -= send.num_held
 
     @property
     def next_grace_s(self) -> float | None:
@@ -313,23 +317,23 @@ class ScheduledSends:
             send.started = True
 
     def compute(
-        self, rid: str, start: int, count: int, table: Callable[[], list[int]], holds: Holds,
+        self, rid: str, start: int, count: int, tables: Callable[[], Tables], holds: Holds,
         orders: StepOrders,
     ) -> None:  # fmt: skip
         """Order the sends and offers that follow from a step of vLLM.
 
         It computes `count` tokens from token `start` on.
 
-        `table` returns the request's block ids; it is called only where they are needed.
+        `tables` returns the request's block ids; it is called only where they are needed.
         """
         if (drawn := self._drawn.get(rid)) is not None:
             if start + count >= drawn.num_tokens:
-                self._offer(rid, self._drawn.pop(rid), table(), holds, orders)
+                self._offer(rid, self._drawn.pop(rid), tables(), holds, orders)
         elif rid not in self.ending and (send := self.sends.get(rid)) is not None:
-            self._chunk(rid, send, start + count, table, holds, orders)
+            self._chunk(rid, send, start + count, tables, holds, orders)
 
     def _chunk(
-        self, rid: str, send: _ScheduledSend, end: int, table: Callable[[], list[int]],
+        self, rid: str, send: _ScheduledSend, end: int, tables: Callable[[], Tables],
         holds: Holds, orders: StepOrders,
     ) -> None:  # fmt: skip
         """Hold the blocks of a send that vLLM's step completes, and order them to be sent.
@@ -341,18 +345,24 @@ class ScheduledSends:
         if end <= send.end:
             return
         send.end = end
-        stop = pages_for(end, self.block_size) if send.computed else end // self.block_size
+        block_size = self.groups.block_size
+        stop = pages_for(end, block_size) if send.computed else end // block_size
         if stop == send.num_pages and not send.computed:
             return  # a block that is computed in part waits for the rest of it
-        first, pages = send.num_pages, tuple(table()[send.num_pages : stop])
+        found, first = tables(), send.num_pages
+        pages = tuple(found.pages[first:stop])
+        windows = self.groups.window_blocks(found.windows, send.num_tokens, first, stop)
         send.num_pages = stop
-        # Held before the order goes out: a preemption right after this step would free them.
-        holds.take(rid, pages)
-        end = min(end, stop * self.block_size)
-        orders.chunks.append(Chunk(rid, first, pages, end, send.computed))
+        # Held before the order goes out: a preemption right after this step would free them, and
+        # those in window groups are freed as soon as the window has moved on.
+        held = [*pages, *(block for one in windows for block in one.blocks)]
+        send.num_held += len(held)
+        holds.take(rid, held)
+        end = min(end, stop * block_size)
+        orders.chunks.append(Chunk(rid, first, pages, end, send.computed, windows))
 
     def _offer(
-        self, rid: str, drawn: _DrawnOffer, table: list[int], holds: Holds, orders: StepOrders
+        self, rid: str, drawn: _DrawnOffer, tables: Tables, holds: Holds, orders: StepOrders
     ) -> None:
         """Hold the blocks of a prompt that vLLM's step completes, and offer to send it.
 
@@ -360,18 +370,24 @@ class ScheduledSends:
         block from others.
         """
         room = "", int(drawn.params["room"])
-        pages = tuple(table[: pages_for(drawn.num_tokens, self.block_size)])
+        num_pages = pages_for(drawn.num_tokens, self.groups.block_size)
+        pages = tuple(tables.pages[:num_pages])
+        windows = self.groups.window_blocks(tables.windows, drawn.num_tokens, 0, num_pages)
         if room in self.rooms:  # another choice has opened it; back to `_drawn`, for its answer
             self._drawn[rid] = drawn
             return
         self.rooms[room] = drawn.digest
-        holds.take(rid, pages)
+        held = [*pages, *(block for one in windows for block in one.blocks)]
+        holds.take(rid, held)
         self.sends[rid] = _ScheduledSend(
             room, drawn.num_tokens, 0, self.num_ranks, self.now_s(), started=True,
-            end=drawn.num_tokens, num_pages=len(pages), params=drawn.params, parent=drawn.parent,
+            end=drawn.num_tokens, num_pages=len(pages), num_held=len(held), params=drawn.params,
+            parent=drawn.parent,
         )  # fmt: skip
         orders.offers.append(
-            OfferOrder(rid, room[1], drawn.num_tokens, drawn.digest, pages, self.offer_timeout_s)
+            OfferOrder(
+                rid, room[1], drawn.num_tokens, drawn.digest, pages, self.offer_timeout_s, windows
+            )
         )
         self.counters.add("offers")
 

@@ -70,6 +70,7 @@ class _ReceivingRoom:
 
     rid: str
     num_pages: int
+    num_window_pages: int
 
 
 @dataclass(slots=True)
@@ -298,6 +299,7 @@ class WorkerSide:
             self.decode.open(
                 opening.room, 0, opening.num_tokens, opening.prefix_len, opening.pages,
                 opening.prefill, opening.digest, ticket=opening.ticket,
+                windows=[one.blocks for one in opening.windows],
             )  # fmt: skip
         except PrefixKVError as error:
             self._report.failed[opening.rid] = str(error)
@@ -306,7 +308,8 @@ class WorkerSide:
             self._end_load(opening.rid, failed=True)
             return
         key = RoomKey(opening.room, 0)
-        self._loads[key] = _ReceivingRoom(opening.rid, len(opening.pages))
+        num_window_pages = sum(len(one.blocks) for one in opening.windows)
+        self._loads[key] = _ReceivingRoom(opening.rid, len(opening.pages), num_window_pages)
         self._load_keys[opening.rid] = key
 
     def _add(self, add: Add) -> None:
@@ -376,6 +379,7 @@ class WorkerSide:
                 last=chunk.last,
                 ready=ready,
                 generation=0,
+                windows=chunk.windows,
             )
         except PrefixKVError as error:
             # Decode would wait for tokens that never come: the room must end.
@@ -416,7 +420,8 @@ class WorkerSide:
             return  # the event of a room that was refused
         match event:
             case RoomEnded(poll=KVPoll.SUCCESS):
-                self.counters.add("blocks_loaded", load.num_pages)
+                self.counters.add("blocks_loaded", load.num_pages + load.num_window_pages)
+                self.counters.add("window_blocks_loaded", load.num_window_pages)
                 self._settle(event.key)
                 self._end_load(load.rid, failed=False)
             case RoomEnded():
@@ -494,7 +499,9 @@ class WorkerSide:
                 key = event.key
                 self._sends[key] = _SendingRoom(order.rid, order.room, key.decode)
                 self._send_keys[order.rid] = key
-                last = Chunk(order.rid, 0, order.pages, order.num_tokens, last=True)
+                last = Chunk(
+                    order.rid, 0, order.pages, order.num_tokens, last=True, windows=order.windows
+                )
                 self._send(last, offer.ready)
             case RoomEnded(error=Exception()):
                 self._report.unsent[order.rid] = f"{type(event.error).__name__}: {event.error}"

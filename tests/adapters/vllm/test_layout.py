@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from prefixkv.engines.vllm.compat import check_windows
 from prefixkv.engines.vllm.layout import PLAIN, check_config, check_sleep, is_plain, pool_of
 from prefixkv.errors import ConfigError
-from tests.adapters.vllm.standin import FullAttentionSpec, kv_cache_config
+from tests.adapters.vllm.standin import FullAttentionSpec, kv_cache_config, options
 
 L, B, H, N, C = 3, 8, 2, 4, 6  # layers, blocks, heads, tokens, content
 ORDERS = {
@@ -30,6 +31,33 @@ class MLAAttentionSpec(FullAttentionSpec):
 
 class MambaSpec(FullAttentionSpec):
     pass
+
+
+class SlidingWindowSpec(FullAttentionSpec):
+    sliding_window, extra_retained_tokens = 9, 0
+
+
+def grouped(order: str = "LBHNC", **more: Any) -> tuple[Any, Any]:
+    """Views and a config of three groups, of which the second keeps every token. The others lie in
+    the same memory; the last has a layer less. `more`: of the last one's spec, or of the group."""
+    views = caches(order)
+    specs = SlidingWindowSpec(N), FullAttentionSpec(N), SlidingWindowSpec(N)
+    made, groups = config(), []
+    for number, (spec, layers) in enumerate(zip(specs, (L, L, L - 1), strict=True)):
+        spec.dtype, spec.page_size_bytes = "float", H * N * C
+        names = [f"{number}.layer.{i}" for i in range(layers)]
+        views |= {name: views[f"layer.{i}"] for i, name in enumerate(names)}
+        groups.append(
+            SimpleNamespace(
+                layer_names=names, kv_cache_spec=spec, host_resident=False,
+                enable_kv_transfer=True, is_eagle_group=False,
+            )
+        )  # fmt: skip
+    for name, value in more.items():
+        owner = groups[2] if hasattr(groups[2], name) else groups[2].kv_cache_spec
+        setattr(owner, name, value)
+    made.kv_cache_groups = groups
+    return views, made
 
 
 def caches(order: str, dtype: torch.dtype = torch.bfloat16, parts: int = 1) -> dict[str, Any]:
@@ -190,6 +218,58 @@ def test_caches_are_refused_by_name(changed: dict[str, Any], words: str) -> None
     vars(made).update(changed)
     with pytest.raises(ConfigError, match=words):
         check_config(PARALLEL, made)
+
+
+@pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "BLHNC", "BLNHC"])
+@pytest.mark.parametrize("plain", [True, False])
+def test_window_groups_lie_in_the_memory_of_the_first_layers(order: str, plain: bool) -> None:
+    views, made = grouped(order)
+    for group in made.kv_cache_groups:
+        group.kv_cache_spec.head_size = C // 2
+    check_config(PARALLEL, made)
+    pool = pool_of(views, made, "tag", plain=plain)
+    assert [group.window for group in pool.layout.windows] == [9, 9]
+    assert [group.layout.num_layers for group in pool.layout.windows] == [L, L - 1]
+    assert all(pool.layout.is_shared(group) for group in pool.layout.windows)
+    names = [group.name for group in pool.layout.groups]
+    assert len(set(names)) == 2
+    views["2.layer.1"][5] = 7.0
+    for one in (pool, pool.group(names[0]), pool.group(names[1])):
+        written = one.read_pages([5]).view(torch.bfloat16).flatten(2)
+        assert (written.flatten(2).float().sum(-1) > 0).any()
+    # Which layers a group has is a part of its name.
+    made.kv_cache_groups[2].layer_names.reverse()
+    assert pool_of(views, made, "tag", plain=plain).layout.groups[1].name != names[1]
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"block_size": 8}, "group 2 of SlidingWindowSpec: block_size is 8"),
+        ({"num_kv_heads": 1}, "num_kv_heads is 1, that of the layers that keep every token is 2"),
+        ({"page_size_bytes": 7}, "page_size_bytes is 7"),
+        ({"layer_names": ["x"] * (L + 1)}, f"has {L + 1} layers, more than the {L}"),
+        ({"extra_retained_tokens": 1}, "a draft model beside sliding windows"),
+        ({"is_eagle_group": True}, "a draft model beside sliding windows"),
+        ({"enable_kv_transfer": False}, "not to be sent"),
+        ({"kv_cache_spec": MambaSpec(N)}, "a KV cache group of MambaSpec: .*--disable-hybrid"),
+        ({"kv_cache_spec": FullAttentionSpec(N)}, "2 KV cache groups that keep every token"),
+    ],
+)
+def test_groups_are_refused_by_name(changed: dict[str, Any], words: str) -> None:
+    _, made = grouped(**changed)
+    with pytest.raises(ConfigError, match=words):
+        check_config(PARALLEL, made)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("policy", "lru"), ("host_memory", "4x"), ("compute_below", 9), ("recompute_below", 9)],
+)
+def test_options_that_windows_do_not_go_with_are_refused_by_name(option: str, value: Any) -> None:
+    check_windows(options("d"))
+    with pytest.raises(ConfigError, match=rf"{option}: is {value!r}; leave it out with a model"):
+        check_windows(options("d", **{option: value}))
 
 
 @pytest.mark.parametrize(

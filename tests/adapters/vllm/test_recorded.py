@@ -51,7 +51,10 @@ def request_of(call: dict[str, Any]) -> Any:
 
 
 def said(value: Any) -> Any:
-    """As it was written down, but for the tickets, which are drawn at random."""
+    """As it was written down, but for the tickets, which are drawn at random, and without what only
+    models with windows have."""
+    for kind in ("opens", "chunks", "offers"):
+        assert not any(one.pop("windows") for one in value[kind])
     return untold(json.loads(json.dumps(value, default=lambda raw: raw.hex())))
 
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from prefixkv.engines.vllm.groups import BlockGroups, WindowBlocks, WindowLayers
 from prefixkv.engines.vllm.orders import WorkerReport
 from prefixkv.engines.vllm.scheduler import SchedulerSide
 from tests.adapters.vllm.standin import BLOCK, BlockPool, Request, options
@@ -92,6 +93,88 @@ def _nothing() -> object:
     return SimpleNamespace(
         scheduled_new_reqs=[], scheduled_cached_reqs=empty, num_scheduled_tokens={}
     )
+
+
+# --- layers that keep a window --------------------------------------------------------------------
+
+
+def windowed(**roles: bool) -> SchedulerSide:
+    """Of two groups; the second keeps every token, the first 9."""
+    groups = BlockGroups(BLOCK, 1, (WindowLayers(0, "last", 9),), 16)
+    roles = roles or {"is_producer": False, "is_consumer": True}
+    made = SchedulerSide(options("d"), BLOCK, groups=groups, **roles)
+    made.bind(BlockPool(64))
+    return made
+
+
+def test_the_window_is_loaded_whatever_the_prefix_is() -> None:
+    made, request = windowed(), load("1", 1)
+    made.sends.can_end = True
+    made.on_new_request(request)
+    assert made.ignores_windows(request)
+    assert made.count_loadable(request, 16) == (13, True)
+    table = [*[0] * 5, 40, 41, 42]
+    made.allocated(request, range(8), 13, [table])
+    (opened,) = made.orders(_nothing()).opens
+    assert (opened.num_tokens, opened.prefix_len, opened.pages) == (29, 16, (4, 5, 6, 7))
+    assert opened.windows == (WindowBlocks(5, (40, 41, 42)),)
+    assert not made.ignores_windows(request)  # it asks for nothing any more
+    # Another request waits for the blocks that count for all, and loads a window of its own.
+    second = load("2", 2)
+    made.on_new_request(second)
+    assert made.count_loadable(second, 16) == (None, False)
+    made.check_invariants()
+
+
+def test_windows_that_are_cached_are_not_written_over() -> None:
+    """Where another connector stands between, vLLM looks for prefixes in all groups."""
+    made, request = windowed(), load("1", 1)
+    made.on_new_request(request)
+    assert not made.ignores_windows(request)
+    assert made.count_loadable(request, 16) == (0, False)
+    assert made.count_loadable(request, 0) == (29, True)
+
+
+def test_a_prompt_of_one_token_needs_no_room() -> None:
+    made, request = windowed(), load("1", 1, [5])
+    made.on_new_request(request)
+    assert made.count_loadable(request, 0) == (0, False)
+    assert [one.room for one in made.orders(_nothing()).refusals] == [1]
+    sends = windowed(is_producer=True, is_consumer=False)
+    for params in ({"do_remote_decode": True, "room": 1, "decode": "other"},
+                   {"do_remote_decode": True}):  # fmt: skip
+        sends.sends.address = "tcp://127.0.0.1:1"
+        rid = str(len(params))
+        sends.on_new_request(Request(rid, [5], params))
+        assert "a prompt of one token" in sends._errors[rid]
+    assert [one.room for one in sends.orders(_nothing()).declines] == [1]
+
+
+@pytest.mark.parametrize("is_here", [True, False])
+def test_a_request_whose_load_has_failed_lets_others_go_first(is_here: bool) -> None:
+    """To be computed it needs more blocks than it had, and vLLM comes to no request behind it."""
+    made = windowed()
+    made.bind(BlockPool(20))
+    made.sends.can_end = True
+    first, second, third = load("1", 1), load("2", 2, [*range(50, 80)]), Request("3", PROMPT)
+    for number, request in enumerate((first, second)):
+        made.on_new_request(request)
+        made.holds._pool.new_blocks(8)  # type: ignore[attr-defined]
+        made.allocated(request, range(8 * number, 8 * number + 8), 29, [range(8)])
+    made.on_new_request(third)
+    news = WorkerReport(failed={"1": "gone"}, settled=["1"])
+    made.take_reports(news, ["1"])
+    if is_here:
+        made.take_reports(WorkerReport(settled=["2"]), ["2"])
+    assert made.count_loadable(first, 0) == (None, False)
+    assert made.count_loadable(third, 0) == (None, False)
+    # The other is computed, or it ends.
+    made.finished(second, [])
+    if not is_here:
+        made.take_reports(WorkerReport(failed={"2": "left"}, settled=["2"]), ["2"])
+    made.orders(_nothing())
+    assert made.count_loadable(first, 0) == (0, False)
+    assert made.count_loadable(third, 0) == (0, False)
 
 
 # --- promised sends beside other requests ---------------------------------------------------------

@@ -1,3 +1,3 @@
 """What runs in vLLM's environment is not looked at for doctests in this one."""
 
-collect_ignore = ["governed.py", "liveness", "recorder.py", "vllm_command.py"]
+collect_ignore = ["governed.py", "liveness", "recorder.py", "vllm_command.py", "window_model.py"]

@@ -39,7 +39,7 @@ def main() -> None:
         if row.owner and (row.module, row.owner) not in owners:
             owners.add((row.module, row.owner))
             _apart(row, "", made)
-    print(json.dumps({"sleep": _sleep(made), "flags": _flags()}))
+    print(json.dumps({"sleep": _sleep(made), "flags": _flags(), "groups": _groups(made)}))
 
 
 class Made:
@@ -50,7 +50,12 @@ class Made:
         from vllm.sampling_params import SamplingParams
         from vllm.v1.core.block_pool import BlockPool
         from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+        from vllm.v1.kv_cache_interface import (
+            FullAttentionSpec,
+            KVCacheConfig,
+            KVCacheGroupSpec,
+            SlidingWindowSpec,
+        )
         from vllm.v1.request import Request
 
         folder = tempfile.mkdtemp(prefix="prefixkv-drift-")
@@ -72,6 +77,11 @@ class Made:
         )
         spec = FullAttentionSpec(BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32)
         self.kv = KVCacheConfig(NUM_BLOCKS, [], [KVCacheGroupSpec(["layer"], spec)])
+        last = SlidingWindowSpec(
+            BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32, sliding_window=32
+        )
+        groups = [KVCacheGroupSpec(["last"], last), *self.kv.kv_cache_groups]
+        self.windowed = KVCacheConfig(NUM_BLOCKS, [], groups)
         self.pool: Any = BlockPool(NUM_BLOCKS, enable_caching=True, hash_block_size=BLOCK)
         self.request_of: Any = lambda: Request(
             "r", [*range(40)], SamplingParams(max_tokens=1), None
@@ -162,6 +172,8 @@ def _use(part: compat.VllmFeature, made: Made, request: Any) -> dict[str, Any]:
         extra["host_memory"] = "4x"
     if part in (compat.WORKER, compat.RANKS):
         PrefixKVConnector(made.config, base.KVConnectorRole.WORKER, made.kv)
+    if part is compat.WINDOWS:
+        PrefixKVConnector(made.config, base.KVConnectorRole.WORKER, made.windowed)
     if part is compat.POLICY:  # first as a server that wants none
         _scheduler(PrefixKVConnector, made, request).shutdown()
         extra["policy"] = "lru"
@@ -183,6 +195,60 @@ def _flags() -> list[str]:
 
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     return sorted(flag for action in parser._actions for flag in action.option_strings)
+
+
+SHAPES = {
+    "Gemma 3 27B": (10, 52), "Gemma 3 1B": (4, 22), "Gemma 2 27B": (23, 23),
+    "GPT-OSS 120B": (18, 18), "twelve": (13, 12), "more windows": (12, 13), "more full": (24, 12),
+}  # fmt: skip
+"""Layers that keep every token, and a window."""
+
+
+def _groups(made: Made) -> dict[str, Any]:
+    """What the connector makes of the groups that vLLM makes of a model's layers: by window group
+    its layers, or why not."""
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+    from vllm.v1.kv_cache_interface import (
+        ChunkedLocalAttentionSpec,
+        FullAttentionSpec,
+        KVCacheConfig,
+        MambaSpec,
+        SlidingWindowSpec,
+    )
+
+    from prefixkv.engines.vllm.groups import BlockGroups
+
+    sizes: dict[str, Any] = {"num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
+    full, last = FullAttentionSpec(BLOCK, **sizes), {"sliding_window": 64}
+    others = {
+        "window": SlidingWindowSpec(BLOCK, **sizes, **last),
+        "chunk": ChunkedLocalAttentionSpec(BLOCK, **sizes, attention_chunk_size=64),
+        "state": MambaSpec(
+            block_size=BLOCK, shapes=((4, 64),), dtypes=(torch.float32,), mamba_type="mamba2"
+        ),
+        "heads": SlidingWindowSpec(BLOCK, **{**sizes, "num_kv_heads": 1}, **last),
+    }
+    asked = {name: (*shape, "window") for name, shape in SHAPES.items()}
+    asked |= {kind: (2, 4, kind) for kind in others}
+    made.config.scheduler_config.disable_hybrid_kv_cache_manager = False  # another connector's
+    made.config.cache_config.kv_cache_layout = "LBHNC"
+    said: dict[str, Any] = {}
+    for name, (num_full, num_other, kind) in asked.items():
+        # As they lie in a model: spread evenly.
+        layers = sorted(
+            [(i / num_full, f"full.{i}", full) for i in range(num_full)]
+            + [((i + 0.5) / num_other, f"{kind}.{i}", others[kind]) for i in range(num_other)]
+        )
+        try:
+            groups = get_kv_cache_groups(made.config, {layer: spec for _, layer, spec in layers})
+            kv = KVCacheConfig(NUM_BLOCKS, [], groups)
+            windows = BlockGroups.of(kv).windows
+            said[name] = [len(groups[one.number].layer_names) for one in windows]
+        except compat.ConfigError as error:
+            said[name] = str(error)
+        except Exception as error:
+            said[name] = f"uncaught {type(error).__name__}: {error}"
+    return said
 
 
 def _sleep(made: Made) -> dict[str, Any]:

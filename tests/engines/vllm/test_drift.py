@@ -97,6 +97,22 @@ def test_sleep_mode_is_refused_where_kv_would_move(rows: list[dict[str, Any]]) -
     assert said == {}
 
 
+def test_groups_that_vllm_makes_are_taken_or_refused_by_name(rows: list[dict[str, Any]]) -> None:
+    said = rows[-1]["groups"]
+    assert said.pop("Gemma 3 27B") == [9, 9, 9, 9, 8, 8]
+    assert said.pop("Gemma 3 1B") == [4, 4, 4, 4, 3, 3]
+    assert said.pop("Gemma 2 27B") == [23]
+    assert said.pop("GPT-OSS 120B") == [18]
+    assert said.pop("twelve") == [12]
+    assert said.pop("window") == [2, 2]
+    assert "13 layers, more than the 12 that keep every token" in said.pop("more windows")
+    assert "2 KV cache groups that keep every token" in said.pop("more full")
+    assert "a KV cache group of ChunkedLocalAttentionSpec" in said.pop("chunk")
+    assert "a KV cache group of MambaSpec" in said.pop("state")
+    assert "block_size is 32, that of the layers that keep every token is 16" in said.pop("heads")
+    assert said == {}
+
+
 def test_the_options_that_a_refusal_names_are_vllm_s(rows: list[dict[str, Any]]) -> None:
     named = {flag for one in OPTION_NAMES.values() for flag in re.findall(r"--[a-z-]+", one)}
     assert "--block-size" in named

@@ -53,15 +53,21 @@ class Pair:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.kv_port = folder, free_port()
-        self.model = make_model(PYTHON, folder / "model", TINY)
+        self.model = self.make_model(folder / "model")
         self._rooms = itertools.count(1)
         self._threads = ThreadPoolExecutor(32)
         self.prefill = self.start_prefill("prefill.log")
+        self.decode = self.start_decode()
+
+    def make_model(self, folder: Path) -> Path:
+        return make_model(PYTHON, folder, TINY)
+
+    def start_decode(self) -> Server:
         consumer = transfer_config("kv_consumer", "decode-0", free_port(), policy="gittins")
-        self.decode = Server(
+        return Server(
             PYTHON,
             self.model,
-            folder / "decode.log",
+            self.folder / "decode.log",
             consumer,
             environment={"VLLM_SERVER_DEV_MODE": "1"},
             more=["--worker-extension-cls", "prefixkv.engines.vllm.extension.WorkerExtension"],

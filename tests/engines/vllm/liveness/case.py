@@ -21,7 +21,8 @@ class Case:
     at random behind the last arrival, before all take turns. `chunk` is how many tokens a step
     computes, `share` how many of them one prompt may have; 0: all. `host` is decode's host memory;
     of its copies the share `copies_fail` fails. `flushes` is how often in a random step the
-    connector's cache is reset, and `leaves` how often a client leaves whose blocks are loaded."""
+    connector's cache is reset, and `leaves` how often a client leaves whose blocks are loaded.
+    `windows` are the tokens that the layers of each window group see."""
 
     asks: tuple[Ask, ...]
     order: tuple[str, ...]
@@ -40,6 +41,7 @@ class Case:
     copies_fail: float = 0.0
     flushes: float = 0.0
     leaves: float = 0.0
+    windows: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"))
@@ -51,4 +53,5 @@ class Case:
         raw["asks"] = tuple(
             Ask(**{**one, "prompt": tuple(map(tuple, one["prompt"]))}) for one in raw["asks"]
         )
-        return cls(**{**raw, "order": tuple(raw["order"]), "blocks": tuple(raw["blocks"])})
+        raw |= {key: tuple(raw[key]) for key in ("order", "blocks", "windows") if key in raw}
+        return cls(**raw)

@@ -119,6 +119,25 @@ def with_host(seed: int, *, both: bool = False) -> Case:
     return replace(case, compute_below=below)
 
 
+WINDOWS = ((5,), (9,), (8,), (16,), (9, 9), (6, 21), (40,))
+"""In tokens, of each window group: less than two blocks, whole blocks and one more, two groups."""
+
+
+def with_windows(seed: int) -> Case:
+    """A case of `at_random` whose model has layers that keep a window."""
+    case, chance = at_random(seed), random.Random(-1 - seed)
+    windows = chance.choice(WINDOWS)
+    small = 24 + 22 * len(windows)
+    return replace(
+        case,
+        blocks=chance.choice(((small, small), (small, small), (small, 300), (300, small))),
+        windows=windows,
+        recompute_below=0,
+        compute_below=0,
+        flushes=chance.choice((0.0, 0.0, 0.0, 0.02)),
+    )
+
+
 def leaving(order: list[str], asks: tuple[Ask, ...], chance: random.Random) -> list[str]:
     """The client of one request leaves: at decode, at prefill, at both, or before it came to
     decode, which decode is told where the room is a router's."""

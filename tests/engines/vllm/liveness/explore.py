@@ -6,6 +6,7 @@
     python -m tests.engines.vllm.liveness.explore --seed 7000 --seconds 600      random cases only
     python -m tests.engines.vllm.liveness.explore --host --seconds 600      with host memory
     python -m tests.engines.vllm.liveness.explore --both --seconds 600      servers of both roles
+    python -m tests.engines.vllm.liveness.explore --windows --seconds 600   layers with a window
     python -m tests.engines.vllm.liveness.explore --mutants         each has to be found
     python -m tests.engines.vllm.liveness.explore --case '{...}' -v          as a failure printed it
     python -m tests.engines.vllm.liveness.explore --mutant old_order --case ordered -v
@@ -28,9 +29,21 @@ from itertools import count, islice
 from typing import Any
 
 from tests.engines.vllm.liveness.case import Case
-from tests.engines.vllm.liveness.cases import ONCE, at_random, every_order, with_both, with_host
+from tests.engines.vllm.liveness.cases import (
+    ONCE,
+    at_random,
+    every_order,
+    with_both,
+    with_host,
+    with_windows,
+)
 from tests.engines.vllm.liveness.failures import failure_of, kind_of, shortest
-from tests.engines.vllm.liveness.mutants import HOST_MUTANTS, MUTANTS, mutated
+from tests.engines.vllm.liveness.mutants import (
+    HOST_MUTANTS,
+    MUTANTS,
+    WINDOW_MUTANTS,
+    mutated,
+)
 from tests.engines.vllm.liveness.world import run
 from tests.models.liveness.arrivals import PATTERNS
 
@@ -67,6 +80,8 @@ def find(mutant: str, most_cases: int) -> dict[str, Any]:
     cases = [*ONCE.values(), *map(at_random, range(most_cases))]
     if mutant in HOST_MUTANTS:
         cases = list(map(with_host, range(most_cases)))
+    if mutant in WINDOW_MUTANTS:
+        cases = list(map(with_windows, range(most_cases)))
     if is_old:
         cases = [ONCE["ordered"], ONCE["join"]]
     failures = []
@@ -90,9 +105,12 @@ def short_profile() -> Iterator[Case]:
     yield from map(at_random, range(320))
     yield from map(with_host, range(160))
     yield from map(with_both, range(100))
+    yield from map(with_windows, range(160))
 
 
-def long_profile(seed: int | None, host: bool, both: bool) -> Iterator[Case]:
+def long_profile(seed: int | None, host: bool, both: bool, windows: bool) -> Iterator[Case]:
+    if windows:
+        yield from map(with_windows, count(seed or 0))
     if both:
         yield from map(with_both, count(seed or 0))
     if host:
@@ -109,12 +127,16 @@ def main() -> int:
     parser.add_argument("--case", help="as a failure printed it, or a name of `cases.ONCE`")
     parser.add_argument("-v", action="store_true", help="say each step of the case")
     parser.add_argument(
-        "--mutant", default="", choices=["", *MUTANTS, *HOST_MUTANTS], help="with this fault"
+        "--mutant",
+        default="",
+        choices=["", *MUTANTS, *HOST_MUTANTS, *WINDOW_MUTANTS],
+        help="with this fault",
     )
     parser.add_argument("--mutants", action="store_true", help="only these")
     parser.add_argument("--seconds", type=float, default=0.0, help="the long profile")
     parser.add_argument("--host", action="store_true", help="the long profile of host memory")
     parser.add_argument("--both", action="store_true", help="the long profile of both roles")
+    parser.add_argument("--windows", action="store_true", help="the long profile of windows")
     parser.add_argument("--seed", type=int, help="of the first random case, without all orders")
     parser.add_argument("--most-failures", type=int, default=20)
     options = parser.parse_args()
@@ -132,19 +154,21 @@ def main() -> int:
     if not options.mutants:
         is_long = bool(options.seconds)
         if is_long:
-            cases = long_profile(options.seed, options.host, options.both)
+            cases = long_profile(options.seed, options.host, options.both, options.windows)
         else:
             cases = short_profile()
         until_s = time.monotonic() + options.seconds if is_long else float("inf")
         with mutated(options.mutant):
             explored = explore(cases, until_s, options.most_failures)
         explored["repeatable"] = all(
-            is_repeatable(of(seed)) for of in (at_random, with_host) for seed in range(8)
+            is_repeatable(of(seed))
+            for of in (at_random, with_host, with_windows)
+            for seed in range(8)
         )
         failed = explored["failures"] > 0 or not explored["repeatable"]
         print(json.dumps(explored))
     if options.mutants or not options.seconds:
-        for mutant in (*MUTANTS, *HOST_MUTANTS):
+        for mutant in (*MUTANTS, *HOST_MUTANTS, *WINDOW_MUTANTS):
             found = find(mutant, 400)
             failed |= not found["found"]
             print(json.dumps(found), flush=True)

@@ -8,8 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from prefixkv.decode.host_tier import HostTier
+from prefixkv.engines.vllm import compat as compat_module
 from prefixkv.engines.vllm import scheduler as scheduler_module
 from prefixkv.engines.vllm.blocks import Flights, Holds
+from prefixkv.engines.vllm.groups import BlockGroups
 from prefixkv.engines.vllm.host import DeviceBlocks, HostBlocks
 from prefixkv.engines.vllm.host_worker import WorkerHost
 from prefixkv.engines.vllm.scheduler import SchedulerSide
@@ -251,6 +253,57 @@ def _stale_host_memory(patch: Patch) -> None:
     patch(DeviceBlocks, "flush", flushed)
 
 
+# --- of layers that keep a window -----------------------------------------------------------------
+
+
+def _the_last_token_is_sent(patch: Patch) -> None:
+    """What vLLM computes first on decode sees one token more than it has kept."""
+    patch(BlockGroups, "num_sent", lambda self, num_prompt_tokens: num_prompt_tokens)
+
+
+def _windows_are_not_held(patch: Patch) -> None:
+    """vLLM frees a block that has fallen out of the window, whoever still sends it."""
+    sent = BlockGroups.window_blocks
+    windows: set[int] = set()
+
+    def seen(self: Any, *given: Any) -> Any:
+        found = sent(self, *given)
+        windows.update(block for one in found for block in one.blocks)
+        return found
+
+    take = Holds.take
+    patch(BlockGroups, "window_blocks", seen)
+    patch(Holds, "take", lambda self, rid, pages: take(self, rid, [*{*pages} - windows]))
+
+
+def _cached_windows_are_written_over(patch: Patch) -> None:
+    """Where decode's cache has a part of the window, it is written into what others read."""
+
+    def found_in_all(manager: Any, full: int, wanted: Any) -> None:
+        def get(request: Any) -> Any:
+            return *manager.get_computed_blocks(request), False
+
+        manager.get_computed_blocks_for_connector = get
+
+    patch(compat_module, "look_up_densely", found_in_all)
+
+
+def _failed_loads_wait_for_blocks(patch: Patch) -> None:
+    """vLLM comes to nothing behind a request whose load has failed and for which blocks lack."""
+    patch(SchedulerSide, "_steps_back", lambda self, rid, need: False)
+
+
+WINDOW_MUTANTS: dict[str, Callable[[Patch], None]] = {
+    one.__name__.removeprefix("_"): one
+    for one in (
+        _the_last_token_is_sent,
+        _windows_are_not_held,
+        _cached_windows_are_written_over,
+        _failed_loads_wait_for_blocks,
+    )
+}
+"""Faults with layers that keep a window, for `cases.with_windows`."""
+
 HOST_MUTANTS: dict[str, Callable[[Patch], None]] = {
     one.__name__.removeprefix("_"): one
     for one in (
@@ -302,7 +355,7 @@ def mutated(name: str) -> Iterator[None]:
 
     try:
         if name:
-            (MUTANTS | HOST_MUTANTS)[name](patch)
+            (MUTANTS | HOST_MUTANTS | WINDOW_MUTANTS)[name](patch)
         yield
     finally:
         for owner, attribute, value in reversed(former):

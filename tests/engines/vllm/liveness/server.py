@@ -18,7 +18,12 @@ import torch
 from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
@@ -26,7 +31,7 @@ from prefixkv import config as prefixkv_config
 from prefixkv.engines.vllm import hooks
 from prefixkv.engines.vllm.scheduler import SchedulerSide
 from prefixkv.engines.vllm.worker import WorkerSide
-from prefixkv.memory.kv_pool import KVPool
+from prefixkv.memory.kv_pool import KVPool, PoolGroup
 from prefixkv.protocol.ids import RoomKey
 from tests.engines.vllm.liveness.case import MAX_LEN_BLOCKS
 from tests.models.liveness.arrivals import BLOCK, LivenessError
@@ -115,11 +120,10 @@ class _Batch:
 
 @dataclass(slots=True)
 class _Row:
-    """A request in the worker."""
+    """A request in the worker, with a block table for each of vLLM's groups."""
 
     tokens: list[int]
-    chain: list[int]
-    table: list[int]
+    tables: list[list[int]]
 
 
 class Server:
@@ -133,8 +137,16 @@ class Server:
             case.asynchronous, case.compute_below, "" if role == "kv_producer" else case.host,
         )  # fmt: skip
         self.batch_queue_size = self.config.max_concurrent_batches
-        spec = FullAttentionSpec(BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32)
-        kv = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)])
+        sizes: Any = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
+        groups = [
+            KVCacheGroupSpec(
+                [f"last {i}"], SlidingWindowSpec(BLOCK, sliding_window=window, **sizes)
+            )
+            for i, window in enumerate(case.windows)
+        ]
+        # Behind the others: a group's number is not its place in a transfer.
+        groups.append(KVCacheGroupSpec(["layer"], FullAttentionSpec(BLOCK, **sizes)))
+        kv = KVCacheConfig(num_blocks, [], groups, hash_block_size=BLOCK)
         kind = AsyncScheduler if case.asynchronous else Scheduler
         # Of structured outputs, which no request asks for.
         manager: Any = SimpleNamespace(accept_tokens=lambda request, tokens: True)
@@ -160,7 +172,11 @@ class Server:
             is_consumer=transfer.is_kv_consumer,
             transport=world.transport,
         )
-        self.worker.register(KVPool.from_tensors([self.memory]))
+        pool = KVPool.from_tensors([self.memory])
+        windows = self.connector._groups.windows
+        named = [PoolGroup(one.name, KVPool.from_tensors([self.memory]), one.window)
+                 for one in windows]  # fmt: skip
+        self.worker.register(pool.with_groups(*named) if named else pool)
         self.connector.rest = SimpleNamespace(ring=self._ring, wait=self._rest)
         self._rung = False
         self.connector._wakeups.on_ring = self._ring
@@ -300,16 +316,17 @@ class Server:
         starts: dict[str, int] = {}
         for new in step.scheduled_new_reqs:
             tokens = list(new.prompt_token_ids)
-            self._rows[new.req_id] = _Row(tokens, [], list(new.block_ids[0]))
+            self._rows[new.req_id] = _Row(tokens, [list(one) for one in new.block_ids])
             starts[new.req_id] = new.num_computed_tokens
         again = step.scheduled_cached_reqs
         for i, rid in enumerate(again.req_ids):
             row, new_blocks = self._rows[rid], again.new_block_ids[i]
             if rid in again.resumed_req_ids:
-                row.table = []
+                row.tables = [[] for _ in row.tables]
             if rid in again.all_token_ids:
                 row.tokens = list(again.all_token_ids[rid])
-            row.table += [] if new_blocks is None else new_blocks[0]
+            for table, more in zip(row.tables, new_blocks or (), strict=new_blocks is not None):
+                table += more
             starts[rid] = again.num_computed_tokens[i]
         sampled = {}
         for rid, count in step.num_scheduled_tokens.items():
@@ -318,16 +335,26 @@ class Server:
         return sampled
 
     def _compute(self, rid: str, start: int, count: int) -> list[int]:
-        """Write the tokens' KV. All before them was written before, or loaded: it is looked at."""
+        """Write the tokens' KV in each group. What its layers see of the tokens before them was
+        written before, or loaded: it is looked at."""
         row, end = self._rows[rid], start + count
         assert end <= len(row.tokens), f"{rid}: token {end} of {len(row.tokens)} is unknown"
         chain = prefix_hashes(row.tokens)
         flat = self.memory.numpy().reshape(-1)
-        slots = np.repeat(np.array(row.table) * BLOCK, BLOCK)[:end] + np.arange(end) % BLOCK
-        wrong = np.flatnonzero(flat[slots[:start]] != chain[:start])
-        if len(wrong):
-            raise LivenessError(f"{rid} on {self.name}: the KV of tokens {wrong.tolist()} is wrong")
-        flat[slots[start:]] = chain[start:end]
+        for number, (table, window) in enumerate(
+            zip(row.tables, (*self.world.case.windows, end), strict=True)
+        ):
+            # Another group's KV of the same token is another.
+            kv = np.array(chain[:end]) + 0.125 * number
+            slots = np.repeat(np.array(table) * BLOCK, BLOCK)[:end] + np.arange(end) % BLOCK
+            seen = np.arange(max(0, start + 1 - window), start)
+            wrong = seen[flat[slots[seen]] != kv[seen]]
+            if len(wrong):
+                raise LivenessError(
+                    f"{rid} on {self.name}: the KV of tokens {wrong.tolist()} is wrong in group "
+                    f"{number}"
+                )
+            flat[slots[start:]] = kv[start:]
         if end < len(row.tokens):
             return []
         row.tokens.append(3 + int(chain[-1]) % 1900)
@@ -351,12 +378,15 @@ class Server:
             block
             for one in self.scheduler.requests
             if one != rid
-            for block in self.scheduler.kv_cache_manager.get_block_ids(one)[0]
-        }
+            for table in self.scheduler.kv_cache_manager.get_block_ids(one)
+            for block in table
+        } - {0}  # the null block
         for page in pages.tolist():
             block = self.pool.blocks[page]
             if page not in load.pages or block.ref_cnt < 1 or page in others:
                 raise LivenessError(f"room {room.room} writes block {page}, which is another's")
+            if block.block_hash is not None:
+                raise LivenessError(f"room {room.room} writes block {page}, which is cached")
 
     def check(self) -> None:
         self.side.check_invariants()
@@ -388,6 +418,8 @@ class Server:
             "wanted": list(self.side._wanted),
             "followers": list(self.side._followers),
             "joined": list(self.side._joined),
+            "failed": list(self.side._failed),
+            "landed": list(self.side._landed),
             "flights": len(self.side.flights),
             "computing": sorted(self.side.compute.rids),
             "sends": list(sends.sends),
@@ -406,7 +438,7 @@ class Server:
         blocks_of = self.scheduler.kv_cache_manager.get_block_ids
         for rid, request in self.scheduler.requests.items():
             lines.append(
-                f"  {rid}: {request.status.name}, {len(blocks_of(rid)[0])} blocks, "
+                f"  {rid}: {request.status.name}, {len(blocks_of(rid)[-1])} blocks, "
                 f"{request.num_computed_tokens} of {request.num_tokens} tokens"
             )
         for rid, held in self.side.holds._held.items():

@@ -57,7 +57,11 @@ class World:
         Thread.world = self
         put_in_place()
         self.random = random.Random(self.case.seed)
-        self.fabric = FakeFabric(self.case.seed, guard=self._guard)
+        self.fabric = FakeFabric(
+            self.case.seed,
+            guard=self._guard,
+            window_guard=lambda target, _, room, pages: self._guard(target, room, pages),
+        )
         self._wires: dict[tuple[Any, Any], deque[bytes]] = {}
         self._tickets = 0
         self.steps: list[str] = []

@@ -1,0 +1,174 @@
+"""vLLM's KV cache groups: layers that share a block table. One group keeps every token; in others
+each token sees a window, and vLLM frees the blocks that have fallen out of it.
+
+With windows a transfer ends before the prompt's last token, which vLLM computes in any case: it
+keeps what the first token that it computes reads, and for the last token of a prompt that is one
+token more than for the first new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any, Final, NamedTuple, Self
+
+from prefixkv.spi import ConfigError, pages_for
+
+FULL: Final = ("FullAttentionSpec", "MLAAttentionSpec")
+"""Kinds of cache in which every token's KV stays in its block until the request ends."""
+WINDOWED: Final = "SlidingWindowSpec"
+"""Kind of cache that vLLM keeps the last tokens in."""
+
+_SAME: Final = (
+    "block_size", "num_kv_heads", "head_size", "head_size_v", "dtype", "kv_quant_mode",
+    "state_content_bytes", "num_head_slots", "page_size_bytes",
+)  # fmt: skip
+_INSTEAD: Final = (
+    "with --disable-hybrid-kv-cache-manager vLLM keeps all tokens in all layers, in one group, if "
+    "the model has no state"
+)
+
+Block = int
+
+
+class WindowLayers(NamedTuple):
+    """A window group of vLLM's: its number among the groups, its name in the handshake, and the
+    tokens that its layers see, the own one included."""
+
+    number: int
+    name: str
+    window: int
+
+
+class Tables(NamedTuple):
+    """Block ids of one request: of the group that keeps every token, and of each window group, with
+    vLLM's null block where a block has fallen out of the window."""
+
+    pages: list[Block]
+    windows: tuple[list[Block], ...] = ()
+
+
+class WindowBlocks(NamedTuple):
+    """Consecutive blocks of a request in a window group, from its block number `first` on."""
+
+    first: int
+    blocks: tuple[Block, ...]
+
+
+class BlockGroups(NamedTuple):
+    """The KV cache groups of a vLLM server.
+
+    `full` is the number of the one that keeps every token. `step_tokens` is the most tokens of a
+    request that vLLM has under way at once.
+
+    >>> groups = BlockGroups(32, windows=(WindowLayers(1, "w", 96),), step_tokens=64)
+    >>> groups.num_sent(300), groups.first_block(groups.windows[0], 299)
+    (299, 6)
+    >>> groups.blocks_of(300), groups.blocks_of(32), BlockGroups(32).blocks_of(300)
+    (16, 2, 10)
+    """
+
+    block_size: int
+    full: int = 0
+    windows: tuple[WindowLayers, ...] = ()
+    step_tokens: int = 0
+
+    @classmethod
+    def of(cls, kv_cache: Any, step_tokens: int = 0) -> Self:
+        """Return the groups of vLLM's `KVCacheConfig`. Raises ConfigError, by name, for one whose
+        blocks are not transferred."""
+        groups = kv_cache.kv_cache_groups
+        kinds = [type(group.kv_cache_spec).__name__ for group in groups]
+        # 1. Exactly one group keeps every token: a transfer has one list of blocks that both
+        #    servers count prefixes by.
+        full = [number for number, kind in enumerate(kinds) if kind in FULL]
+        if len(groups) == 1 and not full:
+            raise ConfigError(f"the KV cache is a {kinds[0]}, must be one of {', '.join(FULL)}")
+        others = sorted({kind for kind in kinds if kind not in (*FULL, WINDOWED)})
+        if others:
+            raise ConfigError(
+                f"the model has a KV cache group of {', '.join(others)}: prefixkv's connector "
+                f"takes {', '.join(FULL)}, and {WINDOWED} beside it; {_INSTEAD}"
+            )
+        if len(full) != 1:
+            raise ConfigError(
+                f"the model has {len(full)} KV cache groups that keep every token "
+                f"({', '.join(kinds)}), must have 1; {_INSTEAD}"
+            )
+        for group, kind in zip(groups, kinds, strict=True):
+            if group.host_resident or not group.enable_kv_transfer:
+                raise ConfigError(
+                    f"the KV cache group of {kind} is not on the device, or not to be sent"
+                )
+        # 2. Blocks of all groups are alike, as they lie in the same memory.
+        first = groups[full[0]]
+        windows = tuple(
+            _window_layers(number, group, first)
+            for number, group in enumerate(groups)
+            if number != full[0]
+        )
+        return cls(first.kv_cache_spec.block_size, full[0], windows, step_tokens)
+
+    def num_sent(self, num_prompt_tokens: int) -> int:
+        """Return the tokens of a vLLM prompt that a transfer carries: all, or with windows all but
+        the last one."""
+        return num_prompt_tokens - 1 if self.windows else num_prompt_tokens
+
+    def first_block(self, group: WindowLayers, num_tokens: int) -> int:
+        """Return the number of the first block that vLLM keeps in a window group behind
+        `num_tokens` tokens."""
+        return max(0, num_tokens + 1 - group.window) // self.block_size
+
+    def tables(self, block_ids: Sequence[Sequence[Block]]) -> Tables:
+        """Return a request's block tables, given vLLM's by group."""
+        windows = tuple(list(block_ids[group.number]) for group in self.windows)
+        return Tables(list(block_ids[self.full]), windows)
+
+    def window_blocks(
+        self, windows: Sequence[Sequence[Block]], num_tokens: int, first: int, stop: int
+    ) -> tuple[WindowBlocks, ...]:
+        """Return, by window group, a request's blocks from number `first` to `stop`: those of them
+        that vLLM keeps behind `num_tokens` tokens, which both servers send and get."""
+        found = []
+        for group, table in zip(self.windows, windows, strict=True):
+            start = min(max(first, self.first_block(group, num_tokens)), stop)
+            found.append(WindowBlocks(start, tuple(table[start:stop])))
+        return tuple(found)
+
+    def blocks_to_compute(self, num_sent: int) -> int:
+        """Return the most blocks of vLLM's that a prompt has at once of which `num_sent` tokens
+        are sent."""
+        return self.blocks_of(num_sent + (1 if self.windows else 0))
+
+    def blocks_of(self, num_tokens: int) -> int:
+        """Return the most blocks of vLLM's that a request of `num_tokens` tokens has at once."""
+        num_blocks = pages_for(num_tokens, self.block_size)
+        return num_blocks + sum(
+            min(num_blocks, pages_for(group.window - 1 + self.step_tokens, self.block_size) + 1)
+            for group in self.windows
+        )
+
+
+def _window_layers(number: int, group: Any, first: Any) -> WindowLayers:
+    """Return a window group of vLLM's. Raises ConfigError where its blocks are not those of the
+    group that keeps every token, `first`."""
+    spec, kept = group.kv_cache_spec, first.kv_cache_spec
+    where = f"the KV cache group {number} of {WINDOWED}"
+    for name in _SAME:
+        if getattr(spec, name) != getattr(kept, name):
+            raise ConfigError(
+                f"{where}: {name} is {getattr(spec, name)}, that of the layers that keep every "
+                f"token is {getattr(kept, name)}; {_INSTEAD}"
+            )
+    if len(group.layer_names) > len(first.layer_names):
+        raise ConfigError(
+            f"{where} has {len(group.layer_names)} layers, more than the {len(first.layer_names)} "
+            f"that keep every token; {_INSTEAD}"
+        )
+    if spec.extra_retained_tokens or group.is_eagle_group or first.is_eagle_group:
+        raise ConfigError(
+            f"{where}: a draft model beside sliding windows is not transferred; {_INSTEAD}"
+        )
+    # Which layers the group has depends on how vLLM shares them out: both servers must agree.
+    layers = blake2b("\n".join(group.layer_names).encode(), digest_size=4).hexdigest()
+    return WindowLayers(number, f"window-{number}-{layers}", spec.sliding_window)
