@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from prefixkv.cache.checkpoints import Checkpoints as Checkpoints
     from prefixkv.cache.events import NO_PARENT as NO_PARENT
     from prefixkv.cache.events import Change as Change
+    from prefixkv.cache.events import CheckpointEvicted as CheckpointEvicted
+    from prefixkv.cache.events import CheckpointSaved as CheckpointSaved
     from prefixkv.cache.events import Cleared as Cleared
     from prefixkv.cache.events import EventBatch as EventBatch
     from prefixkv.cache.events import Inserted as Inserted
@@ -174,6 +176,8 @@ _HOMES = {
     "shortened": "cache.namespace",
     # Changes of a cache, for routers.
     "Change": "cache.events",
+    "CheckpointEvicted": "cache.events",
+    "CheckpointSaved": "cache.events",
     "Cleared": "cache.events",
     "EventBatch": "cache.events",
     "Inserted": "cache.events",

@@ -16,7 +16,7 @@ merged, so the shape of the tree says nothing about how it came about, and the w
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from numbers import Real
 from operator import attrgetter
 from typing import Any
@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from prefixkv.cache import audit, dump, wants
-from prefixkv.cache.events import Change, EventLog
+from prefixkv.cache.events import Change, CheckpointEvicted, CheckpointSaved, EventLog
 from prefixkv.cache.eviction.policy import DEFAULT_POLICY, Policy, Use
 from prefixkv.cache.eviction.queues import forget
 from prefixkv.cache.node import PAGE_ID_BYTES, TreeNode, Want
@@ -111,6 +111,8 @@ class RadixCache(RadixTree):
         self._last_want = 0  # its number
         # One object for all uses, filled in by `_next_use`.
         self._use = Use()
+        # The pages that checkpoints end on, for a full list of changes: set by what keeps them.
+        self.checkpoint_pages: Callable[[], list[int]] = list
 
     # --- looking ---------------------------------------------------------------------------------
 
@@ -657,7 +659,15 @@ class RadixCache(RadixTree):
         for node in self.nodes():
             assert node.parent is not None
             self._log_stored(node, node.parent.pages, node.key, node.pages)
+        for page in self.checkpoint_pages():
+            self._log.noted(CheckpointSaved(page))
         return self._log.drain()
+
+    def note_checkpoint(self, change: CheckpointSaved | CheckpointEvicted) -> None:
+        """Note for the radix cache's listeners, in the order of its own changes, that a checkpoint
+        beside it was saved or evicted: see `Checkpoints`."""
+        if self._log is not None:
+            self._log.noted(change)
 
     def stats(self) -> CacheStats:
         """Return a snapshot of the radix cache's sizes and counts. O(1)."""

@@ -23,7 +23,17 @@ from prefixkv.engines.sglang.internals import (
     kv_event_namespace_seed,
     namespaced_block_hash,
 )
-from prefixkv.spi import NO_PARENT, Change, Cleared, Inserted, PagePaths, PageRef, TakenOut
+from prefixkv.spi import (
+    NO_PARENT,
+    Change,
+    CheckpointEvicted,
+    CheckpointSaved,
+    Cleared,
+    Inserted,
+    PagePaths,
+    PageRef,
+    TakenOut,
+)
 
 _HASH_BYTES = 8
 
@@ -79,6 +89,8 @@ class EventTranslator:
                 case Cleared():
                     self._paths.clear()
                     self._recorder.record_all_cleared()
+                case CheckpointSaved() | CheckpointEvicted():
+                    pass  # SGLang's events have no words for them, and its tree here has none
                 case _:
                     assert_never(change)
 
