@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from prefixkv.cache.eviction.queues import LeafOrders as LeafOrders
     from prefixkv.cache.namespace import shortened as shortened
     from prefixkv.cache.node import TreeNode as TreeNode
+    from prefixkv.cache.page_flags import packed_range as packed_range
+    from prefixkv.cache.page_flags import page_runs as page_runs
     from prefixkv.cache.radix_cache import RadixCache as RadixCache
     from prefixkv.cache.radix_key import TOKEN_BYTES as TOKEN_BYTES
     from prefixkv.cache.radix_key import TOKEN_LIMIT as TOKEN_LIMIT
@@ -173,6 +175,8 @@ _HOMES = {
     "MatchResult": "cache.results",
     "PrefixLock": "cache.results",
     "packed_ids": "cache.results",
+    "packed_range": "cache.page_flags",
+    "page_runs": "cache.page_flags",
     "shortened": "cache.namespace",
     # Changes of a cache, for routers.
     "Change": "cache.events",

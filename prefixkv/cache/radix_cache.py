@@ -36,6 +36,7 @@ from prefixkv.cache.results import (
     MatchResult,
     PrefixLock,
     as_page_ids,
+    check_page_ids,
 )
 from prefixkv.cache.tree import RadixTree
 from prefixkv.errors import (
@@ -390,8 +391,13 @@ class RadixCache(RadixTree):
                 raise LockError(
                     f"{lock!r} is not a lock of the first of {len(key)} tokens in this tree"
                 )
+        runs = None
         if checked is None:
             pages = as_page_ids(pages, num_pages - held_pages)
+            if self._in_tree is not None:
+                runs = self._in_tree.free_runs(pages.tobytes())
+            if runs is None:
+                check_page_ids(pages)
         elif not isinstance(pages, bytes | bytearray | memoryview):
             raise PageStateError("with `checked` the page ids have to be packed, as bytes")
         elif len(pages) != (num_pages - held_pages) * PAGE_ID_BYTES:
@@ -409,7 +415,9 @@ class RadixCache(RadixTree):
         #    new ones may not be in the tree. It is the last call that may fail: from here on the
         #    tree changes.
         new = old_pages - held_pages
-        if checked is None:
+        if runs is not None and not new:
+            packed = pages.tobytes()
+        elif checked is None:
             packed = self._new_pages(pages, new).tobytes()
         else:
             packed = pages[new * PAGE_ID_BYTES :]
@@ -431,9 +439,9 @@ class RadixCache(RadixTree):
             if num_pages == node.end and not node.lock_ref and not node.children:
                 self._enqueue(node)
         else:
-            # `checked` indexes all pages behind the lock: of use only if all of them are new.
+            # They index all pages behind the lock: of use only if all of them are new.
             new_key = data[matched : num_pages * self._page_bytes]
-            where = None if new else checked
+            where = None if new else runs or checked
             node = self._attach(node, old_pages, new_key, packed, where, use, extended)
         if extended is not None:
             self._extend(extended, node, num_pages, now_s)
