@@ -3,12 +3,17 @@ pair, with a clock at each place where one thread hands on to the next. With pau
 two requests, as an idle pair has them, and with none; and the time of a fixed loop just before each
 request, since a core that was idle is slow at first.
 
+Beside it, what the handing on takes alone: as many threads, inboxes and sockets, which pass on
+messages of the same sizes and decide nothing.
+
 Parts are medians over the requests, each from the mark before it; what they add up to may differ
 from the P50 of the whole.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,9 +21,14 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, Final
 
 import numpy as np
+import zmq
 
 from benchmarks.claim_idle import Hits
 from benchmarks.pair import Claim, Row, Stuck, Watch, run_pair
+from prefixkv.wakeups import Inbox
+
+_PROMISE_BYTES: Final = 400  # of frames that pages are not named in
+_OUTCOME_BYTES: Final = 150
 
 PARTS: Final = {
     "asked": "decode's engine: prefill's is told, `Request`, `add`, `pop_preallocated`",
@@ -169,13 +179,95 @@ def _loop() -> float:
     return time.perf_counter() - began_s
 
 
+# --- threads and sockets alone --------------------------------------------------------------------
+
+
+class BareThread:
+    """A thread that waits for its inbox and its socket at once, as a control thread does."""
+
+    def __init__(self, sock: Any, on_item: Callable[[Any], None], on_frame: Callable[..., None]):
+        self.inbox: Inbox[Any] = Inbox()
+        self._sock, self._on_item, self._on_frame = sock, on_item, on_frame
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        poller, goes_on = zmq.Poller(), True
+        for fd in (self.inbox.fd, self._sock.FD):
+            poller.register(fd, zmq.POLLIN)
+        while goes_on:
+            if not self._sock.get(zmq.EVENTS) & zmq.POLLIN:
+                poller.poll()
+            for item in self.inbox.drain():
+                goes_on = goes_on and item is not None
+                if item is not None:
+                    self._on_item(item)
+            with contextlib.suppress(zmq.Again):
+                while True:
+                    self._on_frame(*self._sock.recv_multipart(zmq.DONTWAIT))
+
+    def close(self) -> None:
+        self.inbox.put(None)
+        self._thread.join()
+
+
+def bare_prefill_side(pipe: Connection, _watch: Watch, _case: Hits) -> None:
+    context, events = zmq.Context(), Inbox[bytes]()
+    sock = context.socket(zmq.ROUTER)
+    pipe.send(sock.bind_to_random_port("tcp://127.0.0.1"))
+
+    def answer(item: Any) -> None:
+        if item is not True:  # that is a request, of which nothing is sent
+            sock.send_multipart((item, bytes(_OUTCOME_BYTES)))
+
+    thread = BareThread(sock, answer, lambda route, _: events.put(route))
+    while True:
+        for ready in wait([pipe, events.fd], 1.0):
+            if ready is pipe:
+                if pipe.recv() is None:
+                    thread.close()
+                    context.destroy()
+                    return
+                thread.inbox.put(True)
+        for route in events.drain():
+            thread.inbox.put(route)
+
+
+def bare_decode_side(pipe: Connection, _watch: Watch, case: Hits) -> Row:
+    context, events = zmq.Context(), Inbox[bytes]()
+    sock = context.socket(zmq.DEALER)
+    sock.connect(f"tcp://127.0.0.1:{pipe.recv()}")
+    thread = BareThread(sock, lambda _: sock.send(bytes(_PROMISE_BYTES)), events.put)
+    took_s = []
+    for room in range(case.requests + 1):
+        if case.gap_s:
+            time.sleep(case.gap_s)
+        began_s = time.monotonic()
+        pipe.send(room)
+        thread.inbox.put(room)
+        while not events.drain():
+            events.wait(1.0)
+        took_s.append(time.monotonic() - began_s)
+    pipe.send(None)
+    thread.close()
+    context.destroy()
+    return {
+        "pause_ms": case.gap_s * 1e3,
+        "p50_us": round(float(np.median(took_s[1:])) * 1e6),
+    }
+
+
 def measure(quick: bool) -> tuple[list[Claim], Row]:
     """The two turn about."""
     case = Hits(requests=10 if quick else 400)
     gaps_s = (case.gap_s, 0.0) * (1 if quick else 2)
     rows = [run_pair(decode_side, prefill_side, replace(case, gap_s=gap)) for gap in gaps_s]
-    claims = [
-        Claim("full hit", f"P50, pauses of {row['pause_ms']:g} ms", row["p50_us"] / 1e3, "ms", None)
-        for row in rows
+    bare = [
+        run_pair(bare_decode_side, bare_prefill_side, replace(case, gap_s=gap)) for gap in gaps_s
     ]
-    return claims, {"hits": rows}
+    claims = [
+        Claim(what, f"P50, pauses of {row['pause_ms']:g} ms", row["p50_us"] / 1e3, "ms", None)
+        for what, found in (("full hit", rows), ("its threads and sockets alone", bare))
+        for row in found
+    ]
+    return claims, {"hits": rows, "threads_and_sockets_alone": bare}

@@ -11,8 +11,8 @@ acknowledged are what this process holds because the peer does not read.
 If the owner sleeps and its socket has nothing for it (`Watched.may_sleep`), all whole messages are
 taken: the rest is of one unfinished message, bounded by two of the largest size.
 
-The thread sleeps in `poll` until a connection or bytes come, and then looks every `LOOK_S` while
-they come. Linux alone has these counters; elsewhere, and for `ipc://`, with peers of this user
+The thread sleeps in `poll` until a connection or bytes come, and looks `LOOK_S` after that, as long
+as they come. Linux alone has these counters; elsewhere, and for `ipc://`, with peers of this user
 only, nothing is watched.
 """
 
@@ -72,6 +72,9 @@ _LATE_S: Final = 5.0
 _LOG_EVERY_S: Final = 1.0
 _DESCRIPTORS: Final = 4  # a quarter of the process's, for connections of one socket; each takes two
 _EVENTS: Final = zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+# As integers: pyzmq's enumerations take longer to combine than the call.
+_EVENTS_OPTION: Final = int(zmq.EVENTS)
+_POLLIN: Final = int(zmq.POLLIN)
 _GONE_SHARE: Final = 4  # of `socket_bytes`, for what ended connections have left
 _SO_ATTACH_FILTER: Final = 26
 _SO_DETACH_FILTER: Final = 27
@@ -119,14 +122,12 @@ class Connection:
     unread: int = 0  # of them those that wait with the kernel
     is_cut: bool = False
 
-    def look(self) -> bool:
-        """Count what has come by this TCP connection; return whether it is more than before."""
-        before = self.received
+    def look(self) -> None:
+        """Count what has come by this TCP connection."""
         with suppress(OSError):
             self.received = self.count()[1]
             waiting = fcntl.ioctl(self.link_fd, termios.FIONREAD, bytes(4))
             self.unread = int.from_bytes(waiting, sys.byteorder)
-        return self.received > before
 
     @property
     def held(self) -> int:
@@ -197,6 +198,11 @@ def message_bytes(num_bytes: int, is_curve: bool) -> int:
     """
     size = num_bytes + (_CURVE_BYTES if is_curve else 0)
     return size + (2 if size < 256 else 9)
+
+
+def is_empty(sock: _Socket) -> bool:
+    """Return whether a ZeroMQ socket has no message for its owner."""
+    return not int(sock.getsockopt(_EVENTS_OPTION)) & _POLLIN
 
 
 def descriptor(frame: zmq.Frame) -> int:
@@ -323,7 +329,7 @@ class Watched:
         would look as if all was taken.
         """
         self.parts_left = _PARTS_A_TURN
-        self.is_waiting = not int(sock.getsockopt(zmq.EVENTS)) & zmq.POLLIN
+        self.is_waiting = is_empty(sock)
         return self.is_waiting
 
     def found_empty(self) -> None:
@@ -624,13 +630,17 @@ class Watcher:
 
     def _step(self) -> bool:
         """Make one look at the watched connections; return False when the thread is to end."""
-        is_busy = bool(self._hot) or any(watched.is_settling for watched in self._watched)
-        if is_busy:  # the rest of a burst is seen by one look
-            # 1. Wait: a pause while bytes come, else until something happens.
+        # 1. Wait until something happens; where bytes come, then a pause. So one look sees all of a
+        # burst, and is not in the way of the threads that take it.
+        ready: dict[Any, int] = {}
+        if not self._is_busy:
+            ready = dict(self._poller.poll(None))
+            self._note_arrivals()
+        if self._is_busy:
             hot = {id(watched): watched for watched, _ in self._hot.values()}
             hostile = any(watched.looks_hostile for watched in hot.values())
             time.sleep(QUICK_LOOK_S if hostile else LOOK_S)
-        ready: dict[Any, int] = dict(self._poller.poll(0 if is_busy else None))
+            ready = dict(self._poller.poll(0))
         # 2. Calls of the owner.
         if self._bell.fd in ready:
             for told in self._bell.drain():
@@ -690,18 +700,30 @@ class Watcher:
             self._epoll.unregister(connection.link_fd)
             connection.link.close()
 
-    def _look(self) -> None:
-        """Count what has come by the watched connections, and cut those that bring too much."""
+    @property
+    def _is_busy(self) -> bool:
+        """True if a watched connection has brought bytes that are not counted, or holds too much,
+        or a socket is settling."""
+        return bool(self._hot) or any(watched.is_settling for watched in self._watched)
+
+    def _note_arrivals(self) -> None:
+        """Note the watched connections that have brought bytes since the last call."""
         assert self._epoll is not None
         for link, _ in self._epoll.poll(0):  # once for each arrival: EPOLLET
             if link in self._by_link:
                 self._hot[link] = self._by_link[link]
+
+    def _look(self) -> None:
+        """Count what has come by the watched connections, and cut those that bring too much."""
+        self._note_arrivals()
         looked = {id(watched) for watched, _ in self._hot.values()}
-        # One that brought nothing new needs no look, unless it already holds too much.
+        # One that is counted needs no look until its next arrival, unless it holds too much. It was
+        # noted before it was counted, so nothing comes unseen in between.
         for link, (watched, connection) in list(self._hot.items()):
             most = 2 * watched.bounds.message_bytes
-            if not connection.look() and not (watched.is_read and connection.held > most):
-                del self._hot[link]  # until the next arrival
+            connection.look()
+            if not (watched.is_read and connection.held > most):
+                del self._hot[link]
         num_cut = sum(self.counters.values())
         now_s = time.monotonic()
         for watched in self._watched:  # only those with something new are judged

@@ -20,7 +20,15 @@ from zmq.utils.monitor import recv_monitor_message
 
 from prefixkv.addresses import check_address, is_loopback
 from prefixkv.config import ControlConfig, CurveConfig
-from prefixkv.connections import Bounds, Connection, Watched, Watcher, message_bytes, receive
+from prefixkv.connections import (
+    Bounds,
+    Connection,
+    Watched,
+    Watcher,
+    is_empty,
+    message_bytes,
+    receive,
+)
 from prefixkv.control.effects import FrameReceived, Reached, Unreached
 from prefixkv.errors import ConfigError
 from prefixkv.protocol.messages import MAX_FRAME_BYTES
@@ -206,9 +214,14 @@ class RouterChannel(_Channel):
             return frames
         # Read until one of the bounds: frames, bytes of all, messages, or nothing there. So the
         # control thread is back at its other work soon, however much peers send.
-        taken: Counter[bytes] = Counter()
-        for _ in range(_READS_A_POLL):
-            if len(frames) == _FRAMES_A_POLL or taken.total() > _BYTES_OF_ALL_A_POLL:
+        taken: dict[bytes, int] = {}
+        taken_of_all = 0
+        for number in range(_READS_A_POLL):
+            if len(frames) == _FRAMES_A_POLL or taken_of_all > _BYTES_OF_ALL_A_POLL:
+                break
+            # After the first message it is asked, since an exception costs three times as much.
+            if number and is_empty(self._sock):
+                self._watched.found_empty()
                 break
             try:
                 received = receive(self._sock, self._watched)
@@ -224,7 +237,8 @@ class RouterChannel(_Channel):
                 continue
             route, message = parts[0].bytes, parts[1]
             self._note(route, connection)
-            taken[route] += len(message)
+            taken[route] = taken.get(route, 0) + len(message)
+            taken_of_all += len(message)
             # Its unfinished frame is dropped too: its next fragments would not fit on it.
             if taken[route] > _BYTES_A_POLL:
                 self._joiner.forget(route)
@@ -386,9 +400,12 @@ class DealerChannel(_Channel):
                 continue
             sock = self._socks[address]
             num_bytes = 0
-            for _ in range(_FRAMES_A_POLL):
+            for number in range(_FRAMES_A_POLL):
                 # The rest waits in this worker's own socket.
                 if num_bytes >= _BYTES_A_POLL:
+                    break
+                if number and is_empty(sock):  # as in `RouterChannel.poll`
+                    self._watched[address].found_empty()
                     break
                 try:
                     received = receive(sock, self._watched[address])

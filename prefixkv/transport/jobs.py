@@ -14,11 +14,12 @@ from prefixkv.paging import Pages, checked_pages
 from prefixkv.protocol.ids import RoomKey
 from prefixkv.protocol.tags import ChunkTag
 from prefixkv.transport.base import Sink, WriteDone, WriteFailed, WriteJob
-from prefixkv.transport.parts import Part, cut_parts
+from prefixkv.transport.parts import Part, cut_parts, next_indices
 from prefixkv.transport.routes import Routes
 from prefixkv.transport.runs import Runs
 
 _MAX_PARTS = 2**16 - 1  # a tag counts parts in 16 bits
+_PARTS_AHEAD = 16  # parts that `ActiveJob.next_post` works out at once
 _COUNTED = {"staging": "block", "state": "slot"}  # else pages
 
 
@@ -63,6 +64,8 @@ class ActiveJob:
         self.error: Exception | None = None  # the first one
         self.drained = True
         self._num_bytes = 0
+        # Worked out for the next parts, the next one last.
+        self._ahead: list[tuple[Pages, Pages, bytes]] = []
 
     @property
     def room(self) -> RoomKey:
@@ -96,6 +99,20 @@ class ActiveJob:
         return self.job.tag._replace(
             part=part, num_parts=len(self.parts), num_pages=len(self.dst_pages)
         )
+
+    def next_post(self) -> tuple[Pages, Pages, bytes]:
+        """Return for the next part of the write job the indices of its blocks in the prepared lists
+        of both sides, and its tag; once for each part, before `posted`."""
+        if not self._ahead:
+            pairs = next_indices(
+                self.runs, self.parts, self.next_part, _PARTS_AHEAD, self.src_pages, self.dst_pages
+            )
+            numbers = range(self.next_part, self.next_part + len(pairs))
+            self._ahead = [
+                (*pair, self.tag(number)) for pair, number in zip(pairs, numbers, strict=True)
+            ]
+            self._ahead.reverse()
+        return self._ahead.pop()
 
     def posted(self) -> None:
         """Count the write job's next part as posted."""

@@ -143,7 +143,7 @@ class TransportLoop(ABC, Generic[P]):
                 return False
             self._connect(peer)
             return True
-        if not self._may_transfer(peer) or self._paced_until(now_s) is not None:
+        if not self._may_transfer(peer) or (self._pace and self._paced_until(now_s) is not None):
             return False
         for job in peer.outbox.round():
             try:

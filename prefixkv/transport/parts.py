@@ -79,6 +79,26 @@ def part_indices(runs: Runs, part: Part, src_pages: Pages, dst_pages: Pages) -> 
     )
 
 
+def next_indices(
+    runs: Runs, parts: list[Part], first: int, most: int, src_pages: Pages, dst_pages: Pages
+) -> list[tuple[Pages, Pages]]:
+    """Return `part_indices` of up to `most` parts of a write from number `first` on, at least of
+    one.
+
+    Parts that follow each other in one group are worked out together: that takes one of them
+    hardly longer, and between two posts, each of which moves more than the caches hold, this code
+    is cold.
+    """
+    begun = parts[first]
+    last = first + 1
+    while last < min(first + most, len(parts)) and parts[last].group is begun.group:
+        last += 1
+    whole = begun._replace(stop=parts[last - 1].stop)
+    src, dst = part_indices(runs, whole, src_pages, dst_pages)
+    spans = [slice(one.start - begun.start, one.stop - begun.start) for one in parts[first:last]]
+    return [(src[span], dst[span]) for span in spans]
+
+
 # --- parts --------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.tags import ChunkTag
 from prefixkv.transport.base import TransportEvent, WriteDone, WriteFailed, WriteJob
 from prefixkv.transport.jobs import ActiveJob, JobTable, Outbox
+from prefixkv.transport.parts import part_indices
 from prefixkv.transport.routes import Routes
 from prefixkv.transport.runs import paired_runs
 from tests.models.transport_pools import make_pool
@@ -147,3 +148,12 @@ def test_parts_never_outnumber_what_a_tag_can_count() -> None:
     assert len(active.parts) <= 65535
     assert sum(part.num_bytes for part in active.parts) == 3000 * layout.page_bytes
     assert ChunkTag.unpack(active.tag(len(active.parts) - 1)).num_parts == len(active.parts)
+    # Each part is to be posted once, with its own blocks and tag, however many are worked out at
+    # once.
+    for number, part in enumerate(active.parts[:100]):
+        src, dst, tag = active.next_post()
+        assert [src.tolist(), dst.tolist()] == [
+            side.tolist() for side in part_indices(runs, part, pages, pages)
+        ]
+        assert tag == active.tag(number)
+        active.posted()

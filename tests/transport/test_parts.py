@@ -17,7 +17,7 @@ from prefixkv.errors import ConfigError, HandshakeError, PageStateError
 from prefixkv.memory.kv_layout import KVLayout, Slab
 from prefixkv.memory.mesh import Shard
 from prefixkv.paging import checked_pages
-from prefixkv.transport.parts import Part, cut_parts, flat_indices, part_indices
+from prefixkv.transport.parts import Part, cut_parts, flat_indices, next_indices, part_indices
 from prefixkv.transport.runs import Runs, paired_runs
 from tests.models.transport_pools import ORDERS, Shape, make_pool
 
@@ -94,6 +94,14 @@ def test_parts_copy_each_byte_once_within_their_bounds(
     runs = paired_runs(source.layout, target.layout)
     src, dst = _arrays(pairs)
     parts = cut_parts(runs, src, dst, max_bytes, max_descriptors)
+    ahead: list[list[list[int]]] = []
+    while len(ahead) < len(parts):  # three at once are as each by itself
+        next_ones = next_indices(runs, parts, len(ahead), 3, src, dst)
+        assert 1 <= len(next_ones) <= 3
+        ahead += [[side.tolist() for side in pair] for pair in next_ones]
+    assert ahead == [
+        [side.tolist() for side in part_indices(runs, part, src, dst)] for part in parts
+    ]
     num_bytes = 0
     for part in parts:
         descriptors = _descriptors(runs, part, src, dst)
@@ -293,3 +301,15 @@ def test_bad_page_ids_never_become_indices(pages: np.ndarray, message: str) -> N
 
 def test_good_page_ids_become_int32() -> None:
     assert checked_pages(np.array([7, 0], np.uint64), 8, "target").dtype == np.int32
+
+
+def test_parts_that_are_worked_out_together_are_of_one_group() -> None:
+    small, large = (make_pool("layer_major", NUM_PAGES, Shape(2, 2, heads, 4)) for heads in (1, 3))
+    runs = paired_runs(small.layout, small.layout).joined(paired_runs(large.layout, large.layout))
+    pages = np.arange(NUM_PAGES, dtype=np.int32)[::-2].copy()
+    parts = cut_parts(runs, pages, pages, 64, 2)
+    at = next(at for at, part in enumerate(parts) if part.group != parts[0].group)
+    assert len(next_indices(runs, parts, 0, len(parts), pages, pages)) == at > 1
+    for number in (at, at + 1):
+        (src, _), *_ = next_indices(runs, parts, number, 1, pages, pages)
+        assert src.tolist() == part_indices(runs, parts[number], pages, pages)[0].tolist()

@@ -46,7 +46,6 @@ from prefixkv.transport.nixl.agent import (
     error_of,
 )
 from prefixkv.transport.nixl.peer import NixlPeer, Post
-from prefixkv.transport.parts import part_indices
 from prefixkv.transport.routes import PeerMemory, routes_to
 from prefixkv.wakeups import Inbox
 
@@ -192,9 +191,19 @@ class NixlLoop(TransportLoop[NixlPeer]):
             self._end_former(self._former_agent)
         elif self._renew_wanted and time.monotonic() >= self._renew_from:
             self._renew()
-        if self._expected or self._settling or (self._linger_until and not self._posts):
+        # Between posts that end at once there is no poll: each makes NIXL progress, too.
+        if (
+            self._expected
+            or self._settling
+            or (self._linger_until and not (self._posts or (moved and self._polled_lately)))
+        ):
             moved |= self._poll_notifications()
         return moved
+
+    @property
+    def _polled_lately(self) -> bool:
+        """True if NIXL's loop has polled for notifications in the last `_LINGER_S`."""
+        return time.monotonic() < self._last_poll + _LINGER_S
 
     # --- commands ---------------------------------------------------------------------------------
 
@@ -274,8 +283,8 @@ class NixlLoop(TransportLoop[NixlPeer]):
     def _transfer(self, peer: NixlPeer, job: ActiveJob) -> None:
         """Post the next part of a job to NIXL in its loop, and note how that ended if it did so at
         once."""
-        number = job.next_part
-        part = job.parts[number]
+        part = job.parts[job.next_part]
+        src, dst, tag = job.next_post()
         # Counted before the post, so that every way out below ends in exactly one `part_ended`.
         self._jobs.part_posted(job)
         peer.in_flight += 1
@@ -283,13 +292,12 @@ class NixlLoop(TransportLoop[NixlPeer]):
         error: Exception | None
         may_land = False
         try:
-            src, dst = part_indices(job.runs, part, job.src_pages, job.dst_pages)
             local, remote = peer.lists[job.job.route]
             handle = self._agent.api.make_prepped_xfer("WRITE", local, src, remote, dst)
             # Before the post: one that raises may have handed on descriptors, and then their pages
             # must not be freed. Only what NIXL refuses before it touches anything is certain.
             may_land = True
-            state = self._agent.api.transfer(handle, job.tag(number))
+            state = self._agent.api.transfer(handle, tag)
         except Exception as refusal:
             state, error = "", bare(refusal)
             may_land = may_land and not isinstance(refusal, NEVER_POSTED)
