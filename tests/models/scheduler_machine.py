@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from benchmarks.policies.gated import Gated
 from prefixkv.admission import DEFAULT_ADMISSION, admission_names
@@ -61,8 +62,8 @@ class ChosenSources(Sources):
         super().__init__(sim.compute, sim.fails_over)
         self._sim = sim
 
-    def choose(self, missing: int, due: int, is_busy: bool, address: str, now_s: float) -> Source:
-        chosen = super().choose(missing, due, is_busy, address, now_s)
+    def choose(self, missing: int, *args: Any, **more: Any) -> Source:
+        chosen = super().choose(missing, *args, **more)
         return Source.PREFILL if self._sim.random.randrange(4) == 3 else chosen
 
 
@@ -120,6 +121,10 @@ class SchedulerSim(PairSim):
         self.lost: list[PeerId] = []
         self.past: list[tuple[list[int], object]] = []  # conversations that may go on
         self.stalls: list[Hold] = []
+        num_slots = 0 if self.host_pages else chance.choice([0, 8, 3])
+        # Where decode computes, of extra state, it needs checkpoints.
+        is_computed = self.compute is not None and num_slots
+        self.num_checkpoints = chance.choice([3, 1, 8, 0]) if is_computed else 0
         super().__init__(
             seed=0,
             storm=Storm(
@@ -130,8 +135,7 @@ class SchedulerSim(PairSim):
             decode_pages=chance.choice([13, 11, 12, 18, 30]),
             prefill_pages=chance.choice([32, 14]),
             failure_policy=chance.choice(["fail", "retry"]),
-            num_slots=0 if self.host_pages
-            else chance.choice([0, 8, 3] if self.compute is None else [0, 0, 3]),
+            num_slots=num_slots,
             digest_every=digest_every,
             chance=chance,
         )  # fmt: skip
@@ -146,7 +150,11 @@ class SchedulerSim(PairSim):
 
     def decode_scheduler(self, log: RankLog) -> DecodeScheduler:
         num_pages, self.log = self.decode_pages, log
-        settings = {**self.config.for_page_manager(num_pages), "num_slots": self.num_slots}
+        settings = {
+            **self.config.for_page_manager(num_pages),
+            "num_slots": self.num_slots,
+            "num_checkpoints": self.num_checkpoints,
+        }
         pages = ReplicatedPageManager(log.append, num_pages, PAGE_SIZE, ROWS, **settings)
         pages.hash_every_pages = 1
         self.replicas = [
