@@ -79,9 +79,10 @@ class Computing:
         self._pass_s, self._has_chunk = now_s, True
         return end - done
 
-    def has(self, req: DecodeRequest) -> bool:
-        """Return whether a prompt was handed out, and is not computed to its end."""
-        return req in self._done
+    def done(self, req: DecodeRequest) -> int | None:
+        """Return how many tokens have KV of a prompt that was handed out, and is not computed to
+        its end; None for another."""
+        return self._done.get(req)
 
     def give_up(self, req: DecodeRequest) -> bool:
         """Stop computing a prompt whose request ends, and return True if its pages may still be

@@ -48,8 +48,8 @@ MAX_WALK = 128  # places of the order that a pass looks at, or requests it bring
 ASIDE_REASONS = ("pages", "share", "prefill")
 
 ChoosesHere = Callable[[DecodeRequest, int, int, float], bool]
-"""Tells whether decode's engine computes a request, of which it lacks so many tokens from its
-checkpoint on, and prefill would send so many; and the time."""
+"""Tells whether decode's engine computes a request: by the tokens that it lacks from its checkpoint
+on, those that prefill would send, and the time."""
 
 
 class _Cut(NamedTuple):
@@ -779,11 +779,20 @@ class DecodePreallocQueue:
             waiter.seen_at = self._version
             return False
         req.computes, cut = False, None
+        cut_start: WindowStart | None = None
         if self._points is not None:
             cut = self._cut_to_compute(waiter, shared_pages, now_s)
+            if cut is not None and windows:
+                behind = cut.depth * pages.page_size
+                held = () if cut.checkpoint is None else cut.checkpoint.windows
+                cut_start = WindowStart(behind, req.max_pages, held)
             # It takes more pages than what is sent. Prefill can still be asked, except for one that
             # is alone.
-            if cut is not None and (cut.needed_pages > space or cut.most_pages > most):
+            if cut is not None and (
+                cut.needed_pages > space
+                or cut.most_pages > most
+                or (cut_start is not None and not windows.fit(cut_start))
+            ):
                 if prefill == ALONE:
                     waiter.seen_at = self._version
                     return False
@@ -799,6 +808,7 @@ class DecodePreallocQueue:
             if match is not None and cut.depth < match.depth:
                 key = req.key.prefix(cut.depth * pages.page_size)
             joined, shared_pages, match, new = None, cut.depth, cut.match, cut.new_pages
+            start = cut_start
             req.computes = True
         # 2. Before an eviction the tree has to know what the others wait for, or it evicts just
         # that.

@@ -102,8 +102,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             config, `pop_needs_prefill` returns first attempts too.
         host: pages of host memory, their eviction policy, and whether all are ready at once; None:
             no host memory. `take_copies` gives its copies.
-        checkpoint_tokens: where `pages` has extra state and checkpoints, the depth of each is a
-            multiple of it. Without checkpoints no extra state is computed here.
+        checkpoint_tokens: where `pages` has checkpoints, the depth of each is a multiple of it.
+            Without checkpoints nothing is computed here of requests with extra state or windows.
     """
 
     def __init__(
@@ -323,6 +323,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             raise RequestError(f"req is a {type(req).__name__}, a DecodeRequest is needed")
         if not isinstance(aux, bytes) or (aux and end != req.fill_len):
             raise CallerError(f"aux is {shown(aux)} at {end} of {req.fill_len} tokens")
+        self._check_step(req, end)
         self.counters["computed_tokens"] += self.computing.advance(req, end, self._is_busy, now_s)
         if self.points is not None and not req.state.ended:
             self.points.computed(req, end)
@@ -333,6 +334,15 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         req.aux = aux
         self.arriving.arrived(flight)
         self.journal.computed(req, now_s)
+
+    def _check_step(self, req: DecodeRequest, end: int) -> None:
+        """Raise RequestError for a chunk of a decode request that is longer than its rows in window
+        groups have pages for."""
+        if self.pages.windows and (done := self.computing.done(req)) is not None:
+            most = min(group.step_tokens for group in self.pages.windows)
+            if end - done > most:
+                what = f"a chunk of {end - done} tokens, step_tokens of its window groups is {most}"
+                raise RequestError(f"request {req.rid!r} has {what}")
 
     def save_state(self, req: DecodeRequest, end: int, now_s: float) -> int:
         """Return the slot into which decode's engine copies a request's extra state behind `end`
@@ -346,7 +356,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.check_own(req)
         if req.state.ended:
             return -1
-        if self.points is None or not self.computing.has(req):
+        if self.points is None or self.computing.done(req) is None:
             raise RequestError(f"request {req.rid!r} is not computed here, it saves no state")
         return self.points.take(req, end)
 
@@ -910,9 +920,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         points = self.points
         check_laws(
             {
-                "no extra state is computed here without checkpoints": self.pages.slots is None
-                or points is not None
-                or not local
+                "no extra state or window is computed here without checkpoints": (
+                    self._computes_all or not local
+                )
             },
             local,
         )
@@ -1065,9 +1075,11 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         return self.budget.active > self.flights.num_owned
 
     @property
-    def _computes_state(self) -> bool:
-        """True unless decode's requests have extra state that it cannot compute itself."""
-        return self.pages.slots is None or self.points is not None
+    def _computes_all(self) -> bool:
+        """True unless decode's requests have extra state or windows, and no checkpoint of those to
+        compute from."""
+        has_more = self.pages.slots is not None or bool(self.pages.windows)
+        return not has_more or self.points is not None
 
     @property
     def _asks_late(self) -> bool:
@@ -1092,9 +1104,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         # 0. It was decided at its admission.
         if self.points is not None:
             return req.computes
-        # 1. It never may: prefill's extra state, or something else of prefill is wanted. Or nothing
-        # is to be computed.
-        if config is None or flight.pages.slot >= 0 or not req.request.may_compute or not missing:
+        # 1. It never may: extra state or a window without checkpoints, or something else of prefill
+        # is wanted. Or nothing is to be computed.
+        if config is None or not self._computes_all or not req.request.may_compute or not missing:
             return False
         # 2. Nothing else can.
         if is_alone:
@@ -1103,11 +1115,12 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         return self._is_best_here(req, missing, missing, now_s)
 
     def _chooses_here(self, req: DecodeRequest, missing: int, num_sent: int, now_s: float) -> bool:
-        """Decide whether decode's engine computes a request with extra state, which is about to be
-        admitted: `missing` tokens from a checkpoint on, of which prefill would send `num_sent`."""
+        """Decide whether decode's engine computes a request with extra state or a window, which is
+        about to be admitted: `missing` tokens from a checkpoint on. Prefill would send
+        `num_sent`."""
         if not req.request.may_compute:
             return False
-        # Its state is here, and all of its KV: nothing has to be computed.
+        # All is here, in a checkpoint and in the cache: nothing has to be computed.
         if not missing:
             return True
         if req.is_alone:
@@ -1130,7 +1143,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         """Return True if decode may compute a request itself, by what it lacks now, if its prefill
         worker cannot be asked.
         """
-        if not req.request.may_compute or not self._computes_state:
+        if not req.request.may_compute or not self._computes_all:
             return False
         # O(1) where nothing is computed here, or everything may be.
         if (most := self.sources.most_tokens(is_down=True)) < 0 or most >= req.kv_len:
@@ -1193,7 +1206,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             elif (
                 self.flights.of(req) is flight
                 and req.request.may_compute
-                and self._computes_state
+                and self._computes_all
                 and self._unlocked_tokens(req) <= most
             ):
                 self.counters["transfers_failed"] += 1

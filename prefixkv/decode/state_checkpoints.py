@@ -1,11 +1,12 @@
-"""Checkpoints of extra state on decode: from which its engine computes a prompt itself, or goes on
-with an answer that was retracted.
+"""Checkpoints on decode, of extra state and of windows: from which its engine computes a prompt
+itself, or goes on with an answer that was retracted.
 
-Decode needs none for a hit, since prefill sends the state of a prompt's end. Only where decode
-computes does it need a state to begin from. A prompt that is computed here saves one as prefill
-does: at its end, and where its path leaves what is cached. A request that runs has one slot, which
-gets its state at each page boundary in place of the one before, and is entered in the cache when
-the request finishes or is retracted.
+Decode needs none for a hit, since prefill sends the state and the window of a prompt's end. Only
+where decode computes does it need one to begin from. A prompt that is computed here saves one as
+prefill does: at its end, and where its path leaves what is cached. A request that runs has one
+slot, which gets its state at each page boundary in place of the one before, and is entered in the
+cache when the request finishes or is retracted. Its window is there then: what it has of that
+before the last page boundary becomes the checkpoint's.
 
 What is computed here begins at a checkpoint, and pages behind that are computed again though they
 are cached: so the request takes pages of its own for them. What is sent begins where the cache
@@ -30,8 +31,8 @@ class DecodeCheckpoints:
     scheduler's thread.
 
     Args:
-        pages: with `num_slots` and `num_checkpoints`: the slots of the StatePool are those of the
-            requests, then those of the checkpoints.
+        pages: with `num_checkpoints`, and `num_slots` or window groups. The slots of the StatePool
+            are those of the requests, then those of the checkpoints.
         tokens: the depth of each is a multiple of that number of tokens, and of a page.
 
     `cut_tokens` counts tokens whose KV was cached, and that are computed here again, since no
@@ -40,9 +41,9 @@ class DecodeCheckpoints:
 
     def __init__(self, pages: PageManager, tokens: int) -> None:
         assert pages.checkpoints is not None
-        assert pages.slots is not None
         self._pages, self._points = pages, pages.checkpoints
-        self._first_slot = pages.slots.num_pages
+        self._has_state = pages.slots is not None
+        self._first_slot = pages.slots.num_pages if pages.slots is not None else 0
         self._step = lcm(pages.page_size, tokens)
         self.cut_tokens = 0
 
@@ -80,7 +81,7 @@ class DecodeCheckpoints:
         saves checkpoints. `dense_pages`: of its path, that are cached."""
         page_size = self._pages.page_size
         req.checkpoint_slot = NO_SLOT
-        if req.checkpoint is not None:
+        if req.checkpoint is not None and self._has_state:
             req.checkpoint_slot = self._first_slot + req.checkpoint.slot
         req.goes_on_at = req.prefix_len
         self.cut_tokens += max(0, dense_pages * page_size - req.prefix_len)
@@ -101,7 +102,7 @@ class DecodeCheckpoints:
         if end not in req.stops:
             raise RequestError(f"request {req.rid!r} saves no state at {end}, but at {req.stops}")
         req.stops.remove(end)
-        return self._take(req, end)
+        return self._take(req, end, with_windows=True)
 
     def running(self, reqs: Iterable[DecodeRequest]) -> list[tuple[int, int]]:
         """Return the copies of states that are due before decode's engine makes a step: of each
@@ -110,7 +111,7 @@ class DecodeCheckpoints:
         O(requests), and a heap for those that have no such slot yet.
         """
         copies: list[tuple[int, int]] = []
-        for req in reqs:
+        for req in reqs if self._has_state else ():
             at = req.kv_len
             if at % self._step or at <= req.goes_on_at or req.state not in CAN_RUN:
                 continue
@@ -127,13 +128,39 @@ class DecodeCheckpoints:
                 copies.append((req.state_slot, slot))
         return copies
 
-    def _take(self, req: DecodeRequest, end: int) -> int:
-        """Take a slot for a decode request's state behind `end` tokens."""
+    def _take(self, req: DecodeRequest, end: int, with_windows: bool = False) -> int:
+        """Take a slot for what is behind `end` tokens of a decode request; with its pages in the
+        window groups, which get others in their place."""
+        depth = end // self._pages.page_size
+        windows = with_windows and self._pages.windows
+        if windows and not self._can_share(req, depth, req.max_pages):
+            return NO_SLOT
         slot = self._points.take()
         if slot == NO_SLOT:
             return slot
-        req.saved.append((end // self._pages.page_size, slot))
+        if windows:
+            self._share(req, slot, depth, req.max_pages)
+        req.saved.append((depth, slot))
         return self._first_slot + slot
+
+    def _can_share(self, req: DecodeRequest, depth: int, end_pages: int) -> bool:
+        """Return whether a decode request has all that a checkpoint of its first `depth` pages
+        needs of it in the window groups, and there are pages for what it needs instead up to
+        `end_pages`."""
+        windows, held = self._pages.windows, req.pages_held
+        assert held is not None
+        at = depth * self._pages.page_size
+        if any(one.row(held.row).first_page > one.first_page(at) for one in windows):
+            return False
+        return windows.has_room(windows.num_replaced(held.row, depth, end_pages))
+
+    def _share(self, req: DecodeRequest, slot: int, depth: int, end_pages: int) -> None:
+        """Let the checkpoint in a slot have what a decode request has before its depth in the
+        window groups."""
+        windows, held = self._pages.windows, req.pages_held
+        assert held is not None
+        self._points.make_room(windows.num_replaced(held.row, depth, end_pages))
+        self._points.attach(slot, windows.share(held.row, depth, end_pages))
 
     def _may_save(self, req: DecodeRequest) -> bool:
         """Return whether a decode request's pages go to the tree, so that a checkpoint can end on
@@ -148,8 +175,14 @@ class DecodeCheckpoints:
         """Note that decode's engine has computed a request up to token `end`: it has copied the
         state that it goes on from, and stops behind it are over."""
         self._unlock(req)
+        # Without extra state nothing has to be copied: what is computed is kept where it is.
+        if not self._has_state and end in req.stops:
+            self.take(req, end)
         if req.stops:
             req.stops = [at for at in req.stops if at > end]
+        if self._pages.windows:
+            assert req.pages_held is not None
+            self._pages.slide(req.pages_held, end)
 
     def enter(self, req: DecodeRequest) -> None:
         """Enter the states that a decode request has saved, as far as their pages are in the tree,
@@ -169,10 +202,34 @@ class DecodeCheckpoints:
             req.goes_on_at = max(req.goes_on_at, depth * self._pages.page_size)
 
     def leave(self, req: DecodeRequest) -> None:
-        """Enter the state that a decode request leaves in the cache, and give back the rest. Under
-        its lock, which has all its pages that are cached."""
+        """Enter what a decode request leaves in the cache, its state and its window, and give back
+        the rest. Under its lock, which has all its pages that are cached."""
+        held = req.pages_held
+        if self._pages.windows and held is not None and self._may_save(req):
+            if not self._has_state:
+                at = held.num_locked * self._pages.page_size // self._step * self._step
+                if at > req.goes_on_at and not req.saved:
+                    self._take_left(req, at // self._pages.page_size)
+            else:
+                saved, req.saved = req.saved, []
+                for depth, slot in saved:
+                    self._leave_windows(req, depth, slot)
         self.enter(req)
         self.end(req)
+
+    def _take_left(self, req: DecodeRequest, depth: int) -> None:
+        """Take a slot for the window that a decode request without extra state leaves."""
+        if self._can_share(req, depth, depth) and (slot := self._points.take()) != NO_SLOT:
+            self._leave_windows(req, depth, slot)
+
+    def _leave_windows(self, req: DecodeRequest, depth: int, slot: int) -> None:
+        """Let the checkpoint in a slot have the window pages that a decode request leaves, if they
+        are all there. The request itself needs none any more."""
+        if self._can_share(req, depth, depth):
+            self._share(req, slot, depth, depth)
+            req.saved.append((depth, slot))
+        else:
+            self._points.give_back(slot)
 
     def end(self, req: DecodeRequest) -> None:
         """Give back what a decode request has of checkpoints. Before its pages are released."""

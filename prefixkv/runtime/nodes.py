@@ -94,9 +94,10 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
     Raises:
         ConfigError: an unknown policy (of eviction or admission), a pool that is not rank 0's share
             or cannot be registered, a mesh of several ranks without `ranks`, `compute` together
-            with `ranks`, or with `state` without `checkpoints`, `checkpoints` without `state` or
-            with too few slots, `host_memory` together with `state` or with `ranks` without a mesh,
-            more host memory than there is, a `record` that cannot be written.
+            with `ranks` or aligned groups, or with `state` or window groups without `checkpoints`,
+            `checkpoints` without either or with too few slots, `host_memory` together with `state`,
+            with groups, or with `ranks` without a mesh, more host memory than there is, a `record`
+            that cannot be written.
     """
 
     scheduler: DecodeScheduler
@@ -138,11 +139,10 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
             what = "ranks without a mesh" if state is None else "extra state (state=)"
             raise ConfigError(f"host_memory: a decode worker with {what} keeps nothing there")
         check_own_memory(layout)
-        if pool.groups:
-            what = "compute" if config.compute is not None else ""
-            what = what or ("host_memory" if config.host_memory is not None else "")
-            if what:
-                raise ConfigError(f"{what}: not with a pool of several groups of layers")
+        if pool.groups and config.host_memory is not None:
+            raise ConfigError("host_memory: not with a pool of several groups of layers")
+        if config.compute is not None and not all(group.window for group in pool.groups):
+            raise ConfigError("compute: not with a pool of aligned groups of layers")
         # 2. The pages, the tree, and the scheduler over them, then the transfer side, which starts
         # the threads. If one fails, those before it are undone: the next node may have a policy
         # object, and host memory is given back.
@@ -332,8 +332,10 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
 
         With `end` at `req.fill_len` it is whole, and comes out of `pop_transferred` with `aux`, as
         if prefill had sent it. One with extra state may lack nothing but that: then `prefix_len` is
-        `fill_len`, and so is `end`. What the device has still to write has to be written before any
-        later work of it on these pages. A request that has ended meanwhile is left out.
+        `fill_len`, and so is `end`. With window groups a chunk has `step_tokens` of them at most,
+        and a checkpoint is kept where one ends at one of `req.stops`. What the device has still to
+        write has to be written before any later work of it on these pages. A request that has ended
+        meanwhile is left out.
 
         Raises:
             RequestError: it is not computed here, or `end` is not behind the last one, or beyond
@@ -873,11 +875,14 @@ def _checkpoint_counts(pages: PageManager) -> dict[str, int]:
 def _check_decode_checkpoints(config: DecodeConfig, spec: RankSpec) -> None:
     """Raise ConfigError for checkpoints that a decode node cannot have, or lacks."""
     num_checkpoints, why = config.checkpoints, ""
-    if spec.state is None:
-        why = "they are of extra state (state=), and there is none" if num_checkpoints else ""
+    has_windows = bool(spec.layout.windows)
+    if spec.state is None and not has_windows:
+        if num_checkpoints:
+            why = "they are of extra state (state=) or of window groups, and there is neither"
     elif config.compute is not None and not num_checkpoints:
-        raise ConfigError("compute: with extra state (state=) it needs checkpoints, which are 0")
-    elif num_checkpoints and spec.num_slots <= num_checkpoints:
+        what = "extra state (state=)" if spec.state is not None else "window groups"
+        raise ConfigError(f"compute: with {what} it needs checkpoints, which are 0")
+    elif num_checkpoints and spec.state is not None and spec.num_slots <= num_checkpoints:
         why = f"the extra state has {spec.num_slots} slots, and requests need some"
     if why:
         raise ConfigError(f"checkpoints: {num_checkpoints}: {why}")

@@ -310,6 +310,25 @@ def test_slots_are_few_and_an_abort_gives_its_own_back() -> None:
         assert alone.node.stats()["checkpoints"] == 1
 
 
+def test_a_checkpoint_that_is_waited_for_is_not_given_away() -> None:
+    with Alone(checkpoints=1) as alone:
+        other = alone.add([2] * 3)  # less than a page: it saves nothing when it comes
+        first = alone.add([1] * 10)
+        alone.arrive()
+        said = alone.finish(first)
+        assert alone.node.stats()["checkpoints"] == 1
+        again = alone.add(said)
+        alone.node.pop_preallocated()
+        assert again.checkpoint_slot >= 0
+        alone.steps(3)
+        assert other.kv_len == 6
+        assert not other.saved, "the only slot is locked"
+        alone.arrive()
+        assert alone.prefixes[-1] == 8
+        for req in (other, again):
+            alone.finish(req)
+
+
 @pytest.mark.parametrize(
     ("config", "slots", "why"),
     [

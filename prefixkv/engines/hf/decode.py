@@ -27,7 +27,7 @@ from prefixkv import (
 )
 from prefixkv.engines.hf.identity import with_model
 from prefixkv.engines.hf.logprobs import MAX_PROMPT_NUMBERS, TokenLogprob
-from prefixkv.engines.hf.models import WINDOWS, PagedModel
+from prefixkv.engines.hf.models import PagedModel
 from prefixkv.engines.hf.recurrent import NO_SLOT, StateMemory, StateRows
 from prefixkv.engines.hf.requests import (
     Finish,
@@ -126,11 +126,14 @@ class DecodeEngine:
         config = with_model(config or DecodeConfig(), model.identity, model.name)
         check_decode_config(config, model.keeps)
         self.states: StateMemory | None = None
+        layout = pool.layout
+        if model.keeps and config.compute is not None and not config.checkpoints:
+            num = model.num_checkpoints(layout.num_pages, layout.page_size)
+            config = replace(config, checkpoints=num)
+        # Most tokens of one prompt per forward: a row of the window group has pages for no more.
+        most = layout.num_pages * layout.page_size
+        self._step_tokens = min([most, *(group.step_tokens for group in pool.groups)])
         if model.has_states:
-            layout = pool.layout
-            if config.compute is not None and not config.checkpoints:
-                num = model.num_checkpoints(layout.num_pages, layout.page_size)
-                config = replace(config, checkpoints=num)
             num_slots = min(config.max_running, layout.num_pages)
             self.states = model.make_states(num_slots + config.checkpoints, shared_states)
         if config.compute is not None:
@@ -289,7 +292,9 @@ class DecodeEngine:
         left = self.node.chunk_tokens
         for req, start in self._local.items():
             if left and not req.state.ended:
-                end = min(start + left, req.fill_len)
+                end = min(start + min(left, self._step_tokens), req.fill_len)
+                if self.model.window:  # a window is kept at a chunk's end
+                    end = next((at for at in req.stops if start < at <= end), end)
                 chunks.append(_Chunk(req, start, end))
                 left -= end - start
         return chunks
@@ -300,9 +305,9 @@ class DecodeEngine:
         if req.prefix_len < req.fill_len:
             self._local[req] = req.prefix_len
             return
-        # It lacks its state alone, which a checkpoint has.
-        assert self.states is not None
-        self.states.copy([(req.checkpoint_slot, req.state_slot)])
+        # It lacks no KV: its window is there, or its state in a checkpoint.
+        if self.states is not None:
+            self.states.copy([(req.checkpoint_slot, req.state_slot)])
         self.node.computed(req, req.fill_len)
         for whole in self.node.pop_transferred():
             self._begin(whole)
@@ -341,7 +346,7 @@ class DecodeEngine:
             [start + 1 for start in starts] + [chunk.end for chunk in chunks],
             [*range(len(reqs)), *(len(reqs) + chunks.index(one) for one in firsts)],
             states=self._state_rows(reqs, chunks),
-            windows=self.model.window_pages(reqs),
+            windows=self.model.window_pages([*reqs, *(chunk.req for chunk in chunks)]),
         )
         self._counters["steps"] += bool(reqs)
         choices = [
@@ -633,10 +638,11 @@ def check_decode_config(config: DecodeConfig, keeps: str) -> None:
         config: the node's.
         keeps: `PagedModel.keeps` of the model.
     """
-    refused = ("compute", "host_memory") if keeps == WINDOWS else ("host_memory",) if keeps else ()
-    for name in refused:
-        if getattr(config, name) is not None:
-            raise ConfigError(f"{name}: the model has {keeps} decode has from prefill only")
+    if keeps and config.host_memory is not None:
+        raise ConfigError(f"host_memory: the model has {keeps} decode keeps nowhere else")
     if config.checkpoints and not keeps:
         num = config.checkpoints
-        raise ConfigError(f"checkpoints: {num} are of states, the model has no recurrent layers")
+        raise ConfigError(
+            f"checkpoints: {num} are of states and windows, and the model has neither recurrent "
+            "layers nor windows"
+        )

@@ -59,7 +59,7 @@ class ComputingRecurrentSides(RecurrentSides, ComputingSides):
 def test_it_keeps_them_too_with_recurrent_layers(case: conformance.Case) -> None:
     # Where decode computes, it begins at a checkpoint, which a prompt of whole pages that is cached
     # as a whole has no use for: these look at what it hits.
-    hits = case.name in ("full hit", "namespaces")
+    hits = case.scenario in ("full hit", "namespaces")
     case.check(RecurrentSides if hits else ComputingRecurrentSides, patience_s=PATIENCE_S)
 
 
