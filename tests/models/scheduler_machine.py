@@ -122,9 +122,12 @@ class SchedulerSim(PairSim):
         self.past: list[tuple[list[int], object]] = []  # conversations that may go on
         self.stalls: list[Hold] = []
         num_slots = 0 if self.host_pages else chance.choice([0, 8, 3])
-        # Where decode computes, of extra state, it needs checkpoints.
-        is_computed = self.compute is not None and num_slots
+        window = 0 if self.host_pages or self.compute is None else chance.choice([0, 5, 9])
+        # Where decode computes, with extra state or a window, it needs checkpoints.
+        is_computed = self.compute is not None and (num_slots or window)
         self.num_checkpoints = chance.choice([3, 1, 8, 0]) if is_computed else 0
+        if window:
+            self.num_ranks = 1  # no other rank has what checkpoints keep of a window
         super().__init__(
             seed=0,
             storm=Storm(
@@ -136,6 +139,9 @@ class SchedulerSim(PairSim):
             prefill_pages=chance.choice([32, 14]),
             failure_policy=chance.choice(["fail", "retry"]),
             num_slots=num_slots,
+            window=window,
+            window_pages=(48, chance.choice([30, 12, 60])),
+            decode_step=2 * PAGE_SIZE,
             digest_every=digest_every,
             chance=chance,
         )  # fmt: skip
@@ -155,6 +161,8 @@ class SchedulerSim(PairSim):
             "num_slots": self.num_slots,
             "num_checkpoints": self.num_checkpoints,
         }
+        if (last := self.sides[1].last) is not None:
+            settings["windows"] = (last,)
         pages = ReplicatedPageManager(log.append, num_pages, PAGE_SIZE, ROWS, **settings)
         pages.hash_every_pages = 1
         self.replicas = [

@@ -419,17 +419,24 @@ class DecodeEngine:
         end = min(req.fill_len, start + sim.random.randint(1, 2 * PAGE_SIZE))
         tokens = req.key.tokens()
         hashes = self.hashes(tokens)
+        if (last := sim.sides[1].last) is not None:
+            end = min([end, *(at for at in req.stops if at > start)])  # a window is kept there
+        assert end > start or req.resumed, "the first token is sampled from something"
+        if self.scheduler.points is not None and start == req.prefix_len > 0:
+            sim.counters["checkpoints gone on from"] += 1
         if has_state := req.state_slot >= 0:
             is_first = start == req.prefix_len
             if is_first and start:
                 state = self.kept[req.checkpoint_slot]
                 assert state == hashes[start - 1], f"H12: {req} goes on from another state"
-                sim.counters["checkpoints gone on from"] += 1
             assert (req.checkpoint_slot >= 0) == (req.prefix_len > 0)
         for rank in self._each_rank(req):
             slot = req.state_slot if has_state and not is_first else -1
             rank.check_bytes(req, req.pages, hashes[:start], slot)
             rank.fill(req.pages, start, hashes[:end], req.state_slot)
+            if last is not None:
+                rank.check_last(req, req.window_pages(last.name), hashes[:start], last.window)
+                rank.fill_last(req.window_pages(last.name), start, hashes[:end])
         for at in [at for at in req.stops if start < at <= end]:
             if (slot := self.scheduler.save_state(req, at, sim.now_s)) >= 0:
                 self.kept[slot] = int(hashes[at - 1])
@@ -488,6 +495,7 @@ class EngineSim(Sim):
     num_slots: int = 0  # 0: there is no extra state
     window: int = 0  # of layers beside, in tokens; 0: there are none
     window_pages: tuple[int, int] = (40, 30)  # prefill's and decode's, of these layers
+    decode_step: int = 1  # most tokens of a chunk that decode computes, there
     checkpoints: int = 0
     tensors: tuple[StateTensor, ...] = TENSORS
     digest_every: int = 0
@@ -505,7 +513,7 @@ class EngineSim(Sim):
         names = "prefill-0", "decode-0"
         self.sides = self.shape.sides(names, num_pages, self.tensors, (2 * slots, slots))
         if self.window:
-            steps = 3 * PAGE_SIZE, 1
+            steps = 3 * PAGE_SIZE, self.decode_step
             self.sides = tuple(
                 replace(
                     side,

@@ -310,6 +310,16 @@ def test_slots_are_few_and_an_abort_gives_its_own_back() -> None:
         assert alone.node.stats()["checkpoints"] == 1
 
 
+def test_a_prompt_leaves_a_token_to_sample_from() -> None:
+    """One of whole pages that is cached as a whole: its end's checkpoint is for longer ones."""
+    with Alone(checkpoints=4) as alone:
+        for prompt, prefix in (([1] * 12, 0), ([1] * 12, 0), ([1] * 13, 12)):
+            req = alone.add(prompt)
+            alone.arrive()
+            assert alone.prefixes[-1] == prefix
+            alone.finish(req)
+
+
 def test_a_checkpoint_that_is_waited_for_is_not_given_away() -> None:
     with Alone(checkpoints=1) as alone:
         other = alone.add([2] * 3)  # less than a page: it saves nothing when it comes

@@ -123,8 +123,7 @@ def _storm(family: str, rounds: int, seed: int = 0) -> None:
 
         def counted(aborted: set[str]) -> list[int]:
             stats = world.decode.stats()
-            names = ("retractions", "skipped_tokens", "evicted_pages", "computed_requests",
-                     "checkpoints_evicted")  # fmt: skip
+            names = ("retractions", "skipped_tokens", "computed_requests")
             return [world.prefill.stats()["sent"], *(stats[name] for name in names)]
 
         aborted = storm.run(world, seed, counted)
