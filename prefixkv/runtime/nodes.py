@@ -334,8 +334,9 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         if prefill had sent it. One with extra state may lack nothing but that: then `prefix_len` is
         `fill_len`, and so is `end`. With window groups a chunk has `step_tokens` of them at most,
         and a checkpoint is kept where one ends at one of `req.stops`. What the device has still to
-        write has to be written before any later work of it on these pages. A request that has ended
-        meanwhile is left out.
+        write has to be written before any later work of it on these pages; at `fill_len` it has to
+        be done, where something was computed that is cached already (from a checkpoint on): these
+        pages are free then. A request that has ended meanwhile is left out.
 
         Raises:
             RequestError: it is not computed here, or `end` is not behind the last one, or beyond

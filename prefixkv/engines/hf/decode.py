@@ -363,6 +363,12 @@ class DecodeEngine:
             chunk.req: pack_first(token, 0, logprob)
             for chunk, token, logprob in zip(firsts, found[num:], logprobs[num:], strict=True)
         }
+        # What the cache has already of a whole one is free then, and may be promised to prefill: so
+        # the device has to be done with it. Sampling waits for that.
+        if not sampled and any(chunk.end == chunk.req.fill_len for chunk in chunks):
+            event = self.model.event()
+            if event is not None:
+                event.synchronize()
         for chunk in chunks:
             self._local[chunk.req] = chunk.end
             if chunk.end == chunk.req.fill_len:
