@@ -467,7 +467,7 @@ class DecodeConfig:
     With `compute` and extra state, `checkpoints` of the StatePool's slots, the last ones, keep
     states behind cached prefixes, at multiples of `checkpoint_tokens`, from which the engine goes
     on (`DecodeRequest.checkpoint_slot`). A request that runs fills one of them. With `compute` and
-    window groups so many windows are kept at most.
+    window groups it is the number of windows that are kept at most.
     """
 
     name: Name = "decode-0"
