@@ -28,6 +28,7 @@ BENCHMARKS = {
     "checkpoints": "what of a cached prefix a model with recurrent layers can go on behind",
     "allocator": "allocating and freeing pages of a fragmented pool",
     "eviction_reserve": "runs of new pages and hits, when more is evicted than is missing",
+    "small_pools": "hits of the default policy in small pools, and what chance has a part in",
     "switches": "hits of each eviction policy when the workload changes",
     "thinking": "hits of chats whose clients drop the thinking, with it cached and without",
     "waiting": "hits and first tokens, when what waiting requests have cached is evicted last",

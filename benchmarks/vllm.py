@@ -4,8 +4,9 @@
     python -m benchmarks vllm --python .venv-vllm/bin/python --out benchmarks/results/vllm.json
 
 Systems: `pull` (NixlConnector), `push` (NixlPushConnector), `ours`, `governed` (ours, with a policy
-that names decode's victims), `drawn` (ours, asked as `pull` is: prefill draws the room), and with
-`--before CHECKOUT` also `before` (`ours`, as it is in another checkout). A run starts a prefill and
+that names decode's victims), `drawn` (ours, asked as `pull` is: prefill draws the room), `computes`
+(ours, decode may compute a few tokens itself), and with `--before CHECKOUT` also `before` (`ours`,
+as it is in another checkout). A run starts a prefill and
 a decode server of one system, which is not counted, and puts one part through them; the systems
 take turns, `--repeat` times. What is in the file already is not run again, so it can be cut off and
 gone on with; `--minutes` begins no run after so long, and `--part` takes some parts alone.
@@ -26,7 +27,8 @@ Parts:
 
 TTFT is from the first HTTP request to decode's first token. `after prefill` is TTFT less the time
 in which prefill had answered, from the same start: what the connector adds. Where the connector
-pushes while prefill computes it is near zero, or below.
+pushes while prefill computes it is near zero, or below. `less a step` is what is left of it without
+the step in which decode computes the first token: the mean step of the same answer is taken off.
 
 Tokens are greedy; in bfloat16 they may differ by the batch they were computed in, so `differ`
 counts answers that differ from the first system's, and is no error of itself.
@@ -52,12 +54,22 @@ from typing import Annotated, Any, Final
 import typer
 
 from benchmarks import vllm_chaos, vllm_kills, vllm_steps
-from benchmarks.vllm_pair import BEFORE, BLOCK, DRAWN, LARGE, POLICY, SYSTEMS, Pair, Shape
+from benchmarks.vllm_pair import (
+    BEFORE,
+    BLOCK,
+    COMPUTES,
+    DRAWN,
+    LARGE,
+    POLICY,
+    SYSTEMS,
+    Pair,
+    Shape,
+)
 from benchmarks.vllm_servers import REPOSITORY, TINY, NotStartedError, Sizes, make_model
 from benchmarks.vllm_sets import KINDS, drawn, pool_blocks, workload
 from prefixkv.errors import ConfigError
 
-NAMES: Final = (*SYSTEMS, DRAWN, BEFORE)
+NAMES: Final = (*SYSTEMS, DRAWN, COMPUTES, BEFORE)
 POOL_POLICIES: Final = ("", "gated", POLICY)
 KILLS_A_RUN: Final = 4
 TURNS_S: Final = 240.0
@@ -104,7 +116,7 @@ QUICK: Final = Load(
 def turns(pair: Pair, load: Load) -> dict[str, Any]:
     """Cut off after TURNS_S, in which most systems are through many times over."""
     prompts = [drawn(i, load.first) for i in range(load.conversations)]
-    before, rows, answers = pair.bytes_moved(), [], []
+    before, rows, answers, steps = pair.bytes_moved(), [], [], []
     end_s = time.monotonic() + TURNS_S
     for turn, i in product(range(load.turns), range(load.conversations)):
         if time.monotonic() > end_s:
@@ -113,6 +125,7 @@ def turns(pair: Pair, load: Load) -> dict[str, Any]:
         answer = pair.ask(prompt, load.out).result()
         answers.append(answer.tokens)
         rows.append([turn, answer.ttft_s, answer.after_prefill_s])
+        steps.append(answer.step_s)
         prompts[i] = prompt + answer.tokens + drawn(1000 * turn + i + 100, load.more)
     time.sleep(COUNTED_S)
     figures: dict[str, Any] = {}
@@ -123,6 +136,12 @@ def turns(pair: Pair, load: Load) -> dict[str, Any]:
             f"prefill{name}_s": statistics.median(row[1] - row[2] for row in of),
         }
     cut_off = len(rows) < load.turns * load.conversations
+    figures |= {
+        "step_s": statistics.median(steps),
+        "less_a_step_s": statistics.median(
+            row[2] - step_s for row, step_s in zip(rows, steps, strict=True)
+        ),
+    }
     return figures | {
         "bytes": pair.bytes_moved() - before, "requests": len(rows), "cut_off": cut_off,
         "rows": rows, "answers": answers,

@@ -31,6 +31,9 @@ BEFORE: Final = "before"
 POLICY: Final = "adaptive"
 """What `governed` lets name decode's victims."""
 BLOCK: Final = 32
+COMPUTES: Final = "computes"
+COMPUTE_BELOW: Final = 2 * BLOCK
+"""Tokens up to which decode of `computes` may compute what it lacks itself."""
 LARGE: Final = Sizes(1024, 12, 16, 8, 64, "bfloat16")  # 121 M parameters
 NOT_CONNECTED: Final = ""
 """A server without a connector, as a system."""
@@ -49,6 +52,12 @@ class Answer:
     @property
     def after_prefill_s(self) -> float:
         return self.ttft_s - self.prefill_s
+
+    @property
+    def step_s(self) -> float:
+        """The mean time between its tokens: a step of decode, of this request alone if it is the
+        only one there."""
+        return (self.times_s[-1] - self.times_s[0]) / (len(self.times_s) - 1)
 
 
 @dataclass(frozen=True)
@@ -131,7 +140,10 @@ class Pair:
                 "kv_load_failure_policy": "recompute",
             }  # fmt: skip
         governed = (self.system, role) == ("governed", "kv_consumer")
-        return transfer_config(role, name, port, policy=self.shape.policy if governed else "")
+        return transfer_config(
+            role, name, port, policy=self.shape.policy if governed else "",
+            compute_below=COMPUTE_BELOW if self.system == COMPUTES else 0,
+        )  # fmt: skip
 
     def __enter__(self) -> Pair:
         try:

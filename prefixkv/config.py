@@ -309,6 +309,9 @@ class KVEventsConfig:
     empty batch is published, so that a loss of the last events is seen. At most `max_backlog_pages`
     wait for the publisher's thread; beyond, it starts over with a snapshot.
 
+    With `checkpoint_blocks` a worker that goes on from checkpoints alone tells where they are, as
+    blocks of a group of their own; dialect "vllm" only.
+
     With `epoch_frames` the number's frame is followed by 16 bytes that name this life of the
     worker, for llm-d's recovery by snapshots. Dynamo refuses such frames.
     """
@@ -326,9 +329,14 @@ class KVEventsConfig:
     heartbeat_s: Seconds = 1.0
     max_backlog_pages: Count = 1 << 20
     epoch_frames: bool = False
+    checkpoint_blocks: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.checkpoint_blocks and self.dialect != "vllm":
+            raise ConfigError(
+                f"checkpoint_blocks: dialect {self.dialect!r} has no groups of blocks for them"
+            )
         for name in ("endpoint", "replay_endpoint", "snapshot_endpoint"):
             address = getattr(self, name)
             try:

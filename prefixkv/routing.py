@@ -27,7 +27,14 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from prefixkv.cache.events import CacheEvent, Cleared, EventBatch, Removed, Stored
+from prefixkv.cache.events import (
+    CheckpointRemoved,
+    CheckpointStored,
+    Cleared,
+    EventBatch,
+    Removed,
+    Stored,
+)
 from prefixkv.errors import CallerError, shown
 from prefixkv.settings import (
     MAX_BYTES,
@@ -146,6 +153,8 @@ class WorkerIndex:
         self.next_seq = 0
         self._pool = _HeldPages()
         self._host: _HeldPages | None = None  # of a worker that has told of its host memory
+        # Of a worker that goes on at checkpoints alone: the pages that these end on, by namespace.
+        self._checkpoints: dict[Hashable, set[bytes]] | None = None
         # In order of time, since every expectation lasts as long: `expire` looks at its front
         # alone.
         self._expected: deque[tuple[float, Hashable, Sequence[bytes]]] = deque()
@@ -181,18 +190,24 @@ class WorkerIndex:
             self.forget()
             self._former.append(self.incarnation)
             self.incarnation = batch.incarnation
-            self._pool.in_sync, self._host = False, None
+            self._pool.in_sync, self._host, self._checkpoints = False, None, None
         elif batch.seq != self.next_seq:
             self._pool.in_sync = False
             if self._host is not None:
                 self._host.in_sync = False
         self.next_seq = batch.seq + 1
+        if batch.at_checkpoints and self._checkpoints is None:
+            self._checkpoints = {}
         # A `Cleared` repairs any gap: after it all that the worker holds there is reported again.
         for event in batch.events:
+            if isinstance(event, CheckpointStored | CheckpointRemoved):
+                self._note_checkpoint(event)
+                continue
             pages = self._pages_of(event)
             if isinstance(event, Cleared):
                 if not event.is_host:
                     self._expected.clear()
+                    self._forget_checkpoints()
                 pages.forget()
                 pages.in_sync = True
             elif pages.in_sync:
@@ -203,7 +218,27 @@ class WorkerIndex:
                 )
         return self.in_sync
 
-    def _pages_of(self, event: CacheEvent) -> _HeldPages:
+    def _note_checkpoint(self, event: CheckpointStored | CheckpointRemoved) -> None:
+        """Add a checkpoint of the routed worker, or take it away. Of a worker that uses pages
+        without checkpoints none is kept."""
+        if self._checkpoints is None:
+            return
+        # Of a page beyond the bound it is of no use, and costs as much.
+        if isinstance(event, CheckpointStored):
+            if self._pool.of(event.namespace).get(event.page_key) == _STORED:
+                self._checkpoints.setdefault(event.namespace, set()).add(event.page_key)
+            return
+        found = self._checkpoints.get(event.namespace, set())
+        found.discard(event.page_key)
+        if not found:
+            self._checkpoints.pop(event.namespace, None)
+
+    def _forget_checkpoints(self) -> None:
+        """Forget all checkpoints of the routed worker."""
+        if self._checkpoints is not None:
+            self._checkpoints.clear()
+
+    def _pages_of(self, event: Stored | Removed | Cleared) -> _HeldPages:
         """Return what the router knows of the kind of memory that a worker's cache event is
         about."""
         if not event.is_host:
@@ -214,8 +249,16 @@ class WorkerIndex:
 
     def depth(self, namespace: Hashable, keys: Sequence[bytes]) -> int:
         """Count how many of these pages, from the first on, the routed worker holds, or is expected
-        to hold. O(log pages)."""
+        to hold. O(log pages). Of a worker that goes on at checkpoints alone those up to the deepest
+        of them; O(pages behind it).
+
+        What is expected of such a worker counts in full: it saves a checkpoint at a prompt's end.
+        """
         depth = self._pool.depth(namespace, keys)
+        if self._checkpoints is not None:
+            ends, held = self._checkpoints.get(namespace, ()), self._pool.of(namespace)
+            while depth and keys[depth - 1] not in ends and held[keys[depth - 1]] == _STORED:
+                depth -= 1
         # A whole prefix in either, so the longer one counts.
         return depth if self._host is None else max(depth, self._host.depth(namespace, keys))
 
@@ -246,6 +289,7 @@ class WorkerIndex:
     def forget(self) -> None:
         """Forget all pages that the router knows of one worker."""
         self._expected.clear()
+        self._forget_checkpoints()
         self._pool.forget()
         if self._host is not None:
             self._host.forget()
@@ -534,5 +578,7 @@ def _check_batch(batch: EventBatch) -> None:
             _check_keys(event.namespace, event.page_keys)
             if type(event.parent) is not bytes:
                 raise CallerError(f"the parent of {shown(event)} is no page key")
+        elif isinstance(event, CheckpointStored | CheckpointRemoved):
+            _check_keys(event.namespace, [event.page_key])
         elif not isinstance(event, Cleared):
             raise CallerError(f"{shown(event)} is no event")

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from prefixkv.cache.checkpoints import Checkpoints as Checkpoints
     from prefixkv.cache.events import NO_PARENT as NO_PARENT
     from prefixkv.cache.events import Change as Change
+    from prefixkv.cache.events import CheckpointEvicted as CheckpointEvicted
+    from prefixkv.cache.events import CheckpointSaved as CheckpointSaved
     from prefixkv.cache.events import Cleared as Cleared
     from prefixkv.cache.events import EventBatch as EventBatch
     from prefixkv.cache.events import Inserted as Inserted
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
     from prefixkv.cache.eviction.queues import LeafOrders as LeafOrders
     from prefixkv.cache.namespace import shortened as shortened
     from prefixkv.cache.node import TreeNode as TreeNode
+    from prefixkv.cache.page_flags import packed_range as packed_range
+    from prefixkv.cache.page_flags import page_runs as page_runs
     from prefixkv.cache.radix_cache import RadixCache as RadixCache
     from prefixkv.cache.radix_key import TOKEN_BYTES as TOKEN_BYTES
     from prefixkv.cache.radix_key import TOKEN_LIMIT as TOKEN_LIMIT
@@ -171,9 +175,13 @@ _HOMES = {
     "MatchResult": "cache.results",
     "PrefixLock": "cache.results",
     "packed_ids": "cache.results",
+    "packed_range": "cache.page_flags",
+    "page_runs": "cache.page_flags",
     "shortened": "cache.namespace",
     # Changes of a cache, for routers.
     "Change": "cache.events",
+    "CheckpointEvicted": "cache.events",
+    "CheckpointSaved": "cache.events",
     "Cleared": "cache.events",
     "EventBatch": "cache.events",
     "Inserted": "cache.events",

@@ -256,6 +256,7 @@ def test_every_number_and_choice_has_a_bound() -> None:
         "topic",
         "medium",
         "epoch_frames",
+        "checkpoint_blocks",
         "kv_events",
         "compute",
         "host_memory",

@@ -28,6 +28,7 @@ from typing import Final, Protocol
 
 import numpy as np
 
+from prefixkv.cache.events import CheckpointEvicted, CheckpointSaved
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.results import MatchResult
 from prefixkv.errors import InternalError, check_laws
@@ -108,6 +109,7 @@ class Checkpoints:
         self._order: Callable[[], int] = count().__next__
         self._tick = 0
         self.evicted = 0
+        cache.checkpoint_pages = lambda: list(self._at)
 
     def __len__(self) -> int:
         return len(self._at)
@@ -182,6 +184,7 @@ class Checkpoints:
         made = Checkpoint(page, depth, slot, windows=windows)
         self._at[page] = made
         self._has[page] = True
+        self._cache.note_checkpoint(CheckpointSaved(page))
         self._touch(made)
         if parent is not None and not parent.is_gone and parent.uses <= 1:
             parent.is_superseded = True
@@ -239,6 +242,8 @@ class Checkpoints:
             if checkpoint.is_gone or checkpoint.locks or rank != checkpoint.rank:
                 continue
             self._remove(checkpoint)
+            # What else removes one is the end of its page, which the tree has noted itself.
+            self._cache.note_checkpoint(CheckpointEvicted(checkpoint.page))
             self.evicted += 1
             return True
         return False

@@ -35,7 +35,7 @@ def lines(tree: RadixTree, max_nodes: int) -> Iterator[str]:
 def describe(tree: RadixTree, node: TreeNode) -> str:
     """Describe one node in a line of the tree's dump: where it lies, its locks, its age in uses,
     and what the policy adds."""
-    size = tree.page_size
+    size = int(tree.page_size * tree.policy.token_scale)
     text = (
         f"tokens {node.start * size}..{node.end * size} ({node.num_pages} pages), lock_ref "
         f"{node.lock_ref}"

@@ -63,21 +63,37 @@ class Cleared(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
     is_host: bool = False
 
 
-CacheEvent: TypeAlias = Stored | Removed | Cleared
+class _Checkpoint(msgspec.Struct, frozen=True):
+    namespace: Any  # as of `_Path`
+    page_key: bytes
 
 
-class EventBatch(msgspec.Struct, frozen=True):
+class CheckpointStored(_Checkpoint, frozen=True, tag=True):
+    """Computing can go on behind the page with this key, which is stored: there is a checkpoint."""
+
+
+class CheckpointRemoved(_Checkpoint, frozen=True, tag=True):
+    """Computing can no longer go on behind the page with this key. It comes before the end of the
+    page itself."""
+
+
+CacheEvent: TypeAlias = Stored | Removed | Cleared | CheckpointStored | CheckpointRemoved
+
+
+class EventBatch(msgspec.Struct, frozen=True, omit_defaults=True):
     """The changes of one worker's cache since the batch before, and behind them those in its host
     memory. One that has a `Cleared` for each is complete by itself.
 
     `worker` and `incarnation` name the cache; that of an older incarnation is gone. `seq` counts
-    from 0.
+    from 0. With `at_checkpoints` the worker uses a prefix as far as its deepest checkpoint alone:
+    one that computes prompts, of a model with recurrent layers or windows.
     """
 
     worker: str
     incarnation: int
     seq: int
     events: tuple[CacheEvent, ...]
+    at_checkpoints: bool = False
 
     def encode(self) -> bytes:
         """Return the batch of cache events as msgpack."""
@@ -131,7 +147,20 @@ class TakenOut(NamedTuple):
     runs: list[Packed]  # packed ids
 
 
-Change: TypeAlias = Inserted | TakenOut | Cleared
+class CheckpointSaved(NamedTuple):
+    """A checkpoint was saved that ends on this page, which was inserted before."""
+
+    page: int
+
+
+class CheckpointEvicted(NamedTuple):
+    """The checkpoint that ends on this page is gone. Of one whose page was taken out nothing is
+    said besides."""
+
+    page: int
+
+
+Change: TypeAlias = Inserted | TakenOut | Cleared | CheckpointSaved | CheckpointEvicted
 
 
 class PageRef(NamedTuple):
@@ -171,6 +200,7 @@ class PagePaths:
         self._page_bytes = TOKEN_BYTES * page_size
         self._keep_tokens = keep_tokens
         self._page_refs: dict[int, PageRef] = {}  # by page id
+        self._checkpoints: dict[int, PageRef] = {}  # by the id of the page that each ends on
 
     def __len__(self) -> int:
         return len(self._page_refs)
@@ -218,9 +248,31 @@ class PagePaths:
         pop = self._page_refs.pop
         return [[pop(page) for page in _ids(pages)] for pages in change.runs]
 
+    def saved(self, change: CheckpointSaved) -> PageRef:
+        """Add a checkpoint of the cache by a change of it, and return where the page stands that it
+        ends on."""
+        ref = self._checkpoints[change.page] = self._page_refs[change.page]
+        return ref
+
+    def evicted(self, change: CheckpointEvicted | TakenOut) -> list[PageRef]:
+        """Forget the checkpoints of the cache that a change of it ends, and return where the pages
+        stand that they ended on. Before `taken_out`."""
+        found = self._checkpoints
+        if isinstance(change, CheckpointEvicted):
+            return [found.pop(change.page)]
+        if not found:
+            return []
+        return [found.pop(page) for pages in change.runs for page in _ids(pages) if page in found]
+
+    @property
+    def checkpoints(self) -> list[PageRef]:
+        """Places of the pages that the cache's checkpoints end on, by the changes."""
+        return list(self._checkpoints.values())
+
     def clear(self) -> None:
-        """Forget all pages of the cache that the changes have brought."""
+        """Forget all pages of the cache that the changes have brought, and its checkpoints."""
         self._page_refs.clear()
+        self._checkpoints.clear()
 
 
 def as_stored(run: list[PageRef], is_host: bool = False) -> Stored:
@@ -260,14 +312,20 @@ class EventFeed:
     changes as they are. The cache hands out each change once, so what one of them draws is kept or
     passed on for the other.
 
-    `is_host`: the cache is that of the worker's host memory.
+    `is_host`: the cache is that of the worker's host memory. `at_checkpoints`: see `EventBatch`.
     """
 
     def __init__(
-        self, cache: EventSource, worker: str, incarnation: int, is_host: bool = False
+        self,
+        cache: EventSource,
+        worker: str,
+        incarnation: int,
+        is_host: bool = False,
+        at_checkpoints: bool = False,
     ) -> None:
         self._cache = cache
         self._is_host = is_host
+        self._at_checkpoints = at_checkpoints
         self._worker = worker
         self._incarnation = incarnation
         self._seq = 0
@@ -294,7 +352,8 @@ class EventFeed:
         if not snapshot:
             changes = self._untaken + changes
         self._untaken, self._num_untaken_pages = [], 0
-        batch = EventBatch(self._worker, self._incarnation, self._seq, tuple(self._events(changes)))
+        events = tuple(self._events(changes))
+        batch = EventBatch(self._worker, self._incarnation, self._seq, events, self._at_checkpoints)
         self._seq += 1
         return batch
 
@@ -348,9 +407,17 @@ class EventFeed:
                 case Inserted():
                     yield as_stored(self._paths.inserted(change), self._is_host)
                 case TakenOut():
+                    for ref in self._paths.evicted(change):
+                        yield CheckpointRemoved(ref.namespace, ref.key)
                     for run in self._paths.taken_out(change):
                         keys = tuple(ref.key for ref in run)
                         yield Removed(run[0].namespace, run[0].parent, keys, self._is_host)
+                case CheckpointSaved():
+                    ref = self._paths.saved(change)
+                    yield CheckpointStored(ref.namespace, ref.key)
+                case CheckpointEvicted():
+                    for ref in self._paths.evicted(change):
+                        yield CheckpointRemoved(ref.namespace, ref.key)
                 case Cleared():
                     self._paths.clear()
                     yield Cleared(self._is_host)
@@ -407,6 +474,10 @@ class EventLog:
         """Record for cache events that these pages were taken out, see `TakenOut`. The caller must
         not change the runs any more."""
         self.changes.append(TakenOut(runs))
+
+    def noted(self, change: CheckpointSaved | CheckpointEvicted) -> None:
+        """Record for cache events what became of a checkpoint beside the tree."""
+        self.changes.append(change)
 
     def cleared(self) -> None:
         """Record for cache events that the tree was emptied, or that the listener must start

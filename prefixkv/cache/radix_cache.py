@@ -16,7 +16,7 @@ merged, so the shape of the tree says nothing about how it came about, and the w
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from numbers import Real
 from operator import attrgetter
 from typing import Any
@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from prefixkv.cache import audit, dump, wants
-from prefixkv.cache.events import Change, EventLog
+from prefixkv.cache.events import Change, CheckpointEvicted, CheckpointSaved, EventLog
 from prefixkv.cache.eviction.policy import DEFAULT_POLICY, Policy, Use
 from prefixkv.cache.eviction.queues import forget
 from prefixkv.cache.node import PAGE_ID_BYTES, TreeNode, Want
@@ -36,6 +36,7 @@ from prefixkv.cache.results import (
     MatchResult,
     PrefixLock,
     as_page_ids,
+    check_page_ids,
 )
 from prefixkv.cache.tree import RadixTree
 from prefixkv.errors import (
@@ -111,6 +112,8 @@ class RadixCache(RadixTree):
         self._last_want = 0  # its number
         # One object for all uses, filled in by `_next_use`.
         self._use = Use()
+        # The pages that checkpoints end on, for a full list of changes: set by what keeps them.
+        self.checkpoint_pages: Callable[[], list[int]] = list
 
     # --- looking ---------------------------------------------------------------------------------
 
@@ -388,8 +391,13 @@ class RadixCache(RadixTree):
                 raise LockError(
                     f"{lock!r} is not a lock of the first of {len(key)} tokens in this tree"
                 )
+        runs = None
         if checked is None:
             pages = as_page_ids(pages, num_pages - held_pages)
+            if self._in_tree is not None:
+                runs = self._in_tree.free_runs(pages.tobytes())
+            if runs is None:
+                check_page_ids(pages)
         elif not isinstance(pages, bytes | bytearray | memoryview):
             raise PageStateError("with `checked` the page ids have to be packed, as bytes")
         elif len(pages) != (num_pages - held_pages) * PAGE_ID_BYTES:
@@ -407,7 +415,9 @@ class RadixCache(RadixTree):
         #    new ones may not be in the tree. It is the last call that may fail: from here on the
         #    tree changes.
         new = old_pages - held_pages
-        if checked is None:
+        if runs is not None and not new:
+            packed = pages.tobytes()
+        elif checked is None:
             packed = self._new_pages(pages, new).tobytes()
         else:
             packed = pages[new * PAGE_ID_BYTES :]
@@ -429,9 +439,9 @@ class RadixCache(RadixTree):
             if num_pages == node.end and not node.lock_ref and not node.children:
                 self._enqueue(node)
         else:
-            # `checked` indexes all pages behind the lock: of use only if all of them are new.
+            # They index all pages behind the lock: of use only if all of them are new.
             new_key = data[matched : num_pages * self._page_bytes]
-            where = None if new else checked
+            where = None if new else runs or checked
             node = self._attach(node, old_pages, new_key, packed, where, use, extended)
         if extended is not None:
             self._extend(extended, node, num_pages, now_s)
@@ -657,7 +667,15 @@ class RadixCache(RadixTree):
         for node in self.nodes():
             assert node.parent is not None
             self._log_stored(node, node.parent.pages, node.key, node.pages)
+        for page in self.checkpoint_pages():
+            self._log.noted(CheckpointSaved(page))
         return self._log.drain()
+
+    def note_checkpoint(self, change: CheckpointSaved | CheckpointEvicted) -> None:
+        """Note for the radix cache's listeners, in the order of its own changes, that a checkpoint
+        beside it was saved or evicted: see `Checkpoints`."""
+        if self._log is not None:
+            self._log.noted(change)
 
     def stats(self) -> CacheStats:
         """Return a snapshot of the radix cache's sizes and counts. O(1)."""

@@ -225,7 +225,9 @@ def token_list(tokens: TokensLike) -> list[int]:
     return np.frombuffer(packed, _LE_INT32).tolist()  # type: ignore[no-any-return]
 
 
-def common_pages(data: bytes, other: bytes, equal: int, end: int, page_bytes: int) -> int:
+def common_pages(
+    data: bytes, other: bytes | bytearray, equal: int, end: int, page_bytes: int
+) -> int:
     """Return how many whole pages the packed tokens of two radix keys have in common, from `equal`
     to `end`.
 

@@ -76,6 +76,12 @@ class MatchResult:
         return page_ids(node, min(depth, self.depth))
 
     @property
+    def packed(self) -> Packed:
+        """The match's `pages` as they are packed in the tree, four bytes each. O(pages)."""
+        node, depth = self.cache.locate(self)
+        return packed_to(node, min(depth, self.depth))
+
+    @property
     def unprotected_pages(self) -> int:
         """Number of pages that would stop being evictable if this match were locked. O(nodes not
         yet held)."""
@@ -154,9 +160,17 @@ def page_ids(node: TreeNode | None, depth: int) -> Pages:
     a new array. O(nodes + pages)."""
     if node is None or not depth:
         return NO_PAGES.copy()
+    return np.frombuffer(packed_to(node, depth), np.int32)
+
+
+def packed_to(node: TreeNode | None, depth: int) -> bytearray:
+    """Return for a result of the cache the packed ids of the path down to `depth` in `node`; a new
+    array. O(nodes + pages)."""
+    if node is None or not depth:
+        return bytearray()
     runs = packed_path(node)
     runs[0] = runs[0][: (depth - node.start) * PAGE_ID_BYTES]
-    return packed_ids(runs[::-1])
+    return bytearray().join(runs[::-1])
 
 
 def packed_path(node: TreeNode) -> list[Packed]:
@@ -181,15 +195,20 @@ def as_page_ids(pages: Any, num_pages: int) -> Pages:
     It may be the caller's own array, so it must not be kept.
 
     Raises:
-        PageStateError: not one-dimensional integers, fewer than `num_pages`, more than one more,
-            negative, beyond int32, or an id twice.
+        PageStateError: not one-dimensional integers, fewer than `num_pages`, more than one more, or
+            beyond int32.
     """
     ids: Pages = as_pages(pages)
     # One id more is that of a partial last page, which the tree does not take.
     if not num_pages <= len(ids) <= num_pages + 1:
         raise PageStateError(f"{len(ids)} page ids for {num_pages} whole pages")
-    ids = ids[:num_pages]
-    if num_pages:
+    return ids[:num_pages]
+
+
+def check_page_ids(ids: Pages) -> None:
+    """Raise PageStateError if of the page ids of a radix cache's insertion one is negative or given
+    twice."""
+    if len(ids):
         # Ids mostly come in rising order, which is quick to see and rules duplicates out. Searching
         # the bytes takes a fraction of the time of `all`. Else sort: equal ids become neighbours.
         in_order = np.sort(ids) if b"\1" in (ids[1:] <= ids[:-1]).tobytes() else ids
@@ -199,4 +218,3 @@ def as_page_ids(pages: Any, num_pages: int) -> Pages:
             twice = np.flatnonzero(in_order[1:] == in_order[:-1])
             if len(twice):
                 raise PageStateError(f"page id {in_order[twice[0]]} is given twice")
-    return ids

@@ -13,6 +13,7 @@ from prefixkv.cache.eviction.hints import HintedQueue, Hints
 from prefixkv.cache.eviction.policy import Policy, Use, make_policy
 from prefixkv.cache.eviction.queues import EvictionQueue, LeafHeap, forget
 from prefixkv.cache.node import PAGE_ID_BYTES, Mark, Packed, Root, TreeNode, Want
+from prefixkv.cache.page_flags import PageFlags, Runs
 from prefixkv.cache.radix_key import TOKEN_BYTES
 from prefixkv.cache.results import PrefixLock, packed_ids
 from prefixkv.errors import PageStateError, UserErrors
@@ -69,7 +70,7 @@ class RadixTree:
         self._wants: dict[int, Want] = {}  # by number
         # One flag per page of the pool: in the tree, or in an orphan. It refuses an id that is
         # inserted a second time, which would give two prompts the same memory.
-        self._in_tree = None if pool_pages is None else np.zeros(pool_pages, np.bool_)
+        self._in_tree = None if pool_pages is None else PageFlags(pool_pages)
         # None until somebody listens: recording costs nothing before that.
         self._log: EventLog | None = None
         self._now_s = 0.0  # the latest time that was given
@@ -321,10 +322,10 @@ class RadixTree:
             try:
                 # All ids are looked up, also those of pages that the tree has: an id out of range
                 # is refused wherever it stands.
-                in_tree = self._in_tree[ids.astype(np.intp)]
+                in_tree = self._in_tree.array[ids.astype(np.intp)]
             except IndexError:
                 raise PageStateError(
-                    f"page id {ids.max()} is not below pool_pages {len(self._in_tree)}"
+                    f"page id {ids.max()} is not below pool_pages {self.pool_pages}"
                 ) from None
             again = in_tree[num_old:]
             if b"\1" in again.tobytes():
@@ -337,7 +338,7 @@ class RadixTree:
         depth: int,
         key: bytes,
         pages: bytes,
-        where: Where | None,
+        where: Where | Runs | None,
         use: Use,
         lock: PrefixLock | None,
     ) -> TreeNode:
@@ -348,7 +349,7 @@ class RadixTree:
 
         Args:
             key, pages: packed tokens and packed page ids of the new pages.
-            where: the same pages as an index, if the caller has one.
+            where: the same pages as an index or as runs, if the caller has them.
             lock: the lock that `_extend` will make hold them, or None. A node on which no other
                 lock ends grows even if this one ends on it.
         """
@@ -397,9 +398,12 @@ class RadixTree:
         self._inserted_pages += num_pages
         self.version += 1
         if self._in_tree is not None:
-            if where is None:
-                where = np.frombuffer(pages, np.int32).astype(np.intp)
-            self._in_tree[where] = True
+            if type(where) is list:
+                self._in_tree.set_runs(where)
+            else:
+                if where is None:
+                    where = np.frombuffer(pages, np.int32).astype(np.intp)
+                self._in_tree.array[where] = True
         if self._log is not None:
             self._log_stored(node, pages_above, key, pages)
         return node
@@ -636,5 +640,5 @@ class RadixTree:
         """Return the ids of `runs`, pages that have just left the tree, and clear their flags."""
         ids = packed_ids(runs)
         if self._in_tree is not None:
-            self._in_tree[ids.astype(np.intp)] = False
+            self._in_tree.array[ids.astype(np.intp)] = False
         return ids

@@ -30,6 +30,15 @@ from prefixkv.digest import prompt_digest
 from prefixkv.errors import RequestError
 
 HASH_BYTES = 8
+
+# Groups of vLLM's events, where checkpoints are told of. Computing can go on behind a block of the
+# second group and nowhere else. So it is with a block of Mamba's in vLLM, and with a checkpoint
+# here, whether it has a state or the pages of a window. A window's own pages are not told of: two
+# checkpoints may have those of a third place between them, at which computing cannot go on.
+PAGES_GROUP: Final = 0
+PAGES_KIND: Final = "full_attention"
+CHECKPOINTS_GROUP: Final = 1
+CHECKPOINTS_KIND: Final = "mamba"
 _LE_INT32 = np.dtype("<i4")
 
 
@@ -51,6 +60,8 @@ class VLLMStored(msgspec.Struct, frozen=True, tag="BlockStored", omit_defaults=T
     cache_salt: str | None = None
     """A field that vLLM does not have: Dynamo mixes it into the hashes of all blocks, and looks
     there first. vLLM's own consumers ignore it."""
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
 
 
 class SGLangStored(msgspec.Struct, frozen=True, tag="BlockStored", omit_defaults=True):
@@ -66,11 +77,12 @@ class SGLangStored(msgspec.Struct, frozen=True, tag="BlockStored", omit_defaults
     lora_name: str | None = None
 
 
-class BlockRemoved(msgspec.Struct, frozen=True, tag=True):
+class BlockRemoved(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Event: blocks were removed, in the fields of both."""
 
     block_hashes: list[int]
     medium: str | None
+    group_idx: int | None = None
 
 
 class Dialect(ABC):
@@ -79,6 +91,7 @@ class Dialect(ABC):
     Args:
         page_size: tokens per page, which is a block.
         medium: where the KV is, in the format's own terms.
+        checkpoints: True to tell of checkpoints as well, as blocks of a group of their own.
     """
 
     name: str
@@ -86,9 +99,11 @@ class Dialect(ABC):
     host_medium: str
     """Its word for a worker's host memory."""
 
-    def __init__(self, page_size: int, medium: str) -> None:
+    def __init__(self, page_size: int, medium: str, checkpoints: bool = False) -> None:
         self._page_size = page_size
         self._medium = medium
+        self.checkpoints = checkpoints
+        self._group = PAGES_GROUP if checkpoints else None
 
     @abstractmethod
     def check(self, namespace: Hashable) -> None:
@@ -108,7 +123,17 @@ class Dialect(ABC):
         of them first."""
         # Children before parents, so that a consumer's tree never has a block without a parent.
         hashes = [self.hash(place.key, place.namespace) for place in reversed(run)]
-        return BlockRemoved(hashes, self._medium)
+        return BlockRemoved(hashes, self._medium, self._group)
+
+    def checkpoint_stored(self, place: PageRef) -> Any:
+        """Return the dialect's event for a checkpoint that ends on this page: a block of the group
+        of checkpoints, with the hash and the tokens of that page."""
+        raise NotImplementedError
+
+    def checkpoint_removed(self, place: PageRef) -> Any:
+        """Return the dialect's event for the end of a checkpoint on this page."""
+        hashes = [self.hash(place.key, place.namespace)]
+        return BlockRemoved(hashes, self._medium, CHECKPOINTS_GROUP)
 
     def cleared(self) -> Any:
         """Return the event, alike in both dialects, for a cache that is empty."""
@@ -150,13 +175,22 @@ class VLLM(Dialect):
     def stored(self, run: list[PageRef]) -> VLLMStored:
         """Return vLLM's BlockStored event, with what its namespace adds to each block. See
         `Dialect.stored`."""
+        group = (PAGES_GROUP, PAGES_KIND) if self.checkpoints else (None, None)
+        return self._blocks(run, *group)
+
+    def checkpoint_stored(self, place: PageRef) -> VLLMStored:
+        """Return vLLM's BlockStored event of a checkpoint. See `Dialect.checkpoint_stored`."""
+        return self._blocks([place], CHECKPOINTS_GROUP, CHECKPOINTS_KIND)
+
+    def _blocks(self, run: list[PageRef], group: int | None, kind: str | None) -> VLLMStored:
+        """Return vLLM's BlockStored event of a run of blocks in this group."""
         hashes, parent, tokens = self._path(run)
         named = run[0].namespace
         fixed = hashes, parent, tokens, self._page_size, None, self._medium
         if not isinstance(named, Namespace):
-            return VLLMStored(*fixed, None)
+            return VLLMStored(*fixed, None, None, None, group, kind)
         keys = [self._extra_keys(named, place.number) for place in run]
-        return VLLMStored(*fixed, named.lora, keys, named.salt)
+        return VLLMStored(*fixed, named.lora, keys, named.salt, group, kind)
 
     def _extra_keys(self, named: Namespace, number: int) -> tuple[Any, ...] | None:
         """Return vLLM's `extra_keys`, which tell a block apart beside its tokens: the adapter,

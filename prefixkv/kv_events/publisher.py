@@ -124,12 +124,12 @@ class KVEventPublisher:
                 f"kv_events: medium is {config.medium!r}, which is the word for host memory, where "
                 "this worker keeps pages too: name another one"
             )
-        self.dialect = kind(page_size, config.medium)
+        self.dialect = kind(page_size, config.medium, config.checkpoint_blocks)
         self._device = _TierFeed(self, 0)
         self.host = _TierFeed(self, 1) if has_host else None
         # In microseconds: no life publishes a million batches per second, so the next begins above.
         first_seq = time.time_ns() // 1000
-        host = kind(page_size, kind.host_medium) if has_host else None
+        host = kind(page_size, kind.host_medium, config.checkpoint_blocks) if has_host else None
         self._stream = EventStream(
             page_size, self.dialect, config.dp_rank, first_seq,
             config.keep_batches, config.keep_bytes, host,

@@ -16,7 +16,15 @@ from typing import NamedTuple, assert_never
 
 import msgspec
 
-from prefixkv.cache.events import Change, Cleared, Inserted, PagePaths, TakenOut
+from prefixkv.cache.events import (
+    Change,
+    CheckpointEvicted,
+    CheckpointSaved,
+    Cleared,
+    Inserted,
+    PagePaths,
+    TakenOut,
+)
 from prefixkv.errors import check_laws
 from prefixkv.kv_events.dialects import Dialect
 
@@ -92,7 +100,17 @@ class EventStream:
                     run = paths.inserted(change)
                     events.append(dialect.stored(run))
                     num_pages += len(run)
+                case CheckpointSaved() | CheckpointEvicted() if not dialect.checkpoints:
+                    pass
+                case CheckpointSaved():
+                    events.append(dialect.checkpoint_stored(paths.saved(change)))
+                    num_pages += 1
+                case CheckpointEvicted():
+                    events += map(dialect.checkpoint_removed, paths.evicted(change))
+                    num_pages += 1
                 case TakenOut():
+                    # A checkpoint goes before the page that it ends on.
+                    events += map(dialect.checkpoint_removed, paths.evicted(change))
                     for run in paths.taken_out(change):
                         events.append(dialect.removed(run))
                         num_pages += len(run)
@@ -103,6 +121,7 @@ class EventStream:
                     # The one event for it would end what the other tier holds as well. From the
                     # end, so that what follows a page goes before it.
                     runs = list(paths.runs())
+                    events += map(dialect.checkpoint_removed, paths.checkpoints)
                     paths.clear()
                     for run in reversed(runs):
                         events.append(dialect.removed(run))
@@ -148,6 +167,7 @@ class EventStream:
             events = [self.dialect.cleared()]
             for dialect, paths in self._tiers:
                 events += map(dialect.stored, paths.runs())
+                events += map(dialect.checkpoint_stored, paths.checkpoints)
             payload = self._encode([ts, events, self._rank])
             self._snapshot = Batch(self.next_seq - 1, payload)
         return self._snapshot

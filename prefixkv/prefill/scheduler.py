@@ -92,6 +92,8 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
             usable_prefix = _no_prefix  # no pages of the window are kept behind a prefix
         elif num_slots:
             usable_prefix = usable_prefix or _no_prefix
+        # Whether a cached prefix is of use as far as a checkpoint alone, for routers.
+        self.at_checkpoints = self.checkpoints is not None or usable_prefix is _no_prefix
         points = self.checkpoints
         self.shared_prefixes = SharedPrefixes(
             pages.page_size, self.counters, follow_s, oldest_leads=in_step,

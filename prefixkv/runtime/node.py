@@ -69,7 +69,11 @@ class Node(OneThread, Generic[C, To, E]):
         self.scheduler.journal.on_ended = self._request_log
         # Scheduler and pages have no clock of their own.
         pages.clock, self.evictions = time.perf_counter, pages.evictions
-        self._feed = EventFeed(pages.cache, *self.peer_id)
+        # Decode's pages count whatever checkpoints it has: prefill sends what belongs to the end.
+        at_checkpoints = (
+            isinstance(self.scheduler, PrefillScheduler) and self.scheduler.at_checkpoints
+        )
+        self._feed = EventFeed(pages.cache, *self.peer_id, at_checkpoints=at_checkpoints)
         self._host_feed: EventFeed | None = None
         if isinstance(self.scheduler, DecodeScheduler) and self.scheduler.host is not None:
             self._host_feed = EventFeed(self.scheduler.host.cache, *self.peer_id, is_host=True)

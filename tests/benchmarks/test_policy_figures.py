@@ -177,6 +177,28 @@ def running_table() -> list[str]:
     ]  # fmt: skip
 
 
+def small_pools_table() -> list[str]:
+    """Of each trace, by the best of the others: the default, and what settings near it reach."""
+    file = ROOT / "benchmarks" / "results" / "small_pools.json"
+    rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
+    lines = []
+    for row in rows:
+        others = {name: row[name] for name in COMPARED[1:]}
+        best = max(others, key=lambda name: others[name])
+        lines.append(
+            line(
+                row["workload"], str(row["seed"]), f"`{best}`", share(others[best], 3),
+                share(row["adaptive"], 3), fixed(row["of_best"], 2),
+                f"{fixed(row['least_of_best'], 2)} to {fixed(row['most_of_best'], 2)}",
+            )
+        )  # fmt: skip
+    return [
+        *head("workload", "seed", "best of the others", "it hits", "the default", "by the best",
+              "with settings a tenth off"),
+        *lines,
+    ]  # fmt: skip
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "replay-conversation": whole_table(CONVERSATION),
     "replay-agents": whole_table(AGENTS),
@@ -186,6 +208,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "replay-hints": hints_table,
     "replay-times": times_table,
     "replay-running": running_table,
+    "small-pools": small_pools_table,
 }
 
 

@@ -45,14 +45,22 @@ KNOWN = {
 class Follower:
     """What one worker holds, by its batches. `next_seq` is None until the first.
 
-    `media`: those that the worker has; `blocks` are of the first.
+    `media`: those that the worker has; `blocks` are of the first. With `groups` events name theirs:
+    0 has all attention, and a block of group 1 says that computing can go on behind the block of
+    group 0 with its hash.
     """
 
     def __init__(
-        self, page_size: int, dialect: str = "vllm", media: tuple[str, ...] = ("GPU",)
+        self,
+        page_size: int,
+        dialect: str = "vllm",
+        media: tuple[str, ...] = ("GPU",),
+        groups: bool = False,
     ) -> None:
         self.page_size = page_size
         self.dialect = dialect
+        self.groups = groups
+        self.checkpoints: dict[int, Any] = {}  # by hash, what `blocks` has of it
         self.next_seq: int | None = None
         self.num_events = 0
         # By medium; hash: its parent's; what a router looks up by
@@ -85,16 +93,38 @@ class Follower:
         assert type(rank) is int
         for event in events:
             self.num_events += 1
-            demanded = DEMANDED[self.dialect][event["type"]]
-            assert demanded <= event.keys() <= demanded | KNOWN[self.dialect]
+            demanded, known = DEMANDED[self.dialect][event["type"]], KNOWN[self.dialect]
+            if self.groups and demanded:
+                demanded = demanded | {"group_idx"}
+                if event["type"] == "BlockStored":
+                    demanded = demanded | {"kv_cache_spec_kind"}
+            assert demanded <= event.keys() <= demanded | known
+            if event.get("group_idx"):
+                self._checkpoint(event)
+                continue
             match event["type"]:
                 case "BlockStored":
                     self._stored(event)
                 case "BlockRemoved":
                     self._removed(event)
                 case _:
+                    self.checkpoints.clear()
                     for blocks in self.held.values():
                         blocks.clear()
+
+    def _checkpoint(self, event: dict[str, Any]) -> None:
+        assert event["group_idx"] == 1
+        [one] = event["block_hashes"]
+        if event["type"] == "BlockRemoved":
+            del self.checkpoints[one]
+            return
+        assert event["kv_cache_spec_kind"] == "mamba"
+        assert one not in self.checkpoints, "stored twice"
+        # It says of its block what the block itself said.
+        known = self.blocks.pop(one)
+        self._stored(event)
+        assert self.blocks[one] == known
+        self.checkpoints[one] = known
 
     def _stored(self, event: dict[str, Any]) -> None:
         hashes, parent = event["block_hashes"], event["parent_block_hash"]
@@ -125,6 +155,7 @@ class Follower:
         blocks = self.held[event["medium"]]
         assert event["block_hashes"]
         for one in event["block_hashes"]:
+            assert one not in self.checkpoints, "its checkpoint is still there"
             del blocks[one]
         parents = {parent for parent, _ in blocks.values()}
         assert not parents & set(event["block_hashes"]), "what followed them is still there"
@@ -134,6 +165,15 @@ class Follower:
     ) -> int:
         """Tokens of a prompt that the worker holds in the first medium, or in this one, as a router
         finds them: by their own words."""
+        return len(self._path(tokens, namespace, medium)) * self.page_size
+
+    def resumed(self, tokens: Any, namespace: Namespace | None = None) -> int:
+        """Tokens of a prompt behind which the worker can go on computing."""
+        path = self._path(tokens, namespace, None)
+        ends = [number for number, one in enumerate(path, 1) if one in self.checkpoints]
+        return max(ends, default=0) * self.page_size
+
+    def _path(self, tokens: Any, namespace: Namespace | None, medium: str | None) -> list[int]:
         below: dict[int | None, dict[Any, int]] = {}
         blocks = self.blocks if medium is None else self.held[medium]
         for one, (parent, what) in blocks.items():
@@ -141,6 +181,7 @@ class Follower:
         lora, salt, images = namespace or (None, None, ())
         tokens = np.asarray(tokens).tolist()
         at: int | None = None
+        path: list[int] = []
         for start in range(0, len(tokens) - self.page_size + 1, self.page_size):
             end = start + self.page_size
             inside = tuple(
@@ -150,9 +191,10 @@ class Follower:
             )
             what = tuple(tokens[start:end]), lora, salt, inside
             if what not in below.get(at, {}):
-                return start
+                break
             at = below[at][what]
-        return len(tokens) // self.page_size * self.page_size
+            path.append(at)
+        return path
 
 
 class Subscriber:
@@ -165,9 +207,10 @@ class Subscriber:
         dialect: str = "vllm",
         queue: int = 0,
         media: tuple[str, ...] = ("GPU",),
+        groups: bool = False,
     ) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.follower = Follower(page_size, dialect, media)
+        self.follower = Follower(page_size, dialect, media, groups)
         self.sub = self.context.socket(zmq.SUB)
         self.sub.setsockopt(zmq.RCVHWM, queue)
         if queue:

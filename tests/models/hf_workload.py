@@ -128,8 +128,9 @@ def run_round(
 ) -> None:
     """One round. Raises AssertionError where an answer is not the model's."""
     rng = np.random.default_rng(seed)
-    # Window groups need pages of one size.
-    with World(model, **shape_of(rng, bool(model.window))) as world:
+    # Groups of layers need pages of one size.
+    equal_pages = bool(model.window or model.draft)
+    with World(model, **shape_of(rng, equal_pages)) as world:
         shared = rng.integers(0, model.vocab_size, 60)
         asked = 0
         while asked < num_requests:

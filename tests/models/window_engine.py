@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from prefixkv.cache.events import page_keys
+from prefixkv.cache.radix_key import RadixKey
 from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.errors import OutOfPagesError
@@ -20,6 +22,7 @@ from prefixkv.memory.kv_pool import KVPool, PoolGroup
 from prefixkv.pages.windows import WindowPages
 from prefixkv.prefill.request import PrefillRequest
 from prefixkv.request import Request
+from prefixkv.routing import WorkerIndex
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
 from prefixkv.testing.hashing import splitmix64
 from tests.models.patience import until
@@ -149,6 +152,7 @@ class WindowPair:
         self.done: list[str] = []
         self.computed: dict[str, int] = {}  # tokens of prompts that prefill computed
         self.hits: dict[str, int] = {}  # tokens that decode had
+        self.router = WorkerIndex(10_000)  # of prefill's pages
         self._rooms = 0
 
     def submit(self, rid: str, tokens: list[int], num_tokens: int = 6) -> DecodeRequest:
@@ -164,7 +168,14 @@ class WindowPair:
     # --- prefill ----------------------------------------------------------------------------------
 
     def step_prefill(self) -> None:
-        for req in self.prefill.pop_bootstrapped():
+        begun = self.prefill.pop_bootstrapped()
+        if begun:
+            assert self.router.apply(self.prefill.take_cache_events())
+        for req in begun:
+            # What routers are told of is what can be used, and all of it.
+            keys = page_keys(RadixKey(req.tokens[:-1]).data, self.prefill.pool.layout.page_size)
+            told = self.router.depth(None, keys) * self.prefill.pool.layout.page_size
+            assert req.prefix_len == told
             self.computing[req] = req.prefix_len
             self.computed[req.rid] = req.num_tokens - req.prefix_len
         for req in [*self.prefill.pop_failed(), *self.prefill.pop_sent()]:

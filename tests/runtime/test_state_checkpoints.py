@@ -8,14 +8,24 @@ from typing import Any
 
 import pytest
 
-from prefixkv.config import ComputeConfig, ConfigError, DecodeConfig, PrefillConfig
+from prefixkv.cache.events import page_keys
+from prefixkv.cache.radix_key import RadixKey
+from prefixkv.config import (
+    ComputeConfig,
+    ConfigError,
+    DecodeConfig,
+    KVEventsConfig,
+    PrefillConfig,
+)
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_layout import StateTensor
 from prefixkv.memory.state_pool import StatePool
 from prefixkv.request import Request
+from prefixkv.routing import WorkerIndex
 from prefixkv.runtime.metrics import NodeCollector
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
+from tests.kv_events.follower import Subscriber
 from tests.models.node_pair import left, make_pool
 from tests.models.patience import until
 
@@ -33,14 +43,17 @@ def state_of(tokens: Sequence[int], before: float = 0.0) -> float:
 class Pair:
     """Two nodes, and the engine of a model that has one number of state."""
 
-    def __init__(self, checkpoints: int, step: int = 1) -> None:
+    def __init__(
+        self, checkpoints: int, step: int = 1, kv_events: KVEventsConfig | None = None
+    ) -> None:
         pools = make_pool(64, device="cpu"), make_pool(64, device="cpu")
         states = [StatePool.create(TENSORS, num) for num in (4, OWN + checkpoints)]
         self.decode_state, self.prefill_state = (state.view("sum", 0) for state in states)
-        config = PrefillConfig(checkpoints=checkpoints, checkpoint_tokens=step)
+        config = PrefillConfig(checkpoints=checkpoints, checkpoint_tokens=step, kv_events=kv_events)
         self.prefill = PrefillNode(pools[1], config, state=states[1])
         self.decode = DecodeNode(pools[0], DecodeConfig(reserve_tokens=0), state=states[0])
         self.computed: list[int] = []  # tokens, of each prompt
+        self.router = WorkerIndex(10_000)  # of prefill's pages
         self._rooms = 0
 
     def serve(self, tokens: list[int]) -> DecodeRequest:
@@ -69,6 +82,11 @@ class Pair:
 
     def _compute(self, req: Any) -> None:
         own, tokens, done = 0, req.tokens.tolist(), req.prefix_len
+        # What routers are told of is what can be used, and all of it.
+        assert self.router.apply(self.prefill.take_cache_events())
+        page_size = self.prefill.pool.layout.page_size
+        keys = page_keys(RadixKey(tokens[:-1]).data, page_size)
+        assert done == self.router.depth(None, keys) * page_size
         assert (req.checkpoint_slot >= 0) == (done > 0)
         # The checkpoint is copied: a state that is being computed is never one.
         self.prefill_state[own] = self.prefill_state[req.checkpoint_slot] if done else 0.0
@@ -106,6 +124,30 @@ def test_a_next_turn_computes_what_is_new(step: int) -> None:
         pair.prefill.flush()
         pair.serve(said)
         assert pair.computed[-1] == len(said)
+
+
+def test_sockets_tell_routers_of_checkpoints() -> None:
+    """One beside the pages of each turn, and its end where another takes its slot."""
+    free = "tcp://127.0.0.1:*"
+    events = KVEventsConfig(free, free, free, checkpoint_blocks=True, heartbeat_s=0.05)
+    with Pair(checkpoints=2, kv_events=events) as pair:
+        subscriber = Subscriber(pair.prefill.kv_events, 4, groups=True)
+        try:
+            said: list[int] = []
+            for turn in range(3):
+                said += [turn] * 30
+                pair.serve(said)
+            points = pair.prefill.scheduler.pages.checkpoints
+            assert points is not None
+            follower = subscriber.follower
+            while len(follower.checkpoints) != 2 or follower.matched(said) != 88:
+                subscriber.follow()
+            assert points.evicted
+            assert follower.resumed(said) == 88
+            assert follower.resumed(said[:87]) == 60
+            assert follower.resumed(said[:59]) == 0
+        finally:
+            subscriber.close()
 
 
 def test_what_few_checkpoints_cost_is_counted() -> None:

@@ -299,7 +299,7 @@ class GhostPolicy(Policy):
 
     def bind(self, page_size: int, pool_pages: int | None) -> None:
         self._page_bytes = page_size * TOKEN_BYTES
-        self._page_tokens = page_size * self.token_scale
+        self._page_tokens = max(1, int(page_size * self.token_scale))
         self._capacity_pages = pool_pages or 0
         self.ghost_pages = max(1, self.block_tokens // self._page_tokens)
         self.remembered = Ghosts(self._page_bytes, self.ghost_pages, self.stride_blocks)

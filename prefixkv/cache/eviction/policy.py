@@ -85,8 +85,9 @@ class Policy(ABC):
     came_back: Callable[[int], None] | None = None
     """Set by the cache at the first hint, if the policy `reports_returns`."""
 
-    token_scale = 1
-    """Tokens that one token of the cache stands for: several in a replay of block traces."""
+    token_scale: float = 1
+    """Tokens that one token of the cache stands for: several in a replay of block traces, half a
+    one where an engine's key has two words for each."""
 
     _serves_a_cache = False
 

@@ -37,7 +37,7 @@ def _model() -> tuple[PagedModel, Reference]:
 class HFSides:
     """Both HF workers with a model that computes in no time. See `EngineSides`.
 
-    Raises NotImplementedError for several tokens per step: the engine has no drafts.
+    Raises NotImplementedError for several tokens per step: the kit's model has no draft.
     """
 
     def __init__(self, settings: ScenarioSettings) -> None:

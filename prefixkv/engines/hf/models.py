@@ -8,6 +8,7 @@ and by a trial, which compares its logits on the paged pool with those of the pl
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -19,6 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 from prefixkv import DecodeRequest, KVPool, ModelConfig, PoolGroup, PrefillRequest, StatePool
 from prefixkv.engines.hf.attention import NAME, FlatPool, Plan
+from prefixkv.engines.hf.draft import DraftHead
 from prefixkv.engines.hf.folder import MODEL_FILES, check_folder
 from prefixkv.engines.hf.identity import identity_of
 from prefixkv.engines.hf.layers import DTYPES, find_layers, find_windows, has_states
@@ -71,6 +73,8 @@ class PagedModel:
         trial: True to compare it with the plain model first, on a few tokens.
         name: for display only. "": the kind of model.
 
+    `draft` is its draft head, from `add_draft`; None: it has none.
+
     Raises: ConfigError, which names the reason, for a model that the engine does not serve.
     """
 
@@ -86,6 +90,7 @@ class PagedModel:
         config = model.config.get_text_config()
         self.config = config
         self.context = check_served(model, context)
+        self.draft: DraftHead | None = None
         self.name = name or str(config.model_type)
         self.identity = identity or identity_of(model)
         self.model = model.eval().requires_grad_(False)
@@ -149,6 +154,17 @@ class PagedModel:
         them; 0: there are none, or no text is longer."""
         return self.layers.window
 
+    def add_draft(self, seed: int = 0, **sizes: int) -> None:
+        """Give this HF model a draft head with random weights, before its pools and engines are
+        made: decode guesses tokens with it, and its KV is a group of the pools. See `DraftHead`.
+
+        Raises ConfigError for a model with recurrent layers or windows, whose prefill goes on from
+        checkpoints: these have no hidden state to make the next slot of a draft from.
+        """
+        if self.keeps:
+            raise ConfigError(f"draft: the model has {self.keeps} a draft cannot go on from")
+        self.draft = DraftHead(self.model, seed, **sizes)
+
     def make_pool(
         self, num_pages: int, page_size: int = 16, order: str = "layer_major",
         shared: bool = False, *, step_tokens: int = 1, requests: int = 64, checkpoints: int = 0,
@@ -177,7 +193,11 @@ class PagedModel:
         if not window:
             if window_pages:
                 raise ConfigError(no_windows(window_pages))
-            return pool
+            if self.draft is None:
+                return pool
+            heads = self.draft.num_kv_heads, self.draft.head_dim
+            own = KVPool.create(num_pages, page_size, 1, *heads, **sizes)
+            return pool.with_groups(PoolGroup(self.draft.name, own))
         if not window_pages:
             of_one, kept = self._window_needs(page_size, step_tokens)
             window_pages = min(num_pages, requests * of_one + checkpoints * kept)
@@ -219,6 +239,11 @@ class PagedModel:
         Raises as `FlatPool`, and for another window group than `make_pool` makes.
         """
         groups = {group.name: (group.window, group.pool) for group in pool.groups}
+        named = "" if self.draft is None else self.draft.name
+        _, own = groups.pop(named, (0, None))
+        if self.draft is not None and own is None:
+            raise ConfigError(f"the pool has no group {named!r}: make_pool makes one that fits")
+        draft = None if own is None else FlatPool(own)
         window, last = groups.pop(SLIDING, (0, None))
         if groups or window != self.window:
             raise ConfigError(
@@ -226,7 +251,7 @@ class PagedModel:
                 f"the model has a window of {self.window or None}: make_pool makes one that fits"
             )
         sliding = None if last is None else FlatPool(last, self.layers.sliding, window)
-        return FlatPool(pool, self.layers.full, sliding=sliding)
+        return FlatPool(pool, self.layers.full, sliding=sliding, draft=draft)
 
     def window_pages(self, reqs: Iterable[DecodeRequest | PrefillRequest]) -> list[WindowPages]:
         """Return the pages of requests in the window group, for a forward of this HF model; none
@@ -254,6 +279,8 @@ class PagedModel:
         also: Sequence[int] = (),
         states: StateRows | None = None,
         windows: Sequence[WindowPages] = (),
+        again: Sequence[int] = (),
+        hidden: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Run the paged model once over new tokens of several sequences; their KV goes to pages,
         and their states to slots.
@@ -268,20 +295,32 @@ class PagedModel:
             also: indices into `tokens` of further tokens that need logits.
             states: where each sequence's state is and goes, for a model with recurrent layers.
             windows: each sequence's pages in the window group, for a model with windows.
+            again: see `Plan`.
+            hidden: gets the last hidden states of all new tokens, [N, hidden size], which the
+                logits are made of; None: they are not wanted.
         Returns: the logits after the last new token of each wanted sequence, and then after each
             token of `also`: [wanted + also, vocabulary].
         """
-        plan = Plan(flat, rows, starts, ends, self.device, states, windows)
+        plan = Plan(flat, rows, starts, ends, self.device, states, windows, again)
         ids = torch.as_tensor(np.asarray(tokens, np.int64)).to(self.device)[None]
         keep = plan.last if wanted is None else plan.last[list(wanted)]
         if also:
             keep = torch.cat([keep, torch.tensor(also, dtype=keep.dtype, device=keep.device)])
         given = {"input_ids": ids, "position_ids": plan.positions, "use_cache": False}
-        # No sequence is complete: the base model writes the KV, and the large head is not computed.
-        if not len(keep):
-            self.model.base_model(**given, prefixkv_plan=plan)
-            return torch.empty(0, self.vocab_size)
-        logits: torch.Tensor = self.model(**given, logits_to_keep=keep, prefixkv_plan=plan).logits
+        with ExitStack() as noting:
+            if hidden is not None:
+                inner = self.model.base_model
+                hook = inner.register_forward_hook(
+                    lambda *call: hidden.append(call[-1].last_hidden_state[0])
+                )
+                noting.callback(hook.remove)
+            # No sequence is complete: the base model writes the KV, and the large head is not
+            # computed.
+            if not len(keep):
+                self.model.base_model(**given, prefixkv_plan=plan)
+                return torch.empty(0, self.vocab_size)
+            found = self.model(**given, logits_to_keep=keep, prefixkv_plan=plan)
+        logits: torch.Tensor = found.logits
         return logits[0]
 
     def event(self) -> torch.cuda.Event | None:

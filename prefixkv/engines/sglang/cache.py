@@ -21,7 +21,7 @@ import torch
 from prefixkv.engines.sglang import internals as sgl
 from prefixkv.engines.sglang.clock import CLOCK, RankClock
 from prefixkv.engines.sglang.events import EventTranslator
-from prefixkv.engines.sglang.keys import Packer, RequestKey, namespace_of
+from prefixkv.engines.sglang.keys import TOKEN_WORDS, Packer, RequestKey, namespace_of
 from prefixkv.engines.sglang.mirror import RowMirror
 from prefixkv.engines.sglang.slots import SlotTable
 from prefixkv.engines.sglang.waiting import weight_order
@@ -35,6 +35,7 @@ from prefixkv.spi import (
     RadixCache,
     RadixKey,
     TreeNode,
+    make_policy,
     packed_ids,
     pages_for,
 )
@@ -87,8 +88,10 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         num_pages = allocator.size // self.page_size + 1
         self._clock = clock
         self._packer = Packer(self.is_eagle)
-        words_a_page = self.page_size * (2 if self.is_eagle else 1)
-        self.tree = RadixCache(words_a_page, policy, num_pages)
+        # The tree counts words of keys; its policy has bounds in tokens.
+        policy = make_policy(policy)
+        policy.token_scale = 1 / TOKEN_WORDS
+        self.tree = RadixCache(TOKEN_WORDS * self.page_size, policy, num_pages)
         self._slots = SlotTable(num_pages, self.page_size, allocator.device)
         on_cpu = torch.device(allocator.device).type == "cpu"
         self.mirror: RowMirror | None = None
@@ -118,12 +121,11 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
 
         Changes nothing, recency included.
         """
-        key = params.key
-        key.maybe_to_bigram_view(self.is_eagle)
-        if self.disable or len(key) < self.page_size:
+        key, raw_len = params.key, _raw_len(params.key)
+        if self.disable or raw_len < self.page_size:
             return self._nothing
         own = None if params.req is None else self._key_of(params.req)
-        packed = self._packed(key) if own is None else own.cover(key.token_ids, _raw_len(key))
+        packed = self._packed(key) if own is None else own.cover(key.token_ids, raw_len)
         match = self.tree.match_prefix(packed)
         num_tokens = match.depth * self.page_size
         self.counters["matches"] += 1
@@ -139,9 +141,18 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         if result is not None:
             self.tree.unlock(self.tree.lock(result, self._clock.now_s, visit=False))
 
+    def prefix_device_indices(self, req: Any) -> torch.Tensor:
+        """Return the slots of a match in SGLang's tree cache, as `path_device_indices` does."""
+        slots = self.path_device_indices(req.last_node)
+        # Mostly the match is all of the path, and a slice of a tensor costs as much as the rest.
+        if len(slots) == req.prefix_len:
+            return slots
+        assert len(slots) >= req.prefix_len, (req.rid, len(slots), req.prefix_len)
+        return slots[: req.prefix_len]
+
     def path_device_indices(self, node: Handle) -> torch.Tensor:
         """Return the slots of a prefix in SGLang's tree cache, a new tensor int64 on the device."""
-        return self._slots.slots(_NO_PAGES if node.result is None else node.result.pages)
+        return self._slots.slots_of_packed(b"" if node.result is None else node.result.packed)
 
     def dfs_weight_order(self, node_handles: Sequence[Handle]) -> list[int]:
         """Return the indices of SGLang's cache handles, depth first. See `waiting.weight_order`."""
@@ -200,8 +211,7 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         """Hand the whole pages of a request's first `up_to` tokens to SGLang's tree cache.
 
         Pages that the tree had already are freed, and the request's row then shows the tree's pages
-        instead. The request's lock moves to the end of these pages. The lock of a finished request
-        stays where it is, since SGLang releases it next.
+        instead. The request's lock moves to the end of these pages.
         """
         if self.disable:
             return
@@ -222,12 +232,11 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         table = self.req_to_token_pool.req_to_token
         # 2. Insert from the lock on, so only new pages are read from the row and compared.
         visit, own_key.seen = not own_key.seen, True
-        goes_on = not req.finished()
         result = self.tree.insert(
             key,
             self._pages_of(kv.req_pool_idx, held, whole),
             priority=req.priority or 0, now_s=self._clock.now_s, visit=visit, lock=old,
-            extend_lock=goes_on and old is not None,
+            extend_lock=old is not None,
         )  # fmt: skip
         # 3. Another request has inserted the same tokens meanwhile: use its pages, and free ours.
         # The slots are copied first, since the write replaces them in the row. They are freed last:
@@ -245,9 +254,10 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         if self.mirror is not None:
             self.mirror.forget(kv.req_pool_idx, whole)
         # 5. `insert` has moved an old lock; without one the request gets its lock here. Locked
-        # before the former one is released, so that shared pages stay protected in between.
-        if goes_on and old is None:
-            lock = self.tree.lock(result, self._clock.now_s, visit=False)
+        # before the former one is released, so that shared pages stay protected in between. A
+        # finished request needs none: SGLang releases its lock next.
+        if old is None and not req.finished():
+            lock = self.tree.pin(result, self._clock.now_s)  # inserting it was its use
             self.unlock(req.lock)
             req.lock = sgl.TreeLock(lock, sgl.DecLockRefParams())
         req.last_node = Handle(result, own_key) if end else self.root_node
@@ -299,6 +309,21 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         self.counters["evicted_tokens"] += num_tokens
         self.update_eviction_metrics(num_tokens, began)
         return sgl.EvictResult(num_tokens_evicted=num_tokens)
+
+    def free_kv_row(self, kv: Any, ranges: list[tuple[int, int]]) -> None:
+        """Free a request's own part of its row, for SGLang's tree cache.
+
+        One range goes to the allocator as page ids, without segments of slots in between, each of
+        which is a slice of a tensor.
+        """
+        allocator, size = self.token_to_kv_pool_allocator, self.page_size
+        (start, end), *others = ranges
+        if others or start % size or not hasattr(allocator, "free_page_ids"):
+            super().free_kv_row(kv, ranges)
+        elif start < end:
+            table = self.req_to_token_pool.req_to_token
+            pages = self._slots.page_ids_of_row(table, kv.req_pool_idx, start, end)
+            allocator.free_page_ids(pages)
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
         """Forget, in SGLang's tree cache, the mirror of a row that is about to be given away."""

@@ -1,7 +1,7 @@
 """The tree's changes as SGLang's cache events.
 
-The hash of a page is SGLang's: SHA-256 of the hash before it and the page's tokens, which prefixkv
-packs in the same way as SGLang. The first page of a salted request follows a hash of the salt.
+The hash of a page is SGLang's: SHA-256 of the hash before it and the page's tokens, or pairs, of
+four bytes each. The first page of a salted request follows a hash of the salt.
 
 Source: SGLang 0.5.23 `mem_cache/utils.py`, `mem_cache/cpp_utils/hash_binding.cpp`,
 `mem_cache/events.py`.
@@ -23,14 +23,30 @@ from prefixkv.engines.sglang.internals import (
     kv_event_namespace_seed,
     namespaced_block_hash,
 )
-from prefixkv.spi import NO_PARENT, Change, Cleared, Inserted, PagePaths, PageRef, TakenOut
+from prefixkv.engines.sglang.keys import TOKEN_WORDS
+from prefixkv.spi import (
+    NO_PARENT,
+    Change,
+    CheckpointEvicted,
+    CheckpointSaved,
+    Cleared,
+    Inserted,
+    PagePaths,
+    PageRef,
+    TakenOut,
+)
 
 _HASH_BYTES = 8
 
 
 def hash_page(before: bytes, page_tokens: bytes) -> bytes:
     """Return SGLang's hash of a page in cache events, after the page with the hash `before`."""
-    return sha256(before + page_tokens).digest()
+    return sha256(before + np.frombuffer(page_tokens, np.int64).astype("<i4").tobytes()).digest()
+
+
+def hash_pairs(before: bytes, page_pairs: bytes) -> bytes:
+    """Return SGLang's hash of a page in cache events, where the tree is keyed by pairs."""
+    return sha256(before + page_pairs).digest()
 
 
 def before_first(namespace: Hashable) -> bytes:
@@ -62,8 +78,8 @@ class EventTranslator:
         self._page_size = page_size
         self._bigram = bigram
         self._paths = PagePaths(
-            page_size * (2 if bigram else 1),
-            keep_tokens=True, hash_page=hash_page, before_first=before_first,
+            TOKEN_WORDS * page_size, keep_tokens=True,
+            hash_page=hash_pairs if bigram else hash_page, before_first=before_first,
         )  # fmt: skip
 
     def record(self, changes: Iterable[Change]) -> None:
@@ -79,6 +95,8 @@ class EventTranslator:
                 case Cleared():
                     self._paths.clear()
                     self._recorder.record_all_cleared()
+                case CheckpointSaved() | CheckpointEvicted():
+                    pass  # SGLang's events have no words for them, and its tree here has none
                 case _:
                     assert_never(change)
 
@@ -137,7 +155,6 @@ class EventTranslator:
 
     def _tokens(self, packed: bytes) -> list[Any]:
         """Return a page's tokens for SGLang's event, as pairs where the tree is keyed by pairs."""
-        words = np.frombuffer(packed, "<i4")
         if not self._bigram:
-            return words.tolist()  # type: ignore[no-any-return]
-        return [tuple(pair) for pair in words.reshape(-1, 2).tolist()]
+            return np.frombuffer(packed, np.int64).tolist()  # type: ignore[no-any-return]
+        return [tuple(pair) for pair in np.frombuffer(packed, "<i4").reshape(-1, 2).tolist()]

@@ -1,8 +1,9 @@
 """SGLang's token ids, packed as keys of prefixkv's tree.
 
-SGLang has a request's tokens in an `array('q')` that grows. They are packed once; added tokens are
-packed when the key is asked for. With EAGLE, SGLang keys its tree by pairs of neighbouring tokens:
-a pair is two words here, so a page of the tree has twice as many words as a page has tokens.
+SGLang has a request's tokens in an `array('q')` that grows. A key has them as they lie there, eight
+bytes each: packing copies, converts nothing and has nothing to check. Added tokens are packed when
+the key is asked for. With EAGLE, SGLang keys its tree by pairs of neighbouring tokens, of four
+bytes each. So a token, or a pair, is two words of the tree's keys.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from prefixkv.spi import TOKEN_LIMIT, RadixKey, TokenError, shortened
 
+TOKEN_WORDS = 2
+"""Words of a key per token, or per pair of tokens."""
+
 FEW = 32
-"""Limit up to which tokens are packed one by one: for few tokens the set-up of an array costs
-more."""
+"""Limit up to which pairs are packed one by one: for few the set-up of an array costs more."""
 
 _LE_INT32 = np.dtype("<i4")
 
@@ -52,71 +54,67 @@ class Packer:
     def __init__(self, bigram: bool) -> None:
         self.bigram = bigram
         self._words = np.empty(0, _LE_INT32)
-        self._differs = np.empty(0, np.bool_)
 
     def pack(self, token_ids: Any, num_tokens: int, namespace: Hashable) -> RadixKey:
         """Pack the first `num_tokens` of SGLang's tokens into a key of the tree.
 
         Raises:
-            TokenError: one that is not in [0, 2**31).
+            TokenError: see `words`.
         """
         return RadixKey.of_packed(self.words(token_ids, 0, num_tokens), namespace)
 
     def words(self, token_ids: Any, start: int, end: int) -> bytes:
-        """Pack SGLang's tokens `start` to `end` as they stand in a key: little-endian int32.
+        """Pack SGLang's tokens `start` to `end` as they stand in a key: int64, or pairs of int32.
 
         Raises:
-            TokenError: one that is not in [0, 2**31).
+            TokenError: pairs are wanted, and a token is not in [0, 2**31).
         """
+        if not self.bigram:
+            return as_buffer(token_ids)[start:end].tobytes()
         if end - start <= FEW:
-            return self._few(token_ids[start:end])
+            return _few_pairs(token_ids[start:end])
         # One pass checks the range: a negative number or one of 32 bits sets a bit of the
         # disjunction that no valid token has.
-        ids = ids_of(token_ids)[start:end]
+        ids = np.frombuffer(as_buffer(token_ids), np.int64)[start:end]
         if not 0 <= int(np.bitwise_or.reduce(ids)) < TOKEN_LIMIT:
             bad = ids[(ids < 0) | (ids >= TOKEN_LIMIT)][0]
             raise TokenError(f"token {bad} is not in [0, {TOKEN_LIMIT})")
         # Packed into kept memory; `tobytes` copies it, so the next call may overwrite it.
-        num_words = 2 * max(len(ids) - 1, 0) if self.bigram else len(ids)
+        num_words = 2 * (len(ids) - 1)
         if num_words > len(self._words):
             self._words = np.empty(2 * num_words, _LE_INT32)
         words = self._words[:num_words]
-        if not self.bigram:
-            words[:] = ids
-        elif num_words:
-            words[::2] = ids[:-1]
-            words[1::2] = ids[1:]
+        words[::2] = ids[:-1]
+        words[1::2] = ids[1:]
         return words.tobytes()
 
-    def _few(self, ids: Any) -> bytes:
-        """Pack few of SGLang's tokens as words of a key, such as those since the last look."""
-        for token in ids:
-            if not 0 <= token < TOKEN_LIMIT:
-                raise TokenError(f"token {token} is not in [0, {TOKEN_LIMIT})")
-        words = [word for pair in pairwise(ids) for word in pair] if self.bigram else ids
-        return struct.pack(f"<{len(words)}i", *words)
-
-    def equal(self, token_ids: Any, other: Any, num_tokens: int) -> bool:
-        """Return whether the first `num_tokens` of two arrays of SGLang's tokens are equal."""
-        if min(len(token_ids), len(other)) < num_tokens:
+    def begins(self, token_ids: Any, num_tokens: int, packed: bytes) -> bool:
+        """Return whether the first `num_tokens` of SGLang's tokens are those packed before."""
+        if len(token_ids) < num_tokens:
             return False
-        if num_tokens > len(self._differs):
-            self._differs = np.empty(2 * num_tokens, np.bool_)
-        differs = self._differs[:num_tokens]
-        np.not_equal(ids_of(token_ids)[:num_tokens], ids_of(other)[:num_tokens], out=differs)
-        return not differs.any()
+        if not self.bigram:
+            return packed.startswith(as_buffer(token_ids)[:num_tokens])
+        return self.words(token_ids, 0, num_tokens) == packed
 
 
-def ids_of(token_ids: Any) -> npt.NDArray[Any]:
-    """Return SGLang's token ids, to be packed into a key, as an integer array.
-
-    An `array('q')` of SGLang's is not copied.
+def as_buffer(token_ids: Any) -> memoryview:
+    """Return SGLang's token ids, to be packed into a key, as int64; those of an `array('q')` are
+    not copied.
 
     The result must not be kept: while it exists, the `array('q')` cannot grow.
     """
     if isinstance(token_ids, array):
-        return np.frombuffer(token_ids, np.int64) if len(token_ids) else np.empty(0, np.int64)
-    return np.asarray(token_ids, np.int64)
+        return memoryview(token_ids)
+    return np.ascontiguousarray(token_ids, np.int64).data
+
+
+def _few_pairs(ids: Any) -> bytes:
+    """Pack few of SGLang's tokens as pairs of a key, such as those since the last look."""
+    for token in ids:
+        if not 0 <= token < TOKEN_LIMIT:
+            raise TokenError(f"token {token} is not in [0, {TOKEN_LIMIT})")
+    words = [word for pair in pairwise(ids) for word in pair]
+    return struct.pack(f"<{len(words)}i", *words)
 
 
 class RequestKey:
@@ -147,13 +145,14 @@ class RequestKey:
                 it is another object than at the last call.
             num_tokens: limit of tokens; fewer where there are fewer.
         Raises:
-            TokenError: one that is not in [0, 2**31). Nothing has changed then.
+            TokenError: see `Packer.words`. Nothing has changed then.
         """
         packer, bigram = self._packer, self._packer.bigram
         num_tokens = min(num_tokens, len(token_ids))
         # 1. Another array than before. With the same tokens the packed key is still right.
         if token_ids is not self._ids:
-            if not self._num_tokens or not packer.equal(token_ids, self._ids, self._num_tokens):
+            known = self._num_tokens
+            if not known or not packer.begins(token_ids, known, self._key.data):
                 self._key = packer.pack(token_ids, num_tokens, self.namespace)
                 self._num_tokens = num_tokens
             self._ids = token_ids
@@ -164,6 +163,5 @@ class RequestKey:
             self._key.extend_packed(packer.words(token_ids, start, num_tokens))
             self._num_tokens = num_tokens
         elif num_tokens < self._num_tokens:
-            words = 2 * max(num_tokens - 1, 0) if bigram else num_tokens
-            return self._key.prefix(words)
+            return self._key.prefix(TOKEN_WORDS * max(num_tokens - bigram, 0))
         return self._key

@@ -8,7 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from prefixkv.spi import Pages
+from prefixkv.spi import Pages, packed_range, page_runs
+
+FEW_PAGES = 4
+"""Limit of pages that are read from a row one by one: for few the set-up of an array costs more."""
 
 
 def to_device(values: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
@@ -43,8 +46,9 @@ class SlotTable:
         self._rows: npt.NDArray[Any] = np.empty((0, 0), np.int32)
         slots = np.arange(num_pages * page_size).reshape(num_pages, page_size)
         self._host: npt.NDArray[np.int64] | None = None
+        self._ids = b""
         if self._device.type == "cpu":
-            self._host = slots
+            self._host, self._ids = slots, packed_range(num_pages)
         else:
             self._table = torch.from_numpy(slots).to(self._device)
 
@@ -53,11 +57,25 @@ class SlotTable:
 
         It is int64 [len(pages) * page_size].
         """
-        if not len(pages):
+        return self.slots_of_packed(pages.tobytes())
+
+    def slots_of_packed(self, packed: bytes | bytearray) -> torch.Tensor:
+        """Return the slots of pages, given as a result of the tree has them, as `slots` does."""
+        if not packed:
             return self._empty
-        if self._host is not None:
-            return torch.from_numpy(self._host.take(pages, axis=0).ravel())
-        return self._table.index_select(0, self.on_device(pages)).view(-1)
+        if self._host is None:
+            pages = self.on_device(np.frombuffer(packed, np.int32))
+            return self._table.index_select(0, pages).view(-1)
+        # Neighbouring pages have neighbouring slots: a copy of a run reads memory in order.
+        runs = page_runs(packed, self._ids)
+        if runs is None:
+            slots = self._host.take(np.frombuffer(packed, np.int32), axis=0)
+        elif len(runs) == 1:
+            first, end = runs[0]
+            slots = self._host[first:end].copy()
+        else:
+            slots = np.concatenate([self._host[first:end] for first, end in runs])
+        return torch.from_numpy(slots.ravel())
 
     def on_device(self, pages: Pages) -> torch.Tensor:
         """Return page ids on the device of SGLang's slots, without a wait.
@@ -71,13 +89,24 @@ class SlotTable:
 
         Waits for a GPU; `RowMirror` avoids that.
         """
-        if table.device.type != "cpu":
+        if self._host is None:
             return self.pages(table[row, start:end])
         if table is not self._rows_of:
             self._rows_of, self._rows = table, table.numpy()
+        size = self._page_size
+        if end - start <= FEW_PAGES * size:
+            item = self._rows.item
+            return np.array([item(row, at) // size for at in range(start, end, size)], np.int32)
         # Slices of an array: half the time of a tensor's.
-        first = self._rows[row, start : end : self._page_size]
-        return (first // self._page_size).astype(np.int32, copy=False)
+        first = self._rows[row, start:end:size]
+        return (first // size).astype(np.int32, copy=False)
+
+    def page_ids_of_row(self, table: torch.Tensor, row: int, start: int, end: int) -> torch.Tensor:
+        """Return the page ids of tokens `start` to `end` of a row of SGLang's table of slots, on
+        the device; `start` is a page's first. Waits for nothing."""
+        if self._host is not None:
+            return self.on_device(self.pages_of_row(table, row, start, end))
+        return table[row, start : end : self._page_size] // self._page_size
 
     def pages(self, slots: torch.Tensor) -> Pages:
         """Return the page ids of whole pages of SGLang's slots, int32 on the host.

@@ -58,6 +58,7 @@ def main() -> None:
         counts["batches"] += 1
         for event in batch.events:
             counts[type(event).__name__] += 1
+            counts[f"group {getattr(event, 'group_idx', None)}"] += 1
             if isinstance(event, kv.BlockStored):
                 assert len(event.block_hashes) * event.block_size == len(event.token_ids)
                 assert all(type(one) is int for one in event.block_hashes)

@@ -292,3 +292,46 @@ def test_what_a_model_has_thought_is_left_out_where_sglang_is_told_so(
         kept = 70 if thinks else 100
         found = desk.match(request("next", [*prompt, *range(30), 7]))
         assert found == kept // page_size * page_size
+
+
+@pytest.mark.parametrize("eagle", [False, True])
+def test_policies_count_tokens_whatever_a_key_takes_for_each(eagle: bool) -> None:
+    desk = Desk("prefixkv", 16, 4096, eagle=eagle, policy="adaptive")
+    assert desk.cache.tree.policy.ghost_pages == 512 // 16
+    desk.check()
+
+
+@pytest.mark.parametrize("more", [1 << 31, 1 << 32, -(1 << 32), 1 << 62])
+def test_tokens_of_eight_bytes_are_told_apart(more: int) -> None:
+    """SGLang's arrays can hold them; the tree's words have four bytes."""
+    desk = Desk("prefixkv", 4, 256)
+    prompt = [*range(100, 117)]
+    served(desk, "a", prompt)
+    for place in (0, 7):
+        other = [*prompt]
+        other[place] += more
+        assert matched(desk, other) == place // 4 * 4
+    assert matched(desk, prompt) == 16
+    desk.check()
+
+
+def matched(desk: Desk, tokens: list[int]) -> int:
+    key = RadixKey(array("q", tokens))
+    found: int = desk.cache.match_prefix(MatchPrefixParams(key=key)).device_prefix_len
+    return found
+
+
+def test_a_request_whose_tokens_stand_in_another_array_is_looked_at_anew() -> None:
+    cache = Desk("prefixkv", 4, 256).cache
+    req = Request("a", array("q", range(16)))
+    key = cache.key_of_waiting(req)
+    assert len(key) == 32
+    assert cache.key_of_waiting(req) is key
+    req.origin_input_ids = array("q", range(16))
+    assert cache.key_of_waiting(req) is key
+    req.origin_input_ids.append(16)
+    assert cache.key_of_waiting(req).data == array("q", range(17)).tobytes()
+    req.origin_input_ids = array("q", [*range(16), 99])
+    assert cache.key_of_waiting(req).data == req.origin_input_ids.tobytes()
+    req.origin_input_ids = array("q", [*range(15), 99])
+    assert cache.key_of_waiting(req).data == array("q", [*range(15), 99]).tobytes()

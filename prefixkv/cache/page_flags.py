@@ -1,0 +1,108 @@
+"""Which pages of a pool are in a radix tree, and page ids as runs of neighbours.
+
+An allocator gives out neighbouring pages as far as it can, so the pages of an insertion mostly form
+a few runs. What is asked of a run is one search or one copy of bytes, at a fraction of what the
+set-up of array operations costs; ids that form many runs are looked up as an array.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixkv.cache.node import PAGE_ID_BYTES, Packed
+
+Runs: TypeAlias = list[tuple[int, int]]
+"""(first, end) of runs of neighbouring page ids, in the order of the ids."""
+
+MAX_RUNS = 4
+"""Limit of runs that are looked at one by one."""
+
+SHORT_PAGES = 8
+"""Where the first runs are shorter than this on average, very many are taken to follow."""
+
+_FIRST_RUNS = 2
+
+
+class PageFlags:
+    """One flag for each page of a pool.
+
+    Args:
+        num_pages: pages of the pool. It takes five bytes for each.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        self._flags = bytearray(num_pages)
+        self._ids = packed_range(num_pages)
+        self.array: npt.NDArray[np.bool_] = np.frombuffer(self._flags, np.bool_)  # the same memory
+
+    def free_runs(self, packed: bytes) -> Runs | None:
+        """Return the runs of packed page ids, if they are few and all may be inserted into the
+        tree: in the pool, none named twice and none flagged. None: look at them as an array."""
+        runs = page_runs(packed, self._ids)
+        if runs is None:
+            return None
+        flags, last = self._flags, 0
+        for first, end in runs if len(runs) == 1 else sorted(runs):
+            if first < last or end > len(flags) or flags.find(1, first, end) >= 0:
+                return None
+            last = end
+        return runs
+
+    def set_runs(self, runs: Runs) -> None:
+        """Flag pages that have come into the tree."""
+        for first, end in runs:
+            self._flags[first:end] = b"\1" * (end - first)
+
+
+def packed_range(num_pages: int) -> bytes:
+    """Return the page ids from 0 to `num_pages`, packed as in a tree's node, for `page_runs`."""
+    return np.arange(num_pages, dtype=np.int32).tobytes()
+
+
+def page_runs(packed: Packed, ids: bytes) -> Runs | None:
+    """Return packed page ids, as a tree's node has them, as runs of neighbours; None if they form
+    more than `MAX_RUNS`, or seem to.
+
+    One memcmp for a single run, else O(runs * pages). An id that is not in the pool is a run of its
+    own.
+
+    Args:
+        ids: the result of `packed_range` for the pool.
+
+    >>> page_runs(np.array([7, 8, 9, 3], np.int32).tobytes(), packed_range(10))
+    [(7, 10), (3, 4)]
+    """
+    runs: Runs = []
+    at, end = 0, len(packed)
+    while at < end:
+        if len(runs) == MAX_RUNS or (len(runs) == _FIRST_RUNS and _seem_short(at, end)):
+            return None
+        # As a number without a sign: a negative id is then far beyond `ids`, like any other that is
+        # not in the pool.
+        first = int.from_bytes(packed[at : at + PAGE_ID_BYTES], sys.byteorder)
+        rest = packed[at:] if at else packed
+        if ids.startswith(rest, first * PAGE_ID_BYTES):
+            count = len(rest) // PAGE_ID_BYTES
+        else:
+            count = _common(ids[first * PAGE_ID_BYTES : first * PAGE_ID_BYTES + len(rest)], rest)
+        runs.append((first, first + count))
+        at += count * PAGE_ID_BYTES
+    return runs
+
+
+def _common(known: bytes, rest: Packed) -> int:
+    """Return by how many ids two packed runs of the tree begin alike; 1 at least."""
+    length = len(known) // PAGE_ID_BYTES
+    differs = np.frombuffer(known, np.int32) != np.frombuffer(rest, np.int32, length)
+    place = int(differs.argmax()) if length else 0
+    return max(1, place or length)
+
+
+def _seem_short(at: int, end: int) -> bool:
+    """Return whether the first runs of a tree's packed page ids, up to byte `at`, are short, and
+    many ids are left."""
+    return at < _FIRST_RUNS * SHORT_PAGES * PAGE_ID_BYTES < end // MAX_RUNS
