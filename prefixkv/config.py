@@ -253,6 +253,7 @@ class PageSettings(TypedDict, total=False):
     num_slots: int
     reserved_pages: int
     spare_rows: int
+    num_checkpoints: int
 
 
 def check_reserved(reserved_pages: int, num_pages: int) -> int:
@@ -470,6 +471,11 @@ class DecodeConfig:
     `kv_events` publishes the changes of the prefix cache, for routers; None: not.
 
     `host_memory` keeps in host memory what the pool cannot (see HostConfig); None: it is forgotten.
+
+    With `compute` and extra state, `checkpoints` of the StatePool's slots, the last ones, keep
+    states behind cached prefixes, at multiples of `checkpoint_tokens`, from which the engine goes
+    on (`DecodeRequest.checkpoint_slot`). A request that runs fills one of them. With `compute` and
+    window groups it is the number of windows that are kept at most.
     """
 
     name: Name = "decode-0"
@@ -500,10 +506,16 @@ class DecodeConfig:
     kv_events: KVEventsConfig | None = None
     compute: ComputeConfig | None = None
     host_memory: HostConfig | None = None
+    checkpoints: CountOrZero = 0
+    checkpoint_tokens: Count = 1
 
     def __post_init__(self) -> None:
         _check_names(self.policy, self.admission)  # first: it says more of a class than its type
         check_fields(self)
+        if self.checkpoints and self.compute is None:
+            raise ConfigError(
+                f"checkpoints: {self.checkpoints} are to compute from, which needs compute"
+            )
         if self.host_memory is not None and not self.cache:
             raise ConfigError("host_memory: without cache nothing is kept there")
         if (
@@ -532,9 +544,10 @@ class DecodeConfig:
             "caching": self.cache,
             "policy": self.policy,
             "evict_reserve_pages": int(self.evict_reserve * num_pages),
-            "num_slots": num_slots,
+            "num_slots": max(0, num_slots - self.checkpoints),
             "reserved_pages": check_reserved(self.reserved_pages, num_pages),
             "spare_rows": 0 if self.host_memory is None else MOST_LOADS,
+            "num_checkpoints": self.checkpoints,
         }
 
     @property

@@ -81,6 +81,8 @@ TOO_LOW: dict[type, dict[str, Any]] = {
         "record": "",
         "record_bytes": 4095,
         "record_block_tokens": 0,
+        "checkpoints": -1,
+        "checkpoint_tokens": 0,
     },
     ComputeConfig: {
         "below": -1,

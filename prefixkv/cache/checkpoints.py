@@ -291,6 +291,11 @@ class Checkpoints:
         """Slots of `take` in which no checkpoint is saved yet, ascending; for audits."""
         return sorted(self._taken)
 
+    @property
+    def free_slots(self) -> list[int]:
+        """Slots that have nothing, in any order; for audits."""
+        return self._free.copy()
+
     def kept(self, number: int) -> list[tuple[Pages, bool]]:
         """Return what is kept in the window group of this number: for each checkpoint its pages,
         and whether they are pinned; for audits."""

@@ -68,13 +68,16 @@ class Computing:
             if req.state.ended:
                 return 0
             raise RequestError(f"request {req.rid!r} is not computed here")
-        if not done < end <= req.fill_len:
+        # With extra state it may lack nothing else: then its end is where it begins.
+        if not (done < end <= req.fill_len or done == end == req.fill_len):
             least, most = done + 1, req.fill_len
             raise RequestError(f"request {req.rid!r}: end is {end}, not in [{least}, {most}]")
         if end < req.fill_len:
             self._done[req] = end
         else:
             del self._done[req]
+        if end == done:
+            return 0
         # An engine may compute chunks of several prompts in one pass, and tells of one after the
         # other: what a pass costs is known of all of it.
         if req in self._chunked:
@@ -90,6 +93,11 @@ class Computing:
         )
         self._pass_s = now_s
         return end - done
+
+    def done(self, req: DecodeRequest) -> int | None:
+        """Return how many tokens have KV of a prompt that was handed out, and is not computed to
+        its end; None for another."""
+        return self._done.get(req)
 
     def give_up(self, req: DecodeRequest) -> bool:
         """Stop computing a prompt whose request ends, and return True if its pages may still be
@@ -148,7 +156,8 @@ class Computing:
                 req in local and local[req].joined is None for req in self._done
             ),
             "what is computed lies in its request": all(
-                req.prefix_len <= done < req.fill_len for req, done in self._done.items()
+                req.prefix_len <= done < req.fill_len or done == req.prefix_len == req.fill_len
+                for req, done in self._done.items()
             ),
             "what failed while it was computed has ended, and holds its pages": all(
                 req.state.ended and req.pages_held is not None for req in self._left

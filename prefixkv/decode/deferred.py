@@ -11,6 +11,7 @@ from prefixkv.cache.releases import Releases
 from prefixkv.cache.results import PrefixLock
 from prefixkv.decode.host_tier import HostTier
 from prefixkv.decode.request import DecodeRequest, DecodeState
+from prefixkv.decode.state_checkpoints import DecodeCheckpoints
 from prefixkv.pages.manager import PageManager, RequestPages
 from prefixkv.pages.requests import BrokenEvent, still_pending
 from prefixkv.request import DeviceEvent
@@ -31,7 +32,7 @@ class Deferred:
     """Ended decode requests with a release that waits for the device. Owned by a `DecodeScheduler`.
 
     `queue_again` queues a request that was retracted, when its pages are released. `host` writes
-    what is cached then to host memory.
+    what is cached then to host memory. `points` gets the state of one that goes to the cache.
     """
 
     def __init__(
@@ -39,8 +40,10 @@ class Deferred:
         pages: PageManager,
         queue_again: Callable[[DecodeRequest], None],
         host: HostTier[PrefixLock] | None = None,
+        points: DecodeCheckpoints | None = None,
     ) -> None:
         self._pages = pages
+        self._points = points
         self._queue_again = queue_again
         self._host = host
         self._waiting: list[tuple[DeviceEvent, _DeferredEnd]] = []
@@ -130,6 +133,7 @@ class Deferred:
         # 1. A request that finished, or was retracted, leaves its whole pages to the cache; one
         # that was aborted or may not be cached leaves nothing.
         if req.pages_held is not None:
+            points = self._points
             if state in (DecodeState.FINISHED, DecodeState.RETRACTED) and req.request.cacheable:
                 self._pages.cache_finished(
                     req.pages_held,
@@ -138,12 +142,15 @@ class Deferred:
                     priority=req.request.priority,
                     continues=continues,
                     keep_tokens=keep_tokens,
+                    on_cached=None if points is None else lambda: points.leave(req),
                 )
                 # Behind the device's work, so that no copy reads what is still to be written.
                 if self._host is not None:
                     key = req.key if keep_tokens is None else req.key.prefix(keep_tokens)
                     self._host.leave(key, now_s, continues)
             else:
+                if points is not None:
+                    points.end(req)
                 self._pages.drop(req.pages_held)
             req.pages_held = None
         # 2. Only now may a retracted request queue again: it must hold nothing, and the next match

@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 from sortedcontainers import SortedList
 
 from prefixkv.admission import DEFAULT_ADMISSION, Admission, Rank, make_admission
+from prefixkv.cache.checkpoints import Checkpoint
 from prefixkv.cache.results import MatchResult, PrefixLock
 from prefixkv.decode.audit import check_queue
 from prefixkv.decode.budget import PreallocBudget
@@ -32,6 +34,7 @@ from prefixkv.decode.prospects import Prospects
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.decode.shares import PrefillShares
 from prefixkv.decode.sources import Lack, Sources
+from prefixkv.decode.state_checkpoints import DecodeCheckpoints
 from prefixkv.decode.wants import Wants
 from prefixkv.errors import InternalError, shown
 from prefixkv.pages.manager import PageManager
@@ -43,6 +46,23 @@ MAX_LOOKS = 16
 MAX_WALK = 128  # places of the order that a pass looks at, or requests it brings back from aside
 
 ASIDE_REASONS = ("pages", "share", "prefill")
+
+ChoosesHere = Callable[[DecodeRequest, int, int, float], bool]
+"""Tells whether decode's engine computes a request: by the tokens that it lacks from its checkpoint
+on, those that prefill would send, and the time."""
+
+
+class _Cut(NamedTuple):
+    """What a decode request takes that is computed here: from a checkpoint on, whatever of its path
+    is cached behind that."""
+
+    checkpoint: Checkpoint | None
+    match: MatchResult | None
+    depth: int  # of the match
+    dense: int  # pages of its path that are cached
+    new_pages: int
+    needed_pages: int
+    most_pages: int
 
 
 class DecodePreallocQueue:
@@ -82,6 +102,8 @@ class DecodePreallocQueue:
             leaves its last page: something has to be computed to sample its first token.
         host: loads what host memory has behind what is here, or on its way; None: no host memory.
         sources: says whether that is worth it.
+        points: checkpoints of extra state; then `chooses_here` says, when a request is admitted,
+            whether it is computed here.
     """
 
     def __init__(
@@ -101,8 +123,12 @@ class DecodePreallocQueue:
         computes: bool = False,
         host: HostTier[PrefixLock] | None = None,
         sources: Sources | None = None,
+        points: DecodeCheckpoints | None = None,
+        chooses_here: ChoosesHere | None = None,
     ) -> None:
-        self._computes = computes
+        self._points = points
+        self._chooses_here = chooses_here
+        self._computes = computes and points is None
         self._host = host
         self._sources = sources or Sources()
         self._now_s = -math.inf  # of the last pass
@@ -645,17 +671,52 @@ class DecodePreallocQueue:
                     waiter, len(key) - shared_pages * page_size, load_end - shared_pages
                 ):
                     waiter.load_end, load_pages = load_end, load_end - shared_pages
-        # 3. What is missing, now and in the end. Locking the match takes its unprotected pages out
-        # of the evictable ones, so they count as needed; what is shared does not.
+        # 3. What is missing, now and in the end.
+        new_pages, waiter.needed_pages, waiter.most_pages = self._count_pages(
+            req, shared_pages, unprotected
+        )
+        waiter.new_pages = new_pages - load_pages
+        return joined, shared_pages
+
+    def _count_pages(
+        self, req: DecodeRequest, shared_pages: int, unprotected: int
+    ) -> tuple[int, int, int]:
+        """Count the pages that a request of the prealloc queue takes when it is admitted, that it
+        needs with what is kept for its output, and that it may ever need, besides those it shares.
+
+        Locking the match takes its `unprotected` pages out of the evictable ones, so they count as
+        needed.
+        """
+        page_size = self._pages.page_size
         reserve = min(self._reserve_tokens, req.max_new_tokens - len(req.output))
         # The token sampled last is written by the first step after the return, so it counts; unless
         # it is the last of all. Of what may still be generated, that one needs no space either.
         first_len = min(req.fill_len + req.resumed, req.most_kv_len)
         kept = pages_for(max(first_len, min(req.fill_len + reserve, req.most_kv_len)), page_size)
         less = shared_pages - unprotected
-        waiter.new_pages = pages_for(first_len, page_size) - shared_pages - load_pages
-        waiter.needed_pages, waiter.most_pages = kept - less, req.max_pages - less
-        return joined, shared_pages
+        return pages_for(first_len, page_size) - shared_pages, kept - less, req.max_pages - less
+
+    def _cut_to_compute(self, waiter: Waiter, shared_pages: int, now_s: float) -> _Cut | None:
+        """Return what a request of the prealloc queue takes if it is to be computed here, from a
+        checkpoint on; None if prefill sends what it lacks. `shared_pages`: here or on their way.
+
+        It joins nothing: a flight brings pages, and no state behind them.
+        """
+        points, req, match = self._points, waiter.req, waiter.match
+        assert points is not None
+        assert self._chooses_here is not None
+        found = points.find(req, match)
+        missing = points.tokens_behind(req, found)
+        num_sent = req.fill_len - shared_pages * self._pages.page_size
+        if not self._chooses_here(req, missing, num_sent, now_s):
+            return None
+        depth = 0 if found is None else found.depth
+        cut = match
+        if match is not None and match.depth > depth:
+            cut = self._pages.match(req.key.prefix(depth * self._pages.page_size))
+        unprotected = 0 if cut is None else cut.unprotected_pages
+        counted = self._count_pages(req, depth, unprotected)
+        return _Cut(found, cut, depth, 0 if match is None else match.depth, *counted)
 
     def _is_worth_loading(self, waiter: Waiter, num_missing: int, num_pages: int) -> bool:
         """Return whether to load `num_pages` from host memory for a request of the prealloc queue
@@ -720,6 +781,38 @@ class DecodePreallocQueue:
         ):
             waiter.seen_at = self._version
             return False
+        req.computes, cut = False, None
+        cut_start: WindowStart | None = None
+        if self._points is not None:
+            cut = self._cut_to_compute(waiter, shared_pages, now_s)
+            if cut is not None and windows:
+                behind = cut.depth * pages.page_size
+                held = () if cut.checkpoint is None else cut.checkpoint.windows
+                cut_start = WindowStart(behind, req.max_pages, held)
+            # It takes more pages than what is sent. Prefill can still be asked, except for one that
+            # is alone.
+            if cut is not None and (
+                cut.needed_pages > space
+                or cut.most_pages > most
+                or (cut_start is not None and not windows.fit(cut_start))
+            ):
+                if prefill == ALONE:
+                    waiter.seen_at = self._version
+                    return False
+                cut = None
+        # A page that was left is found elsewhere already.
+        shareable = match is not None and not waiter.leaves_last
+        # By the key that was matched: other ranks match it again.
+        key = req.key.prefix(len(req.key) - 1) if waiter.leaves_last else req.key
+        if cut is not None:
+            assert self._points is not None
+            # What is cached behind the checkpoint, or on its way, is found there.
+            shareable = match is not None and shared_pages == cut.depth
+            if match is not None and cut.depth < match.depth:
+                key = req.key.prefix(cut.depth * pages.page_size)
+            joined, shared_pages, match, new = None, cut.depth, cut.match, cut.new_pages
+            start = cut_start
+            req.computes = True
         # 2. Before an eviction the tree has to know what the others wait for, or it evicts just
         # that.
         num_loaded = max(0, waiter.load_end - shared_pages)
@@ -730,26 +823,31 @@ class DecodePreallocQueue:
         if num_loaded:
             joined, shared_pages = self._load(waiter, joined, shared_pages, now_s), waiter.load_end
         joined_pages = joined.pages if joined is not None else None
-        # By the key that was matched: other ranks match it again.
-        key = req.key.prefix(len(req.key) - 1) if waiter.leaves_last else req.key
-        req.pages_held = pages.open(
-            key,
-            match,
-            new,
-            now_s,
-            joined_pages,
-            shared_pages,
-            is_used=num_loaded > 0,
-            window_start=start,
-        )
+        if cut is not None and self._points is not None:
+            self._points.hold(req, cut.checkpoint)
+        try:
+            req.pages_held = pages.open(
+                key,
+                match,
+                new,
+                now_s,
+                joined_pages,
+                shared_pages,
+                is_used=num_loaded > 0,
+                window_start=start,
+            )
+        except BaseException:
+            if self._points is not None:
+                self._points.end(req)
+            raise
         req.prefix_len = shared_pages * pages.page_size
+        if cut is not None and self._points is not None:
+            self._points.begin(req, cut.dense)
         if req.hashes:
             req.pages_held.hashes, req.hashes = req.hashes, []
             pages.keep_hashes(req.pages_held)
         # 4. Enter the flight, so that the next look of this pass can join it; then the sums that
         # the next `_limits` reads.
-        # A page that was left is found elsewhere already.
-        shareable = match is not None and not waiter.leaves_last
         flight = self._flights.start(req, joined, shareable)
         if prefill != ALONE:
             self._shares.promise(flight.room_key, prefill, new)

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixkv.addresses import check_prefill
+from prefixkv.cache.checkpoints import Checkpoint
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.config import Retarget
 from prefixkv.errors import UserErrors
@@ -53,13 +54,18 @@ class DecodeRequest(PagedRequest[DecodeState]):
     request: up to there its pages suffice. It is 0 while the request does not run, so that
     `append_many` looks, and refuses it. `prefill` is the address of the prefill worker that it goes
     to: the request's, until `retarget` names another.
+
+    With checkpoints of extra state, one of `pop_local` goes on from the state in `checkpoint_slot`,
+    -1 where `prefix_len` is 0; the engine copies it before it computes the first chunk. It saves
+    states at each of `stops` (tokens, ascending): see `DecodeNode.save_state`.
     """
 
     __slots__ = (
-        "_key", "admitted_s", "aux", "committed_s", "fill_len", "first_token_s", "hit_tokens",
-        "host_tokens", "is_alone", "max_new_tokens", "max_pages", "may_load", "new_pages", "output",
-        "output_limit", "prefill", "prefix_len", "prompt_len", "retractions", "retries",
-        "shared_tokens", "transferred_s",
+        "_key", "admitted_s", "aux", "checkpoint", "checkpoint_slot", "committed_s", "computes",
+        "fill_len", "first_token_s", "goes_on_at", "hit_tokens", "holds_checkpoint", "host_tokens",
+        "is_alone", "max_new_tokens", "max_pages", "may_load", "new_pages", "output",
+        "output_limit", "prefill", "prefix_len", "prompt_len", "retractions", "retries", "saved",
+        "shared_tokens", "stops", "transferred_s",
     )  # fmt: skip
 
     TRANSITIONS = {
@@ -92,6 +98,17 @@ class DecodeRequest(PagedRequest[DecodeState]):
         self.fill_len = self.prompt_len
         self.retries = 0
         self.retractions = 0
+        # Of extra state, and of the latest admission: whether it is computed here; the checkpoint
+        # that it goes on from, and whether it is locked for that; slots that were filled at these
+        # depths, in pages, and are not entered in the cache yet; the depth in tokens of the deepest
+        # checkpoint that it knows of.
+        self.computes = False
+        self.checkpoint: Checkpoint | None = None
+        self.checkpoint_slot = -1
+        self.holds_checkpoint = False
+        self.stops: list[int] = []
+        self.saved: list[tuple[int, int]] = []
+        self.goes_on_at = 0
         # Its journal (journal.py): when each of these happened first, and what was found and asked
         # for.
         self.admitted_s: float | None = None
@@ -156,7 +173,8 @@ class DecodeRequest(PagedRequest[DecodeState]):
         or before admission.
 
         Its state is there from `pop_transferred` on, and is the engine's to advance until the
-        request ends or is retracted; a retracted one's state is sent again.
+        request ends or is retracted; a retracted one's state is sent again, or computed here from a
+        checkpoint.
         """
         return -1 if self.pages_held is None else self.pages_held.slot
 

@@ -37,6 +37,7 @@ from prefixkv.decode.request import CAN_RUN, DecodeRequest, DecodeState, Prefill
 from prefixkv.decode.room_numbers import RoomNumbers
 from prefixkv.decode.shares import PrefillShares
 from prefixkv.decode.sources import Source, Sources
+from prefixkv.decode.state_checkpoints import DecodeCheckpoints
 from prefixkv.decode.transfer_queue import DecodeTransferQueue
 from prefixkv.errors import (
     AbortedError,
@@ -101,6 +102,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             config, `pop_needs_prefill` returns first attempts too.
         host: pages of host memory, their eviction policy, and whether all are ready at once; None:
             no host memory. `take_copies` gives its copies.
+        checkpoint_tokens: where `pages` has checkpoints, the depth of each is a multiple of it.
+            Without checkpoints nothing is computed here of requests with extra state or windows.
     """
 
     def __init__(
@@ -122,6 +125,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         weights_version: str = "",
         sources: Sources | None = None,
         host: tuple[int, str | Policy, bool] | None = None,
+        checkpoint_tokens: int = 1,
     ) -> None:
         self.name = name
         self.sources = sources or Sources()
@@ -140,7 +144,10 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self.host = HostTier(
                 pages, num_pages, policy, self.counters, lambda: self.budget.active, are_ready
             )
-        self._deferred = Deferred(pages, self._queue_again, self.host)
+        self.points: DecodeCheckpoints | None = None
+        if pages.checkpoints is not None and self.sources.config is not None:
+            self.points = DecodeCheckpoints(pages, checkpoint_tokens)
+        self._deferred = Deferred(pages, self._queue_again, self.host, self.points)
         self.prospects = Prospects(
             pages, self.shares, self.lanes, self.flights, self._deferred.stuck_pages, self.host
         )
@@ -162,6 +169,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             computes=self.sources.config is not None,
             host=self.host,
             sources=self.sources,
+            points=self.points,
+            chooses_here=self._chooses_here,
         )
         self.arriving = DecodeTransferQueue(pages, self.flights)
         self._retries = Retries(max_retries, retarget, pages.errors)
@@ -276,6 +285,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self.computing.has_work(now_s)
         for req in committed:
             assert req.pages_held is not None
+            # Before anything is evicted: under its lock, which has just grown over their pages.
+            if self.points is not None:
+                self.points.enter(req)
             self.counters["transferred"] += 1
             # `deadline_s` is about the arrival of the KV, which is over.
             self._deadlines.forget(req)
@@ -299,10 +311,11 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         """Note in decode's scheduler that the engine has written the KV of a request of `pop_local`
         up to token `end`.
 
-        With `end` at its `fill_len` it is whole: `pop_transferred` returns it, with `aux`. A
-        request that has ended meanwhile is left out. Raises RequestError, with nothing changed, for
-        one that is not computed here, or an `end` that is not behind the last one, or beyond it;
-        CallerError for an `aux` that is no bytes, or comes before the end.
+        With `end` at its `fill_len` it is whole: `pop_transferred` returns it, with `aux`. One that
+        lacks nothing but its extra state is, with that, too. A request that has ended meanwhile is
+        left out. Raises RequestError, with nothing changed, for one that is not computed here, or
+        an `end` that is not behind the last one, or beyond it; CallerError for an `aux` that is no
+        bytes, or comes before the end.
         """
         check_time(now_s)
         end = whole_count("end", end)
@@ -310,8 +323,11 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             raise RequestError(f"req is a {type(req).__name__}, a DecodeRequest is needed")
         if not isinstance(aux, bytes) or (aux and end != req.fill_len):
             raise CallerError(f"aux is {shown(aux)} at {end} of {req.fill_len} tokens")
+        self._check_step(req, end)
         running = self._num_running
         self.counters["computed_tokens"] += self.computing.advance(req, end, running, now_s)
+        if self.points is not None and not req.state.ended:
+            self.points.computed(req, end)
         if end < req.fill_len or req.state.ended:
             return
         flight = self.flights.of(req)
@@ -319,6 +335,43 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         req.aux = aux
         self.arriving.arrived(flight)
         self.journal.computed(req, now_s)
+
+    def _check_step(self, req: DecodeRequest, end: int) -> None:
+        """Raise RequestError for a chunk of a decode request that is longer than its rows in window
+        groups have pages for."""
+        if self.pages.windows and (done := self.computing.done(req)) is not None:
+            most = min(group.step_tokens for group in self.pages.windows)
+            if end - done > most:
+                what = f"a chunk of {end - done} tokens, step_tokens of its window groups is {most}"
+                raise RequestError(f"request {req.rid!r} has {what}")
+
+    def save_state(self, req: DecodeRequest, end: int, now_s: float) -> int:
+        """Return the slot into which decode's engine copies a request's extra state behind `end`
+        tokens, one of its `stops`, which it has just computed; -1 if it need not.
+
+        Before `computed` is told of that. Raises RequestError, with nothing changed, for another
+        place, or a request that is not computed here.
+        """
+        check_time(now_s)
+        end = whole_count("end", end)
+        self.check_own(req)
+        if req.state.ended:
+            return -1
+        if self.points is None or self.computing.done(req) is None:
+            raise RequestError(f"request {req.rid!r} is not computed here, it saves no state")
+        return self.points.take(req, end)
+
+    def save_states(self, reqs: Sequence[DecodeRequest], now_s: float) -> list[tuple[int, int]]:
+        """Return the copies of extra state that decode's engine makes before a step of these
+        requests: from one slot to another, for each of them at a page boundary."""
+        check_time(now_s)
+        if self.points is None:
+            return []
+        if not isinstance(reqs, list | tuple):
+            raise RequestError(f"reqs is {shown(reqs)}, a list of DecodeRequest is needed")
+        for req in reqs:
+            self.check_own(req)
+        return self.points.running(reqs)
 
     @property
     def chunk_tokens(self) -> int:
@@ -871,9 +924,18 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self.host.check_invariants()
         local = self.arriving.local
         self.computing.check_invariants(local)
+        points = self.points
         check_laws(
-            {"no extra state is computed here": self.pages.slots is None or not local}, local
+            {
+                "no extra state or window is computed here without checkpoints": (
+                    self._computes_all or not local
+                )
+            },
+            local,
         )
+        if points is not None:
+            found = [*self.requests.values(), *self._deferred.requests(), *self.computing.left]
+            points.check_invariants(list({id(req): req for req in found}.values()))
 
     # --- admission --------------------------------------------------------------------------------
 
@@ -1020,6 +1082,13 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         return self.budget.active - self.flights.num_owned
 
     @property
+    def _computes_all(self) -> bool:
+        """True unless decode's requests have extra state or windows, and no checkpoint of those to
+        compute from."""
+        has_more = self.pages.slots is not None or bool(self.pages.windows)
+        return not has_more or self.points is not None
+
+    @property
     def _asks_late(self) -> bool:
         """True if decode's engine submits a request to prefill only once `pop_needs_prefill` has
         returned it.
@@ -1039,16 +1108,40 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     ) -> bool:
         """Decide whether decode's engine computes what an admitted request lacks."""
         config, missing = self.sources.config, req.fill_len - req.prefix_len
-        # 1. It never may: prefill's extra state, or something else of prefill is wanted. Or nothing
-        # is to be computed.
-        if config is None or flight.pages.slot >= 0 or not req.request.may_compute or not missing:
+        # 0. It was decided at its admission.
+        if self.points is not None:
+            return req.computes
+        # 1. It never may: extra state or a window without checkpoints, or something else of prefill
+        # is wanted. Or nothing is to be computed.
+        if config is None or not self._computes_all or not req.request.may_compute or not missing:
             return False
         # 2. Nothing else can.
         if is_alone:
             return missing <= self.sources.most_tokens(is_down=True)
         # 3. Both could.
-        due = self.computing.due_tokens(self.arriving.local)
-        chosen = self.sources.choose(missing, due, self._num_running, req.prefill, now_s)
+        return self._is_best_here(req, missing, missing, now_s)
+
+    def _chooses_here(self, req: DecodeRequest, missing: int, num_sent: int, now_s: float) -> bool:
+        """Decide whether decode's engine computes a request with extra state or a window, which is
+        about to be admitted: `missing` tokens from a checkpoint on. Prefill would send
+        `num_sent`."""
+        if not req.request.may_compute:
+            return False
+        # All is here, in a checkpoint and in the cache: nothing has to be computed.
+        if not missing:
+            return True
+        if req.is_alone:
+            return missing <= self.sources.most_tokens(is_down=True)
+        return self._is_best_here(req, missing, num_sent, now_s)
+
+    def _is_best_here(self, req: DecodeRequest, missing: int, num_sent: int, now_s: float) -> bool:
+        """Decide whether decode's engine computes `missing` tokens of a request, where prefill
+        could send `num_sent`."""
+        config, due = self.sources.config, self.computing.due_tokens(self.arriving.local)
+        assert config is not None
+        chosen = self.sources.choose(
+            missing, due, self._num_running, req.prefill, now_s, num_sent=num_sent
+        )
         if chosen is Source.PREFILL and missing <= config.below:
             self.counters["compute_declined"] += 1
         return chosen is Source.HERE
@@ -1057,12 +1150,14 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         """Return True if decode may compute a request itself, by what it lacks now, if its prefill
         worker cannot be asked.
         """
-        if not req.request.may_compute or self.pages.slots is not None:
+        if not req.request.may_compute or not self._computes_all:
             return False
         # O(1) where nothing is computed here, or everything may be.
         if (most := self.sources.most_tokens(is_down=True)) < 0 or most >= req.kv_len:
             return most >= 0
         match = self.pages.match(req.key, req.request.cacheable)
+        if self.points is not None:
+            return self.points.tokens_behind(req, self.points.find(req, match)) <= most
         num_shared = 0
         if match is not None:
             _, num_shared = self.flights.find(req.key, match.depth)
@@ -1118,7 +1213,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             elif (
                 self.flights.of(req) is flight
                 and req.request.may_compute
-                and self.pages.slots is None
+                and self._computes_all
                 and self._unlocked_tokens(req) <= most
             ):
                 self.counters["transfers_failed"] += 1
@@ -1132,6 +1227,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     def _unlocked_tokens(self, req: DecodeRequest) -> int:
         """Return how many tokens an admitted decode request lacks, those on their way included."""
+        if self.points is not None:
+            match = self.pages.match(req.key, req.request.cacheable)
+            return self.points.tokens_behind(req, self.points.find(req, match))
         assert req.pages_held is not None
         lock = req.pages_held.lock
         return req.fill_len - (0 if lock is None else lock.prefix_len)
@@ -1305,6 +1403,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         elif flight.owner is not None and self.computing.give_up(flight.owner):
             return
         else:
+            if self.points is not None and flight.owner is not None:
+                self.points.end(flight.owner)
             self.pages.drop(flight.pages)
         if flight.owner is not None:
             flight.owner.pages_held = None

@@ -363,7 +363,15 @@ class Sources:
             return self.config.down_below
         return self.config.below
 
-    def choose(self, missing: int, due: int, running: int, address: str, now_s: float) -> Source:
+    def choose(
+        self,
+        missing: int,
+        due: int,
+        running: int,
+        address: str,
+        now_s: float,
+        num_sent: int | None = None,
+    ) -> Source:
         """Choose the source of a request's missing tokens, by the module's rule.
 
         Args:
@@ -371,11 +379,20 @@ class Sources:
             due: tokens that decode has to compute for other requests.
             running: requests that run, beside which the chunks are computed.
             address: its prefill worker, which can be asked.
+            num_sent: tokens that it would send; None: those that are missing. With extra state
+                decode begins at a checkpoint, and computes again what is cached behind it.
         """
-        return self.choose_way([Lack(missing)], due, running, address, now_s).source
+        sent = None if num_sent is None or num_sent == missing else Lack(num_sent)
+        return self.choose_way([Lack(missing)], due, running, address, now_s, sent).source
 
     def choose_way(
-        self, lacks: Sequence[Lack], due: int, running: int, address: str, now_s: float
+        self,
+        lacks: Sequence[Lack],
+        due: int,
+        running: int,
+        address: str,
+        now_s: float,
+        sent_lack: Lack | None = None,
     ) -> Way:
         """Choose the way to get what a request lacks on decode, by the module's rule. Its `seconds`
         are 0 where it was not chosen by them.
@@ -383,6 +400,7 @@ class Sources:
         Args:
             lacks: at least one; the first lacks least, and is taken while nothing is measured.
             due, running, address: as for `choose`.
+            sent_lack: what prefill sends, where that is something else than is computed here.
         """
         config, first = self.config, lacks[0]
         self._note_request(now_s)
@@ -409,7 +427,8 @@ class Sources:
         if not knows_prefill:
             return sent
         # 4. Both are, or at least all that may be taken.
-        ways = [self._by_prefill(lack, worker, now_s) for lack in lacks]
+        by_prefill = lacks if sent_lack is None else [sent_lack]
+        ways = [self._by_prefill(lack, worker, now_s) for lack in by_prefill]
         ways += [self._here(one, due, running) for one in lacks if one.missing <= config.below]
         way = fair(ways)
         self._note_seconds(way.seconds)

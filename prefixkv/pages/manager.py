@@ -407,12 +407,13 @@ class PageManager:
         priority: int = 0,
         continues: bool | None = None,
         keep_tokens: int | None = None,
+        on_cached: Callable[[], None] | None = None,
     ) -> None:
         """End the request in the page manager: its whole pages become cached prefix, its tail is
         freed.
 
         With `keep_tokens` only the whole pages of its first that many tokens; what the tree has of
-        it already stays.
+        it already stays. `on_cached` is called while they are locked.
         """
         if keep_tokens is None or keep_tokens >= len(key):
             self.cache_unfinished(pages, key, now_s, priority=priority)
@@ -422,6 +423,8 @@ class PageManager:
             num_kept = keep_tokens // self.page_size * self.page_size
             kept = RadixKey(np.frombuffer(key.data, "<i4", num_kept), key.namespace)
             self.cache_unfinished(pages, kept, now_s, priority=priority)
+        if on_cached is not None:
+            on_cached()
         # Before `drop`, which ends the lock that says where the use ended.
         if continues is not None:
             self.hint(pages, continues)

@@ -111,16 +111,22 @@ def _by_state(pages: PageAllocator) -> Samples:
     yield ("quarantined",), pages.quarantined_pages
 
 
-def _checkpoints(node: PrefillNode) -> Samples:
-    """Yield the slots of a prefill node's checkpoints as samples of its metric, by state."""
+def _decode_cut_tokens(node: DecodeNode) -> Samples:
+    """Return the cached tokens that a decode node computes again, for its metric."""
+    points = node.scheduler.points
+    return [((), 0 if points is None else points.cut_tokens)]
+
+
+def _checkpoints(node: Node) -> Samples:
+    """Yield the slots of a node's checkpoints as samples of its metric, by state."""
     if (points := node.scheduler.pages.checkpoints) is not None:
         there = len(points)
         yield ("saved",), there
         yield ("other",), max(0, points.num_slots - there)
 
 
-def _checkpoints_evicted(node: PrefillNode) -> Samples:
-    """Return the checkpoints that a prefill node gave up for others, for its metric."""
+def _checkpoints_evicted(node: Node) -> Samples:
+    """Return the checkpoints that a node gave up for others, for its metric."""
     points = node.scheduler.pages.checkpoints
     return [((), 0 if points is None else points.evicted)]
 
@@ -294,6 +300,8 @@ BOTH = (
     _gauge("rooms", "Rooms open, or not drained yet.", _value(lambda node: node.num_rooms)),
     _gauge("peers", "Peers by state.", _peers, "state"),
     _counter("dropped_frames", "Control frames dropped, by why.", _dropped_frames, "reason"),
+    _gauge("checkpoints", "Slots of checkpoints by state.", _checkpoints, "state"),
+    _counter("checkpoints_evicted", "Checkpoints given up for others.", _checkpoints_evicted),
 )  # fmt: skip
 DECODE = (
     _counter("shared_tokens", _ON_THEIR_WAY, _tokens(Journal.SHARED), "namespace"),
@@ -319,6 +327,7 @@ DECODE = (
     _counter("computed_tokens", "Tokens of their prompts.", _count("computed_tokens")),
     _counter("compute_declined", _DECLINED, _count("compute_declined")),
     _counter("failovers", _FAILOVERS, _count("failovers")),
+    _counter("cut_tokens", _CUT, _decode_cut_tokens),
     _counter("host_hit_tokens", _HOST_HITS, _count("host_hit_tokens")),
     _counter("host_loads", "Loads from host memory.", _count("host_loads")),
     _counter(
@@ -336,8 +345,6 @@ PREFILL = (
     _counter("sent_bytes", "KV written to decode workers.", _value(lambda node: node.bytes_sent)),
     _counter("skipped_bytes", "KV that decode had already.", _prefill_skipped_bytes),
     _counter("cut_tokens", _CUT, _count("cut_tokens")),
-    _gauge("checkpoints", "Slots of checkpoints by state.", _checkpoints, "state"),
-    _counter("checkpoints_evicted", "Checkpoints given up for others.", _checkpoints_evicted),
     _gauge("queue_requests", "Requests by what they wait for.", _prefill_queues, "queue"),
     _counter("requests", "Requests that ended.", _ended("sent", "failed"), "outcome"),
 )

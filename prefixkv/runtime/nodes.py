@@ -85,16 +85,19 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
             events go to `apply_rank_events`. None: the pool holds all of the model's KV.
         state: extra state of requests (a recurrent state, say), which prefill sends with the last
             chunk to the request's `state_slot`. Each admitted request has a slot until it ends, so
-            no more requests than slots are admitted at once. It is never cached: a request that
-            hits the prefix has it sent all the same, and a retracted request comes back through
-            `pop_needs_prefill`. It must outlive the node.
+            no more requests than slots are admitted at once. What is sent of it is never cached: a
+            request that hits the prefix has it sent all the same, and a retracted request comes
+            back through `pop_needs_prefill`, or, with `compute`, goes on from a state of the last
+            slots, which `config.checkpoints` counts. It must outlive the node.
         transport: makes another transport than NIXL's, for tests.
 
     Raises:
         ConfigError: an unknown policy (of eviction or admission), a pool that is not rank 0's share
             or cannot be registered, a mesh of several ranks without `ranks`, `compute` together
-            with `ranks` or `state`, `host_memory` together with `state` or with `ranks` without a
-            mesh, more host memory than there is, a `record` that cannot be written.
+            with `ranks` or aligned groups, or with `state` or window groups without `checkpoints`,
+            `checkpoints` without either or with too few slots, `host_memory` together with `state`,
+            with groups, or with `ranks` without a mesh, more host memory than there is, a `record`
+            that cannot be written.
     """
 
     scheduler: DecodeScheduler
@@ -123,11 +126,11 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         num_ranks = spec.mesh.num_ranks
         if num_ranks > 1 and ranks is None:
             raise ConfigError(f"a mesh of {num_ranks} ranks needs a RankLog")
-        # The other ranks would have to compute the same chunks, and no log tells them; prefill's
-        # extra state would have to be computed with the KV.
-        if config.compute is not None and (ranks is not None or state is not None):
-            what = "several ranks" if ranks is not None else "extra state (state=)"
+        # The other ranks would have to compute the same chunks, and no log tells them.
+        if config.compute is not None and ranks is not None:
+            what = "several ranks"
             raise ConfigError(f"compute: a decode worker with {what} does not compute prompts")
+        _check_decode_checkpoints(config, spec)
         # Nothing copies prefill's extra state; and a log alone, without a mesh, makes no copies on
         # other ranks.
         if config.host_memory is not None and (
@@ -136,11 +139,10 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
             what = "ranks without a mesh" if state is None else "extra state (state=)"
             raise ConfigError(f"host_memory: a decode worker with {what} keeps nothing there")
         check_own_memory(layout)
-        if pool.groups:
-            what = "compute" if config.compute is not None else ""
-            what = what or ("host_memory" if config.host_memory is not None else "")
-            if what:
-                raise ConfigError(f"{what}: not with a pool of several groups of layers")
+        if pool.groups and config.host_memory is not None:
+            raise ConfigError("host_memory: not with a pool of several groups of layers")
+        if config.compute is not None and not all(group.window for group in pool.groups):
+            raise ConfigError("compute: not with a pool of aligned groups of layers")
         # 2. The pages, the tree, and the scheduler over them, then the transfer side, which starts
         # the threads. If one fails, those before it are undone: the next node may have a policy
         # object, and host memory is given back.
@@ -213,6 +215,7 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
                 config.compute, config.failure_policy == "local", loads=self._host is not None
             ),
             host=host,
+            checkpoint_tokens=config.checkpoint_tokens,
         )
         if self.scheduler.host is not None:
             undo.callback(self.scheduler.host.cache.policy.release)
@@ -329,8 +332,12 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         `end`.
 
         With `end` at `req.fill_len` it is whole, and comes out of `pop_transferred` with `aux`, as
-        if prefill had sent it. What the device has still to write has to be written before any
-        later work of it on these pages. A request that has ended meanwhile is left out.
+        if prefill had sent it. One with extra state may lack nothing but that: then `prefix_len` is
+        `fill_len`, and so is `end`. With window groups a chunk has `step_tokens` of them at most,
+        and a checkpoint is kept where one ends at one of `req.stops`. What the device has still to
+        write has to be written before any later work of it on these pages; at `fill_len` it has to
+        be done, where something was computed that is cached already (from a checkpoint on): these
+        pages are free then. A request that has ended meanwhile is left out.
 
         Raises:
             RequestError: it is not computed here, or `end` is not behind the last one, or beyond
@@ -339,6 +346,33 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         """
         self.scheduler.computed(req, end, self._pump(), aux)
         self._tell()
+
+    def save_state(self, req: DecodeRequest, end: int) -> int:
+        """Return the slot into which the engine copies the extra state behind `end` tokens of a
+        request of `pop_local`, one of `req.stops`, for the decode node to go on from; -1 if it need
+        not.
+
+        Before `computed(req, end)` or a later one: with that its stops up to there are over.
+
+        Raises:
+            RequestError: another place, or a request that is not computed here. Nothing was
+                changed.
+        """
+        return self.scheduler.save_state(req, end, self._pump())
+
+    def save_states(self, reqs: Sequence[DecodeRequest]) -> list[tuple[int, int]]:
+        """Return the copies of extra state that the engine makes before a step of these running
+        requests of the decode node: (from, to) slots of the StatePool, for those of them that are
+        at a page boundary.
+
+        A request keeps one state so: the next one takes its place, and `finish` and `retract` enter
+        the last in the cache. Call it where `req.state_slot` has the state behind `req.kv_len`
+        tokens. Without `DecodeConfig.checkpoints` there are none. O(requests).
+
+        Raises:
+            RequestError: for what is no request of this node. Nothing was changed.
+        """
+        return self.scheduler.save_states(reqs, self._pump())
 
     @property
     def chunk_tokens(self) -> int:
@@ -493,7 +527,9 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         if (recorder := self._recorder) is not None:
             stats |= {"recorded": recorder.recorded, "record_lost": recorder.lost}
         waiting = self.scheduler.waiting
-        host = self.scheduler.host
+        host, points = self.scheduler.host, self.scheduler.points
+        stats |= _checkpoint_counts(self.scheduler.pages)
+        stats["cut_tokens"] = 0 if points is None else points.cut_tokens
         stats |= {
             "host_pages": 0 if host is None else host.num_ready,
             "host_pages_cached": 0 if host is None else host.allocator.cached_pages,
@@ -809,10 +845,7 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         """Return the prefill node's counters, pages by state, checkpoints, and the bytes that were
         not sent because decode had them."""
         stats = super().stats()
-        points = self.scheduler.pages.checkpoints
-        stats["checkpoints"] = 0 if points is None else len(points)
-        stats["checkpoint_slots"] = 0 if points is None else points.num_slots
-        stats["checkpoints_evicted"] = 0 if points is None else points.evicted
+        stats |= _checkpoint_counts(self.scheduler.pages)
         layout = self.pool.layout
         skipped_pages = stats.get("decode_hit_tokens", 0) // layout.page_size
         stats["bytes_skipped"] = skipped_pages * layout.page_bytes
@@ -835,6 +868,32 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
                 self.scheduler.source_free(event.key, now_s)
             case _:
                 assert_never(event)
+
+
+def _checkpoint_counts(pages: PageManager) -> dict[str, int]:
+    """Return how many checkpoints a node has, may have, and has given up for others."""
+    points = pages.checkpoints
+    return {
+        "checkpoints": 0 if points is None else len(points),
+        "checkpoint_slots": 0 if points is None else points.num_slots,
+        "checkpoints_evicted": 0 if points is None else points.evicted,
+    }
+
+
+def _check_decode_checkpoints(config: DecodeConfig, spec: RankSpec) -> None:
+    """Raise ConfigError for checkpoints that a decode node cannot have, or lacks."""
+    num_checkpoints, why = config.checkpoints, ""
+    has_windows = bool(spec.layout.windows)
+    if spec.state is None and not has_windows:
+        if num_checkpoints:
+            why = "they are of extra state (state=) or of window groups, and there is neither"
+    elif config.compute is not None and not num_checkpoints:
+        what = "extra state (state=)" if spec.state is not None else "window groups"
+        raise ConfigError(f"compute: with {what} it needs checkpoints, which are 0")
+    elif num_checkpoints and spec.state is not None and spec.num_slots <= num_checkpoints:
+        why = f"the extra state has {spec.num_slots} slots, and requests need some"
+    if why:
+        raise ConfigError(f"checkpoints: {num_checkpoints}: {why}")
 
 
 def _check_checkpoints(

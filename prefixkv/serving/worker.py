@@ -473,8 +473,13 @@ class DecodeWorker(Worker):
         shared = (
             self.config.node.transport.backend != "nixl" and self.settings.models.device == "cpu"
         )
-        model = _model(self.settings)
-        pool = _pool(self.settings, model, shared, requests=self.config.node.max_running)
+        model, node = _model(self.settings), self.config.node
+        windows = {"requests": node.max_running}
+        if node.compute is not None:
+            num, page_size = self.settings.num_pages, self.settings.page_size
+            windows["step_tokens"] = node.compute.chunk_tokens
+            windows["checkpoints"] = node.checkpoints or model.num_checkpoints(num, page_size)
+        pool = _pool(self.settings, model, shared, **windows)
         return DecodeEngine(
             model,
             pool,

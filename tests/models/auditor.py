@@ -160,6 +160,9 @@ def assert_at_rest(scheduler: DecodeScheduler | PrefillScheduler) -> None:
     assert pages.allocator.held_pages == 0
     assert pages.allocator.quarantined_pages == 0
     assert pages.slots is None or pages.slots.free_pages == pages.slots.num_pages
+    if pages.checkpoints is not None:
+        assert not pages.checkpoints.num_locks, "H13: nothing is locked"
+        assert not pages.checkpoints.taken, "H12: each slot is a checkpoint's, or free"
     for group in pages.windows:
         states = group.allocator
         assert states.free_pages + states.cached_pages == states.num_pages, f"H11: {group.name}"

@@ -86,7 +86,9 @@ class World:
                 step_tokens=step_tokens or chunk_tokens, window_pages=prefill_window_pages,
                 requests=32, checkpoints=(prefill or {}).get("checkpoints", 16),
             ),
-            model.make_pool(pages, page_size, order, window_pages=window_pages),
+            model.make_pool(
+                pages, page_size, order, window_pages=window_pages, **self._computes(decode)
+            ),
         )  # fmt: skip
         memory = [*pools, *(group.pool for pool in pools for group in pool.groups)]
         for pool in memory:  # what was never written must not matter
@@ -108,6 +110,15 @@ class World:
                     for _, view in views:
                         view.normal_(0, 3)
             self.close = closing.pop_all().close
+
+    @staticmethod
+    def _computes(decode: dict[str, Any] | None) -> dict[str, int]:
+        """What decode's pool has to have for prompts that are computed there."""
+        compute = (decode or {}).get("compute")
+        if compute is None:
+            return {}
+        kept = (decode or {}).get("checkpoints", 16)
+        return {"step_tokens": compute.chunk_tokens, "checkpoints": kept}
 
     def ask(self, rid: str, tokens: Any, **options: Any) -> Answer:
         ask = Generate(rid, np.asarray(tokens, np.int32), self.prefill.endpoint, **options)

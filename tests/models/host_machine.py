@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -92,8 +93,8 @@ class ChosenSources(Sources):
         super().__init__(config, fails_over)
         self._chance = machine.chance
 
-    def choose(self, missing: int, due: int, running: int, address: str, now_s: float) -> Source:
-        chosen = super().choose(missing, due, running, address, now_s)
+    def choose(self, missing: int, *args: Any, **more: Any) -> Source:
+        chosen = super().choose(missing, *args, **more)
         return Source.PREFILL if self._chance.randrange(4) == 3 else chosen
 
 

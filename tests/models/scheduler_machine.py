@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from benchmarks.policies.gated import Gated
 from prefixkv.admission import DEFAULT_ADMISSION, admission_names
@@ -61,8 +62,8 @@ class ChosenSources(Sources):
         super().__init__(sim.compute, sim.fails_over)
         self._sim = sim
 
-    def choose(self, missing: int, due: int, running: int, address: str, now_s: float) -> Source:
-        chosen = super().choose(missing, due, running, address, now_s)
+    def choose(self, missing: int, *args: Any, **more: Any) -> Source:
+        chosen = super().choose(missing, *args, **more)
         return Source.PREFILL if self._sim.random.randrange(4) == 3 else chosen
 
 
@@ -120,6 +121,13 @@ class SchedulerSim(PairSim):
         self.lost: list[PeerId] = []
         self.past: list[tuple[list[int], object]] = []  # conversations that may go on
         self.stalls: list[Hold] = []
+        num_slots = 0 if self.host_pages else chance.choice([0, 8, 3])
+        window = 0 if self.host_pages or self.compute is None else chance.choice([0, 5, 9])
+        # Where decode computes, with extra state or a window, it needs checkpoints.
+        is_computed = self.compute is not None and (num_slots or window)
+        self.num_checkpoints = chance.choice([3, 1, 8, 0]) if is_computed else 0
+        if window:
+            self.num_ranks = 1  # no other rank has what checkpoints keep of a window
         super().__init__(
             seed=0,
             storm=Storm(
@@ -130,8 +138,10 @@ class SchedulerSim(PairSim):
             decode_pages=chance.choice([13, 11, 12, 18, 30]),
             prefill_pages=chance.choice([32, 14]),
             failure_policy=chance.choice(["fail", "retry"]),
-            num_slots=0 if self.host_pages
-            else chance.choice([0, 8, 3] if self.compute is None else [0, 0, 3]),
+            num_slots=num_slots,
+            window=window,
+            window_pages=(48, chance.choice([30, 12, 60])),
+            decode_step=2 * PAGE_SIZE,
             digest_every=digest_every,
             chance=chance,
         )  # fmt: skip
@@ -146,7 +156,13 @@ class SchedulerSim(PairSim):
 
     def decode_scheduler(self, log: RankLog) -> DecodeScheduler:
         num_pages, self.log = self.decode_pages, log
-        settings = {**self.config.for_page_manager(num_pages), "num_slots": self.num_slots}
+        settings = {
+            **self.config.for_page_manager(num_pages),
+            "num_slots": self.num_slots,
+            "num_checkpoints": self.num_checkpoints,
+        }
+        if (last := self.sides[1].last) is not None:
+            settings["windows"] = (last,)
         pages = ReplicatedPageManager(log.append, num_pages, PAGE_SIZE, ROWS, **settings)
         pages.hash_every_pages = 1
         self.replicas = [

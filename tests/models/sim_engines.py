@@ -238,6 +238,7 @@ class DecodeEngine:
             rank.replica = DecodeReplica(*sizes, config, side.num_slots, windows=windows)
         self.running: dict[str, DecodeRequest] = {}
         self.local: dict[DecodeRequest, int] = {}  # what is computed here: tokens with KV
+        self.kept: dict[int, int] = {}  # states in the slots of checkpoints, on every rank
         # Rooms that have ended on some ranks: on which, and when the first of them failed.
         self.ending: dict[RoomKey, tuple[set[int], list[float]]] = {}
         self.outcomes: dict[str, DecodeState] = {}
@@ -393,6 +394,7 @@ class DecodeEngine:
         if len(req.output) < req.max_new_tokens:
             tokens = req.tokens
             hashes = self.hashes(tokens)
+            self._keep(req)
             for rank in self._each_rank(req):
                 rank.fill(req.pages, len(tokens) - 1, hashes, req.state_slot)
                 if (last := sim.sides[1].last) is not None:
@@ -402,6 +404,7 @@ class DecodeEngine:
             return
         if len(req.output) >= req.max_new_tokens or sim.random.random() < sim.finish_early:
             self.verify(req)
+            self._keep(req)
             del self.running[req.rid]
             self.finish(req)
             self._ended(req)
@@ -416,9 +419,27 @@ class DecodeEngine:
         end = min(req.fill_len, start + sim.random.randint(1, 2 * PAGE_SIZE))
         tokens = req.key.tokens()
         hashes = self.hashes(tokens)
+        if (last := sim.sides[1].last) is not None:
+            end = min([end, *(at for at in req.stops if at > start)])  # a window is kept there
+        assert end > start or req.resumed, "the first token is sampled from something"
+        if self.scheduler.points is not None and start == req.prefix_len > 0:
+            sim.counters["checkpoints gone on from"] += 1
+        if has_state := req.state_slot >= 0:
+            is_first = start == req.prefix_len
+            if is_first and start:
+                state = self.kept[req.checkpoint_slot]
+                assert state == hashes[start - 1], f"H12: {req} goes on from another state"
+            assert (req.checkpoint_slot >= 0) == (req.prefix_len > 0)
         for rank in self._each_rank(req):
-            rank.check_bytes(req, req.pages, hashes[:start], req.state_slot)
+            slot = req.state_slot if has_state and not is_first else -1
+            rank.check_bytes(req, req.pages, hashes[:start], slot)
             rank.fill(req.pages, start, hashes[:end], req.state_slot)
+            if last is not None:
+                rank.check_last(req, req.window_pages(last.name), hashes[:start], last.window)
+                rank.fill_last(req.window_pages(last.name), start, hashes[:end])
+        for at in [at for at in req.stops if start < at <= end]:
+            if (slot := self.scheduler.save_state(req, at, sim.now_s)) >= 0:
+                self.kept[slot] = int(hashes[at - 1])
         self.local[req] = end
         aux = b""
         if end == req.fill_len:
@@ -427,6 +448,15 @@ class DecodeEngine:
                 aux = self.next_token(tokens).to_bytes(4, "little")
         self.scheduler.computed(req, end, sim.now_s, aux)
         sim.counters["chunks computed on decode"] += 1
+
+    def _keep(self, req: DecodeRequest) -> None:
+        """Copy the state of a request at a page boundary, which is right."""
+        for source, slot in self.scheduler.save_states([req], self.sim.now_s):
+            assert source == req.state_slot
+            hashes = self.hashes(req.tokens[: req.kv_len])
+            for rank in self._each_rank(req):
+                rank.check_bytes(req, req.pages, hashes, source)
+            self.kept[slot] = int(hashes[-1])
 
     def finish(self, req: DecodeRequest) -> None:
         self.scheduler.finish(req, self.sim.now_s)
@@ -442,6 +472,9 @@ class DecodeEngine:
         """Overwrite all free pages, so that one freed too early shows."""
         pages = self.scheduler.pages
         slots = [] if pages.slots is None else pages.slots.pages_in(PageState.FREE).tolist()
+        if (points := pages.checkpoints) is not None and pages.slots is not None:
+            for slot in points.free_slots:
+                self.kept.pop(pages.slots.num_pages + slot, None)
         for rank in self.ranks:
             rank.scribble(pages.allocator.pages_in(PageState.FREE), slots, 0xDD)
             for group in pages.windows:
@@ -462,6 +495,7 @@ class EngineSim(Sim):
     num_slots: int = 0  # 0: there is no extra state
     window: int = 0  # of layers beside, in tokens; 0: there are none
     window_pages: tuple[int, int] = (40, 30)  # prefill's and decode's, of these layers
+    decode_step: int = 1  # most tokens of a chunk that decode computes, there
     checkpoints: int = 0
     tensors: tuple[StateTensor, ...] = TENSORS
     digest_every: int = 0
@@ -479,7 +513,7 @@ class EngineSim(Sim):
         names = "prefill-0", "decode-0"
         self.sides = self.shape.sides(names, num_pages, self.tensors, (2 * slots, slots))
         if self.window:
-            steps = 3 * PAGE_SIZE, 1
+            steps = 3 * PAGE_SIZE, self.decode_step
             self.sides = tuple(
                 replace(
                     side,

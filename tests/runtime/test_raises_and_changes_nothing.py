@@ -145,6 +145,8 @@ class Story:
             "decode.pop_failed": ([], {"after": 7}),
             "decode.pop_local": ([], {}),
             "decode.computed": ([computing, 1], {"aux": b""}),
+            "decode.save_state": ([computing, 1], {}),
+            "decode.save_states": ([[running]], {}),
             "decode.give_up_prefill": (["nobody", "no"], {}),
             "decode.pop_needs_prefill": ([], {}),
             "decode.append_many": ([[running], [-1]], {}),

@@ -217,7 +217,14 @@ STATE = StateTensor("s", 0, 1, (1,))
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (lambda: DecodeNode(grouped(), DecodeConfig(compute=ComputeConfig())), "compute: not with"),
+        (
+            lambda: DecodeNode(grouped(), DecodeConfig(compute=ComputeConfig())),
+            "compute: with window groups it needs checkpoints",
+        ),
+        (
+            lambda: DecodeNode(grouped(0, num_pages=12), DecodeConfig(compute=ComputeConfig())),
+            "compute: not with .* aligned groups",
+        ),
         (
             lambda: DecodeNode(grouped(), DecodeConfig(host_memory=HostConfig(num_bytes=1 << 20))),
             "host_memory: not with",

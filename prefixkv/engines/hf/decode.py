@@ -30,7 +30,7 @@ from prefixkv.engines.hf.drafting import Drafting
 from prefixkv.engines.hf.identity import with_model
 from prefixkv.engines.hf.logprobs import MAX_PROMPT_NUMBERS, TokenLogprob
 from prefixkv.engines.hf.models import PagedModel
-from prefixkv.engines.hf.recurrent import StateMemory, StateRows
+from prefixkv.engines.hf.recurrent import NO_SLOT, StateMemory, StateRows
 from prefixkv.engines.hf.requests import (
     Finish,
     Generate,
@@ -108,6 +108,7 @@ class DecodeEngine:
 
     `states` is the memory of the states of a model with recurrent layers, None of another. It has a
     slot per request in transfer or running: as many as `max_running`, or as the pool has pages.
+    With `compute` the slots of `checkpoints` follow; 0 of them stands for as many as on prefill.
 
     Raises: ConfigError, as DecodeNode and FlatPool do, or for another word for `thinking`, or for
         what a model with recurrent layers cannot have.
@@ -127,9 +128,16 @@ class DecodeEngine:
         config = with_model(config or DecodeConfig(), model.identity, model.name)
         check_decode_config(config, model.keeps)
         self.states: StateMemory | None = None
+        layout = pool.layout
+        if model.keeps and config.compute is not None and not config.checkpoints:
+            num = model.num_checkpoints(layout.num_pages, layout.page_size)
+            config = replace(config, checkpoints=num)
+        # Most tokens of one prompt per forward: a row of the window group has pages for no more.
+        most = layout.num_pages * layout.page_size
+        self._step_tokens = min([most, *(group.step_tokens for group in pool.groups)])
         if model.has_states:
-            num_slots = min(config.max_running, pool.layout.num_pages)
-            self.states = model.make_states(num_slots, shared_states)
+            num_slots = min(config.max_running, layout.num_pages)
+            self.states = model.make_states(num_slots + config.checkpoints, shared_states)
         if config.compute is not None:
             config = replace(config, compute=replace(config.compute, ask="late"))
         self._computes = config.compute is not None
@@ -264,7 +272,7 @@ class DecodeEngine:
         for req in arrived:
             self._begin(req)
         for req in node.pop_local():
-            self._local[req] = req.prefix_len
+            self._begin_local(req)
         # The event stands behind all chunks of those that failed.
         for req in node.pop_failed(self.model.event() if self._local else None):
             self._failed(req, outputs)
@@ -294,10 +302,25 @@ class DecodeEngine:
         left, further = self.node.chunk_tokens, self.node.further_prompt_tokens
         for req, start in self._local.items():
             if left > 0 and not req.state.ended:
-                end = min(start + left, req.fill_len)
+                end = min(start + min(left, self._step_tokens), req.fill_len)
+                if self.model.window:  # a window is kept at a chunk's end
+                    end = next((at for at in req.stops if start < at <= end), end)
                 chunks.append(_Chunk(req, start, end))
                 left -= end - start + further
         return chunks
+
+    def _begin_local(self, req: DecodeRequest) -> None:
+        """Start to compute an HF request's prompt on decode, or what it had when it was
+        retracted."""
+        if req.prefix_len < req.fill_len:
+            self._local[req] = req.prefix_len
+            return
+        # It lacks no KV: its window is there, or its state in a checkpoint.
+        if self.states is not None:
+            self.states.copy([(req.checkpoint_slot, req.state_slot)])
+        self.node.computed(req, req.fill_len)
+        for whole in self.node.pop_transferred():
+            self._begin(whole)
 
     def _begin(self, req: DecodeRequest) -> None:
         """Start to decode an HF request that has all its KV here but the newest token's."""
@@ -333,8 +356,8 @@ class DecodeEngine:
             starts + [chunk.start for chunk in chunks],
             [start + 1 for start in starts] + [chunk.end for chunk in chunks],
             [*range(len(reqs)), *(len(reqs) + chunks.index(one) for one in firsts)],
-            states=self._state_rows(reqs),
-            windows=self.model.window_pages(reqs),
+            states=self._state_rows(reqs, chunks),
+            windows=self.model.window_pages([*reqs, *(chunk.req for chunk in chunks)]),
         )
         self._counters["steps"] += bool(reqs)
         choices = [
@@ -351,6 +374,12 @@ class DecodeEngine:
             chunk.req: pack_first(token, 0, logprob)
             for chunk, token, logprob in zip(firsts, found[num:], logprobs[num:], strict=True)
         }
+        # What the cache has already of a whole one is free then, and may be promised to prefill: so
+        # the device has to be done with it. Sampling waits for that.
+        if not sampled and any(chunk.end == chunk.req.fill_len for chunk in chunks):
+            event = self.model.event()
+            if event is not None:
+                event.synchronize()
         for chunk in chunks:
             self._local[chunk.req] = chunk.end
             if chunk.end == chunk.req.fill_len:
@@ -410,15 +439,27 @@ class DecodeEngine:
             if not req.state.ended:
                 self._report_token(req, token, logprob, outputs)
 
-    def _state_rows(self, reqs: list[DecodeRequest]) -> StateRows | None:
-        """Return the states of the HF requests that run: a step replaces each in its slot.
+    def _state_rows(self, reqs: list[DecodeRequest], chunks: list[_Chunk]) -> StateRows | None:
+        """Return the states of an HF forward: a step replaces each in its slot, and a prompt's
+        first chunk goes on from a checkpoint. Copies those that are kept of requests that run.
 
-        None for a model without any. Chunks of prompts have none: `compute` is refused with them.
+        None for a model without any.
         """
         if self.states is None:
             return None
+        self.states.copy(self.node.save_states(reqs))
         slots = [req.state_slot for req in reqs]
-        return StateRows(self.states, slots, slots)
+        sources = slots.copy()
+        # The slots are asked for before the forward: once a chunk is told its stops are over.
+        saves: dict[int, dict[int, int]] = {}
+        for req, start, end in chunks:
+            sources.append(req.checkpoint_slot if start == req.prefix_len else req.state_slot)
+            for at in [at for at in req.stops if start < at <= end]:
+                slot = self.node.save_state(req, at)
+                if slot != NO_SLOT:
+                    saves.setdefault(len(slots), {})[at] = slot
+            slots.append(req.state_slot)
+        return StateRows(self.states, sources, slots, saves)
 
     def _append(self, outputs: list[tuple[OnOutput, Output]]) -> bool:
         """Append the tokens that the HF model sampled on the node, and report them to clients.
@@ -484,6 +525,8 @@ class DecodeEngine:
             keep = None
             if self._thinking.may_leave_out:  # the prompt is copied to look at it
                 keep = self._thinking.keep_tokens(req.request.key.tokens(), req.output)
+            if self.states is not None:  # it may end at a page boundary
+                self.states.copy(self.node.save_states([req]))
             self.node.finish(req, self.model.event(), keep_tokens=keep)
             self._running.remove(req)
             self._forget(req.rid, answer)
@@ -662,6 +705,11 @@ def check_decode_config(config: DecodeConfig, keeps: str) -> None:
         config: the node's.
         keeps: `PagedModel.keeps` of the model.
     """
-    for name in ("compute", "host_memory") if keeps else ():
-        if getattr(config, name) is not None:
-            raise ConfigError(f"{name}: the model has {keeps} decode has from prefill only")
+    if keeps and config.host_memory is not None:
+        raise ConfigError(f"host_memory: the model has {keeps} decode keeps nowhere else")
+    if config.checkpoints and not keeps:
+        num = config.checkpoints
+        raise ConfigError(
+            f"checkpoints: {num} are of states and windows, and the model has neither recurrent "
+            "layers nor windows"
+        )

@@ -36,6 +36,16 @@ class StateMemory:
             view = pool.view(part.name, tensor.layer).view(-1, *part.shape)
             self.views.setdefault(part.layer, []).append((part, view))
 
+    def copy(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy states of an HF model from one slot to another each, all of them at once."""
+        if not copies:
+            return
+        sources, slots = np.array(copies).T
+        for views in self.views.values():
+            for _, view in views:
+                to = torch.from_numpy(slots.copy()).to(view.device)
+                view.index_copy_(0, to, view[torch.from_numpy(sources.copy()).to(view.device)])
+
 
 class StateRows(NamedTuple):
     """The states of the sequences of a forward.

@@ -29,9 +29,9 @@ from prefixkv.errors import TokenError
 
 
 def words(tokens: list[int], bigram: bool) -> list[int]:
-    if not bigram:
-        return tokens
-    return [word for pair in pairwise(tokens) for word in pair]
+    """A key's int32 words: pairs of tokens, or the two halves of each."""
+    pairs = pairwise(tokens) if bigram else ((token & 0xFFFFFFFF, token >> 32) for token in tokens)
+    return [word for pair in pairs for word in pair]
 
 
 @given(
@@ -80,13 +80,13 @@ def test_only_added_tokens_are_packed_and_other_tokens_are_packed_whole(
     assert packed == [(0, 999), (999, 1005), (1005, 1006)]
     longer = longer[:]
     longer[500] = 3
-    assert key.cover(longer, 1006).tokens()[500] == 3
+    assert key.cover(longer, 1006).tokens()[1000:1002].tolist() == [3, 0]
     assert packed[3:] == [(0, 1006)]
 
 
 @pytest.mark.parametrize("more", [0, 1, 100])
-def test_tokens_that_no_int32_holds_are_refused_and_the_key_stays(more: int) -> None:
-    key, ids = RequestKey(None, Packer(False)), array("q", [1, 2])
+def test_pairs_of_tokens_that_no_int32_holds_are_refused_and_the_key_stays(more: int) -> None:
+    key, ids = RequestKey(None, Packer(True)), array("q", [1, 2])
     key.cover(ids, 2)
     for bad in (-1, 1 << 31, 1 << 40):
         longer = ids[:]
@@ -95,7 +95,14 @@ def test_tokens_that_no_int32_holds_are_refused_and_the_key_stays(more: int) -> 
             key.cover(longer, len(longer))
         assert key.cover(ids, 2).tokens().tolist() == [1, 2]
     ids.extend([(1 << 31) - 1, *range(more)])
-    assert key.cover(ids, len(ids)).tokens().tolist() == list(ids)
+    assert key.cover(ids, len(ids)).tokens().tolist() == words(list(ids), True)
+
+
+def test_tokens_that_no_int32_holds_are_keys_of_their_own() -> None:
+    """Two tokens with the same lower half are two."""
+    tokens = [5, 5 + (1 << 32), -1, 1 << 31]
+    packed = {Packer(False).words(array("q", [token]), 0, 1) for token in tokens}
+    assert len(packed) == 4
 
 
 def test_extra_keys_and_salts_make_namespaces() -> None:

@@ -50,10 +50,17 @@ class RecurrentSides(HFSides):
         return _recurrent()
 
 
+class ComputingRecurrentSides(RecurrentSides, ComputingSides):
+    """The same with a decode worker that computes too."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", conformance.scenarios(), ids=str)
 def test_it_keeps_them_too_with_recurrent_layers(case: conformance.Case) -> None:
-    case.check(RecurrentSides, patience_s=PATIENCE_S)
+    # Where decode computes, it begins at a checkpoint, which a prompt of whole pages that is cached
+    # as a whole has no use for: these look at what it hits.
+    hits = case.scenario in ("full hit", "namespaces")
+    case.check(RecurrentSides if hits else ComputingRecurrentSides, patience_s=PATIENCE_S)
 
 
 @cache

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks.hybrid_models import FAMILIES, WINDOWED, config_of
-from prefixkv import ComputeConfig, HostConfig
+from prefixkv import HostConfig
 from prefixkv.engines.hf import PagedModel, Sampling, make_model
 from prefixkv.engines.hf.identity import identity_of
 from prefixkv.engines.hf.models import unpaged_copy
@@ -428,7 +428,6 @@ def test_paging_changes_no_identity_and_no_copy(made: PagedModel, reference: Ref
 @pytest.mark.parametrize(
     ("decode", "prefill", "why"),
     [
-        ({"compute": ComputeConfig()}, {}, "compute: the model has recurrent layers"),
         ({"host_memory": HostConfig(times=2.0)}, {}, "host_memory: the model has recurrent layers"),
     ],
 )

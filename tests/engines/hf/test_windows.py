@@ -18,7 +18,7 @@ import torch
 from transformers import AutoConfig
 
 from benchmarks.hybrid_models import WINDOWED, config_of
-from prefixkv import ComputeConfig, HostConfig
+from prefixkv import HostConfig
 from prefixkv.config import TransportConfig
 from prefixkv.engines.hf import PagedModel, Sampling, make_model
 from prefixkv.engines.hf import attention as attention_module
@@ -522,18 +522,9 @@ def test_a_context_within_the_window_needs_no_group(family: str, less: int) -> N
 # --- what is refused ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("decode", "why"),
-    [
-        ({"compute": ComputeConfig()}, "compute: the model has layers with a window"),
-        ({"host_memory": HostConfig(times=2.0)}, "host_memory: the model has layers with a window"),
-    ],
-)
-def test_what_windows_do_not_go_with_is_refused_by_name(
-    made: PagedModel, decode: dict, why: str
-) -> None:
-    with pytest.raises(ConfigError, match=why):
-        World(made, decode=decode)
+def test_what_windows_do_not_go_with_is_refused_by_name(made: PagedModel) -> None:
+    with pytest.raises(ConfigError, match="host_memory: the model has layers with a window"):
+        World(made, decode={"host_memory": HostConfig(times=2.0)})
 
 
 def test_the_trial_finds_a_window_that_is_one_token_off(

@@ -42,20 +42,25 @@ def test_turns_are_answered_as_generate_does_and_hit(folders: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_next", "nemotron_h", "granitemoehybrid"])
-def test_twenty_conversations_in_small_pools(folders: Any, family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "below"),
+    [("qwen3_next", 0), ("nemotron_h", 0), ("granitemoehybrid", 0), ("granitemoehybrid", 40)],
+)
+def test_twenty_conversations_in_small_pools(folders: Any, family: str, below: int) -> None:
     """With pools that evict, fewer checkpoints than conversations, and clients that leave: every
-    answer is `generate`'s."""
+    answer is `generate`'s. Also where decode computes what lacks few tokens."""
     folder, expected = folders(family)
     pools = ("--prefill-pages", "150", "--decode-pages", "120", "--checkpoints", "14")
-    with serve_folder(folder, *SIZES, *pools) as serve:
+    with serve_folder(folder, *SIZES, *pools, "--compute-below", str(below)) as serve:
         hit, _, _ = converse(serve, expected, len(family), leave=0.2)
         evicted = [serve.figures(f"{role}-0")[
             f'prefixkv_evicted_pages_total{{node="{role}-0"}}'] for role in ("decode", "prefill")
         ]  # fmt: skip
+        computed = serve.figures("decode-0")['prefixkv_computed_requests_total{node="decode-0"}']
         at_rest(serve)
     assert hit > 0
     assert all(evicted)
+    assert (computed > 20) == (below > 0)
 
 
 @pytest.mark.slow
@@ -72,21 +77,15 @@ def test_prefill_computes_little_more_than_what_is_new(folders: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("option", "value", "why"),
-    [
-        ("--compute-below", "64", "compute: the model has recurrent layers"),
-        ("--host-memory-times", "2", "host_memory: the model has recurrent layers"),
-    ],
-)
 def test_what_states_do_not_go_with_is_refused_before_weights_are_read(
-    folders: Any, tmp_path: Path, option: str, value: str, why: str
+    folders: Any, tmp_path: Path
 ) -> None:
+    why = "host_memory: the model has recurrent layers"
     folder, _ = folders("qwen3_next")
     shutil.copytree(folder, tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").write_bytes(b"no weights")
     # One worker: with a prefill worker beside it either may be the first to end.
-    told = ("--model", str(tmp_path / "model"), option, value)
+    told = ("--model", str(tmp_path / "model"), "--host-memory-times", "2")
     with Served("worker", "decode", *told) as worker:
         assert worker.ended() != 0
         assert why in worker.shown()

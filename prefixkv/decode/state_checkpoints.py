@@ -1,0 +1,271 @@
+"""Checkpoints on decode, of extra state and of windows: from which its engine computes a prompt
+itself, or goes on with an answer that was retracted.
+
+Decode needs none for a hit, since prefill sends the state and the window of a prompt's end. Only
+where decode computes does it need one to begin from. A prompt that is computed here saves one as
+prefill does: at its end, and where its path leaves what is cached. A request that runs has one
+slot, which gets its state at each page boundary in place of the one before, and is entered in the
+cache when the request finishes or is retracted. Its window is there then: what it has of that
+before the last page boundary becomes the checkpoint's.
+
+What is computed here begins at a checkpoint, and pages behind that are computed again though they
+are cached: so the request takes pages of its own for them. What is sent begins where the cache
+ends. Therefore the choice between both is made before pages are taken.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Collection, Iterable
+from math import lcm
+
+from prefixkv.cache.checkpoints import NO_SLOT, Checkpoint
+from prefixkv.cache.results import MatchResult
+from prefixkv.decode.request import CAN_RUN, DecodeRequest
+from prefixkv.errors import RequestError, check_laws
+from prefixkv.pages.manager import PageManager
+
+
+class DecodeCheckpoints:
+    """The checkpoints of a decode worker's page manager, as its requests use them. Owned by the
+    scheduler's thread.
+
+    Args:
+        pages: with `num_checkpoints`, and `num_slots` or window groups. The slots of the StatePool
+            are those of the requests, then those of the checkpoints.
+        tokens: the depth of each is a multiple of that number of tokens, and of a page.
+
+    `cut_tokens` counts tokens whose KV was cached, and that are computed here again, since no
+    checkpoint lay behind them.
+    """
+
+    def __init__(self, pages: PageManager, tokens: int) -> None:
+        assert pages.checkpoints is not None
+        self._pages, self._points = pages, pages.checkpoints
+        self._has_state = pages.slots is not None
+        self._first_slot = pages.slots.num_pages if pages.slots is not None else 0
+        self._step = lcm(pages.page_size, tokens)
+        self.cut_tokens = 0
+
+    # --- where a request goes on ------------------------------------------------------------------
+
+    def find(self, req: DecodeRequest, match: MatchResult | None) -> Checkpoint | None:
+        """Return the deepest checkpoint on what is cached of a decode request, from which its
+        engine can go on. Changes nothing.
+
+        Behind it a token is left at least, from which the first of the answer is sampled; none
+        needs to be for a resumed request, which has its next token.
+        """
+        if match is None:
+            return None
+        if not req.resumed and match.prefix_len == len(req.key):
+            match = self._pages.match(req.key.prefix(len(req.key) - 1))
+            assert match is not None
+        return self._points.find(match)
+
+    def tokens_behind(self, req: DecodeRequest, found: Checkpoint | None) -> int:
+        """Return how many tokens decode has to compute of a request from a checkpoint on; from its
+        beginning without one."""
+        return req.kv_len - (0 if found is None else found.depth * self._pages.page_size)
+
+    def hold(self, req: DecodeRequest, found: Checkpoint | None) -> None:
+        """Lock the checkpoint that a decode request goes on from, which is opened next."""
+        if found is not None:
+            self._points.use(found)
+            self._points.lock(found)
+            req.holds_checkpoint = True
+        req.checkpoint = found
+
+    def begin(self, req: DecodeRequest, dense_pages: int) -> None:
+        """Say where a decode request, just opened to be computed here, goes on from, and where it
+        saves checkpoints. `dense_pages`: of its path, that are cached."""
+        page_size = self._pages.page_size
+        req.checkpoint_slot = NO_SLOT
+        if req.checkpoint is not None and self._has_state:
+            req.checkpoint_slot = self._first_slot + req.checkpoint.slot
+        req.goes_on_at = req.prefix_len
+        self.cut_tokens += max(0, dense_pages * page_size - req.prefix_len)
+        if self._may_save(req):
+            for tokens in (req.fill_len, dense_pages * page_size):
+                at = tokens // self._step * self._step
+                if at > req.prefix_len and at not in req.stops:
+                    insort(req.stops, at)
+
+    # --- what it saves ----------------------------------------------------------------------------
+
+    def take(self, req: DecodeRequest, end: int) -> int:
+        """Return the slot of the StatePool for the state of a decode request that is computed here,
+        behind `end` tokens, one of its stops; -1 if none is free.
+
+        Raises RequestError, with nothing changed, for another place.
+        """
+        if end not in req.stops:
+            raise RequestError(f"request {req.rid!r} saves no state at {end}, but at {req.stops}")
+        req.stops.remove(end)
+        return self._take(req, end, with_windows=True)
+
+    def running(self, reqs: Iterable[DecodeRequest]) -> list[tuple[int, int]]:
+        """Return the copies of states that are due before decode's engine makes a step: of each
+        running request at a page boundary its slot, and the slot that keeps its state.
+
+        O(requests), and a heap for those that have no such slot yet.
+        """
+        copies: list[tuple[int, int]] = []
+        for req in reqs if self._has_state else ():
+            at = req.kv_len
+            if at % self._step or at <= req.goes_on_at or req.state not in CAN_RUN:
+                continue
+            if not self._may_save(req):
+                continue
+            if req.saved:
+                # One slot a request: what it had before is a page behind.
+                _, slot = req.saved.pop()
+                req.saved.append((at // self._pages.page_size, slot))
+                slot += self._first_slot
+            else:
+                slot = self._take(req, at)
+            if slot != NO_SLOT:
+                copies.append((req.state_slot, slot))
+        return copies
+
+    def _take(self, req: DecodeRequest, end: int, with_windows: bool = False) -> int:
+        """Take a slot for what is behind `end` tokens of a decode request; with its pages in the
+        window groups, which get others in their place."""
+        depth = end // self._pages.page_size
+        windows = with_windows and self._pages.windows
+        if windows and not self._can_share(req, depth, req.max_pages):
+            return NO_SLOT
+        slot = self._points.take()
+        if slot == NO_SLOT:
+            return slot
+        if windows:
+            self._share(req, slot, depth, req.max_pages)
+        req.saved.append((depth, slot))
+        return self._first_slot + slot
+
+    def _can_share(self, req: DecodeRequest, depth: int, end_pages: int) -> bool:
+        """Return whether a decode request has all that a checkpoint of its first `depth` pages
+        needs of it in the window groups, and there are pages for what it needs instead up to
+        `end_pages`."""
+        windows, held = self._pages.windows, req.pages_held
+        assert held is not None
+        at = depth * self._pages.page_size
+        if any(one.row(held.row).first_page > one.first_page(at) for one in windows):
+            return False
+        return windows.has_room(windows.num_replaced(held.row, depth, end_pages))
+
+    def _share(self, req: DecodeRequest, slot: int, depth: int, end_pages: int) -> None:
+        """Let the checkpoint in a slot have what a decode request has before its depth in the
+        window groups."""
+        windows, held = self._pages.windows, req.pages_held
+        assert held is not None
+        self._points.make_room(windows.num_replaced(held.row, depth, end_pages))
+        self._points.attach(slot, windows.share(held.row, depth, end_pages))
+
+    def _may_save(self, req: DecodeRequest) -> bool:
+        """Return whether a decode request's pages go to the tree, so that a checkpoint can end on
+        one: not after a flush, which they were computed before."""
+        held = req.pages_held
+        assert held is not None
+        return self._pages.caching and req.request.cacheable and held.epoch == self._pages.epoch
+
+    # --- ends -------------------------------------------------------------------------------------
+
+    def computed(self, req: DecodeRequest, end: int) -> None:
+        """Note that decode's engine has computed a request up to token `end`: it has copied the
+        state that it goes on from, and stops behind it are over."""
+        self._unlock(req)
+        # Without extra state nothing has to be copied: what is computed is kept where it is.
+        if not self._has_state and end in req.stops:
+            self.take(req, end)
+        if req.stops:
+            req.stops = [at for at in req.stops if at > end]
+        if self._pages.windows:
+            assert req.pages_held is not None
+            self._pages.slide(req.pages_held, end)
+
+    def enter(self, req: DecodeRequest) -> None:
+        """Enter the states that a decode request has saved, as far as their pages are in the tree,
+        under its lock; give the other slots back."""
+        held, saved = req.pages_held, req.saved
+        req.saved = []
+        if not saved:
+            return
+        assert held is not None
+        for depth, slot in saved:
+            # After a flush the pages that it has locked are in no tree.
+            if depth > held.num_locked or held.epoch != self._pages.epoch:
+                self._points.give_back(slot)
+                continue
+            page = int(self._pages.pages(held)[depth - 1])
+            self._points.save(page, depth, slot, req.checkpoint)
+            req.goes_on_at = max(req.goes_on_at, depth * self._pages.page_size)
+
+    def leave(self, req: DecodeRequest) -> None:
+        """Enter what a decode request leaves in the cache, its state and its window, and give back
+        the rest. Under its lock, which has all its pages that are cached."""
+        held = req.pages_held
+        if self._pages.windows and held is not None and self._may_save(req):
+            if not self._has_state:
+                at = held.num_locked * self._pages.page_size // self._step * self._step
+                if at > req.goes_on_at and not req.saved:
+                    self._take_left(req, at // self._pages.page_size)
+            else:
+                saved, req.saved = req.saved, []
+                for depth, slot in saved:
+                    self._leave_windows(req, depth, slot)
+        self.enter(req)
+        self.end(req)
+
+    def _take_left(self, req: DecodeRequest, depth: int) -> None:
+        """Take a slot for the window that a decode request without extra state leaves."""
+        if self._can_share(req, depth, depth) and (slot := self._points.take()) != NO_SLOT:
+            self._leave_windows(req, depth, slot)
+
+    def _leave_windows(self, req: DecodeRequest, depth: int, slot: int) -> None:
+        """Let the checkpoint in a slot have the window pages that a decode request leaves, if they
+        are all there. The request itself needs none any more."""
+        if self._can_share(req, depth, depth):
+            self._share(req, slot, depth, depth)
+            req.saved.append((depth, slot))
+        else:
+            self._points.give_back(slot)
+
+    def end(self, req: DecodeRequest) -> None:
+        """Give back what a decode request has of checkpoints. Before its pages are released."""
+        self._unlock(req)
+        for _, slot in req.saved:
+            self._points.give_back(slot)
+        req.saved, req.stops = [], []
+        req.checkpoint, req.checkpoint_slot, req.goes_on_at = None, NO_SLOT, 0
+
+    def _unlock(self, req: DecodeRequest) -> None:
+        """Unlock the checkpoint that a decode request goes on from, if it is locked."""
+        if req.holds_checkpoint:
+            assert req.checkpoint is not None
+            req.holds_checkpoint = False
+            self._points.unlock(req.checkpoint)
+
+    def check_invariants(self, requests: Collection[DecodeRequest]) -> None:
+        """Check the checkpoints against the decode requests that hold pages. Raises
+        InternalError."""
+        taken = sorted(slot for req in requests for _, slot in req.saved)
+        laws = {
+            "every lock of a checkpoint is a request's": self._points.num_locks
+            == sum(req.holds_checkpoint for req in requests),
+            "every taken slot is a request's": self._points.taken == taken,
+            "only what holds pages has to do with checkpoints": all(
+                req.pages_held is not None
+                or not (req.stops or req.saved or req.holds_checkpoint or req.checkpoint)
+                for req in requests
+            ),
+            "a request that runs has one slot": all(
+                len(req.saved) <= 1 for req in requests if req.state in CAN_RUN
+            ),
+            "what is saved lies in the request's own KV": all(
+                0 < depth * self._pages.page_size <= req.kv_len
+                for req in requests
+                for depth, _ in req.saved
+            ),
+        }
+        check_laws(laws, requests)
