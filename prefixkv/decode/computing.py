@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from prefixkv.decode.inflight import Flight
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.sources import Sources
-from prefixkv.errors import RequestError, check_laws
+from prefixkv.errors import RequestError, check_laws, shown
 
 
 class Computing:
@@ -71,7 +71,9 @@ class Computing:
         # With extra state it may lack nothing else: then its end is where it begins.
         if not (done < end <= req.fill_len or done == end == req.fill_len):
             least, most = done + 1, req.fill_len
-            raise RequestError(f"request {req.rid!r}: end is {end}, not in [{least}, {most}]")
+            raise RequestError(
+                f"request {req.rid!r}: end is {shown(end)}, not in [{least}, {most}]"
+            )
         if end < req.fill_len:
             self._done[req] = end
         else:

@@ -322,7 +322,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         if not isinstance(req, DecodeRequest):
             raise RequestError(f"req is a {type(req).__name__}, a DecodeRequest is needed")
         if not isinstance(aux, bytes) or (aux and end != req.fill_len):
-            raise CallerError(f"aux is {shown(aux)} at {end} of {req.fill_len} tokens")
+            raise CallerError(f"aux is {shown(aux)} at {shown(end)} of {req.fill_len} tokens")
         self._check_step(req, end)
         running = self._num_running
         self.counters["computed_tokens"] += self.computing.advance(req, end, running, now_s)
@@ -342,8 +342,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         if self.pages.windows and (done := self.computing.done(req)) is not None:
             most = min(group.step_tokens for group in self.pages.windows)
             if end - done > most:
-                what = f"a chunk of {end - done} tokens, step_tokens of its window groups is {most}"
-                raise RequestError(f"request {req.rid!r} has {what}")
+                what = f"{shown(end - done)} tokens, step_tokens of its window groups is {most}"
+                raise RequestError(f"request {req.rid!r} has a chunk of {what}")
 
     def save_state(self, req: DecodeRequest, end: int, now_s: float) -> int:
         """Return the slot into which decode's engine copies a request's extra state behind `end`

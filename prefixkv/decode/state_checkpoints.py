@@ -22,7 +22,7 @@ from math import lcm
 from prefixkv.cache.checkpoints import NO_SLOT, Checkpoint
 from prefixkv.cache.results import MatchResult
 from prefixkv.decode.request import CAN_RUN, DecodeRequest
-from prefixkv.errors import RequestError, check_laws
+from prefixkv.errors import RequestError, check_laws, shown
 from prefixkv.pages.manager import PageManager
 
 
@@ -100,7 +100,8 @@ class DecodeCheckpoints:
         Raises RequestError, with nothing changed, for another place.
         """
         if end not in req.stops:
-            raise RequestError(f"request {req.rid!r} saves no state at {end}, but at {req.stops}")
+            where = f"{shown(end)}, but at {req.stops}"
+            raise RequestError(f"request {req.rid!r} saves no state at {where}")
         req.stops.remove(end)
         return self._take(req, end, with_windows=True)
 

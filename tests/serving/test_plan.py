@@ -274,14 +274,19 @@ def text_of(key: tuple[str, ...], value: Any) -> str:
     return ".".join(key) + f" = {shown}"
 
 
-def outcomes(setting: Setting, file: Path, under: tuple[str, ...], made: Any) -> list[str]:
+def outcomes(
+    kind: type, setting: Setting, file: Path, under: tuple[str, ...], made: Any
+) -> list[str]:
     """What becomes of each value, up to the first that is taken: "changed", "same", the error."""
     found: list[str] = []
-    plain = made("")
+    # Decode's checkpoints are to compute from.
+    needs_compute = kind is KINDS["decode"] and setting.path == "checkpoints"
+    beside = text_of((*under, "compute", "below"), 512) + "\n" if needs_compute else ""
+    plain = made(beside)
     for value in others_of(setting):
         if value != setting.default and "changed" not in found:
             try:
-                text = text_of((*under, *setting.key), value)
+                text = beside + text_of((*under, *setting.key), value)
                 found.append("changed" if made(text) != plain else "same")
             except ConfigError as error:
                 found.append(str(error))
@@ -314,7 +319,7 @@ def test_each_key_of_a_command_s_file_changes_its_settings(
         file.write_text(text, encoding="utf-8")
         return load(kind, file)
 
-    found = outcomes(setting, file, (), made)
+    found = outcomes(kind, setting, file, (), made)
     assert found
     assert "same" not in found
     if setting.path in KEYS or (setting.path in REFUSED and "changed" not in found):
@@ -336,7 +341,7 @@ def test_each_key_of_a_worker_s_table_reaches_the_worker_or_is_refused(
         launch._key = "k"
         return [load(KINDS[role], None, launch._environ(role, number)) for number in range(2)]
 
-    found = outcomes(setting, file, ("workers", role), made)
+    found = outcomes(KINDS[role], setting, file, ("workers", role), made)
     assert found
     assert "same" not in found
     refused = setting.path in {*REFUSED, *KEYS, "seed", "model", "dtype"}
