@@ -210,10 +210,10 @@ MUTANTS = (
     ),
     Mutant(
         "T2", "a load lets go of what it reads", ("HostTier.load",),
-        "        self._order(True, key, start, src, device_pages, host_lock, None)",
+        "        self._order(True, key, end - num_pages, src, device_pages, host_lock, None)",
         """        self.cache.unlock(host_lock)
         host_lock = self.cache.pin(self.cache.match_prefix(key.prefix(0)), now_s)
-        self._order(True, key, start, src, device_pages, host_lock, None)""",
+        self._order(True, key, end - num_pages, src, device_pages, host_lock, None)""",
         ("decode/test_host_storm.py::test_what_is_read_is_what_was_written_in_a_short_storm",),
     ),
     Mutant(

@@ -72,6 +72,7 @@ class BroadcastSim(SchedulerSim):
     """Rank 0: its replicas are other processes. `num_sent` counts over its restarts."""
 
     num_sent = 0
+    has_ranks_elsewhere = True
 
     def new_decode(self) -> Engine:
         self.num_ranks, self.digest_every = 1, 1

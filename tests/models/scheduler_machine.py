@@ -91,6 +91,8 @@ class Engine(DecodeEngine):
 class SchedulerSim(PairSim):
     """See the module's text. `setup` spells pools, policies and the number of ranks."""
 
+    has_ranks_elsewhere = False  # replicas that this object does not make
+
     def __init__(self, setup: int) -> None:
         chance = Spelled()
         chance.spell(setup)
@@ -123,6 +125,8 @@ class SchedulerSim(PairSim):
         self.stalls: list[Hold] = []
         num_slots = 0 if self.host_pages else chance.choice([0, 8, 3])
         window = 0 if self.host_pages or self.compute is None else chance.choice([0, 5, 9])
+        if self.has_ranks_elsewhere:
+            window = 0
         # Where decode computes, with extra state or a window, it needs checkpoints.
         is_computed = self.compute is not None and (num_slots or window)
         self.num_checkpoints = chance.choice([3, 1, 8, 0]) if is_computed else 0
