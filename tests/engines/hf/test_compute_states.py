@@ -104,7 +104,7 @@ def test_a_small_storm() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_next", "gemma3_text"])
 def test_a_storm_of_conversations_with_few_slots_and_pages(family: str) -> None:
-    _storm(family, 9)
+    _storm(family, 6)
 
 
 def _storm(family: str, rounds: int, seed: int = 0) -> None:

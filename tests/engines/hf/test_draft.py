@@ -394,12 +394,16 @@ def test_models_that_go_on_from_checkpoints_have_no_draft(family: str, why: str)
 
 
 @pytest.mark.parametrize(
-    "decode", [{"compute": ComputeConfig()}, {"host_memory": HostConfig(times=2.0)}]
+    ("decode", "kind"),
+    [
+        ({"compute": ComputeConfig()}, "aligned"),
+        ({"host_memory": HostConfig(times=2.0)}, "several"),
+    ],
 )
 def test_what_a_draft_does_not_go_with_is_refused_by_name(
-    made: PagedModel, decode: dict[str, Any]
+    made: PagedModel, decode: dict[str, Any], kind: str
 ) -> None:
-    with pytest.raises(ConfigError, match=f"{next(iter(decode))}: not with a pool of several"):
+    with pytest.raises(ConfigError, match=f"{next(iter(decode))}: not with a pool of {kind}"):
         World(made, decode=decode)
 
 
