@@ -108,7 +108,8 @@ def test_a_storm_of_conversations_with_few_slots_and_pages(family: str) -> None:
 
 
 def _storm(family: str, rounds: int, seed: int = 0) -> None:
-    """Some prompts computed here, some sent; pools that evict, fewer checkpoints than
+    """Some prompts computed here, of which the first do not ask what that takes, and some sent, the
+    longest ones without a hit; pools that evict, fewer checkpoints than
     conversations, aborts, retractions: every token of every answer."""
     made, reference = _made(family)
     storm = Storm(
@@ -117,7 +118,7 @@ def _storm(family: str, rounds: int, seed: int = 0) -> None:
     )  # fmt: skip
     found = Found()
     with _world(
-        made, 40, pages=36, prefill_pages=60, chunk_tokens=48, prefill={"checkpoints": 4},
+        made, 150, pages=36, prefill_pages=60, chunk_tokens=48, prefill={"checkpoints": 4},
         decode={"max_running": 5, "reserve_tokens": 0, "checkpoints": 3},
     ) as world:  # fmt: skip
 
