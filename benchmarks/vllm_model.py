@@ -18,8 +18,7 @@ def make(
     folder: str, hidden: int, layers: int, heads: int, kv_heads: int, head_dim: int, dtype: str
 ) -> None:
     import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(SEED)
     config = LlamaConfig(
@@ -37,6 +36,16 @@ def make(
         initializer_range=0.08,  # so that the best token is well ahead of the second
     )
     LlamaForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(folder)
+    save_tokenizer(folder)
+    for number in ADAPTERS:
+        make_adapter(f"{folder}/adapter-{number}", number, hidden, layers, heads * head_dim)
+
+
+def save_tokenizer(folder: str) -> None:
+    """A tokenizer of whole words: `w17` is token 17."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     words = {"<unk>": 0, "<s>": 1, "</s>": 2}
     words |= {f"w{number}": number for number in range(3, VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
@@ -44,8 +53,6 @@ def make(
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
     ).save_pretrained(folder)
-    for number in ADAPTERS:
-        make_adapter(f"{folder}/adapter-{number}", number, hidden, layers, heads * head_dim)
 
 
 def make_adapter(folder: str, seed: int, hidden: int, layers: int, q_size: int) -> None:

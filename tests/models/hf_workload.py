@@ -88,6 +88,15 @@ class Storm:
         return aborted
 
 
+def checkpoint_counts(world: World) -> list[int]:
+    """What a storm of a model whose prefill goes on from checkpoints is to have seen."""
+    points = world.prefill.node.scheduler.pages.checkpoints
+    assert points is not None
+    stats = world.decode.stats()
+    counts = [stats[name] for name in ("retractions", "skipped_tokens", "evicted_pages")]
+    return [points.evicted, world.prefill.stats()["evicted_pages"], *counts]
+
+
 def shape_of(rng: np.random.Generator, equal_pages: bool = False) -> dict[str, Any]:
     """Page sizes, layouts and pools of a round. Decode's pool holds the largest request, and few
     more; prefill's too."""

@@ -19,7 +19,7 @@ from prefixkv.engines.hf.models import unpaged_copy
 from prefixkv.engines.hf.recurrent import NO_SLOT, StateRows
 from prefixkv.errors import ConfigError
 from tests.models.devices import DEVICE
-from tests.models.hf_workload import Found, Storm, compare, run_round
+from tests.models.hf_workload import Found, Storm, checkpoint_counts, compare, run_round
 from tests.models.hf_world import TINY, Answer, Reference, World
 from tests.models.patience import until
 
@@ -212,13 +212,9 @@ def _storm(family: str, rounds: int, monkeypatch: pytest.MonkeyPatch, seed: int 
         made, pages=36, page_size=8, prefill_pages=60, chunk_tokens=48,
         decode={"max_running": 5, "reserve_tokens": 0}, prefill={"checkpoints": 4},
     ) as world:  # fmt: skip
-        points = world.prefill.node.scheduler.pages.checkpoints
-        assert points is not None
 
         def counted(aborted: set[str]) -> list[int]:
-            counts = [points.evicted, world.prefill.stats()["evicted_pages"]]
-            stats = world.decode.stats()
-            counts += (stats[name] for name in ("retractions", "skipped_tokens", "evicted_pages"))
+            counts = checkpoint_counts(world)
             return counts if rounds < 10 else [*counts, len(aborted)]
 
         aborted = storm.run(world, seed, counted)

@@ -26,7 +26,7 @@ from prefixkv.engines.hf.attention import NAME
 from prefixkv.errors import ConfigError
 from prefixkv.pages.windows import WindowGroup, WindowPages, WindowSpec
 from tests.models.devices import DEVICE
-from tests.models.hf_workload import Found, Storm, compare, run_round
+from tests.models.hf_workload import Found, Storm, checkpoint_counts, compare, run_round
 from tests.models.hf_world import TINY, Answer, Reference, World
 
 OFF = 1e-2  # what is wrong differs by more, what is right by less than a tenth of that
@@ -331,13 +331,9 @@ def _storm(family: str, rounds: int, seed: int = 0) -> None:
         prefill_window_pages=30, decode={"max_running": 5, "reserve_tokens": 0},
         prefill={"checkpoints": 4},
     ) as world:  # fmt: skip
-        points = world.prefill.node.scheduler.pages.checkpoints
-        assert points is not None
 
         def counted(aborted: set[str]) -> list[int]:
-            counts = [points.evicted, world.prefill.stats()["evicted_pages"]]
-            stats = world.decode.stats()
-            counts += (stats[name] for name in ("retractions", "skipped_tokens", "evicted_pages"))
+            counts = checkpoint_counts(world)
             return counts if rounds < 10 else [*counts, len(aborted)]
 
         aborted = storm.run(world, seed, counted)

@@ -18,11 +18,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import openai
 import pytest
@@ -120,25 +121,48 @@ class Pair:
 
         until(unused)
 
+    @property
+    def servers(self) -> tuple[Server, ...]:
+        return self.prefill, self.decode
+
     def close(self) -> None:
         self.decode.kill()
         self.prefill.kill()
         self._threads.shutdown()
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+class Started(Protocol):
+    """Servers that have been started, and may not answer yet."""
+
+    @property
+    def servers(self) -> Sequence[Server]: ...
+
+    def close(self) -> None: ...
+
+
+S = TypeVar("S", bound=Started)
+
+
+@contextmanager
+def started(make: Callable[[], S]) -> Iterator[S]:
+    """Servers that answer, until the block ends. Where vLLM does not start, the test is skipped."""
     assert PYTHON, "PREFIXKV_ENGINE_PYTHON is the interpreter of `benchmarks env vllm`"
-    made = Pair(tmp_path_factory.mktemp("vllm"))
+    made = make()
     try:
         try:
-            made.prefill.wait()
-            made.decode.wait()
+            for server in made.servers:
+                server.wait()
         except NotStartedError as error:
             pytest.skip(f"a vLLM server did not start: {error}")
         yield made
     finally:
         made.close()
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    with started(lambda: Pair(tmp_path_factory.mktemp("vllm"))) as made:
+        yield made
 
 
 def prompt_of(seed: int, num_tokens: int) -> list[int]:

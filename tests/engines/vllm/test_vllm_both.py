@@ -23,13 +23,12 @@ from benchmarks.ports import free_port
 from benchmarks.vllm_servers import (
     MODEL,
     TINY,
-    NotStartedError,
     Server,
     make_model,
     token_ids,
     transfer_config,
 )
-from tests.engines.vllm.test_vllm import PYTHON, prompt_of, until
+from tests.engines.vllm.test_vllm import PYTHON, prompt_of, started, until
 
 OUT = 8
 BLOCK = 32  # tokens
@@ -90,17 +89,8 @@ class Both:
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
-    assert PYTHON, "PREFIXKV_ENGINE_PYTHON is the interpreter of `benchmarks env vllm`"
-    made = Both(tmp_path_factory.mktemp("vllm"))
-    try:
-        try:
-            for server in made.servers:
-                server.wait()
-        except NotStartedError as error:
-            pytest.skip(f"a vLLM server did not start: {error}")
+    with started(lambda: Both(tmp_path_factory.mktemp("vllm"))) as made:
         yield made
-    finally:
-        made.close()
 
 
 def test_each_sends_to_the_other(both: Both) -> None:

@@ -26,13 +26,12 @@ from benchmarks.ports import free_port
 from benchmarks.vllm_servers import (
     MODEL,
     TINY,
-    NotStartedError,
     Server,
     make_model,
     token_ids,
     transfer_config,
 )
-from tests.engines.vllm.test_vllm import BLOCK, BLOCK_BYTES, OUT, PYTHON, prompt_of, until
+from tests.engines.vllm.test_vllm import BLOCK, BLOCK_BYTES, OUT, PYTHON, prompt_of, started, until
 
 DECODE_BLOCKS = 41  # one is vLLM's null block
 FIRST, MORE = 300, 60  # tokens of a conversation's first turn, and what each later one adds
@@ -96,6 +95,10 @@ class HostPair:
             self.decode.complete(prompt_of(seed + i, 11 * BLOCK), 1, cache_salt=f"others {seed}")
         self.settled()
 
+    @property
+    def servers(self) -> tuple[Server, ...]:
+        return self.prefill, self.decode
+
     def close(self) -> None:
         self.decode.kill()
         self.prefill.kill()
@@ -104,17 +107,8 @@ class HostPair:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostPair]:
-    assert PYTHON, "PREFIXKV_ENGINE_PYTHON is the interpreter of `benchmarks env vllm`"
-    made = HostPair(tmp_path_factory.mktemp("host"))
-    try:
-        try:
-            made.prefill.wait()
-            made.decode.wait()
-        except NotStartedError as error:
-            pytest.skip(f"a vLLM server did not start: {error}")
+    with started(lambda: HostPair(tmp_path_factory.mktemp("host"))) as made:
         yield made
-    finally:
-        made.close()
 
 
 def test_conversations_that_come_back_are_not_sent_again(pair: HostPair) -> None:

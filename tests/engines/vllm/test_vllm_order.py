@@ -22,14 +22,13 @@ from benchmarks.ports import free_port
 from benchmarks.vllm_servers import (
     MODEL,
     TINY,
-    NotStartedError,
     Server,
     make_model,
     token_ids,
     transfer_config,
 )
 from benchmarks.waiting_cpu import cpu_share
-from tests.engines.vllm.test_vllm import PYTHON, prompt_of, until
+from tests.engines.vllm.test_vllm import PYTHON, prompt_of, started, until
 
 BLOCKS, LONG, OUT = 25, 440, 8  # one is vLLM's null block; tokens
 SOON_S = 60.0  # far below every time-out of the product
@@ -110,17 +109,8 @@ class Small:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Small]:
-    assert PYTHON, "PREFIXKV_ENGINE_PYTHON is the interpreter of `benchmarks env vllm`"
-    made = Small(tmp_path_factory.mktemp("order"))
-    try:
-        try:
-            made.prefill.wait()
-            made.decode.wait()
-        except NotStartedError as error:
-            pytest.skip(f"a vLLM server did not start: {error}")
+    with started(lambda: Small(tmp_path_factory.mktemp("order"))) as made:
         yield made
-    finally:
-        made.close()
 
 
 def test_two_requests_that_come_in_other_orders(small: Small) -> None:

@@ -17,8 +17,8 @@ from typing import Any, Final
 import pytest
 
 from benchmarks.ports import free_port
-from benchmarks.vllm_servers import NotStartedError, Server, token_ids, transfer_config
-from tests.engines.vllm.test_vllm import BLOCK, PYTHON, Pair, prompt_of, until
+from benchmarks.vllm_servers import REPOSITORY, Server, token_ids, transfer_config
+from tests.engines.vllm.test_vllm import BLOCK, PYTHON, Pair, prompt_of, started, until
 
 WINDOW: Final = 96  # tokens: three blocks
 LAYERS: Final = {"gemma3_text": (2, 2), "gpt_oss": (2, 1)}
@@ -34,9 +34,9 @@ class WindowPair(Pair):
         super().__init__(folder)
 
     def make_model(self, folder: Path) -> Path:
-        maker = str(Path(__file__).with_name("window_model.py"))
-        command = [PYTHON, maker, self.family, str(folder), str(WINDOW)]
-        subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+        maker = [PYTHON, "-m", "tests.engines.vllm.window_model"]
+        command = [*maker, self.family, str(folder), str(WINDOW)]
+        subprocess.run(command, check=True, cwd=REPOSITORY, stderr=subprocess.DEVNULL)
         return folder
 
     def start_decode(self) -> Server:
@@ -73,17 +73,8 @@ def loaded(answer: Any) -> tuple[int, int]:
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[WindowPair]:
-    assert PYTHON, "PREFIXKV_ENGINE_PYTHON is the interpreter of `benchmarks env vllm`"
-    made = WindowPair(tmp_path_factory.mktemp("windows"), request.param)
-    try:
-        try:
-            made.prefill.wait()
-            made.decode.wait()
-        except NotStartedError as error:
-            pytest.skip(f"a vLLM server did not start: {error}")
+    with started(lambda: WindowPair(tmp_path_factory.mktemp("windows"), request.param)) as made:
         yield made
-    finally:
-        made.close()
 
 
 @pytest.mark.parametrize("num_tokens", [2, 96, 97, 127, 300])

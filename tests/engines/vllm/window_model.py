@@ -1,6 +1,6 @@
 """Runs in vLLM's environment: makes a tiny model whose layers keep a window, with random weights.
 
-python window_model.py FAMILY FOLDER WINDOW
+python -m tests.engines.vllm.window_model FAMILY FOLDER WINDOW
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-VOCABULARY, SEED = 2048, 7
+from benchmarks.vllm_model import SEED, VOCABULARY, save_tokenizer
+
 COMMON = {
     "vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 256,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
@@ -26,19 +27,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def make(family: str, folder: str, window: int) -> None:
     import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(SEED)
     config = AutoConfig.for_model(family, **COMMON, **FAMILIES[family], sliding_window=window)
     AutoModelForCausalLM.from_config(config).to(torch.float32).save_pretrained(folder)
-    words = {"<unk>": 0, "<s>": 1, "</s>": 2}
-    words |= {f"w{number}": number for number in range(3, VOCABULARY)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
-    ).save_pretrained(folder)
+    save_tokenizer(folder)
 
 
 if __name__ == "__main__":
