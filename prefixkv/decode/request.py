@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixkv.addresses import check_prefill
-from prefixkv.cache.checkpoints import Checkpoint
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.config import Retarget
 from prefixkv.errors import UserErrors
@@ -61,11 +60,10 @@ class DecodeRequest(PagedRequest[DecodeState]):
     """
 
     __slots__ = (
-        "_key", "admitted_s", "aux", "checkpoint", "checkpoint_slot", "committed_s", "computes",
-        "fill_len", "first_token_s", "goes_on_at", "hit_tokens", "holds_checkpoint", "host_tokens",
-        "is_alone", "max_new_tokens", "max_pages", "may_load", "new_pages", "output",
-        "output_limit", "prefill", "prefix_len", "prompt_len", "retractions", "retries", "saved",
-        "shared_tokens", "stops", "transferred_s",
+        "_key", "admitted_s", "aux", "committed_s", "computes", "fill_len", "first_token_s",
+        "hit_tokens", "host_tokens", "is_alone", "max_new_tokens", "max_pages", "may_load",
+        "new_pages", "output", "output_limit", "prefill", "prompt_len", "retractions", "retries",
+        "shared_tokens", "transferred_s",
     )  # fmt: skip
 
     TRANSITIONS = {
@@ -92,23 +90,12 @@ class DecodeRequest(PagedRequest[DecodeState]):
         self.output: list[int] = []
         self.output_limit = 0
         self.aux = b""
-        # Of the latest admission, in tokens: the prefix found here, and what the transfer fills up
-        # to.
-        self.prefix_len = 0
+        # Of the latest admission: the tokens that the transfer fills up to, and, with checkpoints,
+        # whether it is computed here.
         self.fill_len = self.prompt_len
+        self.computes = False
         self.retries = 0
         self.retractions = 0
-        # Of extra state, and of the latest admission: whether it is computed here; the checkpoint
-        # that it goes on from, and whether it is locked for that; slots that were filled at these
-        # depths, in pages, and are not entered in the cache yet; the depth in tokens of the deepest
-        # checkpoint that it knows of.
-        self.computes = False
-        self.checkpoint: Checkpoint | None = None
-        self.checkpoint_slot = -1
-        self.holds_checkpoint = False
-        self.stops: list[int] = []
-        self.saved: list[tuple[int, int]] = []
-        self.goes_on_at = 0
         # Its journal (journal.py): when each of these happened first, and what was found and asked
         # for.
         self.admitted_s: float | None = None

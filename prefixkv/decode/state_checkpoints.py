@@ -15,18 +15,17 @@ ends. Therefore the choice between both is made before pages are taken.
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Collection, Iterable
-from math import lcm
 
 from prefixkv.cache.checkpoints import NO_SLOT, Checkpoint
 from prefixkv.cache.results import MatchResult
 from prefixkv.decode.request import CAN_RUN, DecodeRequest
 from prefixkv.errors import RequestError, check_laws, shown
 from prefixkv.pages.manager import PageManager
+from prefixkv.pages.request_checkpoints import RequestCheckpoints
 
 
-class DecodeCheckpoints:
+class DecodeCheckpoints(RequestCheckpoints[DecodeRequest]):
     """The checkpoints of a decode worker's page manager, as its requests use them. Owned by the
     scheduler's thread.
 
@@ -40,11 +39,7 @@ class DecodeCheckpoints:
     """
 
     def __init__(self, pages: PageManager, tokens: int) -> None:
-        assert pages.checkpoints is not None
-        self._pages, self._points = pages, pages.checkpoints
-        self._has_state = pages.slots is not None
-        self._first_slot = pages.slots.num_pages if pages.slots is not None else 0
-        self._step = lcm(pages.page_size, tokens)
+        super().__init__(pages, 0 if pages.slots is None else pages.slots.num_pages, tokens)
         self.cut_tokens = 0
 
     # --- where a request goes on ------------------------------------------------------------------
@@ -70,26 +65,17 @@ class DecodeCheckpoints:
 
     def hold(self, req: DecodeRequest, found: Checkpoint | None) -> None:
         """Lock the checkpoint that a decode request goes on from, which is opened next."""
-        if found is not None:
-            self._points.use(found)
-            self._points.lock(found)
-            req.holds_checkpoint = True
-        req.checkpoint = found
+        self._lock(req, found)
 
     def begin(self, req: DecodeRequest, dense_pages: int) -> None:
         """Say where a decode request, just opened to be computed here, goes on from, and where it
         saves checkpoints. `dense_pages`: of its path, that are cached."""
         page_size = self._pages.page_size
-        req.checkpoint_slot = NO_SLOT
-        if req.checkpoint is not None and self._has_state:
-            req.checkpoint_slot = self._first_slot + req.checkpoint.slot
-        req.goes_on_at = req.prefix_len
+        self._go_on(req)
         self.cut_tokens += max(0, dense_pages * page_size - req.prefix_len)
         if self._may_save(req):
             for tokens in (req.fill_len, dense_pages * page_size):
-                at = tokens // self._step * self._step
-                if at > req.prefix_len and at not in req.stops:
-                    insort(req.stops, at)
+                self._add_stop(req, tokens, req.prefix_len)
 
     # --- what it saves ----------------------------------------------------------------------------
 
@@ -103,7 +89,7 @@ class DecodeCheckpoints:
             where = f"{shown(end)}, but at {req.stops}"
             raise RequestError(f"request {req.rid!r} saves no state at {where}")
         req.stops.remove(end)
-        return self._take(req, end, with_windows=True)
+        return self._take(req, end, req.max_pages)
 
     def running(self, reqs: Iterable[DecodeRequest]) -> list[tuple[int, int]]:
         """Return the copies of states that are due before decode's engine makes a step: of each
@@ -124,44 +110,10 @@ class DecodeCheckpoints:
                 req.saved.append((at // self._pages.page_size, slot))
                 slot += self._first_slot
             else:
-                slot = self._take(req, at)
+                slot = self._take(req, at, req.max_pages, with_windows=False)
             if slot != NO_SLOT:
                 copies.append((req.state_slot, slot))
         return copies
-
-    def _take(self, req: DecodeRequest, end: int, with_windows: bool = False) -> int:
-        """Take a slot for what is behind `end` tokens of a decode request; with its pages in the
-        window groups, which get others in their place."""
-        depth = end // self._pages.page_size
-        windows = with_windows and self._pages.windows
-        if windows and not self._can_share(req, depth, req.max_pages):
-            return NO_SLOT
-        slot = self._points.take()
-        if slot == NO_SLOT:
-            return slot
-        if windows:
-            self._share(req, slot, depth, req.max_pages)
-        req.saved.append((depth, slot))
-        return self._first_slot + slot
-
-    def _can_share(self, req: DecodeRequest, depth: int, end_pages: int) -> bool:
-        """Return whether a decode request has all that a checkpoint of its first `depth` pages
-        needs of it in the window groups, and there are pages for what it needs instead up to
-        `end_pages`."""
-        windows, held = self._pages.windows, req.pages_held
-        assert held is not None
-        at = depth * self._pages.page_size
-        if any(one.row(held.row).first_page > one.first_page(at) for one in windows):
-            return False
-        return windows.has_room(windows.num_replaced(held.row, depth, end_pages))
-
-    def _share(self, req: DecodeRequest, slot: int, depth: int, end_pages: int) -> None:
-        """Let the checkpoint in a slot have what a decode request has before its depth in the
-        window groups."""
-        windows, held = self._pages.windows, req.pages_held
-        assert held is not None
-        self._points.make_room(windows.num_replaced(held.row, depth, end_pages))
-        self._points.attach(slot, windows.share(held.row, depth, end_pages))
 
     def _may_save(self, req: DecodeRequest) -> bool:
         """Return whether a decode request's pages go to the tree, so that a checkpoint can end on
@@ -179,8 +131,7 @@ class DecodeCheckpoints:
         # Without extra state nothing has to be copied: what is computed is kept where it is.
         if not self._has_state and end in req.stops:
             self.take(req, end)
-        if req.stops:
-            req.stops = [at for at in req.stops if at > end]
+        self._pass_stops(req, end)
         if self._pages.windows:
             assert req.pages_held is not None
             self._pages.slide(req.pages_held, end)
@@ -197,10 +148,8 @@ class DecodeCheckpoints:
             # After a flush the pages that it has locked are in no tree.
             if depth > held.num_locked or held.epoch != self._pages.epoch:
                 self._points.give_back(slot)
-                continue
-            page = int(self._pages.pages(held)[depth - 1])
-            self._points.save(page, depth, slot, req.checkpoint)
-            req.goes_on_at = max(req.goes_on_at, depth * self._pages.page_size)
+            else:
+                self._save(req, depth, slot)
 
     def leave(self, req: DecodeRequest) -> None:
         """Enter what a decode request leaves in the cache, its state and its window, and give back
@@ -234,27 +183,14 @@ class DecodeCheckpoints:
 
     def end(self, req: DecodeRequest) -> None:
         """Give back what a decode request has of checkpoints. Before its pages are released."""
-        self._unlock(req)
-        for _, slot in req.saved:
-            self._points.give_back(slot)
-        req.saved, req.stops = [], []
+        super().end(req)
         req.checkpoint, req.checkpoint_slot, req.goes_on_at = None, NO_SLOT, 0
-
-    def _unlock(self, req: DecodeRequest) -> None:
-        """Unlock the checkpoint that a decode request goes on from, if it is locked."""
-        if req.holds_checkpoint:
-            assert req.checkpoint is not None
-            req.holds_checkpoint = False
-            self._points.unlock(req.checkpoint)
 
     def check_invariants(self, requests: Collection[DecodeRequest]) -> None:
         """Check the checkpoints against the decode requests that hold pages. Raises
         InternalError."""
-        taken = sorted(slot for req in requests for _, slot in req.saved)
+        super().check_invariants(requests)
         laws = {
-            "every lock of a checkpoint is a request's": self._points.num_locks
-            == sum(req.holds_checkpoint for req in requests),
-            "every taken slot is a request's": self._points.taken == taken,
             "only what holds pages has to do with checkpoints": all(
                 req.pages_held is not None
                 or not (req.stops or req.saved or req.holds_checkpoint or req.checkpoint)

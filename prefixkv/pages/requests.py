@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Final, Generic, TypeVar
 
 import numpy as np
 
+from prefixkv.cache.checkpoints import NO_SLOT, Checkpoint
 from prefixkv.cache.results import MatchResult
 from prefixkv.digest import prompt_digest
 from prefixkv.errors import CallerError, DrainingError, InternalError, RequestError, UserErrors
@@ -62,8 +63,9 @@ class PagedRequest(Generic[State]):
     """
 
     __slots__ = (
-        "arrived_s", "ended_s", "error", "generation", "hashes", "page_manager", "pages_held",
-        "request", "rid", "state",
+        "arrived_s", "checkpoint", "checkpoint_slot", "ended_s", "error", "generation",
+        "goes_on_at", "hashes", "holds_checkpoint", "page_manager", "pages_held", "prefix_len",
+        "request", "rid", "saved", "state", "stops",
     )  # fmt: skip
 
     TRANSITIONS: ClassVar[Mapping[Any, Set[Any]]]
@@ -82,6 +84,17 @@ class PagedRequest(Generic[State]):
         self.ended_s: float | None = None
         self.page_manager = pages  # of the node that took the request in
         self.hashes: list[KeptHash] = []  # of its prompt, to be kept once its pages are in the tree
+        self.prefix_len = 0  # tokens found here by the latest admission
+        # Of checkpoints (request_checkpoints.py): the one that it goes on from, and whether it is
+        # locked for that; the depth in tokens of the deepest that it knows of; where it saves
+        # others, in tokens, ascending; and slots that were filled at these depths, in pages, and
+        # are not entered in the cache yet.
+        self.checkpoint: Checkpoint | None = None
+        self.holds_checkpoint = False
+        self.checkpoint_slot = NO_SLOT
+        self.goes_on_at = 0
+        self.stops: list[int] = []
+        self.saved: list[tuple[int, int]] = []
 
     def name_prompt(self, match: MatchResult | None) -> None:
         """Work out the digest of a paged request's prompt, of either side, from what the tree knows

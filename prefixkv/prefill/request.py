@@ -7,7 +7,6 @@ import enum
 import numpy as np
 import numpy.typing as npt
 
-from prefixkv.cache.checkpoints import Checkpoint
 from prefixkv.pages.manager import PageManager
 from prefixkv.pages.requests import PagedRequest
 from prefixkv.prefill.send_plan import SendPlan, WindowPlan
@@ -48,10 +47,9 @@ class PrefillRequest(PagedRequest[PrefillState]):
     """
 
     __slots__ = (
-        "checkpoint", "checkpoint_slot", "computed_s", "decode_prefix_len", "dense_pages",
-        "goes_on_at", "holds_checkpoint", "key", "num_chunks", "number", "peer", "plan", "popped",
-        "prefix_len", "promised_s", "saved", "sent_pages", "source_free", "started_s",
-        "state_slot", "stops", "window_plans",
+        "computed_s", "decode_prefix_len", "dense_pages", "key", "num_chunks", "number", "peer",
+        "plan", "popped", "promised_s", "sent_pages", "source_free", "started_s", "state_slot",
+        "window_plans",
     )  # fmt: skip
 
     TRANSITIONS = {
@@ -69,23 +67,13 @@ class PrefillRequest(PagedRequest[PrefillState]):
         self.key = request.key
         self.number = number  # counts up, in the order of `add`
         self.decode_prefix_len = 0
-        self.prefix_len = 0
         self.plan: SendPlan | None = None
         self.window_plans: tuple[WindowPlan, ...] = ()  # by window group
         # Its pages are released when all three are true: it has ended, `source_free`, `popped`.
         self.source_free = False  # no write reads its pages, and its state, any more
         self.state_slot = -1  # slot of extra state that the engine handed over
         self.popped = False  # the engine has seen its end
-        # Of extra state: the checkpoint that it goes on from, and whether it is locked for that;
-        # how much of the path is cached; and slots that were filled at these depths, in pages, and
-        # are not entered in the cache yet.
-        self.checkpoint: Checkpoint | None = None
-        self.holds_checkpoint = False
-        self.checkpoint_slot = -1
-        self.dense_pages = 0
-        self.goes_on_at = 0  # depth in tokens of the deepest checkpoint that it knows of
-        self.stops: list[int] = []
-        self.saved: list[tuple[int, int]] = []
+        self.dense_pages = 0  # of its path, that were cached when it was looked at
         # Its journal (journal.py): when each of these happened, and what was sent.
         self.promised_s: float | None = None
         self.started_s: float | None = None

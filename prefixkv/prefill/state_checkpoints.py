@@ -12,34 +12,20 @@ on from it reads them where they are; what it computes goes to pages of its own.
 
 from __future__ import annotations
 
-from bisect import insort
-from collections.abc import Collection
-from math import lcm
-
-from prefixkv.cache.checkpoints import NO_SLOT, Checkpoint, Windows
+from prefixkv.cache.checkpoints import Checkpoint, Windows
 from prefixkv.cache.results import MatchResult
-from prefixkv.errors import check_laws
 from prefixkv.pages.manager import PageManager
-from prefixkv.paging import pages_for, whole_pages
+from prefixkv.pages.request_checkpoints import RequestCheckpoints
+from prefixkv.paging import pages_for
 from prefixkv.prefill.request import PrefillRequest
 
 
-class StateCheckpoints:
+class StateCheckpoints(RequestCheckpoints[PrefillRequest]):
     """The checkpoints of a prefill worker's page manager, as its requests use them. Owned by the
-    scheduler's thread.
-
-    Args:
-        pages: with `num_checkpoints`.
-        first_slot: of the StatePool, that is a checkpoint's; those before it are the engine's.
-        tokens: the depth of each is a multiple of that number of tokens, and of a page.
-    """
+    scheduler's thread. Slots of the StatePool before `first_slot` are the engine's."""
 
     def __init__(self, pages: PageManager, first_slot: int, tokens: int) -> None:
-        assert pages.checkpoints is not None
-        self._pages, self._points = pages, pages.checkpoints
-        self._first_slot = first_slot
-        self._has_state = first_slot > 0
-        self._step = lcm(pages.page_size, tokens)
+        super().__init__(pages, first_slot, tokens)
         self._found: Checkpoint | None = None  # of the request that was looked at last
 
     @property
@@ -63,18 +49,12 @@ class StateCheckpoints:
     def hold(self, req: PrefillRequest) -> None:
         """Lock the checkpoint that a request of prefill goes on from, which was just looked at, and
         is opened next."""
-        found = self._found
-        if found is not None:
-            self._points.use(found)
-            self._points.lock(found)
-            req.checkpoint, req.holds_checkpoint = found, True
+        self._lock(req, self._found)
 
     def begin(self, req: PrefillRequest) -> None:
         """Say where a request of prefill, just opened, goes on from, and is to save checkpoints."""
         page_size = self._pages.page_size
-        req.goes_on_at = req.prefix_len
-        if req.checkpoint is not None and self._has_state:
-            req.checkpoint_slot = self._first_slot + req.checkpoint.slot
+        self._go_on(req)
         if self._pages.caching and req.request.cacheable:
             # The prompt's end, and where its path leaves what is cached.
             for tokens in (req.num_tokens, req.dense_pages * page_size):
@@ -83,35 +63,15 @@ class StateCheckpoints:
     def add_stop(self, req: PrefillRequest, tokens: int) -> None:
         """Have a request of prefill save a checkpoint at `tokens`, rounded down, if it has not
         computed as much."""
-        at = tokens // self._step * self._step
         done = max(req.prefix_len, req.plan.computed if req.plan is not None else 0)
-        if at > done and at not in req.stops:
-            insort(req.stops, at)
+        self._add_stop(req, tokens, done)
 
     def take(self, req: PrefillRequest, end: int) -> int:
         """Return the slot of the StatePool for the state of a request of prefill behind `end`
         tokens, one of its stops; -1 if none is free. In the window groups its pages there are kept
         too."""
         req.stops.remove(end)
-        pages, depth = self._pages, whole_pages(end, self._pages.page_size)
-        windows, held = pages.windows, req.pages_held
-        # All or nothing: a page comes for each that the request gives to the checkpoint.
-        end_pages = pages_for(req.num_tokens, pages.page_size)
-        needs: list[int] = []
-        if windows:
-            assert held is not None
-            needs = windows.num_replaced(held.row, depth, end_pages)
-            if not windows.has_room(needs):
-                return NO_SLOT
-        slot = self._points.take()
-        if slot == NO_SLOT:
-            return slot
-        if windows:
-            assert held is not None
-            self._points.make_room(needs)
-            self._points.attach(slot, windows.share(held.row, depth, end_pages))
-        req.saved.append((depth, slot))
-        return self._first_slot + slot
+        return self._take(req, end, pages_for(req.num_tokens, self._pages.page_size))
 
     def take_if_stop(self, req: PrefillRequest, end: int) -> None:
         """Keep the window pages of a request of prefill behind `end` tokens, if that is one of its
@@ -123,13 +83,13 @@ class StateCheckpoints:
         """Note that a request of prefill has computed a chunk: it has copied the state that it goes
         on from, and stops behind it are over."""
         self._unlock(req)
-        if req.plan is not None and req.stops:
-            req.stops = [at for at in req.stops if at > req.plan.computed]
+        if req.plan is not None:
+            self._pass_stops(req, req.plan.computed)
 
     def enter(self, req: PrefillRequest) -> int:
         """Enter the states that a request of prefill has saved, and whose pages are in the tree by
         now. Return the depth, in tokens, of the deepest that it has entered, or went on from."""
-        pages, page_size = req.pages_held, self._pages.page_size
+        pages = req.pages_held
         if not req.saved or pages is None:
             return req.goes_on_at
         left = []
@@ -137,36 +97,7 @@ class StateCheckpoints:
             # Not in the tree yet, or never: after a flush nothing more of the request goes there.
             if depth > pages.num_locked:
                 left.append((depth, slot))
-                continue
-            page = int(self._pages.pages(pages)[depth - 1])
-            self._points.save(page, depth, slot, req.checkpoint)
-            req.goes_on_at = max(req.goes_on_at, depth * page_size)
+            else:
+                self._save(req, depth, slot)
         req.saved = left
         return req.goes_on_at
-
-    def end(self, req: PrefillRequest) -> None:
-        """Give back what a request of prefill has of checkpoints. Before its pages are released."""
-        self._unlock(req)
-        for _, slot in req.saved:
-            self._points.give_back(slot)
-        req.saved, req.stops = [], []
-
-    def _unlock(self, req: PrefillRequest) -> None:
-        """Unlock the checkpoint that a request of prefill goes on from, if it is locked."""
-        if req.holds_checkpoint:
-            assert req.checkpoint is not None
-            req.holds_checkpoint = False
-            self._points.unlock(req.checkpoint)
-
-    def check_invariants(self, requests: Collection[PrefillRequest]) -> None:
-        """Check the checkpoints against the requests of prefill. Raises InternalError."""
-        held = [req for req in requests if req.holds_checkpoint]
-        taken = sorted(slot for req in requests for _, slot in req.saved)
-        laws = {
-            "every lock of a checkpoint is a request's": self._points.num_locks == len(held),
-            "every taken slot is a request's": self._points.taken == taken,
-            "only what computes has stops": all(
-                not req.stops or req.pages_held is not None for req in requests
-            ),
-        }
-        check_laws(laws, requests)

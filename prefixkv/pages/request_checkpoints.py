@@ -1,0 +1,138 @@
+"""Checkpoints as the requests of one worker use them, on either side: a request locks the one that
+it goes on from, fills slots where it saves others, and enters those in the cache.
+
+Prefill and decode differ in where a request saves, and in when that is entered.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Collection
+from math import lcm
+from typing import Any, Generic, TypeVar
+
+from prefixkv.cache.checkpoints import NO_SLOT, Checkpoint
+from prefixkv.errors import check_laws
+from prefixkv.pages.manager import PageManager
+from prefixkv.pages.requests import PagedRequest
+
+R = TypeVar("R", bound=PagedRequest[Any])
+
+
+class RequestCheckpoints(Generic[R]):
+    """The checkpoints of a page manager, and what its requests have of them. Owned by the
+    scheduler's thread.
+
+    Args:
+        pages: with `num_checkpoints`.
+        first_slot: of the StatePool, that is a checkpoint's; 0: there is no extra state.
+        tokens: the depth of each is a multiple of that number of tokens, and of a page.
+    """
+
+    def __init__(self, pages: PageManager, first_slot: int, tokens: int) -> None:
+        assert pages.checkpoints is not None
+        self._pages, self._points = pages, pages.checkpoints
+        self._first_slot = first_slot
+        self._has_state = first_slot > 0
+        self._step = lcm(pages.page_size, tokens)
+
+    # --- where a request goes on, and where it saves ----------------------------------------------
+
+    def _lock(self, req: R, found: Checkpoint | None) -> None:
+        """Lock the checkpoint that a request goes on from, which is opened next."""
+        if found is not None:
+            self._points.use(found)
+            self._points.lock(found)
+            req.holds_checkpoint = True
+        req.checkpoint = found
+
+    def _unlock(self, req: R) -> None:
+        """Unlock the checkpoint that a request goes on from, if it is locked."""
+        if req.holds_checkpoint:
+            assert req.checkpoint is not None
+            req.holds_checkpoint = False
+            self._points.unlock(req.checkpoint)
+
+    def _go_on(self, req: R) -> None:
+        """Say where a request, just opened, goes on from: its `prefix_len` is there."""
+        req.goes_on_at, req.checkpoint_slot = req.prefix_len, NO_SLOT
+        if req.checkpoint is not None and self._has_state:
+            req.checkpoint_slot = self._first_slot + req.checkpoint.slot
+
+    def _add_stop(self, req: R, tokens: int, done: int) -> None:
+        """Have a request save a checkpoint at `tokens`, rounded down, if it has not computed as
+        much: it has computed `done`."""
+        at = tokens // self._step * self._step
+        if at > done and at not in req.stops:
+            insort(req.stops, at)
+
+    def _pass_stops(self, req: R, end: int) -> None:
+        """Note that a request has computed up to token `end`: stops behind it are over."""
+        if req.stops:
+            req.stops = [at for at in req.stops if at > end]
+
+    # --- what it saves ----------------------------------------------------------------------------
+
+    def _take(self, req: R, end: int, end_pages: int, with_windows: bool = True) -> int:
+        """Take a slot for what is behind `end` tokens of a request, and return it as one of the
+        StatePool; -1 if none is free. With its pages in the window groups, all or nothing, which
+        get others in their place up to `end_pages`."""
+        depth = end // self._pages.page_size
+        windows = with_windows and self._pages.windows
+        if windows and not self._can_share(req, depth, end_pages):
+            return NO_SLOT
+        slot = self._points.take()
+        if slot == NO_SLOT:
+            return slot
+        if windows:
+            self._share(req, slot, depth, end_pages)
+        req.saved.append((depth, slot))
+        return self._first_slot + slot
+
+    def _can_share(self, req: R, depth: int, end_pages: int) -> bool:
+        """Return whether a request has all that a checkpoint of its first `depth` pages needs of it
+        in the window groups, and there are pages for what it needs instead up to `end_pages`."""
+        windows, held = self._pages.windows, req.pages_held
+        assert held is not None
+        at = depth * self._pages.page_size
+        if any(one.row(held.row).first_page > one.first_page(at) for one in windows):
+            return False
+        return windows.has_room(windows.num_replaced(held.row, depth, end_pages))
+
+    def _share(self, req: R, slot: int, depth: int, end_pages: int) -> None:
+        """Let the checkpoint in a slot have what a request has before its depth in the window
+        groups."""
+        windows, held = self._pages.windows, req.pages_held
+        assert held is not None
+        self._points.make_room(windows.num_replaced(held.row, depth, end_pages))
+        self._points.attach(slot, windows.share(held.row, depth, end_pages))
+
+    def _save(self, req: R, depth: int, slot: int) -> None:
+        """Enter a slot that a request has filled, whose pages are in the tree, and locked."""
+        assert req.pages_held is not None
+        page = int(self._pages.pages(req.pages_held)[depth - 1])
+        self._points.save(page, depth, slot, req.checkpoint)
+        req.goes_on_at = max(req.goes_on_at, depth * self._pages.page_size)
+
+    # --- ends -------------------------------------------------------------------------------------
+
+    def end(self, req: R) -> None:
+        """Give back what a request has of checkpoints. Before its pages are released."""
+        self._unlock(req)
+        for _, slot in req.saved:
+            self._points.give_back(slot)
+        req.saved, req.stops = [], []
+
+    def check_invariants(self, requests: Collection[R]) -> None:
+        """Check the checkpoints against the requests that have to do with them. Raises
+        InternalError."""
+        taken = sorted(slot for req in requests for _, slot in req.saved)
+        laws = {
+            "every lock of a checkpoint is a request's": self._points.num_locks
+            == sum(req.holds_checkpoint for req in requests),
+            "every taken slot is a request's": self._points.taken == taken,
+            "only what holds pages has stops": all(
+                not req.stops or req.pages_held is not None for req in requests
+            ),
+        }
+        check_laws(laws, requests)
