@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
+from prefixkv.config import ComputeConfig
+from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.scheduler import DecodeScheduler
+from prefixkv.decode.sources import Sources
 from prefixkv.errors import OutOfPagesError, RequestError
 from prefixkv.pages.manager import PageManager
 from prefixkv.pages.windows import WindowSpec
@@ -185,3 +188,101 @@ def test_running_out_of_pages_is_as_ever() -> None:
     desk.retract(second)
     (group,) = desk.pages.windows
     assert group.allocator.owned_pages == 3
+
+
+# --- checkpoints of what decode computes itself ---------------------------------------------------
+
+
+def computing(num_window_pages: int, step: int = 4, below: int = 1000, tokens: int = 1) -> Desk:
+    """A desk whose engine computes prompts, from checkpoints at multiples of `tokens`."""
+    desk = Desk(60)
+    specs = [WindowSpec("w0", WINDOW, num_window_pages, step)]
+    desk.pages = PageManager(60, PAGE_SIZE, 8, windows=specs, num_checkpoints=4)
+    desk.scheduler = DecodeScheduler(
+        desk.pages,
+        reserve_tokens=0,
+        sources=Sources(ComputeConfig(below=below)),
+        checkpoint_tokens=tokens,
+    )
+    return desk
+
+
+def compute(desk: Desk, rid: str, tokens: int | list[int], max_new: int = 4) -> DecodeRequest:
+    """A request that runs, its prompt computed in chunks of 4 tokens."""
+    req = desk.add(rid, tokens, max_new)
+    assert desk.admit() == [rid]
+    assert desk.scheduler.pop_local(desk.now_s) == [req]
+    while (done := desk.scheduler.computing.done(req)) is not None:
+        desk.scheduler.computed(req, min(done + 4 - done % 4, req.fill_len), desk.now_s)
+        desk.scheduler.check_invariants()
+    assert desk.transferred() == [rid]
+    return req
+
+
+def depths(desk: Desk) -> list[int]:
+    """Of the checkpoints, in tokens."""
+    assert desk.pages.checkpoints is not None
+    return sorted(one.depth * PAGE_SIZE for one in desk.pages.checkpoints._at.values())
+
+
+def test_a_prompt_that_runs_has_left_a_checkpoint_at_its_end() -> None:
+    desk = computing(20)
+    compute(desk, "a", 24)
+    assert depths(desk) == [24]
+    more = compute(desk, "a2", [*tokens_of("a", 24), 1, 2, 3])
+    assert more.prefix_len == 24
+
+
+def test_a_prompt_leaves_none_for_which_its_window_would_have_to_grow() -> None:
+    """A page comes for each that a checkpoint gets, and no more are free."""
+    row_pages = computing(20).pages.windows[0].row_pages
+    desk = computing(row_pages)
+    req = compute(desk, "a", 24, 30)
+    assert depths(desk) == []
+    desk.finish(req)
+    assert depths(desk) == [24]
+
+
+def test_an_answer_leaves_none_at_a_depth_that_its_window_has_left() -> None:
+    desk = computing(20, tokens=16)
+    req = compute(desk, "a", 10, 40)
+    for token in range(20):
+        desk.token(req, token=token)
+    # Of its 29 tokens with KV the last 16 end at 16: there it has no window any more.
+    desk.finish(req)
+    assert depths(desk) == []
+    short = compute(desk, "b", 10, 40)
+    for token in range(8):
+        desk.token(short, token=token)
+    desk.finish(short)
+    assert depths(desk) == [16]
+
+
+def test_what_was_computed_before_a_flush_leaves_none() -> None:
+    desk = computing(20)
+    req = desk.add("a", 24)
+    desk.admit()
+    desk.scheduler.pop_local(desk.now_s)
+    for end in range(4, 25, 4):
+        desk.scheduler.computed(req, end, desk.now_s)
+    desk.scheduler.flush()
+    assert desk.transferred() == ["a"]
+    desk.finish(req)
+    assert depths(desk) == []
+    desk.carry_out_aborts()
+    desk.at_rest()
+
+
+def test_one_whose_window_does_not_fit_is_sent_if_that_takes_less() -> None:
+    """What is sent has its last window alone; what is computed begins at the front."""
+    row_pages = computing(20, step=8).pages.windows[0].row_pages
+    desk = computing(2 * row_pages, step=8)
+    compute(desk, "a", 8, 40)
+    desk.commands()
+    sent = desk.add("b", 28, 1)
+    assert desk.admit() == ["b"]
+    assert desk.scheduler.pop_local(desk.now_s) == []
+    (promise,) = promises(desk)
+    assert promise.prefix_len == 0
+    desk.succeed(sent.room_key)
+    assert desk.transferred() == ["b"]
