@@ -273,6 +273,22 @@ def test_what_was_computed_before_a_flush_leaves_none() -> None:
     desk.at_rest()
 
 
+def test_a_state_that_was_kept_before_a_flush_is_not_entered() -> None:
+    """Its pages were cached, and are in no tree any more."""
+    desk = Desk(60)
+    desk.pages = PageManager(60, PAGE_SIZE, 8, num_slots=4, num_checkpoints=4)
+    sources = Sources(ComputeConfig(below=0))
+    desk.scheduler = DecodeScheduler(desk.pages, reserve_tokens=0, sources=sources)
+    for flushes in (True, False):
+        req = desk.start("a", 24)
+        assert desk.scheduler.save_states([req], desk.now_s) == [(req.state_slot, 4)]
+        desk.token(req)
+        if flushes:
+            desk.scheduler.flush()
+        desk.finish(req)
+        assert depths(desk) == ([] if flushes else [24])
+
+
 def test_one_whose_window_does_not_fit_is_sent_if_that_takes_less() -> None:
     """What is sent has its last window alone; what is computed begins at the front."""
     row_pages = computing(20, step=8).pages.windows[0].row_pages
