@@ -89,7 +89,7 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         name = f"{config.name}/{rank}" if rank else config.name
         self.peer_id = me = PeerId(name, secret_number())
         self._page_size = pool.layout.page_size
-        self._num_pages = pool.layout.num_pages
+        self._num_pages, self._num_slots = pool.layout.num_pages, spec.num_slots
         self._windows = pool.layout.windows
         # Open, refused, or failed and not drained: their numbers are in use.
         self._keys: set[RoomKey] = set()
@@ -166,7 +166,7 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
             digest: 16 to 64 bytes that name the prompt, the same that prefill's engine gives to
                 `PrefillTransfers.add`: `prompt_digest(tokens, namespace)`, or what else both sides
                 agree on. If they differ nothing is sent, and both get a PromptMismatchError.
-            state_slot: of extra state, -1 if there is none.
+            state_slot: of extra state, -1 if the worker has none.
             ticket: which promise this is, below 2**63. All ranks of a worker give the same one,
                 drawn at random for this call; None: drawn here.
             windows: for each window group of the pool, in order, a page id for each page from the
@@ -174,9 +174,9 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
                 `(num_tokens + 1 - window) // page_size`, at least 0.
 
         Raises:
-            RequestError: a number or the digest out of range, a room that is open or not drained
-                yet, a prefix that is not whole pages of the prompt, or another number of pages than
-                the rest takes. Nothing was changed.
+            RequestError: a number, the slot or the digest out of range, a room that is open or not
+                drained yet, a prefix that is not whole pages of the prompt, or another number of
+                pages than the rest takes. Nothing was changed.
             PageStateError: ids outside the pool. Nothing was changed.
         """
         # 1. Every argument, before anything is changed.
@@ -184,6 +184,8 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         num_tokens = whole_number("num_tokens", num_tokens, 0, 2**31)
         prefix_len = whole_number("prefix_len", prefix_len, 0, num_tokens + 1)
         state_slot = whole_number("state_slot", state_slot, -1, 2**31)
+        if not (0 <= state_slot < self._num_slots if self._num_slots else state_slot == -1):
+            raise RequestError(f"state slot {state_slot} of {self._num_slots}")
         ticket = None if ticket is None else whole_number("ticket", ticket, 1, 2**63)
         digest = check_digest(digest)
         check_prefill(f"room {key.room}", prefill)

@@ -247,7 +247,7 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         ready: DeviceEvent | None = None,
         state_slot: int = -1,
         generation: int | None = None,
-        windows: Sequence[tuple[int, PageIds]] = (),
+        windows: Sequence[tuple[int, PageIds]] | None = (),
     ) -> None:
         """Send what decode lacks of the KV in the engine's `pages`, by prefill's transfers, up to
         token `end`, computed once `ready.query()` is True.
@@ -262,7 +262,8 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
             ready: KV is read once its `query()` is True; None: it is there already.
             windows: for each window group of the pool, in order, the number of a page of the
                 request and the ids of that page and the following ones there: at least those of
-                the last window that this chunk completes.
+                the last window that this chunk completes. None: they all follow with a later chunk,
+                the last one at the latest.
 
         Raises:
             RequestError: a room that was not added or is over, an `end` out of order, fewer pages
@@ -298,10 +299,12 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         plan = self._rooms[key]
         if plan is None:  # it has ended, and the engine cannot know that yet
             return
-        sent = self._window_chunks(plan, end, last, windows)
+        if windows is None and last and plan.windows:
+            raise RequestError("the last chunk has no pages of window groups, and none follows")
+        sent = () if windows is None else self._window_chunks(plan, end, last, windows)
         span = plan.pages.send(end, last)
         src = ids[span.first_page : span.end_page].copy()
-        for one in plan.windows:
+        for one in plan.windows if windows is not None else ():
             one.send(end, last)
         if len(src) or last or any(len(one.src_pages) for one in sent):
             chunk = SendChunk(

@@ -397,6 +397,10 @@ def test_what_is_refused_changes_nothing(pair: Pair) -> None:
             lambda: pair.decode.open(9, 0, NUM_TOKENS, 0, [-1, *DST[1:]], where, PROMPT),
             PageStateError,
         ),
+        (
+            lambda: pair.decode.open(9, 0, NUM_TOKENS, 0, DST, where, PROMPT, state_slot=0),
+            RequestError,
+        ),
     ):
         with pytest.raises(error):
             call()

@@ -394,16 +394,18 @@ class EngineWithItsOwnPages:
         self.prefill.close()
 
 
-@pytest.mark.parametrize("is_early", [False, True])
-def test_an_engine_that_owns_its_pages_names_them_by_group(is_early: bool) -> None:
+@pytest.mark.parametrize(("is_early", "is_late"), [(False, False), (True, False), (False, True)])
+def test_an_engine_that_owns_its_pages_names_them_by_group(is_early: bool, is_late: bool) -> None:
+    """Late: it names a window's pages with the last chunk alone."""
     with EngineWithItsOwnPages() as engine:
         before = [pool.read_pages(range(pool.layout.num_pages)) for pool in
                   (engine.dst, engine.dst.group("sliding"))]  # fmt: skip
         if not is_early:
             engine.open()
-        engine.send(9, [(0, [8, 9, 10])])
-        engine.send(21, [(2, [10, 11, 1, 2])])  # completes page 4, which is id 1 here
-        engine.send(27, [(5, [2, 3])], last=True)
+        engine.send(9, None if is_late else [(0, [8, 9, 10])])
+        # Completes page 4, which is id 1 here.
+        engine.send(21, None if is_late else [(2, [10, 11, 1, 2])])
+        engine.send(27, [(4, [1, 2, 3]) if is_late else (5, [2, 3])], last=True)
         if is_early:
             engine.open()
         said: list[Any] = []
@@ -479,6 +481,8 @@ def test_wrong_window_pages_are_refused_and_change_nothing() -> None:
             with pytest.raises((RequestError, PageStateError), match=why):
                 engine.send(end, sent)
         engine.send(21, [(4, [1])])
+        with pytest.raises(RequestError, match="no pages of window groups, and none follows"):
+            engine.send(27, None, last=True)
         engine.send(27, [(5, [2, 3])], last=True)
         said: list[Any] = []
         until(lambda: bool(said), step=lambda: said.extend(engine.decode.take_events()))

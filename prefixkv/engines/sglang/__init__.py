@@ -4,7 +4,7 @@ transfers, `--disaggregation-transfer-backend prefixkv`.
 SGLang finds `plugin.load` by the entry point group `sglang.srt.plugins`. All imports from SGLang
 are in `internals.py` and `internals_transfer.py`. These modules import nothing of it: for the tree
 `keys.py`, `slots.py`, `clock.py`, `waiting.py` and `joins.py`; for the transfers
-`memory.py`, `sends.py`, `receives.py`, `fences.py` and `transfer_options.py`.
+`memory.py`, `states.py`, `sends.py`, `receives.py`, `fences.py` and `transfer_options.py`.
 """
 
 TESTED = "0.5.23"

@@ -50,7 +50,7 @@ def pool_of(
         raise ConfigError(f"the KV buffers have {listed or 'no pages'}: all have to be alike")
     ((num_pages, size),) = shapes
     buffers = [
-        _bytes_at(address, num_pages * size, device).view(num_pages, size) for address in addresses
+        bytes_at(address, num_pages * size, device).view(num_pages, size) for address in addresses
     ]
     # 1. Opaque: bytes under a tag. 2. MLA: one latent vector per token. 3. MHA: K, then V, by head.
     if share.kind == OPAQUE:
@@ -63,7 +63,7 @@ def pool_of(
     return KVPool.from_tensors(slabs[:half], slabs[half:])
 
 
-def _bytes_at(address: int, length: int, device: str) -> torch.Tensor:
+def bytes_at(address: int, length: int, device: str) -> torch.Tensor:
     """Return a view uint8 [length] of memory that SGLang owns, by its address."""
     if device == "cpu":
         return torch.frombuffer((ctypes.c_uint8 * length).from_address(address), dtype=torch.uint8)

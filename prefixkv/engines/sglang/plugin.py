@@ -321,7 +321,9 @@ def _around_manager(original: Any, queue: Any, *args: Any, **named: Any) -> Any:
     from prefixkv.engines.sglang import shares
 
     total_heads = int(queue.scheduler.model_config.get_total_num_kv_heads())
-    with shares.use_share(shares.share_of(queue.token_to_kv_pool, total_heads)):
+    share = shares.share_of(queue.token_to_kv_pool, total_heads)
+    window = getattr(queue.scheduler, "sliding_window_size", None) or 0
+    with shares.use_share(share._replace(window=window)):
         return original(queue, *args, **named)
 
 

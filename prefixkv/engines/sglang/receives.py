@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prefixkv import PrefixKVError
@@ -40,12 +41,10 @@ class Receives:
 
     Args:
         transfers: closed by the caller.
-        page_size: tokens per page.
     """
 
-    def __init__(self, transfers: DecodeTransfers, page_size: int) -> None:
+    def __init__(self, transfers: DecodeTransfers) -> None:
         self.transfers = transfers
-        self._page_size = page_size
         self._rooms: dict[int, Receive] = {}  # held rooms only; `_settle` takes them out
 
     def __len__(self) -> int:
@@ -66,24 +65,26 @@ class Receives:
         self,
         room: int,
         prefill: str,
-        num_pages: int,
+        num_tokens: int,
         prefix_len: int,
         pages: PageIds,
         digest: bytes,
         ticket: int,
+        windows: Sequence[PageIds] = (),
+        state_slot: int = -1,
     ) -> Receive:
         """Open decode's room for an SGLang request, and promise its pages to prefill.
 
-        `num_pages` are the prompt's; promised are those after its first `prefix_len` tokens.
+        `num_tokens` are the prompt's; promised are pages for those after its first `prefix_len`.
 
         If they cannot be promised, the returned room has failed and is not held, and prefill is
-        refused. The `ticket` is as for `DecodeTransfers.open`.
+        refused. `ticket`, `windows` and `state_slot` are as for `DecodeTransfers.open`.
         """
         receive = Receive(room, len(pages))
         try:
             self.transfers.open(
-                room, 0, num_pages * self._page_size, prefix_len, pages, prefill, digest,
-                ticket=ticket,
+                room, 0, num_tokens, prefix_len, pages, prefill, digest, state_slot, ticket,
+                windows,
             )  # fmt: skip
         except PrefixKVError as error:
             receive.fail(str(error))

@@ -2,7 +2,7 @@
 
 SGLang makes a sender when a request arrives, and knows a room's number and tokens, but not its
 decode worker. That worker announces itself (`announce`), before or after the request; then the room
-is added. Rooms are counted in pages: the last page of a prompt is sent whole.
+is added. Chunks are counted in pages: the last page of a prompt is sent whole.
 
 A request that ends here without a room (`decline`) has another half on decode, which is refused, so
 that it does not wait for its timeout. The other way round, decode reports the requests that it has
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple, TypeVar
 
 from prefixkv import PrefixKVError
-from prefixkv.spi import DeviceEvent, InternalError
+from prefixkv.spi import DeviceEvent, InternalError, PageIds, pages_for
 from prefixkv.transfer import Bootstrapped, KVPoll, PrefillTransfers, RoomEnded, SourceFree
 
 _log = logging.getLogger("prefixkv.sglang")
@@ -84,6 +84,7 @@ class RoomSend:
 
     room: int
     digest: bytes
+    num_tokens: int
     num_pages: int
     decode: str = ""
     prefix_pages: int = 0
@@ -150,12 +151,12 @@ class RoomSends:
     def __len__(self) -> int:
         return len(self._rooms)
 
-    def begin(self, room: int, digest: bytes, num_pages: int) -> RoomSend:
-        """Begin the room of an SGLang request that has arrived on prefill.
+    def begin(self, room: int, digest: bytes, num_tokens: int) -> RoomSend:
+        """Begin the room of an SGLang request, of a prompt this long, that has arrived on prefill.
 
         It fails at once if a room of that number is not over, or if decode has ended its half.
         """
-        send = RoomSend(room, digest, num_pages)
+        send = RoomSend(room, digest, num_tokens, pages_for(num_tokens, self._page_size))
         # 1. The number is in use. This request fails alone; its other half is refused as well.
         if room in self._rooms:
             reason = f"room {room} is another request's"
@@ -288,9 +289,8 @@ class RoomSends:
     def _add(self, send: RoomSend, decode: str) -> None:
         """Add SGLang's room to be sent to this decode worker; writes may read its pages now."""
         send.decode = decode
-        num_tokens = send.num_pages * self._page_size
         try:
-            self.transfers.add(send.room, 0, num_tokens, decode, send.digest)
+            self.transfers.add(send.room, 0, send.num_tokens, decode, send.digest)
             send.free = False
         except PrefixKVError as error:
             send.fail(str(error))
@@ -336,12 +336,16 @@ class RoomSends:
         last: bool = False,
         aux: bytes = b"",
         ready: DeviceEvent | None = None,
+        windows: Sequence[PageIds] = (),
+        state_slot: int = -1,
     ) -> None:
         """Send the next pages of a request from SGLang's prefill, once `ready` is.
 
         They follow decode's prefix.
 
-        A room that has ended sends nothing. With `last` the pages must complete the prompt.
+        A room that has ended sends nothing. With `last` the pages must complete the prompt; and
+        with it go `windows`, for each window group of the pool the pages of its last window, and
+        the state in `state_slot`.
         """
         send.pages += [int(page) for page in pages]
         if send.outcome is not None:
@@ -354,10 +358,13 @@ class RoomSends:
             return
         # Decode's prefix is never sent, so its ids are only there to keep the count.
         ids = [0] * send.prefix_pages + send.pages
+        # SGLang names a window's pages by themselves, up to the prompt's last one.
+        numbered = [(send.num_pages - len(pages), pages) for pages in windows]
         try:
             self.transfers.send_chunk(
-                send.room, given * self._page_size, ids, decode=send.decode, last=last,
-                aux=aux, ready=ready, generation=0,
+                send.room, min(given * self._page_size, send.num_tokens), ids, decode=send.decode,
+                last=last, aux=aux, ready=ready, generation=0, state_slot=state_slot,
+                windows=numbered if last else None,
             )  # fmt: skip
         except PrefixKVError as error:  # decode would wait for pages that never come
             self.abort(send, str(error))

@@ -24,7 +24,8 @@ class Share(NamedTuple):
 
     `kind` MHA: the first half of the buffers hold K, the others V, as [token, head, element]; MLA:
     latent vectors, complete on each rank; OPAQUE: known to SGLang's kernels only. Heads are KV
-    heads, `num_heads` those of the rank and `total_heads` those of the model.
+    heads, `num_heads` those of the rank and `total_heads` those of the model. `window`: tokens
+    before its own that a token sees in layers with sliding windows, 0 without such layers.
 
     >>> Share(MHA, 2, 4).mesh(num_buffers=32, size=2).shard(1)
     Shard(first_layer=0, num_layers=16, first_head=2, num_heads=2)
@@ -33,6 +34,7 @@ class Share(NamedTuple):
     kind: str = OPAQUE
     num_heads: int = 1
     total_heads: int = 1
+    window: int = 0
 
     def mesh(self, num_buffers: int, size: int) -> Mesh:
         """Return the mesh of an SGLang server with `size` ranks of such shares.

@@ -34,8 +34,9 @@ from prefixkv.engines.sglang.memory import Rows, pool_of
 from prefixkv.engines.sglang.receives import Receive, Receives
 from prefixkv.engines.sglang.sends import ALONE, ANNOUNCED, SILENT, NumberState, RoomSend, RoomSends
 from prefixkv.engines.sglang.shares import OPAQUE, UNKNOWN, current_share
+from prefixkv.engines.sglang.states import NOTHING, Components, state_refusals
 from prefixkv.engines.sglang.transfer_options import OPTION_NAMES, VARIABLE, TransferOptions
-from prefixkv.spi import ConfigError, check_environ, pages_for
+from prefixkv.spi import ConfigError, check_environ
 from prefixkv.transfer import KVPoll
 
 _log = logging.getLogger("prefixkv.sglang")
@@ -92,9 +93,7 @@ def refusals(args: sgl.KVArgs, server_args: Any) -> list[str]:
     """
     # Each would leave KV or state unsent, or change the memory that is registered for transfers.
     parallel = sgl.get_parallel()
-    states = ", ".join(state.value for state in args.state_types)
     found = {
-        f"the model keeps state besides its KV ({states}), which is not sent": bool(states),
         "leave out --pp-size": parallel.pp_size > 1,
         "leave out --attn-cp-size": parallel.attn_cp_size > 1,
         "leave out --dcp-size": parallel.attn_dcp_size > 1,
@@ -108,7 +107,8 @@ def refusals(args: sgl.KVArgs, server_args: Any) -> list[str]:
         "SGLANG_DISAGG_STAGING_BUFFER is SGLang's own backends'":
             sgl.envs.SGLANG_DISAGG_STAGING_BUFFER.get(),
     }  # fmt: skip
-    return [reason for reason, refused in found.items() if refused]
+    reasons = state_refusals(args, current_share().window)
+    return reasons + [reason for reason, refused in found.items() if refused]
 
 
 class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
@@ -138,19 +138,23 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
         self.page_size = args.page_size
         device = sgl.get_device().device
         device = device if device == "cpu" else f"{device}:{args.gpu_id}"
-        share = self.share = (
-            UNKNOWN if args.num_draft_entries else current_share()
-        )  # a draft may have other heads
+        # A draft may have other heads, and a window's or a state's bytes are known to no one here.
+        is_opaque = args.num_draft_entries or args.state_types
+        share = self.share = UNKNOWN if is_opaque else current_share()
         # All that the bytes of a page and of a row depend on; part of the model in each handshake.
         self._tag = (
             f"sglang {args.kv_cache_dtype_str} {args.kv_layout or 'plain'}, "
             f"{args.num_draft_entries} of a draft, rows of {[*args.aux_item_lens]}"
         )
-        self._pool = pool_of(
+        self.components = Components(args, current_share().window, device)
+        pool = pool_of(
             args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens,
             page_size=args.page_size, device=device, tag=self._tag, share=share,
         )  # fmt: skip
-        self._mesh = share.mesh(len(args.kv_data_ptrs), sgl.get_parallel().attn_tp_size)
+        parallel = sgl.get_parallel()
+        self._pool = self.components.pool_with(pool)
+        self._mesh = share.mesh(len(args.kv_data_ptrs), parallel.attn_tp_size)
+        self._state = self.components.state_pool(self._mesh, parallel.attn_tp_rank)
         check_environ(os.environ)
         self._options = TransferOptions.of(os.environ.get(VARIABLE, ""))
         self._fences: FenceFolder | None = None
@@ -268,7 +272,9 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
         config = PrefillConfig(self.name, bind, **self._common())
         rank = self._mesh, self.attn_tp_rank
         reach = self._reach
-        transfers = prefill_transfers(self._pool, config, *rank, sgl.gather, reach=reach)
+        transfers = prefill_transfers(
+            self._pool, config, *rank, sgl.gather, reach=reach, state=self._state
+        )
         self.sends = RoomSends(transfers, self.page_size)
         own = reach(transfers.endpoint)
         _log.info("prefixkv's transfers: %s listens at %s", self.rank_name, own)
@@ -367,9 +373,9 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
         self.name = self._gather_name()
         config = DecodeConfig(self.name, **self._common())
         rank = self._mesh, self.attn_tp_rank
-        transfers = decode_transfers(self._pool, config, *rank, sgl.gather)
+        transfers = decode_transfers(self._pool, config, *rank, sgl.gather, state=self._state)
         self._secret = cast(bytes, sgl.gather(token_bytes(32))[0])
-        self.receives = Receives(transfers, self.page_size)
+        self.receives = Receives(transfers)
         _log.info("prefixkv's transfers: %s", self.rank_name)
 
     def ticket(self) -> int:
@@ -447,8 +453,7 @@ class PrefixKVSender(sgl.CommonKVSender):  # type: ignore[misc]
         self.kv_mgr.pump()
         digest, num_tokens = prompt_of(req)
         if self.conclude_state is None:
-            num_pages = pages_for(num_tokens, self.kv_mgr.page_size)
-            self._send = self.sends.begin(self.bootstrap_room, digest, num_pages)
+            self._send = self.sends.begin(self.bootstrap_room, digest, num_tokens)
         elif self._refusal and req.bootstrap_room in ROOMS:
             self.sends.decline(req.bootstrap_room, digest, self._refusal)
 
@@ -465,7 +470,7 @@ class PrefixKVSender(sgl.CommonKVSender):  # type: ignore[misc]
     ) -> None:
         """Send the pages of the next chunk from SGLang's sender.
 
-        With the last one goes the metadata row.
+        With the last one go the metadata row, and windows and state of the request.
         """
         # SGLang leaves here the event after which the pages hold their KV; it is for one call.
         ready, self._early_send_wait_event = self._early_send_wait_event, None
@@ -475,8 +480,19 @@ class PrefixKVSender(sgl.CommonKVSender):  # type: ignore[misc]
         # SGLang fills the row before it sends the last chunk: it is read here and not earlier.
         last = self.curr_idx == self.num_kv_indices
         aux = self.kv_mgr.rows.read(self.aux_index) if last else b""
-        self.sends.send(self._send, kv_indices, last=last, aux=aux, ready=ready)
-        self._record_transfer_indices(kv_indices, None)
+        windows, slot = NOTHING
+        try:
+            if last:
+                pages = [*self._send.pages, *kv_indices]
+                windows, slot = self.kv_mgr.components.of_request(state_indices, pages)
+        except PrefixKVError as error:
+            self.sends.abort(self._send, str(error))
+            return
+        self.sends.send(
+            self._send, kv_indices, last=last, aux=aux, ready=ready, windows=windows,
+            state_slot=slot,
+        )  # fmt: skip
+        self._record_transfer_indices(kv_indices, state_indices if last else None)
 
     def poll(self) -> int:
         """Return SGLang's state of the sender's room. A final state is kept, and never changes."""
@@ -527,6 +543,7 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
         self.bootstrap_infos: list[dict[str, Any]] | None = None
         self._receive: Receive | None = None  # set once pages were promised
         self._aux_index = -1
+        self._reason = "Aborted by decode."  # why it failed here, for prefill
         self._req: Any = None
         self._has_prompt = False
         self._ticket = 0
@@ -577,6 +594,7 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
 
     def _fail(self, reason: str) -> None:
         """Set SGLang's state of the receiver's room to Failed, for good."""
+        self._reason = reason
         self.kv_mgr.record_failure(self.bootstrap_room, reason)
         self.kv_mgr.update_status(self.bootstrap_room, sgl.KVPoll.Failed)
         self.conclude_state = sgl.KVPoll.Failed
@@ -649,7 +667,11 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
             return
         digest, num_tokens = prompt_of(self._req)
         self._aux_index = -1 if aux_index is None else aux_index
-        num_pages = pages_for(num_tokens, self.kv_mgr.page_size)
+        try:
+            windows, slot = self.kv_mgr.components.of_request(state_indices, kv_indices)
+        except PrefixKVError as error:  # nothing is announced: `clear` withdraws the request
+            self._fail(str(error))
+            return
         # Announced first: prefill adds the room for the worker that announced itself. If this
         # fails, no pages were promised, and nothing has to be held.
         try:
@@ -660,8 +682,9 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
         pages = np.asarray(kv_indices, np.int32)
         prefix_len = decode_prefix_len or 0
         self._receive = self.receives.open(
-            self.bootstrap_room, prefill, num_pages, prefix_len, pages, digest, self._ticket
-        )
+            self.bootstrap_room, prefill, num_tokens, prefix_len, pages, digest, self._ticket,
+            windows, slot,
+        )  # fmt: skip
         self.init_time = time.time()  # SGLang's own timeout begins
 
     def poll(self) -> int:
@@ -703,7 +726,7 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
 
         SGLang calls this once.
         """
-        reason = why_ended(self._req, "Aborted by decode.")
+        reason = why_ended(self._req, self._reason)
         if self._receive is not None:
             self.receives.abort(self._receive, reason)
         elif self.bootstrap_infos:

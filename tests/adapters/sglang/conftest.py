@@ -48,14 +48,14 @@ class Servers:
         self.tickets = itertools.count(1)
         self.source, self.target = Memory(filled=True), Memory(filled=False)
         self.sends = RoomSends(PrefillTransfers(self.source.pool, PrefillConfig("prefill-0")), PAGE)
-        self.receives = Receives(DecodeTransfers(self.target.pool, DecodeConfig("decode-0")), PAGE)
+        self.receives = Receives(DecodeTransfers(self.target.pool, DecodeConfig("decode-0")))
 
     @property
     def prefill(self) -> str:
         return self.sends.transfers.endpoint
 
     def begin(self, room: int, num_pages: int, prompt: str = "prompt") -> RoomSend:
-        return self.sends.begin(room, digest(prompt), num_pages)
+        return self.sends.begin(room, digest(prompt), num_pages * PAGE)
 
     def announce(self, room: int, decode: str = "decode-0", prompt: str = "prompt") -> None:
         self.sends.announce(room, decode, digest(prompt))
@@ -65,7 +65,7 @@ class Servers:
     ) -> Receive:
         """The first pages are decode's already, the last are `pages`."""
         prefix_len = (num_pages - len(pages)) * PAGE
-        named = {"room": room, "prefill": self.prefill, "num_pages": num_pages,
+        named = {"room": room, "prefill": self.prefill, "num_tokens": num_pages * PAGE,
                  "prefix_len": prefix_len, "pages": pages, "digest": digest(prompt),
                  "ticket": next(self.tickets)}  # fmt: skip
         return self.receives.open(**{**named, **more})

@@ -36,7 +36,7 @@ def prefill_child() -> None:
     """Sends the first of three pages of room 1, and goes on living."""
     transfers = PrefillTransfers(Memory(filled=True).pool, PrefillConfig("prefill-0"))
     sends = RoomSends(transfers, PAGE)
-    send = sends.begin(1, digest("prompt"), 3)
+    send = sends.begin(1, digest("prompt"), 3 * PAGE)
     sends.announce(1, "decode-0", digest("prompt"))
     print(transfers.endpoint, *transfers.peer_id, flush=True)
     while True:
@@ -63,11 +63,9 @@ def test_pages_that_a_dead_process_held_come_back_when_the_operator_says_so(
         heartbeat_s=0.1, suspect_after_s=0.5, prove_death=False, fence_settle_s=0.05
     )
     target = Memory(filled=False)
-    receives = Receives(
-        DecodeTransfers(target.pool, DecodeConfig("decode-0", control=timing)), PAGE
-    )
+    receives = Receives(DecodeTransfers(target.pool, DecodeConfig("decode-0", control=timing)))
     place = FenceFolder(str(folder), "decode-0")
-    receive = receives.open(1, endpoint, 3, 0, [5, 6, 7], digest("prompt"), 1)
+    receive = receives.open(1, endpoint, 3 * PAGE, 0, [5, 6, 7], digest("prompt"), 1)
 
     def told() -> list[dict[str, object]]:
         receives.pump()

@@ -20,6 +20,7 @@ from sglang.srt.disaggregation.utils import (
     DisaggregationMode,
     KVClassType,
     MetadataBuffers,
+    setup_state_kv_args,
 )
 
 from prefixkv.engines.sglang import plugin
@@ -34,11 +35,14 @@ SERVER = SimpleNamespace(served_model_name="models/tiny", enable_memory_saver=Fa
 
 class Rank:
     """Its KV buffers, its metadata rows, and the arguments that SGLang makes of them. The buffers
-    are [page, bytes of a page], by default of one layer's K and V, and another's."""
+    are [page, bytes of a page], by default of one layer's K and V, and another's. `pool`: one of
+    SGLang's, with pages of `page_size`; `window` is what its scheduler says of a model with one."""
 
     def __init__(
-        self, *, filled: bool, number: int = 0, buffers: list[npt.NDArray[np.uint8]] | None = None
-    ) -> None:
+        self, *, filled: bool, number: int = 0, buffers: list[npt.NDArray[np.uint8]] | None = None,
+        pool: Any = None, page_size: int = PAGE, window: int = 0,
+    ) -> None:  # fmt: skip
+        self.pool, self.window = pool, window
         self.buffers = buffers or [np.zeros((PAGES, PAGE_BYTES), np.uint8) for _ in range(BUFFERS)]
         if filled and buffers is None:
             rng = np.random.default_rng(3 + number)
@@ -52,12 +56,16 @@ class Rank:
         args.kv_data_ptrs = [buffer.ctypes.data for buffer in self.buffers]
         args.kv_data_lens = [buffer.nbytes for buffer in self.buffers]
         args.kv_item_lens = [buffer.shape[1] for buffer in self.buffers]
+        if pool is not None:
+            args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens = (
+                pool.get_contiguous_buf_infos()
+            )
         layers = range(len(self.buffers) // 2)
         args.kv_layer_ids = [*layers, *layers]
-        args.kv_cache_dtype_str, args.kv_layout, args.page_size = "bfloat16", None, PAGE
+        args.kv_cache_dtype_str, args.kv_layout, args.page_size = "bfloat16", None, page_size
         pointers = self.metadata.get_buf_infos()
         args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens = pointers
-        args.state_types, args.state_item_lens = [], []
+        setup_state_kv_args(args, pool, req_to_token_pool=getattr(pool, "beside", None))
 
     def write_row(self, row: int, room: int, token: int) -> None:
         self.metadata.output_ids[row, 0] = token
@@ -90,15 +98,14 @@ class Registry:
 
 class Pair:
     """Of one rank a side. Closed by `close`. `server` makes the registry: the backend's, where not
-    another."""
+    another; `ranks` the memory of prefill and of decode."""
 
-    def __init__(self, server: Any = None) -> None:
+    def __init__(self, server: Any = None, ranks: tuple[Rank, Rank] | None = None) -> None:
         self.registry = Registry(server)
         self.address = self.registry.address
-        self.source, self.target = Rank(filled=True), Rank(filled=False)
-        made = CLASSES[KVClassType.MANAGER]
-        self.prefill = made(self.source.args, DisaggregationMode.PREFILL, SERVER)
-        self.decode = made(self.target.args, DisaggregationMode.DECODE, SERVER)
+        self.source, self.target = ranks or (Rank(filled=True), Rank(filled=False))
+        self.prefill = manager(self.source, DisaggregationMode.PREFILL)
+        self.decode = manager(self.target, DisaggregationMode.DECODE)
         self.transfer_queue: Any = None
 
     def sender(self, req: Any) -> Any:
@@ -129,6 +136,12 @@ class Pair:
         self.decode.close()
         self.decode._heartbeat_shutdown.set()
         self.registry.close()
+
+
+def manager(rank: Rank, mode: Any) -> Any:
+    """As SGLang makes it of one rank, with what the hook around it tells."""
+    with use_share(Share(window=rank.window)):
+        return CLASSES[KVClassType.MANAGER](rank.args, mode, SERVER)
 
 
 class Servers:
