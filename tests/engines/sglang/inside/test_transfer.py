@@ -254,7 +254,7 @@ def test_prefill_with_another_backend_is_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"state_types": [StateType.SWA_RING, StateType.BLOCK_SCALE]}, r"\(block_scale, swa_ring\)"),
+        ({"state_types": [StateType.SWA_RING]}, r"state besides its KV \(swa_ring\)"),
         ({"pp_size": 2}, "--pp-size"),
         ({"attn_cp_size": 2}, "--attn-cp-size"),
         ({"attn_dcp_size": 2}, "--dcp-size"),
