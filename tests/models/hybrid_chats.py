@@ -70,7 +70,7 @@ def converse(
                 one.result()
             for at, (talk, answer) in enumerate(zip(talks, answers, strict=True)):
                 said = answer.choices[0].message.content
-                assert said == expected.chat(talk, 8), (at, turn)
+                assert said == expected.chat(talk, 8, said), (at, turn)
                 num, split = answer.usage.prompt_tokens, answer.usage.prefixkv
                 hit += split["decode_hit_tokens"]
                 if turn:
