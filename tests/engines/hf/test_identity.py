@@ -57,6 +57,17 @@ def test_two_turns_over_pages_and_layouts(
         world.at_rest()
 
 
+def test_an_answer_with_another_token_is_not_the_model_s(reference: Reference) -> None:
+    """The comparison itself: wherever that token stands, and where one is missing."""
+    (tokens,) = prompts(6, [30])
+    right = reference.greedy(tokens, 6)
+    assert reference.greedy(tokens, 6, right) == right
+    for at in range(6):
+        wrong = [*right[:at], (right[at] + 1) % 256, *right[at + 1 :]]
+        assert reference.greedy(tokens, 6, wrong) == right
+    assert reference.greedy(tokens, 6, right[:5]) == right
+
+
 @pytest.mark.parametrize("kind", ["qwen3", "mistral"])
 def test_other_models(kind: str) -> None:
     """Qwen3 has norms of queries and keys; Mistral's window is as long as its context here."""
