@@ -495,6 +495,7 @@ class EngineSim(Sim):
     num_slots: int = 0  # 0: there is no extra state
     window: int = 0  # of layers beside, in tokens; 0: there are none
     window_pages: tuple[int, int] = (40, 30)  # prefill's and decode's, of these layers
+    window_heads: int = 1  # of these layers, for each head of the first ones
     decode_step: int = 1  # most tokens of a chunk that decode computes, there
     checkpoints: int = 0
     tensors: tuple[StateTensor, ...] = TENSORS
@@ -518,6 +519,7 @@ class EngineSim(Sim):
                 replace(
                     side,
                     last=WindowSpec("last", self.window, self.window_pages[at], steps[at]),
+                    last_heads=self.window_heads,
                     checkpoints=(self.checkpoints, 0)[at],
                 )
                 for at, side in enumerate(self.sides)
@@ -821,18 +823,20 @@ def simulation(seed: int, storm: Storm | None = None) -> EngineSim:
 
 
 def with_windows(seed: int, storm: Storm | None = None) -> EngineSim:
-    """Two ranks a side, or three, and layers that keep a window. There are no checkpoints."""
+    """Workers of one to four ranks, of equal and of unequal sizes, and layers that keep a window,
+    of as many heads as the first ones, or of twice as many. There are no checkpoints."""
     chance = random.Random(seed)
-    ranks = chance.choice([2, 2, 3])
+    ranks = chance.choice([(2, 2), (3, 3), (2, 1), (1, 2), (4, 2), (2, 4), (1, 3)])
     shape = Shape(
-        prefill=(ranks, 1), decode=(ranks, 1), num_layers=1, head_bytes=8,
-        num_heads=chance.choice([1, ranks]),
+        prefill=(ranks[0], 1), decode=(ranks[1], 1), num_layers=1, head_bytes=8,
+        num_heads=chance.choice([1, max(ranks), max(ranks)]), staging=chance.choice([0, 1.5]),
     )  # fmt: skip
     return EngineSim(
         seed, storm_of(chance, _STORM) if storm is None else storm, shape,
         decode_pages=chance.choice([14, 18, 40]), prefill_pages=chance.choice([16, 32]),
         failure_policy=chance.choice(["fail", "retry"]), digest_every=chance.choice([0, 4]),
         window=chance.choice([2, 5, 9, 14]), window_pages=(48, chance.choice([10, 30])),
+        window_heads=1 if shape.num_heads == 1 else chance.choice([1, 2]),
     )  # fmt: skip
 
 

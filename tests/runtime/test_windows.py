@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from prefixkv.config import (
+    Backend,
     ComputeConfig,
     ConfigError,
     DecodeConfig,
@@ -60,17 +61,42 @@ def test_turns_of_a_conversation(window: int, checkpoints: int) -> None:
         pair.at_rest()
 
 
-@pytest.mark.parametrize("backend", ["nixl", "shm"])
-@pytest.mark.parametrize("seed", range(2))
-def test_chats_with_small_pools_aborts_and_retractions(seed: int, backend: Any) -> None:
+LEASE = 1 << 14
+STAGED = {"staging_bytes": 4 * LEASE, "lease_bytes": LEASE}
+# Tensor-parallel sizes of prefill and decode; heads of the first, the window and the draft layer.
+SIDES: dict[str, dict[str, Any]] = {
+    "one rank each": {},
+    "prefill 2, decode 1": {"tp_sizes": (2, 1), "heads": (2, 4, 2)},
+    "prefill 1, decode 2": {"tp_sizes": (1, 2), "heads": (2, 2, 6)},
+    "prefill 4, decode 2": {"tp_sizes": (4, 2), "heads": (4, 4, 8), "orders": ("page_major",) * 2},
+    "replicas on decode": {"tp_sizes": (2, 4), "heads": (2, 2, 2)},
+}
+CHATS: list[tuple[int, str, Backend, dict[str, int]]] = [
+    (0, "one rank each", "nixl", {}),
+    (1, "one rank each", "shm", {}),
+    (2, "prefill 2, decode 1", "nixl", {}),
+    (3, "prefill 1, decode 2", "nixl", STAGED),
+    (4, "prefill 4, decode 2", "nixl", STAGED),
+    (5, "prefill 4, decode 2", "shm", {}),
+    (6, "replicas on decode", "nixl", {}),
+]
+
+
+@pytest.mark.parametrize(("seed", "sides", "backend", "staging"), CHATS)
+def test_chats_with_small_pools_aborts_and_retractions(
+    seed: int, sides: str, backend: Backend, staging: dict[str, int]
+) -> None:
     """Chats that share a beginning, come back and branch, in pools that evict all the time."""
     chance = random.Random(seed)
-    transport = TransportConfig(backend=backend)
+    transport = TransportConfig(backend=backend, **staging)
+    tp_sizes = SIDES[sides].get("tp_sizes", (1, 1))
     with WindowPair(
         decode=(26, 13), prefill=(30, 18), window=chance.choice([5, 9]),
-        shared=backend == "shm",
+        shared=backend == "shm", **SIDES[sides],
         decode_config=DecodeConfig(reserve_tokens=0, transport=transport),
-        prefill_config=PrefillConfig(checkpoints=3, transport=transport),
+        prefill_config=PrefillConfig(
+            checkpoints=3 if tp_sizes[0] == 1 else 0, transport=transport
+        ),
     ) as pair:  # fmt: skip
         chats = [[7] * 9 + [chat] for chat in range(3)]
         aborted: set[str] = set()
@@ -97,6 +123,10 @@ def test_chats_with_small_pools_aborts_and_retractions(seed: int, backend: Any) 
         assert {rid for rid in pair.failed if rid.partition(".")[0] not in aborted} == set()
         for rid in pair.done:
             pair.check(rid)
+        if staging:
+            assert sum(node.stats()["staging_pieces_written"] for node in pair.prefills) > 0
+        if tp_sizes[0] > 1:
+            return
         points = pair.prefill.scheduler.pages.checkpoints
         assert points is not None
         assert points.evicted
