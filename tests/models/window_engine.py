@@ -182,7 +182,7 @@ class WindowPair:
         of_decode = decode_config or DecodeConfig(reserve_tokens=0)
         self.prefill: Any
         self.decode: DecodeNode
-        self.prefills: list[PrefillNode]
+        self.prefills: list[Any]
         if tp_sizes == (1, 1):
             self.prefill = PrefillNode(self.p_model.pool, config, transport=transport)
             self.prefills = [self.prefill]
@@ -245,7 +245,15 @@ class WindowPair:
 
     def on_prefill(self, req: PrefillRequest) -> list[tuple[Any, WindowPages]]:
         """The request's pages on each rank."""
-        ranks = [req] if len(self.prefills) == 1 else self.prefill.ranks_of(req.rid)
+        ranks: list[Any] = [req]
+        if isinstance(self.prefill, PrefillGroup):
+            ranks = list(self.prefill.ranks_of(req.rid))
+        if others := getattr(self.prefill, "others", []):
+            # With one cache the others compute by what the log has told them.
+            self.prefills[0].hand_log()
+            ranks[1:] = [other.request(req.rid) for other in others]
+            for one in ranks:
+                assert (one.prefix_len, one.stops) == (req.prefix_len, req.stops)
         return [(one.pages, one.window_pages("sliding")) for one in ranks]
 
     # --- decode -----------------------------------------------------------------------------------

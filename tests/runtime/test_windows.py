@@ -80,6 +80,7 @@ CHATS: list[tuple[int, str, Backend, dict[str, int]]] = [
     (5, "prefill 4, decode 2", "shm", {}),
     (6, "replicas on decode", "nixl", {}),
 ]
+NO_CHECKPOINTS = 4  # the seed of a prefill worker whose ranks have a cache each
 
 
 @pytest.mark.parametrize(("seed", "sides", "backend", "staging"), CHATS)
@@ -95,7 +96,7 @@ def test_chats_with_small_pools_aborts_and_retractions(
         shared=backend == "shm", **SIDES[sides],
         decode_config=DecodeConfig(reserve_tokens=0, transport=transport),
         prefill_config=PrefillConfig(
-            checkpoints=3 if tp_sizes[0] == 1 else 0, transport=transport
+            checkpoints=0 if seed == NO_CHECKPOINTS else 3, transport=transport
         ),
     ) as pair:  # fmt: skip
         chats = [[7] * 9 + [chat] for chat in range(3)]
@@ -125,9 +126,10 @@ def test_chats_with_small_pools_aborts_and_retractions(
             pair.check(rid)
         if staging:
             assert sum(node.stats()["staging_pieces_written"] for node in pair.prefills) > 0
-        if tp_sizes[0] > 1:
+        assert len(pair.prefills) == (tp_sizes[0] if seed == NO_CHECKPOINTS else 1)
+        if seed == NO_CHECKPOINTS:
             return
-        points = pair.prefill.scheduler.pages.checkpoints
+        points = pair.prefills[0].scheduler.pages.checkpoints
         assert points is not None
         assert points.evicted
         assert min(pair.computed.values()) < 12
