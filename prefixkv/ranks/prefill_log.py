@@ -89,7 +89,7 @@ class _RankRequest(msgspec.Struct, frozen=True, array_like=True):
         )  # fmt: skip
 
 
-class _Batch(msgspec.Struct, frozen=True, array_like=True):
+class _PrefillBatch(msgspec.Struct, frozen=True, array_like=True):
     """One message of rank 0's log to the other prefill ranks. `requests` are new, or have changed;
     `ended` have no pages any more. `settings` come with the first."""
 
@@ -153,7 +153,7 @@ class PrefillLog:
         """Return what the other prefill ranks have to apply, as one message, and forget it.
         `requests`: all of rank 0's. O(their pages)."""
         now = {req.rid: _RankRequest.of(req) for req in requests if req.pages_held is not None}
-        batch = _Batch(
+        batch = _PrefillBatch(
             self.num_batches,
             self._commands,
             [view for rid, view in now.items() if self._told.get(rid) != view],
@@ -276,7 +276,7 @@ def _command(logged: _Logged, ready: DeviceEvent | None) -> PrefillCommand:
 
 
 @dataclass(slots=True)
-class _RankReports:
+class _PrefillReports:
     """Ranks of one room of a prefill worker by what they have reported."""
 
     begun: set[int] = field(default_factory=set)
@@ -292,7 +292,7 @@ class PrefillRankRooms:
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
-        self._rooms: dict[RoomKey, _RankReports] = {}
+        self._rooms: dict[RoomKey, _PrefillReports] = {}
         self._messages = RankMessages(num_ranks)
 
     def __len__(self) -> int:
@@ -318,7 +318,7 @@ class PrefillRankRooms:
     def on(self, rank: int, event: PrefillEvent) -> tuple[list[PrefillEvent], list[AbortRoom]]:
         """Join a rank's event of a room with those of the other prefill ranks; return events for
         the scheduler, and commands for all ranks."""
-        room = self._rooms.setdefault(event.key, _RankReports())
+        room = self._rooms.setdefault(event.key, _PrefillReports())
         events: list[PrefillEvent] = []
         commands: list[AbortRoom] = []
         # 1. It begins when decode has promised to all: each sends its own part.
@@ -362,7 +362,7 @@ class _RankEvents(msgspec.Struct, frozen=True, array_like=True):
 
 
 _encode_batch: Any = msgspec.msgpack.Encoder().encode
-_decode_batch = msgspec.msgpack.Decoder(_Batch).decode
+_decode_batch = msgspec.msgpack.Decoder(_PrefillBatch).decode
 _encode_events: Any = msgspec.msgpack.Encoder(enc_hook=encode_error).encode
 _decode_events = msgspec.msgpack.Decoder(_RankEvents, dec_hook=decode_error).decode
 
