@@ -251,8 +251,8 @@ def test_aligned_groups_are_staged_behind_the_pages(num_units: int) -> None:
     """Of odd sizes, so that a group begins at a word of its own."""
 
     def pool(heads: int, dim: int, seed: int) -> KVPool:
-        made = KVPool.create(8, 4, 2, heads, dim, dtype="uint8")
-        data = np.random.default_rng(seed).integers(0, 256, (8, 4, 4, heads, dim), np.uint8)
+        made = KVPool.create(8, 4, 1, heads, dim, dtype="uint8")
+        data = np.random.default_rng(seed).integers(0, 256, (8, 2, 4, heads, dim), np.uint8)
         made.write_pages(range(8), torch.from_numpy(data))
         return made
 
@@ -264,11 +264,11 @@ def test_aligned_groups_are_staged_behind_the_pages(num_units: int) -> None:
     (source, its_draft), (target, draft) = grouped(1, 1), grouped(2, 5)
     before = [one.read_pages(range(8)) for one in (target, draft, target.group("last"))]
     src, dst = np.array([4, 0, 5][:num_units], np.int32), [1, 2, 0][:num_units]
-    gather = staging_copy(source.layout, Shard(0, 2, 0, 1), 4)
-    scatter = staging_copy(target.layout, Shard(0, 2, 1, 1), 4)
+    gather = staging_copy(source.layout, Shard(0, 1, 0, 1), 4)
+    scatter = staging_copy(target.layout, Shard(0, 1, 1, 1), 4)
     num_bytes = gather.num_bytes(num_units)
-    # 4 slabs of 4 tokens of 3 bytes, and of 2 heads of 5, in whole words of 16.
-    assert num_bytes == scatter.num_bytes(num_units) == num_units * (48 + 160)
+    # 2 slabs of 4 tokens of 3 bytes, and of 2 heads of 5, in whole words of 16.
+    assert num_bytes == scatter.num_bytes(num_units) == num_units * (32 + 80)
     for stage in (torch.empty(num_bytes + 1, dtype=torch.uint8), torch.empty(0)):
         with pytest.raises(ConfigError, match="stage is"):
             gather.gather(src, stage)

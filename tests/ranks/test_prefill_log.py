@@ -64,7 +64,7 @@ def test_whatever_the_order_the_scheduler_hears_what_all_ranks_say(data: st.Data
     said = [list(data.draw(st.sampled_from(histories(rank)))) for rank in range(num_ranks)]
     succeeds = all(SUCCESS in words for words in said)
     rooms, heard, aborts = PrefillRankRooms(num_ranks), list[Any](), list[Any]()
-    numbers = [0] * num_ranks
+    numbers, num_begun = [0] * num_ranks, 0
     order: list[int] = []
     while any(said):
         rank = data.draw(st.sampled_from([rank for rank, words in enumerate(said) if words]))
@@ -75,7 +75,9 @@ def test_whatever_the_order_the_scheduler_hears_what_all_ranks_say(data: st.Data
             numbers[rank] += 1
             ((_, event),) = rooms.unpack(raw)
         events, commands = rooms.on(rank, event)
-        # 1. Free once every rank has said so, and with the last word of all.
+        # 1. Begun once every rank is; free once every rank has said so, with the last word of all.
+        num_begun += isinstance(event, Bootstrapped)
+        assert num_begun == num_ranks or not any(isinstance(one, Bootstrapped) for one in events)
         assert (FREE in events) == (not any(said))
         heard += events
         aborts += commands

@@ -190,6 +190,39 @@ def test_an_abort_in_flight_keeps_the_pages_of_every_group_until_prefill_is_drai
         pair.at_rest()
 
 
+def test_a_chunk_waits_on_every_rank_until_it_is_computed() -> None:
+    class Ready:
+        is_set = False
+
+        def query(self) -> bool:
+            return self.is_set
+
+    with WindowPair(tp_sizes=(2, 1), heads=(2, 2, 2), **QUICKLY) as pair:
+        pair.hold = True
+        pair.submit("a", list(range(7)), 1)
+        until(lambda: bool(pair.computing), step=pair.step)
+        (req,) = pair.computing
+        token = pair.p_model.forward(pair.on_prefill(req), req.tokens.tolist(), 0)
+        sides = pair.prefill.nodes[0].transfers, pair.prefill.others[0].transfers
+        given: list[Any] = []
+        submit = sides[1].submit
+        sides[1].submit = lambda command: (given.append(command), submit(command))
+        ready = Ready()
+        aux = token.to_bytes(4, "little")
+        assert pair.prefill.send_chunk(req, 7, True, aux, ready) == 2 * 2
+        with pytest.raises(RequestError):
+            pair.prefill.save_state(req, 4)
+        del pair.computing[req]
+        assert [command.ready for command in given] == [ready]
+        assert [side.bytes_sent for side in sides] == [0, 0]
+        ready.is_set = True
+        until(lambda: "a" in pair.done, step=pair.step)
+        pair.check("a")
+        assert sides[0].bytes_sent == sides[1].bytes_sent > 0
+        pair.prefill.audit()
+        pair.at_rest()
+
+
 def test_a_flush_forgets_what_windows_kept() -> None:
     with WindowPair(**QUICKLY) as pair:
         said = pair.serve("a", list(range(30)))
