@@ -17,15 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, assert_never
+from typing import Any, Protocol, TypeAlias, assert_never
 
 import msgspec
 import numpy as np
 
 from prefixkv.errors import CallerError, ConfigError, InternalError, RequestError, shown
+from prefixkv.pages.manager import PageManager, RequestPages
 from prefixkv.pages.windows import WindowPages, WindowSpec
 from prefixkv.paging import Pages
-from prefixkv.prefill.request import PrefillRequest
 from prefixkv.protocol.commands import (
     AbortRoom,
     AddRoom,
@@ -49,6 +49,22 @@ from prefixkv.ranks.rooms import RankMessages, of_rank
 from prefixkv.request import DeviceEvent
 
 _Setting: TypeAlias = int | list[list[int | str]]
+
+
+class LoggedRequest(Protocol):
+    """What the log has of a request on rank 0, a `PrefillRequest`."""
+
+    rid: str
+    decode_prefix_len: int
+    prefix_len: int
+    checkpoint_slot: int
+    stops: list[int]
+    pages_held: RequestPages | None
+    page_manager: PageManager
+
+    @property
+    def pages(self) -> Pages:
+        """Page ids, int32."""
 
 
 class _LoggedChunk(msgspec.Struct, frozen=True, array_like=True, tag_field="kind", tag="chunk"):
@@ -78,7 +94,7 @@ class _RankRequest(msgspec.Struct, frozen=True, array_like=True):
     windows: list[tuple[int, bytes]]
 
     @classmethod
-    def of(cls, req: PrefillRequest) -> _RankRequest:
+    def of(cls, req: LoggedRequest) -> _RankRequest:
         """Return what another rank is told of a request of rank 0, which has pages."""
         held = req.pages_held
         assert held is not None
@@ -149,7 +165,7 @@ class PrefillLog:
             case _:
                 raise InternalError(f"{type(command).__name__} is no command of a scheduler")
 
-    def take(self, requests: Iterable[PrefillRequest]) -> bytes:
+    def take(self, requests: Iterable[LoggedRequest]) -> bytes:
         """Return what the other prefill ranks have to apply, as one message, and forget it.
         `requests`: all of rank 0's. O(their pages)."""
         now = {req.rid: _RankRequest.of(req) for req in requests if req.pages_held is not None}
@@ -212,7 +228,7 @@ class PrefillFollower:
             raise RequestError(f"request {shown(rid)} is not here")
         return self._requests[rid]
 
-    def is_like(self, req: PrefillRequest) -> bool:
+    def is_like(self, req: LoggedRequest) -> bool:
         """Return True if this prefill rank knows of a request what rank 0's has, for audits."""
         known = self._requests.get(req.rid)
         if known is None or req.pages_held is None:
