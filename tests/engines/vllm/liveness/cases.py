@@ -203,3 +203,21 @@ def _once() -> dict[str, Case]:
 
 
 ONCE = _once()
+
+
+STATES = ("align", "align"), ("checkpoint", "checkpoint"), ("none", "align"), ("align", "none")
+"""How servers a and b keep states: each with the prefix cache on and off."""
+
+
+def with_states(seed: int) -> Case:
+    """A case of `at_random` whose model has layers that keep a state."""
+    case, chance = at_random(seed), random.Random(-1 - seed)
+    small = 24 + 2 * 4  # of each group what a request has at once
+    return replace(
+        case,
+        blocks=chance.choice(((small, small), (small, small), (small, 300), (300, small))),
+        states=chance.choice(STATES),
+        recompute_below=0,
+        compute_below=0,
+        flushes=chance.choice((0.0, 0.0, 0.0, 0.02)),
+    )
