@@ -196,7 +196,7 @@ def _window_layers(number: int, group: Any, first: Any) -> WindowLayers:
     group that keeps every token, `first`."""
     spec = group.kv_cache_spec
     where = f"the KV cache group {number} of {WINDOWED}"
-    _check_alike(where, group, first, _SAME, _INSTEAD)
+    _check_alike(where, group, first, _SAME, f"; {_INSTEAD}")
     if spec.extra_retained_tokens or group.is_eagle_group or first.is_eagle_group:
         raise ConfigError(
             f"{where}: a draft model beside sliding windows is not transferred; {_INSTEAD}"
@@ -210,20 +210,20 @@ def _state_layers(number: int, group: Any, first: Any) -> WindowLayers:
     block of the group that keeps every token, `first`, or vLLM keeps it in an unknown way."""
     spec = group.kv_cache_spec
     where = f"the KV cache group {number} of {STATE}"
-    _check_alike(where, group, first, ("page_size_bytes",), "choose another --block-size")
+    _check_alike(where, group, first, ("page_size_bytes",))
     if spec.num_speculative_blocks or group.is_eagle_group or first.is_eagle_group:
         raise ConfigError(
             f"{where}: a draft model beside states is not transferred; leave out "
             "--speculative-config"
         )
     # 1. "none": one block, in which the state is written over. 2. "align": a block table like the
-    # other groups', with a state at the ends of some blocks, and the newest in the last one. There
-    # are the two that a step reads and writes, one more where vLLM schedules ahead of its worker,
-    # and those that a long step writes on its way.
+    # other groups', with a state at the ends of some blocks, and the newest in the last one. vLLM
+    # gives up those of a step when the second one behind it is scheduled: at its end, and where
+    # that was a long one also one on its way.
     if spec.mamba_cache_mode == "none":
         most_blocks = 1
     elif spec.mamba_cache_mode == "align" and spec.block_size == first.kv_cache_spec.block_size:
-        most_blocks = 3 + spec.num_prefill_checkpoint_blocks
+        most_blocks = 3 * (1 + spec.num_prefill_checkpoint_blocks)
     else:
         raise ConfigError(
             f"{where}: --mamba-cache-mode is {spec.mamba_cache_mode}, with blocks of "
@@ -235,20 +235,22 @@ def _state_layers(number: int, group: Any, first: Any) -> WindowLayers:
     return WindowLayers(number, name, STATE_WINDOW, spec.block_size, most_blocks)
 
 
-def _check_alike(where: str, group: Any, first: Any, same: Sequence[str], instead: str) -> None:
+def _check_alike(
+    where: str, group: Any, first: Any, same: Sequence[str], instead: str = ""
+) -> None:
     """Raise ConfigError where a group's blocks of vLLM's do not lie in the memory of those of the
-    group that keeps every token, `first`."""
+    group that keeps every token, `first`. `instead`: what the error adds."""
     spec, kept = group.kv_cache_spec, first.kv_cache_spec
     for name in same:
         if getattr(spec, name) != getattr(kept, name):
             raise ConfigError(
                 f"{where}: {name} is {getattr(spec, name)}, that of the layers that keep every "
-                f"token is {getattr(kept, name)}; {instead}"
+                f"token is {getattr(kept, name)}{instead}"
             )
     if len(group.layer_names) > len(first.layer_names):
         raise ConfigError(
             f"{where} has {len(group.layer_names)} layers, more than the {len(first.layer_names)} "
-            f"that keep every token; {_INSTEAD}"
+            f"that keep every token{instead}"
         )
 
 

@@ -212,11 +212,13 @@ STATES = ("align", "align"), ("checkpoint", "checkpoint"), ("none", "align"), ("
 def with_states(seed: int) -> Case:
     """A case of `at_random` whose model has layers that keep a state."""
     case, chance = at_random(seed), random.Random(-1 - seed)
-    small = 24 + 2 * 4  # of each group what a request has at once
+    states = chance.choice(STATES)
+    # Of each of the two groups what a request has at once.
+    small = 24 + 2 * max({"none": 1, "align": 3, "checkpoint": 6}[mode] for mode in states)
     return replace(
         case,
         blocks=chance.choice(((small, small), (small, small), (small, 300), (300, small))),
-        states=chance.choice(STATES),
+        states=states,
         recompute_below=0,
         compute_below=0,
         flushes=chance.choice((0.0, 0.0, 0.0, 0.02)),

@@ -305,7 +305,6 @@ WINDOW_MUTANTS: dict[str, Callable[[Patch], None]] = {
 """Faults with layers that keep a window, for `cases.with_windows`."""
 
 
-
 # --- of layers that keep a state ------------------------------------------------------------------
 
 

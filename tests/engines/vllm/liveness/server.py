@@ -379,7 +379,9 @@ class Server:
         row.tokens.append(3 + int(chain[-1]) % 1900)
         return [row.tokens[-1]]
 
-    def _advance(self, what: str, spec: Any, table: list[int], start: int, chain: list[int]) -> None:
+    def _advance(
+        self, what: str, spec: Any, table: list[int], start: int, chain: list[int]
+    ) -> None:
         """Write the state behind the last token of a step, and what a long step keeps on its way.
         The state behind the tokens before was written before, or loaded: it is looked at."""
         end, size, last = len(chain), spec.block_size, (start - 1) // spec.block_size
@@ -430,6 +432,12 @@ class Server:
 
     def check(self) -> None:
         self.side.check_invariants()
+        tables_of = self.scheduler.kv_cache_manager.get_block_ids
+        for one in self.connector._groups.windows:
+            for rid in self.scheduler.requests if one.is_state else ():
+                held = sum(block != 0 for block in tables_of(rid)[one.number])
+                if held > one.most_blocks:
+                    raise LivenessError(f"{rid} on {self.name} has {held} states of a group")
 
     @property
     def num_free(self) -> int:
