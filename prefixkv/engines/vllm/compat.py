@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from prefixkv.engines.vllm.groups import BlockGroups
+from prefixkv.engines.vllm.groups import STATE, BlockGroups
 from prefixkv.engines.vllm.host_events import HostEvent
 from prefixkv.engines.vllm.layout import check_config, check_sleep
 from prefixkv.engines.vllm.options import ConnectorOptions
@@ -217,7 +217,8 @@ TABLE: Final = (
     _row(STATES, _REQUEST, "Request", "_all_token_ids max_tokens", "leave out the last token"),
     _row(STATES, f"{_V1}.base", "KVConnectorBase_V1", "get_loaded_kv_cache_group_ids",
          "keep vLLM from zeroing blocks that a peer writes"),
-    _row(STATES, "vllm.config", "CacheConfig", "use_replayssm", "know what a state is"),
+    _row(STATES, "vllm.config", "CacheConfig", "use_replayssm prefix_match_unit",
+         "know what a state is"),
     _row(STATES, "vllm.model_executor.layers.mamba.mamba_utils", "", "get_conv_state_layout",
          "know what a block holds"),
     _row(LORA, "vllm.lora.request", "LoRARequest", "lora_name", "know whose KV it is"),
@@ -508,17 +509,29 @@ def check_engine(config: Any, kv_cache: Any) -> None:
         require(IMAGES)
     if len(kv_cache.kv_cache_groups) > 1:
         require(WINDOWS)
-    check_config(config.parallel_config, kv_cache)
-    if BlockGroups.of(kv_cache).has_states:
+    if any(type(group.kv_cache_spec).__name__ == STATE for group in kv_cache.kv_cache_groups):
         require(STATES)
-        if config.cache_config.use_replayssm:
-            raise ConfigError(
-                "--use-replayssm keeps a part of each state elsewhere, which prefixkv's connector "
-                "does not transfer"
-            )
+    check_config(config.parallel_config, kv_cache)
+    groups = BlockGroups.of(kv_cache)
+    if groups.has_states:
+        _check_states(config.cache_config, groups.block_size)
     if config.model_config.is_encoder_decoder:
         raise ConfigError("the model is an encoder-decoder, whose KV is not transferred")
     check_sleep(config.model_config, config.device_config.device_type)
+
+
+def _check_states(cache: Any, block_size: int) -> None:
+    """Raise ConfigError for a vLLM `CacheConfig` whose states cannot be transferred."""
+    if cache.use_replayssm:
+        raise ConfigError(
+            "--use-replayssm keeps a part of each state elsewhere, which prefixkv's connector does "
+            "not transfer"
+        )
+    if cache.prefix_match_unit not in (None, block_size):
+        raise ConfigError(
+            f"--prefix-match-unit is {cache.prefix_match_unit}: with states prefixkv's connector "
+            f"takes whole blocks alone, of {block_size} tokens"
+        )
 
 
 def groups_of(config: Any, kv_cache: Any) -> BlockGroups:

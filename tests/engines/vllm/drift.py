@@ -286,15 +286,21 @@ def _options_of_states(made: Made) -> dict[str, str]:
 
     said = {}
     options = {"host_memory": "4x", "policy": "lru", "compute_below": 9, "recompute_below": 9}
-    for name, value in [*options.items(), ("use_replayssm", True)]:
+    cache = made.config.cache_config
+    for name, value in [
+        *options.items(),
+        ("use_replayssm", True),
+        ("prefix_match_unit", BLOCK // 2),
+    ]:
         extra = {"name": "drift"} | ({name: value} if name in options else {})
         made.config.kv_transfer_config.kv_connector_extra_config = extra
-        made.config.cache_config.use_replayssm = name == "use_replayssm"
+        cache.use_replayssm = name == "use_replayssm"
+        cache.prefix_match_unit = value if name == "prefix_match_unit" else None
         try:
             PrefixKVConnector(made.config, base.KVConnectorRole.WORKER, made.stated)
         except compat.ConfigError as error:
             said[name] = str(error)
-    made.config.cache_config.use_replayssm = False
+    cache.use_replayssm, cache.prefix_match_unit = False, None
     return said
 
 

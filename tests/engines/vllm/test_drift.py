@@ -119,6 +119,7 @@ def test_groups_that_vllm_makes_are_taken_or_refused_by_name(rows: list[dict[str
     assert "groups of SlidingWindowSpec and of MambaSpec" in said.pop("both")
     options = said.pop("options")
     assert options.pop("use_replayssm").startswith("--use-replayssm keeps a part of each state")
+    assert options.pop("prefix_match_unit").startswith("--prefix-match-unit is 8: with states")
     for name in ("host_memory", "policy", "compute_below", "recompute_below"):
         assert "with a model whose layers keep a state" in options.pop(name)
     assert options == {}
