@@ -118,6 +118,30 @@ def _nonce(nonce: Any) -> str:
     return nonce
 
 
+def ends_in_media(request: Any) -> bool:
+    """Return whether the last token of a vLLM prompt stands for a part of an image."""
+    return any(
+        one.mm_position.offset + one.mm_position.length >= request.num_prompt_tokens
+        for one in request.mm_features
+    )
+
+
+def leave_out_last_token(request: Any, hash_size: int) -> None:
+    """Take the last token of its prompt from a vLLM request that has computed nothing, and have it
+    end with the first token that it generates. `hash_size`: tokens of a block hash.
+
+    Where a layer keeps a state this is how the state behind the prompt is that of the tokens before
+    its last one. The answer is of the shorter prompt.
+    """
+    # A new list: requests in vLLM's own process may share the old one.
+    request.prompt_token_ids = request.prompt_token_ids[:-1]
+    del request._all_token_ids[-1]
+    request.num_prompt_tokens -= 1
+    request.max_tokens = 1
+    # One that covers the last token would name a block whose last token is a generated one.
+    del request.block_hashes[request.num_prompt_tokens // hash_size :]
+
+
 def computes_all(request: Any) -> bool:
     """Return whether a request asks vLLM to compute its whole prompt, for log-probabilities.
 

@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from prefixkv.engines.vllm.groups import BlockGroups
+from prefixkv.engines.vllm.groups import STATE, BlockGroups
 from prefixkv.engines.vllm.host_events import HostEvent
 from prefixkv.engines.vllm.layout import check_config, check_sleep
 from prefixkv.engines.vllm.options import ConnectorOptions
@@ -78,6 +78,7 @@ WORKER: Final = VllmFeature("prefixkv's connector in a worker")
 RANKS: Final = VllmFeature("prefixkv's connector with tensor parallel ranks")
 CPU_KERNELS: Final = VllmFeature("prefixkv's connector with kernels for CPUs")
 WINDOWS: Final = VllmFeature("prefixkv's connector with layers that keep a window")
+STATES: Final = VllmFeature("prefixkv's connector with layers that keep a state")
 LORA: Final = VllmFeature("prefixkv's connector with LoRA adapters")
 IMAGES: Final = VllmFeature("prefixkv's connector with multimodal models")
 FENCING: Final = VllmFeature("prefixkv's worker extension")
@@ -210,6 +211,16 @@ TABLE: Final = (
          "create_kv_cache_blocks coordinator", "say where prefixes are looked for"),
     _row(WINDOWS, "vllm.v1.core.kv_cache_coordinator", "HybridKVCacheCoordinator",
          "find_longest_cache_hit_per_group", "look for prefixes in one group"),
+    _row(STATES, _SPECS, "MambaSpec", "shapes dtypes block_size mamba_type mamba_cache_mode "
+         "num_speculative_blocks num_prefill_checkpoint_blocks page_size_bytes "
+         "state_content_size_bytes", "know what a block holds"),
+    _row(STATES, _REQUEST, "Request", "_all_token_ids max_tokens", "leave out the last token"),
+    _row(STATES, f"{_V1}.base", "KVConnectorBase_V1", "get_loaded_kv_cache_group_ids",
+         "keep vLLM from zeroing blocks that a peer writes"),
+    _row(STATES, "vllm.config", "CacheConfig", "use_replayssm prefix_match_unit",
+         "know what a state is"),
+    _row(STATES, "vllm.model_executor.layers.mamba.mamba_utils", "", "get_conv_state_layout",
+         "know what a block holds"),
     _row(LORA, "vllm.lora.request", "LoRARequest", "lora_name", "know whose KV it is"),
     _row(IMAGES, "vllm.multimodal.inputs", "MultiModalFeatureSpec", "identifier mm_position",
          "know whose KV it is"),
@@ -498,10 +509,29 @@ def check_engine(config: Any, kv_cache: Any) -> None:
         require(IMAGES)
     if len(kv_cache.kv_cache_groups) > 1:
         require(WINDOWS)
+    if any(type(group.kv_cache_spec).__name__ == STATE for group in kv_cache.kv_cache_groups):
+        require(STATES)
     check_config(config.parallel_config, kv_cache)
+    groups = BlockGroups.of(kv_cache)
+    if groups.has_states:
+        _check_states(config.cache_config, groups.block_size)
     if config.model_config.is_encoder_decoder:
         raise ConfigError("the model is an encoder-decoder, whose KV is not transferred")
     check_sleep(config.model_config, config.device_config.device_type)
+
+
+def _check_states(cache: Any, block_size: int) -> None:
+    """Raise ConfigError for a vLLM `CacheConfig` whose states cannot be transferred."""
+    if cache.use_replayssm:
+        raise ConfigError(
+            "--use-replayssm keeps a part of each state elsewhere, which prefixkv's connector does "
+            "not transfer"
+        )
+    if cache.prefix_match_unit not in (None, block_size):
+        raise ConfigError(
+            f"--prefix-match-unit is {cache.prefix_match_unit}: with states prefixkv's connector "
+            f"takes whole blocks alone, of {block_size} tokens"
+        )
 
 
 def groups_of(config: Any, kv_cache: Any) -> BlockGroups:
@@ -510,13 +540,15 @@ def groups_of(config: Any, kv_cache: Any) -> BlockGroups:
     return BlockGroups.of(kv_cache, 0 if is_one else config.max_in_flight_tokens)
 
 
-def check_windows(options: ConnectorOptions) -> None:
-    """Raise ConfigError for an option that vLLM's models whose layers keep a window have not."""
+def check_windows(options: ConnectorOptions, has_states: bool) -> None:
+    """Raise ConfigError for an option that vLLM's models whose layers keep a window, or a state
+    (`has_states`), have not."""
+    kept = "a state" if has_states else "a window"
+    instead = "" if has_states else ", or start vLLM with --disable-hybrid-kv-cache-manager"
     for name in ("host_memory", "compute_below", "recompute_below", "policy"):
         if value := getattr(options, name):
             raise ConfigError(
-                f"{name}: is {value!r}; leave it out with a model whose layers keep a window, or "
-                "start vLLM with --disable-hybrid-kv-cache-manager"
+                f"{name}: is {value!r}; leave it out with a model whose layers keep {kept}{instead}"
             )
 
 
@@ -613,8 +645,9 @@ def block_format(config: Any, kv_cache: Any, backends: list[str]) -> str:
     the option that sets it.
     """
     # The version too: kernels may pack differently in the next one, and no name would show it.
-    # Blocks of all groups are alike.
-    spec = kv_cache.kv_cache_groups[BlockGroups.of(kv_cache).full].kv_cache_spec
+    # Blocks of all groups are alike, but for states.
+    groups, of = BlockGroups.of(kv_cache), kv_cache.kv_cache_groups
+    spec = of[groups.full].kv_cache_spec
     words = {
         "vllm": installed_version(),
         "kernels": "+".join(backends),
@@ -631,6 +664,11 @@ def block_format(config: Any, kv_cache: Any, backends: list[str]) -> str:
             spec.head_size,
             config.cache_config.cache_dtype,
         )
+    if groups.has_states:
+        states = [of[one.number].kv_cache_spec for one in groups.windows]
+        names = {str(dtype).removeprefix("torch.") for spec in states for dtype in spec.dtypes}
+        words["state_dtypes"] = "+".join(sorted(names))
+        words["state_layout"] = require(STATES).get_conv_state_layout()
     return " ".join(f"{key}={value}" for key, value in words.items())
 
 

@@ -61,7 +61,7 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
         }
         self._groups = compat.groups_of(vllm_config, kv_cache_config)
         if self._groups.windows:
-            compat.check_windows(self._options)
+            compat.check_windows(self._options, self._groups.has_states)
         if self._options.host is not None:
             compat.check_host_memory(vllm_config)
         self._num_ranks = vllm_config.parallel_config.tensor_parallel_size

@@ -1,9 +1,11 @@
 """vLLM's KV cache groups: layers that share a block table. One group keeps every token; in others
-each token sees a window, and vLLM frees the blocks that have fallen out of it.
+each token sees a window, and vLLM frees the blocks that have fallen out of it; in others again a
+block holds a state, which is all that the layers keep.
 
-With windows a transfer ends before the prompt's last token, which vLLM computes in any case: it
-keeps what the first token that it computes reads, and for the last token of a prompt that is one
-token more than for the first new one.
+With windows or states a transfer ends before the prompt's last token, which vLLM computes in any
+case. Of windows it keeps what the first token that it computes reads, and for the last token of a
+prompt that is one token more than for the first new one. A state has no way back to an earlier
+token, so prefill computes no further either (`SchedulerSide`).
 """
 
 from __future__ import annotations
@@ -18,6 +20,12 @@ FULL: Final = ("FullAttentionSpec", "MLAAttentionSpec")
 """Kinds of cache in which every token's KV stays in its block until the request ends."""
 WINDOWED: Final = "SlidingWindowSpec"
 """Kind of cache that vLLM keeps the last tokens in."""
+STATE: Final = "MambaSpec"
+"""Kind of cache that vLLM keeps a state in, of a request or at the ends of blocks: of Mamba, gated
+delta nets, short convolutions and others."""
+STATE_WINDOW: Final = 2
+"""Window of a state in a transfer, tokens: what is sent behind a prompt is the block of its last
+token alone."""
 
 _SAME: Final = (
     "block_size", "num_kv_heads", "head_size", "head_size_v", "dtype", "kv_quant_mode",
@@ -33,16 +41,26 @@ Block = int
 
 class WindowLayers(NamedTuple):
     """A window group of vLLM's: its number among the groups, its name in the handshake, and the
-    tokens that its layers see, the own one included."""
+    tokens that its layers see, the own one included.
+
+    Of a state `table_tokens` is the number of tokens that an entry of its block table stands for,
+    and `most_blocks` the most blocks that a request has at once. 0: of a window.
+    """
 
     number: int
     name: str
     window: int
+    table_tokens: int = 0
+    most_blocks: int = 0
+
+    @property
+    def is_state(self) -> bool:
+        return self.table_tokens > 0
 
 
 class Tables(NamedTuple):
     """Block ids of one request: of the group that keeps every token, and of each window group, with
-    vLLM's null block where a block has fallen out of the window."""
+    vLLM's null block where a block has fallen out of the window, or no state was kept."""
 
     pages: list[Block]
     windows: tuple[list[Block], ...] = ()
@@ -58,14 +76,17 @@ class WindowBlocks(NamedTuple):
 class BlockGroups(NamedTuple):
     """The KV cache groups of a vLLM server.
 
-    `full` is the number of the one that keeps every token. `step_tokens` is the most tokens of a
-    request that vLLM has under way at once.
+    `full` is the number of the one that keeps every token; states are among `windows`.
+    `step_tokens` is the most tokens of a request that vLLM has under way at once.
 
     >>> groups = BlockGroups(32, windows=(WindowLayers(1, "w", 96),), step_tokens=64)
     >>> groups.num_sent(300), groups.first_block(groups.windows[0], 299)
     (299, 6)
     >>> groups.blocks_of(300), groups.blocks_of(32), BlockGroups(32).blocks_of(300)
     (16, 2, 10)
+    >>> state = WindowLayers(1, "s", STATE_WINDOW, table_tokens=32, most_blocks=3)
+    >>> BlockGroups(32, windows=(state,)).window_blocks([[0, 0, 7, 8]], 128, 0, 4)
+    (WindowBlocks(first=3, blocks=(8,)),)
     """
 
     block_size: int
@@ -84,11 +105,16 @@ class BlockGroups(NamedTuple):
         full = [number for number, kind in enumerate(kinds) if kind in FULL]
         if len(groups) == 1 and not full:
             raise ConfigError(f"the KV cache is a {kinds[0]}, must be one of {', '.join(FULL)}")
-        others = sorted({kind for kind in kinds if kind not in (*FULL, WINDOWED)})
+        others = sorted({kind for kind in kinds if kind not in (*FULL, WINDOWED, STATE)})
         if others:
             raise ConfigError(
                 f"the model has a KV cache group of {', '.join(others)}: prefixkv's connector "
-                f"takes {', '.join(FULL)}, and {WINDOWED} beside it; {_INSTEAD}"
+                f"takes {', '.join(FULL)}, and {WINDOWED} or {STATE} beside it; {_INSTEAD}"
+            )
+        if WINDOWED in kinds and STATE in kinds:
+            raise ConfigError(
+                f"the model has KV cache groups of {WINDOWED} and of {STATE}: prefixkv's connector "
+                "takes one of the two beside layers that keep every token"
             )
         if len(full) != 1:
             raise ConfigError(
@@ -103,15 +129,20 @@ class BlockGroups(NamedTuple):
         # 2. Blocks of all groups are alike, as they lie in the same memory.
         first = groups[full[0]]
         windows = tuple(
-            _window_layers(number, group, first)
-            for number, group in enumerate(groups)
+            (_state_layers if kind == STATE else _window_layers)(number, group, first)
+            for number, (group, kind) in enumerate(zip(groups, kinds, strict=True))
             if number != full[0]
         )
         return cls(first.kv_cache_spec.block_size, full[0], windows, step_tokens)
 
+    @property
+    def has_states(self) -> bool:
+        """True where some of vLLM's layers keep a state."""
+        return any(group.is_state for group in self.windows)
+
     def num_sent(self, num_prompt_tokens: int) -> int:
-        """Return the tokens of a vLLM prompt that a transfer carries: all, or with windows all but
-        the last one."""
+        """Return the tokens of a vLLM prompt that a transfer carries: all, or with windows or
+        states all but the last one."""
         return num_prompt_tokens - 1 if self.windows else num_prompt_tokens
 
     def first_block(self, group: WindowLayers, num_tokens: int) -> int:
@@ -128,11 +159,18 @@ class BlockGroups(NamedTuple):
         self, windows: Sequence[Sequence[Block]], num_tokens: int, first: int, stop: int
     ) -> tuple[WindowBlocks, ...]:
         """Return, by window group, a request's blocks from number `first` to `stop`: those of them
-        that vLLM keeps behind `num_tokens` tokens, which both servers send and get."""
+        that vLLM keeps behind `num_tokens` tokens, which both servers send and get.
+
+        A state is asked for when vLLM computes the last of them: its block has no other state then.
+        """
         found = []
         for group, table in zip(self.windows, windows, strict=True):
             start = min(max(first, self.first_block(group, num_tokens)), stop)
-            found.append(WindowBlocks(start, tuple(table[start:stop])))
+            if group.is_state and start < stop:
+                entry = (num_tokens - 1) // group.table_tokens
+                found.append(WindowBlocks(start, (table[entry],)))
+            else:
+                found.append(WindowBlocks(start, tuple(table[start:stop])))
         return tuple(found)
 
     def blocks_to_compute(self, num_sent: int) -> int:
@@ -144,7 +182,11 @@ class BlockGroups(NamedTuple):
         """Return the most blocks of vLLM's that a request of `num_tokens` tokens has at once."""
         num_blocks = pages_for(num_tokens, self.block_size)
         return num_blocks + sum(
-            min(num_blocks, pages_for(group.window - 1 + self.step_tokens, self.block_size) + 1)
+            min(
+                num_blocks,
+                group.most_blocks
+                or pages_for(group.window - 1 + self.step_tokens, self.block_size) + 1,
+            )
             for group in self.windows
         )
 
@@ -152,23 +194,67 @@ class BlockGroups(NamedTuple):
 def _window_layers(number: int, group: Any, first: Any) -> WindowLayers:
     """Return a window group of vLLM's. Raises ConfigError where its blocks are not those of the
     group that keeps every token, `first`."""
-    spec, kept = group.kv_cache_spec, first.kv_cache_spec
+    spec = group.kv_cache_spec
     where = f"the KV cache group {number} of {WINDOWED}"
-    for name in _SAME:
-        if getattr(spec, name) != getattr(kept, name):
-            raise ConfigError(
-                f"{where}: {name} is {getattr(spec, name)}, that of the layers that keep every "
-                f"token is {getattr(kept, name)}; {_INSTEAD}"
-            )
-    if len(group.layer_names) > len(first.layer_names):
-        raise ConfigError(
-            f"{where} has {len(group.layer_names)} layers, more than the {len(first.layer_names)} "
-            f"that keep every token; {_INSTEAD}"
-        )
+    _check_alike(where, group, first, _SAME, f"; {_INSTEAD}")
     if spec.extra_retained_tokens or group.is_eagle_group or first.is_eagle_group:
         raise ConfigError(
             f"{where}: a draft model beside sliding windows is not transferred; {_INSTEAD}"
         )
-    # Which layers the group has depends on how vLLM shares them out: both servers must agree.
-    layers = blake2b("\n".join(group.layer_names).encode(), digest_size=4).hexdigest()
-    return WindowLayers(number, f"window-{number}-{layers}", spec.sliding_window)
+    name = _name_of("window", number, group.layer_names)
+    return WindowLayers(number, name, spec.sliding_window)
+
+
+def _state_layers(number: int, group: Any, first: Any) -> WindowLayers:
+    """Return a group of vLLM's whose layers keep a state. Raises ConfigError where a state is not a
+    block of the group that keeps every token, `first`, or vLLM keeps it in an unknown way."""
+    spec = group.kv_cache_spec
+    where = f"the KV cache group {number} of {STATE}"
+    _check_alike(where, group, first, ("page_size_bytes",))
+    if spec.num_speculative_blocks or group.is_eagle_group or first.is_eagle_group:
+        raise ConfigError(
+            f"{where}: a draft model beside states is not transferred; leave out "
+            "--speculative-config"
+        )
+    # 1. "none": one block, in which the state is written over. 2. "align": a block table like the
+    # other groups', with a state at the ends of some blocks, and the newest in the last one. vLLM
+    # gives up those of a step when the second one behind it is scheduled: at its end, and where
+    # that was a long one also one on its way.
+    if spec.mamba_cache_mode == "none":
+        most_blocks = 1
+    elif spec.mamba_cache_mode == "align" and spec.block_size == first.kv_cache_spec.block_size:
+        most_blocks = 3 * (1 + spec.num_prefill_checkpoint_blocks)
+    else:
+        raise ConfigError(
+            f"{where}: --mamba-cache-mode is {spec.mamba_cache_mode}, with blocks of "
+            f"{spec.block_size} tokens; none is taken, and align with those of the layers that "
+            f"keep every token, {first.kv_cache_spec.block_size}"
+        )
+    shapes = [f"{spec.mamba_type} {spec.shapes}"]
+    name = _name_of("state", number, [*group.layer_names, *shapes])
+    return WindowLayers(number, name, STATE_WINDOW, spec.block_size, most_blocks)
+
+
+def _check_alike(
+    where: str, group: Any, first: Any, same: Sequence[str], instead: str = ""
+) -> None:
+    """Raise ConfigError where a group's blocks of vLLM's do not lie in the memory of those of the
+    group that keeps every token, `first`. `instead`: what the error adds."""
+    spec, kept = group.kv_cache_spec, first.kv_cache_spec
+    for name in same:
+        if getattr(spec, name) != getattr(kept, name):
+            raise ConfigError(
+                f"{where}: {name} is {getattr(spec, name)}, that of the layers that keep every "
+                f"token is {getattr(kept, name)}{instead}"
+            )
+    if len(group.layer_names) > len(first.layer_names):
+        raise ConfigError(
+            f"{where} has {len(group.layer_names)} layers, more than the {len(first.layer_names)} "
+            f"that keep every token{instead}"
+        )
+
+
+def _name_of(kind: str, number: int, parts: Sequence[str]) -> str:
+    """Return the name of a group of vLLM's in the handshake, in which both servers must agree: its
+    layers depend on how vLLM shares them out."""
+    return f"{kind}-{number}-{blake2b(chr(10).join(parts).encode(), digest_size=4).hexdigest()}"

@@ -87,8 +87,8 @@ def pool_of(
 ) -> KVPool:
     """Return a pool over vLLM's KV tensors, with vLLM's block numbers as page numbers.
 
-    The layers that keep every token are the pool's own; each window group is a group of it, in the
-    same memory.
+    The layers that keep every token are the pool's own; each window group, and each group of
+    states, is a group of it, in the same memory.
 
     Args:
         kv_caches: by layer name, [kernel block, head, token, content]. A block of the manager is
@@ -102,11 +102,15 @@ def pool_of(
     """
     groups, num_blocks = BlockGroups.of(kv_cache), kv_cache.num_blocks
     of = kv_cache.kv_cache_groups
+    # A state is not an array of tokens, and a block is one group's now and another's then.
+    plain = plain and not groups.has_states
     pool = _pool_of_group(kv_caches, of[groups.full], num_blocks, tag, plain)
     windows = [
         PoolGroup(
             one.name,
-            _pool_of_group(kv_caches, of[one.number], num_blocks, tag, plain),
+            _pool_of_states(kv_caches, of[one.number], pool, tag)
+            if one.is_state
+            else _pool_of_group(kv_caches, of[one.number], num_blocks, tag, plain),
             one.window,
         )
         for one in groups.windows
@@ -142,6 +146,37 @@ def _pool_of_group(
         page_size=spec.block_size,
         axes=("page", "packed"),
         num_kv_heads=heads,
+        opaque=tag,
+    )
+
+
+def _pool_of_states(
+    kv_caches: Mapping[str, torch.Tensor], group: Any, full: KVPool, tag: str
+) -> KVPool:
+    """Return a pool over the states of the layers of one of vLLM's groups: of each layer the bytes
+    of a block, with those behind the state that fill it up to a block of `full`, in whose memory
+    they lie. Raises ConfigError as `pool_of`."""
+    layout = full.layout
+    num_blocks, block_bytes = layout.num_pages, layout.slab_page_bytes
+    content = group.kv_cache_spec.state_content_size_bytes
+    if content > block_bytes:
+        raise ConfigError(
+            f"{group.layer_names[0]}: a state has {content} bytes, a block of KV {block_bytes}"
+        )
+    views = []
+    for name in group.layer_names:
+        cache = kv_caches[name]  # [block, 1, 1, bytes of a state]
+        if cache.shape[0] != num_blocks or cache[0].numel() * cache.itemsize != content:
+            raise ConfigError(
+                f"{name}: states are {tuple(cache.shape)}, must be {num_blocks} of {content} bytes"
+            )
+        raw = cache.view(torch.uint8)
+        views.append(raw.as_strided((num_blocks, block_bytes), (raw.stride(0), 1)))
+    return KVPool.from_tensors(
+        views,
+        page_size=layout.page_size,
+        axes=("page", "packed"),
+        num_kv_heads=layout.num_kv_heads,
         opaque=tag,
     )
 

@@ -45,6 +45,8 @@ OPTION_NAMES: Final = {
     "opaque.quantization": "--kv-cache-dtype",
     "opaque.head_size": "--model",
     "opaque.dtype": "--dtype",
+    "opaque.state_dtypes": "--mamba-cache-dtype, or --mamba-ssm-cache-dtype",
+    "opaque.state_layout": "VLLM_SSM_CONV_STATE_LAYOUT",
     "opaque.instructions": "--block-size, --dtype, or another CPU",
     "transport backend": _EXTRA.format("transport.backend"),
     "staging": _EXTRA.format("transport.staging_bytes"),

@@ -24,6 +24,7 @@ from prefixkv.engines.vllm.asks import (
     ask_of,
     computes_all,
     digest_of,
+    leave_out_last_token,
     namespace_of,
 )
 from prefixkv.engines.vllm.blocks import BlockPool, Flights, Holds
@@ -210,6 +211,7 @@ class SchedulerSide:
                 return
             if isinstance(ask, DrawAsk):
                 self.sends.draw(request, ask)
+                self._end_before_last(request)
                 return
             room = ask.room if isinstance(ask, LoadAsk) else (ask.decode, ask.room)
             if request.abort_immediately and room in self._recent:
@@ -220,8 +222,15 @@ class SchedulerSide:
                 self._begin_load(request, ask)
             else:
                 self.sends.begin(request, ask, self._orders)
+                self._end_before_last(request)
         except CallerError as error:
             self._record_error(rid, str(error))
+
+    def _end_before_last(self, request: Any) -> None:
+        """Have prefill's vLLM compute a prompt that is sent no further than what decode's goes on
+        with, where layers keep a state: it has no way back to an earlier token."""
+        if self._groups.has_states:
+            leave_out_last_token(request, self._hash_size)
 
     def _remember_room(self, room: int | tuple[str, int]) -> None:
         self._recent[room] = None

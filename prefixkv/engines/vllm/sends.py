@@ -19,7 +19,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from prefixkv.engines.vllm.asks import DrawAsk, RoomSendAsk, computes_all, digest_of
+from prefixkv.engines.vllm.asks import (
+    DrawAsk,
+    RoomSendAsk,
+    computes_all,
+    digest_of,
+    ends_in_media,
+)
 from prefixkv.engines.vllm.blocks import Holds
 from prefixkv.engines.vllm.groups import BlockGroups, Tables
 from prefixkv.engines.vllm.orders import Add, Chunk, Decline, OfferOrder, StepOrders
@@ -164,13 +170,20 @@ class ScheduledSends:
         It would take blocks which loads count on. So does one of which nothing is sent.
         """
         num_blocks = self.groups.blocks_of(request.num_prompt_tokens)
-        if not self.groups.num_sent(request.num_prompt_tokens):
-            raise RequestError("a prompt of one token is computed where it is wanted")
+        self._check_end(request)
         if self.most_blocks is not None and num_blocks > self.most_blocks:
             raise RequestError(
                 f"the prompt has {num_blocks} blocks; this server, which loads prompts itself, "
                 f"computes at most {self.most_blocks} for another one"
             )
+
+    def _check_end(self, request: Any) -> None:
+        """Raise RequestError for a prompt in vLLM of which nothing is sent, or whose last token
+        prefill could not leave out."""
+        if not self.groups.num_sent(request.num_prompt_tokens):
+            raise RequestError("a prompt of one token is computed where it is wanted")
+        if self.groups.has_states and ends_in_media(request):
+            raise RequestError("a prompt that ends in an image is computed where it is wanted")
 
     def draw(self, request: Any, ask: DrawAsk) -> None:
         """Draw a room in vLLM to send a prompt; a decode server that has its nonce may open it.
@@ -201,8 +214,7 @@ class ScheduledSends:
             }
         digest = digest_of(request, params["nonce"])
         num_tokens = self.groups.num_sent(request.num_prompt_tokens)
-        if not num_tokens:
-            raise RequestError("a prompt of one token is computed where it is wanted")
+        self._check_end(request)
         self._drawn[rid] = _DrawnOffer(num_tokens, digest, params, parent)
 
     def _new_room(self) -> int:

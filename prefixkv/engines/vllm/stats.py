@@ -13,7 +13,7 @@ METRICS: Final = {
     "computed_tokens": "Tokens of prompts that these lacked.",
     "compute_declined": "Requests on decode within compute_below that were asked of prefill.",
     "blocks_loaded": "Blocks that have arrived, of each rank.",
-    "window_blocks_loaded": "Of these, those of layers that keep a window.",
+    "window_blocks_loaded": "Of these, those of layers that keep a window or a state.",
     "flights_joined": "Requests on decode that waited for another's load of the same blocks.",
     "sends_over": "Requests on prefill whose blocks are free.",
     "sends_failed": "Requests on prefill whose KV was not sent whole.",

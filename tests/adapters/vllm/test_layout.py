@@ -30,7 +30,9 @@ class MLAAttentionSpec(FullAttentionSpec):
 
 
 class MambaSpec(FullAttentionSpec):
-    pass
+    mamba_type, shapes, mamba_cache_mode = "mamba2", ((4, 5),), "align"
+    num_speculative_blocks = num_prefill_checkpoint_blocks = 0
+    state_content_size_bytes = 4 * 5 * 4
 
 
 class SlidingWindowSpec(FullAttentionSpec):
@@ -252,7 +254,7 @@ def test_window_groups_lie_in_the_memory_of_the_first_layers(order: str, plain: 
         ({"extra_retained_tokens": 1}, "a draft model beside sliding windows"),
         ({"is_eagle_group": True}, "a draft model beside sliding windows"),
         ({"enable_kv_transfer": False}, "not to be sent"),
-        ({"kv_cache_spec": MambaSpec(N)}, "a KV cache group of MambaSpec: .*--disable-hybrid"),
+        ({"kv_cache_spec": MambaSpec(N)}, "groups of SlidingWindowSpec and of MambaSpec"),
         ({"kv_cache_spec": FullAttentionSpec(N)}, "2 KV cache groups that keep every token"),
     ],
 )
@@ -267,9 +269,69 @@ def test_groups_are_refused_by_name(changed: dict[str, Any], words: str) -> None
     [("policy", "lru"), ("host_memory", "4x"), ("compute_below", 9), ("recompute_below", 9)],
 )
 def test_options_that_windows_do_not_go_with_are_refused_by_name(option: str, value: Any) -> None:
-    check_windows(options("d"))
-    with pytest.raises(ConfigError, match=rf"{option}: is {value!r}; leave it out with a model"):
-        check_windows(options("d", **{option: value}))
+    for has_states, kept in ((False, "a window, or start vLLM with"), (True, "a state$")):
+        check_windows(options("d"), has_states)
+        words = rf"{option}: is {value!r}; leave it out with a model whose layers keep {kept}"
+        with pytest.raises(ConfigError, match=words):
+            check_windows(options("d", **{option: value}), has_states)
+
+
+def stated(order: str = "LBHNC", **more: Any) -> tuple[Any, Any]:
+    """As `grouped`, but that the last group keeps states: bytes [block, 1, 1, content] in the
+    memory of the second group's blocks, which are longer."""
+    views, made = grouped(order)
+    first, _, last = made.kv_cache_groups
+    made.kv_cache_groups.remove(first)
+    last.kv_cache_spec = MambaSpec(N)
+    for group in made.kv_cache_groups:
+        group.kv_cache_spec.page_size_bytes = H * N * C * 2  # bfloat16
+    vars(last.kv_cache_spec).update(more)
+    content = last.kv_cache_spec.state_content_size_bytes
+    for name in last.layer_names:
+        raw = views[name].view(torch.int8)
+        views[name] = raw.as_strided((B, 1, 1, content), (raw.stride(0), content, content, 1))
+    return views, made
+
+
+@pytest.mark.parametrize("order", ["LBHNC", "BLNHC"])
+@pytest.mark.parametrize("plain", [True, False])
+def test_states_lie_in_blocks_of_the_first_layers(order: str, plain: bool) -> None:
+    """Whatever the kernels keep of KV, blocks move whole: a state is not an array of tokens."""
+    views, made = stated(order)
+    pool = pool_of(views, made, "tag", plain=plain)
+    assert pool.layout.opaque == "tag"
+    (group,) = pool.layout.windows
+    assert pool.layout.is_shared(group)
+    assert (group.first_page(2 * N), group.first_page(2 * N + 1)) == (1, 2)  # of the last token
+    views["2.layer.1"][5] = 7
+    states = pool.group(group.name).read_pages([5]).flatten(2)
+    assert (states.shape[1], states.shape[2:].numel()) == (L - 1, H * N * C * 2)
+    content = made.kv_cache_groups[1].kv_cache_spec.state_content_size_bytes
+    assert (states[0, 1, :content] == 7).all()
+    assert states.sum() == 7 * content
+    # The same block of KV is the same memory.
+    assert pool.read_pages([5])[0, 1].sum() == states.sum()
+    # What a state is made of is a part of the group's name.
+    _, other = stated(order, shapes=((5, 4),))
+    assert pool_of(views, other, "tag").layout.groups[0].name != group.name
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"page_size_bytes": 7}, "group 1 of MambaSpec: page_size_bytes is 7, .* is 96$"),
+        ({"mamba_cache_mode": "all"}, "--mamba-cache-mode is all"),
+        ({"block_size": 8}, "--mamba-cache-mode is align, with blocks of 8 tokens"),
+        ({"num_speculative_blocks": 1}, "a draft model beside states"),
+        ({"state_content_size_bytes": 97}, "a state has 97 bytes, a block of KV 96"),
+        ({"state_content_size_bytes": 76}, r"states are \(8, 1, 1, 80\), must be 8 of 76 bytes"),
+    ],
+)
+def test_states_are_refused_by_name(changed: dict[str, Any], words: str) -> None:
+    views, made = stated()
+    vars(made.kv_cache_groups[1].kv_cache_spec).update(changed)
+    with pytest.raises(ConfigError, match=words):
+        pool_of(views, made, "tag")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from prefixkv.engines.vllm.groups import BlockGroups, WindowBlocks, WindowLayers
+from prefixkv.engines.vllm.asks import digest_of
+from prefixkv.engines.vllm.groups import STATE_WINDOW, BlockGroups, WindowBlocks, WindowLayers
 from prefixkv.engines.vllm.orders import WorkerReport
 from prefixkv.engines.vllm.scheduler import SchedulerSide
 from tests.adapters.vllm.standin import BLOCK, BlockPool, Request, options
@@ -254,3 +255,70 @@ def test_promised_sends_pass_a_request_that_lacks_the_blocks_of_loads() -> None:
     made.take_reports(WorkerReport(settled=["loading"]), ["loading"])
     assert made.count_loadable(large, 0) == (0, False)
     made.check_invariants()
+
+
+# --- layers that keep a state ---------------------------------------------------------------------
+
+
+def stated(table_tokens: int, **roles: bool) -> SchedulerSide:
+    """Of two groups; the second keeps every token, the first a state, in a table with an entry for
+    `table_tokens` tokens."""
+    state = WindowLayers(0, "state", STATE_WINDOW, table_tokens, most_blocks=3)
+    made = SchedulerSide(options("d"), BLOCK, groups=BlockGroups(BLOCK, 1, (state,), 16), **roles)
+    made.bind(BlockPool(64))
+    made.sends.can_end, made.sends.address = True, "tcp://127.0.0.1:1"
+    return made
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "table_tokens", "table"),
+    [(30, BLOCK, [0] * 7 + [40]), (29, BLOCK, [0] * 6 + [40]), (30, 64, [40])],
+)
+def test_the_state_is_loaded_behind_all_but_the_last_token(
+    num_tokens: int, table_tokens: int, table: list[int]
+) -> None:
+    """Into the block that vLLM reads it from when it computes that token."""
+    made = stated(table_tokens, is_producer=False, is_consumer=True)
+    request = load("1", 1, PROMPT[:num_tokens])
+    made.on_new_request(request)
+    assert (request.num_prompt_tokens, len(request.prompt_token_ids or ())) == (num_tokens,) * 2
+    assert made.count_loadable(request, 16) == (num_tokens - 17, True)
+    made.allocated(request, range(8), num_tokens - 17, [table])
+    (opened,) = made.orders(_nothing()).opens
+    last = (num_tokens - 2) // BLOCK
+    assert (opened.num_tokens, opened.windows) == (num_tokens - 1, (WindowBlocks(last, (40,)),))
+
+
+@pytest.mark.parametrize("params", [{"room": 1, "decode": "d"}, {}])
+def test_prefill_leaves_out_the_last_token(params: dict[str, object]) -> None:
+    """A state has no way back to the tokens before. The prompt is compared whole."""
+    made = stated(BLOCK, is_producer=True, is_consumer=False)
+    tokens = PROMPT[: 6 * BLOCK]
+    request = Request("1", tokens, {"do_remote_decode": True, **params}, max_tokens=20)
+    request._all_token_ids, shared = list(tokens), request.prompt_token_ids
+    made.on_new_request(request)
+    assert request.prompt_token_ids == request._all_token_ids == tokens[:-1]
+    assert shared == tokens  # another request's too
+    assert (request.num_prompt_tokens, request.max_tokens) == (len(tokens) - 1, 1)
+    assert len(request.block_hashes) == 5
+    for add in made.orders(_nothing()).adds:
+        assert (add.num_tokens, add.digest) == (len(tokens) - 1, digest_of(load("2", 1, tokens)))
+
+
+def test_a_prompt_that_is_not_sent_stays_whole() -> None:
+    made = stated(BLOCK, is_producer=True, is_consumer=False)
+    image = SimpleNamespace(
+        identifier="i", mm_position=SimpleNamespace(offset=len(PROMPT) - 4, length=4)
+    )
+    for rid, more, words in (
+        ("1", {"mm_features": [image]}, "a prompt that ends in an image"),
+        ("2", {"skip_reading_prefix_cache": True}, "log-probabilities of its own"),
+    ):
+        params = {"do_remote_decode": True, "room": int(rid), "decode": "d"}
+        request = Request(rid, PROMPT, params, **more)
+        made.on_new_request(request)
+        assert words in made._errors[rid]
+        assert request.num_prompt_tokens == len(PROMPT)
+    plain = Request("3", PROMPT)
+    made.on_new_request(plain)
+    assert plain.prompt_token_ids == PROMPT

@@ -54,6 +54,7 @@ class Made:
             FullAttentionSpec,
             KVCacheConfig,
             KVCacheGroupSpec,
+            MambaSpec,
             SlidingWindowSpec,
         )
         from vllm.v1.request import Request
@@ -82,6 +83,12 @@ class Made:
         )
         groups = [KVCacheGroupSpec(["last"], last), *self.kv.kv_cache_groups]
         self.windowed = KVCacheConfig(NUM_BLOCKS, [], groups)
+        state = MambaSpec(
+            block_size=BLOCK, shapes=((4, 64),), dtypes=(torch.float32,),
+            page_size_padded=spec.page_size_bytes, mamba_cache_mode="align",
+        )  # fmt: skip
+        groups = [KVCacheGroupSpec(["state"], state), *self.kv.kv_cache_groups]
+        self.stated = KVCacheConfig(NUM_BLOCKS, [], groups)
         self.pool: Any = BlockPool(NUM_BLOCKS, enable_caching=True, hash_block_size=BLOCK)
         self.request_of: Any = lambda: Request(
             "r", [*range(40)], SamplingParams(max_tokens=1), None
@@ -174,6 +181,8 @@ def _use(part: compat.VllmFeature, made: Made, request: Any) -> dict[str, Any]:
         PrefixKVConnector(made.config, base.KVConnectorRole.WORKER, made.kv)
     if part is compat.WINDOWS:
         PrefixKVConnector(made.config, base.KVConnectorRole.WORKER, made.windowed)
+    if part is compat.STATES:
+        PrefixKVConnector(made.config, base.KVConnectorRole.WORKER, made.stated)
     if part is compat.POLICY:  # first as a server that wants none
         _scheduler(PrefixKVConnector, made, request).shutdown()
         extra["policy"] = "lru"
@@ -220,16 +229,25 @@ def _groups(made: Made) -> dict[str, Any]:
 
     sizes: dict[str, Any] = {"num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
     full, last = FullAttentionSpec(BLOCK, **sizes), {"sliding_window": 64}
+    state: dict[str, Any] = {
+        "block_size": BLOCK, "shapes": ((4, 64),), "dtypes": (torch.float32,),
+        "page_size_padded": full.page_size_bytes, "mamba_cache_mode": "align",
+    }  # fmt: skip
     others = {
         "window": SlidingWindowSpec(BLOCK, **sizes, **last),
         "chunk": ChunkedLocalAttentionSpec(BLOCK, **sizes, attention_chunk_size=64),
-        "state": MambaSpec(
-            block_size=BLOCK, shapes=((4, 64),), dtypes=(torch.float32,), mamba_type="mamba2"
-        ),
+        "state": MambaSpec(**state),
+        "uncached state": MambaSpec(**{**state, "block_size": 736, "mamba_cache_mode": "none"}),
+        "state of every block": MambaSpec(**{**state, "mamba_cache_mode": "all"}),
+        "state of other blocks": MambaSpec(**{**state, "block_size": 2 * BLOCK}),
+        "state with drafts": MambaSpec(**state, num_speculative_blocks=2),
         "heads": SlidingWindowSpec(BLOCK, **{**sizes, "num_kv_heads": 1}, **last),
     }
     asked = {name: (*shape, "window") for name, shape in SHAPES.items()}
     asked |= {kind: (2, 4, kind) for kind in others}
+    # Granite 4.0 H-Tiny's layers, and Qwen3-Next 80B's.
+    asked |= {"Granite 4": (4, 36, "state"), "Qwen3-Next": (12, 36, "state")}
+    asked["more states"] = (12, 13, "state")
     made.config.scheduler_config.disable_hybrid_kv_cache_manager = False  # another connector's
     made.config.cache_config.kv_cache_layout = "LBHNC"
     said: dict[str, Any] = {}
@@ -248,6 +266,41 @@ def _groups(made: Made) -> dict[str, Any]:
             said[name] = str(error)
         except Exception as error:
             said[name] = f"uncaught {type(error).__name__}: {error}"
+    # vLLM may join a window and a state with layers that keep every token.
+    kv = KVCacheConfig(
+        NUM_BLOCKS, [], [*made.windowed.kv_cache_groups, made.stated.kv_cache_groups[0]]
+    )
+    try:
+        said["both"] = len(BlockGroups.of(kv).windows)
+    except compat.ConfigError as error:
+        said["both"] = str(error)
+    said["options"] = _options_of_states(made)
+    return said
+
+
+def _options_of_states(made: Made) -> dict[str, str]:
+    """Why the connector refuses a model with states with an option, by option."""
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+    from prefixkv.engines.vllm import PrefixKVConnector
+
+    said = {}
+    options = {"host_memory": "4x", "policy": "lru", "compute_below": 9, "recompute_below": 9}
+    cache = made.config.cache_config
+    for name, value in [
+        *options.items(),
+        ("use_replayssm", True),
+        ("prefix_match_unit", BLOCK // 2),
+    ]:
+        extra = {"name": "drift"} | ({name: value} if name in options else {})
+        made.config.kv_transfer_config.kv_connector_extra_config = extra
+        cache.use_replayssm = name == "use_replayssm"
+        cache.prefix_match_unit = value if name == "prefix_match_unit" else None
+        try:
+            PrefixKVConnector(made.config, base.KVConnectorRole.WORKER, made.stated)
+        except compat.ConfigError as error:
+            said[name] = str(error)
+    cache.use_replayssm, cache.prefix_match_unit = False, None
     return said
 
 

@@ -108,7 +108,21 @@ def test_groups_that_vllm_makes_are_taken_or_refused_by_name(rows: list[dict[str
     assert "13 layers, more than the 12 that keep every token" in said.pop("more windows")
     assert "2 KV cache groups that keep every token" in said.pop("more full")
     assert "a KV cache group of ChunkedLocalAttentionSpec" in said.pop("chunk")
-    assert "a KV cache group of MambaSpec" in said.pop("state")
+    # A transfer has one list of blocks of each group, however many they are.
+    assert said.pop("Granite 4") == [4] * 9
+    assert said.pop("Qwen3-Next") == [12] * 3
+    assert said.pop("state") == said.pop("uncached state") == [2, 2]
+    assert "13 layers, more than the 12 that keep every token" in said.pop("more states")
+    assert "--mamba-cache-mode is all" in said.pop("state of every block")
+    assert "blocks of 32 tokens" in said.pop("state of other blocks")
+    assert "a draft model beside states is not transferred" in said.pop("state with drafts")
+    assert "groups of SlidingWindowSpec and of MambaSpec" in said.pop("both")
+    options = said.pop("options")
+    assert options.pop("use_replayssm").startswith("--use-replayssm keeps a part of each state")
+    assert options.pop("prefix_match_unit").startswith("--prefix-match-unit is 8: with states")
+    for name in ("host_memory", "policy", "compute_below", "recompute_below"):
+        assert "with a model whose layers keep a state" in options.pop(name)
+    assert options == {}
     assert "block_size is 32, that of the layers that keep every token is 16" in said.pop("heads")
     assert said == {}
 

@@ -1,4 +1,5 @@
-"""Runs in vLLM's environment: makes a tiny model whose layers keep a window, with random weights.
+"""Runs in vLLM's environment: makes a tiny model whose layers keep a window, or a state, with
+random weights.
 
 python -m tests.engines.vllm.window_model FAMILY FOLDER WINDOW
 """
@@ -22,6 +23,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
     },
     "gpt_oss": {"num_hidden_layers": 4, "num_local_experts": 4, "num_experts_per_tok": 2},
+    # Granite 4: four layers of Mamba 2, and two of attention.
+    "granitemoehybrid": {
+        "num_hidden_layers": 6, "layer_types": ["mamba", "mamba", "attention"] * 2,
+        "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1,
+        "mamba_chunk_size": 64, "num_local_experts": 0, "num_experts_per_tok": 0,
+        "shared_intermediate_size": 256, "position_embedding_type": "rope",
+        "attention_multiplier": 0.18,
+    },
 }  # fmt: skip
 
 

@@ -22,7 +22,9 @@ class Case:
     computes, `share` how many of them one prompt may have; 0: all. `host` is decode's host memory;
     of its copies the share `copies_fail` fails. `flushes` is how often in a random step the
     connector's cache is reset, and `leaves` how often a client leaves whose blocks are loaded.
-    `windows` are the tokens that the layers of each window group see."""
+    `windows` are the tokens that the layers of each window group see. `states` are the modes in
+    which servers a and b keep the states of two groups, "none", "align", or "checkpoint": align, in
+    which a long step keeps a state on its way; (): the model has no state."""
 
     asks: tuple[Ask, ...]
     order: tuple[str, ...]
@@ -42,6 +44,7 @@ class Case:
     flushes: float = 0.0
     leaves: float = 0.0
     windows: tuple[int, ...] = ()
+    states: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"))
@@ -53,5 +56,6 @@ class Case:
         raw["asks"] = tuple(
             Ask(**{**one, "prompt": tuple(map(tuple, one["prompt"]))}) for one in raw["asks"]
         )
-        raw |= {key: tuple(raw[key]) for key in ("order", "blocks", "windows") if key in raw}
+        tuples = "order", "blocks", "windows", "states"
+        raw |= {key: tuple(raw[key]) for key in tuples if key in raw}
         return cls(**raw)

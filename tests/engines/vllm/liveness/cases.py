@@ -203,3 +203,23 @@ def _once() -> dict[str, Case]:
 
 
 ONCE = _once()
+
+
+STATES = ("align", "align"), ("checkpoint", "checkpoint"), ("none", "align"), ("align", "none")
+"""How servers a and b keep states: each with the prefix cache on and off."""
+
+
+def with_states(seed: int) -> Case:
+    """A case of `at_random` whose model has layers that keep a state."""
+    case, chance = at_random(seed), random.Random(-1 - seed)
+    states = chance.choice(STATES)
+    # Of each of the two groups what a request has at once.
+    small = 24 + 2 * max({"none": 1, "align": 3, "checkpoint": 6}[mode] for mode in states)
+    return replace(
+        case,
+        blocks=chance.choice(((small, small), (small, small), (small, 300), (300, small))),
+        states=states,
+        recompute_below=0,
+        compute_below=0,
+        flushes=chance.choice((0.0, 0.0, 0.0, 0.02)),
+    )

@@ -7,6 +7,7 @@
     python -m tests.engines.vllm.liveness.explore --host --seconds 600      with host memory
     python -m tests.engines.vllm.liveness.explore --both --seconds 600      servers of both roles
     python -m tests.engines.vllm.liveness.explore --windows --seconds 600   layers with a window
+    python -m tests.engines.vllm.liveness.explore --states --seconds 600    layers with a state
     python -m tests.engines.vllm.liveness.explore --mutants         each has to be found
     python -m tests.engines.vllm.liveness.explore --case '{...}' -v          as a failure printed it
     python -m tests.engines.vllm.liveness.explore --mutant old_order --case ordered -v
@@ -35,12 +36,14 @@ from tests.engines.vllm.liveness.cases import (
     every_order,
     with_both,
     with_host,
+    with_states,
     with_windows,
 )
 from tests.engines.vllm.liveness.failures import failure_of, kind_of, shortest
 from tests.engines.vllm.liveness.mutants import (
     HOST_MUTANTS,
     MUTANTS,
+    STATE_MUTANTS,
     WINDOW_MUTANTS,
     mutated,
 )
@@ -82,6 +85,8 @@ def find(mutant: str, most_cases: int) -> dict[str, Any]:
         cases = list(map(with_host, range(most_cases)))
     if mutant in WINDOW_MUTANTS:
         cases = list(map(with_windows, range(most_cases)))
+    if mutant in STATE_MUTANTS:
+        cases = list(map(with_states, range(most_cases)))
     if is_old:
         cases = [ONCE["ordered"], ONCE["join"]]
     failures = []
@@ -105,10 +110,15 @@ def short_profile() -> Iterator[Case]:
     yield from map(at_random, range(320))
     yield from map(with_host, range(160))
     yield from map(with_both, range(100))
-    yield from map(with_windows, range(160))
+    yield from map(with_windows, range(100))
+    yield from map(with_states, range(80))
 
 
-def long_profile(seed: int | None, host: bool, both: bool, windows: bool) -> Iterator[Case]:
+def long_profile(
+    seed: int | None, host: bool, both: bool, windows: bool, states: bool
+) -> Iterator[Case]:
+    if states:
+        yield from map(with_states, count(seed or 0))
     if windows:
         yield from map(with_windows, count(seed or 0))
     if both:
@@ -129,7 +139,7 @@ def main() -> int:
     parser.add_argument(
         "--mutant",
         default="",
-        choices=["", *MUTANTS, *HOST_MUTANTS, *WINDOW_MUTANTS],
+        choices=["", *MUTANTS, *HOST_MUTANTS, *WINDOW_MUTANTS, *STATE_MUTANTS],
         help="with this fault",
     )
     parser.add_argument("--mutants", action="store_true", help="only these")
@@ -137,6 +147,7 @@ def main() -> int:
     parser.add_argument("--host", action="store_true", help="the long profile of host memory")
     parser.add_argument("--both", action="store_true", help="the long profile of both roles")
     parser.add_argument("--windows", action="store_true", help="the long profile of windows")
+    parser.add_argument("--states", action="store_true", help="the long profile of states")
     parser.add_argument("--seed", type=int, help="of the first random case, without all orders")
     parser.add_argument("--most-failures", type=int, default=20)
     options = parser.parse_args()
@@ -154,7 +165,8 @@ def main() -> int:
     if not options.mutants:
         is_long = bool(options.seconds)
         if is_long:
-            cases = long_profile(options.seed, options.host, options.both, options.windows)
+            kinds = options.host, options.both, options.windows, options.states
+            cases = long_profile(options.seed, *kinds)
         else:
             cases = short_profile()
         until_s = time.monotonic() + options.seconds if is_long else float("inf")
@@ -162,13 +174,13 @@ def main() -> int:
             explored = explore(cases, until_s, options.most_failures)
         explored["repeatable"] = all(
             is_repeatable(of(seed))
-            for of in (at_random, with_host, with_windows)
+            for of in (at_random, with_host, with_windows, with_states)
             for seed in range(8)
         )
         failed = explored["failures"] > 0 or not explored["repeatable"]
         print(json.dumps(explored))
     if options.mutants or not options.seconds:
-        for mutant in (*MUTANTS, *HOST_MUTANTS, *WINDOW_MUTANTS):
+        for mutant in (*MUTANTS, *HOST_MUTANTS, *WINDOW_MUTANTS, *STATE_MUTANTS):
             found = find(mutant, 400)
             failed |= not found["found"]
             print(json.dumps(found), flush=True)

@@ -58,7 +58,7 @@ def _smaller(case: Case) -> Iterator[Case]:
     ]
     if not any(ask.way == "ba" for ask in case.asks):
         names.append("both")
-    if not case.windows:  # else a prompt may be too large for them
+    if not case.windows and not case.states:  # else a prompt may be too large for them
         names.append("blocks")
     for name in names:
         if getattr(case, name) != getattr(plain, name):

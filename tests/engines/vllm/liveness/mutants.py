@@ -304,6 +304,55 @@ WINDOW_MUTANTS: dict[str, Callable[[Patch], None]] = {
 }
 """Faults with layers that keep a window, for `cases.with_windows`."""
 
+
+# --- of layers that keep a state ------------------------------------------------------------------
+
+
+def _prefill_computes_the_last_token(patch: Patch) -> None:
+    """The state that is sent is then behind a token that vLLM computes on decode once more."""
+    patch(SchedulerSide, "_end_before_last", lambda self, request: None)
+
+
+def _prefill_goes_on(patch: Patch) -> None:
+    """What it generates is written into the state while that is sent."""
+    leave_out = scheduler_module.leave_out_last_token
+
+    def cut(request: Any, hash_size: int) -> None:
+        leave_out(request, hash_size)
+        request.max_tokens = 20
+
+    patch(scheduler_module, "leave_out_last_token", cut)
+
+
+def _states_are_not_held(patch: Patch) -> None:
+    """vLLM gives the block to another request, whoever still sends it."""
+    _windows_are_not_held(patch)
+
+
+def _the_state_before_is_sent(patch: Patch) -> None:
+    """That of the block before, where vLLM still has it: on prefill alone."""
+    sent = BlockGroups.window_blocks
+
+    def before(self: Any, tables: Any, *given: Any) -> Any:
+        return tuple(
+            one._replace(blocks=(table[-2],)) if one.blocks and any(table[-2:-1]) else one
+            for one, table in zip(sent(self, tables, *given), tables, strict=True)
+        )
+
+    patch(BlockGroups, "window_blocks", before)
+
+
+STATE_MUTANTS: dict[str, Callable[[Patch], None]] = {
+    one.__name__.removeprefix("_"): one
+    for one in (
+        _prefill_computes_the_last_token,
+        _prefill_goes_on,
+        _states_are_not_held,
+        _the_state_before_is_sent,
+    )
+}
+"""Faults with layers that keep a state, for `cases.with_states`."""
+
 HOST_MUTANTS: dict[str, Callable[[Patch], None]] = {
     one.__name__.removeprefix("_"): one
     for one in (
@@ -355,7 +404,7 @@ def mutated(name: str) -> Iterator[None]:
 
     try:
         if name:
-            (MUTANTS | HOST_MUTANTS | WINDOW_MUTANTS)[name](patch)
+            (MUTANTS | HOST_MUTANTS | WINDOW_MUTANTS | STATE_MUTANTS)[name](patch)
         yield
     finally:
         for owner, attribute, value in reversed(former):

@@ -22,7 +22,10 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MambaSpec,
     SlidingWindowSpec,
+    get_mamba_prefill_checkpoint_position,
+    is_mamba_prefill_checkpoint_valid,
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -71,6 +74,7 @@ def _config(
     asynchronous: bool,
     compute_below: int,
     host: str,
+    state: str,
 ) -> VllmConfig:
     extra: dict[str, Any] = {
         "offer_grace_s": OFFER_GRACE_S,
@@ -92,7 +96,7 @@ def _config(
     )
     scheduling.max_num_scheduled_tokens = chunk
     scheduling.long_prefill_token_threshold = share
-    caching = CacheConfig(block_size=BLOCK, enable_prefix_caching=True)
+    caching = CacheConfig(block_size=BLOCK, enable_prefix_caching=state != "none")
     config = VllmConfig(
         model_config=_model(),
         cache_config=caching,
@@ -107,6 +111,8 @@ def _config(
         ),
     )
     caching.num_gpu_blocks = num_blocks
+    # Of a model with states vLLM sets it so.
+    caching.mamba_cache_mode = "align" if state in ("align", "checkpoint") else "none"
     # The platform of this environment may switch it off; a GPU's does not.
     scheduling.async_scheduling = asynchronous
     return config
@@ -132,9 +138,11 @@ class Server:
     def __init__(self, world: World, name: str, role: str, num_blocks: int) -> None:
         case = world.case
         self.world, self.name = world, name
+        state = case.states["ab".index(name)] if case.states else ""
         self.config = _config(
             name, role, num_blocks, case.chunk, case.share, case.join, case.recompute_below,
             case.asynchronous, case.compute_below, "" if role == "kv_producer" else case.host,
+            state,
         )  # fmt: skip
         self.batch_queue_size = self.config.max_concurrent_batches
         sizes: Any = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
@@ -144,13 +152,18 @@ class Server:
             )
             for i, window in enumerate(case.windows)
         ]
+        full = FullAttentionSpec(BLOCK, **sizes)
+        self.states = _state_specs(state, full) if state else []
+        groups += [KVCacheGroupSpec([f"state {i}"], one) for i, one in enumerate(self.states)]
         # Behind the others: a group's number is not its place in a transfer.
-        groups.append(KVCacheGroupSpec(["layer"], FullAttentionSpec(BLOCK, **sizes)))
+        groups.append(KVCacheGroupSpec(["layer"], full))
         kv = KVCacheConfig(num_blocks, [], groups, hash_block_size=BLOCK)
         kind = AsyncScheduler if case.asynchronous else Scheduler
         # Of structured outputs, which no request asks for.
         manager: Any = SimpleNamespace(accept_tokens=lambda request, tokens: True)
-        self.scheduler: Any = kind(self.config, kv, manager, block_size=BLOCK)
+        # Without a prefix cache a state stands for all tokens.
+        size = max(group.kv_cache_spec.block_size for group in groups)
+        self.scheduler: Any = kind(self.config, kv, manager, block_size=size)
         self.connector: Any = self.scheduler.connector
         self.side: SchedulerSide = self.connector.scheduler
         self.side._now_s = self.side.sends.now_s = lambda: world.now_s
@@ -291,6 +304,8 @@ class Server:
         batch = next(batch for batch in self._queue if batch.result is None)
         step, orders = batch.step, batch.step.kv_connector_metadata
         self.world.ordered(self, orders)
+        for block in step.new_block_ids_to_zero or ():
+            self.memory[block] = 0.0
         self.worker.before_forward(orders)
         sampled = self._forward(step)
         if self.worker.has_work_after(orders):
@@ -341,8 +356,12 @@ class Server:
         assert end <= len(row.tokens), f"{rid}: token {end} of {len(row.tokens)} is unknown"
         chain = prefix_hashes(row.tokens)
         flat = self.memory.numpy().reshape(-1)
+        num_states = len(self.states)
+        for number, (table, spec) in enumerate(zip(row.tables, self.states, strict=False)):
+            self._advance(f"{rid}: group {number}", spec, table, start, chain[:end])
+        tables = row.tables[num_states:]
         for number, (table, window) in enumerate(
-            zip(row.tables, (*self.world.case.windows, end), strict=True)
+            zip(tables, (*self.world.case.windows, end), strict=True)
         ):
             # Another group's KV of the same token is another.
             kv = np.array(chain[:end]) + 0.125 * number
@@ -359,6 +378,29 @@ class Server:
             return []
         row.tokens.append(3 + int(chain[-1]) % 1900)
         return [row.tokens[-1]]
+
+    def _advance(
+        self, what: str, spec: Any, table: list[int], start: int, chain: list[int]
+    ) -> None:
+        """Write the state behind the last token of a step, and what a long step keeps on its way.
+        The state behind the tokens before was written before, or loaded: it is looked at."""
+        end, size, last = len(chain), spec.block_size, (start - 1) // spec.block_size
+        if start:
+            found = self.memory[table[last]].flatten().tolist()
+            if found != [float(chain[start - 1])] * BLOCK:
+                raise LivenessError(
+                    f"{what} on {self.name}: behind {start} tokens the state is {found}, not "
+                    f"{chain[start - 1]}"
+                )
+        middle = get_mamba_prefill_checkpoint_position(end, BLOCK, False)
+        if (
+            spec.num_prefill_checkpoint_blocks
+            and is_mamba_prefill_checkpoint_valid(start, end, middle, BLOCK, size, 1)
+            and (block := table[-(-end // size) - 2])
+        ):
+            self.memory[block] = float(chain[middle - 1])
+        assert table[(end - 1) // size], "vLLM's null block"
+        self.memory[table[(end - 1) // size]] = float(chain[end - 1])
 
     def flush(self) -> bool:
         """vLLM's word that its cache is to be reset, and what lies outside of it too."""
@@ -390,6 +432,12 @@ class Server:
 
     def check(self) -> None:
         self.side.check_invariants()
+        tables_of = self.scheduler.kv_cache_manager.get_block_ids
+        for one in self.connector._groups.windows:
+            for rid in self.scheduler.requests if one.is_state else ():
+                held = sum(block != 0 for block in tables_of(rid)[one.number])
+                if held > one.most_blocks:
+                    raise LivenessError(f"{rid} on {self.name} has {held} states of a group")
 
     @property
     def num_free(self) -> int:
@@ -455,6 +503,20 @@ class Server:
         if joined := self.side._joined:
             lines.append(f"  wait for another's load: {sorted(joined)}")
         return "\n".join(lines)
+
+
+def _state_specs(mode: str, full: Any) -> list[Any]:
+    """Of two groups of layers that keep a state."""
+    checkpoints = {"num_prefill_checkpoint_blocks": 1, "prefill_checkpoint_alignment": 1}
+    spec = MambaSpec(
+        block_size=MAX_LEN_BLOCKS * BLOCK if mode == "none" else BLOCK,
+        shapes=((2, 8),),
+        dtypes=(torch.float32,),
+        page_size_padded=full.page_size_bytes,
+        mamba_cache_mode="none" if mode == "none" else "align",
+        **(checkpoints if mode == "checkpoint" else {}),  # type: ignore[arg-type]
+    )
+    return [spec, spec]
 
 
 def prefix_hashes(tokens: list[int]) -> list[int]:
