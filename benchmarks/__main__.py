@@ -43,6 +43,7 @@ BENCHMARKS = {
     "burst": "bytes sent for many requests with one new system prompt",
     "stand_in": "a stand-in engine over two processes: every byte verified, rates, latencies",
     "demo_chats": "first tokens of the demo's chats, decode's cache on and off, turn about",
+    "own_chats": "the rule of own compute on such chats, in simulated time",
     "own_compute": "first tokens of agents' chats, with decode's own compute and without",
     "host_identity": "chats that come back from host memory, beside the model by itself",
     "host_turns": "first tokens and bytes of agents that come back, with host memory",

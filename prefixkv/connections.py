@@ -12,8 +12,8 @@ If the owner sleeps and its socket has nothing for it (`Watched.may_sleep`), all
 taken: the rest is of one unfinished message, bounded by two of the largest size.
 
 The thread sleeps in `poll` until a connection or bytes come, and looks `LOOK_S` after that, as long
-as they come; every `ROUND_S` it looks at all connections. Linux alone has these counters; elsewhere, and for `ipc://`, with peers of this user
-only, nothing is watched.
+as they come; every `ROUND_S` it looks at all connections. Linux alone has these counters;
+elsewhere, and for `ipc://`, with peers of this user only, nothing is watched.
 """
 
 from __future__ import annotations
