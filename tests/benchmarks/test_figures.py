@@ -1021,10 +1021,21 @@ def figures() -> dict[str, str]:
         "the busiest": f"load {fixed(result('ranks')['recipe']['load'])}",
         **own_compute_figures(),
         **own_chats_figures(),
+        **admission_call_figures(),
         **host_copies_figures(),
         **host_admission_figures(),
         **checkpoint_figures(),
         **rule_figures(),
+    }
+
+
+def admission_call_figures() -> dict[str, str]:
+    """Of calls per admission, with free pages and with none."""
+    free, full = result("admission_calls")["rows"]
+    return {
+        "admission calls": f"the admission at P99 makes {free['calls_p99']} calls of functions, "
+        f"that at P50 {free['calls_p50']}; in a full pool {full['calls_p99']} and "
+        f"{full['calls_p50']},",
     }
 
 
