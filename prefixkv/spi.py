@@ -101,6 +101,7 @@ if TYPE_CHECKING:
     from prefixkv.protocol.messages import PROTOCOL_VERSION as PROTOCOL_VERSION
     from prefixkv.protocol.messages import ProcessLife as ProcessLife
     from prefixkv.protocol.tags import ChunkTag as ChunkTag
+    from prefixkv.ranks.prefill_log import PrefillLog as PrefillLog
     from prefixkv.ranks.replica import RankLog as RankLog
     from prefixkv.request import DeviceEvent as DeviceEvent
     from prefixkv.request import whole_number as whole_number
@@ -114,6 +115,7 @@ if TYPE_CHECKING:
     from prefixkv.runtime.groups import PrefillGroup as PrefillGroup
     from prefixkv.runtime.host_memory import HostMemory as HostMemory
     from prefixkv.runtime.metrics import NodeCollector as NodeCollector
+    from prefixkv.runtime.prefill_rank import PrefillRank as PrefillRank
     from prefixkv.runtime.transfers import MakeTransport as MakeTransport
     from prefixkv.runtime.transfers import secret_number as secret_number
     from prefixkv.settings import FILE as FILE
@@ -240,6 +242,8 @@ _HOMES = {
     "PrefillGroup": "runtime.groups",
     "DecodeRank": "runtime.decode_rank",
     "RankLog": "ranks.replica",
+    "PrefillRank": "runtime.prefill_rank",
+    "PrefillLog": "ranks.prefill_log",
     "BoundedAffinityRouter": "routing",
     "Route": "routing",
     # Processes: peers, their death, their metrics, threads.

@@ -15,7 +15,9 @@ from prefixkv.config import Backend
 from prefixkv.control.effects import AddPeer
 from prefixkv.errors import HandshakeError, RefusedError, WeightsVersionError
 from prefixkv.memory.mesh import (
+    GroupHeads,
     Mesh,
+    check_group_heads,
     check_holds,
     check_meshes,
     check_opaque,
@@ -75,6 +77,9 @@ def check_pair(
         check_opaque(our_mesh, our_topology.page_size, their_mesh, their_topology.page_size)
     if ours.groups:
         check_whole_groups(our_mesh, our_topology.page_size, their_mesh, their_topology.page_size)
+    for number, (group, other) in enumerate(zip(ours.groups, theirs.groups, strict=True)):
+        heads = GroupHeads(group.name, group.num_kv_heads, group.attention, bool(group.opaque))
+        check_group_heads(number, our_mesh, heads, their_mesh, other.num_kv_heads)
 
 
 # --- decode's -------------------------------------------------------------------------------------
@@ -215,8 +220,8 @@ def accept(ours: OurSide, peer: PeerId, hello: Hello) -> Accepted:
         if getattr(layout, name) != value:
             raise HandshakeError(f"layout.{name}", value, getattr(layout, name))
     groups = tuple(GroupDigest.of(group) for group in layout.groups)
-    if groups != digest.groups:
-        raise HandshakeError("layout.groups", digest.groups, groups)
+    if groups != hello.digest.groups:
+        raise HandshakeError("layout.groups", hello.digest.groups, groups)
     # 5. What of ours goes to this rank. Nothing: it still promises pages to us if it is a reader.
     readers = readers_awaited(our_mesh, rank, theirs)
     share = sent_share(our_mesh, rank, theirs, hello.rank)
@@ -242,8 +247,7 @@ def accept(ours: OurSide, peer: PeerId, hello: Hello) -> Accepted:
     if copied or not (is_slice and ours.slot_bytes and hello.staging is not None):
         return Accepted(added, None, readers)
     hello.staging.validate()
-    unit_head_bytes = unit_tokens * layout.head_bytes * layout.slabs_per_layer
-    cut = LeaseCut.of(our_mesh, theirs, hello.rank, unit_head_bytes, hello.staging)
+    cut = LeaseCut.into(our_mesh, theirs, hello.rank, layout, unit_tokens, hello.staging)
     cut.check_slots(rank, ours.slot_bytes)
     staged = msgspec.structs.replace(added, staging=hello.staging, staged=True)
     return Accepted(staged, cut, readers)

@@ -196,15 +196,64 @@ def check_opaque(ours: Mesh, our_page_size: int, theirs: Mesh, their_page_size: 
 
 def check_whole_groups(ours: Mesh, our_page_size: int, theirs: Mesh, their_page_size: int) -> None:
     """Raise HandshakeError where two meshes cannot exchange a model with groups of layers: of
-    several pipeline stages, of other tensor-parallel sizes, or with pages of two sizes."""
-    if (ours.tp_size, ours.pp_size) != (theirs.tp_size, theirs.pp_size):
-        size = "tp_size" if ours.tp_size != theirs.tp_size else "pp_size"
-        raise HandshakeError(size, getattr(ours, size), getattr(theirs, size), GROUPS_NEED_IT)
-    if ours.pp_size > 1:
+    several pipeline stages, or with pages of two sizes. Of the heads see `check_group_heads`."""
+    if max(ours.pp_size, theirs.pp_size) > 1:
         why = "must be 1 where a model has groups of layers"
         raise HandshakeError("pp_size", ours.pp_size, theirs.pp_size, why)
     if our_page_size != their_page_size:
         raise HandshakeError("page_size", our_page_size, their_page_size, GROUPS_NEED_IT)
+
+
+class GroupHeads(NamedTuple):
+    """The heads of a group of layers on each rank of a mesh. `is_whole`: its pages are opaque."""
+
+    name: str
+    num_kv_heads: int
+    attention: str
+    is_whole: bool
+
+
+def check_group_heads(number: int, ours: Mesh, mine: GroupHeads, theirs: Mesh, its: int) -> None:
+    """Raise HandshakeError where ranks of one mesh cannot write the heads of group `number` of
+    layers to those of the other: `mine` on each of our ranks, `its` heads on each of theirs.
+
+    With equal tensor-parallel sizes rank i writes all of its heads to rank i. Else a group's heads
+    are cut as the first layers' are, see `group_part`: over all ranks both sides have as many of
+    them, and a rank has a replica of them where it has one of the first layers' heads.
+
+    >>> check_group_heads(0, Mesh(2, 4, 2), GroupHeads("w", 4, "mha", False), Mesh(2, 4, 1), 8)
+    """
+    sizes = ours.tp_size, theirs.tp_size
+    field = f"groups[{number}].num_kv_heads"
+    if ours.tp_size == theirs.tp_size:
+        if mine.num_kv_heads != its:
+            raise HandshakeError(field, mine.num_kv_heads, its)
+        return
+    if mine.is_whole:
+        why = f"must be equal where pages of group {mine.name!r} are opaque"
+        raise HandshakeError("tp_size", *sizes, why)
+    if mine.attention == "mla" and ours.num_kv_heads > 1:
+        why = f"must be equal where group {mine.name!r} has one head (mla), the first layers more"
+        raise HandshakeError("tp_size", *sizes, why)
+    all_of_ours = mine.num_kv_heads * ours.tp_size // ours.replicas
+    all_of_theirs = its * theirs.tp_size // theirs.replicas
+    if all_of_ours != all_of_theirs:
+        why = "differs over all ranks, and tp_size differs too"
+        raise HandshakeError(field, all_of_ours, all_of_theirs, why)
+
+
+def group_part(part: Shard, first: KVLayout, group: KVLayout) -> Shard:
+    """Return what a rank of a mesh sends, or takes, of a group of layers: all of its layers, and as
+    many of its heads as `part` is of those of the pool's first layers. In the pool's own numbers.
+
+    Raises HandshakeError where that is no whole number of heads.
+    """
+    heads, its_heads = first.num_kv_heads, group.num_kv_heads
+    scaled = [divmod(number * its_heads, heads) for number in (part.first_head, part.num_heads)]
+    if any(rest for _, rest in scaled):
+        why = f"cannot be cut as {part.num_heads} of the first layers' {heads} heads are"
+        raise HandshakeError("num_kv_heads", its_heads, its_heads, why)
+    return Shard(0, group.num_layers, scaled[0][0], scaled[1][0])
 
 
 def check_holds(layout: KVLayout, shard: Shard) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 from collections import deque
 from collections.abc import Iterator, Sequence
-from itertools import groupby, zip_longest
+from itertools import chain, groupby, zip_longest
 from math import gcd
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
@@ -24,6 +24,7 @@ import numpy.typing as npt
 from prefixkv.errors import ConfigError
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.mesh import Shard
+from prefixkv.memory.stage_parts import stage_parts, stage_unit_bytes
 from prefixkv.memory.stage_plan import StagePlan
 from prefixkv.paging import Pages
 
@@ -93,11 +94,20 @@ def staging_copy(
     layout: KVLayout, part: Shard, unit_tokens: int, device: str = "cpu"
 ) -> StagingCopy:
     """Return the staging copy of a part of a pool of ours, by numpy or Triton, `part` in the pool's
-    own numbers.
+    own numbers. The same part of its aligned groups is with it.
 
     Raises:
         ConfigError: a part or a unit that does not fit the pool, or a device without a copy.
+        HandshakeError: see `mesh.group_part`.
     """
+    if layout.aligned:
+        copies = [_copy_of(*one, unit_tokens, device) for one in stage_parts(layout, part)]
+        return JoinedCopy(copies, stage_unit_bytes(layout, part, unit_tokens))
+    return _copy_of(layout, part, unit_tokens, device)
+
+
+def _copy_of(layout: KVLayout, part: Shard, unit_tokens: int, device: str) -> StagingCopy:
+    """Return the staging copy of the layers of one layout. Raises as `staging_copy`."""
     plan = StagePlan.of(layout, part, unit_tokens)
     if device == "cpu":
         return CpuCopy(plan)
@@ -107,6 +117,48 @@ def staging_copy(
     from prefixkv.memory.copy_triton import TritonCopy
 
     return TritonCopy(plan, device)
+
+
+class JoinedCopy:
+    """A `StagingCopy` of layers with several layouts and the same page ids: in the stage, all units
+    of one lie behind all units of the one before.
+
+    Args:
+        copies: by layout.
+        unit_bytes: of the stage, for one unit page of each.
+    """
+
+    def __init__(self, copies: Sequence[StagingCopy], unit_bytes: Sequence[int]) -> None:
+        self._copies, self._unit_bytes = copies, unit_bytes
+
+    def num_bytes(self, num_units: int) -> int:
+        return num_units * sum(self._unit_bytes)
+
+    def gather(self, units: Pages, stage: torch.Tensor) -> None:
+        for copy, part in self._split(units, stage):
+            copy.gather(units, part)
+
+    def scatter(self, units: Pages, stage: torch.Tensor) -> None:
+        for copy, part in self._split(units, stage):
+            copy.scatter(units, part)
+
+    def scatter_steps(self, units: Pages, stage: torch.Tensor) -> Iterator[None]:
+        # A list: all parts are checked before any is copied.
+        return chain(*[
+            copy.scatter_steps(units, part) for copy, part in self._split(units, stage)
+        ])  # fmt: skip
+
+    def _split(self, units: Pages, stage: torch.Tensor) -> list[tuple[StagingCopy, torch.Tensor]]:
+        """Return each layout's staging copy with its part of the stage. Raises ConfigError for a
+        stage of another size."""
+        count = len(units)
+        if tuple(stage.shape) != (self.num_bytes(count),):
+            raise ConfigError(f"stage is {tuple(stage.shape)}, must be ({self.num_bytes(count)},)")
+        parts, at = [], 0
+        for copy, unit_bytes in zip(self._copies, self._unit_bytes, strict=True):
+            parts.append((copy, stage[at : at + copy.num_bytes(count)]))
+            at += count * unit_bytes
+        return parts
 
 
 class _Pattern(NamedTuple):

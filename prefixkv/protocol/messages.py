@@ -64,7 +64,7 @@ WindowIds = Annotated[tuple[bytes, ...], msgspec.Meta(max_length=MAX_GROUPS)]
 
 class GroupDigest(msgspec.Struct, frozen=True, array_like=True):
     """Fields of a group of layers that must be equal on both sides, in a handshake: see
-    `PageGroup`. Heads are those of each rank."""
+    `PageGroup`. Heads are those of each rank, and have to fit the peer's: `check_group_heads`."""
 
     name: GroupName
     window: Count
@@ -113,18 +113,23 @@ class ModelDigest(msgspec.Struct, frozen=True, array_like=True):
         # `opaque` first: it is the reason where `attention` or `head_dim` differ too. Lists last.
         _check_fields(self, theirs, ("opaque", *self.__struct_fields__[:-2]))
         _check_lists("state", self.state, theirs.state)
-        _check_lists("groups", self.groups, theirs.groups)
+        # How many heads a rank has of a group follows from its mesh, which may differ.
+        _check_lists("groups", self.groups, theirs.groups, besides=("num_kv_heads",))
 
 
 def _check_lists(
-    name: str, ours: Sequence[msgspec.Struct], theirs: Sequence[msgspec.Struct]
+    name: str,
+    ours: Sequence[msgspec.Struct],
+    theirs: Sequence[msgspec.Struct],
+    besides: tuple[str, ...] = (),
 ) -> None:
-    """Compare lists of structs of a handshake's messages. Raise HandshakeError for the first field
-    that differs."""
+    """Compare lists of structs of a handshake's messages, `besides` these fields. Raise
+    HandshakeError for the first field that differs."""
     for i, (mine, other) in enumerate(zip_longest(ours, theirs)):
         if mine is None or other is None:
             raise HandshakeError(f"{name}[{i}]", mine, other)
-        _check_fields(mine, other, mine.__struct_fields__, f"{name}[{i}].")
+        fields = tuple(field for field in mine.__struct_fields__ if field not in besides)
+        _check_fields(mine, other, fields, f"{name}[{i}].")
 
 
 def _check_fields(

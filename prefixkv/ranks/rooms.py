@@ -42,13 +42,31 @@ class _RankReports:
     aux: bytes = b""
 
 
+class RankMessages:
+    """The numbers of the messages that rank 0 gets of the other ranks of its worker."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_taken = [0] * num_ranks
+
+    def take(self, rank: int, number: int) -> None:
+        """Count a rank's message to rank 0. Raises CallerError for a rank that there is not, and
+        for a message that is not the next one of its rank; nothing was changed."""
+        if not 1 <= rank < len(self._num_taken):
+            raise CallerError(f"a message of rank {rank}, which this worker has not")
+        due = self._num_taken[rank]
+        if number != due:
+            raise CallerError(f"message {number} of rank {rank}, {due} is next")
+        # Counted when all checks have passed: a message that was refused can be sent again.
+        self._num_taken[rank] += 1
+
+
 class RankRooms:
     """Rooms that are not over on all ranks. Owned by rank 0's scheduler thread."""
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
         self._rooms: dict[RoomKey, _RankReports] = {}
-        self._num_unpacked = [0] * num_ranks  # messages unpacked, by rank
+        self._messages = RankMessages(num_ranks)
 
     def __len__(self) -> int:
         """Return the number of rooms that some rank has reported on, and that are not over on all
@@ -67,13 +85,7 @@ class RankRooms:
             message = _decode(raw)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise CallerError(f"{len(raw)} bytes that are no message of a rank: {error}") from error
-        if not 1 <= message.rank < self.num_ranks:
-            raise CallerError(f"a message of rank {message.rank}, which this worker has not")
-        due = self._num_unpacked[message.rank]
-        if message.number != due:
-            raise CallerError(f"message {message.number} of rank {message.rank}, {due} is next")
-        # Counted when all checks have passed: a message that was refused can be sent again.
-        self._num_unpacked[message.rank] += 1
+        self._messages.take(message.rank, message.number)
         return ((message.rank, event) for event in message.events)
 
     def on(self, rank: int, event: DecodeEvent) -> tuple[list[DecodeEvent], list[AbortRoom]]:
@@ -99,7 +111,7 @@ class RankRooms:
                 pass
             case RoomEnded(key, poll, error):
                 room.failed = True
-                joined = error if rank == 0 else _with_rank(rank, error)
+                joined = error if rank == 0 else of_rank("decode", rank, error)
                 events.append(RoomEnded(key, poll, joined))
                 commands.append(AbortRoom(key, f"rank {rank} failed: {joined}"))
             case RoomDrained():
@@ -119,11 +131,11 @@ class RankRooms:
         return events, commands
 
 
-def _with_rank(rank: int, error: Exception | None) -> TransferError:
-    """Return the error of a room on another rank, for rank 0's scheduler: of the same class where
-    it is a transfer's.
+def of_rank(side: str, rank: int, error: Exception | None) -> TransferError:
+    """Return the error of a room on another rank of decode or prefill, for rank 0's scheduler: of
+    the same class where it is a transfer's.
     """
-    text = f"decode rank {rank}: {error}"
+    text = f"{side} rank {rank}: {error}"
     if isinstance(error, PeerLostError):
         return PeerLostError(text, error.peer)
     if isinstance(error, WeightsVersionError):

@@ -18,17 +18,21 @@ from prefixkv.cache.eviction.policy import Policy
 from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.control.death_watch import LostPeers, merged_lost_peers
 from prefixkv.decode.request import DecodeRequest
-from prefixkv.errors import ConfigError
+from prefixkv.errors import ConfigError, check_laws
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_pool import StatePool
 from prefixkv.paging import Pages
 from prefixkv.prefill.bootstrap_queue import UsablePrefix
 from prefixkv.prefill.rank_group import RankGroup
+from prefixkv.prefill.request import PrefillRequest
+from prefixkv.ranks.prefill_log import PrefillLog
 from prefixkv.ranks.replica import RankLog
+from prefixkv.request import DeviceEvent
 from prefixkv.runtime.decode_rank import DecodeRank
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
 from prefixkv.runtime.one_thread import OneThread
+from prefixkv.runtime.prefill_rank import PrefillRank
 from prefixkv.settings import check_kind, check_timeout
 from prefixkv.wakeups import wait_readable
 
@@ -219,8 +223,63 @@ class DecodeGroup(DecodeNode):
             closing.callback(self._readiness.close)
 
 
+class _LeadingNode(PrefillNode):
+    """Rank 0 of a prefill worker with one cache, and the ranks that follow it at hand: each call
+    takes their events in and hands them the log."""
+
+    def __init__(
+        self, pool: KVPool, config: PrefillConfig, mesh: Mesh, others: Sequence[PrefillRank],
+        state: StatePool | None,
+    ) -> None:  # fmt: skip
+        self.others: Sequence[PrefillRank] = ()
+        self.chunk_ready: DeviceEvent | None = None  # of the chunk that is handed over now
+        self._prefill_log = PrefillLog()
+        endpoints = [other.endpoint for other in others]
+        super().__init__(pool, config, mesh, 0, endpoints, state, ranks=self._prefill_log)
+        self.others = others
+
+    def _pump(self) -> float:
+        """Take in what happened on all ranks of the prefill group; return the time."""
+        now_s = super()._pump()
+        rooms = self._rank_rooms
+        for other in self.others:
+            raw = other.take_rank_events()
+            for rank, event in rooms.unpack(raw) if raw and rooms is not None else ():
+                self._join(rank, event, now_s)
+        self._tell()
+        return now_s
+
+    def _tell(self) -> None:
+        """Hand on commands, and to the prefill group's other ranks the log of what rank 0 has
+        done."""
+        super()._tell()
+        if self.others and self._prefill_log:
+            self.hand_log()
+
+    def audit_others(self) -> None:
+        """Check that the other ranks of the prefill group know what rank 0's requests have. Raises
+        InternalError."""
+        self.hand_log()
+        held = [req for req in self.scheduler.requests.values() if req.pages_held is not None]
+        for other in self.others:
+            laws = {
+                "each rank knows the requests that have pages": len(other.follower) == len(held),
+                "it has the same pages, stops and windows": all(
+                    other.follower.is_like(req) for req in held
+                ),
+            }
+            check_laws(laws, other.peer_id)
+
+    def hand_log(self) -> None:
+        """Apply rank 0's log on all other ranks of the prefill group."""
+        raw = self.take_log()
+        for other in self.others:
+            other.apply(raw, self.chunk_ready)
+
+
 class PrefillGroup(RankGroup[PrefillNode], OneThread):
-    """The ranks of a prefill worker in step (prefill/rank_group.py)."""
+    """The ranks of a prefill worker in step (prefill/rank_group.py). With
+    `PrefillConfig.checkpoints` there is one cache, rank 0's, which the others follow."""
 
     any_thread = frozenset({"fileno"})
 
@@ -242,19 +301,63 @@ class PrefillGroup(RankGroup[PrefillNode], OneThread):
         states = _check_ranks(pools, states, mesh.num_ranks)
         configs = _rank_configs(config, mesh.num_ranks)
         super().__init__(nodes := list[PrefillNode]())
+        self.others: list[PrefillRank] = []
         self._readiness = _Readiness()
+        is_led = config.checkpoints > 0 and mesh.num_ranks > 1 and usable_prefix is None
         try:
             # Rank 0 last: it says where the others are.
             for rank in range(mesh.num_ranks - 1, -1, -1):
-                endpoints = [node.endpoint for node in nodes] if rank == 0 else []
-                node = PrefillNode(
-                    pools[rank], configs[rank], mesh, rank, endpoints, states[rank], usable_prefix
-                )
-                nodes.insert(0, node)
+                of_rank = pools[rank], configs[rank], mesh
+                if not is_led:
+                    endpoints = [node.endpoint for node in nodes] if rank == 0 else []
+                    node = PrefillNode(*of_rank, rank, endpoints, states[rank], usable_prefix)
+                    nodes.insert(0, node)
+                elif rank:
+                    self.others.insert(0, PrefillRank(*of_rank, rank, states[rank]))
+                else:
+                    nodes.append(_LeadingNode(*of_rank, self.others, states[0]))
         except BaseException:
             self.close()
             raise
-        self._readiness.watch([node.fileno() for node in self.nodes])
+        self._readiness.watch([rank.fileno() for rank in self._all_ranks])
+
+    @property
+    def _all_ranks(self) -> list[PrefillNode | PrefillRank]:
+        return [*self.nodes, *self.others]
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks of the prefill group."""
+        return len(self._all_ranks)
+
+    def ranks_of(self, rid: str) -> list[PrefillRequest]:
+        """Return the request on each prefill rank of the group; see `RankGroup.ranks_of`. With one
+        cache it is rank 0's on all: the others have the same pages."""
+        reqs = super().ranks_of(rid)
+        return reqs * self.num_ranks if self.others else reqs
+
+    def send_chunk(
+        self, req: PrefillRequest, end: int, last: bool = False, aux: bytes = b"",
+        ready: DeviceEvent | None = None, state_slot: int = -1,
+    ) -> int:  # fmt: skip
+        """Send a chunk on every prefill rank of the group; return the sum of the pages. See
+        `PrefillNode.send_chunk`."""
+        leader = self.nodes[0]
+        if not isinstance(leader, _LeadingNode):
+            return super().send_chunk(req, end, last, aux, ready, state_slot)
+        leader.chunk_ready = ready
+        try:
+            return super().send_chunk(req, end, last, aux, ready, state_slot) * self.num_ranks
+        finally:
+            leader.chunk_ready = None
+
+    def save_state(self, req: PrefillRequest, end: int) -> int:
+        """Return the slot of every rank's StatePool into which the prefill group's engine copies a
+        request's extra state behind `end` tokens. See `PrefillNode.save_state`.
+
+        Raises RequestError without checkpoints, and as that.
+        """
+        return self.nodes[0].save_state(req, end)
 
     @property
     def endpoint(self) -> str:
@@ -274,19 +377,24 @@ class PrefillGroup(RankGroup[PrefillNode], OneThread):
         return self._readiness.fd
 
     def stats(self) -> dict[str, int]:
-        """Return the counters of the prefill group's nodes, summed over the ranks."""
-        all_stats = [node.stats() for node in self.nodes]
+        """Return the counters of the prefill group's nodes, summed over the ranks; with one cache,
+        those of its requests and pages are rank 0's."""
+        all_stats = [rank.stats() for rank in self._all_ranks]
         return {name: sum(stats.get(name, 0) for stats in all_stats) for name in all_stats[0]}
 
     def audit(self) -> None:
         """Check the laws on every rank of the prefill group. Raises InternalError."""
         for node in self.nodes:
             node.audit()
+        for leader in self.nodes:
+            if isinstance(leader, _LeadingNode):
+                leader.audit_others()
 
     def close(self) -> None:
         """Close every rank of the prefill group. An InternalError comes once all are closed; others
         are its context."""
         with ExitStack() as closing:
-            for node in self.nodes:
-                closing.callback(node.close)
+            # Callbacks run in reverse: rank 0 first, where there is one cache.
+            for rank in (*self.others, *self.nodes):
+                closing.callback(rank.close)
             closing.callback(self._readiness.close)

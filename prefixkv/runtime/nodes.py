@@ -42,6 +42,7 @@ from prefixkv.protocol.host_copy import HostCopyDone
 from prefixkv.protocol.ids import PeerId
 from prefixkv.ranks.leader import RankLeader
 from prefixkv.ranks.oplog import ReplicatedPageManager
+from prefixkv.ranks.prefill_log import PrefillLog, PrefillRankRooms, settings_of
 from prefixkv.ranks.replica import RankLog
 from prefixkv.request import DeviceEvent, Request, check_event, check_request
 from prefixkv.runtime.decode_transfers import DecodeTransfers
@@ -630,11 +631,14 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
             behind them; rounded down to whole pages. By default none where there is extra state
             without `PrefillConfig.checkpoints`, all where there is none.
         transport: makes another transport than NIXL's, for tests.
+        ranks: on rank 0 of several: the others are `PrefillRank`s, which follow this node's cache
+            and its checkpoints (`take_log`). Without, each is a PrefillNode with a cache of its
+            own.
 
     Raises:
         ConfigError: an address that cannot be bound, an unknown policy, a pool that is not this
             rank's share or cannot be registered, `checkpoints` without as many slots of extra state
-            and one more, with several ranks, or with `usable_prefix`.
+            and one more, with several ranks and no `ranks`, or with `usable_prefix`.
     """
 
     scheduler: PrefillScheduler
@@ -651,13 +655,19 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         state: StatePool | None = None,
         usable_prefix: UsablePrefix | None = None,
         transport: MakeTransport | None = None,
+        ranks: PrefillLog | None = None,
     ) -> None:
         super().__init__(pool, state)
         config = checked_config(config, PrefillConfig)
         # The same order as in `DecodeNode`: refuse, build, start threads, observe.
         spec = RankSpec.of(pool, config.model, mesh, rank, state)
         check_callable("usable_prefix", usable_prefix)
-        _check_checkpoints(config.checkpoints, spec, usable_prefix)
+        if ranks is not None:
+            check_kind("ranks", ranks, PrefillLog)
+            if rank:
+                raise ConfigError(f"ranks: rank {rank} that follows a PrefillLog is a PrefillRank")
+        num_ranks = spec.mesh.num_ranks
+        _check_checkpoints(config.checkpoints, spec, usable_prefix, ranks is not None)
         layout = pool.layout
         check_own_memory(layout)
         pages = PageManager(
@@ -682,7 +692,7 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
             num_slots=max(0, spec.num_slots - config.checkpoints),
             usable_prefix=usable_prefix,
             follow_s=config.follow_s,
-            in_step=spec.mesh.num_ranks > 1,
+            in_step=num_ranks > 1 and ranks is None,
             weights_version=config.model.weights_version,
             checkpoint_tokens=config.checkpoint_tokens,
         )
@@ -694,6 +704,12 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
             pages.cache.policy.release()  # the next node may have it
             raise
         self.peer_id = self.transfers.peer_id
+        self._ranks = ranks
+        self._rank_rooms: PrefillRankRooms | None = None
+        if ranks is not None:
+            sizes = layout.num_pages, layout.page_size, spec.num_slots
+            ranks.settings = settings_of(*sizes, window_specs(pool))
+            self._rank_rooms = PrefillRankRooms(num_ranks)
         self._observe(prefill_journal.timeline)
         # The ranks cache the same, so one of them publishes.
         if rank == 0:
@@ -855,7 +871,61 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         """Return and remove the commands of the prefill node's scheduler."""
         return self.scheduler.take_commands()
 
+    def _command(self, command: PrefillCommand) -> None:
+        """Hand a command of the prefill node's scheduler to its control thread, and log it for the
+        ranks that follow."""
+        super()._command(command)
+        if self._ranks is not None:
+            self._ranks.command(command)
+
+    def take_log(self) -> bytes:
+        """Return what the ranks that follow have to apply of this prefill node's pass, for the
+        engine to broadcast: once a pass, before they compute, and once the chunks of a pass were
+        handed over.
+
+        Raises:
+            CallerError: the node was built without `ranks`.
+        """
+        if self._ranks is None:
+            raise CallerError("this node was built without ranks=PrefillLog()")
+        return self._ranks.take(self.scheduler.requests.values())
+
+    def apply_rank_events(self, raw: bytes) -> None:
+        """Take the events of a `PrefillRank` (its `take_rank_events`) into the prefill node, rank
+        0; b"" is nothing.
+
+        Raises:
+            CallerError: a batch of this rank is missing or doubled: each has to come, in order; or
+                the node was built without `ranks`.
+        """
+        if self._rank_rooms is None:
+            raise CallerError("this node was built without ranks=PrefillLog()")
+        now_s = self._pump()
+        if raw != b"":
+            for rank, event in self._rank_rooms.unpack(raw):
+                self._join(rank, event, now_s)
+        self._tell()
+
     def _take(self, event: PrefillEvent, now_s: float) -> None:
+        """Take an event of a room of the prefill node's own rank, which is joined with those of the
+        ranks that follow."""
+        if self._rank_rooms is not None:
+            self._join(0, event, now_s)
+        else:
+            self._hear(event, now_s)
+
+    def _join(self, rank: int, event: PrefillEvent, now_s: float) -> None:
+        """Join an event of a room on one rank with the others', for the prefill node's
+        scheduler."""
+        assert self._rank_rooms is not None
+        events, commands = self._rank_rooms.on(rank, event)
+        # Before the scheduler hears: it may use the room's number again.
+        for command in commands:
+            self._command(command)
+        for joined in events:
+            self._hear(joined, now_s)
+
+    def _hear(self, event: PrefillEvent, now_s: float) -> None:
         """Tell the prefill node's scheduler what became of a room: bootstrapped, ended, or its
         source free."""
         match event:
@@ -897,9 +967,10 @@ def _check_decode_checkpoints(config: DecodeConfig, spec: RankSpec) -> None:
 
 
 def _check_checkpoints(
-    num_checkpoints: int, spec: RankSpec, usable_prefix: UsablePrefix | None
+    num_checkpoints: int, spec: RankSpec, usable_prefix: UsablePrefix | None, has_log: bool
 ) -> None:
-    """Raise ConfigError for checkpoints that a prefill node of this rank cannot have."""
+    """Raise ConfigError for checkpoints that a prefill node of this rank cannot have. `has_log`:
+    the other ranks follow it."""
     if usable_prefix is not None and spec.layout.windows:
         raise ConfigError("usable_prefix: a pool with window groups goes on at checkpoints alone")
     if not num_checkpoints:
@@ -909,8 +980,11 @@ def _check_checkpoints(
     only_windows = spec.state is None and bool(spec.layout.windows)
     if not only_windows and spec.num_slots <= num_checkpoints:
         why = f"the extra state has {spec.num_slots} slots, and the engine needs some"
-    elif spec.mesh.num_ranks > 1:
-        why = "a prefill worker of several ranks keeps none"
+    elif spec.mesh.num_ranks > 1 and not has_log:
+        why = (
+            "a prefill worker of several ranks keeps them on rank 0 alone, built with "
+            "ranks=PrefillLog(); the others are PrefillRanks"
+        )
     elif usable_prefix is not None:
         why = "usable_prefix says where the engine goes on"
     if why:

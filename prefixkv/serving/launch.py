@@ -23,6 +23,7 @@ from starlette.routing import BaseRoute
 from prefixkv import PrefixKVError
 from prefixkv.engines.hf.folder import check_folder
 from prefixkv.engines.hf.small import save_tokenizer
+from prefixkv.serving import interrupts
 from prefixkv.serving.config import KINDS, ServeConfig
 from prefixkv.serving.fleet import Fleet
 from prefixkv.serving.front import Front
@@ -131,7 +132,7 @@ class Child:
             # Cancelled, or the output could not be read: the process must not stay without an
             # owner.
             if process.returncode is None:
-                process.kill()
+                _signal(process, signal.SIGKILL)
                 await process.wait()
             if info is not None:
                 self._on_gone(info)
@@ -144,18 +145,25 @@ class Child:
         """Drain the worker's child process, and kill it after `grace_s`. A further call ends with
         its own wait."""
         self._ending = True
-        if self._process is not None and self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(signal.SIGTERM if grace_s else signal.SIGKILL)
+        if self._process is not None:
+            _signal(self._process, signal.SIGTERM if grace_s else signal.SIGKILL)
         done, _ = await asyncio.wait((self._task,), timeout=grace_s)
         if not done:
             if self._process is not None and self._process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    self._process.kill()
+                _signal(self._process, signal.SIGKILL)
             else:  # there is no process: it is starting, or pauses before a restart
                 self._task.cancel()
             # Wait for the killed process: its pipe must not outlive the event loop.
             await asyncio.wait((self._task,))
+
+
+def _signal(process: Process, number: int) -> None:
+    """Send a signal to a child process, if it has not ended."""
+    # Not by `Process.send_signal`: it first looks whether the child has ended, and so takes the
+    # status for which asyncio waits, who then logs that it knows no such child.
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, number)
 
 
 class Launch:
@@ -336,4 +344,4 @@ def run_serve(
         launch.heed_signals()
         return await launch.run()
 
-    return asyncio.run(main())
+    return interrupts.run(main)

@@ -8,10 +8,12 @@ import logging
 import os
 import signal
 import sys
+from functools import partial
 from typing import Final
 
 import msgspec
 
+from prefixkv.serving import interrupts
 from prefixkv.serving.config import WorkerConfig
 from prefixkv.serving.worker import make_worker
 from prefixkv.spi import CallerError, CapacityError
@@ -34,7 +36,7 @@ def run_worker(config: WorkerConfig) -> int:
         die_with(config.worker.parent)
     log_to_stderr()
     try:
-        return asyncio.run(_run_worker(config))
+        return interrupts.run(partial(_run_worker, config))
     except (CallerError, CapacityError) as error:
         if not config.worker.parent:
             raise

@@ -31,7 +31,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from prefixkv.serving import usage
+from prefixkv.serving import interrupts, usage
 from prefixkv.serving.config import ProxyConfig, ServerAt
 from prefixkv.serving.failures import failed
 from prefixkv.serving.http import (
@@ -869,4 +869,4 @@ def run_proxy(config: ProxyConfig, prefill: Sequence[ServerAt], decode: Sequence
         await ending
         return 0
 
-    return asyncio.run(main())
+    return interrupts.run(main)

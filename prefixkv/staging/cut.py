@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from prefixkv.errors import HandshakeError
+from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.mesh import Mesh, sent_shares
+from prefixkv.memory.stage_parts import stage_unit_bytes
 from prefixkv.memory.staging_area import StagingArea, whole_blocks
 
 
@@ -61,6 +63,25 @@ class LeaseCut:
             (rank, share.num_layers * share.num_heads * unit_head_bytes)
             for rank, share in sent_shares(writers, readers, reader).items()
         )
+        return cls._fitting(shares, area)
+
+    @classmethod
+    def into(
+        cls, writers: Mesh, readers: Mesh, reader: int, layout: KVLayout, unit_tokens: int,
+        area: StagingArea,
+    ) -> LeaseCut:  # fmt: skip
+        """Compute the cut of chunks into leases for rank `reader` with a pool of this layout, whose
+        aligned groups are staged with the pages. Else as `of`."""
+        mine = readers.shard(reader)
+        shares = tuple(
+            (rank, sum(stage_unit_bytes(layout, share.inside(mine), unit_tokens)))
+            for rank, share in sent_shares(writers, readers, reader).items()
+        )
+        return cls._fitting(shares, area)
+
+    @classmethod
+    def _fitting(cls, shares: tuple[tuple[int, int], ...], area: StagingArea) -> LeaseCut:
+        """Return the cut of chunks into pieces as large as one lease takes. Raises as `of`."""
         # Without the rounding of sections to blocks `most` units would fit; with it maybe fewer.
         # The size grows with the units, so bisection finds the largest number that fits.
         most = area.lease_bytes // sum(unit_bytes for _, unit_bytes in shares)

@@ -47,10 +47,9 @@ class StagingPlan(NamedTuple):
         readers = hello.topology.mesh(hello.digest)
         writers = reply.topology.mesh(reply.digest)
         unit_tokens = min(hello.topology.page_size, reply.topology.page_size)
-        unit_head_bytes = unit_tokens * hello.layout.head_bytes * hello.layout.slabs_per_layer
         shares = sent_shares(writers, readers, hello.rank).items()
         parts = {rank: share.inside(readers.shard(hello.rank)) for rank, share in shares}
-        cut = LeaseCut.of(writers, readers, hello.rank, unit_head_bytes, hello.staging)
+        cut = LeaseCut.into(writers, readers, hello.rank, hello.layout, unit_tokens, hello.staging)
         return cls(cut, parts, unit_tokens)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from prefixkv.errors import ConfigError, HandshakeError
 from prefixkv.memory.kv_layout import KVLayout, PageGroup
-from prefixkv.memory.mesh import GROUPS_NEED_IT, Shard
+from prefixkv.memory.mesh import GROUPS_NEED_IT, Shard, group_part
 from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
 from prefixkv.memory.state_layout import StateLayout, StateLink
 from prefixkv.transport.base import WriteJob, window_route
@@ -82,7 +82,13 @@ def routes_to(
     pages = paired_runs(layout, peer.layout, src_part=src_part, dst_part=dst_part)
     windows: list[Runs] = []
     for ours, theirs in _paired_groups(layout, peer.layout):
-        runs = paired_runs(ours.layout, theirs.layout)
+        # Cut as the first layers are, between ranks that hold other numbers of heads.
+        runs = paired_runs(
+            ours.layout,
+            theirs.layout,
+            src_part and group_part(src_part, layout, ours.layout),
+            dst_part and group_part(dst_part, peer.layout, theirs.layout),
+        )
         # A page of an aligned group is written with the page of the same id.
         if ours.window:
             windows.append(runs)

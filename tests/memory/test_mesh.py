@@ -8,17 +8,22 @@ import numpy as np
 import pytest
 
 from prefixkv.errors import ConfigError, HandshakeError, PageStateError
+from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.mesh import (
     MAX_FOLD,
     MAX_RANKS,
+    GroupHeads,
     Mesh,
     Shard,
+    check_group_heads,
     check_holds,
     check_meshes,
     check_opaque,
     check_page_sizes,
+    group_part,
     readers_of,
     sent_share,
+    sent_shares,
     writers_to,
 )
 from prefixkv.paging import check_unit_range, unit_pages
@@ -176,6 +181,77 @@ def test_whole_pages_need_the_same_pages_on_both_sides(
 def test_whole_pages_may_be_shared_out_over_other_stages() -> None:
     check_opaque(Mesh(4, 8, 2, 2), 64, Mesh(4, 8, 2, 1), 64)
     check_opaque(Mesh(4, 8, 2, 2), 64, Mesh(4, 8, 2, 2, (1, 3)), 64)
+
+
+W = GroupHeads("w", 2, "mha", is_whole=False)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "mine", "its", "field", "why"),
+    [
+        # Equal sizes: each rank's, whatever they are shared out like.
+        (Mesh(2, 4, 2), Mesh(2, 4, 2), W, 1, "groups[3].num_kv_heads", "differs"),
+        # 4 heads over 2 ranks, and 2 in one.
+        (Mesh(2, 4, 2), Mesh(2, 4, 1), W, 2, "groups[3].num_kv_heads", "differs over all ranks"),
+        # One head on each of both ranks is one, or two.
+        (
+            Mesh(2, 4, 2),
+            Mesh(2, 4, 1),
+            W._replace(num_kv_heads=1),
+            1,
+            "groups[3].num_kv_heads",
+            "differs",
+        ),
+        # Heads of the group are shared out where those of the first layers are replicas.
+        (Mesh(2, 1, 2), Mesh(2, 1, 1), W, 4, "groups[3].num_kv_heads", "differs over all ranks"),
+        (Mesh(2, 4, 2), Mesh(2, 4, 1), W._replace(is_whole=True), 4, "tp_size", "'w' are opaque"),
+        (Mesh(2, 4, 2), Mesh(2, 4, 1), GroupHeads("w", 1, "mla", False), 1, "tp_size", "one head"),
+    ],
+)
+def test_heads_of_a_group_that_do_not_pair_are_refused_by_name(
+    ours: Mesh, theirs: Mesh, mine: GroupHeads, its: int, field: str, why: str
+) -> None:
+    turned = theirs, mine._replace(num_kv_heads=its), ours, mine.num_kv_heads
+    for pair in ((ours, mine, theirs, its), turned):
+        with pytest.raises(HandshakeError, match=why) as caught:
+            check_group_heads(3, *pair)
+        assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "mine", "its"),
+    [
+        (Mesh(2, 4, 2), Mesh(2, 4, 1), W, 4),
+        (Mesh(2, 8, 2), Mesh(2, 8, 1), W, 4),  # fewer than the first layers have
+        (Mesh(2, 2, 2), Mesh(2, 2, 4), W, 2),  # replicas, two heads each
+        (Mesh(2, 1, 4), Mesh(2, 1, 2), GroupHeads("w", 1, "mla", False), 1),
+        (Mesh(2, 4, 2), Mesh(2, 4, 2), W._replace(is_whole=True), 2),
+    ],
+)
+def test_heads_of_a_group_are_cut_as_those_of_the_first_layers(
+    ours: Mesh, theirs: Mesh, mine: GroupHeads, its: int
+) -> None:
+    check_group_heads(0, ours, mine, theirs, its)
+    check_group_heads(0, theirs, mine._replace(num_kv_heads=its), ours, mine.num_kv_heads)
+    for reader in range(theirs.num_ranks):
+        taken: list[int] = []
+        for writer, share in sent_shares(ours, theirs, reader).items():
+            from_, to = ours.shard(writer), theirs.shard(reader)
+            sent = group_part(share.inside(from_), *sized(from_.num_heads, mine.num_kv_heads))
+            part = group_part(share.inside(to), *sized(to.num_heads, its))
+            assert sent.num_heads == part.num_heads
+            taken += range(part.first_head, part.first_head + part.num_heads)
+        # Each head that the reader has is written once.
+        assert sorted(taken) == list(range(its))
+
+
+def sized(*heads: int) -> list[KVLayout]:
+    return [mesh_layout("layer_major", 2, 4, 2, num)[0] for num in heads]
+
+
+def test_a_part_that_is_no_whole_number_of_a_group_s_heads_is_refused() -> None:
+    with pytest.raises(HandshakeError, match="num_kv_heads cannot be cut as 1 of"):
+        group_part(Shard(0, 2, 0, 1), *sized(4, 2))
 
 
 def test_a_pool_has_to_be_its_ranks_share() -> None:

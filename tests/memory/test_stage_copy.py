@@ -20,7 +20,7 @@ import torch
 from prefixkv.errors import ConfigError, PageStateError
 from prefixkv.memory import stage_copy
 from prefixkv.memory.kv_layout import KVLayout
-from prefixkv.memory.kv_pool import KVPool
+from prefixkv.memory.kv_pool import KVPool, PoolGroup
 from prefixkv.memory.mesh import Mesh, Shard, sent_share
 from prefixkv.memory.stage_copy import CpuCopy, StagingCopy, staging_copy
 from prefixkv.memory.stage_plan import StagePlan
@@ -244,6 +244,41 @@ def test_a_lease_carries_the_sections_of_all_writers(
             )
             make(memory.layout, share.inside(shard), unit).scatter(dst_units, section)
         assert np.array_equal(memory.bytes(), expected)
+
+
+@pytest.mark.parametrize("num_units", [1, 3])
+def test_aligned_groups_are_staged_behind_the_pages(num_units: int) -> None:
+    """Of odd sizes, so that a group begins at a word of its own."""
+
+    def pool(heads: int, dim: int, seed: int) -> KVPool:
+        made = KVPool.create(8, 4, 1, heads, dim, dtype="uint8")
+        data = np.random.default_rng(seed).integers(0, 256, (8, 2, 4, heads, dim), np.uint8)
+        made.write_pages(range(8), torch.from_numpy(data))
+        return made
+
+    def grouped(heads: int, seed: int) -> tuple[KVPool, KVPool]:
+        draft, last = pool(heads * 2, 5, seed + 1), pool(heads, 3, seed + 2)
+        first = pool(heads, 3, seed)
+        return first.with_groups(PoolGroup("last", last, 9), PoolGroup("draft", draft)), draft
+
+    (source, its_draft), (target, draft) = grouped(1, 1), grouped(2, 5)
+    before = [one.read_pages(range(8)) for one in (target, draft, target.group("last"))]
+    src, dst = np.array([4, 0, 5][:num_units], np.int32), [1, 2, 0][:num_units]
+    gather = staging_copy(source.layout, Shard(0, 1, 0, 1), 4)
+    scatter = staging_copy(target.layout, Shard(0, 1, 1, 1), 4)
+    num_bytes = gather.num_bytes(num_units)
+    # 2 slabs of 4 tokens of 3 bytes, and of 2 heads of 5, in whole words of 16.
+    assert num_bytes == scatter.num_bytes(num_units) == num_units * (32 + 80)
+    for stage in (torch.empty(num_bytes + 1, dtype=torch.uint8), torch.empty(0)):
+        with pytest.raises(ConfigError, match="stage is"):
+            gather.gather(src, stage)
+    stage = torch.empty(num_bytes, dtype=torch.uint8)
+    gather.gather(src, stage)
+    scatter.scatter(np.array(dst, np.int32), stage)
+    before[0][dst, :, :, 1:] = source.read_pages(src)
+    before[1][dst, :, :, 2:] = its_draft.read_pages(src)
+    for one, want in zip((target, draft, target.group("last")), before, strict=True):
+        assert torch.equal(one.read_pages(range(8)), want)
 
 
 # --- what is refused ------------------------------------------------------------------------------

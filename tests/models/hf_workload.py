@@ -229,7 +229,7 @@ def compare(answer: Answer, model: PagedModel, reference: Reference, found: Foun
         found.answers += 1
         found.tokens += len(said)
         if sampling.temperature == 0:
-            expected = reference.greedy(ask.tokens, len(said))
+            expected = reference.greedy(ask.tokens, len(said), said)
             if said != expected:
                 assert reference.is_near(ask.tokens, said, expected), (ask.rid, said, expected)
                 found.near_ties += 1

@@ -3,7 +3,7 @@ NIXL, and the model by itself to compare with."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -187,8 +187,16 @@ class Reference:
         self.near = NEAR_WITH_STATES if model.layers.parts else NEAR
 
     @torch.inference_mode()
-    def greedy(self, tokens: Any, num: int) -> list[int]:
-        """What `generate` says, and stops for no token."""
+    def greedy(self, tokens: Any, num: int, said: Sequence[int] = ()) -> list[int]:
+        """What `generate` says, and stops for no token.
+
+        `said`: what may be that answer. One forward tells, where `generate` takes one for each
+        token; it is asked where a token is not the likeliest.
+        """
+        if 0 < num == len(said):
+            likeliest: list[int] = self.logits([*tokens, *said], num).argmax(-1).tolist()
+            if likeliest == [*said]:
+                return likeliest
         ids = torch.as_tensor(np.asarray(tokens, np.int64), device=self.model.device)[None]
         out = self.model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=num, min_new_tokens=num,

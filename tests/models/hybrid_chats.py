@@ -4,8 +4,9 @@ what the models say by themselves."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,20 @@ SIZES = ("--page-size", "8", "--chunk-tokens", "48")
 
 def serve_folder(folder: Path, *options: str, **environ: str) -> Serve:
     return Serve(str(folder), "--served-name", "small", *options, **environ)
+
+
+@contextmanager
+def default_servers(made: Callable[[str], tuple[Path, Expected]]) -> Iterator[Callable[..., Serve]]:
+    """Yields what starts, once for a family, a server with the pools and checkpoints of the
+    defaults, which hold 20 conversations. All end with the block."""
+    with ExitStack() as stack:
+
+        @cache
+        def server(family: str, backend: str) -> Serve:
+            where = {"PREFIXKV_TRANSPORT_BACKEND": backend}
+            return stack.enter_context(serve_folder(made(family)[0], *SIZES, **where))
+
+        yield server
 
 
 def folder_maker(root: Path) -> Callable[[str], tuple[Path, Expected]]:
@@ -70,7 +85,7 @@ def converse(
                 one.result()
             for at, (talk, answer) in enumerate(zip(talks, answers, strict=True)):
                 said = answer.choices[0].message.content
-                assert said == expected.chat(talk, 8), (at, turn)
+                assert said == expected.chat(talk, 8, said), (at, turn)
                 num, split = answer.usage.prompt_tokens, answer.usage.prefixkv
                 hit += split["decode_hit_tokens"]
                 if turn:

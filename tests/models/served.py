@@ -127,9 +127,17 @@ class Expected:
         logits = self._model(input_ids=torch.tensor([tokens])).logits[0]
         return torch.log_softmax(logits.double(), -1).numpy()
 
-    def chat(self, messages: list[dict[str, str]], num: int) -> str:
-        """Its greedy answer to a chat, as text."""
-        return self.text(self.tokens(self.texts.chat(messages), num))
+    def chat(self, messages: list[dict[str, str]], num: int, said: str = "") -> str:
+        """Its greedy answer to a chat, as text. `said`: what may be that answer. One forward tells,
+        where `generate` takes one for each token; it is asked where a token is not the likeliest.
+        """
+        prompt, likely = self.texts.chat(messages), self.texts.tokenizer.encode(said).ids
+        end = self._model.generation_config.eos_token_id
+        if likely and end not in likely and len(likely) <= num:
+            rows = self.logprobs([*prompt, *likely])[len(prompt) - 1 :]
+            if rows.argmax(-1).tolist()[:num] == [*likely, end][:num]:
+                return said
+        return self.text(self.tokens(prompt, num))
 
     def text(self, tokens: list[int]) -> str:
         text: str = self.texts.tokenizer.decode(tokens)

@@ -1,6 +1,7 @@
 """A simulation whose ranks are put to work by schedulers with stand-in engines: whole workers, in
 which every KV byte follows from the tokens. On decode, rank 0 has the scheduler, and the others
-follow its operation log; on prefill each rank has one, and they go in step. All laws are audited.
+follow its operation log; on prefill each rank has one, and they go in step, or with checkpoints
+follow rank 0's log. All laws are audited.
 
 Of the library's glue, `RankLeader`, `RankLog`, `DecodeReplica` and `RankGroup` are real. The
 engines, and the queues between scheduler and control object, are simulated.
@@ -9,7 +10,8 @@ engines, and the queues between scheduler and control object, are simulated.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
@@ -36,6 +38,13 @@ from prefixkv.protocol.events import Bootstrapped, RoomEnded, SourceFree
 from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.ranks.leader import RankLeader
 from prefixkv.ranks.oplog import ReplicatedPageManager
+from prefixkv.ranks.prefill_log import (
+    PrefillFollower,
+    PrefillLog,
+    PrefillRankRooms,
+    pack_prefill_events,
+    settings_of,
+)
 from prefixkv.ranks.replica import DecodeReplica, RankLog, digests
 from prefixkv.request import DeviceEvent, Request
 from tests.models.auditor import assert_at_rest, audit_decode, audit_prefill
@@ -95,10 +104,10 @@ class PrefillDesk:
         more: Any = {"last": last, "aux": aux, "ready": ready, "state_slot": state_slot}
         return self.scheduler.send_chunk(req, end, self.sim.now_s, **more)
 
-    def hear(self) -> None:
+    def hear(self, event: Any) -> None:
         """Tell the scheduler one thing that became of a room."""
         now_s = self.sim.now_s
-        match self.rank.events.popleft():
+        match event:
             case Bootstrapped(key, peer, prefix_len):
                 self.scheduler.room_bootstrapped(key, prefix_len, peer.name, now_s)
             case RoomEnded(key, poll, error):
@@ -126,10 +135,12 @@ class PrefillDesk:
 class PrefillEngine:
     """One life of the prefill worker."""
 
-    def __init__(self, sim: EngineSim) -> None:
+    log_waits = False  # for a rank above 0
+
+    def __init__(self, sim: EngineSim, num_desks: int | None = None) -> None:
         self.sim = sim
         self.ranks = [sim.new_writer(rank) for rank in range(sim.sides[0].mesh.num_ranks)]
-        self.group = RankGroup([PrefillDesk(sim, rank) for rank in self.ranks])
+        self.group = RankGroup([PrefillDesk(sim, rank) for rank in self.ranks[:num_desks]])
         self.desks = self.group.nodes
         self.scheduler = self.desks[0].scheduler
         self.free_slots = list(range(sim.sides[0].num_slots))
@@ -144,8 +155,13 @@ class PrefillEngine:
     def schedule(self) -> None:
         """One thing the engine's scheduler may do."""
         if said := [desk for desk in self.desks if desk.rank.events]:
-            self.sim.pick(said).hear()
+            desk = self.sim.pick(said)
+            desk.hear(desk.rank.events.popleft())
             return
+        self._pass()
+
+    def _pass(self) -> None:
+        """Take what the scheduler hands out, and compute a chunk."""
         for req in self.group.pop_bootstrapped():
             self.computing[req.rid] = req
         for req in self.group.pop_failed():
@@ -218,6 +234,110 @@ class PrefillEngine:
             desk.rank.scribble(allocator.pages_in(PageState.FREE), (), 0xEE)
             for group in desk.scheduler.pages.windows:
                 desk.rank.scribble_last(group.allocator.pages_in(PageState.FREE), 0xEE)
+
+
+class LedPrefillEngine(PrefillEngine):
+    """One life of a prefill worker with one cache: rank 0's scheduler decides, and the others
+    follow its log, each at its own pace; but all know what is computed before it is."""
+
+    def __init__(self, sim: EngineSim) -> None:
+        super().__init__(sim, num_desks=1)
+        side = sim.sides[0]
+        windows = () if side.last is None else (side.last,)
+        settings = settings_of(side.num_pages, side.page_size, side.num_slots, windows)
+        self.log, self.rooms = PrefillLog(), PrefillRankRooms(len(self.ranks))
+        self.log.settings = settings
+        names = [spec.name for spec in windows]
+        self.followers = {rank: PrefillFollower(settings, names) for rank in self.ranks[1:]}
+        self.orders: dict[PrefillRank, deque[bytes]] = {rank: deque() for rank in self.followers}
+        self.num_messages = Counter[PrefillRank]()
+
+    @property
+    def log_waits(self) -> bool:
+        return any(self.orders.values())
+
+    def tell(self) -> None:
+        self._command(self.scheduler.take_commands())
+        if self.log:
+            self._say()
+
+    def _command(self, commands: Sequence[Any]) -> None:
+        for command in commands:
+            self.ranks[0].inbox.append(command)
+            self.log.command(command)
+
+    def _say(self) -> None:
+        raw = self.log.take(self.scheduler.requests.values())
+        for orders in self.orders.values():
+            orders.append(raw)
+
+    def _follow(self, rank: PrefillRank) -> None:
+        rank.inbox.extend(self.followers[rank].apply(self.orders[rank].popleft(), None))
+
+    def catch_up(self) -> None:
+        """The engine's broadcast before it computes."""
+        self.tell()
+        self._say()
+        for rank, orders in self.orders.items():
+            while orders:
+                self._follow(rank)
+
+    def schedule(self) -> None:
+        behind = [rank for rank, orders in self.orders.items() if orders]
+        said = [rank for rank in self.ranks if rank.events]
+        if behind and self.sim.random.random() < 0.5:
+            self._follow(self.sim.pick(behind))
+        elif said:
+            self._hear(self.sim.pick(said))
+        else:
+            self._pass()
+
+    def _hear(self, rank: PrefillRank) -> None:
+        event = rank.events.popleft()
+        if rank.rank:
+            raw = pack_prefill_events(rank.rank, self.num_messages[rank], [event])
+            self.num_messages[rank] += 1
+            ((_, event),) = self.rooms.unpack(raw)
+        events, commands = self.rooms.on(rank.rank, event)
+        self._command(commands)
+        for joined in events:
+            self.desks[0].hear(joined)
+
+    def _compute(self, req: PrefillRequest) -> None:
+        assert not req.popped, "its pages may be another's"
+        if req.plan is None or req.pages_held is None:
+            return
+        self.catch_up()
+        last, hashes = self.sim.sides[0].last, self.desks[0].hashes(req.tokens)
+        assert last is not None
+        start = max(req.plan.computed, req.prefix_len)
+        end = min(req.num_tokens, start + self.sim.random.randint(1, 3 * PAGE_SIZE))
+        end = min([end, *(at for at in req.stops if at > start)])
+        views = [req, *(follower.request(req.rid) for follower in self.followers.values())]
+        for rank, view in zip(self.ranks, views, strict=True):
+            assert (view.prefix_len, view.stops) == (req.prefix_len, req.stops)
+            row = view.window_pages(last.name)
+            # What is there, of a former request or of this one's chunks, is right on each rank.
+            rank.check_bytes(req, view.pages, hashes[:start])
+            rank.check_last(req, row, hashes[:start], last.window)
+            rank.fill(view.pages, start, hashes[:end])
+            rank.fill_last(row, start, hashes[:end])
+        is_last = end == req.num_tokens
+        token = self.sim.next_token(req.tokens, self.scheduler.weights_version)
+        self.group.send_chunk(req, end, is_last, token.to_bytes(4, "little") if is_last else b"")
+        if is_last:
+            del self.computing[req.rid]
+
+    def scribble(self) -> None:
+        for rank in self.ranks:
+            rank.scribble(self.scheduler.pages.allocator.pages_in(PageState.FREE), (), 0xEE)
+            for group in self.scheduler.pages.windows:
+                rank.scribble_last(group.allocator.pages_in(PageState.FREE), 0xEE)
+
+    def check_at_rest(self) -> None:
+        self.catch_up()
+        assert not any(map(len, self.followers.values())), "a rank knows a request that is over"
+        assert not len(self.rooms), "a room is not over on all ranks"
 
 
 class DecodeEngine:
@@ -495,6 +615,7 @@ class EngineSim(Sim):
     num_slots: int = 0  # 0: there is no extra state
     window: int = 0  # of layers beside, in tokens; 0: there are none
     window_pages: tuple[int, int] = (40, 30)  # prefill's and decode's, of these layers
+    window_heads: int = 1  # of these layers, for each head of the first ones
     decode_step: int = 1  # most tokens of a chunk that decode computes, there
     checkpoints: int = 0
     tensors: tuple[StateTensor, ...] = TENSORS
@@ -518,6 +639,7 @@ class EngineSim(Sim):
                 replace(
                     side,
                     last=WindowSpec("last", self.window, self.window_pages[at], steps[at]),
+                    last_heads=self.window_heads,
                     checkpoints=(self.checkpoints, 0)[at],
                 )
                 for at, side in enumerate(self.sides)
@@ -529,7 +651,8 @@ class EngineSim(Sim):
         self.decode = self.new_decode()
 
     def start_prefill(self) -> None:
-        self.prefill = PrefillEngine(self)
+        is_led = self.checkpoints > 0 and self.sides[0].mesh.num_ranks > 1
+        self.prefill = LedPrefillEngine(self) if is_led else PrefillEngine(self)
         self.writers = self.prefill.ranks
 
     def new_decode(self) -> DecodeEngine:
@@ -768,7 +891,8 @@ class EngineSim(Sim):
         ranks = any(rank.inbox or rank.events for rank in self.ranks)
         rooms = any(reader.control.num_rooms for reader in self.readers)
         requests = any(scheduler.requests for scheduler in self.schedulers)
-        return not (ranks or rooms or requests or self._to_submit or self.decode.log_waits)
+        logs = self.decode.log_waits or self.prefill.log_waits
+        return not (ranks or rooms or requests or self._to_submit or logs)
 
     def idle(self) -> bool:
         decode = self.decode.running or self.decode.local
@@ -788,6 +912,8 @@ class EngineSim(Sim):
                 engine.schedule()
             engine.schedule()
         self.decode.compare_ranks()
+        if isinstance(self.prefill, LedPrefillEngine):
+            self.prefill.check_at_rest()
         for scheduler in self.schedulers:
             assert_at_rest(scheduler)
         rooms = [str(reader.me) for reader in self.readers if reader.control.num_rooms]
@@ -821,18 +947,21 @@ def simulation(seed: int, storm: Storm | None = None) -> EngineSim:
 
 
 def with_windows(seed: int, storm: Storm | None = None) -> EngineSim:
-    """Two ranks a side, or three, and layers that keep a window. There are no checkpoints."""
+    """Workers of one to four ranks, of equal and of unequal sizes, and layers that keep a window,
+    of as many heads as the first ones, or of twice as many; with checkpoints and without."""
     chance = random.Random(seed)
-    ranks = chance.choice([2, 2, 3])
+    ranks = chance.choice([(2, 2), (3, 3), (2, 1), (1, 2), (4, 2), (2, 4), (1, 3)])
     shape = Shape(
-        prefill=(ranks, 1), decode=(ranks, 1), num_layers=1, head_bytes=8,
-        num_heads=chance.choice([1, ranks]),
+        prefill=(ranks[0], 1), decode=(ranks[1], 1), num_layers=1, head_bytes=8,
+        num_heads=chance.choice([1, max(ranks), max(ranks)]), staging=chance.choice([0, 1.5]),
     )  # fmt: skip
     return EngineSim(
         seed, storm_of(chance, _STORM) if storm is None else storm, shape,
         decode_pages=chance.choice([14, 18, 40]), prefill_pages=chance.choice([16, 32]),
         failure_policy=chance.choice(["fail", "retry"]), digest_every=chance.choice([0, 4]),
         window=chance.choice([2, 5, 9, 14]), window_pages=(48, chance.choice([10, 30])),
+        window_heads=1 if shape.num_heads == 1 else chance.choice([1, 2]),
+        checkpoints=chance.choice([0, 2, 5]),
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import msgspec
@@ -97,7 +97,8 @@ class Side:
     tensors: tuple[StateTensor, ...] = ()
     num_slots: int = 0  # of extra state; 0: there is none
     staging_window: int = 2
-    last: WindowSpec | None = None  # layers beside, of the same shape, that keep a window
+    last: WindowSpec | None = None  # layers beside that keep a window
+    last_heads: int = 1  # of these, for each head of the first layers
     checkpoints: int = 0
 
     def rank_name(self, rank: int) -> str:
@@ -112,10 +113,14 @@ class Side:
         )  # fmt: skip
 
     @property
+    def last_mesh(self) -> Mesh:
+        return replace(self.mesh, num_kv_heads=self.mesh.num_kv_heads * self.last_heads)
+
+    @property
     def groups(self) -> tuple[GroupDigest, ...]:
         if self.last is None:
             return ()
-        mesh, last = self.mesh, self.last
+        mesh, last = self.last_mesh, self.last
         sizes = mesh.num_layers, mesh.shard(0).num_heads, self.head_bytes
         return (GroupDigest(last.name, last.window, *sizes, "uint8", self.attention),)
 
@@ -156,8 +161,8 @@ class SimRank:
         self.last = None
         if side.last is not None:
             self.last = Memory(
-                side.mesh, rank, side.order, side.last.num_pages, side.page_size, side.attention,
-                side.head_bytes, world.zeros,
+                side.last_mesh, rank, side.order, side.last.num_pages, side.page_size,
+                side.attention, side.head_bytes, world.zeros,
             )  # fmt: skip
             group = PageGroup(side.last.name, side.last.window, self.last.layout)
             regions = tuple(sorted({*layout.regions, *self.last.layout.regions}))

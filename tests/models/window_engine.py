@@ -9,6 +9,7 @@ stale, shifted, of another depth or of another request makes a wrong answer, as 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,12 @@ from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.errors import OutOfPagesError
 from prefixkv.memory.kv_pool import KVPool, PoolGroup
+from prefixkv.memory.mesh import Mesh
 from prefixkv.pages.windows import WindowPages
 from prefixkv.prefill.request import PrefillRequest
 from prefixkv.request import Request
 from prefixkv.routing import WorkerIndex
+from prefixkv.runtime.groups import DecodeGroup, PrefillGroup
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
 from prefixkv.testing.hashing import splitmix64
 from tests.models.patience import until
@@ -65,84 +68,131 @@ def answer(tokens: Sequence[int], num_tokens: int, window: int = WINDOW) -> list
 
 
 class Model:
+    """The model's layers in the pools of one worker's ranks. `heads`: of the three layers, over all
+    ranks, which share them out as `tp_size` says."""
+
     def __init__(
         self, num_pages: int, last_pages: int, page_size: int = 4, window: int = WINDOW,
-        step_tokens: int = 8, shared: bool = False,
+        step_tokens: int = 8, shared: bool = False, heads: tuple[int, int, int] = (1, 2, 3),
+        tp_size: int = 1, order: str = "layer_major",
     ) -> None:  # fmt: skip
-        def make(pages: int, heads: int) -> KVPool:
-            return KVPool.create(
-                pages, page_size, 1, heads, 8, dtype="uint8", attention="mha", shared=shared
-            )
-
         self.page_size, self.window = page_size, window
+        self.mesh = Mesh(1, heads[0], tp_size)
+        self.pools: list[KVPool] = []
+        # By rank and layer. Both K and V, and every head, hold the same word, but for the number of
+        # the head in the model: [page, slot, head of the rank].
+        self._words: list[list[list[Any]]] = []
+        self._heads: list[list[Any]] = []
+        for rank in range(tp_size):
+            layers = [
+                KVPool.create(
+                    pages, page_size, 1, max(1, of_layer // tp_size), 8, dtype="uint8",
+                    attention="mha", shared=shared, order=order,
+                )
+                for pages, of_layer in zip((num_pages, last_pages, num_pages), heads, strict=True)
+            ]  # fmt: skip
+            full, last, draft = layers
+            self.pools.append(
+                full.with_groups(
+                    PoolGroup("sliding", last, window, step_tokens), PoolGroup("draft", draft)
+                )
+            )
+            self._words.append([
+                [half.numpy().view(np.uint64)[..., 0] for half in (pool.k(0), pool.v(0))]
+                for pool in layers
+            ])  # fmt: skip
+            shards = [replace(self.mesh, num_kv_heads=of_layer).shard(rank) for of_layer in heads]
+            self._heads.append([
+                splitmix64(np.arange(one.num_heads, dtype=np.uint64) + np.uint64(one.first_head))
+                for one in shards
+            ])  # fmt: skip
+        self.pool = self.pools[0]
         self.full, self.last, self.draft = (
-            make(num_pages, 1),
-            make(last_pages, 2),
-            make(num_pages, 3),
-        )
-        self.pool = self.full.with_groups(
-            PoolGroup("sliding", self.last, window, step_tokens), PoolGroup("draft", self.draft)
-        )
-        # Both K and V, and every head, hold the same word: [page, slot, head].
-        self._words = [
-            [half.numpy().view(np.uint64)[..., 0] for half in (pool.k(0), pool.v(0))]
-            for pool in (self.full, self.last, self.draft)
-        ]
+            self.pool, self.pool.group("sliding"), self.pool.group("draft"),
+        )  # fmt: skip
 
-    def _put(self, layer: int, page: int, slot: int, value: int) -> None:
-        for half, words in enumerate(self._words[layer]):
-            words[page, slot, :] = value ^ half
+    def _put(self, layer: int, places: Sequence[tuple[int, int]], value: int) -> None:
+        for words, heads, (page, slot) in zip(self._words, self._heads, places, strict=True):
+            for half, kind in enumerate(words[layer]):
+                kind[page, slot] = heads[layer] ^ np.uint64(value ^ half)
 
-    def _get(self, layer: int, page: int, slot: int) -> int:
+    def _get(self, layer: int, places: Sequence[tuple[int, int]]) -> int:
         found = {
             int(word) ^ half
-            for half, words in enumerate(self._words[layer])
-            for word in words[page, slot]
+            for words, heads, (page, slot) in zip(self._words, self._heads, places, strict=True)
+            for half, kind in enumerate(words[layer])
+            for word in kind[page, slot] ^ heads[layer]
         }
         assert len(found) == 1, "heads of one token differ"
         return found.pop()
 
-    def forward(self, pages: Any, sliding: WindowPages, tokens: Sequence[int], start: int) -> int:
-        """Compute tokens from `start` on, and return the one that follows."""
-        size, (first, ids) = self.page_size, sliding
-        full = [self._get(0, pages[at // size], at % size) for at in range(start)]
-        drafts = [self._get(2, pages[at // size], at % size) for at in range(start)]
+    def forward(
+        self, ranks: Sequence[tuple[Any, WindowPages]], tokens: Sequence[int], start: int
+    ) -> int:
+        """Compute tokens from `start` on, and return the one that follows. `ranks`: the request's
+        pages on each."""
+        size = self.page_size
+
+        def at_full(at: int) -> list[tuple[int, int]]:
+            return [(int(pages[at // size]), at % size) for pages, _ in ranks]
+
+        def at_last(at: int) -> list[tuple[int, int]]:
+            places = []
+            for _, (first, ids) in ranks:
+                number = at // size - first
+                assert 0 <= number < len(ids), f"token {at} has no page: {first}, {ids}"
+                places.append((int(ids[number]), at % size))
+            return places
+
+        full = [self._get(0, at_full(at)) for at in range(start)]
+        drafts = [self._get(2, at_full(at)) for at in range(start)]
         assert drafts == [mix(word) for word in full], "the draft's KV is another's"
-
-        def slot(at: int) -> tuple[int, int]:
-            number = at // size - first
-            assert 0 <= number < len(ids), f"token {at} has no page: {sliding}"
-            return int(ids[number]), at % size
-
         begin = max(0, start + 1 - self.window)
-        last = [self._get(1, *slot(at)) for at in range(begin, start)]
+        last = [self._get(1, at_last(at)) for at in range(begin, start)]
         for at in range(start, len(tokens)):
             new = kept(full, last[-(self.window - 1) :] if self.window > 1 else [], int(tokens[at]))
             full.append(new[0])
             last.append(new[1])
-            self._put(0, pages[at // size], at % size, new[0])
-            self._put(2, pages[at // size], at % size, mix(new[0]))
-            self._put(1, *slot(at), new[1])
+            self._put(0, at_full(at), new[0])
+            self._put(2, at_full(at), mix(new[0]))
+            self._put(1, at_last(at), new[1])
         return said(full, last[-self.window :])
 
 
 class WindowPair:
-    """Two nodes with small pools, and both engines' loops."""
+    """Two nodes with small pools, or the ranks of two workers (`tp_sizes`), and both engines'
+    loops."""
 
     def __init__(
         self, *, decode: tuple[int, int] = (64, 16), prefill: tuple[int, int] = (64, 24),
         checkpoints: int = 4, window: int = WINDOW, chunk: int = 8, page_size: int = 4,
         shared: bool = False, decode_config: DecodeConfig | None = None,
         prefill_config: PrefillConfig | None = None, transport: Any = None,
+        tp_sizes: tuple[int, int] = (1, 1), heads: tuple[int, int, int] = (1, 2, 3),
+        orders: tuple[str, str] = ("layer_major",) * 2,
     ) -> None:  # fmt: skip
-        self.p_model = Model(*prefill, page_size, window, chunk, shared)
-        self.d_model = Model(*decode, page_size, window, 1, shared)
+        self.p_model, self.d_model = (
+            Model(*pages, page_size, window, step, shared, heads, tp_size, order)
+            for pages, step, tp_size, order in zip(
+                (prefill, decode), (chunk, 1), tp_sizes, orders, strict=True
+            )
+        )
         self.chunk = chunk
         config = prefill_config or PrefillConfig(checkpoints=checkpoints)
-        self.prefill = PrefillNode(self.p_model.pool, config, transport=transport)
-        self.decode = DecodeNode(
-            self.d_model.pool, decode_config or DecodeConfig(reserve_tokens=0), transport=transport
-        )
+        of_decode = decode_config or DecodeConfig(reserve_tokens=0)
+        self.prefill: Any
+        self.decode: DecodeNode
+        self.prefills: list[Any]
+        if tp_sizes == (1, 1):
+            self.prefill = PrefillNode(self.p_model.pool, config, transport=transport)
+            self.prefills = [self.prefill]
+            self.decode = DecodeNode(self.d_model.pool, of_decode, transport=transport)
+        else:
+            self.prefill = PrefillGroup(self.p_model.pools, config, self.p_model.mesh)
+            self.prefills = list(self.prefill.nodes)
+            self.decode = DecodeGroup(
+                self.d_model.pools, of_decode, self.d_model.mesh, digest_every=1
+            )
         self.computing: dict[PrefillRequest, int] = {}
         self.hold = False
         self.running: list[DecodeRequest] = []
@@ -170,11 +220,11 @@ class WindowPair:
     def step_prefill(self) -> None:
         begun = self.prefill.pop_bootstrapped()
         if begun:
-            assert self.router.apply(self.prefill.take_cache_events())
+            assert self.router.apply(self.prefills[0].take_cache_events())
         for req in begun:
             # What routers are told of is what can be used, and all of it.
-            keys = page_keys(RadixKey(req.tokens[:-1]).data, self.prefill.pool.layout.page_size)
-            told = self.router.depth(None, keys) * self.prefill.pool.layout.page_size
+            keys = page_keys(RadixKey(req.tokens[:-1]).data, self.p_model.page_size)
+            told = self.router.depth(None, keys) * self.p_model.page_size
             assert req.prefix_len == told
             self.computing[req] = req.prefix_len
             self.computed[req.rid] = req.num_tokens - req.prefix_len
@@ -186,13 +236,25 @@ class WindowPair:
     def compute(self, req: PrefillRequest) -> None:
         start = self.computing[req]
         end = min([start + self.chunk, req.num_tokens, *(at for at in req.stops if at > start)])
-        sliding = req.window_pages("sliding")
-        token = self.p_model.forward(req.pages, sliding, req.tokens[:end].tolist(), start)
+        token = self.p_model.forward(self.on_prefill(req), req.tokens[:end].tolist(), start)
         last = end == req.num_tokens
         self.prefill.send_chunk(req, end, last, token.to_bytes(4, "little") if last else b"")
         self.computing[req] = end
         if last:
             del self.computing[req]
+
+    def on_prefill(self, req: PrefillRequest) -> list[tuple[Any, WindowPages]]:
+        """The request's pages on each rank."""
+        ranks: list[Any] = [req]
+        if isinstance(self.prefill, PrefillGroup):
+            ranks = list(self.prefill.ranks_of(req.rid))
+        if others := getattr(self.prefill, "others", []):
+            # With one cache the others compute by what the log has told them.
+            self.prefills[0].hand_log()
+            ranks[1:] = [other.request(req.rid) for other in others]
+            for one in ranks:
+                assert (one.prefix_len, one.stops) == (req.prefix_len, req.stops)
+        return [(one.pages, one.window_pages("sliding")) for one in ranks]
 
     # --- decode -----------------------------------------------------------------------------------
 
@@ -231,8 +293,11 @@ class WindowPair:
     def sample(self, req: DecodeRequest) -> int:
         if not req.output:
             return int.from_bytes(req.aux, "little")
-        sliding = req.window_pages("sliding")
-        return self.d_model.forward(req.pages, sliding, req.tokens.tolist(), req.kv_len)
+        ranks = [(req.pages, req.window_pages("sliding"))]
+        if isinstance(self.decode, DecodeGroup):
+            others = [one.window_pages(req.row, "sliding") for one in self.decode.others]
+            ranks = list(zip(self.decode.pages_of(req), [ranks[0][1], *others], strict=True))
+        return self.d_model.forward(ranks, req.tokens.tolist(), req.kv_len)
 
     # --- both -------------------------------------------------------------------------------------
 
@@ -257,12 +322,14 @@ class WindowPair:
 
         def is_over() -> bool:
             self.step()
-            return self.decode.num_rooms == 0 and not self.prefill.scheduler.requests
+            on_prefill = [node.scheduler.requests for node in self.prefills]
+            return self.decode.num_rooms == 0 and not any(on_prefill)
 
         until(lambda: is_over() and self.decode.scheduler.idle)
         self.prefill.pop_bootstrapped()
         for node in (self.decode, self.prefill):
             node.audit()
+        for node in (self.decode, *self.prefills):
             pages = node.scheduler.pages
             assert (pages.allocator.owned_pages, pages.allocator.held_pages) == (0, 0)
             for group in pages.windows:

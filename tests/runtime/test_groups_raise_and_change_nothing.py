@@ -33,12 +33,14 @@ from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_layout import StateTensor
 from prefixkv.memory.state_pool import StatePool
 from prefixkv.protocol.ids import PeerId
+from prefixkv.ranks.prefill_log import PrefillLog
 from prefixkv.ranks.replica import RankLog
 from prefixkv.request import Request
 from prefixkv.runtime.decode_rank import DecodeRank
 from prefixkv.runtime.decode_transfers import DecodeTransfers
 from prefixkv.runtime.groups import DecodeGroup, PrefillGroup
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
+from prefixkv.runtime.prefill_rank import PrefillRank
 from prefixkv.runtime.prefill_transfers import PrefillTransfers
 from tests.models.junk import JUNK, Broken, OwnError
 from tests.models.node_pair import make_pool, tokens_of
@@ -118,7 +120,7 @@ WORKERS: dict[type, Callable[[], Arguments]] = {
     PrefillNode: lambda: (
         [make_pool(), prefill_config()],
         {"mesh": None, "rank": 0, "endpoints": (), "state": None, "usable_prefix": None,
-         "transport": None},
+         "transport": None, "ranks": None},
     ),
     DecodeTransfers: lambda: (
         [make_pool(), decode_config()],
@@ -129,6 +131,7 @@ WORKERS: dict[type, Callable[[], Arguments]] = {
         {"mesh": None, "rank": 0, "endpoints": (), "state": None, "transport": None},
     ),
     DecodeRank: lambda: ([rank_pool(), decode_config(), MESH, 1, WORKER], {"state": None}),
+    PrefillRank: lambda: ([rank_pool(), prefill_config(), MESH, 1], {"state": None}),
     DecodeGroup: lambda: (
         [[rank_pool(), rank_pool()], decode_config(), MESH], {"digest_every": 1, "states": ()},
     ),
@@ -147,7 +150,7 @@ def _odd() -> list[Any]:
         pool, [pool], [pool, pool, pool], [pool, make_pool()], make_pool(), state, [state, state],
         [state, None], MESH, Mesh(1, 1), Mesh("1", None), Mesh(1, 2, 2.0), Mesh(1, 2, 3),  # type: ignore[arg-type]
         Mesh(1, 2, 2, 1, (1, 1)), Mesh(1, 2, 2, 1, "x"), DecodeConfig(), PrefillConfig(),  # type: ignore[arg-type]
-        PATIENT, DecodeConfig, RankLog(), WORKER, StateTensor("x", -1, 0, (), "no"),
+        PATIENT, DecodeConfig, RankLog(), PrefillLog(), WORKER, StateTensor("x", -1, 0, (), "no"),
         [StateTensor("x", 0, 1, ("a",))], [[torch.zeros(4, 4, 2, 8)]], torch.zeros(4, 4, 2, 8),  # type: ignore[arg-type]
         [torch.zeros(3, 2, 4)], ("tcp://p:1",), ["tcp://p:1", 7], ("page", "page", "dim"),
         [(0, 10)], [("a", None)], ["page", 7],

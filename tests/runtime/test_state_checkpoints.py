@@ -23,13 +23,16 @@ from prefixkv.memory.state_layout import StateTensor
 from prefixkv.memory.state_pool import StatePool
 from prefixkv.request import Request
 from prefixkv.routing import WorkerIndex
+from prefixkv.runtime.groups import PrefillGroup
 from prefixkv.runtime.metrics import NodeCollector
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
+from prefixkv.testing.pattern import make_pools
 from tests.kv_events.follower import Subscriber
 from tests.models.node_pair import left, make_pool
 from tests.models.patience import until
 
 TENSORS = (StateTensor("sum", 0, 1, (1,), "float32"),)
+TWO_HEADS = (StateTensor("sum", 0, 2, (1,), "float32"),)
 OWN = 2  # slots of prefill's engine
 
 
@@ -41,17 +44,30 @@ def state_of(tokens: Sequence[int], before: float = 0.0) -> float:
 
 
 class Pair:
-    """Two nodes, and the engine of a model that has one number of state."""
+    """Two nodes, and the engine of a model that has one number of state, in each of two heads. With
+    `ranks` prefill is of as many, with one cache."""
 
     def __init__(
-        self, checkpoints: int, step: int = 1, kv_events: KVEventsConfig | None = None
-    ) -> None:
-        pools = make_pool(64, device="cpu"), make_pool(64, device="cpu")
-        states = [StatePool.create(TENSORS, num) for num in (4, OWN + checkpoints)]
-        self.decode_state, self.prefill_state = (state.view("sum", 0) for state in states)
+        self, checkpoints: int, step: int = 1, kv_events: KVEventsConfig | None = None,
+        ranks: int = 1,
+    ) -> None:  # fmt: skip
+        mesh = Mesh(2, 2, ranks)
+        pool = make_pools(Mesh(2, 2), 64, 4, 16)[0]
+        state = StatePool.create(TWO_HEADS, 4)
+        of_ranks = [
+            StatePool.create(TWO_HEADS, OWN + checkpoints, mesh, rank) for rank in range(ranks)
+        ]
+        self.decode_state = state.view("sum", 0)
+        self.prefill_states = [one.view("sum", 0) for one in of_ranks]
         config = PrefillConfig(checkpoints=checkpoints, checkpoint_tokens=step, kv_events=kv_events)
-        self.prefill = PrefillNode(pools[1], config, state=states[1])
-        self.decode = DecodeNode(pools[0], DecodeConfig(reserve_tokens=0), state=states[0])
+        pools = make_pools(mesh, 64, 4, 16)
+        self.prefill: Any
+        if ranks > 1:
+            self.prefill = PrefillGroup(pools, config, mesh, of_ranks)
+        else:
+            self.prefill = PrefillNode(pools[0], config, state=of_ranks[0])
+        self.leader = self.prefill.nodes[0] if ranks > 1 else self.prefill
+        self.decode = DecodeNode(pool, DecodeConfig(reserve_tokens=0), state=state)
         self.computed: list[int] = []  # tokens, of each prompt
         self.router = WorkerIndex(10_000)  # of prefill's pages
         self._rooms = 0
@@ -74,28 +90,34 @@ class Pair:
 
         until(lambda: bool(arrived), step=step)
         (req,) = arrived
-        assert float(self.decode_state[req.state_slot]) == state_of(tokens)
+        assert set(self.decode_state[req.state_slot].ravel().tolist()) == {state_of(tokens)}
         self.decode.append_many([req], [1])
         self.decode.finish(req)
-        until(lambda: not left(self.decode) and not left(self.prefill), step=step)
+        until(lambda: not left(self.decode) and not left(self.leader), step=step)
         return req
 
     def _compute(self, req: Any) -> None:
         own, tokens, done = 0, req.tokens.tolist(), req.prefix_len
         # What routers are told of is what can be used, and all of it.
-        assert self.router.apply(self.prefill.take_cache_events())
-        page_size = self.prefill.pool.layout.page_size
+        assert self.router.apply(self.leader.take_cache_events())
+        page_size = self.leader.pool.layout.page_size
         keys = page_keys(RadixKey(tokens[:-1]).data, page_size)
         assert done == self.router.depth(None, keys) * page_size
         assert (req.checkpoint_slot >= 0) == (done > 0)
-        # The checkpoint is copied: a state that is being computed is never one.
-        self.prefill_state[own] = self.prefill_state[req.checkpoint_slot] if done else 0.0
+        # The checkpoint is copied: a state that is being computed is never one. On each rank, by
+        # the slots that rank 0 says.
+        for state in self.prefill_states:
+            state[own] = state[req.checkpoint_slot] if done else 0.0
         self.computed.append(len(tokens) - done)
         while done < len(tokens):
             end = min([len(tokens), *(at for at in req.stops if at > done)])
-            self.prefill_state[own] = state_of(tokens[done:end], float(self.prefill_state[own]))
-            if end in req.stops and (slot := self.prefill.save_state(req, end)) >= 0:
-                self.prefill_state[slot] = self.prefill_state[own]
+            slot = self.prefill.save_state(req, end) if end in req.stops else -1
+            for state in self.prefill_states:
+                before = state[own].ravel().tolist()
+                assert len(set(before)) == 1
+                state[own] = state_of(tokens[done:end], before[0])
+                if slot >= 0:
+                    state[slot] = state[own]
             last = end == len(tokens)
             more: dict[str, Any] = {"last": True, "state_slot": own} if last else {}
             self.prefill.send_chunk(req, end, **more)
@@ -109,9 +131,9 @@ class Pair:
         self.prefill.close()
 
 
-@pytest.mark.parametrize("step", [1, 8])
-def test_a_next_turn_computes_what_is_new(step: int) -> None:
-    with Pair(checkpoints=4, step=step) as pair:
+@pytest.mark.parametrize(("step", "ranks"), [(1, 1), (8, 1), (1, 2)])
+def test_a_next_turn_computes_what_is_new(step: int, ranks: int) -> None:
+    with Pair(checkpoints=4, step=step, ranks=ranks) as pair:
         said = [5] * 30
         for turn in range(5):
             pair.serve(said)

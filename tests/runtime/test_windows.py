@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from prefixkv.config import (
+    Backend,
     ComputeConfig,
     ConfigError,
     DecodeConfig,
@@ -27,6 +28,7 @@ from prefixkv.memory.kv_pool import KVPool, PoolGroup
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_layout import StateTensor
 from prefixkv.memory.state_pool import StatePool
+from prefixkv.ranks.prefill_log import PrefillLog
 from prefixkv.request import Request
 from prefixkv.runtime.groups import DecodeGroup, PrefillGroup
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
@@ -60,17 +62,43 @@ def test_turns_of_a_conversation(window: int, checkpoints: int) -> None:
         pair.at_rest()
 
 
-@pytest.mark.parametrize("backend", ["nixl", "shm"])
-@pytest.mark.parametrize("seed", range(2))
-def test_chats_with_small_pools_aborts_and_retractions(seed: int, backend: Any) -> None:
+LEASE = 1 << 14
+STAGED = {"staging_bytes": 4 * LEASE, "lease_bytes": LEASE}
+# Tensor-parallel sizes of prefill and decode; heads of the first, the window and the draft layer.
+SIDES: dict[str, dict[str, Any]] = {
+    "one rank each": {},
+    "prefill 2, decode 1": {"tp_sizes": (2, 1), "heads": (2, 4, 2)},
+    "prefill 1, decode 2": {"tp_sizes": (1, 2), "heads": (2, 2, 6)},
+    "prefill 4, decode 2": {"tp_sizes": (4, 2), "heads": (4, 4, 8), "orders": ("page_major",) * 2},
+    "replicas on decode": {"tp_sizes": (2, 4), "heads": (2, 2, 2)},
+}
+CHATS: list[tuple[int, str, Backend, dict[str, int]]] = [
+    (0, "one rank each", "nixl", {}),
+    (1, "one rank each", "shm", {}),
+    (2, "prefill 2, decode 1", "nixl", {}),
+    (3, "prefill 1, decode 2", "nixl", STAGED),
+    (4, "prefill 4, decode 2", "nixl", STAGED),
+    (5, "prefill 4, decode 2", "shm", {}),
+    (6, "replicas on decode", "nixl", {}),
+]
+NO_CHECKPOINTS = 4  # the seed of a prefill worker whose ranks have a cache each
+
+
+@pytest.mark.parametrize(("seed", "sides", "backend", "staging"), CHATS)
+def test_chats_with_small_pools_aborts_and_retractions(
+    seed: int, sides: str, backend: Backend, staging: dict[str, int]
+) -> None:
     """Chats that share a beginning, come back and branch, in pools that evict all the time."""
     chance = random.Random(seed)
-    transport = TransportConfig(backend=backend)
+    transport = TransportConfig(backend=backend, **staging)
+    tp_sizes = SIDES[sides].get("tp_sizes", (1, 1))
     with WindowPair(
         decode=(26, 13), prefill=(30, 18), window=chance.choice([5, 9]),
-        shared=backend == "shm",
+        shared=backend == "shm", **SIDES[sides],
         decode_config=DecodeConfig(reserve_tokens=0, transport=transport),
-        prefill_config=PrefillConfig(checkpoints=3, transport=transport),
+        prefill_config=PrefillConfig(
+            checkpoints=0 if seed == NO_CHECKPOINTS else 3, transport=transport
+        ),
     ) as pair:  # fmt: skip
         chats = [[7] * 9 + [chat] for chat in range(3)]
         aborted: set[str] = set()
@@ -97,7 +125,12 @@ def test_chats_with_small_pools_aborts_and_retractions(seed: int, backend: Any) 
         assert {rid for rid in pair.failed if rid.partition(".")[0] not in aborted} == set()
         for rid in pair.done:
             pair.check(rid)
-        points = pair.prefill.scheduler.pages.checkpoints
+        if staging:
+            assert sum(node.stats()["staging_pieces_written"] for node in pair.prefills) > 0
+        assert len(pair.prefills) == (tp_sizes[0] if seed == NO_CHECKPOINTS else 1)
+        if seed == NO_CHECKPOINTS:
+            return
+        points = pair.prefills[0].scheduler.pages.checkpoints
         assert points is not None
         assert points.evicted
         assert min(pair.computed.values()) < 12
@@ -154,6 +187,39 @@ def test_an_abort_in_flight_keeps_the_pages_of_every_group_until_prefill_is_drai
         pair.hold = False
         until(lambda: "next" in pair.done, step=pair.step)
         pair.check("next")
+        pair.at_rest()
+
+
+def test_a_chunk_waits_on_every_rank_until_it_is_computed() -> None:
+    class Ready:
+        is_set = False
+
+        def query(self) -> bool:
+            return self.is_set
+
+    with WindowPair(tp_sizes=(2, 1), heads=(2, 2, 2), **QUICKLY) as pair:
+        pair.hold = True
+        pair.submit("a", list(range(7)), 1)
+        until(lambda: bool(pair.computing), step=pair.step)
+        (req,) = pair.computing
+        token = pair.p_model.forward(pair.on_prefill(req), req.tokens.tolist(), 0)
+        sides = pair.prefill.nodes[0].transfers, pair.prefill.others[0].transfers
+        given: list[Any] = []
+        submit = sides[1].submit
+        sides[1].submit = lambda command: (given.append(command), submit(command))
+        ready = Ready()
+        aux = token.to_bytes(4, "little")
+        assert pair.prefill.send_chunk(req, 7, True, aux, ready) == 2 * 2
+        with pytest.raises(RequestError):
+            pair.prefill.save_state(req, 4)
+        del pair.computing[req]
+        assert [command.ready for command in given] == [ready]
+        assert [side.bytes_sent for side in sides] == [0, 0]
+        ready.is_set = True
+        until(lambda: "a" in pair.done, step=pair.step)
+        pair.check("a")
+        assert sides[0].bytes_sent == sides[1].bytes_sent > 0
+        pair.prefill.audit()
         pair.at_rest()
 
 
@@ -235,7 +301,11 @@ STATE = StateTensor("s", 0, 1, (1,))
         ),
         (
             lambda: PrefillNode(grouped(), PrefillConfig(checkpoints=2), mesh=Mesh(1, 2, 2)),
-            "a prefill worker of several ranks keeps none",
+            r"keeps them on rank 0 alone, built with ranks=PrefillLog\(\)",
+        ),
+        (
+            lambda: PrefillNode(grouped(), mesh=Mesh(1, 2, 2), rank=1, ranks=PrefillLog()),
+            "rank 1 that follows a PrefillLog is a PrefillRank",
         ),
         (lambda: PrefillNode(grouped(), usable_prefix=lambda req, num: num), "usable_prefix: "),
         (lambda: DecodeNode(grouped(60)), "'sliding' has 12 pages; one request may need 17"),

@@ -10,20 +10,27 @@ import torch
 
 from prefixkv.config import TransportConfig
 from prefixkv.memory.kv_pool import KVPool, PoolGroup
+from prefixkv.memory.mesh import Shard
 from prefixkv.transport.base import PeerUnreachable, WriteDone, WriteFailed, window_route
 from tests.models.transport_driver import AutoDriver, Driver, Node, ShmDriver
 
 CONFIG = TransportConfig(post_bytes=200)
+JOBS = {
+    "pages": ([1, 2, 7], [6, 0, 3]),
+    window_route(0): ([4, 0], [0, 2]),
+    window_route(1): ([5], [4]),
+}
+GROUPS = ("", "pages"), ("draft", "pages"), ("last", window_route(0)), ("other", window_route(1))
 
 
-def grouped(driver: Driver, seed: int, window: int = 9, **first: Any) -> KVPool:
-    """Pools of unequal heads, full of random bytes."""
+def grouped(driver: Driver, seed: int, window: int = 9, ranks: int = 1, **first: Any) -> KVPool:
+    """Pools of unequal heads, full of random bytes: of one rank of one or two."""
     is_shared = isinstance(driver, ShmDriver | AutoDriver)
     of: dict[str, Any] = {"dtype": "uint8", "shared": is_shared}
-    pool = KVPool.create(8, 4, 2, 2, 8, **of, **first)
-    last = KVPool.create(5, 4, 3, 4, 4, **of)
-    other = KVPool.create(6, 4, 1, 1, 16, **of)
-    draft = KVPool.create(8, 4, 1, 3, 4, **of)
+    pool = KVPool.create(8, 4, 2, 2 // ranks, 8, **of, **first)
+    last = KVPool.create(5, 4, 3, 4 // ranks, 4, **of)
+    other = KVPool.create(6, 4, 1, 2 // ranks, 16, **of)
+    draft = KVPool.create(8, 4, 1, 6 // ranks, 4, **of)
     chance = torch.Generator().manual_seed(seed)
     for one in (pool, last, other, draft):
         num_pages = one.layout.num_pages
@@ -55,19 +62,39 @@ def test_each_group_has_its_pages_and_nothing_else_changes(
 ) -> None:
     writer, target = pair
     want, mine = bytes_of(target.pool), bytes_of(writer.pool)  # type: ignore[arg-type]
-    jobs = {
-        "pages": ([1, 2, 7], [6, 0, 3]),
-        window_route(0): ([4, 0], [0, 2]),
-        window_route(1): ([5], [4]),
-    }
-    for number, (route, (src, dst)) in enumerate(jobs.items()):
+    for number, (route, (src, dst)) in enumerate(JOBS.items()):
         writer.transport.write(writer.job(number, target, src, dst, route=route))
     driver.until(lambda: len(writer.ends()) == 3)
     assert all(isinstance(end, WriteDone) for end in writer.ends())
-    for name, route in (("", "pages"), ("draft", "pages"), ("last", window_route(0)),
-                        ("other", window_route(1))):  # fmt: skip
-        src, dst = jobs[route]
+    for name, route in GROUPS:
+        src, dst = JOBS[route]
         want[name][dst] = mine[name][src]
+    found = bytes_of(target.pool)  # type: ignore[arg-type]
+    assert all(torch.equal(found[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+def test_heads_of_each_group_are_cut_as_those_of_the_first_layers(
+    driver: Driver, is_split: bool
+) -> None:
+    """The second half of the heads: of a rank that has all of them, or into one."""
+    writer = driver.node_of("p", grouped(driver, 1, ranks=1 if is_split else 2), CONFIG)
+    target = driver.node_of("d", grouped(driver, 2, ranks=2 if is_split else 1), CONFIG)
+    target.transport.expect(1)
+    half, rank = Shard(0, 2, 1, 1), Shard(0, 2, 0, 1)
+    writer.add(target, parts=(half, rank) if is_split else (rank, half))
+    want, mine = bytes_of(target.pool), bytes_of(writer.pool)  # type: ignore[arg-type]
+    for number, (route, (src, dst)) in enumerate(JOBS.items()):
+        writer.transport.write(writer.job(number, target, src, dst, route=route))
+    driver.until(lambda: len(writer.ends()) == 3)
+    assert all(isinstance(end, WriteDone) for end in writer.ends())
+    for name, route in GROUPS:
+        src, dst = JOBS[route]
+        sent, half_of = mine[name][src], min(one[name].shape[3] for one in (mine, want))
+        if is_split:
+            want[name][dst] = sent[:, :, :, half_of:]
+        else:
+            want[name][dst, :, :, half_of:] = sent
     found = bytes_of(target.pool)  # type: ignore[arg-type]
     assert all(torch.equal(found[name], want[name]) for name in want)
 

@@ -3,11 +3,10 @@ and compare every answer with that of transformers by itself."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -16,6 +15,7 @@ from prefixkv.cli.chats.rates import HERE, LinkRate
 from prefixkv.cli.chats.workload import Workload, chat
 from prefixkv.cli.figures import CACHE_NAMES, machine, times
 from prefixkv.cli.outputs import check_writable, write_text
+from prefixkv.serving import interrupts
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -118,7 +118,7 @@ def run_chats(
         )
         # Workers of their own for each link: the rate is a setting of theirs.
         reports = [
-            asyncio.run(_play_passes(path, caches, workload, say, link, passes))
+            interrupts.run(partial(_play_passes, path, caches, workload, say, link, passes))
             for link in (HERE, *links)
         ]
     # A number comes with its recipe: what is needed to measure it again.

@@ -25,7 +25,7 @@ from tests.models.served import Expected, Serve, at_rest
 PYTHON = os.environ.get("PREFIXKV_ENGINE_PYTHON", "")
 pytestmark = pytest.mark.skipif(not PYTHON, reason="PREFIXKV_ENGINE_PYTHON is not set")
 HERE = Path(__file__).parent
-LIMIT_S = 300.0  # for one run of a client
+LIMIT_S = 600.0  # for one run of a client
 ALONE = {
     "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1",
     "LITELLM_LOCAL_MODEL_COST_MAP": "True", "LANGSMITH_TRACING": "false",

@@ -45,9 +45,9 @@ def plain(made: PagedModel) -> Reference:
 
 
 def _exact(answer: Answer, reference: Reference) -> None:
-    assert answer.tokens[0] == reference.greedy(answer.ask.tokens, len(answer.tokens[0]))
-    given = answer.logprobs[0]
-    reference.check_logprobs([*answer.ask.tokens, *answer.tokens[0]], given, 5)
+    said, given = answer.tokens[0], answer.logprobs[0]
+    assert said == reference.greedy(answer.ask.tokens, len(said), said)
+    reference.check_logprobs([*answer.ask.tokens, *said], given, 5)
 
 
 def _turns(world: World, reference: Reference, turns: int) -> None:

@@ -51,9 +51,21 @@ def test_two_turns_over_pages_and_layouts(
         assert world.decode.stats()["skipped_tokens"] > 0
         for answer in world.answers:
             num = answer.ask.max_new_tokens
-            assert answer.tokens[0] == reference.greedy(answer.ask.tokens, num)
+            said = answer.tokens[0]
+            assert said == reference.greedy(answer.ask.tokens, num, said)
             assert answer.ends[0].finish == "length"
         world.at_rest()
+
+
+def test_an_answer_with_another_token_is_not_the_model_s(reference: Reference) -> None:
+    """The comparison itself: wherever that token stands, and where one is missing."""
+    (tokens,) = prompts(6, [30])
+    right = reference.greedy(tokens, 6)
+    assert reference.greedy(tokens, 6, right) == right
+    for at in range(6):
+        wrong = [*right[:at], (right[at] + 1) % 256, *right[at + 1 :]]
+        assert reference.greedy(tokens, 6, wrong) == right
+    assert reference.greedy(tokens, 6, right[:5]) == right
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "mistral"])
@@ -88,7 +100,8 @@ def test_a_pool_too_small_for_all_retracts_and_says_the_same(
         world.run()
         assert world.decode.stats()["retractions"] > 0
         for answer in world.answers:
-            assert answer.tokens[0] == reference.greedy(answer.ask.tokens, 30)
+            said = answer.tokens[0]
+            assert said == reference.greedy(answer.ask.tokens, 30, said)
         world.at_rest()
 
 

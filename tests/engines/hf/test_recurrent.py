@@ -32,7 +32,7 @@ FURTHER = tuple(name for name in FAMILIES if name not in (*SERVED, *WINDOWED))
 def _check(answer: Answer, reference: Reference) -> None:
     """The answer is the model's, and so are the log-probabilities of its tokens."""
     asked, said = answer.ask.tokens.tolist(), answer.tokens[0]
-    assert said == reference.greedy(asked, answer.ask.max_new_tokens)
+    assert said == reference.greedy(asked, answer.ask.max_new_tokens, said)
     reference.check_logprobs([*asked, *said], answer.logprobs[0], 20)
 
 

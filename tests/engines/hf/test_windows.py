@@ -209,9 +209,10 @@ def test_too_few_window_pages_are_no_answer(made: PagedModel) -> None:
 
 
 def _exact(answer: Answer, reference: Reference) -> None:
-    assert answer.tokens[0] == reference.greedy(answer.ask.tokens, len(answer.tokens[0]))
+    said = answer.tokens[0]
+    assert said == reference.greedy(answer.ask.tokens, len(said), said)
     given = answer.logprobs[0]
-    reference.check_logprobs([*answer.ask.tokens, *answer.tokens[0]], given, 5)
+    reference.check_logprobs([*answer.ask.tokens, *said], given, 5)
 
 
 def test_turns_hit_on_both_sides_and_prefill_computes_what_is_new(

@@ -168,20 +168,24 @@ def begin_and_stop(serve: Serve, nodes: Nodes) -> tuple[dict[str, Any], http.cli
     until(lambda: get(f"{serve.status}/health")[0] == 200)
     prefill = nodes.ask("found", "prefill-0")
     place = urlsplit(serve.url)
-    # Not the same twice: what is cached is not sent.
-    prompt = [int(prefill["life"], 16) % 97 + 200, *LONG]
-    asked = {"model": "small", "prompt": prompt, "max_tokens": 5, "temperature": 0}
-    waiting = http.client.HTTPConnection(str(place.netloc), timeout=PATIENCE_S)
-    body = json.dumps(asked)
-    waiting.request("POST", "/v1/completions", body, {"content-type": "application/json"})
     transfer = DECODE.format("queue_requests", "queue", "transfer")
     sent = 'prefixkv_sent_bytes_total{node="prefill-0"}'
-    before = serve.figures("prefill-0")[sent]
-    until(lambda: serve.figures("prefill-0")[sent] > before)
-    os.kill(prefill["pid"], signal.SIGSTOP)
-    assert serve.figures("decode-0")[transfer] == 1, "the transfer has ended already"
-    assert pages(serve, "owned", "held") >= len(LONG) // 16
-    return prefill, waiting
+    for number in range(20):  # a transfer may have ended before this process looks
+        # Not the same twice: what is cached is not sent.
+        prompt = [(int(prefill["life"], 16) + number) % 97 + 200, *LONG]
+        body = json.dumps({"model": "small", "prompt": prompt, "max_tokens": 5, "temperature": 0})
+        waiting = http.client.HTTPConnection(str(place.netloc), timeout=PATIENCE_S)
+        before = serve.figures("prefill-0")[sent]
+        waiting.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+        until(lambda before=before: serve.figures("prefill-0")[sent] > before)
+        os.kill(prefill["pid"], signal.SIGSTOP)
+        if serve.figures("decode-0")[transfer] == 1:
+            assert pages(serve, "owned", "held") >= len(LONG) // 16
+            return prefill, waiting
+        os.kill(prefill["pid"], signal.SIGCONT)
+        assert waiting.getresponse().status == 200
+        waiting.close()
+    raise AssertionError("each transfer has ended before it was stopped")
 
 
 def is_another(serve: Serve, pid: int) -> bool:

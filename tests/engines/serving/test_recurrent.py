@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.models.hybrid_chats import SIZES, converse, folder_maker, say, serve_folder
-from tests.models.served import Served, at_rest, client_of
+from tests.models.hybrid_chats import (
+    SIZES,
+    converse,
+    default_servers,
+    folder_maker,
+    say,
+    serve_folder,
+)
+from tests.models.served import Serve, Served, at_rest, client_of
 
 
 @pytest.fixture(scope="module")
@@ -17,28 +25,50 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return folder_maker(tmp_path_factory.mktemp("hybrid"))
 
 
-def test_turns_are_answered_as_generate_does_and_hit(folders: Any) -> None:
-    """Over memory that prefill maps, the states' too; the tests below over NIXL."""
-    folder, expected = folders("qwen3_next")
-    with serve_folder(folder, *SIZES, PREFIXKV_TRANSPORT_BACKEND="shm") as serve:
-        with client_of(serve) as client:
-            talk = [{"role": "user", "content": "Please, tell me of the sea and its boats."}]
-            before = 0
-            for turn in range(3):
-                answer = say(client, talk, 20)
-                said = answer.choices[0].message.content
-                assert said == expected.chat(talk, 20)
-                num, usage = len(expected.texts.chat(talk)), answer.usage
-                hit = usage.prefixkv["decode_hit_tokens"]
-                assert usage.prompt_tokens_details.cached_tokens == hit
-                assert (hit > 0) == (turn > 0)
-                # Prefill goes on behind the prompt before, in whole pages.
-                assert usage.prefixkv["prefill_hit_tokens"] == before // 8 * 8
-                talk += [
-                    {"role": "assistant", "content": said}, {"role": "user", "content": "And?"},
-                ]  # fmt: skip
-                before = num
-        at_rest(serve)
+@pytest.fixture(scope="module")
+def served(folders: Any) -> Iterator[Callable[..., Serve]]:
+    with default_servers(folders) as server:
+        yield server
+
+
+def test_turns_are_answered_as_generate_does_and_hit(
+    folders: Any, served: Callable[..., Serve]
+) -> None:
+    """Over memory that prefill maps, the states' too; those in small pools over NIXL."""
+    expected, serve = folders("qwen3_next")[1], served("qwen3_next", "shm")
+    with client_of(serve) as client:
+        talk = [{"role": "user", "content": "Please, tell me of the sea and its boats."}]
+        before = 0
+        for turn in range(3):
+            answer = say(client, talk, 20)
+            said = answer.choices[0].message.content
+            assert said == expected.chat(talk, 20)
+            for other in (said, said[:-3], f"{said} sea", said.partition(" ")[2]):
+                assert expected.chat(talk, 20, other) == said
+            num, usage = len(expected.texts.chat(talk)), answer.usage
+            hit = usage.prefixkv["decode_hit_tokens"]
+            assert usage.prompt_tokens_details.cached_tokens == hit
+            assert (hit > 0) == (turn > 0)
+            # Prefill goes on behind the prompt before, in whole pages.
+            assert usage.prefixkv["prefill_hit_tokens"] == before // 8 * 8
+            talk += [
+                {"role": "assistant", "content": said}, {"role": "user", "content": "And?"},
+            ]  # fmt: skip
+            before = num
+    at_rest(serve)
+
+
+@pytest.mark.slow
+def test_prefill_computes_little_more_than_what_is_new(
+    folders: Any, served: Callable[..., Serve]
+) -> None:
+    """In later turns, where each conversation may have its checkpoint: hardly a tenth, and less
+    than a page for each answer."""
+    serve = served("qwen3_next", "shm")
+    hit, computed, new = converse(serve, folders("qwen3_next")[1], 1)
+    at_rest(serve)
+    assert hit > 0
+    assert new <= computed < 1.1 * new + 8 * 80
 
 
 @pytest.mark.slow
@@ -61,19 +91,6 @@ def test_twenty_conversations_in_small_pools(folders: Any, family: str, below: i
     assert hit > 0
     assert all(evicted)
     assert (computed > 20) == (below > 0)
-
-
-@pytest.mark.slow
-def test_prefill_computes_little_more_than_what_is_new(folders: Any) -> None:
-    """In later turns, where each conversation may have its checkpoint: hardly a tenth, and less
-    than a page for each answer."""
-    folder, expected = folders("qwen3_next")
-    pools = ("--prefill-pages", "1024", "--decode-pages", "1024", "--checkpoints", "40")
-    with serve_folder(folder, *SIZES, *pools) as serve:
-        hit, computed, new = converse(serve, expected, 1)
-        at_rest(serve)
-    assert hit > 0
-    assert new <= computed < 1.1 * new + 8 * 80
 
 
 @pytest.mark.slow

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.models.hybrid_chats import SIZES, converse, folder_maker, say, serve_folder
-from tests.models.served import Served, at_rest, client_of
+from tests.models.hybrid_chats import (
+    SIZES,
+    converse,
+    default_servers,
+    folder_maker,
+    say,
+    serve_folder,
+)
+from tests.models.served import Serve, Served, at_rest, client_of
 
 
 @pytest.fixture(scope="module")
@@ -18,45 +26,69 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return folder_maker(tmp_path_factory.mktemp("windows"))
 
 
-@pytest.mark.parametrize(("family", "backend"), [("gpt_oss", "shm"), ("gemma3_text", "nixl")])
+@pytest.fixture(scope="module")
+def served(folders: Any) -> Iterator[Callable[..., Serve]]:
+    with default_servers(folders) as server:
+        yield server
+
+
+SERVED = pytest.mark.parametrize(
+    ("family", "backend"), [("gpt_oss", "shm"), ("gemma3_text", "nixl")]
+)
+
+
+@SERVED
 def test_turns_are_answered_as_generate_does_and_hit(
-    folders: Any, family: str, backend: str
+    folders: Any, served: Callable[..., Serve], family: str, backend: str
 ) -> None:
     """Log-probabilities too, which tell a window that is not right where words do not."""
-    folder, expected = folders(family)
-    with serve_folder(folder, *SIZES, PREFIXKV_TRANSPORT_BACKEND=backend) as serve:
-        with client_of(serve) as client:
-            talk = [{"role": "user", "content": "Please, tell me of the sea and its boats."}]
-            before = 0
-            for turn in range(3):
-                answer = say(client, talk, 20, logprobs=True)
-                said, prompt = answer.choices[0].message.content, expected.texts.chat(talk)
-                assert said == expected.chat(talk, 20)
-                tokens = expected.tokens(prompt, 20)
-                rows = expected.logprobs([*prompt, *tokens])[len(prompt) - 1 :]
-                given = [one.logprob for one in answer.choices[0].logprobs.content]
-                wanted = [row[token] for row, token in zip(rows, tokens, strict=False)]
-                assert len(given) >= len(tokens) - 1  # an end token is not shown
-                assert np.abs(np.array(given) - wanted[: len(given)]).max() < 1e-3
-                usage = answer.usage
-                hit = usage.prefixkv["decode_hit_tokens"]
-                assert usage.prompt_tokens_details.cached_tokens == hit
-                assert (hit > 0) == (turn > 0)
-                # Prefill goes on behind the prompt before, in whole pages.
-                assert usage.prefixkv["prefill_hit_tokens"] == before // 8 * 8
-                talk += [
-                    {"role": "assistant", "content": said}, {"role": "user", "content": "And?"},
-                ]  # fmt: skip
-                before = len(prompt)
-        at_rest(serve)
-        for role in ("decode", "prefill"):
-            figures, node = serve.figures(f"{role}-0"), f'node="{role}-0"'
-            pages = {
-                state: figures[f'prefixkv_window_pages{{group="sliding",{node},state="{state}"}}']
-                for state in ("free", "owned", "cached", "held")
-            }
-            assert pages["owned"] == pages["held"] == 0 < pages["free"]
-            assert (pages["cached"] > 0) == (role == "prefill")
+    expected, serve = folders(family)[1], served(family, backend)
+    with client_of(serve) as client:
+        talk = [{"role": "user", "content": "Please, tell me of the sea and its boats."}]
+        before = 0
+        for turn in range(3):
+            answer = say(client, talk, 20, logprobs=True)
+            said, prompt = answer.choices[0].message.content, expected.texts.chat(talk)
+            assert said == expected.chat(talk, 20)
+            tokens = expected.tokens(prompt, 20)
+            rows = expected.logprobs([*prompt, *tokens])[len(prompt) - 1 :]
+            given = [one.logprob for one in answer.choices[0].logprobs.content]
+            wanted = [row[token] for row, token in zip(rows, tokens, strict=False)]
+            assert len(given) >= len(tokens) - 1  # an end token is not shown
+            assert np.abs(np.array(given) - wanted[: len(given)]).max() < 1e-3
+            usage = answer.usage
+            hit = usage.prefixkv["decode_hit_tokens"]
+            assert usage.prompt_tokens_details.cached_tokens == hit
+            assert (hit > 0) == (turn > 0)
+            # Prefill goes on behind the prompt before, in whole pages.
+            assert usage.prefixkv["prefill_hit_tokens"] == before // 8 * 8
+            talk += [
+                {"role": "assistant", "content": said}, {"role": "user", "content": "And?"},
+            ]  # fmt: skip
+            before = len(prompt)
+    at_rest(serve)
+    for role in ("decode", "prefill"):
+        figures, node = serve.figures(f"{role}-0"), f'node="{role}-0"'
+        pages = {
+            state: figures[f'prefixkv_window_pages{{group="sliding",{node},state="{state}"}}']
+            for state in ("free", "owned", "cached", "held")
+        }
+        assert pages["owned"] == pages["held"] == 0 < pages["free"]
+        assert (pages["cached"] > 0) == (role == "prefill")
+
+
+@pytest.mark.slow
+@SERVED
+def test_prefill_computes_little_more_than_what_is_new(
+    folders: Any, served: Callable[..., Serve], family: str, backend: str
+) -> None:
+    """In later turns, where each conversation may have its checkpoint: hardly a tenth, and less
+    than a page for each answer."""
+    serve = served(family, backend)
+    hit, computed, new = converse(serve, folders(family)[1], 1)
+    at_rest(serve)
+    assert hit > 0
+    assert new <= computed < 1.1 * new + 8 * 80
 
 
 @pytest.mark.slow
@@ -81,20 +113,6 @@ def test_twenty_conversations_in_small_pools(folders: Any, family: str, below: i
     assert hit > 0
     assert all(evicted)
     assert (computed > 20) == (below > 0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss"])
-def test_prefill_computes_little_more_than_what_is_new(folders: Any, family: str) -> None:
-    """In later turns, where each conversation may have its checkpoint: hardly a tenth, and less
-    than a page for each answer."""
-    folder, expected = folders(family)
-    pools = ("--prefill-pages", "1024", "--decode-pages", "1024", "--checkpoints", "40")
-    with serve_folder(folder, *SIZES, *pools) as serve:
-        hit, computed, new = converse(serve, expected, 1)
-        at_rest(serve)
-    assert hit > 0
-    assert new <= computed < 1.1 * new + 8 * 80
 
 
 @pytest.mark.slow

@@ -1,0 +1,374 @@
+"""The ranks of a prefill worker that has one cache: rank 0 decides, and the others follow its log.
+
+    rank 0       node = PrefillNode(pool, config, mesh, 0, endpoints, ranks=PrefillLog())
+                 broadcast(node.take_log())
+    rank 1 ...   rank = PrefillRank(pool, config, mesh, 1)
+                 rank.apply(receive(), ready); send(rank.take_rank_events())
+    rank 0       for raw in received: node.apply_rank_events(raw)
+
+All ranks have pages of the same ids, so a page, a window's page or a slot that rank 0 gives, keeps
+or takes back is that on every rank; the others need no tree, no allocator and no checkpoints. The
+log has the commands for their rooms, and what their engines read of a request: its pages, where it
+goes on from and where it saves. Their events come back, and rank 0's scheduler hears of a room what
+all ranks together say. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, assert_never
+
+import msgspec
+import numpy as np
+
+from prefixkv.errors import CallerError, ConfigError, InternalError, RequestError, shown
+from prefixkv.pages.windows import WindowPages, WindowSpec
+from prefixkv.paging import Pages
+from prefixkv.prefill.request import PrefillRequest
+from prefixkv.protocol.commands import (
+    AbortRoom,
+    AddRoom,
+    DeclineRoom,
+    Fence,
+    MoveWeights,
+    PrefillCommand,
+    SendChunk,
+    WindowChunk,
+)
+from prefixkv.protocol.events import (
+    Bootstrapped,
+    PrefillEvent,
+    RoomEnded,
+    SourceFree,
+    decode_error,
+    encode_error,
+)
+from prefixkv.protocol.ids import KVPoll, RoomKey
+from prefixkv.ranks.rooms import RankMessages, of_rank
+from prefixkv.request import DeviceEvent
+
+_Setting: TypeAlias = int | list[list[int | str]]
+
+
+class _LoggedChunk(msgspec.Struct, frozen=True, array_like=True, tag_field="kind", tag="chunk"):
+    """A SendChunk of rank 0: page ids packed, without `ready`, which each rank has its own of."""
+
+    key: RoomKey
+    first_page: int
+    src_pages: bytes
+    last: bool
+    aux: bytes
+    state_slot: int
+    windows: list[tuple[int, bytes]]
+
+
+_Logged: TypeAlias = AddRoom | DeclineRoom | AbortRoom | MoveWeights | Fence | _LoggedChunk
+
+
+class _RankRequest(msgspec.Struct, frozen=True, array_like=True):
+    """What the engine of another rank reads of a request that computes."""
+
+    rid: str
+    decode_prefix_len: int
+    prefix_len: int
+    checkpoint_slot: int
+    stops: list[int]
+    pages: bytes
+    windows: list[tuple[int, bytes]]
+
+    @classmethod
+    def of(cls, req: PrefillRequest) -> _RankRequest:
+        """Return what another rank is told of a request of rank 0, which has pages."""
+        held = req.pages_held
+        assert held is not None
+        rows = [group.row(held.row) for group in req.page_manager.windows]
+        return cls(
+            req.rid, req.decode_prefix_len, req.prefix_len, req.checkpoint_slot, list(req.stops),
+            _packed(req.pages), [(first, _packed(ids)) for first, ids in rows],
+        )  # fmt: skip
+
+
+class _PrefillBatch(msgspec.Struct, frozen=True, array_like=True):
+    """One message of rank 0's log to the other prefill ranks. `requests` are new, or have changed;
+    `ended` have no pages any more. `settings` come with the first."""
+
+    number: int
+    commands: list[_Logged]
+    requests: list[_RankRequest]
+    ended: list[str]
+    settings: dict[str, _Setting]
+
+
+def _packed(pages: Pages) -> bytes:
+    return pages.astype("<i4").tobytes()
+
+
+def _unpacked(raw: bytes) -> Pages:
+    return np.frombuffer(raw, "<i4").astype(np.int32)
+
+
+def settings_of(
+    num_pages: int, page_size: int, num_slots: int, windows: Sequence[WindowSpec]
+) -> dict[str, _Setting]:
+    """Return what all ranks of a prefill worker with one cache have alike: sizes of the pool, its
+    window groups and the StatePool."""
+    groups: list[list[int | str]] = [list(spec) for spec in windows]
+    return {"num_pages": num_pages, "page_size": page_size, "slots": num_slots, "windows": groups}
+
+
+class PrefillLog:
+    """Rank 0's log, for the other ranks of a prefill worker. Owned by the scheduler's thread."""
+
+    def __init__(self) -> None:
+        self.num_batches = 0
+        self.settings: dict[str, _Setting] = {}  # set by rank 0's node
+        self._commands: list[_Logged] = []
+        self._told: dict[str, _RankRequest] = {}  # by rid, what the other ranks know
+
+    def __bool__(self) -> bool:
+        """Return True if a command for the other prefill ranks waits to be taken."""
+        return bool(self._commands)
+
+    def command(self, command: PrefillCommand) -> None:
+        """Add a command of rank 0's scheduler for the rooms of every other prefill rank."""
+        match command:
+            case SendChunk():
+                chunk = _LoggedChunk(
+                    command.key,
+                    command.first_page,
+                    _packed(command.src_pages),
+                    command.last,
+                    command.aux,
+                    command.state_slot,
+                    [(first, _packed(pages)) for first, pages in command.windows],
+                )
+                self._commands.append(chunk)
+            case AddRoom() | DeclineRoom() | AbortRoom() | MoveWeights() | Fence():
+                self._commands.append(command)
+            case _:
+                raise InternalError(f"{type(command).__name__} is no command of a scheduler")
+
+    def take(self, requests: Iterable[PrefillRequest]) -> bytes:
+        """Return what the other prefill ranks have to apply, as one message, and forget it.
+        `requests`: all of rank 0's. O(their pages)."""
+        now = {req.rid: _RankRequest.of(req) for req in requests if req.pages_held is not None}
+        batch = _PrefillBatch(
+            self.num_batches,
+            self._commands,
+            [view for rid, view in now.items() if self._told.get(rid) != view],
+            [rid for rid in self._told if rid not in now],
+            {} if self.num_batches else self.settings,
+        )
+        raw: bytes = _encode_batch(batch)
+        # Only after encoding: if that raises, nothing is lost.
+        self.num_batches += 1
+        self._commands, self._told = [], now
+        return raw
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankRequest:
+    """A request that computes, as the engine of a prefill rank above 0 reads it: see
+    `PrefillRequest`. It is not changed: `PrefillRank.request` returns another one after `apply`."""
+
+    rid: str
+    decode_prefix_len: int
+    prefix_len: int
+    checkpoint_slot: int
+    stops: list[int]
+    pages: Pages
+    windows: Mapping[str, WindowPages]
+
+    def window_pages(self, name: str) -> WindowPages:
+        """Return what the request has, on this prefill rank, in a window group; see
+        `PrefillRequest.window_pages`. Raises CallerError if there is none of this name."""
+        if not isinstance(name, str) or name not in self.windows:
+            raise CallerError(f"there is no window group {shown(name)}")
+        return self.windows[name]
+
+
+class PrefillFollower:
+    """What a prefill rank above 0 knows by rank 0's log. Owned by one thread.
+
+    Args:
+        settings: `settings_of` this rank; the first message has rank 0's, which are the same.
+        windows: names of its window groups, in order.
+    """
+
+    def __init__(self, settings: dict[str, _Setting], windows: Sequence[str]) -> None:
+        self.num_batches = 0
+        self._settings, self._windows = settings, windows
+        self._requests: dict[str, RankRequest] = {}
+
+    def __len__(self) -> int:
+        """Return the number of requests that have pages."""
+        return len(self._requests)
+
+    def request(self, rid: str) -> RankRequest:
+        """Return a request that computes on this prefill rank. Raises RequestError if it is not
+        here."""
+        if not isinstance(rid, str) or rid not in self._requests:
+            raise RequestError(f"request {shown(rid)} is not here")
+        return self._requests[rid]
+
+    def is_like(self, req: PrefillRequest) -> bool:
+        """Return True if this prefill rank knows of a request what rank 0's has, for audits."""
+        known = self._requests.get(req.rid)
+        if known is None or req.pages_held is None:
+            return False
+        return _RankRequest.of(req) == _RankRequest(
+            req.rid, known.decode_prefix_len, known.prefix_len, known.checkpoint_slot, known.stops,
+            _packed(known.pages), [(first, _packed(ids)) for first, ids in known.windows.values()],
+        )  # fmt: skip
+
+    def apply(self, raw: bytes, ready: DeviceEvent | None) -> list[PrefillCommand]:
+        """Take rank 0's message of one pass to this prefill rank. Return the commands for its
+        control object; chunks in it are sent once `ready` is.
+
+        Raises:
+            CallerError: a message that is none, was left out, or comes twice. Nothing was changed.
+            ConfigError: this rank was built with other sizes than rank 0's. Nothing was changed.
+        """
+        if not isinstance(raw, bytes | bytearray | memoryview):
+            raise CallerError(f"raw is a {type(raw).__name__}, bytes are needed")
+        try:
+            batch = _decode_batch(raw)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise CallerError(f"{len(raw)} bytes that are no message of rank 0: {error}") from error
+        if batch.number != self.num_batches:
+            raise CallerError(
+                f"message {batch.number} of rank 0 came where {self.num_batches} is the next"
+            )
+        for name, value in self._settings.items() if batch.number == 0 else ():
+            if batch.settings.get(name) != value:
+                theirs = batch.settings.get(name)
+                raise ConfigError(f"{name} is {value} on this rank, {theirs} on rank 0")
+        self.num_batches += 1
+        for rid in batch.ended:
+            self._requests.pop(rid, None)
+        for view in batch.requests:
+            rows = [WindowPages(first, _unpacked(ids)) for first, ids in view.windows]
+            self._requests[view.rid] = RankRequest(
+                view.rid, view.decode_prefix_len, view.prefix_len, view.checkpoint_slot, view.stops,
+                _unpacked(view.pages), dict(zip(self._windows, rows, strict=True)),
+            )  # fmt: skip
+        return [_command(one, ready) for one in batch.commands]
+
+
+def _command(logged: _Logged, ready: DeviceEvent | None) -> PrefillCommand:
+    """Return a command of rank 0's log as another prefill rank carries it out."""
+    if not isinstance(logged, _LoggedChunk):
+        return logged
+    return SendChunk(
+        logged.key,
+        logged.first_page,
+        _unpacked(logged.src_pages),
+        logged.last,
+        logged.aux,
+        ready,
+        logged.state_slot,
+        windows=tuple(WindowChunk(first, _unpacked(ids)) for first, ids in logged.windows),
+    )
+
+
+# --- events ---------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _PrefillReports:
+    """Ranks of one room of a prefill worker by what they have reported."""
+
+    begun: set[int] = field(default_factory=set)
+    succeeded: set[int] = field(default_factory=set)
+    freed: set[int] = field(default_factory=set)
+    failed: bool = False
+    first: Bootstrapped | None = None  # rank 0's
+
+
+class PrefillRankRooms:
+    """Rooms that are not over on all ranks of a prefill worker. Owned by rank 0's scheduler
+    thread."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self._rooms: dict[RoomKey, _PrefillReports] = {}
+        self._messages = RankMessages(num_ranks)
+
+    def __len__(self) -> int:
+        """Return the number of rooms that some prefill rank has reported on, and that are not over
+        on all."""
+        return len(self._rooms)
+
+    def unpack(self, raw: bytes) -> Iterator[tuple[int, PrefillEvent]]:
+        """Return the events of another prefill rank's message to rank 0, as (rank, event) for `on`.
+
+        Each rank's messages have to come in order, and none may be left out: else it raises
+        CallerError, with nothing changed.
+        """
+        if not isinstance(raw, bytes | bytearray | memoryview):
+            raise CallerError(f"raw is a {type(raw).__name__}, bytes are needed")
+        try:
+            message = _decode_events(raw)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise CallerError(f"{len(raw)} bytes that are no message of a rank: {error}") from error
+        self._messages.take(message.rank, message.number)
+        return ((message.rank, event) for event in message.events)
+
+    def on(self, rank: int, event: PrefillEvent) -> tuple[list[PrefillEvent], list[AbortRoom]]:
+        """Join a rank's event of a room with those of the other prefill ranks; return events for
+        the scheduler, and commands for all ranks."""
+        room = self._rooms.setdefault(event.key, _PrefillReports())
+        events: list[PrefillEvent] = []
+        commands: list[AbortRoom] = []
+        # 1. It begins when decode has promised to all: each sends its own part.
+        # 2. Success is all ranks'; the first failure ends the room on all.
+        # 3. Its pages are free when no rank's writes read them: they have the same ids.
+        match event:
+            case Bootstrapped():
+                room.begun.add(rank)
+                room.first = event if rank == 0 else room.first
+                if len(room.begun) == self.num_ranks and not room.failed:
+                    assert room.first is not None
+                    events.append(room.first)
+            case RoomEnded(key, KVPoll.SUCCESS):
+                room.succeeded.add(rank)
+                if len(room.succeeded) == self.num_ranks:
+                    events.append(event)
+            case RoomEnded() if room.failed:
+                pass
+            case RoomEnded(key, poll, error):
+                room.failed = True
+                joined = error if rank == 0 else of_rank("prefill", rank, error)
+                events.append(RoomEnded(key, poll, joined))
+                commands.append(AbortRoom(key, f"rank {rank} failed: {joined}"[:1000]))
+            case SourceFree():
+                room.freed.add(rank)
+                if len(room.freed) == self.num_ranks:
+                    events.append(event)
+                    # The last word of every rank, so its number may be used again.
+                    del self._rooms[event.key]
+            case _:
+                assert_never(event)
+        return events, commands
+
+
+class _RankEvents(msgspec.Struct, frozen=True, array_like=True):
+    """Events of rooms on a prefill rank above 0, in order; `number` counts its messages from 0."""
+
+    rank: int
+    number: int
+    events: list[PrefillEvent]
+
+
+_encode_batch: Any = msgspec.msgpack.Encoder().encode
+_decode_batch = msgspec.msgpack.Decoder(_PrefillBatch).decode
+_encode_events: Any = msgspec.msgpack.Encoder(enc_hook=encode_error).encode
+_decode_events = msgspec.msgpack.Decoder(_RankEvents, dec_hook=decode_error).decode
+
+
+def pack_prefill_events(rank: int, number: int, events: Sequence[PrefillEvent]) -> bytes:
+    """Return the room events of prefill rank `rank` as the bytes of its message `number` to rank 0,
+    counted from 0."""
+    raw: bytes = _encode_events(_RankEvents(rank, number, list(events)))
+    return raw

@@ -1,0 +1,247 @@
+"""The log that prefill ranks with one cache follow, and what comes back: one end of a room, and its
+pages free when no rank sends them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefixkv.errors import CallerError, ConfigError, InternalError, PeerLostError, RequestError
+from prefixkv.pages.manager import PageManager
+from prefixkv.pages.windows import WindowSpec
+from prefixkv.prefill.request import PrefillRequest
+from prefixkv.prefill.scheduler import PrefillScheduler
+from prefixkv.protocol.commands import (
+    AbortRoom,
+    AddRoom,
+    DeclineRoom,
+    Fence,
+    MoveWeights,
+    OfferRoom,
+    SendChunk,
+    WindowChunk,
+)
+from prefixkv.protocol.events import Bootstrapped, RoomEnded, SourceFree
+from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
+from prefixkv.ranks.prefill_log import (
+    PrefillFollower,
+    PrefillLog,
+    PrefillRankRooms,
+    pack_prefill_events,
+    settings_of,
+)
+from prefixkv.request import Request
+
+KEY = RoomKey(7, 1, "decode-0")
+FREE = SourceFree(KEY)
+SPEC = WindowSpec("last", 6, 20, 8)
+SETTINGS = settings_of(16, 4, 0, [SPEC])
+
+
+def begun(rank: int) -> Bootstrapped:
+    return Bootstrapped(KEY, PeerId(f"decode-0/{rank}", 1), 8)
+
+
+SUCCESS = RoomEnded(KEY, KVPoll.SUCCESS)
+
+
+def failure(rank: int) -> RoomEnded:
+    return RoomEnded(KEY, KVPoll.FAILED, PeerLostError(f"{rank} broke", PeerId("decode-0", 1)))
+
+
+def histories(rank: int) -> list[list[Any]]:
+    """All that a rank may say of one room."""
+    return [[begun(rank), SUCCESS, FREE], [begun(rank), failure(rank), FREE], [failure(rank), FREE]]
+
+
+@given(st.data())
+def test_whatever_the_order_the_scheduler_hears_what_all_ranks_say(data: st.DataObject) -> None:
+    num_ranks = data.draw(st.integers(1, 3))
+    said = [list(data.draw(st.sampled_from(histories(rank)))) for rank in range(num_ranks)]
+    succeeds = all(SUCCESS in words for words in said)
+    rooms, heard, aborts = PrefillRankRooms(num_ranks), list[Any](), list[Any]()
+    numbers, num_begun = [0] * num_ranks, 0
+    order: list[int] = []
+    while any(said):
+        rank = data.draw(st.sampled_from([rank for rank, words in enumerate(said) if words]))
+        event = said[rank].pop(0)
+        order.append(rank)
+        if rank:
+            raw = pack_prefill_events(rank, numbers[rank], [event])
+            numbers[rank] += 1
+            ((_, event),) = rooms.unpack(raw)
+        events, commands = rooms.on(rank, event)
+        # 1. Begun once every rank is; free once every rank has said so, with the last word of all.
+        num_begun += isinstance(event, Bootstrapped)
+        assert num_begun == num_ranks or not any(isinstance(one, Bootstrapped) for one in events)
+        assert (FREE in events) == (not any(said))
+        heard += events
+        aborts += commands
+    kinds = [type(event) for event in heard]
+    assert kinds.count(RoomEnded) == kinds.count(SourceFree) == 1
+    assert kinds.count(Bootstrapped) <= 1
+    (ended,) = [event for event in heard if isinstance(event, RoomEnded)]
+    assert (ended.poll is KVPoll.SUCCESS) == succeeds
+    if Bootstrapped in kinds:
+        assert heard[0] == begun(0)
+    assert succeeds <= (Bootstrapped in kinds)
+    # 2. The first failure ends the room on all ranks, once.
+    assert len(aborts) == (not succeeds)
+    if not succeeds:
+        assert isinstance(ended.error, PeerLostError)
+        assert ended.error.peer == PeerId("decode-0", 1)
+        assert isinstance(aborts[0], AbortRoom)
+    assert not len(rooms)
+
+
+def test_messages_of_ranks_come_in_order_and_are_of_ranks_that_there_are() -> None:
+    rooms = PrefillRankRooms(2)
+    first, second = (pack_prefill_events(1, number, [begun(1)]) for number in (0, 1))
+    for bad, why in [
+        (b"junk", "no message of a rank"),
+        (7, "bytes are needed"),
+        (second, "0 is next"),
+        (pack_prefill_events(2, 0, [FREE]), "rank 2, which this worker has not"),
+        (pack_prefill_events(0, 0, [FREE]), "rank 0, which this worker has not"),
+    ]:
+        with pytest.raises(CallerError, match=why):
+            list(rooms.unpack(bad))  # type: ignore[arg-type]
+    assert list(rooms.unpack(first)) == [(1, begun(1))]
+    with pytest.raises(CallerError, match="1 is next"):
+        list(rooms.unpack(first))
+    assert list(rooms.unpack(second)) == [(1, begun(1))]
+
+
+# --- the log --------------------------------------------------------------------------------------
+
+
+def leading() -> tuple[PrefillScheduler, PrefillLog, PrefillFollower]:
+    pages = PageManager(16, 4, 4, num_checkpoints=2, windows=[SPEC])
+    log = PrefillLog()
+    log.settings = SETTINGS
+    return PrefillScheduler(pages), log, PrefillFollower(SETTINGS, ["last"])
+
+
+def begin(scheduler: PrefillScheduler, rid: str, tokens: list[int], room: int) -> PrefillRequest:
+    req = scheduler.add(Request(rid, tokens, room=room, decode="decode-0"), 0.0)
+    scheduler.room_bootstrapped(req.room_key, 0, "decode-0", 0.0)
+    assert scheduler.pop_bootstrapped(0.0) == [req]
+    return req
+
+
+def test_a_rank_that_follows_knows_what_its_engine_needs() -> None:
+    scheduler, log, follower = leading()
+
+    def follow(ready: Any = None) -> list[Any]:
+        for command in scheduler.take_commands():
+            log.command(command)
+        return follower.apply(log.take(scheduler.requests.values()), ready)
+
+    waiting = scheduler.add(Request("w", [1] * 9, room=9, decode="decode-0"), 0.0)
+    assert follow() == [AddRoom(waiting.room_key, 9, waiting.request.digest)]
+    assert not len(follower), "it has no pages yet"
+    a = begin(scheduler, "a", list(range(11)), 1)
+    follow()
+    assert follower.is_like(a)
+    # A chunk up to a stop: the window's pages before it are kept, and the row has others.
+    ready = object()
+    scheduler.send_chunk(a, 8, 0.0)
+    assert not follower.is_like(a), "it has slid"
+    (chunk,) = follow(ready)
+    assert isinstance(chunk, SendChunk)
+    assert chunk.ready is ready
+    assert chunk.src_pages.tolist() == a.pages[:2].tolist()
+    assert follower.is_like(a)
+    scheduler.send_chunk(a, 11, 0.0, last=True, aux=b"7")
+    (chunk,) = follow()
+    first, ids = a.window_pages("last")
+    assert (chunk.last, chunk.aux, chunk.ready) == (True, b"7", None)
+    assert [one.src_pages.tolist() for one in chunk.windows] == [
+        ids[2 - first : 3 - first].tolist()
+    ]
+    scheduler.pop_bootstrapped(0.0)
+    # What comes next goes on from its checkpoint, in the pages of its window.
+    b = begin(scheduler, "b", [*range(11), 5, 6], 2)
+    assert (b.prefix_len, b.stops) == (8, [12])
+    follow()
+    view = follower.request("b")
+    assert (view.prefix_len, view.stops, view.checkpoint_slot) == (8, [12], -1)
+    assert view.pages.tolist() == b.pages.tolist()
+    row = b.window_pages("last")
+    assert view.window_pages("last").ids.tolist() == row.ids.tolist()
+    assert (row.first_page, row.ids[1]) == (0, ids[0]), "the page that the first one wrote"
+    with pytest.raises(CallerError, match="no window group"):
+        view.window_pages("draft")
+    # It ends.
+    scheduler.room_ended(a.room_key, KVPoll.SUCCESS, None, 0.0)
+    scheduler.source_free(a.room_key, 0.0)
+    scheduler.pop_sent(0.0)
+    follow()
+    for rid in ("a", "w", 7):
+        with pytest.raises(RequestError, match="is not here"):
+            follower.request(rid)  # type: ignore[arg-type]
+    assert len(follower) == 1
+
+
+def test_all_commands_of_a_scheduler_travel_and_no_other() -> None:
+    _, log, follower = leading()
+    commands = [
+        AddRoom(KEY, 9, b"d" * 16), DeclineRoom(KEY, "no", b"d" * 16), AbortRoom(KEY, "why"),
+        MoveWeights("v2", ends_waiting=False), Fence(PeerId("decode-0", 3), proved=True),
+    ]  # fmt: skip
+    for command in commands:
+        log.command(command)
+    window = WindowChunk(1, np.array([4, 2], np.int32))
+    log.command(
+        SendChunk(KEY, 3, np.array([5], np.int32), True, b"a", object(), 2, windows=(window,))
+    )  # type: ignore[arg-type]
+    *others, chunk = follower.apply(log.take([]), None)
+    assert others == commands
+    assert isinstance(chunk, SendChunk)
+    assert (chunk.key, chunk.first_page, chunk.last, chunk.aux) == (KEY, 3, True, b"a")
+    assert (chunk.ready, chunk.state_slot, chunk.clip) == (None, 2, False)
+    assert (chunk.windows[0].first, chunk.windows[0].src_pages.tolist()) == (1, [4, 2])
+    assert not log
+    with pytest.raises(InternalError, match="OfferRoom"):
+        log.command(OfferRoom(KEY, 9, b"d" * 16, 1.0))
+
+
+def test_a_message_that_is_not_the_next_changes_nothing() -> None:
+    scheduler, log, follower = leading()
+    req = begin(scheduler, "a", list(range(11)), 1)
+    first = log.take([req])
+    log.command(AbortRoom(KEY, "why"))
+    second = log.take([])
+    for bad, why in [
+        (second, "0 is the next"),
+        (b"junk", "no message"),
+        (None, "bytes are needed"),
+    ]:
+        with pytest.raises(CallerError, match=why):
+            follower.apply(bad, None)  # type: ignore[arg-type]
+    assert not len(follower)
+    assert follower.apply(first, None) == []
+    assert follower.is_like(req)
+    with pytest.raises(CallerError, match="1 is the next"):
+        follower.apply(first, None)
+    assert follower.apply(second, None) == [AbortRoom(KEY, "why")]
+    assert not len(follower)
+
+
+@pytest.mark.parametrize(
+    ("mine", "name"),
+    [
+        (settings_of(15, 4, 0, [SPEC]), "num_pages is 15 on this rank, 16 on rank 0"),
+        (settings_of(16, 8, 0, [SPEC]), "page_size is 8"),
+        (settings_of(16, 4, 3, [SPEC]), "slots is 3"),
+        (settings_of(16, 4, 0, [SPEC._replace(num_pages=7)]), "windows is"),
+    ],
+)
+def test_ranks_of_other_sizes_are_refused_by_name(mine: Any, name: str) -> None:
+    _, log, _ = leading()
+    with pytest.raises(ConfigError, match=name):
+        PrefillFollower(mine, ["last"]).apply(log.take([]), None)
