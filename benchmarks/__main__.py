@@ -15,6 +15,7 @@ PROGRAM = "python -m benchmarks"
 BENCHMARKS = {
     "radix": "the radix cache's calls and memory, beside SGLang's tree",
     "sched": "scheduler calls on the engine's thread; --against COMMIT compares two trees",
+    "admission_calls": "calls of functions per admission, at P50 and P99",
     "transfer": "goodput from node to node, beside raw NIXL",
     "transfer_parts": "where that time goes, beside raw posts of the same descriptors",
     "claims": "the transport's claims: goodput, prepared lists, staging, full hits, idling",
@@ -44,6 +45,7 @@ BENCHMARKS = {
     "stand_in": "a stand-in engine over two processes: every byte verified, rates, latencies",
     "demo_chats": "first tokens of the demo's chats, decode's cache on and off, turn about",
     "own_compute": "first tokens of agents' chats, with decode's own compute and without",
+    "own_chats": "the rule of own compute on such chats, in simulated time",
     "host_identity": "chats that come back from host memory, beside the model by itself",
     "host_turns": "first tokens and bytes of agents that come back, with host memory",
     "rule": "first tokens by the rule of own compute, beside fixed numbers, on a trace",

@@ -355,7 +355,8 @@ class ComputeConfig:
     computed here where it lacks at most `down_below` tokens.
 
     A step computes at most `chunk_tokens` of prompts. Beside requests that run, it computes no more
-    than makes their step longer by `itl_share` of it.
+    than makes their step longer by `itl_share` of it. Where even 8 tokens make it longer than that,
+    only some steps compute so many: all together get no longer than by that share.
 
     `ask`: the engine submits a request to both sides at once ("both"), so that prefill has to be
     told where it is computed here; or it waits until `pop_needs_prefill` returns it ("late").

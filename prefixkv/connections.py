@@ -12,8 +12,8 @@ If the owner sleeps and its socket has nothing for it (`Watched.may_sleep`), all
 taken: the rest is of one unfinished message, bounded by two of the largest size.
 
 The thread sleeps in `poll` until a connection or bytes come, and looks `LOOK_S` after that, as long
-as they come. Linux alone has these counters; elsewhere, and for `ipc://`, with peers of this user
-only, nothing is watched.
+as they come; every `ROUND_S` it looks at all connections. Linux alone has these counters;
+elsewhere, and for `ipc://`, with peers of this user only, nothing is watched.
 """
 
 from __future__ import annotations
@@ -48,6 +48,10 @@ LOOK_S: Final = 0.01
 
 QUICK_LOOK_S: Final = 0.002
 """The same, while one of them may be hostile: a stranger on loopback brings 1 GB/s."""
+
+ROUND_S: Final = 1.0
+"""Seconds between two looks at all connections: libzmq may have taken what one has brought by the
+time that the kernel is asked for arrivals, and then it names none."""
 
 HANDSHAKE_S: Final = 10.0
 """Seconds after which libzmq ends a connection that has not shaken hands."""
@@ -534,6 +538,7 @@ class Watcher:
         self._by_link: dict[int, tuple[Watched, Connection]] = {}
         self._hot: dict[int, tuple[Watched, Connection]] = {}
         self._logged_s = -_LOG_EVERY_S
+        self._round_s = 0.0  # monotonic: then all connections are looked at
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -634,7 +639,7 @@ class Watcher:
         # burst, and is not in the way of the threads that take it.
         ready: dict[Any, int] = {}
         if not self._is_busy:
-            ready = dict(self._poller.poll(None))
+            ready = dict(self._poller.poll(int(1000 * ROUND_S) if self._by_link else None))
             self._note_arrivals()
         if self._is_busy:
             hot = {id(watched): watched for watched, _ in self._hot.values()}
@@ -707,7 +712,8 @@ class Watcher:
         return bool(self._hot) or any(watched.is_settling for watched in self._watched)
 
     def _note_arrivals(self) -> None:
-        """Note the watched connections that have brought bytes since the last call."""
+        """Note the watched connections that have brought bytes since the last call, but for bytes
+        that libzmq has taken already."""
         assert self._epoll is not None
         for link, _ in self._epoll.poll(0):  # once for each arrival: EPOLLET
             if link in self._by_link:
@@ -716,16 +722,19 @@ class Watcher:
     def _look(self) -> None:
         """Count what has come by the watched connections, and cut those that bring too much."""
         self._note_arrivals()
+        now_s = time.monotonic()
+        if now_s >= self._round_s:
+            self._hot.update(self._by_link)
+            self._round_s = now_s + ROUND_S
         looked = {id(watched) for watched, _ in self._hot.values()}
         # One that is counted needs no look until its next arrival, unless it holds too much. It was
-        # noted before it was counted, so nothing comes unseen in between.
+        # noted before it was counted, so what comes in between is noted again.
         for link, (watched, connection) in list(self._hot.items()):
             most = 2 * watched.bounds.message_bytes
             connection.look()
             if not (watched.is_read and connection.held > most):
                 del self._hot[link]
         num_cut = sum(self.counters.values())
-        now_s = time.monotonic()
         for watched in self._watched:  # only those with something new are judged
             if id(watched) in looked or watched.is_settling:
                 watched.enforce(now_s)

@@ -46,14 +46,16 @@ class Computing:
             if flight.joined is None and flight.owner is not None and flight.owner not in self._done
         ]
 
-    def begin(self, flights: Iterable[Flight], now_s: float) -> list[DecodeRequest]:
-        """Hand out the prompts that are new: the engine computes them from now on."""
+    def begin(self, flights: Iterable[Flight], running: int, now_s: float) -> list[DecodeRequest]:
+        """Hand out the prompts that are new: the engine computes them from now on. Once per pass,
+        beside `running` requests."""
         found = self.new(flights)
         for req in found:
             self._done[req] = req.prefix_len
         if found:
             self.has_work(now_s)
         self._chunked.clear()
+        self._sources.next_pass(running)
         return found
 
     def advance(self, req: DecodeRequest, end: int, running: int, now_s: float) -> int:

@@ -47,9 +47,9 @@ MAX_WALK = 128  # places of the order that a pass looks at, or requests it bring
 
 ASIDE_REASONS = ("pages", "share", "prefill")
 
-ChoosesHere = Callable[[DecodeRequest, int, int, float], bool]
-"""Tells whether decode's engine computes a request: by the tokens that it lacks from its checkpoint
-on, those that prefill would send, and the time."""
+ChoosesHere = Callable[[DecodeRequest, MatchResult | None, int, int, float], bool]
+"""Tells whether decode's engine computes a request: by its match, the tokens that it lacks from its
+checkpoint on, those that prefill would send behind the match, and the time."""
 
 
 class _Cut(NamedTuple):
@@ -708,7 +708,7 @@ class DecodePreallocQueue:
         found = points.find(req, match)
         missing = points.tokens_behind(req, found)
         num_sent = req.fill_len - shared_pages * self._pages.page_size
-        if not self._chooses_here(req, missing, num_sent, now_s):
+        if not self._chooses_here(req, match, missing, num_sent, now_s):
             return None
         depth = 0 if found is None else found.depth
         cut = match

@@ -20,7 +20,7 @@ from prefixkv.addresses import check_prefill
 from prefixkv.admission import DEFAULT_ADMISSION, Admission
 from prefixkv.cache.eviction.policy import Policy
 from prefixkv.cache.radix_key import token_list
-from prefixkv.cache.results import PrefixLock
+from prefixkv.cache.results import MatchResult, PrefixLock
 from prefixkv.config import Retarget, check_version
 from prefixkv.decode.audit import check_decode
 from prefixkv.decode.budget import PreallocBudget
@@ -39,6 +39,7 @@ from prefixkv.decode.shares import PrefillShares
 from prefixkv.decode.sources import Source, Sources
 from prefixkv.decode.state_checkpoints import DecodeCheckpoints
 from prefixkv.decode.transfer_queue import DecodeTransferQueue
+from prefixkv.decode.unsent import UnsentPages
 from prefixkv.errors import (
     AbortedError,
     AdmissionTimeoutError,
@@ -58,7 +59,7 @@ from prefixkv.pages.requests import (
     check_page_manager,
     reason_of,
 )
-from prefixkv.paging import pages_for
+from prefixkv.paging import Pages, pages_for
 from prefixkv.protocol.commands import (
     AbortRoom,
     DecodeCommand,
@@ -186,6 +187,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._admitted: list[DecodeRequest] = []  # to be returned by `pop_preallocated`
         self._batch: list[DecodeRequest] = []  # of the last `append_many`: of this node, each once
         self.computing = Computing(self.sources)
+        self._unsent = UnsentPages(pages.allocator.num_pages)
 
     # --- calls of the engine ----------------------------------------------------------------------
 
@@ -305,7 +307,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         The engine says what has KV by `computed`.
         """
         check_time(now_s)
-        return self.computing.begin(self.arriving.local, now_s)
+        return self.computing.begin(self.arriving.local, self._num_running, now_s)
 
     def computed(self, req: DecodeRequest, end: int, now_s: float, aux: bytes = b"") -> None:
         """Note in decode's scheduler that the engine has written the KV of a request of `pop_local`
@@ -333,6 +335,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         flight = self.flights.of(req)
         assert flight is not None
         req.aux = aux
+        path = self._path(flight, req.fill_len)
+        self._unsent.computed(path[req.prefix_len // self.pages.page_size :])
         self.arriving.arrived(flight)
         self.journal.computed(req, now_s)
 
@@ -748,6 +752,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
                 self.journal.transferred(flight, now_s)
                 num_tokens = len(flight.key) - flight.pages.num_shared * self.pages.page_size
                 self.sources.arrived(flight.prefill, key, num_tokens, now_s)
+                if self._unsent.has_any:
+                    self._unsent.sent(self._path(flight, len(flight.key)))
             if flight is None or flight.owner is None:
                 self.room_drained(key)
             return
@@ -1054,7 +1060,10 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         # 3. Registered before the command leaves, so that an answer always finds its flight.
         self.arriving.add(flight)
         num_sent = req.fill_len - req.prefix_len
-        self.sources.promised(req.prefill, flight.room_key, now_s, num_sent, num_loaded * page_size)
+        again = self._again_tokens(flight, req.prefix_len)
+        self.sources.promised(
+            req.prefill, flight.room_key, now_s, num_sent, num_loaded * page_size, again
+        )
         promise = Promise(
             *flight.room_key.numbers,
             fill_len=req.fill_len,
@@ -1119,12 +1128,20 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         if is_alone:
             return missing <= self.sources.most_tokens(is_down=True)
         # 3. Both could.
-        return self._is_best_here(req, missing, missing, now_s)
+        again = self._again_tokens(flight, req.prefix_len)
+        return self._is_best_here(req, missing, missing, again, now_s)
 
-    def _chooses_here(self, req: DecodeRequest, missing: int, num_sent: int, now_s: float) -> bool:
+    def _chooses_here(
+        self,
+        req: DecodeRequest,
+        match: MatchResult | None,
+        missing: int,
+        num_sent: int,
+        now_s: float,
+    ) -> bool:
         """Decide whether decode's engine computes a request with extra state or a window, which is
-        about to be admitted: `missing` tokens from a checkpoint on. Prefill would send
-        `num_sent`."""
+        about to be admitted: `missing` tokens from a checkpoint on. Prefill would send `num_sent`,
+        behind this match."""
         if not req.request.may_compute:
             return False
         # All is here, in a checkpoint and in the cache: nothing has to be computed.
@@ -1132,16 +1149,34 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             return True
         if req.is_alone:
             return missing <= self.sources.most_tokens(is_down=True)
-        return self._is_best_here(req, missing, num_sent, now_s)
+        again = 0
+        if match is not None and self._unsent.has_any:
+            again = self._unsent.count(match.pages) * self.pages.page_size
+        return self._is_best_here(req, missing, num_sent, again, now_s)
 
-    def _is_best_here(self, req: DecodeRequest, missing: int, num_sent: int, now_s: float) -> bool:
+    def _path(self, flight: Flight, num_tokens: int) -> Pages:
+        """Return the pages that a flight's row on decode has for the first `num_tokens`: a view."""
+        num_pages = pages_for(num_tokens, self.pages.page_size)
+        return self.pages.table.pages(flight.pages.row)[:num_pages]
+
+    def _again_tokens(self, flight: Flight, prefix_len: int) -> int:
+        """Count the tokens of a flight's prefix on decode that prefill would have to compute as
+        well, since decode has computed them."""
+        if not self._unsent.has_any:
+            return 0
+        return self._unsent.count(self._path(flight, prefix_len)) * self.pages.page_size
+
+    def _is_best_here(
+        self, req: DecodeRequest, missing: int, num_sent: int, again: int, now_s: float
+    ) -> bool:
         """Decide whether decode's engine computes `missing` tokens of a request, where prefill
-        could send `num_sent`."""
+        could send `num_sent`, and would compute `again` tokens before them that decode has."""
         config, due = self.sources.config, self.computing.due_tokens(self.arriving.local)
         assert config is not None
         chosen = self.sources.choose(
-            missing, due, self._num_running, req.prefill, now_s, num_sent=num_sent
-        )
+            missing, due, self._num_running, req.prefill, now_s, num_sent=num_sent, again=again,
+            goes_on=num_sent < req.fill_len,
+        )  # fmt: skip
         if chosen is Source.PREFILL and missing <= config.below:
             self.counters["compute_declined"] += 1
         return chosen is Source.HERE

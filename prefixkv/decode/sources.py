@@ -5,14 +5,19 @@ way, and what the batch does. The rule:
 
     1. more than `below` tokens: prefill
     2. at most `_ALWAYS` of them: here, since a transfer's round trip costs more than a step
-    3. not measured lately: here, as long as little is due here; but prefill, if that is what is not
+    3. never measured: here, as long as little is due here; but prefill, if that is what is not
        measured, and it has no promise to answer
-    4. else the least of `seconds * weight` (`fair`), of all ways by what was measured
+    4. else the least of `seconds * weight + later` (`fair`), of all ways by what was measured
+    5. the other one, if it was not measured lately, and what it takes longer is at most
+       `TRY_SHARE` of the seconds that all requests took since the last such try
 
 A `Way` takes seconds until it is there. Where others wait for it, its seconds weigh more: what is
 computed here is computed in order, so a long prompt makes all short ones behind it late, and the
 few long prompts of agents belong to prefill although here is sooner for each by itself. What is
 sent costs others nothing while the link has time left, and where it has none it is slow by itself.
+
+What decode computes of a prompt, prefill does not have: it computes it too when a later prompt goes
+on behind it and is asked of prefill (`Lack.again`). So it takes that later prompt longer.
 
     here       backlog + service, of passes that cost what the last ones did (`PassCosts`), less the
                error of that, and less the fewer were measured: what is wrongly thought slow is not
@@ -20,6 +25,8 @@ sent costs others nothing while the link has time left, and where it has none it
     prefill    backlog + service of the worker, which answers its promises one after the other: a
                service is from the answer before, or from the promise, to this answer; a line
                through the last ones says what each token costs
+    later      here: what prefill takes to compute the same tokens again, by the part of requests
+               that go on behind others and are asked of prefill
     weight     here: 1 + `OTHERS` * requests per second * service * (backlog + service) / typical,
                the seconds for which it makes others wait, by those that a request takes typically
 """
@@ -48,9 +55,13 @@ OTHERS: Final = 8.0
 """How much more a second counts that others wait than one of the request itself: those that wait
 are mostly the shorter ones. On traces 4 to 12 do about as well."""
 
+TRY_SHARE: Final = 0.02
+"""What it may cost to measure again the way that seems slower, as a part of the seconds that
+requests take."""
+
 _ALWAYS: Final = 64  # tokens
 _UNMEASURED: Final = 2048  # most tokens due here while a rate is not known
-_AGAIN: Final = 512  # the same where the rate was known, but is old: it may be slow here
+_AGAIN: Final = 512  # most tokens due here with a prompt that is computed only to measure that
 _LEAST_CHUNK: Final = 8  # tokens of a chunk, whatever `itl_share` says: else prompts never end
 _MORE: Final = 2.0  # a chunk beside a batch is at most this many times as long as the last ones
 _LEAST_TOKENS: Final = 128  # tokens that have to be computed before the costs count as measured
@@ -60,6 +71,8 @@ _LONG_SURE: Final = 32  # the same: after fewer, what was measured is old sooner
 _LEAST_TRANSFERS: Final = 3
 _KEPT_TRANSFERS: Final = 0.95
 _KEPT_REQUESTS: Final = 0.98
+_AGAIN_PRIOR: Final = 16.0  # as one transfer, of which prefill computes 100 tokens again
+_FIT_ROUNDS: Final = 8
 _MAX_WORKERS: Final = 256  # prefill workers that are remembered
 _ROUND: Final = 512  # tokens that the costs of a transfer's round trip count for in its weight
 
@@ -74,17 +87,20 @@ class Source(enum.Enum):
 class Lack(NamedTuple):
     """What a request lacks on decode's device, in one of the ways to get it: `missing` tokens,
     which have to be computed or sent, and `loaded` ones, which decode has elsewhere and are here
-    in `load_s` seconds."""
+    in `load_s` seconds. Before these decode has `again` tokens that it has computed itself, and
+    that prefill, where it is asked, has to compute as well."""
 
     missing: int
     loaded: int = 0
     load_s: float = 0.0
+    again: int = 0
 
 
 class Way(NamedTuple):
     """One way to get what a request lacks: seconds until it is here, and tokens that are sent.
 
     `weight`: how much more than its own these seconds cost, as others wait for it; at least 1.
+    `later_s`: seconds that it is likely to cost a request that comes later.
     """
 
     source: Source
@@ -92,6 +108,12 @@ class Way(NamedTuple):
     sent_tokens: int
     weight: float = 1.0
     loaded: int = 0
+    later_s: float = 0.0
+
+    @property
+    def cost_s(self) -> float:
+        """Seconds that this way costs, this request and others."""
+        return self.seconds * self.weight + self.later_s
 
 
 def fair(ways: Sequence[Way]) -> Way:
@@ -114,19 +136,20 @@ def fair(ways: Sequence[Way]) -> Way:
             key=lambda way: (way.sent_tokens, way.seconds),
         )
         ways = [least, *(way for way in ways if not way.sent_tokens)]
-    return min(ways, key=lambda way: (way.seconds * way.weight, way.sent_tokens))
+    return min(ways, key=lambda way: (way.cost_s, way.sent_tokens))
 
 
 @dataclass(slots=True)
 class _Line:
-    """A line through the last services of prefill workers: seconds by tokens that are sent, and by
-    tokens that decode loads, as prefill may have to compute these again. Old ones fade.
+    """A line through the last services of prefill workers: seconds by tokens that are sent, by
+    tokens that decode loads, as prefill may have to compute these again, and by tokens that decode
+    has computed itself, which prefill does. Old ones fade.
 
     Services are weighed by about the inverse of their tokens: of a long one a second is noise, of a
     short one it is all. No part of the line is below 0.
     """
 
-    # Weighted sums, of products too: x tokens sent, h loaded, y seconds.
+    # Weighted sums, of products too: x tokens sent, h loaded, a computed again, y seconds.
     weights: float = 0.0
     x: float = 0.0
     h: float = 0.0
@@ -136,16 +159,22 @@ class _Line:
     hh: float = 0.0
     xy: float = 0.0
     hy: float = 0.0
+    a: float = 0.0
+    xa: float = 0.0
+    ha: float = 0.0
+    aa: float = 0.0
+    ay: float = 0.0
     num: int = 0
     first_s: float = 0.0  # of each transfer, per token sent, and per token loaded
     per_token_s: float = 0.0
     per_loaded_s: float = 0.0
+    per_again_s: float = 0.0  # the same, of those that decode has computed
 
-    def add(self, tokens: int, loaded: int, seconds: float) -> tuple[float, float]:
-        """Add a prefill worker's service: tokens sent to decode, and loaded there meanwhile. Return
-        its weight, and the seconds by the line.
+    def add(self, tokens: int, loaded: int, seconds: float, again: int = 0) -> tuple[float, float]:
+        """Add a prefill worker's service: tokens sent to decode, loaded there meanwhile, and
+        computed again. Return its weight, and the seconds by the line.
         """
-        weight, kept = 1.0 / (tokens + loaded + _ROUND), _KEPT_TRANSFERS
+        weight, kept = 1.0 / (tokens + loaded + again + _ROUND), _KEPT_TRANSFERS
         self.num += 1
         self.weights = self.weights * kept + weight
         self.x = self.x * kept + weight * tokens
@@ -156,15 +185,37 @@ class _Line:
         self.hh = self.hh * kept + weight * loaded * loaded
         self.xy = self.xy * kept + weight * tokens * seconds
         self.hy = self.hy * kept + weight * loaded * seconds
+        self.a = self.a * kept + weight * again
+        self.xa = self.xa * kept + weight * tokens * again
+        self.ha = self.ha * kept + weight * loaded * again
+        self.aa = self.aa * kept + weight * again * again
+        self.ay = self.ay * kept + weight * again * seconds
         self._fit()
-        return weight, self.at(1, tokens, loaded)
+        return weight, self.at(1, tokens, loaded, again)
 
     def _fit(self) -> None:
         """Fit the line to the last services of prefill workers, by least squares."""
-        x, h, y = self.x / self.weights, self.h / self.weights, self.y / self.weights
+        if not self.aa:
+            self._fit_without_again()
+            return
+        # In turn what is computed again by the rest, and the rest by that: it goes on from the last
+        # fit. As long as little is known, prefill takes as long for it as for what it sends.
+        for _ in range(_FIT_ROUNDS):
+            self._fit_without_again()
+            left = self.ay - self.first_s * self.a
+            left -= self.per_token_s * self.xa + self.per_loaded_s * self.ha
+            known = left + _AGAIN_PRIOR * self.per_token_s
+            self.per_again_s = max(0.0, known / (self.aa + _AGAIN_PRIOR))
+
+    def _fit_without_again(self) -> None:
+        """Fit the rest of the line to what computing again does not account for."""
+        again_s = self.per_again_s
+        x, h = self.x / self.weights, self.h / self.weights
+        y = max(0.0, self.y - again_s * self.a) / self.weights
         xx, hh = self.xx / self.weights - x * x, self.hh / self.weights - h * h
         xh = self.xh / self.weights - x * h
-        xy, hy = self.xy / self.weights - x * y, self.hy / self.weights - h * y
+        xy = (self.xy - again_s * self.xa) / self.weights - x * y
+        hy = (self.hy - again_s * self.ha) / self.weights - h * y
         # 1. By both. Transfers of one size, or of sizes that go together, say nothing of one of the
         # rates.
         per_token = per_loaded = 0.0
@@ -188,18 +239,20 @@ class _Line:
         """Tokens of a transfer from prefill to decode, on average."""
         return self.x / self.weights if self.weights else 0.0
 
-    def at(self, num: float, tokens: float, loaded: float) -> float:
+    def at(self, num: float, tokens: float, loaded: float, again: float = 0.0) -> float:
         """Return the seconds that `num` transfers from prefill take, with these tokens in all."""
-        return self.first_s * num + self.per_token_s * tokens + self.per_loaded_s * loaded
+        rates_s = self.per_token_s * tokens + self.per_loaded_s * loaded
+        return self.first_s * num + rates_s + self.per_again_s * again
 
 
 class _Promise(NamedTuple):
-    """A room that a prefill worker was promised: when, the tokens that it sends, and those that
-    decode loads."""
+    """A room that a prefill worker was promised: when, the tokens that it sends, those that decode
+    loads, and those that decode has computed."""
 
     time_s: float
     tokens: float
     loaded: int
+    again: int
 
 
 @dataclass(slots=True)
@@ -209,6 +262,7 @@ class _Worker:
     promises: dict[RoomKey, _Promise] = field(default_factory=dict)  # the oldest first
     tokens: float = 0.0  # of all of them
     loaded: int = 0
+    again: int = 0
     answered_s: float = -math.inf
     # Of its services: seconds, and those by the line. Fading sums, weighed as the line's.
     took_s: float = 0.0
@@ -219,6 +273,7 @@ class _Worker:
         self.promises[key] = promise
         self.tokens += promise.tokens
         self.loaded += promise.loaded
+        self.again += promise.again
 
     def remove(self, key: RoomKey) -> _Promise | None:
         """Remove a promise to this prefill worker, and return it; None if it is not there."""
@@ -226,6 +281,7 @@ class _Worker:
         if promise is not None:
             self.tokens -= promise.tokens
             self.loaded -= promise.loaded
+            self.again -= promise.again
         return promise
 
     def began_s(self, promise: _Promise) -> float:
@@ -244,10 +300,15 @@ class _Worker:
         if oldest is None:
             return 0.0
         factor, had_s = self.factor(now_s), now_s - self.began_s(oldest)
-        head_s = factor * line.at(1, oldest.tokens, oldest.loaded)
-        behind = len(self.promises) - 1, self.tokens - oldest.tokens, self.loaded - oldest.loaded
+        head_s = factor * line.at(1, oldest.tokens, oldest.loaded, oldest.again)
+        behind_s = line.at(
+            len(self.promises) - 1,
+            self.tokens - oldest.tokens,
+            self.loaded - oldest.loaded,
+            self.again - oldest.again,
+        )
         # One that takes longer than it should takes as long again.
-        return max(head_s - had_s, had_s) + factor * line.at(*behind)
+        return max(head_s - had_s, had_s) + factor * behind_s
 
 
 class Sources:
@@ -278,6 +339,11 @@ class Sources:
         self._requests, self._between_s = 0.0, 1.0
         self._request_s = -math.inf
         self._log_s: float | None = None  # mean of the logarithm of what requests take
+        self._sent_on = 0.5  # part of requests that go on behind others and are asked of prefill
+        self._try_s = 0.0  # what the next try of the way that seems slower may cost
+        # Seconds by which chunks that break `itl_share` have made steps longer than it allows.
+        self._over_s = 0.0
+        self._added_s = 0.0  # by the chunks of the last pass
 
     # --- measurements -----------------------------------------------------------------------------
 
@@ -299,27 +365,40 @@ class Sources:
         self._tokens += num_tokens
         self._costs.add(running, prompts, num_tokens, seconds, goes_on)
         self._computed_s = now_s
+        if running:
+            before_s = self._added_s if goes_on else 0.0
+            self._added_s = self._costs.seconds(0, 0, prompts, num_tokens)
+            self._over_s += self._added_s - before_s
 
     def step(self, seconds: float, running: int = 1) -> None:
         """Note how long a step of decode's batch took that computed no chunk: of `running`
         requests."""
         self._costs.add(running, 0, 0, seconds)
 
+    def next_pass(self, running: int) -> None:
+        """Note that a pass of decode's engine begins, with a step of `running` requests: it allows
+        for more chunks."""
+        if self.config is not None and self._over_s and running:
+            allowed_s = self._share_s(self.config, running)
+            self._over_s = max(self._over_s - allowed_s, -allowed_s) if allowed_s > 0 else 0.0
+
     def promised(
-        self, address: str, key: RoomKey, now_s: float, tokens: int | None = None, loaded: int = 0
-    ) -> None:
+        self, address: str, key: RoomKey, now_s: float, tokens: int | None = None, loaded: int = 0,
+        again: int = 0,
+    ) -> None:  # fmt: skip
         """Note that the prefill worker at `address` was promised a room, and has to answer.
 
         Args:
             tokens: that it sends; None: as many as others do.
             loaded: tokens of the prompt that decode loads meanwhile.
+            again: tokens of it that decode has computed, and prefill has not.
         """
         if not self._measures:
             return
         worker = self._workers.pop(address, None) or _Worker()
         self._workers[address] = worker  # the one that was asked last is forgotten last
         sent = self._line.mean_tokens if tokens is None else tokens
-        worker.add(key, _Promise(now_s, sent, loaded))
+        worker.add(key, _Promise(now_s, sent, loaded, again))
         if len(self._workers) > _MAX_WORKERS:
             del self._workers[next(iter(self._workers))]
 
@@ -329,7 +408,7 @@ class Sources:
         if worker is None or (promise := worker.remove(key)) is None:
             return
         took_s = max(0.0, now_s - worker.began_s(promise))
-        weight, by_line_s = self._line.add(num_tokens, promise.loaded, took_s)
+        weight, by_line_s = self._line.add(num_tokens, promise.loaded, took_s, promise.again)
         worker.took_s = worker.took_s * _KEPT_TRANSFERS + weight * took_s
         worker.by_line_s = worker.by_line_s * _KEPT_TRANSFERS + weight * by_line_s
         worker.answered_s = self._answered_s = now_s
@@ -371,6 +450,8 @@ class Sources:
         address: str,
         now_s: float,
         num_sent: int | None = None,
+        again: int = 0,
+        goes_on: bool = False,
     ) -> Source:
         """Choose the source of a request's missing tokens, by the module's rule.
 
@@ -381,9 +462,12 @@ class Sources:
             address: its prefill worker, which can be asked.
             num_sent: tokens that it would send; None: those that are missing. With extra state
                 decode begins at a checkpoint, and computes again what is cached behind it.
+            again: tokens of its prompt that decode has computed, and prefill has not.
+            goes_on: its prompt begins as another did.
         """
-        sent = None if num_sent is None or num_sent == missing else Lack(num_sent)
-        return self.choose_way([Lack(missing)], due, running, address, now_s, sent).source
+        lack = Lack(missing, again=again)
+        sent = None if num_sent is None or num_sent == missing else Lack(num_sent, again=again)
+        return self.choose_way([lack], due, running, address, now_s, sent, goes_on).source
 
     def choose_way(
         self,
@@ -393,17 +477,28 @@ class Sources:
         address: str,
         now_s: float,
         sent_lack: Lack | None = None,
+        goes_on: bool = False,
     ) -> Way:
         """Choose the way to get what a request lacks on decode, by the module's rule. Its `seconds`
         are 0 where it was not chosen by them.
 
         Args:
             lacks: at least one; the first lacks least, and is taken while nothing is measured.
-            due, running, address: as for `choose`.
+            due, running, address, goes_on: as for `choose`.
             sent_lack: what prefill sends, where that is something else than is computed here.
         """
-        config, first = self.config, lacks[0]
         self._note_request(now_s)
+        way = self._choose_way(lacks, due, running, address, now_s, sent_lack)
+        is_sent_on = goes_on and way.source is Source.PREFILL
+        self._sent_on += (is_sent_on - self._sent_on) * (1 - _KEPT_REQUESTS)
+        return way
+
+    def _choose_way(
+        self, lacks: Sequence[Lack], due: int, running: int, address: str, now_s: float,
+        sent_lack: Lack | None,
+    ) -> Way:  # fmt: skip
+        """Choose as `choose_way` says."""
+        config, first = self.config, lacks[0]
         here = Way(Source.HERE, 0.0, 0, loaded=first.loaded)
         sent = Way(Source.PREFILL, 0.0, first.missing, loaded=first.loaded)
         # 1. and 2.: by size alone.
@@ -413,17 +508,12 @@ class Sources:
             return here
         # 3. One of the two ways is not known.
         worker = self._workers.get(address) or _Worker()
-        fresh_s = FRESH_S * min(1.0, self._costs.num_chunks / _LONG_SURE)
-        knows_here = self.is_measured and now_s - self._computed_s <= fresh_s
-        knows_prefill = self._line.num >= _LEAST_TRANSFERS and (
-            now_s - self._answered_s <= FRESH_S or bool(worker.promises)
-        )
-        if first.missing <= config.below and not (knows_here and knows_prefill):
+        knows_prefill = self._line.num >= _LEAST_TRANSFERS
+        if first.missing <= config.below and not (self.is_measured and knows_prefill):
             # One request at a time says what prefill takes, and little what it takes here.
-            if knows_here and not worker.promises:
+            if self.is_measured and not worker.promises:
                 return sent
-            most = _AGAIN if self.is_measured and not knows_here else _UNMEASURED
-            return here if due + first.missing <= min(most, config.below) else sent
+            return here if due + first.missing <= min(_UNMEASURED, config.below) else sent
         if not knows_prefill:
             return sent
         # 4. Both are, or at least all that may be taken.
@@ -431,8 +521,24 @@ class Sources:
         ways = [self._by_prefill(lack, worker, now_s) for lack in by_prefill]
         ways += [self._here(one, due, running) for one in lacks if one.missing <= config.below]
         way = fair(ways)
+        # 5. The other one, to measure it again.
+        others = [one for one in ways if one.source is not way.source]
+        if others and self._is_old(way.source, worker, due + first.missing, now_s):
+            other = fair(others)
+            if other.cost_s - way.cost_s <= self._try_s:
+                way, self._try_s = other, 0.0
+        self._try_s += TRY_SHARE * way.seconds
         self._note_seconds(way.seconds)
         return way
+
+    def _is_old(self, chosen: Source, worker: _Worker, due: int, now_s: float) -> bool:
+        """Return True if the source that was not chosen was not measured lately, and this request
+        may measure it: with `due` tokens that decode computes with it, or by its prefill worker."""
+        if chosen is Source.HERE:
+            return not worker.promises and now_s - self._answered_s > FRESH_S
+        # After few passes what was measured is old sooner.
+        fresh_s = FRESH_S * min(1.0, self._costs.num_chunks / _LONG_SURE)
+        return due <= _AGAIN and now_s - self._computed_s > fresh_s
 
     def worth_loading(self, sent: Lack, loaded: Lack, address: str, now_s: float) -> bool:
         """Return whether decode loads what host memory has of a request (`loaded`), rather than
@@ -453,20 +559,35 @@ class Sources:
 
     def chunk_tokens(self, running: int) -> int:
         """Return the most tokens of one prompt that decode's next step may compute beside `running`
-        requests, whose step `itl_share` bounds the addition to. 0 without a config.
+        requests, whose step `itl_share` bounds the addition to. 0 without a config, and in a step
+        that has to go without: where even the least chunk adds more, only some steps have one, so
+        that all of them together keep to the share.
 
         A chunk is at most `_MORE` times as long as the last ones, as the costs of longer ones are
         only guessed: the first one is the least, and says little that is wrong.
         """
         if self.config is None:
             return 0
-        most = self.config.chunk_tokens
         if not running:
-            return most
-        costs = self._costs
-        share_s = self.config.itl_share * costs.seconds(1, running, 0, 0)
+            return self.config.chunk_tokens
+        tokens, steps = self._chunk_beside(self.config, running)
+        return 0 if steps > 1.0 and self._over_s > 0.0 else tokens
+
+    def _chunk_beside(self, config: ComputeConfig, running: int) -> tuple[int, float]:
+        """Return the tokens of a chunk beside `running` requests, and in how many steps there may
+        be one such: more than 1 where even the least chunk adds more to a step than
+        `itl_share`."""
+        costs, share_s = self._costs, self._share_s(config, running)
         tokens = min(costs.tokens_within(share_s), _MORE * costs.most_tokens)
-        return int(min(most, max(_LEAST_CHUNK, tokens)))
+        if tokens >= _LEAST_CHUNK:
+            return int(min(config.chunk_tokens, tokens)), 1.0
+        least = min(config.chunk_tokens, _LEAST_CHUNK)
+        added_s = costs.seconds(0, 0, 1, least)
+        return least, max(1.0, added_s / share_s) if share_s > 0 else 1.0
+
+    def _share_s(self, config: ComputeConfig, running: int) -> float:
+        """Return the seconds that chunks may add to a step of `running` requests."""
+        return config.itl_share * self._costs.seconds(1, running, 0, 0)
 
     def further_prompt_tokens(self, running: int) -> int:
         """Return as many tokens as each prompt after the first in decode's next step counts for
@@ -482,21 +603,27 @@ class Sources:
         seconds = max(backlog_s, lack.load_s) + service_s
         waits_s = self._requests_per_s * service_s * (backlog_s + service_s)
         weight = 1.0 + OTHERS * waits_s / self._typical_s(seconds)
-        return Way(Source.HERE, seconds, 0, weight, lack.loaded)
+        again_s = self._line.per_again_s * (lack.again + lack.missing)
+        return Way(Source.HERE, seconds, 0, weight, lack.loaded, self._sent_on * again_s)
 
     def _compute_s(self, num_tokens: int, running: int) -> float:
         """Return the seconds in which decode computes `num_tokens` itself, by passes that have as
         many of them as they may, less the doubt of that: but no less than the steps without."""
         if not num_tokens or self.config is None:
             return 0.0
-        costs, chunk_tokens = self._costs, self.chunk_tokens(running)
-        # Chunks are short where they seem dear; if that is wrong they become longer on the way.
-        if running and (longest := self.config.chunk_tokens) > chunk_tokens:
-            share_s = self.config.itl_share * costs.seconds(1, running, 0, 0)
-            chunk_tokens = max(chunk_tokens, costs.perhaps_within(share_s, longest))
-        passes = math.ceil(num_tokens / chunk_tokens)
-        all_s = costs.seconds(passes, passes * running, passes, num_tokens)
-        error_s = costs.error(passes, passes * running, passes, num_tokens)
+        costs, steps = self._costs, 1.0
+        chunk_tokens = longest = self.config.chunk_tokens
+        if running:
+            chunk_tokens, steps = self._chunk_beside(self.config, running)
+            # Chunks are short where they seem dear; if that is wrong they become longer on the way.
+            # But where even the least is too dear, that takes many steps.
+            if steps == 1.0 and longest > chunk_tokens:
+                perhaps = costs.perhaps_within(self._share_s(self.config, running), longest)
+                chunk_tokens = max(chunk_tokens, perhaps)
+        chunks = math.ceil(num_tokens / chunk_tokens)
+        passes = chunks * steps
+        all_s = costs.seconds(passes, passes * running, chunks, num_tokens)
+        error_s = costs.error(passes, passes * running, chunks, num_tokens)
         steps_s = costs.seconds(passes, passes * running, 0, 0)
         sure_s = max(all_s - error_s, (1 - _MOST_DOUBT) * all_s)
         return max(steps_s, sure_s * min(1.0, costs.num_chunks / _SURE))
@@ -504,7 +631,8 @@ class Sources:
     def _by_prefill(self, lack: Lack, worker: _Worker, now_s: float) -> Way:
         """Return the way by which a prefill worker sends what is missing on decode."""
         seconds = worker.backlog_s(self._line, now_s)
-        seconds += worker.factor(now_s) * self._line.at(1, lack.missing, lack.loaded)
+        line_s = self._line.at(1, lack.missing, lack.loaded, lack.again)
+        seconds += worker.factor(now_s) * line_s
         return Way(Source.PREFILL, max(seconds, lack.load_s), lack.missing, loaded=lack.loaded)
 
     def _note_request(self, now_s: float) -> None:

@@ -378,8 +378,8 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
     @property
     def chunk_tokens(self) -> int:
         """Most tokens of prompts that the decode node's engine should compute in its next step, so
-        that those that run wait no longer for it than `ComputeConfig.itl_share` says; 0 without a
-        `DecodeConfig.compute`."""
+        that those that run wait no longer for it than `ComputeConfig.itl_share` says; 0 where that
+        step has to go without, and without a `DecodeConfig.compute`."""
         return self.scheduler.chunk_tokens
 
     @property

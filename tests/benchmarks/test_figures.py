@@ -1020,10 +1020,37 @@ def figures() -> dict[str, str]:
         "a busier one": f"load {fixed(result('router')['recipe']['load_average'], 1)}",
         "the busiest": f"load {fixed(result('ranks')['recipe']['load'])}",
         **own_compute_figures(),
+        **own_chats_figures(),
+        **admission_call_figures(),
         **host_copies_figures(),
         **host_admission_figures(),
         **checkpoint_figures(),
         **rule_figures(),
+    }
+
+
+def admission_call_figures() -> dict[str, str]:
+    """Of calls per admission, with free pages and with none."""
+    free, full = result("admission_calls")["rows"]
+    return {
+        "admission calls": f"the admission at P99 makes {free['calls_p99']} calls of functions, "
+        f"that at P50 {free['calls_p50']}; in a full pool {full['calls_p99']} and "
+        f"{full['calls_p50']},",
+    }
+
+
+def own_chats_figures() -> dict[str, str]:
+    """Of such chats in simulated time."""
+    busy, idle = (row for row in result("own_chats")["rows"] if row["itl_share"] == 0.5)
+    assert (busy["prefill"], idle["prefill"]) == ("as pool", "keeps all")
+    ttft = "later_ttft_p50_s"
+    known, unknown = (share(idle[name][ttft], 2) for name in ("rule", "not told"))
+    rule = busy["rule"]
+    return {
+        "own chats, idle prefill": f"With prefill idle TTFT P50 is {known} of that without own "
+        f"compute, {unknown} where the rule is not told",
+        "own chats, busy prefill": f"it is {share(rule[ttft], 2)}, P99 between tokens "
+        f"{share(rule['itl_p99_s'], 2)}.",
     }
 
 

@@ -10,7 +10,7 @@ import pytest
 from prefixkv.config import ComputeConfig
 from prefixkv.decode.lanes import Lanes
 from prefixkv.decode.request import DecodeRequest, DecodeState
-from prefixkv.decode.sources import Sources
+from prefixkv.decode.sources import Source, Sources
 from prefixkv.errors import (
     AdmissionTimeoutError,
     CallerError,
@@ -88,6 +88,44 @@ def test_a_request_that_lacks_little_is_computed_and_committed_like_any_other() 
     assert desk.prefix_of(req) == 8
     counters = desk.scheduler.counters
     assert (counters["computed_requests"], counters["computed_tokens"]) == (1, 10)
+    desk.at_rest()
+
+
+def test_what_decode_has_computed_prefill_has_to_compute_too_until_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A conversation: its first prompt is computed here, the next ones are asked of prefill."""
+    desk, told = Alone(below=10), []
+    sources = desk.scheduler.sources
+    choose, promised = sources.choose, sources.promised
+
+    def chosen(*args: Any, again: int = 0, goes_on: bool = False, **more: Any) -> Source:
+        told.append(("choose", again, goes_on))
+        return choose(*args, again=again, goes_on=goes_on, **more)
+
+    def noted(*args: Any) -> None:
+        told.append(("promised", args[5]))
+        promised(*args)
+
+    monkeypatch.setattr(sources, "choose", chosen)
+    monkeypatch.setattr(sources, "promised", noted)
+    tokens = list(range(40))
+    for number, (num_tokens, is_here, again) in enumerate(
+        [(10, True, 0), (28, False, 8), (40, False, 0)]
+    ):
+        req = desk.add(f"{number}", tokens[:num_tokens])
+        desk.admit()
+        if is_here:
+            assert desk.local() == [f"{number}"]
+            desk.computed(req, num_tokens)
+        else:
+            assert told[-1] == ("promised", again)
+            desk.succeed(req.room_key)
+        assert ("choose", again, number > 0) in told
+        desk.transferred()
+        desk.token(req)
+        desk.finish(req)
+    assert not desk.scheduler._unsent.has_any
     desk.at_rest()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from prefixkv.config import ComputeConfig
+from prefixkv.decode import sources as sources_module
 from prefixkv.decode.sources import _SURE, FRESH_S, Lack, Source, Sources, Way, fair
 from prefixkv.protocol.ids import RoomKey
 
@@ -128,6 +129,30 @@ def test_itl_share_bounds_the_chunk_beside_a_batch() -> None:
     for _ in range(200):
         scale.sources.step(0.0001)
     assert scale.sources.chunk_tokens(1) == 8  # prompts go on
+
+
+def test_where_the_least_chunk_breaks_itl_share_only_some_steps_have_one() -> None:
+    """It adds 8 ms to steps of 4, of which 2 are allowed: so one step of four has one."""
+    sources, chunks = Sources(ComputeConfig(itl_share=0.5)), []
+    for _ in range(20):
+        sources.step(0.004, 2)
+    for number in range(400):
+        sources.next_pass(running=2)
+        tokens = sources.chunk_tokens(2)
+        chunks.append(tokens)
+        if tokens:
+            sources.chunk(tokens, 0.011 + tokens / 8000, 2, 0.01 * number)
+        else:
+            sources.step(0.004, 2)
+    assert set(chunks) == {0, 8}
+    last = chunks[100:]
+    assert sum(last) / 8 == pytest.approx(len(last) / 4, rel=0.05)
+    # They are spread evenly, not one after the other.
+    assert all(not any(last[at + 1 : at + 3]) for at, tokens in enumerate(last) if tokens)
+    # So a prompt takes four steps per chunk, which the rule knows.
+    assert sources._compute_s(80, 2) == pytest.approx(10 * (4 * 0.004 + 0.008), rel=0.15)
+    # None waits where nothing runs.
+    assert sources.chunk_tokens(0) == 256
 
 
 def test_the_chunks_of_several_prompts_keep_to_the_share_of_a_step_together() -> None:
@@ -279,37 +304,111 @@ def test_prefill_is_tried_where_nothing_of_it_is_known_one_request_at_a_time() -
 
 
 def test_prefill_is_tried_again_when_it_was_not_measured_lately() -> None:
-    scale = Scale(rate=1e4, sent=100.0)
-    for _ in range(3):
-        scale.now_s += FRESH_S / 4
+    """As soon as all that was computed here has taken 50 times what the try takes longer, .97 s."""
+    scale, times = Scale(rate=1e4, sent=1000.0), []
+    for number in range(700):
+        scale.now_s += FRESH_S / 60
         scale.sources.chunk(1000, 0.1, running=0, now_s=scale.now_s)
-        assert scale.choose(1000) is HERE
-    scale.now_s += FRESH_S / 2
-    scale.sources.chunk(1000, 0.1, running=0, now_s=scale.now_s)
-    assert scale.choose(1000) is PREFILL
-    scale.sources.promised("p", RoomKey(50, 0), scale.now_s, 1000)
-    assert scale.choose(1000) is HERE
+        if scale.choose(1000) is PREFILL:
+            assert not times or number - times[-1] >= 440
+            times.append(number)
+            scale.sources.promised("p", RoomKey(number, 0), scale.now_s, 1000)
+            assert scale.choose(1000) is HERE, "one at a time"
+            scale.sources.arrived("p", RoomKey(number, 0), 1000, scale.now_s + 1.0)
+    assert times[0] >= 60
+    assert len(times) == 1
 
 
 def test_own_compute_is_tried_again_with_little_when_it_was_not_measured_lately() -> None:
-    scale = Scale(rate=100.0, sent=1e6)
-    assert scale.choose(500) is PREFILL
-    for number in range(3):
-        scale.now_s += FRESH_S / 2
-        scale.transfer(number, 500, 0.01)
-    assert scale.choose(513) is PREFILL
-    assert scale.choose(512) is HERE
-    assert scale.choose(500, due=13) is PREFILL
-    # Measured, it is as slow as it was.
-    scale.sources.chunk(500, 5.0, running=0, now_s=scale.now_s)
-    assert scale.choose(500) is PREFILL
-
-
-def test_nothing_is_known_of_what_was_measured_long_ago() -> None:
-    scale = Scale(rate=100.0, sent=1e6)
-    assert scale.choose(500) is PREFILL
-    scale.now_s += FRESH_S + 1
+    """As soon as all that prefill sent has taken 50 times what the try takes longer."""
+    scale, times = Scale(rate=1e4, sent=1e5), []
+    for number in range(4000):
+        scale.now_s += FRESH_S / 60
+        if scale.choose(512) is HERE:
+            assert scale.choose(100) is PREFILL, "one at a time"
+            times.append(number)
+            scale.sources.chunk(512, 0.0512, running=0, now_s=scale.now_s)
+        else:
+            scale.transfer(number, 512, 0.005)
+    assert times[0] >= 59
+    # It takes .046 s longer than .005: at 2 % of those once in 460 requests.
+    assert 1 < len(times) <= 4000 / 440
+    scale.now_s += 2 * FRESH_S
+    for missing, due in ((513, 0), (500, 13)):
+        scale.sources._try_s = 1e9
+        assert scale.choose(missing, due=due) is PREFILL, "only with little"
     assert scale.choose(500) is HERE
+
+
+def test_a_way_that_would_cost_much_is_hardly_ever_tried() -> None:
+    """5 s more, where a request takes 5 ms and comes every 10 minutes: each would be a try."""
+    scale = Scale(rate=100.0, sent=1e5)
+    for number in range(1000):
+        scale.now_s += 10 * FRESH_S
+        assert scale.choose(500) is PREFILL
+        scale.transfer(number, 500, 0.005)
+
+
+@pytest.mark.parametrize(("rate", "chosen"), [(2e4, HERE), (5e3, PREFILL)])
+def test_the_sooner_way_by_what_is_known_is_taken_however_old_that_is(
+    rate: float, chosen: Source
+) -> None:
+    scale = Scale(rate=rate, sent=1e4)
+    scale.now_s += 100 * FRESH_S
+    assert [scale.choose(500) for _ in range(2)] == [chosen, chosen]
+
+
+# --- what decode has computed, and prefill has not ------------------------------------------------
+
+
+def test_prefill_takes_longer_where_decode_has_computed_the_prompts_beginning() -> None:
+    """1 ms a token for those too: the rest of the line does not see them."""
+    scale = Scale(rate=100.0)
+    for number in range(40):
+        tokens, again = 100 + 37 * (number % 11), 600 * (number % 3 == 0)
+        key = RoomKey(number, 0)
+        scale.sources.promised("p", key, scale.now_s, tokens, again=again)
+        scale.now_s += 0.05 + 1e-4 * tokens + 1e-3 * again
+        scale.sources.arrived("p", key, tokens, scale.now_s)
+    scale.compute(100.0)
+    for again, seconds in ((0, 0.07), (900, 0.97)):
+        way = scale.sources.choose_way([Lack(200, again=again)], 0, 0, "p", scale.now_s)
+        assert way.source is PREFILL
+        assert way.seconds == pytest.approx(seconds, rel=0.1)
+    # What waits with the worker takes as long.
+    scale.sources.promised("p", RoomKey(90, 0), scale.now_s, 200, again=900)
+    way = scale.sources.choose_way([Lack(200)], 0, 0, "p", scale.now_s)
+    assert way.seconds == pytest.approx(0.97 + 0.07, rel=0.1)
+
+
+def test_until_it_is_measured_prefill_computes_as_fast_as_it_sends() -> None:
+    scale = Scale(sent=1e3)
+    assert scale.sources._line.per_again_s == 0.0
+    scale.sources.promised("p", RoomKey(70, 0), scale.now_s, 100, again=16)
+    scale.sources.arrived("p", RoomKey(70, 0), 100, scale.now_s + 0.1)
+    assert scale.sources._line.per_again_s == pytest.approx(1e-3, rel=0.1)
+
+
+def test_what_is_computed_here_costs_a_later_request_that_is_asked_of_prefill(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """600 tokens take .06 s here and .1 s from prefill: but .06 s of prefill's when the next turn
+    is asked of it, as nearly all are."""
+    monkeypatch.setattr(sources_module, "OTHERS", 0.0)
+    taken = {}
+    for goes_on in (False, True):
+        scale = Scale(rate=1e4)
+        for number in range(200):
+            tokens, again = 100 + 37 * (number % 11), 600 * (number % 3 == 0)
+            key = RoomKey(number, 0)
+            scale.sources.choose(tokens, 10**6, 0, "p", scale.now_s, goes_on=goes_on)
+            scale.sources.promised("p", key, scale.now_s, tokens, again=again)
+            scale.now_s += 0.04 + 1e-4 * (tokens + again)
+            scale.sources.arrived("p", key, tokens, scale.now_s)
+            scale.sources.chunk(100, 0.01, running=0, now_s=scale.now_s)
+        scale.now_s += 1.0
+        taken[goes_on] = scale.choose(600)
+    assert taken == {False: HERE, True: PREFILL}
 
 
 # --- what is loaded meanwhile ---------------------------------------------------------------------

@@ -30,7 +30,9 @@ _SAMPLING = Sampling(ignore_end=True, logprobs=20)
 
 
 def _world(made: PagedModel, below: int, **options: Any) -> World:
-    compute = ComputeConfig(below=below, chunk_tokens=options.pop("chunk", 24))
+    chunk = options.pop("chunk", 24)
+    # However fast it is here, all prompts go on in each step.
+    compute = ComputeConfig(below=below, chunk_tokens=chunk, itl_share=100.0)
     more = options.pop("decode", {})
     return World(made, page_size=8, decode={"compute": compute, **more}, **options)
 

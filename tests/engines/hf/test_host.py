@@ -31,7 +31,7 @@ HOST = HostConfig(times=40, policy="lru")
 def _world(model: PagedModel, below: int | None, **options: Any) -> World:
     decode: dict[str, Any] = {"host_memory": HOST, "reserve_tokens": 4}
     if below is not None:
-        decode["compute"] = ComputeConfig(below=below, chunk_tokens=24)
+        decode["compute"] = ComputeConfig(below=below, chunk_tokens=24, itl_share=100.0)
     decode |= options.pop("decode", {})
     return World(model, decode=decode, prefill_pages=200, **{"pages": PAGES, **options})
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -498,3 +499,48 @@ def test_only_time_spent_polling_lets_what_the_kernels_hold_settle(
     assert events == [Settled("proof")]
     assert agent._wait_s(None) is None, "nothing is left to poll for"
     assert agent.destroy() is None
+
+
+def test_between_posts_that_end_at_once_notifications_are_polled_every_5_ms(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Posts make NIXL progress, so most polls would be in vain; but what comes meanwhile is not
+    late."""
+    now_s, polled_s = [100.0], [100.0]
+    layout = make_pool("layer_major", 4).layout
+    loop = nixl_loop.NixlLoop(PeerId("decode", 9), layout, lambda event: None, TransportConfig())
+    monkeypatch.setattr(nixl_loop.time, "monotonic", lambda: now_s[0])
+    poll = loop._poll_notifications
+
+    def polled() -> bool:
+        polled_s.append(now_s[0])
+        return poll()
+
+    def post(peer: object, at_s: float) -> bool:
+        """Post a part, which ends at once."""
+        loop._linger_until = at_s + nixl_loop._LINGER_S
+        return True
+
+    # In place of a job that has parts left.
+    monkeypatch.setattr(loop, "_jobs", ["job"])
+    monkeypatch.setattr(loop, "_peers", {"peer": SimpleNamespace(outbox=["job"])})
+    monkeypatch.setattr(loop, "_serve_peer", post)
+    monkeypatch.setattr(loop, "_poll_notifications", polled)
+    poll()
+    for _ in range(200):
+        now_s[0] += 0.0005
+        loop._progress()
+    gaps_s = np.diff(polled_s)
+    assert gaps_s.min() >= 0.005 - 1e-9
+    assert gaps_s.max() <= 0.0055 + 1e-9
+    assert len(gaps_s) >= 18, "of 100 ms"
+    # Where a step posts nothing, or rooms are expected, each one polls.
+    before = len(polled_s)
+    monkeypatch.setattr(loop, "_serve_peer", lambda peer, at_s: False)
+    loop._progress()
+    monkeypatch.setattr(loop, "_serve_peer", post)
+    loop.expect(1)
+    loop._progress()
+    assert len(polled_s) == before + 2
+    monkeypatch.undo()
+    assert loop.destroy() is None
