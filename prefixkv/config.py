@@ -356,7 +356,7 @@ class ComputeConfig:
 
     A step computes at most `chunk_tokens` of prompts. Beside requests that run, it computes no more
     than makes their step longer by `itl_share` of it. Where even 8 tokens make it longer than that,
-    only some steps compute so many: all together get no longer than by that share.
+    only some steps compute them: all together get no longer than by that share.
 
     `ask`: the engine submits a request to both sides at once ("both"), so that prefill has to be
     told where it is computed here; or it waits until `pop_needs_prefill` returns it ("late").

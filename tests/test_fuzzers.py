@@ -12,6 +12,7 @@ import pytest
 FUZZ = Path(__file__).parents[1] / "fuzz"
 SHORT = {
     "allocator.py": ["--seconds", "2"],
+    "decode_points.py": ["--seconds", "2"],
     "engine.py": ["--rounds", "2"],
     "explore.py": ["--max-states", "300"],
     "frames.py": ["--frames", "3000"],

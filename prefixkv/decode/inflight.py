@@ -47,7 +47,7 @@ class Flight:
             before its copy (see `host_tier.py`).
         key: its tokens, up to `kv_len`: they do not change while it is on its way.
         pages: the request's; the flight brings those at [start_pages, end_pages) of its row, whole
-            pages only.
+            pages only. What is computed here behind a part that is sent is not among them.
         joined: the flight that brings what is before `start_pages` and not in the tree.
         number: counts the flights up.
     """
@@ -177,7 +177,7 @@ class InFlight:
             key=key,
             pages=pages,
             start_pages=pages.num_shared,
-            end_pages=len(key.data) // self._page_bytes,
+            end_pages=owner.sent_len * TOKEN_BYTES // self._page_bytes,
             joined=joined,
             number=self._count + 1,
         )

@@ -718,6 +718,17 @@ class DecodePreallocQueue:
         counted = self._count_pages(req, depth, unprotected)
         return _Cut(found, cut, depth, 0 if match is None else match.depth, *counted)
 
+    def _sent_len(self, req: DecodeRequest, shared_pages: int) -> int:
+        """Return up to which token prefill would send a request of the prealloc queue.
+        `shared_pages`: here or on their way.
+
+        All of it where prefill has the whole prompt already, or no checkpoint is kept here.
+        """
+        is_asked = self._sources.asks_late or req.generation > req.request.generation
+        if self._points is None or req.is_alone or not is_asked:
+            return req.fill_len
+        return self._points.sent_len(req, shared_pages, self._sources.least_tokens)
+
     def _is_worth_loading(self, waiter: Waiter, num_missing: int, num_pages: int) -> bool:
         """Return whether to load `num_pages` from host memory for a request of the prealloc queue
         that lacks `num_missing` tokens with them."""
@@ -770,9 +781,9 @@ class DecodePreallocQueue:
             space = min(space, pages.available_pages - self._budget.active)
         new, prefill = waiter.new_pages, waiter.lane.address
         # In a window group what it needs is bounded, and taken now: it never grows there.
-        windows, start = pages.windows, None
+        windows, start, sent_len = pages.windows, None, self._sent_len(req, shared_pages)
         if windows:
-            start = WindowStart(req.fill_len, req.max_pages)
+            start = WindowStart(sent_len, req.max_pages)
         if (
             waiter.needed_pages > space
             or waiter.most_pages > most
@@ -811,8 +822,9 @@ class DecodePreallocQueue:
             if match is not None and cut.depth < match.depth:
                 key = req.key.prefix(cut.depth * pages.page_size)
             joined, shared_pages, match, new = None, cut.depth, cut.match, cut.new_pages
-            start = cut_start
+            start, sent_len = cut_start, req.fill_len
             req.computes = True
+        req.sent_len = sent_len
         # 2. Before an eviction the tree has to know what the others wait for, or it evicts just
         # that.
         num_loaded = max(0, waiter.load_end - shared_pages)

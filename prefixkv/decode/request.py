@@ -56,14 +56,15 @@ class DecodeRequest(PagedRequest[DecodeState]):
 
     With checkpoints of extra state, one of `pop_local` goes on from the state in `checkpoint_slot`,
     -1 where `prefix_len` is 0; the engine copies it before it computes the first chunk. It saves
-    states at each of `stops` (tokens, ascending): see `DecodeNode.save_state`.
+    states at each of `stops` (tokens, ascending): see `DecodeNode.save_state`. Where prefill has
+    sent all but the end, `checkpoint_slot` is `state_slot`, and the first stop is `prefix_len`.
     """
 
     __slots__ = (
         "_key", "admitted_s", "aux", "committed_s", "computes", "fill_len", "first_token_s",
         "hit_tokens", "host_tokens", "is_alone", "max_new_tokens", "max_pages", "may_load",
         "new_pages", "output", "output_limit", "prefill", "prompt_len", "retractions", "retries",
-        "shared_tokens", "transferred_s",
+        "sent_len", "shared_tokens", "transferred_s",
     )  # fmt: skip
 
     TRANSITIONS = {
@@ -90,9 +91,10 @@ class DecodeRequest(PagedRequest[DecodeState]):
         self.output: list[int] = []
         self.output_limit = 0
         self.aux = b""
-        # Of the latest admission: the tokens that the transfer fills up to, and, with checkpoints,
-        # whether it is computed here.
-        self.fill_len = self.prompt_len
+        # Of the latest admission: the tokens that have KV once it may run, and of these those that
+        # prefill fills up to, where it sends some: the rest is computed here, so that what was sent
+        # leaves a checkpoint. With checkpoints, whether all that it lacks is computed here.
+        self.fill_len = self.sent_len = self.prompt_len
         self.computes = False
         self.retries = 0
         self.retractions = 0
@@ -184,8 +186,9 @@ class PrefillAsk:
     A retraction keeps whole pages only. So a retracted request mostly asks for its partial last
     page, although nothing was evicted.
 
-    `tokens` are prompt and output but the last token: the KV that is needed. `known_token` is the
-    next token if one was sampled already (it must not be sampled again), else None. `namespace` and
+    `tokens` are prompt and output but the last token: the KV that is needed; less the last ones
+    where decode computes these itself. `known_token` is the next token if there is one already (it
+    must not be sampled again), else None. `namespace` and
     `cacheable` are the request's: prefill's cache must not share it with another namespace's.
     `decode` is this decode worker's name, `prefill` the address of the prefill worker to submit it
     to.
@@ -199,12 +202,15 @@ class PrefillAsk:
     def __init__(self, req: DecodeRequest, decode: str) -> None:
         self.rid = req.rid
         self.decode = decode
-        self.tokens: Any = req.key.tokens()
+        tokens = req.key.tokens()
+        self.tokens: Any = tokens[: req.sent_len]
         self.namespace = req.key.namespace
         self.cacheable = req.request.cacheable
         self.room = req.room
         self.generation = req.generation
         self.known_token: int | None = req.output[-1] if req.output else None
+        if req.sent_len < len(tokens):
+            self.known_token = int(tokens[req.sent_len])
         self.prefill = req.prefill
 
 

@@ -289,7 +289,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             assert req.pages_held is not None
             # Before anything is evicted: under its lock, which has just grown over their pages.
             if self.points is not None:
-                self.points.enter(req)
+                self.points.committed(req)
             self.counters["transferred"] += 1
             # `deadline_s` is about the arrival of the KV, which is over.
             self._deadlines.forget(req)
@@ -338,7 +338,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         path = self._path(flight, req.fill_len)
         self._unsent.computed(path[req.prefix_len // self.pages.page_size :])
         self.arriving.arrived(flight)
-        self.journal.computed(req, now_s)
+        if req.sent_len == req.fill_len:  # else most of it was sent
+            self.journal.computed(req, now_s)
 
     def _check_step(self, req: DecodeRequest, end: int) -> None:
         """Raise RequestError for a chunk of a decode request that is longer than its rows in window
@@ -751,6 +752,11 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             if flight is not None:
                 self.journal.transferred(flight, now_s)
                 num_tokens = len(flight.key) - flight.pages.num_shared * self.pages.page_size
+                if flight.is_local:
+                    assert flight.owner is not None
+                    assert self.points is not None
+                    num_tokens = flight.owner.sent_len - flight.owner.prefix_len
+                    self.points.go_on_from_sent(flight.owner)
                 self.sources.arrived(flight.prefill, key, num_tokens, now_s)
                 if self._unsent.has_any:
                     self._unsent.sent(self._path(flight, len(flight.key)))
@@ -1015,7 +1021,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         flight = self.flights.of(req)
         assert flight is not None
         pages, page_size = flight.pages, self.pages.page_size
-        start, end = pages.num_shared, pages_for(req.fill_len, page_size)
+        start, end = pages.num_shared, pages_for(req.sent_len, page_size)
         # Of this admission: the next one is decided by what is known then.
         was_alone, req.is_alone = req.is_alone, not req.prefill
         is_local = self._is_computed_here(req, flight, was_alone, now_s)
@@ -1059,14 +1065,14 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self._asks.append(PrefillAsk(req, self.name))
         # 3. Registered before the command leaves, so that an answer always finds its flight.
         self.arriving.add(flight)
-        num_sent = req.fill_len - req.prefix_len
+        num_sent = req.sent_len - req.prefix_len
         again = self._again_tokens(flight, req.prefix_len)
         self.sources.promised(
             req.prefill, flight.room_key, now_s, num_sent, num_loaded * page_size, again
         )
         promise = Promise(
             *flight.room_key.numbers,
-            fill_len=req.fill_len,
+            fill_len=req.sent_len,
             prefix_len=req.prefix_len,
             pages=self.pages.table.packed(pages.row, start, end),
             ticket=self._ticket(),
@@ -1074,12 +1080,12 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             weights_version=self.weights_version,
             windows=self.pages.windows.promised(pages.row, end) if self.pages.windows else (),
         )
-        # After some output the tokens to compute are more than the prompt, so their digest is
-        # another.
+        # After some output the tokens to compute are more than the prompt, and without its end they
+        # are fewer, so their digest is another.
         digest = req.request.digest
-        if req.fill_len > req.prompt_len:
-            match = self.pages.match(req.key, req.request.cacheable)
-            digest, _ = self.pages.digest(req.key, match)
+        if req.sent_len != req.prompt_len:
+            key = req.key if req.sent_len == len(req.key) else req.key.prefix(req.sent_len)
+            digest, _ = self.pages.digest(key, self.pages.match(key, req.request.cacheable))
         self._commands.append(OpenRoom(promise, req.prefill, digest))
         return True
 
@@ -1102,8 +1108,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         """True if decode's engine submits a request to prefill only once `pop_needs_prefill` has
         returned it.
         """
-        config = self.sources.config
-        return config is not None and config.ask == "late"
+        return self.sources.asks_late
 
     def _is_told(self, req: DecodeRequest) -> bool:
         """Return True if a prefill worker may have this attempt at a decode request that was not
@@ -1366,14 +1371,23 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         """End the decode request of a flight; the flight continues if others wait for it, and
         something brings it.
         """
-        # Nothing computes it any more: those that joined ask again.
-        if not flight.waiters or (flight.is_local and flight.is_open):
+        assert flight.owner is not None
+        # Nothing computes it any more, or the pages behind what is sent: those that joined ask
+        # again.
+        is_computed = flight.is_local and flight.is_open
+        if (
+            not flight.waiters
+            or is_computed
+            or flight.end_pages < len(flight.key) // self.pages.page_size
+        ):
             self._cancel(flight, error)
             return
         self.counters["flights_adopted"] += 1
-        assert flight.owner is not None
-        # The flight keeps the pages and the lock. The request lets go of them first, so that they
-        # have one owner at any time; the room number has to outlive the request.
+        # The flight keeps the pages and the lock, and nothing that the request has saved. It lets
+        # go of them first, so that they have one owner at any time; the room number has to outlive
+        # the request.
+        if self.points is not None:
+            self.points.end(flight.owner)
         flight.owner.pages_held = None
         self.flights.disown(flight)
         if flight.is_open:

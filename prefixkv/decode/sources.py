@@ -432,6 +432,18 @@ class Sources:
 
     # --- the decision -----------------------------------------------------------------------------
 
+    @property
+    def least_tokens(self) -> int:
+        """Tokens of which decode always computes as few itself; -1: none at all."""
+        return -1 if self.config is None else min(_ALWAYS, self.config.below)
+
+    @property
+    def asks_late(self) -> bool:
+        """True if decode's engine submits a request to prefill only once `pop_needs_prefill` has
+        returned it.
+        """
+        return self.config is not None and self.config.ask == "late"
+
     def most_tokens(self, is_down: bool) -> int:
         """Return how many tokens of one request decode computes at most; `is_down`: where its
         prefill worker cannot be asked. -1: none at all.
@@ -504,7 +516,7 @@ class Sources:
         # 1. and 2.: by size alone.
         if config is None:
             return sent
-        if first.missing <= min(_ALWAYS, config.below):
+        if first.missing <= self.least_tokens:
             return here
         # 3. One of the two ways is not known.
         worker = self._workers.get(address) or _Worker()

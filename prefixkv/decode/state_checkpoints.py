@@ -63,6 +63,18 @@ class DecodeCheckpoints(RequestCheckpoints[DecodeRequest]):
         beginning without one."""
         return req.kv_len - (0 if found is None else found.depth * self._pages.page_size)
 
+    def sent_len(self, req: DecodeRequest, shared_pages: int, most: int) -> int:
+        """Return up to which token prefill is to send a decode request: to its end, or where that
+        leaves a checkpoint, if the engine has at most `most` tokens to compute behind it.
+
+        Not before the end of the `shared_pages` that are here or on their way.
+        """
+        at = req.fill_len // self._step * self._step
+        can_save = self._pages.caching and req.request.cacheable and req.request.may_compute
+        if can_save and req.fill_len - at <= most and at >= shared_pages * self._pages.page_size:
+            return at or req.fill_len
+        return req.fill_len
+
     def hold(self, req: DecodeRequest, found: Checkpoint | None) -> None:
         """Lock the checkpoint that a decode request goes on from, which is opened next."""
         self._lock(req, found)
@@ -76,6 +88,14 @@ class DecodeCheckpoints(RequestCheckpoints[DecodeRequest]):
         if self._may_save(req):
             for tokens in (req.fill_len, dense_pages * page_size):
                 self._add_stop(req, tokens, req.prefix_len)
+
+    def go_on_from_sent(self, req: DecodeRequest) -> None:
+        """Say where a decode request goes on that prefill has sent up to `sent_len`: there, where
+        what was sent becomes a checkpoint before it moves on."""
+        req.prefix_len, req.checkpoint_slot = req.sent_len, req.state_slot
+        if self._may_save(req):
+            self._add_stop(req, req.prefix_len, 0)
+        self._take_if_stop(req, req.prefix_len)
 
     # --- what it saves ----------------------------------------------------------------------------
 
@@ -104,13 +124,14 @@ class DecodeCheckpoints(RequestCheckpoints[DecodeRequest]):
                 continue
             if not self._may_save(req):
                 continue
+            self._enter_sent(req)
             if req.saved:
                 # One slot a request: what it had before is a page behind.
                 _, slot = req.saved.pop()
                 req.saved.append((at // self._pages.page_size, slot))
                 slot += self._first_slot
             else:
-                slot = self._take(req, at, req.max_pages, with_windows=False)
+                slot = self._take(req, at, req.max_pages, with_windows=at == req.fill_len)
             if slot != NO_SLOT:
                 copies.append((req.state_slot, slot))
         return copies
@@ -128,13 +149,32 @@ class DecodeCheckpoints(RequestCheckpoints[DecodeRequest]):
         """Note that decode's engine has computed a request up to token `end`: it has copied the
         state that it goes on from, and stops behind it are over."""
         self._unlock(req)
-        # Without extra state nothing has to be copied: what is computed is kept where it is.
-        if not self._has_state and end in req.stops:
-            self.take(req, end)
+        self._take_if_stop(req, end)
         self._pass_stops(req, end)
         if self._pages.windows:
             assert req.pages_held is not None
             self._pages.slide(req.pages_held, end)
+
+    def _take_if_stop(self, req: DecodeRequest, end: int) -> None:
+        """Keep what a decode request without extra state has behind `end` tokens, if that is one of
+        its stops: nothing has to be copied, what is computed is kept where it is."""
+        if not self._has_state and end in req.stops:
+            self.take(req, end)
+
+    def committed(self, req: DecodeRequest) -> None:
+        """Enter what a decode request has saved that was just committed to the tree. One that was
+        sent to its end keeps its window there; its state the engine has still to copy."""
+        was_sent = not req.computes and req.sent_len == req.fill_len
+        is_end = req.fill_len % self._step == 0
+        if was_sent and is_end and not self._has_state and self._may_save(req):
+            self._take(req, req.fill_len, req.max_pages)
+        self.enter(req)
+
+    def _enter_sent(self, req: DecodeRequest) -> None:
+        """Enter the state that a decode request had when it came, if that is what it has saved: its
+        pages are in the tree, and the slot is not for what comes."""
+        if req.saved and req.saved[-1][0] * self._pages.page_size == req.fill_len:
+            self.enter(req)
 
     def enter(self, req: DecodeRequest) -> None:
         """Enter the states that a decode request has saved, as far as their pages are in the tree,
@@ -155,6 +195,7 @@ class DecodeCheckpoints(RequestCheckpoints[DecodeRequest]):
         """Enter what a decode request leaves in the cache, its state and its window, and give back
         the rest. Under its lock, which has all its pages that are cached."""
         held = req.pages_held
+        self._enter_sent(req)
         if self._pages.windows and held is not None and self._may_save(req):
             if not self._has_state:
                 at = held.num_locked * self._pages.page_size // self._step * self._step

@@ -61,7 +61,7 @@ class DecodeTransferQueue:
 
     def add_local(self, flight: Flight) -> None:
         """Enter the flight of an admitted request in decode's transfer queue that this worker's
-        engine computes; it has no room.
+        engine computes; it has no room, or none any more.
         """
         flight.is_local = True
         self._local[flight] = None
@@ -79,12 +79,15 @@ class DecodeTransferQueue:
 
     def succeed(self, key: RoomKey, aux: bytes) -> Flight | None:
         """Note in the transfer queue that a room's pages are all written. Return its flight; None
-        if it was aborted.
+        if it was aborted. What its request lacks still, the engine computes from now on.
         """
         flight = self._open.pop(key, None)
         if flight is not None:
-            if flight.owner is not None:
-                flight.owner.aux = aux
+            if (owner := flight.owner) is not None:
+                owner.aux = aux
+                if owner.sent_len < owner.fill_len:
+                    self.add_local(flight)
+                    return flight
             self.arrived(flight)
         return flight
 

@@ -542,22 +542,24 @@ class DecodeEngine:
         if (last := sim.sides[1].last) is not None:
             end = min([end, *(at for at in req.stops if at > start)])  # a window is kept there
         assert end > start or req.resumed, "the first token is sampled from something"
-        if self.scheduler.points is not None and start == req.prefix_len > 0:
-            sim.counters["checkpoints gone on from"] += 1
+        is_first, is_sent = start == req.prefix_len, req.sent_len < req.fill_len
+        if self.scheduler.points is not None and is_first and start:
+            sim.counters["ends of what was sent" if is_sent else "checkpoints gone on from"] += 1
         if has_state := req.state_slot >= 0:
-            is_first = start == req.prefix_len
-            if is_first and start:
+            if is_first and start and not is_sent:
                 state = self.kept[req.checkpoint_slot]
                 assert state == hashes[start - 1], f"H12: {req} goes on from another state"
             assert (req.checkpoint_slot >= 0) == (req.prefix_len > 0)
+            assert not is_sent or req.checkpoint_slot == req.state_slot
         for rank in self._each_rank(req):
-            slot = req.state_slot if has_state and not is_first else -1
+            slot = req.state_slot if has_state and (is_sent or not is_first) else -1
             rank.check_bytes(req, req.pages, hashes[:start], slot)
             rank.fill(req.pages, start, hashes[:end], req.state_slot)
             if last is not None:
                 rank.check_last(req, req.window_pages(last.name), hashes[:start], last.window)
                 rank.fill_last(req.window_pages(last.name), start, hashes[:end])
-        for at in [at for at in req.stops if start < at <= end]:
+        for at in [at for at in req.stops if start <= at <= end]:
+            assert at > start or is_sent
             if (slot := self.scheduler.save_state(req, at, sim.now_s)) >= 0:
                 self.kept[slot] = int(hashes[at - 1])
         self.local[req] = end

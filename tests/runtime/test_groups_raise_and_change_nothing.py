@@ -325,6 +325,7 @@ class Groups:
                 [self.computing, 99],
                 {"last": True, "aux": b"text", "ready": None, "state_slot": -1},
             ),
+            "prefill.save_state": ([self.computing, 99], {}),
             "prefill.pop_failed": ([], {"after": 7}),
             "prefill.abort": (["nobody"], {}),
             "prefill.flush": ([7], {}),

@@ -178,6 +178,8 @@ class Story:
             "prefill.wait": (["0"], {}),
             "prefill.drain": (["0"], {}),
             "prefill.take_cache_events": ([False], {}),
+            "prefill.take_log": ([], {}),
+            "prefill.apply_rank_events": ([b"no message"], {}),
         }
 
     def odd(self) -> list[Any]:

@@ -314,6 +314,15 @@ class DecodeEngine:
         retracted."""
         if req.prefix_len < req.fill_len:
             self._local[req] = req.prefix_len
+            # Prefill has sent all but the end, and knew the token behind that.
+            if req.sent_len < req.fill_len and not req.resumed:
+                answer = self._answers[req.rid]
+                try:
+                    _, answer.prefill_hit_tokens, _ = unpack_first(
+                        req.aux, self.model.vocab_size, req.sent_len
+                    )
+                except ValueError as error:
+                    self._abort_for(answer, error)
             return
         # It lacks no KV: its window is there, or its state in a checkpoint.
         if self.states is not None:
@@ -334,10 +343,14 @@ class DecodeEngine:
                 )
                 self._sampled.append((req, token, logprob))
         except ValueError as error:
-            answer.error = error
-            self.node.abort(req.rid)
+            self._abort_for(answer, error)
             return
         self._running.append(req)
+
+    def _abort_for(self, answer: _Answer, error: ValueError) -> None:
+        """End an HF answer for an aux of its prefill worker that cannot be."""
+        answer.error = error
+        self.node.abort(answer.req.rid, self.model.event())
 
     def _forward(self, reqs: list[DecodeRequest], chunks: list[_Chunk]) -> None:
         """Run the HF model once: write each newest token's KV and the chunks', and sample the next
@@ -371,7 +384,7 @@ class DecodeEngine:
         self._sampled = list(zip(reqs, found[:num], logprobs[:num], strict=True))
         # 2. The chunks. A first token takes the way of those that prefill sends.
         aux = {
-            chunk.req: pack_first(token, 0, logprob)
+            chunk.req: pack_first(token, self._prefill_hits(chunk.req), logprob)
             for chunk, token, logprob in zip(firsts, found[num:], logprobs[num:], strict=True)
         }
         # What the cache has already of a whole one is free then, and may be promised to prefill: so
@@ -389,6 +402,10 @@ class DecodeEngine:
         if chunks:
             for req in self.node.pop_transferred():
                 self._begin(req)
+
+    def _prefill_hits(self, req: DecodeRequest) -> int:
+        """Return the tokens that an HF answer's prefill worker had cached of what it has sent."""
+        return self._answers[req.rid].prefill_hit_tokens
 
     def _forward_with_guesses(self, drafting: Drafting, reqs: list[DecodeRequest]) -> None:
         """Run the HF model once with guesses of its draft head, and sample the next tokens: two of
@@ -454,9 +471,11 @@ class DecodeEngine:
         saves: dict[int, dict[int, int]] = {}
         for req, start, end in chunks:
             sources.append(req.checkpoint_slot if start == req.prefix_len else req.state_slot)
-            for at in [at for at in req.stops if start < at <= end]:
+            for at in [at for at in req.stops if start <= at <= end]:
                 slot = self.node.save_state(req, at)
-                if slot != NO_SLOT:
+                if slot != NO_SLOT and at == start:  # what prefill has sent
+                    self.states.copy([(req.state_slot, slot)])
+                elif slot != NO_SLOT:
                     saves.setdefault(len(slots), {})[at] = slot
             slots.append(req.state_slot)
         return StateRows(self.states, sources, slots, saves)

@@ -277,6 +277,8 @@ class PrefillEngine:
             aux = pack_first(tokens[i][0], one.hit_tokens, tokens[i][1]) if i in tokens else b""
             if last and one.hidden is not None:
                 aux += pack_hidden(one.hidden, end)
+            elif last and not aux:  # decode knows the token, or computes the end itself
+                aux = pack_first(0, one.hit_tokens)
             self._counters["computed_tokens"] += end - starts[i]
             self.node.send_chunk(one.req, end, last, aux, ready, one.slot if last else NO_SLOT)
             one.done = end

@@ -49,6 +49,9 @@ _MOST = pytest.mark.parametrize(
 
 @_MOST
 def test_turns_go_on_from_the_checkpoints_that_answers_leave(family: str, below: int) -> None:
+    """Of the first prompt prefill sends whole pages, or all of it: of 90, 97 and 104 tokens. The
+    second talk has short answers; the others go on without them, as where a model's thinking is
+    left out."""
     made, reference = _made(family)
     found = Found()
     draw = np.random.default_rng(below)
@@ -56,18 +59,21 @@ def test_turns_go_on_from_the_checkpoints_that_answers_leave(family: str, below:
         talks = [draw.integers(0, 256, 90 + 7 * i).tolist() for i in range(3)]
         for turn in range(4):
             before = world.decode.stats()["computed_tokens"]
-            answers = [world.ask(f"{i}.{turn}", talk, max_new_tokens=11, sampling=_SAMPLING)
-                       for i, talk in enumerate(talks)]  # fmt: skip
+            answers = [world.ask(f"{i}.{turn}", talk, max_new_tokens=(11, 3, 11)[i],
+                                 sampling=_SAMPLING) for i, talk in enumerate(talks)]  # fmt: skip
             world.run()
             computed = world.decode.stats()["computed_tokens"] - before
             for i, answer in enumerate(answers):
                 compare(answer, made, reference, found)
                 more = draw.integers(0, 256, 20).tolist()
-                talks[i] = [*talks[i], *answer.tokens[0], *more]
+                talks[i] = [*talks[i], *(answer.tokens[0] if i == 1 else ()), *more]
             if turn:
-                # What is new is the end of the answer, and what was said: less than a page, and 20.
+                # What is new is the end of what was kept, and what was said: less than a page, and
+                # 20, and a short answer.
                 assert computed <= 3 * (20 + 8)
-                assert all(answer.ends[0].hit_tokens > 90 for answer in answers)
+                assert all(answer.ends[0].hit_tokens >= 88 for answer in answers)
+            elif below < ALL:
+                assert computed == 90 % 8 + 97 % 8, "behind what was sent"
         stats = world.decode.stats()
         expected = {64: 3, ALL: 0}[below]
         assert world.prefill.stats()["sent"] == expected

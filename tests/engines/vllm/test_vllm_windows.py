@@ -5,13 +5,11 @@ their own. It frees blocks as the window moves on, and of a state those that are
 Every token and its log-probability are compared with those of the prefill server alone, from
 nothing. Tokens of such small models may be right where the KV is not; log-probabilities are not.
 
-GPT-OSS, which is to the connector what Gemma 3 is with one group less, runs only with
-PREFIXKV_VLLM_FAMILIES=all.
+GPT-OSS is to the connector what Gemma 3 is with one group less.
 """
 
 from __future__ import annotations
 
-import os
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -98,7 +96,7 @@ def loaded(answer: Any) -> tuple[int, int]:
 
 CHOSEN: Final = [
     "gemma3_text",
-    *(("gpt_oss",) if os.environ.get("PREFIXKV_VLLM_FAMILIES") == "all" else ()),
+    pytest.param("gpt_oss", marks=pytest.mark.slow),
     pytest.param("granitemoehybrid", marks=pytest.mark.slow),
 ]
 

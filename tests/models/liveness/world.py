@@ -175,7 +175,7 @@ class Prefill(PrefillEngine):
             self.desk.rank.inbox.extend(self.kept.pop(key))
             if key in self.aborted:
                 self.desk.rank.inbox.append(self.aborted.pop(key))
-        self.desk.hear()
+        self.desk.hear(events.popleft())
         return True
 
     def schedule(self) -> None:
