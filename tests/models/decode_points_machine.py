@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prefixkv.cache.checkpoints import NO_SLOT
+from prefixkv.cache.results import MatchResult
 from prefixkv.config import ComputeConfig
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.decode.scheduler import DecodeScheduler
@@ -316,7 +317,10 @@ class Machine:
             req = self.scheduler.add(request, self.now_s)
             self.runs[req] = Run(req)
 
-    def chooses_here(self, req: DecodeRequest, missing: int, num_sent: int, _now_s: float) -> bool:
+    def chooses_here(
+        self, req: DecodeRequest, match: MatchResult | None, missing: int, num_sent: int,
+        _now_s: float,
+    ) -> bool:  # fmt: skip
         """Called in the middle of an admission, with what the real one has found."""
         self.lose()
         path = self.deepest(req)
