@@ -34,7 +34,7 @@ from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import TOKEN_BYTES, RadixKey, common_pages
 from prefixkv.cache.results import MatchResult, PrefixLock
 from prefixkv.decode.device_pages import DeviceLock, DevicePages, LockT
-from prefixkv.decode.sources import FRESH_S
+from prefixkv.decode.services import FRESH_S
 from prefixkv.errors import check_laws
 from prefixkv.pages.allocator import PageAllocator
 from prefixkv.paging import Pages

@@ -36,20 +36,17 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from prefixkv.config import ComputeConfig
 from prefixkv.decode.costs import PassCosts
+from prefixkv.decode.services import FRESH_S, PrefillLoad, Promised, ServiceLine
 from prefixkv.protocol.ids import RoomKey
 
 FAIR_FACTOR: Final = 2.0
 FAIR_S: Final = 0.02
 """Of the ways that send, one may take `FAIR_FACTOR` times as long as the fastest, and `FAIR_S`
 seconds more, if it sends less."""
-
-FRESH_S: Final = 60.0
-"""Seconds after which a measurement is no longer used: the load may be another by then."""
 
 OTHERS: Final = 8.0
 """How much more a second counts that others wait than one of the request itself: those that wait
@@ -69,12 +66,8 @@ _MOST_DOUBT: Final = 0.5  # of what is computed here, so much of the seconds may
 _SURE: Final = 8  # passes with chunks; of fewer measured ones the seconds count as a part of them
 _LONG_SURE: Final = 32  # the same: after fewer, what was measured is old sooner
 _LEAST_TRANSFERS: Final = 3
-_KEPT_TRANSFERS: Final = 0.95
 _KEPT_REQUESTS: Final = 0.98
-_AGAIN_PRIOR: Final = 16.0  # as one transfer, of which prefill computes 100 tokens again
-_FIT_ROUNDS: Final = 8
 _MAX_WORKERS: Final = 256  # prefill workers that are remembered
-_ROUND: Final = 512  # tokens that the costs of a transfer's round trip count for in its weight
 
 
 class Source(enum.Enum):
@@ -139,178 +132,6 @@ def fair(ways: Sequence[Way]) -> Way:
     return min(ways, key=lambda way: (way.cost_s, way.sent_tokens))
 
 
-@dataclass(slots=True)
-class _Line:
-    """A line through the last services of prefill workers: seconds by tokens that are sent, by
-    tokens that decode loads, as prefill may have to compute these again, and by tokens that decode
-    has computed itself, which prefill does. Old ones fade.
-
-    Services are weighed by about the inverse of their tokens: of a long one a second is noise, of a
-    short one it is all. No part of the line is below 0.
-    """
-
-    # Weighted sums, of products too: x tokens sent, h loaded, a computed again, y seconds.
-    weights: float = 0.0
-    x: float = 0.0
-    h: float = 0.0
-    y: float = 0.0
-    xx: float = 0.0
-    xh: float = 0.0
-    hh: float = 0.0
-    xy: float = 0.0
-    hy: float = 0.0
-    a: float = 0.0
-    xa: float = 0.0
-    ha: float = 0.0
-    aa: float = 0.0
-    ay: float = 0.0
-    num: int = 0
-    first_s: float = 0.0  # of each transfer, per token sent, and per token loaded
-    per_token_s: float = 0.0
-    per_loaded_s: float = 0.0
-    per_again_s: float = 0.0  # the same, of those that decode has computed
-
-    def add(self, tokens: int, loaded: int, seconds: float, again: int = 0) -> tuple[float, float]:
-        """Add a prefill worker's service: tokens sent to decode, loaded there meanwhile, and
-        computed again. Return its weight, and the seconds by the line.
-        """
-        weight, kept = 1.0 / (tokens + loaded + again + _ROUND), _KEPT_TRANSFERS
-        self.num += 1
-        self.weights = self.weights * kept + weight
-        self.x = self.x * kept + weight * tokens
-        self.h = self.h * kept + weight * loaded
-        self.y = self.y * kept + weight * seconds
-        self.xx = self.xx * kept + weight * tokens * tokens
-        self.xh = self.xh * kept + weight * tokens * loaded
-        self.hh = self.hh * kept + weight * loaded * loaded
-        self.xy = self.xy * kept + weight * tokens * seconds
-        self.hy = self.hy * kept + weight * loaded * seconds
-        self.a = self.a * kept + weight * again
-        self.xa = self.xa * kept + weight * tokens * again
-        self.ha = self.ha * kept + weight * loaded * again
-        self.aa = self.aa * kept + weight * again * again
-        self.ay = self.ay * kept + weight * again * seconds
-        self._fit()
-        return weight, self.at(1, tokens, loaded, again)
-
-    def _fit(self) -> None:
-        """Fit the line to the last services of prefill workers, by least squares."""
-        if not self.aa:
-            self._fit_without_again()
-            return
-        # In turn what is computed again by the rest, and the rest by that: it goes on from the last
-        # fit. As long as little is known, prefill takes as long for it as for what it sends.
-        for _ in range(_FIT_ROUNDS):
-            self._fit_without_again()
-            left = self.ay - self.first_s * self.a
-            left -= self.per_token_s * self.xa + self.per_loaded_s * self.ha
-            known = left + _AGAIN_PRIOR * self.per_token_s
-            self.per_again_s = max(0.0, known / (self.aa + _AGAIN_PRIOR))
-
-    def _fit_without_again(self) -> None:
-        """Fit the rest of the line to what computing again does not account for."""
-        again_s = self.per_again_s
-        x, h = self.x / self.weights, self.h / self.weights
-        y = max(0.0, self.y - again_s * self.a) / self.weights
-        xx, hh = self.xx / self.weights - x * x, self.hh / self.weights - h * h
-        xh = self.xh / self.weights - x * h
-        xy = (self.xy - again_s * self.xa) / self.weights - x * y
-        hy = (self.hy - again_s * self.ha) / self.weights - h * y
-        # 1. By both. Transfers of one size, or of sizes that go together, say nothing of one of the
-        # rates.
-        per_token = per_loaded = 0.0
-        if (det := xx * hh - xh * xh) > 1e-3 * xx * hh > 0:
-            per_token, per_loaded = (xy * hh - hy * xh) / det, (hy * xx - xy * xh) / det
-        # 2. By one, where the other is not known or below 0; what is sent goes before.
-        if per_token <= 0 or per_loaded <= 0:
-            by_token, by_loaded = xy / xx if xx > 1 else 0.0, hy / hh if hh > 1 else 0.0
-            if by_token > 0 and per_token >= 0:
-                per_token, per_loaded = by_token, 0.0
-            else:
-                per_token, per_loaded = 0.0, max(0.0, by_loaded)
-        # 3. No more than the mean belongs to the rates, since no round trip is below 0.
-        by_rates_s = per_token * x + per_loaded * h
-        most = min(1.0, y / by_rates_s) if by_rates_s > 0 else 0.0
-        self.per_token_s, self.per_loaded_s = per_token * most, per_loaded * most
-        self.first_s = max(0.0, y - most * by_rates_s)
-
-    @property
-    def mean_tokens(self) -> float:
-        """Tokens of a transfer from prefill to decode, on average."""
-        return self.x / self.weights if self.weights else 0.0
-
-    def at(self, num: float, tokens: float, loaded: float, again: float = 0.0) -> float:
-        """Return the seconds that `num` transfers from prefill take, with these tokens in all."""
-        rates_s = self.per_token_s * tokens + self.per_loaded_s * loaded
-        return self.first_s * num + rates_s + self.per_again_s * again
-
-
-class _Promise(NamedTuple):
-    """A room that a prefill worker was promised: when, the tokens that it sends, those that decode
-    loads, and those that decode has computed."""
-
-    time_s: float
-    tokens: float
-    loaded: int
-    again: int
-
-
-@dataclass(slots=True)
-class _Worker:
-    """The promises that a prefill worker has to answer, and how it compares with all workers."""
-
-    promises: dict[RoomKey, _Promise] = field(default_factory=dict)  # the oldest first
-    tokens: float = 0.0  # of all of them
-    loaded: int = 0
-    again: int = 0
-    answered_s: float = -math.inf
-    # Of its services: seconds, and those by the line. Fading sums, weighed as the line's.
-    took_s: float = 0.0
-    by_line_s: float = 0.0
-
-    def add(self, key: RoomKey, promise: _Promise) -> None:
-        """Add a promise to this prefill worker."""
-        self.promises[key] = promise
-        self.tokens += promise.tokens
-        self.loaded += promise.loaded
-        self.again += promise.again
-
-    def remove(self, key: RoomKey) -> _Promise | None:
-        """Remove a promise to this prefill worker, and return it; None if it is not there."""
-        promise = self.promises.pop(key, None)
-        if promise is not None:
-            self.tokens -= promise.tokens
-            self.loaded -= promise.loaded
-            self.again -= promise.again
-        return promise
-
-    def began_s(self, promise: _Promise) -> float:
-        """Return when this prefill worker began with its oldest promise."""
-        return max(promise.time_s, self.answered_s)
-
-    def factor(self, now_s: float) -> float:
-        """Return how many times as long as others this prefill worker takes; 1 if not known."""
-        if now_s - self.answered_s > FRESH_S or self.by_line_s <= 0.0:
-            return 1.0
-        return self.took_s / self.by_line_s
-
-    def backlog_s(self, line: _Line, now_s: float) -> float:
-        """Return the seconds until this prefill worker has answered what decode promised it."""
-        oldest = next(iter(self.promises.values()), None)
-        if oldest is None:
-            return 0.0
-        factor, had_s = self.factor(now_s), now_s - self.began_s(oldest)
-        head_s = factor * line.at(1, oldest.tokens, oldest.loaded, oldest.again)
-        behind_s = line.at(
-            len(self.promises) - 1,
-            self.tokens - oldest.tokens,
-            self.loaded - oldest.loaded,
-            self.again - oldest.again,
-        )
-        # One that takes longer than it should takes as long again.
-        return max(head_s - had_s, had_s) + factor * behind_s
-
-
 class Sources:
     """Measurements, and the decision by them; the module's text has the rule. Owned by the
     scheduler's thread. Every call is O(1).
@@ -331,9 +152,9 @@ class Sources:
         self._costs = PassCosts()
         self._tokens = 0  # that decode has computed, ever
         self._computed_s = -math.inf
-        self._line = _Line()
+        self._line = ServiceLine()
         self._answered_s = -math.inf  # when the last transfer of any worker arrived
-        self._workers: dict[str, _Worker] = {}
+        self._workers: dict[str, PrefillLoad] = {}
         # Of requests: how many, and the seconds between them. Fading sums.
         # At first as if one had come in a second: of a burst at the beginning nothing is known.
         self._requests, self._between_s = 0.0, 1.0
@@ -395,10 +216,10 @@ class Sources:
         """
         if not self._measures:
             return
-        worker = self._workers.pop(address, None) or _Worker()
+        worker = self._workers.pop(address, None) or PrefillLoad()
         self._workers[address] = worker  # the one that was asked last is forgotten last
         sent = self._line.mean_tokens if tokens is None else tokens
-        worker.add(key, _Promise(now_s, sent, loaded, again))
+        worker.add(key, Promised(now_s, sent, loaded, again))
         if len(self._workers) > _MAX_WORKERS:
             del self._workers[next(iter(self._workers))]
 
@@ -409,9 +230,8 @@ class Sources:
             return
         took_s = max(0.0, now_s - worker.began_s(promise))
         weight, by_line_s = self._line.add(num_tokens, promise.loaded, took_s, promise.again)
-        worker.took_s = worker.took_s * _KEPT_TRANSFERS + weight * took_s
-        worker.by_line_s = worker.by_line_s * _KEPT_TRANSFERS + weight * by_line_s
-        worker.answered_s = self._answered_s = now_s
+        worker.answered(weight, took_s, by_line_s, now_s)
+        self._answered_s = now_s
 
     def gave_up(self, address: str, key: RoomKey) -> None:
         """Note that a room of the prefill worker at `address` has failed, or was aborted: its time
@@ -519,7 +339,7 @@ class Sources:
         if first.missing <= self.least_tokens:
             return here
         # 3. One of the two ways is not known.
-        worker = self._workers.get(address) or _Worker()
+        worker = self._workers.get(address) or PrefillLoad()
         knows_prefill = self._line.num >= _LEAST_TRANSFERS
         if first.missing <= config.below and not (self.is_measured and knows_prefill):
             # One request at a time says what prefill takes, and little what it takes here.
@@ -543,7 +363,7 @@ class Sources:
         self._note_seconds(way.seconds)
         return way
 
-    def _is_old(self, chosen: Source, worker: _Worker, due: int, now_s: float) -> bool:
+    def _is_old(self, chosen: Source, worker: PrefillLoad, due: int, now_s: float) -> bool:
         """Return True if the source that was not chosen was not measured lately, and this request
         may measure it: with `due` tokens that decode computes with it, or by its prefill worker."""
         if chosen is Source.HERE:
@@ -559,7 +379,7 @@ class Sources:
         """
         if not loaded.load_s or not self.weighs_loads(now_s):
             return True
-        worker = self._workers.get(address) or _Worker()
+        worker = self._workers.get(address) or PrefillLoad()
         ways = [self._by_prefill(lack, worker, now_s) for lack in (loaded, sent)]
         return fair(ways).loaded > 0
 
@@ -640,7 +460,7 @@ class Sources:
         sure_s = max(all_s - error_s, (1 - _MOST_DOUBT) * all_s)
         return max(steps_s, sure_s * min(1.0, costs.num_chunks / _SURE))
 
-    def _by_prefill(self, lack: Lack, worker: _Worker, now_s: float) -> Way:
+    def _by_prefill(self, lack: Lack, worker: PrefillLoad, now_s: float) -> Way:
         """Return the way by which a prefill worker sends what is missing on decode."""
         seconds = worker.backlog_s(self._line, now_s)
         line_s = self._line.at(1, lack.missing, lack.loaded, lack.again)

@@ -233,9 +233,8 @@ class _LeadingNode(PrefillNode):
     ) -> None:  # fmt: skip
         self.others: Sequence[PrefillRank] = ()
         self.chunk_ready: DeviceEvent | None = None  # of the chunk that is handed over now
-        self._prefill_log = PrefillLog()
         endpoints = [other.endpoint for other in others]
-        super().__init__(pool, config, mesh, 0, endpoints, state, ranks=self._prefill_log)
+        super().__init__(pool, config, mesh, 0, endpoints, state, ranks=PrefillLog())
         self.others = others
 
     def _pump(self) -> float:
@@ -253,7 +252,7 @@ class _LeadingNode(PrefillNode):
         """Hand on commands, and to the prefill group's other ranks the log of what rank 0 has
         done."""
         super()._tell()
-        if self.others and self._prefill_log:
+        if self.others and self._ranks:
             self.hand_log()
 
     def audit_others(self) -> None:

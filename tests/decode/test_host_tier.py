@@ -15,7 +15,8 @@ from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.config import ComputeConfig
 from prefixkv.decode.host_tier import HOST
 from prefixkv.decode.request import DecodeRequest
-from prefixkv.decode.sources import FRESH_S, Sources
+from prefixkv.decode.services import FRESH_S
+from prefixkv.decode.sources import Sources
 from prefixkv.errors import OutOfPagesError
 from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
 from prefixkv.protocol.ids import RoomKey

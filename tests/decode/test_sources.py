@@ -6,7 +6,8 @@ import pytest
 
 from prefixkv.config import ComputeConfig
 from prefixkv.decode import sources as sources_module
-from prefixkv.decode.sources import _SURE, FRESH_S, Lack, Source, Sources, Way, fair
+from prefixkv.decode.services import FRESH_S
+from prefixkv.decode.sources import _SURE, Lack, Source, Sources, Way, fair
 from prefixkv.protocol.ids import RoomKey
 
 HERE, PREFILL = Source.HERE, Source.PREFILL
