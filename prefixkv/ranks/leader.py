@@ -23,6 +23,7 @@ from prefixkv.protocol.events import (
 from prefixkv.protocol.host_copy import HostCopyDone
 from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.ranks.copies import RankCopies
+from prefixkv.ranks.messages import check_bytes
 from prefixkv.ranks.replica import RankLog
 from prefixkv.ranks.rooms import RankRooms
 
@@ -105,8 +106,7 @@ class RankLeader:
 
         Each rank's messages have to come in order, and none may be left out: else CallerError.
         """
-        if not isinstance(raw, bytes | bytearray | memoryview):
-            raise CallerError(f"raw is a {type(raw).__name__}, bytes are needed")
+        check_bytes(raw)
         if not raw:
             return
         if self.rooms is None:

@@ -45,7 +45,8 @@ from prefixkv.protocol.events import (
     encode_error,
 )
 from prefixkv.protocol.ids import KVPoll, RoomKey
-from prefixkv.ranks.rooms import RankMessages, of_rank
+from prefixkv.ranks.messages import RankMessages, check_next, decoded
+from prefixkv.ranks.rooms import of_rank
 from prefixkv.request import DeviceEvent
 
 _Setting: TypeAlias = int | list[list[int | str]]
@@ -246,16 +247,8 @@ class PrefillFollower:
             CallerError: a message that is none, was left out, or comes twice. Nothing was changed.
             ConfigError: this rank was built with other sizes than rank 0's. Nothing was changed.
         """
-        if not isinstance(raw, bytes | bytearray | memoryview):
-            raise CallerError(f"raw is a {type(raw).__name__}, bytes are needed")
-        try:
-            batch = _decode_batch(raw)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise CallerError(f"{len(raw)} bytes that are no message of rank 0: {error}") from error
-        if batch.number != self.num_batches:
-            raise CallerError(
-                f"message {batch.number} of rank 0 came where {self.num_batches} is the next"
-            )
+        batch = decoded(raw, _decode_batch, "rank 0")
+        check_next(batch.number, self.num_batches)
         for name, value in self._settings.items() if batch.number == 0 else ():
             if batch.settings.get(name) != value:
                 theirs = batch.settings.get(name)
@@ -322,12 +315,7 @@ class PrefillRankRooms:
         Each rank's messages have to come in order, and none may be left out: else it raises
         CallerError, with nothing changed.
         """
-        if not isinstance(raw, bytes | bytearray | memoryview):
-            raise CallerError(f"raw is a {type(raw).__name__}, bytes are needed")
-        try:
-            message = _decode_events(raw)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise CallerError(f"{len(raw)} bytes that are no message of a rank: {error}") from error
+        message = decoded(raw, _decode_events, "a rank")
         self._messages.take(message.rank, message.number)
         return ((message.rank, event) for event in message.events)
 

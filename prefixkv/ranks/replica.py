@@ -23,13 +23,14 @@ import numpy as np
 
 from prefixkv.cache.eviction.policy import Policy
 from prefixkv.config import DecodeConfig
-from prefixkv.errors import CallerError, ConfigError, InternalError, RequestError, shown
+from prefixkv.errors import ConfigError, InternalError, RequestError, shown
 from prefixkv.pages.allocator import PageState
 from prefixkv.pages.manager import PageManager
 from prefixkv.pages.windows import WindowPages, WindowSpec
 from prefixkv.paging import MAX_INDEX, Pages
 from prefixkv.protocol.commands import DecodeCommand
 from prefixkv.protocol.host_copy import HostCopy
+from prefixkv.ranks.messages import check_next, decoded
 from prefixkv.ranks.oplog import AnyOp, Replica
 from prefixkv.request import Request, check_request
 from prefixkv.settings import check_whole
@@ -277,18 +278,10 @@ class DecodeReplica:
         """
         if self._broken is not None:
             raise self._broken
-        if not isinstance(raw, bytes | bytearray | memoryview):
-            raise CallerError(f"raw is a {type(raw).__name__}, bytes are needed")
-        try:
-            batch = _decode(raw)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise CallerError(f"{len(raw)} bytes that are no message of rank 0: {error}") from error
+        batch = decoded(raw, _decode, "rank 0")
         # Checked before the first operation: one that is left out or repeated would break this rank
         # for good.
-        if batch.number != self.num_batches:
-            raise CallerError(
-                f"message {batch.number} of rank 0 came where {self.num_batches} is the next"
-            )
+        check_next(batch.number, self.num_batches)
         if batch.number == 0:
             self._check_settings(batch.settings)
         try:

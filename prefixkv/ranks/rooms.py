@@ -17,7 +17,7 @@ from typing import assert_never
 
 import msgspec
 
-from prefixkv.errors import CallerError, PeerLostError, TransferError, WeightsVersionError
+from prefixkv.errors import PeerLostError, TransferError, WeightsVersionError
 from prefixkv.protocol.commands import AbortRoom
 from prefixkv.protocol.events import (
     CopyEnded,
@@ -29,6 +29,7 @@ from prefixkv.protocol.events import (
     encode_error,
 )
 from prefixkv.protocol.ids import KVPoll, RoomKey
+from prefixkv.ranks.messages import RankMessages, decoded
 
 
 @dataclass(slots=True)
@@ -40,24 +41,6 @@ class _RankReports:
     failed: bool = False
     overdue: bool = False
     aux: bytes = b""
-
-
-class RankMessages:
-    """The numbers of the messages that rank 0 gets of the other ranks of its worker."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self._num_taken = [0] * num_ranks
-
-    def take(self, rank: int, number: int) -> None:
-        """Count a rank's message to rank 0. Raises CallerError for a rank that there is not, and
-        for a message that is not the next one of its rank; nothing was changed."""
-        if not 1 <= rank < len(self._num_taken):
-            raise CallerError(f"a message of rank {rank}, which this worker has not")
-        due = self._num_taken[rank]
-        if number != due:
-            raise CallerError(f"message {number} of rank {rank}, {due} is next")
-        # Counted when all checks have passed: a message that was refused can be sent again.
-        self._num_taken[rank] += 1
 
 
 class RankRooms:
@@ -81,10 +64,7 @@ class RankRooms:
         Each rank's messages have to come in order, and none may be left out: else it raises
         CallerError, with nothing changed.
         """
-        try:
-            message = _decode(raw)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise CallerError(f"{len(raw)} bytes that are no message of a rank: {error}") from error
+        message = decoded(raw, _decode, "a rank")
         self._messages.take(message.rank, message.number)
         return ((message.rank, event) for event in message.events)
 
