@@ -126,7 +126,7 @@ class ServiceLine:
         return self.first_s * num + rates_s + self.per_again_s * again
 
 
-class Promised(NamedTuple):
+class AwaitedRoom(NamedTuple):
     """A room that a prefill worker was promised: when, the tokens that it sends, those that decode
     loads, and those that decode has computed."""
 
@@ -140,7 +140,7 @@ class Promised(NamedTuple):
 class PrefillLoad:
     """The promises that a prefill worker has to answer, and how it compares with all workers."""
 
-    promises: dict[RoomKey, Promised] = field(default_factory=dict)  # the oldest first
+    promises: dict[RoomKey, AwaitedRoom] = field(default_factory=dict)  # the oldest first
     tokens: float = 0.0  # of all of them
     loaded: int = 0
     again: int = 0
@@ -149,14 +149,14 @@ class PrefillLoad:
     took_s: float = 0.0
     by_line_s: float = 0.0
 
-    def add(self, key: RoomKey, promise: Promised) -> None:
+    def add(self, key: RoomKey, promise: AwaitedRoom) -> None:
         """Add a promise to this prefill worker."""
         self.promises[key] = promise
         self.tokens += promise.tokens
         self.loaded += promise.loaded
         self.again += promise.again
 
-    def remove(self, key: RoomKey) -> Promised | None:
+    def remove(self, key: RoomKey) -> AwaitedRoom | None:
         """Remove a promise to this prefill worker, and return it; None if it is not there."""
         promise = self.promises.pop(key, None)
         if promise is not None:
@@ -172,7 +172,7 @@ class PrefillLoad:
         self.by_line_s = self.by_line_s * _KEPT_TRANSFERS + weight * by_line_s
         self.answered_s = now_s
 
-    def began_s(self, promise: Promised) -> float:
+    def began_s(self, promise: AwaitedRoom) -> float:
         """Return when this prefill worker began with its oldest promise."""
         return max(promise.time_s, self.answered_s)
 

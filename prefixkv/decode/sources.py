@@ -40,7 +40,7 @@ from typing import Final, NamedTuple
 
 from prefixkv.config import ComputeConfig
 from prefixkv.decode.costs import PassCosts
-from prefixkv.decode.services import FRESH_S, PrefillLoad, Promised, ServiceLine
+from prefixkv.decode.services import FRESH_S, AwaitedRoom, PrefillLoad, ServiceLine
 from prefixkv.protocol.ids import RoomKey
 
 FAIR_FACTOR: Final = 2.0
@@ -219,7 +219,7 @@ class Sources:
         worker = self._workers.pop(address, None) or PrefillLoad()
         self._workers[address] = worker  # the one that was asked last is forgotten last
         sent = self._line.mean_tokens if tokens is None else tokens
-        worker.add(key, Promised(now_s, sent, loaded, again))
+        worker.add(key, AwaitedRoom(now_s, sent, loaded, again))
         if len(self._workers) > _MAX_WORKERS:
             del self._workers[next(iter(self._workers))]
 

@@ -57,15 +57,19 @@ def pair(driver: Driver) -> tuple[Node, Node]:
     return writer, target
 
 
+def write_all(driver: Driver, writer: Node, target: Node) -> None:
+    for number, (route, (src, dst)) in enumerate(JOBS.items()):
+        writer.transport.write(writer.job(number, target, src, dst, route=route))
+    driver.until(lambda: len(writer.ends()) == 3)
+    assert all(isinstance(end, WriteDone) for end in writer.ends())
+
+
 def test_each_group_has_its_pages_and_nothing_else_changes(
     driver: Driver, pair: tuple[Node, Node]
 ) -> None:
     writer, target = pair
     want, mine = bytes_of(target.pool), bytes_of(writer.pool)  # type: ignore[arg-type]
-    for number, (route, (src, dst)) in enumerate(JOBS.items()):
-        writer.transport.write(writer.job(number, target, src, dst, route=route))
-    driver.until(lambda: len(writer.ends()) == 3)
-    assert all(isinstance(end, WriteDone) for end in writer.ends())
+    write_all(driver, writer, target)
     for name, route in GROUPS:
         src, dst = JOBS[route]
         want[name][dst] = mine[name][src]
@@ -84,10 +88,7 @@ def test_heads_of_each_group_are_cut_as_those_of_the_first_layers(
     half, rank = Shard(0, 2, 1, 1), Shard(0, 2, 0, 1)
     writer.add(target, parts=(half, rank) if is_split else (rank, half))
     want, mine = bytes_of(target.pool), bytes_of(writer.pool)  # type: ignore[arg-type]
-    for number, (route, (src, dst)) in enumerate(JOBS.items()):
-        writer.transport.write(writer.job(number, target, src, dst, route=route))
-    driver.until(lambda: len(writer.ends()) == 3)
-    assert all(isinstance(end, WriteDone) for end in writer.ends())
+    write_all(driver, writer, target)
     for name, route in GROUPS:
         src, dst = JOBS[route]
         sent, half_of = mine[name][src], min(one[name].shape[3] for one in (mine, want))

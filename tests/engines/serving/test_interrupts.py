@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import signal
+import subprocess
 import sys
 import warnings
 from asyncio import base_events
@@ -17,6 +19,7 @@ from typing import Any
 import pytest
 
 from prefixkv.serving import interrupts
+from prefixkv.serving.launch import _signal
 from tests.models.patience import PATIENCE_S
 
 ASYNCIO = str(Path(base_events.__file__).parent)
@@ -135,6 +138,21 @@ def test_without_ctrl_c_it_is_asyncio_run() -> None:
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     assert interrupts.run(returns) == 7
     assert signal.signal(signal.SIGINT, handler) is signal.SIG_IGN
+
+
+def test_a_signal_to_a_child_that_has_ended_leaves_its_status_to_who_waits() -> None:
+    """asyncio waits for it in a thread, and logs a child that another call has taken."""
+    with subprocess.Popen([sys.executable, "-c", "raise SystemExit(7)"]) as child:
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and is still there
+        _signal(child, signal.SIGKILL)  # type: ignore[arg-type]
+        assert child.returncode is None
+        assert os.waitpid(child.pid, 0) == (child.pid, 7 << 8)
+        child.returncode = 7
+        # Nothing has its number any more.
+        _signal(child, signal.SIGKILL)  # type: ignore[arg-type]
+        child.returncode = None
+        _signal(child, signal.SIGKILL)  # type: ignore[arg-type]
+        child.returncode = 7
 
 
 async def fails() -> None:
