@@ -1069,9 +1069,10 @@ def own_compute_figures() -> dict[str, str]:
     def told(row: Any, key: str) -> str:
         return f"{spread(row, f'{key}_on_by_off')}, A against A {spread(row, f'{key}_off_by_off')}"
 
+    ends = sorted({fixed(min(loads)), fixed(max(loads))}, key=float)
     ttft, itl = "later_ttft_p50_ms", "itl_p99_ms"
     return {
-        "own compute, load": f"load {' to '.join(sorted({fixed(min(loads)), fixed(max(loads))}, key=float))})",
+        "own compute, load": f"load {' to '.join(ends)})",
         "own compute, busy prefill": f"P50 {told(busy, ttft)}; the goal was .5",
         "own compute, busy prefill, P99": f"P99 {told(busy, 'later_ttft_p99_ms')}",
         "own compute, busy prefill, ITL": f"P99 between tokens {told(busy, itl)}; the "
