@@ -497,7 +497,8 @@ class Machine:
 
     def start(self) -> None:
         """What has arrived runs, and what it came with is entered."""
-        for req in self.scheduler.pop_transferred(self.now_s):
+        came = self.scheduler.pop_transferred(self.now_s)
+        for req in came:
             run, tokens = self.runs[req], tokens_of(req)
             self.read(req, len(tokens), tokens)
             assert not self.has_state or self.state[req.state_slot] == tokens
@@ -506,9 +507,11 @@ class Machine:
             if is_kept and whole % self.step == 0 and req.sent_len == whole and self.may_save(run):
                 self.kept_at_once(run, whole)
             self.enter(run, whole // P * P)
-            if not req.resumed:
+        for req in came:
+            # The page for a first token may be had only by the end of one behind it.
+            if not req.state.ended and not req.resumed:
                 self.append([req], [self.chance.randint(1, 3)])
-            if req.state is DecodeState.RUNNING or req.resumed:
+            if not req.state.ended:
                 self.running.append(req)
 
     def kept_at_once(self, run: Run, at: int) -> None:
