@@ -697,13 +697,30 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         # Before the aborts below, so that prefill learns this reason, and not that its rooms were
         # aborted.
         self._commands.append(MoveWeights(weights_version))
+        self._cut_all_short(error, now_s, after, but_waiting=True)
+
+    def end_all(self, error: Exception, now_s: float, after: DeviceEvent | None = None) -> None:
+        """Take no new request in decode's scheduler, and end all as aborted with `error`: its
+        worker computes no more. `after` is as for `abort`."""
+        check_time(now_s)
+        check_error(error)
+        check_event("after", after)
+        after = not_done(after)
+        self.draining = True
+        self._cut_all_short(error, now_s, after, but_waiting=False)
+
+    def _cut_all_short(
+        self, error: Exception, now_s: float, after: DeviceEvent | None, but_waiting: bool
+    ) -> None:
+        """End all requests of decode's scheduler as aborted; `but_waiting`: those stay that wait
+        and have no output. `after`: None if the device is done."""
         # Whole flights before requests: a request that is cut short alone would make those that
-        # joined its flight ask again, for KV of weights that are gone.
+        # joined its flight ask again.
         for flight in self.flights.remove_all():
             self._end_flight(flight, error)
         for req in list(self.requests.values()):
             waits = req.state in (DecodeState.QUEUED, DecodeState.RETRACTED)
-            if not waits or req.output:
+            if not (but_waiting and waits) or req.output:
                 self._cut_short(req, error, now_s, after)
 
     @property

@@ -51,6 +51,8 @@ class PageTable:
         self.array = np.full((num_rows, max_pages_per_request), UNUSED, np.int32)
         self._lengths = np.full(num_rows, _NO_ROW, np.int32)
         self._length = self._lengths.data  # the same memory, faster for single rows
+        # By row: how often ids in it were put in place of others, or of none at once.
+        self._num_writes = [0] * num_rows
         # The same memory as `array`, as bytes, for packed ids: little-endian, like every machine
         # that NIXL runs on. It spans all rows, so each write has to stay within its row.
         self._packed = self.array.data.cast("B")
@@ -104,6 +106,11 @@ class PageTable:
             raise CallerError(f"row {row} of the page table is not in use")
         return self._length[row]
 
+    def num_writes(self, row: int) -> int:
+        """Return how often the page table's row was filled or overwritten, ever: while this number
+        and the row's length are the same, so are its ids. O(1)."""
+        return self._num_writes[row]
+
     def pages(self, row: int) -> Pages:
         """Return the page ids in the page table's row: a read-only view, valid until the row
         changes."""
@@ -144,6 +151,7 @@ class PageTable:
         start = _BYTES * row * columns
         self._packed[start : start + len(ids)] = ids
         self._length[row] = num_pages
+        self._num_writes[row] += 1
         return num_pages
 
     def check_fits(self, num_pages: int) -> None:
@@ -179,6 +187,7 @@ class PageTable:
         if len(ids) and ids.min() < 0:
             raise PageStateError(f"page {ids.min()} is negative")
         self.array[row, start_page:end] = ids
+        self._num_writes[row] += 1
         if end > length:
             self._length[row] = end
 

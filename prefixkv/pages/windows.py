@@ -100,6 +100,7 @@ class WindowGroup:
         self._first_page = self.first_pages.data  # the same memory, faster for single rows
         self._lengths = np.full(num_requests, _NO_ROW, np.int32)
         self._length_of = self._lengths.data
+        self._num_changes = [0] * num_requests  # by row
         # By page: how many checkpoints and rows have it, and how many of these may not give it up:
         # rows, checkpoints that are locked, and those that are not entered yet.
         self.is_shared = is_shared
@@ -156,6 +157,7 @@ class WindowGroup:
         self.array[row, : len(ids)] = ids
         self.first_pages[row] = self.first_page(num_tokens)
         self._lengths[row] = len(ids)
+        self._num_changes[row] += 1
 
     def row(self, row: int) -> WindowPages:
         """Return what a request has in the window group: a read-only view, valid until the row
@@ -163,6 +165,11 @@ class WindowGroup:
         view = self.array[row, : self._length(row)]
         view.flags.writeable = False
         return WindowPages(int(self.first_pages[row]), view)
+
+    def num_changes(self, row: int) -> int:
+        """Return how often what the window group's row names has changed, ever: while this number
+        is the same, so is `row`. O(1)."""
+        return self._num_changes[row]
 
     def _length(self, row: int) -> int:
         if not 0 <= row < len(self._length_of) or self._length_of[row] == _NO_ROW:
@@ -181,6 +188,7 @@ class WindowGroup:
                 f"window group {self.name!r}: {num_tokens} tokens, the row has pages "
                 f"{self.first_pages[row]} to {self.first_pages[row] + length}"
             )
+        self._num_changes[row] += 1
         ids = self.array[row, :length]
         out = ids[:passed].copy()
         # Own pages behind the others: what is computed next is written there.
@@ -245,6 +253,7 @@ class WindowGroup:
         length = len(ids)
         self.array[row, length : length + len(new)] = new
         self._lengths[row] = length + len(new)
+        self._num_changes[row] += 1
         return kept
 
     def _tail(self, first: int, ids: Pages, depth: int) -> Pages:

@@ -367,6 +367,16 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
             self._fail(req, error, now_s)
         return True
 
+    def end_all(self, error: Exception, now_s: float) -> None:
+        """Take no new request in prefill's scheduler, and abort all with `error`: its worker
+        computes no more. One that is all handed over ends as its room does."""
+        check_time(now_s)
+        check_error(error)
+        self.draining = True
+        for req in list(self.requests.values()):
+            if not req.state.ended:
+                self.abort(req.rid, now_s, error)
+
     @property
     def has_results(self) -> bool:
         """True if one of the `pop_*` calls of prefill's scheduler returns something. O(1)."""

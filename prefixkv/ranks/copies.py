@@ -17,6 +17,7 @@ class RankCopies:
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self._ended: dict[int, dict[int, HostCopyDone]] = {}  # by copy, then by rank
+        self._fenced: dict[int, Exception] = {}  # ranks whose process is dead
 
     def __len__(self) -> int:
         """Return the number of copies of host memory that some rank has ended, and not all."""
@@ -25,7 +26,10 @@ class RankCopies:
     def on(self, rank: int, done: HostCopyDone) -> HostCopyDone | None:
         """Join the end of a copy of host memory on one rank with those on the others. Return its
         end on all of them, None while one is missing."""
-        ranks = self._ended.setdefault(done.number, {})
+        if (ranks := self._ended.get(done.number)) is None:
+            gone = self._fenced.items()
+            ranks = {at: HostCopyDone(done.number, error, 0, 0.0) for at, error in gone}
+            self._ended[done.number] = ranks
         ranks[rank] = done
         if len(ranks) < self._num_ranks:
             return None
@@ -37,3 +41,11 @@ class RankCopies:
             sum(one.num_bytes for one in ranks.values()),
             max(one.seconds for one in ranks.values()),
         )
+
+    def fence(self, rank: int, error: Exception) -> list[HostCopyDone]:
+        """Count every copy of host memory as ended with `error` on a rank whose process is dead.
+        Return those that have ended on all ranks with that."""
+        self._fenced[rank] = error
+        waiting = [number for number, ranks in self._ended.items() if rank not in ranks]
+        ended = [self.on(rank, HostCopyDone(number, error, 0, 0.0)) for number in waiting]
+        return [done for done in ended if done is not None]

@@ -4,7 +4,7 @@ together report, and its commands go to every rank. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, assert_never
 
 from prefixkv.errors import CallerError
@@ -26,6 +26,7 @@ from prefixkv.ranks.copies import RankCopies
 from prefixkv.ranks.messages import check_bytes
 from prefixkv.ranks.replica import RankLog
 from prefixkv.ranks.rooms import RankRooms
+from prefixkv.request import DeviceEvent
 
 
 class RoomScheduler(Protocol):
@@ -40,6 +41,8 @@ class RoomScheduler(Protocol):
     def room_overdue(self, key: RoomKey) -> None: ...
 
     def copy_ended(self, done: HostCopyDone, now_s: float) -> None: ...
+
+    def end_all(self, error: Exception, now_s: float, after: DeviceEvent | None) -> None: ...
 
     def prefill_ready(self, address: str, max_tokens: int, now_s: float) -> None: ...
 
@@ -124,9 +127,27 @@ class RankLeader:
         if (joined := self.copies.on(rank, done)) is not None:
             self._scheduler.copy_ended(joined, now_s)
 
+    def fence(self, rank: int, now_s: float, after: DeviceEvent | None) -> None:
+        """Take note at the leader that a rank's process is dead: every request ends, and nothing
+        waits for that rank. `after` is as for `DecodeScheduler.abort`. Raises CallerError for what
+        is no other rank."""
+        if self.rooms is None:
+            raise CallerError("this worker has only one rank")
+        error = self.rooms.death(rank)
+        # The requests first: none is to try again.
+        self._scheduler.end_all(error, now_s, after)
+        self._pass_on(*self.rooms.fence(rank), now_s)
+        for done in self.copies.fence(rank, error):
+            self._scheduler.copy_ended(done, now_s)
+
     def _on_rank_event(self, rooms: RankRooms, rank: int, event: DecodeEvent, now_s: float) -> None:
         """Join a rank's event with those of the others at the leader, and pass on what follows."""
-        joined, commands = rooms.on(rank, event)
+        self._pass_on(*rooms.on(rank, event), now_s)
+
+    def _pass_on(
+        self, joined: Sequence[DecodeEvent], commands: Sequence[DecodeCommand], now_s: float
+    ) -> None:
+        """Pass on what the leader has joined: commands to every rank, events to the scheduler."""
         # Before the scheduler hears: it may open a new room at once, and the log keeps the order in
         # which ranks see both.
         for command in commands:

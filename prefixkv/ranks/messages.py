@@ -6,13 +6,18 @@ the next. Pure.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import msgspec
+import numpy as np
 
 from prefixkv.errors import CallerError
+from prefixkv.paging import Pages, check_in_pool
+from prefixkv.settings import check_whole
 
 T = TypeVar("T")
+
+_ID_BYTES: Final = 4
 
 
 def check_bytes(raw: object) -> None:
@@ -27,7 +32,8 @@ def decoded(raw: bytes, decode: Callable[[bytes], T], sender: str) -> T:
     check_bytes(raw)
     try:
         return decode(raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    # An OverflowError: of a number of an error (`decode_error`) that is endless.
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
         raise CallerError(f"{len(raw)} bytes that are no message of {sender}: {error}") from error
 
 
@@ -37,17 +43,42 @@ def check_next(number: int, due: int) -> None:
         raise CallerError(f"message {number} of rank 0 came where {due} is the next")
 
 
+def packed_ids(pages: Pages) -> bytes:
+    """Return page ids as they travel between ranks."""
+    return pages.astype("<i4").tobytes()
+
+
+def unpacked_ids(raw: bytes, num_pages: int) -> Pages:
+    """Return the page ids of a message of rank 0, int32. Raises CallerError for what are none, of a
+    pool of `num_pages`: each id becomes an address."""
+    if len(raw) % _ID_BYTES:
+        raise CallerError(f"rank 0 sent {len(raw)} bytes of page ids, of {_ID_BYTES} each")
+    ids = np.frombuffer(raw, "<i4").astype(np.int32)
+    check_in_pool(ids, num_pages)
+    return ids
+
+
 class RankMessages:
-    """The numbers of the messages that rank 0 gets of the other ranks of its worker."""
+    """The numbers of the messages that rank 0 gets of the other ranks of its worker, and which of
+    these are dead."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_taken = [0] * num_ranks
+        self.fenced: set[int] = set()  # of these no message is taken
+
+    def check_rank(self, rank: int) -> None:
+        """Raise CallerError for what is no rank above 0 of the worker."""
+        check_whole("rank", rank, 0, len(self._num_taken) - 1)
+        if rank == 0:
+            raise CallerError("rank is 0: that is this process")
 
     def take(self, rank: int, number: int) -> None:
         """Count a rank's message to rank 0. Raises CallerError for a rank that there is not, and
         for a message that is not the next one of its rank; nothing was changed."""
         if not 1 <= rank < len(self._num_taken):
             raise CallerError(f"a message of rank {rank}, which this worker has not")
+        if rank in self.fenced:
+            raise CallerError(f"a message of rank {rank}, which was fenced")
         due = self._num_taken[rank]
         if number != due:
             raise CallerError(f"message {number} of rank {rank}, {due} is next")

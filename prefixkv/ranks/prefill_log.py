@@ -15,12 +15,11 @@ all ranks together say. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias, assert_never
+from typing import Any, NamedTuple, Protocol, TypeAlias, assert_never
 
 import msgspec
-import numpy as np
 
 from prefixkv.errors import CallerError, ConfigError, InternalError, RequestError, shown
 from prefixkv.pages.manager import PageManager, RequestPages
@@ -45,8 +44,9 @@ from prefixkv.protocol.events import (
     encode_error,
 )
 from prefixkv.protocol.ids import KVPoll, RoomKey
-from prefixkv.ranks.messages import RankMessages, check_next, decoded
-from prefixkv.ranks.rooms import of_rank
+from prefixkv.protocol.messages import Count, Slot
+from prefixkv.ranks.joined import JoinedRooms, Reports
+from prefixkv.ranks.messages import check_next, decoded, packed_ids, unpacked_ids
 from prefixkv.request import DeviceEvent
 
 _Setting: TypeAlias = int | list[list[int | str]]
@@ -72,38 +72,61 @@ class _LoggedChunk(msgspec.Struct, frozen=True, array_like=True, tag_field="kind
     """A SendChunk of rank 0: page ids packed, without `ready`, which each rank has its own of."""
 
     key: RoomKey
-    first_page: int
+    first_page: Count
     src_pages: bytes
     last: bool
     aux: bytes
-    state_slot: int
-    windows: list[tuple[int, bytes]]
+    state_slot: Slot
+    windows: list[tuple[Count, bytes]]
 
 
 _Logged: TypeAlias = AddRoom | DeclineRoom | AbortRoom | MoveWeights | Fence | _LoggedChunk
 
 
 class _RankRequest(msgspec.Struct, frozen=True, array_like=True):
-    """What the engine of another rank reads of a request that computes."""
+    """What the engine of another rank reads of a request that computes. `pages` are None where they
+    are as the rank knows them already."""
 
     rid: str
-    decode_prefix_len: int
-    prefix_len: int
-    checkpoint_slot: int
-    stops: list[int]
-    pages: bytes
-    windows: list[tuple[int, bytes]]
+    decode_prefix_len: Count
+    prefix_len: Count
+    checkpoint_slot: Slot
+    stops: list[Count]
+    pages: bytes | None
+    windows: list[tuple[Count, bytes]]
 
     @classmethod
-    def of(cls, req: LoggedRequest) -> _RankRequest:
+    def of(cls, req: LoggedRequest, has_new_pages: bool = True) -> _RankRequest:
         """Return what another rank is told of a request of rank 0, which has pages."""
         held = req.pages_held
         assert held is not None
         rows = [group.row(held.row) for group in req.page_manager.windows]
         return cls(
             req.rid, req.decode_prefix_len, req.prefix_len, req.checkpoint_slot, list(req.stops),
-            _packed(req.pages), [(first, _packed(ids)) for first, ids in rows],
+            packed_ids(req.pages) if has_new_pages else None,
+            [(first, packed_ids(ids)) for first, ids in rows],
         )  # fmt: skip
+
+
+class _Told(NamedTuple):
+    """What tells two views of a request of rank 0 apart, in place of all its page ids."""
+
+    pages: tuple[int, int, int]  # its row, how often that was written, and its length
+    window_changes: int  # of its rows in the window groups
+    begins: tuple[int, int, int]
+    stops: tuple[int, ...]
+
+    @classmethod
+    def of(cls, req: LoggedRequest, held: RequestPages) -> _Told:
+        """Return it for a request of rank 0. O(its stops)."""
+        row, manager = held.row, req.page_manager
+        return cls(
+            (row, manager.table.num_writes(row), held.num_pages),
+            # Each only grows, so the sum is another one if any of them is.
+            sum([group.num_changes(row) for group in manager.windows]),
+            (req.decode_prefix_len, req.prefix_len, req.checkpoint_slot),
+            tuple(req.stops),
+        )
 
 
 class _PrefillBatch(msgspec.Struct, frozen=True, array_like=True):
@@ -115,14 +138,6 @@ class _PrefillBatch(msgspec.Struct, frozen=True, array_like=True):
     requests: list[_RankRequest]
     ended: list[str]
     settings: dict[str, _Setting]
-
-
-def _packed(pages: Pages) -> bytes:
-    return pages.astype("<i4").tobytes()
-
-
-def _unpacked(raw: bytes) -> Pages:
-    return np.frombuffer(raw, "<i4").astype(np.int32)
 
 
 def settings_of(
@@ -141,7 +156,7 @@ class PrefillLog:
         self.num_batches = 0
         self.settings: dict[str, _Setting] = {}  # set by rank 0's node
         self._commands: list[_Logged] = []
-        self._told: dict[str, _RankRequest] = {}  # by rid, what the other ranks know
+        self._told: dict[str, _Told] = {}  # by rid, what the other ranks know
 
     def __bool__(self) -> bool:
         """Return True if a command for the other prefill ranks waits to be taken."""
@@ -154,11 +169,11 @@ class PrefillLog:
                 chunk = _LoggedChunk(
                     command.key,
                     command.first_page,
-                    _packed(command.src_pages),
+                    packed_ids(command.src_pages),
                     command.last,
                     command.aux,
                     command.state_slot,
-                    [(first, _packed(pages)) for first, pages in command.windows],
+                    [(first, packed_ids(pages)) for first, pages in command.windows],
                 )
                 self._commands.append(chunk)
             case AddRoom() | DeclineRoom() | AbortRoom() | MoveWeights() | Fence():
@@ -168,13 +183,20 @@ class PrefillLog:
 
     def take(self, requests: Iterable[LoggedRequest]) -> bytes:
         """Return what the other prefill ranks have to apply, as one message, and forget it.
-        `requests`: all of rank 0's. O(their pages)."""
-        now = {req.rid: _RankRequest.of(req) for req in requests if req.pages_held is not None}
+        `requests`: all of rank 0's. O(requests, and the pages of those that are new)."""
+        told, now, changed = self._told, dict[str, _Told](), list[_RankRequest]()
+        for req in requests:
+            if (held := req.pages_held) is None:
+                continue
+            now[req.rid] = found = _Told.of(req, held)
+            former = told.get(req.rid)
+            if former != found:
+                changed.append(_RankRequest.of(req, former is None or former.pages != found.pages))
         batch = _PrefillBatch(
             self.num_batches,
             self._commands,
-            [view for rid, view in now.items() if self._told.get(rid) != view],
-            [rid for rid in self._told if rid not in now],
+            changed,
+            [rid for rid in told if rid not in now],
             {} if self.num_batches else self.settings,
         )
         raw: bytes = _encode_batch(batch)
@@ -209,13 +231,18 @@ class PrefillFollower:
     """What a prefill rank above 0 knows by rank 0's log. Owned by one thread.
 
     Args:
-        settings: `settings_of` this rank; the first message has rank 0's, which are the same.
-        windows: names of its window groups, in order.
+        num_pages, page_size: of this rank's pool, as of rank 0's.
+        num_slots: of its StatePool, 0 without.
+        windows: its window groups.
     """
 
-    def __init__(self, settings: dict[str, _Setting], windows: Sequence[str]) -> None:
+    def __init__(
+        self, num_pages: int, page_size: int, num_slots: int, windows: Sequence[WindowSpec]
+    ) -> None:
         self.num_batches = 0
-        self._settings, self._windows = settings, windows
+        # The first message has rank 0's, which are the same.
+        self._settings = settings_of(num_pages, page_size, num_slots, windows)
+        self._num_pages, self._num_slots, self._windows = num_pages, num_slots, windows
         self._requests: dict[str, RankRequest] = {}
 
     def __len__(self) -> int:
@@ -234,9 +261,10 @@ class PrefillFollower:
         known = self._requests.get(req.rid)
         if known is None or req.pages_held is None:
             return False
+        rows = [(first, packed_ids(ids)) for first, ids in known.windows.values()]
         return _RankRequest.of(req) == _RankRequest(
             req.rid, known.decode_prefix_len, known.prefix_len, known.checkpoint_slot, known.stops,
-            _packed(known.pages), [(first, _packed(ids)) for first, ids in known.windows.values()],
+            packed_ids(known.pages), rows,
         )  # fmt: skip
 
     def apply(self, raw: bytes, ready: DeviceEvent | None) -> list[PrefillCommand]:
@@ -244,7 +272,8 @@ class PrefillFollower:
         control object; chunks in it are sent once `ready` is.
 
         Raises:
-            CallerError: a message that is none, was left out, or comes twice. Nothing was changed.
+            CallerError: a message that is none, names pages or slots that there are not, was left
+                out, or comes twice. Nothing was changed.
             ConfigError: this rank was built with other sizes than rank 0's. Nothing was changed.
         """
         batch = decoded(raw, _decode_batch, "rank 0")
@@ -253,76 +282,96 @@ class PrefillFollower:
             if batch.settings.get(name) != value:
                 theirs = batch.settings.get(name)
                 raise ConfigError(f"{name} is {value} on this rank, {theirs} on rank 0")
+        # Page ids become addresses here, so each is looked at; and all before the first change.
+        requests = [self._request(view) for view in batch.requests]
+        commands = [self._command(one, ready) for one in batch.commands]
         self.num_batches += 1
         for rid in batch.ended:
             self._requests.pop(rid, None)
-        for view in batch.requests:
-            rows = [WindowPages(first, _unpacked(ids)) for first, ids in view.windows]
-            self._requests[view.rid] = RankRequest(
-                view.rid, view.decode_prefix_len, view.prefix_len, view.checkpoint_slot, view.stops,
-                _unpacked(view.pages), dict(zip(self._windows, rows, strict=True)),
-            )  # fmt: skip
-        return [_command(one, ready) for one in batch.commands]
+        self._requests.update({req.rid: req for req in requests})
+        return commands
 
+    def _request(self, view: _RankRequest) -> RankRequest:
+        """Return a request of rank 0's log as this prefill rank's engine reads it. Raises
+        CallerError for one that cannot be."""
+        if view.pages is not None:
+            pages = unpacked_ids(view.pages, self._num_pages)
+        elif (known := self._requests.get(view.rid)) is not None:
+            pages = known.pages
+        else:
+            raise CallerError(f"rank 0 sent no pages of request {shown(view.rid)}, which is new")
+        self._check_slot(view.checkpoint_slot)
+        rows = self._rows(view.windows)
+        windows = {
+            group.name: WindowPages(*row) for group, row in zip(self._windows, rows, strict=True)
+        }
+        return RankRequest(
+            view.rid, view.decode_prefix_len, view.prefix_len, view.checkpoint_slot, view.stops,
+            pages, windows,
+        )  # fmt: skip
 
-def _command(logged: _Logged, ready: DeviceEvent | None) -> PrefillCommand:
-    """Return a command of rank 0's log as another prefill rank carries it out."""
-    if not isinstance(logged, _LoggedChunk):
-        return logged
-    return SendChunk(
-        logged.key,
-        logged.first_page,
-        _unpacked(logged.src_pages),
-        logged.last,
-        logged.aux,
-        ready,
-        logged.state_slot,
-        windows=tuple(WindowChunk(first, _unpacked(ids)) for first, ids in logged.windows),
-    )
+    def _command(self, logged: _Logged, ready: DeviceEvent | None) -> PrefillCommand:
+        """Return a command of rank 0's log as this prefill rank carries it out. Raises CallerError
+        for a chunk that cannot be."""
+        if not isinstance(logged, _LoggedChunk):
+            return logged
+        self._check_slot(logged.state_slot)
+        return SendChunk(
+            logged.key,
+            logged.first_page,
+            unpacked_ids(logged.src_pages, self._num_pages),
+            logged.last,
+            logged.aux,
+            ready,
+            logged.state_slot,
+            windows=tuple(WindowChunk(*row) for row in self._rows(logged.windows)),
+        )
+
+    def _rows(self, windows: list[tuple[int, bytes]]) -> list[tuple[int, Pages]]:
+        """Return what rank 0 sent of a request or a chunk in each of this prefill rank's window
+        groups. Raises CallerError for another number of them, or ids that are none there."""
+        groups = self._windows
+        if len(windows) != len(groups):
+            raise CallerError(f"rank 0 sent pages in {len(windows)} window groups of {len(groups)}")
+        return [
+            (first, unpacked_ids(raw, group.num_pages))
+            for (first, raw), group in zip(windows, groups, strict=True)
+        ]
+
+    def _check_slot(self, slot: int) -> None:
+        """Raise CallerError for a slot of rank 0's log that this prefill rank does not have."""
+        if slot >= self._num_slots:
+            raise CallerError(f"rank 0 sent slot {slot}, there are {self._num_slots}")
 
 
 # --- events ---------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
-class _PrefillReports:
-    """Ranks of one room of a prefill worker by what they have reported."""
+class _PrefillReports(Reports):
+    """What the ranks of a prefill worker have reported of one room. A rank whose writes read its
+    pages no more is done with it."""
 
     begun: set[int] = field(default_factory=set)
-    succeeded: set[int] = field(default_factory=set)
-    freed: set[int] = field(default_factory=set)
-    failed: bool = False
     first: Bootstrapped | None = None  # rank 0's
 
 
-class PrefillRankRooms:
+class PrefillRankRooms(JoinedRooms[_PrefillReports, PrefillEvent]):
     """Rooms that are not over on all ranks of a prefill worker. Owned by rank 0's scheduler
     thread."""
 
-    def __init__(self, num_ranks: int) -> None:
-        self.num_ranks = num_ranks
-        self._rooms: dict[RoomKey, _PrefillReports] = {}
-        self._messages = RankMessages(num_ranks)
+    side = "prefill"
+    make_reports = _PrefillReports
 
-    def __len__(self) -> int:
-        """Return the number of rooms that some prefill rank has reported on, and that are not over
-        on all."""
-        return len(self._rooms)
-
-    def unpack(self, raw: bytes) -> Iterator[tuple[int, PrefillEvent]]:
-        """Return the events of another prefill rank's message to rank 0, as (rank, event) for `on`.
-
-        Each rank's messages have to come in order, and none may be left out: else it raises
-        CallerError, with nothing changed.
-        """
-        message = decoded(raw, _decode_events, "a rank")
-        self._messages.take(message.rank, message.number)
-        return ((message.rank, event) for event in message.events)
+    @staticmethod
+    def decode(raw: bytes) -> _RankEvents:
+        """Return the message of a prefill rank above 0 that these bytes are."""
+        return _decode_events(raw)
 
     def on(self, rank: int, event: PrefillEvent) -> tuple[list[PrefillEvent], list[AbortRoom]]:
         """Join a rank's event of a room with those of the other prefill ranks; return events for
         the scheduler, and commands for all ranks."""
-        room = self._rooms.setdefault(event.key, _PrefillReports())
+        room = self._room(event.key)
         events: list[PrefillEvent] = []
         commands: list[AbortRoom] = []
         # 1. It begins when decode has promised to all: each sends its own part.
@@ -342,19 +391,22 @@ class PrefillRankRooms:
             case RoomEnded() if room.failed:
                 pass
             case RoomEnded(key, poll, error):
-                room.failed = True
-                joined = error if rank == 0 else of_rank("prefill", rank, error)
-                events.append(RoomEnded(key, poll, joined))
-                commands.append(AbortRoom(key, f"rank {rank} failed: {joined}"[:1000]))
+                ended, command = self._first_failure(key, room, rank, error, poll)
+                events.append(ended)
+                commands.append(command)
             case SourceFree():
-                room.freed.add(rank)
-                if len(room.freed) == self.num_ranks:
-                    events.append(event)
-                    # The last word of every rank, so its number may be used again.
-                    del self._rooms[event.key]
+                room.done.add(rank)
+                events += self._if_over(event.key, room)
             case _:
                 assert_never(event)
         return events, commands
+
+    def _if_over(self, key: RoomKey, room: _PrefillReports) -> list[PrefillEvent]:
+        if len(room.done) < self.num_ranks:
+            return []
+        # The last word of every rank, so its number may be used again.
+        del self._rooms[key]
+        return [SourceFree(key)]
 
 
 class _RankEvents(msgspec.Struct, frozen=True, array_like=True):

@@ -19,18 +19,17 @@ from dataclasses import asdict, is_dataclass
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from prefixkv.cache.eviction.policy import Policy
 from prefixkv.config import DecodeConfig
-from prefixkv.errors import ConfigError, InternalError, RequestError, shown
+from prefixkv.errors import CallerError, ConfigError, InternalError, RequestError, shown
 from prefixkv.pages.allocator import PageState
 from prefixkv.pages.manager import PageManager
 from prefixkv.pages.windows import WindowPages, WindowSpec
 from prefixkv.paging import MAX_INDEX, Pages
 from prefixkv.protocol.commands import DecodeCommand
 from prefixkv.protocol.host_copy import HostCopy
-from prefixkv.ranks.messages import check_next, decoded
+from prefixkv.ranks.messages import check_next, decoded, packed_ids, unpacked_ids
 from prefixkv.ranks.oplog import AnyOp, Replica
 from prefixkv.request import Request, check_request
 from prefixkv.settings import check_whole
@@ -162,10 +161,8 @@ class RankLog:
 
     def copy(self, order: HostCopy) -> None:
         """Add a copy between pool and host memory, for every rank to make of its own part."""
-        host, device = order.host_pages.astype("<i4"), order.device_pages.astype("<i4")
-        self._copies.append(
-            _LoggedCopy(order.number, order.is_load, host.tobytes(), device.tobytes())
-        )
+        host, device = packed_ids(order.host_pages), packed_ids(order.device_pages)
+        self._copies.append(_LoggedCopy(order.number, order.is_load, host, device))
 
     def check(self, request: Request) -> None:
         """Raise RequestError if the request's namespace cannot travel to the replicas: None, str,
@@ -272,7 +269,8 @@ class DecodeReplica:
         control object.
 
         Raises:
-            CallerError: a message that is none, was left out, or comes twice. Nothing was changed.
+            CallerError: a message that is none, names copies of pages that there are not, was left
+                out, or comes twice. Nothing was changed.
             ConfigError: this rank was built with other settings than rank 0's. Nothing was changed.
             InternalError: this rank came to another state than rank 0, and is of no use any more.
         """
@@ -284,6 +282,7 @@ class DecodeReplica:
         check_next(batch.number, self.num_batches)
         if batch.number == 0:
             self._check_settings(batch.settings)
+        copies = [self._copy(one) for one in batch.copies]
         try:
             for op in batch.ops:
                 self._replica.apply(op)
@@ -298,16 +297,17 @@ class DecodeReplica:
             )
             raise self._broken from error
         self.num_batches += 1
-        self._copies += [
-            HostCopy(
-                copy.number,
-                copy.is_load,
-                np.frombuffer(copy.host_pages, "<i4"),
-                np.frombuffer(copy.device_pages, "<i4"),
-            )
-            for copy in batch.copies
-        ]
+        self._copies += copies
         return batch.rooms
+
+    def _copy(self, logged: _LoggedCopy) -> HostCopy:
+        """Return a copy of rank 0's log that this replica's rank is to make. Raises CallerError for
+        one that it cannot."""
+        host = unpacked_ids(logged.host_pages, self._host_pages)
+        device = unpacked_ids(logged.device_pages, self.page_manager.allocator.num_pages)
+        if not 0 < len(host) == len(device):
+            raise CallerError(f"rank 0 sent a copy of {len(host)} to {len(device)} pages")
+        return HostCopy(logged.number, logged.is_load, host, device)
 
     def take_copies(self) -> list[HostCopy]:
         """Return the copies between this replica's pool and its host memory that are to be made,

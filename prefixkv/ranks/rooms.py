@@ -11,13 +11,12 @@ engine carries both.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import assert_never
 
 import msgspec
 
-from prefixkv.errors import PeerLostError, TransferError, WeightsVersionError
 from prefixkv.protocol.commands import AbortRoom
 from prefixkv.protocol.events import (
     CopyEnded,
@@ -29,50 +28,35 @@ from prefixkv.protocol.events import (
     encode_error,
 )
 from prefixkv.protocol.ids import KVPoll, RoomKey
-from prefixkv.ranks.messages import RankMessages, decoded
+from prefixkv.ranks.joined import JoinedRooms, Reports
 
 
 @dataclass(slots=True)
-class _RankReports:
-    """Ranks of one room of a decode worker by what they have reported."""
+class _RankReports(Reports):
+    """What the ranks of a decode worker have reported of one room. One that has succeeded is
+    written no more, so that rank is done with it."""
 
-    succeeded: set[int] = field(default_factory=set)
-    drained: set[int] = field(default_factory=set)
-    failed: bool = False
     overdue: bool = False
     aux: bytes = b""
 
 
-class RankRooms:
-    """Rooms that are not over on all ranks. Owned by rank 0's scheduler thread."""
+class RankRooms(JoinedRooms[_RankReports, DecodeEvent]):
+    """Rooms that are not over on all ranks of a decode worker. Owned by rank 0's scheduler
+    thread."""
 
-    def __init__(self, num_ranks: int) -> None:
-        self.num_ranks = num_ranks
-        self._rooms: dict[RoomKey, _RankReports] = {}
-        self._messages = RankMessages(num_ranks)
+    side = "decode"
+    make_reports = _RankReports
 
-    def __len__(self) -> int:
-        """Return the number of rooms that some rank has reported on, and that are not over on all
-        ranks.
-        """
-        return len(self._rooms)
-
-    def unpack(self, raw: bytes) -> Iterator[tuple[int, DecodeEvent | CopyEnded]]:
-        """Return the room events of another rank's message to rank 0, as (rank, event) for `on`,
-        and the ends of its copies.
-
-        Each rank's messages have to come in order, and none may be left out: else it raises
-        CallerError, with nothing changed.
-        """
-        message = decoded(raw, _decode, "a rank")
-        self._messages.take(message.rank, message.number)
-        return ((message.rank, event) for event in message.events)
+    @staticmethod
+    def decode(raw: bytes) -> RankEvents:
+        """Return the message of a decode rank above 0 that these bytes are."""
+        return _decode(raw)
 
     def on(self, rank: int, event: DecodeEvent) -> tuple[list[DecodeEvent], list[AbortRoom]]:
         """Join a rank's event of a room with those of the other ranks; return events for the
         scheduler, and commands for all ranks.
         """
-        room = self._rooms.setdefault(event.key, _RankReports())
+        room = self._room(event.key)
         events: list[DecodeEvent] = []
         commands: list[AbortRoom] = []
         # 1. Success: the request's only when it is every rank's. Rank 0's `aux` is passed on.
@@ -84,43 +68,32 @@ class RankRooms:
         match event:
             case RoomEnded(key, KVPoll.SUCCESS):
                 room.succeeded.add(rank)
+                room.done.add(rank)
                 room.aux = event.aux if rank == 0 else room.aux
                 if len(room.succeeded) == self.num_ranks:
                     events.append(RoomEnded(key, KVPoll.SUCCESS, aux=room.aux))
             case RoomEnded() if room.failed:
                 pass
             case RoomEnded(key, poll, error):
-                room.failed = True
-                joined = error if rank == 0 else of_rank("decode", rank, error)
-                events.append(RoomEnded(key, poll, joined))
-                commands.append(AbortRoom(key, f"rank {rank} failed: {joined}"))
+                ended, command = self._first_failure(key, room, rank, error, poll)
+                events.append(ended)
+                commands.append(command)
             case RoomDrained():
-                room.drained.add(rank)
+                room.done.add(rank)
             case RoomOverdue():
                 events += [event] if not room.overdue else []
                 room.overdue = True
             case _:
                 assert_never(event)
-        # A rank that succeeded is written no more, so it counts as drained where another one
-        # failed.
-        if len(room.succeeded | room.drained) == self.num_ranks:
-            if len(room.succeeded) < self.num_ranks:
-                events.append(RoomDrained(event.key))
-            # Every rank has sent its last event of the room, so no later one makes an entry again.
-            del self._rooms[event.key]
+        events += self._if_over(event.key, room)
         return events, commands
 
-
-def of_rank(side: str, rank: int, error: Exception | None) -> TransferError:
-    """Return the error of a room on another rank of decode or prefill, for rank 0's scheduler: of
-    the same class where it is a transfer's.
-    """
-    text = f"{side} rank {rank}: {error}"
-    if isinstance(error, PeerLostError):
-        return PeerLostError(text, error.peer)
-    if isinstance(error, WeightsVersionError):
-        return error
-    return type(error)(text) if isinstance(error, TransferError) else TransferError(text)
+    def _if_over(self, key: RoomKey, room: _RankReports) -> list[DecodeEvent]:
+        if len(room.done) < self.num_ranks:
+            return []
+        # Every rank has sent its last event of the room, so no later one makes an entry again.
+        del self._rooms[key]
+        return [RoomDrained(key)] if len(room.succeeded) < self.num_ranks else []
 
 
 class RankEvents(msgspec.Struct, frozen=True, array_like=True):

@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 import numpy as np
 import numpy.typing as npt
 
 from prefixkv.config import DecodeConfig
-from prefixkv.control.death_watch import LostPeers
-from prefixkv.errors import ConfigError
 from prefixkv.memory.kv_pool import KVPool
-from prefixkv.memory.mesh import MAX_RANKS, Mesh
+from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_pool import StatePool
 from prefixkv.pages.windows import WindowPages
-from prefixkv.protocol.events import CopyEnded
+from prefixkv.protocol.events import CopyEnded, DecodeEvent
 from prefixkv.protocol.host_copy import HostCopyDone
 from prefixkv.protocol.ids import PeerId
 from prefixkv.ranks.replica import DecodeReplica
 from prefixkv.ranks.rooms import pack_rank_events
 from prefixkv.runtime.decode_transfers import DecodeTransfers
+from prefixkv.runtime.following_rank import FollowingRank
 from prefixkv.runtime.host_memory import HostMemory
-from prefixkv.runtime.one_thread import OneThread
 from prefixkv.runtime.rank_spec import RankSpec, window_specs
-from prefixkv.settings import check_kind, check_whole
+from prefixkv.settings import check_kind
 
 
-class DecodeRank(OneThread):
+class DecodeRank(FollowingRank):
     """A decode rank above 0. Used from one thread.
 
     Args:
@@ -44,7 +43,8 @@ class DecodeRank(OneThread):
             registered.
     """
 
-    any_thread = frozenset({"fileno", "lost_peers", "stats"})
+    leader = "DecodeNode"
+    transfers: DecodeTransfers
 
     def __init__(
         self,
@@ -57,11 +57,7 @@ class DecodeRank(OneThread):
     ) -> None:
         check_kind("config", config, DecodeConfig)
         check_kind("worker", worker, PeerId)
-        check_whole("rank", rank, 0, MAX_RANKS - 1)
-        if rank == 0:
-            raise ConfigError(f"rank is {rank}: rank 0 is a DecodeNode")
-        self.pool, self.state = pool, state
-        self.rank = rank
+        super().__init__(pool, state, rank)
         spec = RankSpec.of(pool, config.model, mesh, rank, state)
         layout = pool.layout
         self._host: HostMemory | None = None
@@ -89,12 +85,11 @@ class DecodeRank(OneThread):
             if self._host is not None:
                 self._host.start(self.transfers.thread.events.put)
             undo.pop_all()
-        self.peer_id = self.transfers.peer_id
-        self._num_messages = 0  # counts batches of events, so that rank 0 notices a missing one
 
     def apply(self, raw: bytes) -> None:
         """Apply to this decode rank's replica and rooms what rank 0 did in one pass
         (`DecodeNode.take_log`). Raises as `DecodeReplica.apply`."""
+        self.transfers.check_open()
         # The tree and the page table first, then the rooms: their pages are taken by now.
         for command in self.replica.apply(raw):
             self.transfers.submit(command)
@@ -102,30 +97,10 @@ class DecodeRank(OneThread):
             assert self._host is not None  # else the settings differ from rank 0's
             self._host.submit(order)
 
-    def take_rank_events(self) -> bytes:
-        """Return what became of this decode rank's rooms and copies since the last call, packed
-        for `DecodeNode.apply_rank_events`.
-
-        Each result has to be applied, in order; empty if nothing happened. Raises InternalError for
-        an exception in the control thread; the events come next time.
-        """
-        events = self.transfers.take_events()
-        if not events:
-            return b""
-        self._num_messages += 1
+    def _pack(self, number: int, events: Sequence[DecodeEvent | HostCopyDone]) -> bytes:
         # The threads that copy put their ends among the events of rooms.
         told = [CopyEnded(*one) if isinstance(one, HostCopyDone) else one for one in events]
-        return pack_rank_events(self.rank, self._num_messages - 1, told)
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Block until this decode rank may have events for rank 0, at most `timeout_s`; return True
-        if it may have some."""
-        return self.transfers.wait(timeout_s)
-
-    def fileno(self) -> int:
-        """Return a descriptor that is readable while this decode rank has events for rank 0. Any
-        thread may ask."""
-        return self.transfers.fileno()
+        return pack_rank_events(self.rank, number, told)
 
     def pages(self, row: int) -> npt.NDArray[np.int32]:
         """Return this decode rank's page ids for the request in this row; see
@@ -147,25 +122,10 @@ class DecodeRank(OneThread):
         InternalError."""
         self.replica.audit()
 
-    def lost_peers(self) -> LostPeers:
-        """Return the lost prefill ranks that write to this decode rank; see
-        `DecodeNode.lost_peers`. Any thread may ask."""
-        return self.transfers.lost_peers()
-
-    @property
-    def num_rooms(self) -> int:
-        """Number of rooms that are open on this decode rank, or not drained yet. Any thread may
-        ask."""
-        return self.transfers.num_rooms
-
-    def stats(self) -> dict[str, int]:
-        """Return the counters of this decode rank's control thread. Any thread may ask."""
-        return self.transfers.stats()
-
     def close(self) -> None:
         """Close this decode rank's transfer side, with its threads. See `DecodeNode.close`."""
         try:
-            self.transfers.close()
+            super().close()
         finally:
             if self._host is not None:
                 self._host.close()

@@ -18,7 +18,7 @@ from prefixkv.cache.eviction.policy import Policy
 from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.control.death_watch import LostPeers, merged_lost_peers
 from prefixkv.decode.request import DecodeRequest
-from prefixkv.errors import ConfigError, check_laws
+from prefixkv.errors import CallerError, ConfigError, check_laws, shown
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_pool import StatePool
@@ -187,6 +187,11 @@ class DecodeGroup(DecodeNode):
         if req.pages_held is None:
             return [req.pages] * (1 + len(self.others))
         return [req.pages, *(other.pages(req.row) for other in self.others)]
+
+    def fence_rank(self, rank: int, after: DeviceEvent | None = None) -> None:
+        """Raise CallerError: the ranks of a decode group are of this process, and live as it
+        does."""
+        raise CallerError(f"rank {shown(rank)} of a group is of this process, which lives")
 
     def lost_peers(self) -> LostPeers:
         """Return the lost peers of all ranks of the decode group, merged; see

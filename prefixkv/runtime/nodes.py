@@ -557,6 +557,29 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         self._check_open()
         self._command(Fence(peer_id(peer, incarnation)))
 
+    def fence_rank(self, rank: int, after: DeviceEvent | None = None) -> None:
+        """Take the caller's word that the process of another rank of this decode worker is dead.
+
+        The worker computes no more: every request ends with a PeerLostError and comes out of
+        `pop_failed`, `add` takes none, and no page waits for that rank. So `drain` becomes True as
+        on a worker of the ranks that are left; these go on to get the log until then.
+
+        Args:
+            rank: from 1. Never one that lives: its pages would be used while prefill writes them.
+            after: as of `abort`, for the pages of the requests that end.
+
+        Raises:
+            CallerError: there is no such rank. Nothing was changed.
+        """
+        check_event("after", after)
+        self._leader.fence(rank, self._pump(), after)
+        self._tell()
+
+    def awaited_ranks(self) -> dict[int, int]:
+        """Return, by decode rank, how many rooms wait for what it alone has not said. A rank that
+        stays there is dead (`fence_rank`), or a peer that writes to it (its `lost_peers`)."""
+        return {} if self._leader.rooms is None else self._leader.rooms.awaited()
+
     def peers(self) -> dict[str, tuple[PeerId | None, str]]:
         """Return the prefill workers of the decode node: by address, the identity, and "ready",
         "suspect" or "connecting". Any thread may ask."""
@@ -839,6 +862,41 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         self._check_open()
         self._command(Fence(peer_id(peer, incarnation)))
 
+    def fence_rank(self, rank: int) -> None:
+        """Take the caller's word that the process of a `PrefillRank` of this prefill worker is
+        dead.
+
+        The worker computes no more: every request ends with a PeerLostError and comes out of
+        `pop_failed` (but one that has been sent, out of `pop_sent`), decode hears of it at once,
+        `add` takes none, and no page waits for that rank. So `drain` becomes True as on a worker of
+        the ranks that are left; these go on to get the log until then.
+
+        Args:
+            rank: from 1. Never one that lives: it would send what is in its pages then.
+
+        Raises:
+            CallerError: there is no such rank, or the node was built without `ranks`. Nothing was
+                changed.
+        """
+        rooms = self._led_rooms
+        now_s, error = self._pump(), rooms.death(rank)
+        self.scheduler.end_all(error, now_s)
+        self._pass_on(*rooms.fence(rank), now_s)
+        self._tell()
+
+    def awaited_ranks(self) -> dict[int, int]:
+        """Return, by prefill rank, how many rooms wait for what it alone has not said. A rank that
+        stays there is dead (`fence_rank`), or a peer that it writes to (its `lost_peers`)."""
+        return {} if self._rank_rooms is None else self._rank_rooms.awaited()
+
+    @property
+    def _led_rooms(self) -> PrefillRankRooms:
+        """Rooms of the ranks that follow the prefill node. Raises CallerError where there are
+        none."""
+        if self._rank_rooms is None:
+            raise CallerError("this node was built without ranks=PrefillLog()")
+        return self._rank_rooms
+
     def peers(self) -> dict[PeerId, str]:
         """Return "ready" or "suspect" for each decode rank that the prefill node knows. Any thread
         may ask."""
@@ -898,11 +956,9 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
             CallerError: a batch of this rank is missing or doubled: each has to come, in order; or
                 the node was built without `ranks`.
         """
-        if self._rank_rooms is None:
-            raise CallerError("this node was built without ranks=PrefillLog()")
-        now_s = self._pump()
+        rooms, now_s = self._led_rooms, self._pump()
         if raw != b"":
-            for rank, event in self._rank_rooms.unpack(raw):
+            for rank, event in rooms.unpack(raw):
                 self._join(rank, event, now_s)
         self._tell()
 
@@ -918,7 +974,12 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         """Join an event of a room on one rank with the others', for the prefill node's
         scheduler."""
         assert self._rank_rooms is not None
-        events, commands = self._rank_rooms.on(rank, event)
+        self._pass_on(*self._rank_rooms.on(rank, event), now_s)
+
+    def _pass_on(
+        self, events: Sequence[PrefillEvent], commands: Sequence[PrefillCommand], now_s: float
+    ) -> None:
+        """Pass on what the prefill node has joined of its ranks."""
         # Before the scheduler hears: it may use the room's number again.
         for command in commands:
             self._command(command)

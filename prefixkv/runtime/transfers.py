@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Final, Generic, TypeVar, cast
 
 from prefixkv.config import TransportConfig, check_version
+from prefixkv.control.death_watch import LostPeers
 from prefixkv.control.effects import To
 from prefixkv.errors import ClosedError, InternalError, RequestError, shown
 from prefixkv.memory.kv_layout import KVLayout
@@ -252,6 +253,11 @@ class Transfers(OneThread, Generic[C, To, E]):
             "log_errors": self.thread.num_log_errors,
             "rooms": control.num_rooms,
         }
+
+    def lost_peers(self) -> LostPeers:
+        """Return the lost peers of a rank's transfers; see those of decode's and prefill's. Any
+        thread may ask."""
+        raise NotImplementedError
 
     def dropped_frames(self) -> dict[str, int]:
         """Return the number of control frames that a rank's transfers have dropped, by reason. Any

@@ -19,7 +19,7 @@ from typing import Any
 from prefixkv.cache.checkpoints import NO_SLOT
 from prefixkv.cache.results import MatchResult
 from prefixkv.config import ComputeConfig
-from prefixkv.decode.request import DecodeRequest, DecodeState
+from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.decode.sources import Sources
 from prefixkv.digest import prompt_digest

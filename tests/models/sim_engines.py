@@ -244,11 +244,10 @@ class LedPrefillEngine(PrefillEngine):
         super().__init__(sim, num_desks=1)
         side = sim.sides[0]
         windows = () if side.last is None else (side.last,)
-        settings = settings_of(side.num_pages, side.page_size, side.num_slots, windows)
+        sizes = side.num_pages, side.page_size, side.num_slots
         self.log, self.rooms = PrefillLog(), PrefillRankRooms(len(self.ranks))
-        self.log.settings = settings
-        names = [spec.name for spec in windows]
-        self.followers = {rank: PrefillFollower(settings, names) for rank in self.ranks[1:]}
+        self.log.settings = settings_of(*sizes, windows)
+        self.followers = {rank: PrefillFollower(*sizes, windows) for rank in self.ranks[1:]}
         self.orders: dict[PrefillRank, deque[bytes]] = {rank: deque() for rank in self.followers}
         self.num_messages = Counter[PrefillRank]()
 

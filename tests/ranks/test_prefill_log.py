@@ -39,7 +39,7 @@ from prefixkv.request import Request
 KEY = RoomKey(7, 1, "decode-0")
 FREE = SourceFree(KEY)
 SPEC = WindowSpec("last", 6, 20, 8)
-SETTINGS = settings_of(16, 4, 0, [SPEC])
+SIZES: Any = (16, 4, 3, [SPEC])
 
 
 def begun(rank: int) -> Bootstrapped:
@@ -122,8 +122,8 @@ def test_messages_of_ranks_come_in_order_and_are_of_ranks_that_there_are() -> No
 def leading() -> tuple[PrefillScheduler, PrefillLog, PrefillFollower]:
     pages = PageManager(16, 4, 4, num_checkpoints=2, windows=[SPEC])
     log = PrefillLog()
-    log.settings = SETTINGS
-    return PrefillScheduler(pages), log, PrefillFollower(SETTINGS, ["last"])
+    log.settings = settings_of(*SIZES)
+    return PrefillScheduler(pages), log, PrefillFollower(*SIZES)
 
 
 def begin(scheduler: PrefillScheduler, rid: str, tokens: list[int], room: int) -> PrefillRequest:
@@ -235,13 +235,13 @@ def test_a_message_that_is_not_the_next_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("mine", "name"),
     [
-        (settings_of(15, 4, 0, [SPEC]), "num_pages is 15 on this rank, 16 on rank 0"),
-        (settings_of(16, 8, 0, [SPEC]), "page_size is 8"),
-        (settings_of(16, 4, 3, [SPEC]), "slots is 3"),
-        (settings_of(16, 4, 0, [SPEC._replace(num_pages=7)]), "windows is"),
+        ((15, 4, 3, [SPEC]), "num_pages is 15 on this rank, 16 on rank 0"),
+        ((16, 8, 3, [SPEC]), "page_size is 8"),
+        ((16, 4, 0, [SPEC]), "slots is 0"),
+        ((16, 4, 3, [SPEC._replace(num_pages=7)]), "windows is"),
     ],
 )
 def test_ranks_of_other_sizes_are_refused_by_name(mine: Any, name: str) -> None:
     _, log, _ = leading()
     with pytest.raises(ConfigError, match=name):
-        PrefillFollower(mine, ["last"]).apply(log.take([]), None)
+        PrefillFollower(*mine).apply(log.take([]), None)

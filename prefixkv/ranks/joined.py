@@ -1,0 +1,138 @@
+"""The rooms of one number on all ranks of a worker, joined at rank 0: what a decode worker and a
+prefill worker with one cache have in common. Pure.
+
+The first failure ends the room on all ranks. It is over when every rank is done with it: then its
+number, and its pages, which have the same ids on all, may be used again. A rank whose process is
+dead (`fence`) is done with everything.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+from prefixkv.errors import PeerLostError, TransferError, WeightsVersionError
+from prefixkv.protocol.commands import AbortRoom
+from prefixkv.protocol.events import MAX_ERROR_CHARS, RoomEnded
+from prefixkv.protocol.ids import KVPoll, RoomKey
+from prefixkv.ranks.messages import RankMessages, decoded
+
+
+@dataclass(slots=True)
+class Reports:
+    """Ranks of one room by what they have reported."""
+
+    succeeded: set[int] = field(default_factory=set)
+    done: set[int] = field(default_factory=set)  # nothing of it is written or read there any more
+    failed: bool = False
+
+
+R = TypeVar("R", bound=Reports)
+E = TypeVar("E")  # events for the scheduler
+
+
+class RankMessage(Protocol):
+    """A message of a rank above 0 to rank 0."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def events(self) -> Sequence[Any]: ...
+
+
+class JoinedRooms(ABC, Generic[R, E]):
+    """Rooms that are not over on all ranks of a worker. Owned by rank 0's scheduler thread."""
+
+    side: ClassVar[str]
+    make_reports: type[R]
+    decode: Callable[[bytes], RankMessage]
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self._rooms: dict[RoomKey, R] = {}
+        self._messages = RankMessages(num_ranks)
+
+    def __len__(self) -> int:
+        """Return the number of rooms that some rank has reported on, and that are not over on
+        all."""
+        return len(self._rooms)
+
+    def unpack(self, raw: bytes) -> Iterator[tuple[int, Any]]:
+        """Return the events of another rank's message to rank 0, as (rank, event) for `on`.
+
+        Each rank's messages have to come in order, and none may be left out: else it raises
+        CallerError, with nothing changed.
+        """
+        message = decoded(raw, type(self).decode, "a rank")
+        self._messages.take(message.rank, message.number)
+        return ((message.rank, event) for event in message.events)
+
+    def _room(self, key: RoomKey) -> R:
+        """Return what the ranks have reported of a room. Those that are dead are done with it."""
+        if (room := self._rooms.get(key)) is None:
+            room = self._rooms[key] = self.make_reports(done=self._messages.fenced.copy())
+        return room
+
+    def _first_failure(
+        self, key: RoomKey, room: R, rank: int, error: Exception | None, poll: KVPoll
+    ) -> tuple[RoomEnded, AbortRoom]:
+        """Return the event by which a room fails for the scheduler as it does on one rank, and the
+        command that ends it on all."""
+        room.failed = True
+        joined = error if rank == 0 else of_rank(self.side, rank, error)
+        reason = f"rank {rank} failed: {joined}"[:MAX_ERROR_CHARS]
+        return RoomEnded(key, poll, joined), AbortRoom(key, reason)
+
+    @abstractmethod
+    def _if_over(self, key: RoomKey, room: R) -> list[E]:
+        """Forget a room with which every rank is done, and return the event for that."""
+
+    # --- ranks that are dead ----------------------------------------------------------------------
+
+    def death(self, rank: int) -> TransferError:
+        """Return the error of what ends since the process of this rank is dead. Raises CallerError
+        for what is no rank above 0 of the worker of these rooms."""
+        self._messages.check_rank(rank)
+        return of_rank(self.side, rank, PeerLostError("its process is dead"))
+
+    def awaited(self) -> dict[int, int]:
+        """Return, by rank, how many rooms wait for it alone, since all others are done. O(rooms)"""
+        ranks = set(range(self.num_ranks))
+        missing = (ranks - room.done for room in self._rooms.values())
+        return dict(Counter(rank for one in missing if len(one) == 1 for rank in one))
+
+    def fence(self, rank: int) -> tuple[list[E | RoomEnded], list[AbortRoom]]:
+        """Count a rank whose process is dead as done with every room: what it has is gone with it.
+        Rooms on which it has not succeeded fail. Return events for the scheduler, and commands for
+        all ranks."""
+        error = self.death(rank)
+        self._messages.fenced.add(rank)
+        events: list[E | RoomEnded] = []
+        commands: list[AbortRoom] = []
+        for key, room in list(self._rooms.items()):
+            if not room.failed and rank not in room.succeeded:
+                room.failed = True
+                events.append(RoomEnded(key, KVPoll.FAILED, error))
+                commands.append(AbortRoom(key, str(error)))
+            room.done.add(rank)
+            events += self._if_over(key, room)
+        return events, commands
+
+
+def of_rank(side: str, rank: int, error: Exception | None) -> TransferError:
+    """Return the error of a room on another rank of decode or prefill, for rank 0's scheduler: of
+    the same class where it is a transfer's.
+    """
+    text = f"{side} rank {rank}: {error}"
+    if isinstance(error, PeerLostError):
+        return PeerLostError(text, error.peer)
+    if isinstance(error, WeightsVersionError):
+        return error
+    return type(error)(text) if isinstance(error, TransferError) else TransferError(text)

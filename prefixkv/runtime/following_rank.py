@@ -1,0 +1,85 @@
+"""A rank above 0 of a decode or a prefill worker: its own pool, agent and rooms. Rank 0 decides
+what to do with them: the engine carries its log here, and what became of the rooms back."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from prefixkv.control.death_watch import LostPeers
+from prefixkv.errors import ConfigError
+from prefixkv.memory.kv_pool import KVPool
+from prefixkv.memory.mesh import MAX_RANKS
+from prefixkv.memory.state_pool import StatePool
+from prefixkv.protocol.ids import PeerId
+from prefixkv.runtime.one_thread import OneThread
+from prefixkv.runtime.transfers import Transfers
+from prefixkv.settings import check_whole
+
+
+class FollowingRank(OneThread):
+    """The base of DecodeRank and PrefillRank. Used from one thread."""
+
+    any_thread = frozenset({"fileno", "lost_peers", "stats"})
+
+    leader: ClassVar[str]  # class of rank 0
+    transfers: Transfers[Any, Any, Any]
+
+    def __init__(self, pool: KVPool, state: StatePool | None, rank: int) -> None:
+        """Remember the memory of a rank; the subclass builds what follows rank 0, and transfers."""
+        check_whole("rank", rank, 0, MAX_RANKS - 1)
+        if rank == 0:
+            raise ConfigError(f"rank is {rank}: rank 0 is a {self.leader}")
+        self.pool, self.state, self.rank = pool, state, rank
+        self._num_messages = 0  # counts batches of events, so that rank 0 notices a missing one
+
+    @property
+    def peer_id(self) -> PeerId:
+        """Identity of this rank's process to its peers."""
+        return self.transfers.peer_id
+
+    def take_rank_events(self) -> bytes:
+        """Return what became of this rank's rooms (and of decode's copies) since the last call,
+        packed for rank 0's `apply_rank_events`.
+
+        Each result has to be applied, in order; empty if nothing happened. Raises InternalError for
+        an exception in the control thread; the events come next time.
+        """
+        events = self.transfers.take_events()
+        if not events:
+            return b""
+        self._num_messages += 1
+        return self._pack(self._num_messages - 1, events)
+
+    @abstractmethod
+    def _pack(self, number: int, events: Sequence[Any]) -> bytes:
+        """Return the events of this rank's transfers as its message `number` to rank 0."""
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block until this rank may have events for rank 0, at most `timeout_s`; return True if it
+        may have some."""
+        return self.transfers.wait(timeout_s)
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable while this rank has events for rank 0. Any thread
+        may ask."""
+        return self.transfers.fileno()
+
+    def lost_peers(self) -> LostPeers:
+        """Return the lost peers of this rank; see `DecodeNode.lost_peers` and
+        `PrefillNode.lost_peers`. Any thread may ask."""
+        return self.transfers.lost_peers()
+
+    @property
+    def num_rooms(self) -> int:
+        """Number of rooms that are open on this rank, or not drained yet. Any thread may ask."""
+        return self.transfers.num_rooms
+
+    def stats(self) -> dict[str, int]:
+        """Return the counters of this rank's control thread. Any thread may ask."""
+        return self.transfers.stats()
+
+    def close(self) -> None:
+        """Close this rank's transfer side, with its threads. See `Node.close`."""
+        self.transfers.close()
