@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -58,10 +59,17 @@ def histories(rank: int) -> list[list[Any]]:
     return [[begun(rank), SUCCESS, FREE], [begun(rank), failure(rank), FREE], [failure(rank), FREE]]
 
 
+DEAD = "its process is dead"
+
+
 @given(st.data())
 def test_whatever_the_order_the_scheduler_hears_what_all_ranks_say(data: st.DataObject) -> None:
+    """Also where the process of a rank dies between two of its words."""
     num_ranks = data.draw(st.integers(1, 3))
     said = [list(data.draw(st.sampled_from(histories(rank)))) for rank in range(num_ranks)]
+    if (dead := data.draw(st.integers(0, num_ranks - 1))) > 0:
+        del said[dead][data.draw(st.integers(0, len(said[dead]) - 1)) :]
+        said[dead].append(DEAD)
     succeeds = all(SUCCESS in words for words in said)
     rooms, heard, aborts = PrefillRankRooms(num_ranks), list[Any](), list[Any]()
     numbers, num_begun = [0] * num_ranks, 0
@@ -70,20 +78,30 @@ def test_whatever_the_order_the_scheduler_hears_what_all_ranks_say(data: st.Data
         rank = data.draw(st.sampled_from([rank for rank, words in enumerate(said) if words]))
         event = said[rank].pop(0)
         order.append(rank)
-        if rank:
-            raw = pack_prefill_events(rank, numbers[rank], [event])
-            numbers[rank] += 1
-            ((_, event),) = rooms.unpack(raw)
-        events, commands = rooms.on(rank, event)
-        # 1. Begun once every rank is; free once every rank has said so, with the last word of all.
+        if event is DEAD:
+            events, commands = rooms.fence(rank)
+            with pytest.raises(CallerError, match=f"rank {rank}, which was fenced"):
+                list(rooms.unpack(pack_prefill_events(rank, numbers[rank], [FREE])))
+        else:
+            if rank:
+                raw = pack_prefill_events(rank, numbers[rank], [event])
+                numbers[rank] += 1
+                ((_, event),) = rooms.unpack(raw)
+            events, commands = rooms.on(rank, event)
+        # 1. Begun once every rank is; free once every rank has said so, or is dead, with the last
+        # word of all.
         num_begun += isinstance(event, Bootstrapped)
         assert num_begun == num_ranks or not any(isinstance(one, Bootstrapped) for one in events)
         assert (FREE in events) == (not any(said))
         heard += events
         aborts += commands
     kinds = [type(event) for event in heard]
-    assert kinds.count(RoomEnded) == kinds.count(SourceFree) == 1
+    assert kinds.count(SourceFree) == 1
     assert kinds.count(Bootstrapped) <= 1
+    # Before a room's first word it is not known here: its request ends without it.
+    if dead and order[0] == dead and not numbers[dead]:
+        assert kinds.count(RoomEnded) <= 1
+        return
     (ended,) = [event for event in heard if isinstance(event, RoomEnded)]
     assert (ended.poll is KVPoll.SUCCESS) == succeeds
     if Bootstrapped in kinds:
@@ -93,9 +111,25 @@ def test_whatever_the_order_the_scheduler_hears_what_all_ranks_say(data: st.Data
     assert len(aborts) == (not succeeds)
     if not succeeds:
         assert isinstance(ended.error, PeerLostError)
-        assert ended.error.peer == PeerId("decode-0", 1)
+        assert ended.error.peer == PeerId("decode-0", 1) or DEAD in str(ended.error)
         assert isinstance(aborts[0], AbortRoom)
     assert not len(rooms)
+
+
+def test_a_rank_that_alone_is_not_done_is_named() -> None:
+    rooms = PrefillRankRooms(3)
+    for rank in (0, 2):
+        rooms.on(rank, begun(rank))
+        assert rooms.awaited() == {}
+        rooms.on(rank, FREE)
+    rooms.on(0, SourceFree(KEY._replace(room=8)))
+    assert rooms.awaited() == {1: 1}
+    for bad in (0, 3, -1, "1", None):
+        with pytest.raises(CallerError, match="rank"):
+            rooms.death(bad)  # type: ignore[arg-type]
+    rooms.fence(1)
+    assert rooms.awaited() == {2: 1}
+    assert len(rooms) == 1
 
 
 def test_messages_of_ranks_come_in_order_and_are_of_ranks_that_there_are() -> None:
@@ -245,3 +279,112 @@ def test_ranks_of_other_sizes_are_refused_by_name(mine: Any, name: str) -> None:
     _, log, _ = leading()
     with pytest.raises(ConfigError, match=name):
         PrefillFollower(*mine).apply(log.take([]), None)
+
+
+# --- messages that are none of rank 0's ----------------------------------------------------------
+
+
+def _damaged(path: tuple[int, ...], value: Any) -> bytes:
+    """The first message of rank 0, of a request and a chunk, with another value in one place."""
+    scheduler, log, _ = leading()
+    req = begin(scheduler, "a", list(range(11)), 1)
+    scheduler.take_commands()
+    scheduler.send_chunk(req, 8, 0.0)
+    for command in scheduler.take_commands():
+        log.command(command)
+    message = msgspec.msgpack.decode(log.take([req]))
+    place = message
+    for at in path[:-1]:
+        place = place[at]
+    place[path[-1]] = value
+    return msgspec.msgpack.encode(message)
+
+
+_IDS = [
+    (b"123", "3 bytes of page ids"),
+    (b"\x10\0\0\0", "page 16 is not"),
+    (b"\xff" * 4, "page -1"),
+]
+_ROWS = [
+    ([], "0 window groups of 1"),
+    ([[0, b"\x14\0\0\0"]], "page 20 is not"),
+    ([[-1, b""]], ">= 0"),
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "why"),
+    [
+        *(((1, 0, 3), ids, why) for ids, why in _IDS),
+        *(((2, 0, 5), ids, why) for ids, why in [*_IDS, (None, "no pages of request 'a'")]),
+        *(((1, 0, 7), rows, why) for rows, why in _ROWS),
+        *(((2, 0, 6), rows, why) for rows, why in _ROWS),
+        ((1, 0, 6), 3, "slot 3, there are 3"),
+        ((2, 0, 3), 3, "slot 3, there are 3"),
+        ((2, 0, 3), -2, ">= -1"),
+        ((1, 0, 2), -1, ">= 0"),
+        ((2, 0, 2), 2**31, "<= 2147483647"),
+        ((2, 0, 4), [2**64 - 1], "<= 2147483647"),
+        ((0,), 2**64 - 1, "0 is the next"),
+        ((1, 0, 0), "open", "kind|tag|Invalid"),
+    ],
+)
+def test_a_message_with_one_field_out_of_range_changes_nothing(
+    path: tuple[int, ...], value: Any, why: str
+) -> None:
+    *_, follower = leading()
+    with pytest.raises(CallerError, match=why):
+        follower.apply(_damaged(path, value), None)
+    assert (len(follower), follower.num_batches) == (0, 0)
+    # The same place with what belongs there: the message as it was.
+    follower.apply(_damaged((0,), 0), None)
+    assert (len(follower), follower.num_batches) == (1, 1)
+
+
+@given(st.data())
+def test_a_damaged_message_is_taken_whole_or_refused_whole(data: st.DataObject) -> None:
+    raw = bytearray(_GOOD)
+    for _ in range(data.draw(st.integers(1, 3))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    *_, follower = leading()
+    try:
+        commands = follower.apply(bytes(raw), None)
+    except CallerError:
+        assert (len(follower), follower.num_batches) == (0, 0)
+        return
+    for chunk in commands:
+        if isinstance(chunk, SendChunk):
+            assert all(0 <= page < 16 for page in chunk.src_pages.tolist())
+
+
+_GOOD = _damaged((0,), 0)
+
+
+def test_what_has_not_changed_is_not_told_again() -> None:
+    scheduler, log, follower = leading()
+    reqs = [begin(scheduler, f"r{room}", [room] * 11, room) for room in (1, 2)]
+
+    def told() -> list[Any]:
+        raw = log.take(scheduler.requests.values())
+        follower.apply(raw, None)
+        assert all(map(follower.is_like, reqs))
+        return list(msgspec.msgpack.decode(raw)[2])
+
+    assert [view[0] for view in told()] == ["r1", "r2"]
+    assert told() == []
+    # A chunk moves its window on, and its stops: not its pages.
+    scheduler.send_chunk(reqs[0], 8, 0.0)
+    ((rid, *_, pages, windows),) = told()
+    assert (rid, pages, len(windows)) == ("r1", None, 1)
+    # Where another request has computed the same pages meanwhile, the row gets those.
+    twin = scheduler.add(Request("twin", [2] * 11, room=3, decode="decode-0"), 0.0)
+    scheduler.room_bootstrapped(twin.room_key, 0, "decode-0", 0.0)
+    assert scheduler.pop_bootstrapped(0.0) == [], "it waits for the other"
+    assert scheduler.pop_bootstrapped(9.0) == [twin], "for no longer than that"
+    reqs.append(twin)
+    told()
+    for req in reqs[1:]:
+        scheduler.send_chunk(req, 8, 9.0)
+    scheduler.pop_bootstrapped(9.0)
+    assert twin.pages[0] == reqs[1].pages[0]
+    assert [(view[0], view[5] is None) for view in told()] == [("r2", True), ("twin", False)]

@@ -3,15 +3,20 @@ goes through."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
 from prefixkv.config import DecodeConfig, PrefillConfig
-from prefixkv.errors import CallerError, RequestError
+from prefixkv.errors import CallerError, DrainingError, PeerLostError, RequestError
+from prefixkv.memory.mesh import Mesh
 from prefixkv.ranks.replica import DecodeReplica, RankLog, digests
 from prefixkv.request import Request
+from prefixkv.runtime.decode_rank import DecodeRank
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
 from tests.models.node_pair import NodePair, make_pool, tokens_of
+from tests.models.patience import until
 from tests.runtime.conftest import QUICK
 
 
@@ -60,3 +65,50 @@ def test_another_rank_reads_the_same_pages() -> None:
 def test_a_node_of_one_rank_has_no_log() -> None:
     with DecodeNode(make_pool()) as node, pytest.raises(CallerError, match="RankLog"):
         node.take_log()
+
+
+def test_a_decode_rank_whose_process_is_dead_is_waited_for_until_it_is_fenced() -> None:
+    mesh = Mesh(2, 2, tp_size=2)
+    config = DecodeConfig(control=QUICK, reserve_tokens=0, max_running=2)
+    with (
+        PrefillNode(make_pool(), PrefillConfig(control=QUICK)) as prefill,
+        DecodeNode(make_pool(num_kv_heads=1), config, RankLog(), mesh) as decode,
+        DecodeRank(make_pool(num_kv_heads=1), config, mesh, 1, decode.peer_id) as other,
+    ):
+        pair = NodePair(decode, prefill)
+
+        def exchange() -> None:
+            other.apply(decode.take_log())
+            decode.apply_rank_events(other.take_rank_events())
+
+        def reached(found: Callable[[], object]) -> None:
+            pair.until(lambda: exchange() or found())
+
+        pair.d.hold_running = True
+        pair.submit("runs", tokens_of(1, 10))
+        reached(lambda: "runs" in pair.d.running)
+        pair.p.hold = True
+        pair.submit("comes", tokens_of(2, 12))
+        reached(lambda: "comes" in pair.p.computing)
+        pair.submit("waits", tokens_of(3, 9))
+        # From here on nothing comes of rank 1, and nothing goes there.
+        decode.abort("comes")
+        pair.until(lambda: decode.awaited_ranks() == {1: 1} and not decode.num_rooms)
+        assert decode.stats()["pages_held"] == 3
+        for bad in (0, 2, "1"):
+            with pytest.raises(CallerError, match="rank"):
+                decode.fence_rank(bad)  # type: ignore[arg-type]
+        assert "runs" in pair.d.running
+        decode.fence_rank(1)
+        failed = {req.rid: req.error for req in decode.pop_failed()}
+        assert failed.keys() == {"runs", "waits"}
+        assert all(isinstance(error, PeerLostError) for error in failed.values())
+        assert decode.awaited_ranks() == {}
+        until(lambda: decode.drain(0.05))
+        decode.audit()
+        stats = decode.stats()
+        assert (stats["pages_held"], stats["pages_owned"]) == (0, 0)
+        with pytest.raises(DrainingError):
+            decode.add(Request("late", [1, 2], room=9, prefill=prefill.endpoint))
+        with pytest.raises(CallerError, match="rank 1, which was fenced"):
+            decode.apply_rank_events(other.take_rank_events())
