@@ -257,8 +257,9 @@ class WorkerIndex:
         depth = self._pool.depth(namespace, keys)
         if self._checkpoints is not None:
             ends, held = self._checkpoints.get(namespace, ()), self._pool.of(namespace)
-            while depth and keys[depth - 1] not in ends and held[keys[depth - 1]] == _STORED:
-                depth -= 1
+            # What is expected lies behind all that is stored.
+            if depth and held.get(keys[depth - 1]) == _STORED:
+                depth = next((at for at in range(depth, 0, -1) if keys[at - 1] in ends), 0)
         # A whole prefix in either, so the longer one counts.
         return depth if self._host is None else max(depth, self._host.depth(namespace, keys))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from prefixkv.errors import PeerLostError
 from prefixkv.protocol.events import CopyEnded
 from prefixkv.protocol.host_copy import HostCopyDone
 from prefixkv.ranks.copies import RankCopies
@@ -34,3 +35,19 @@ def test_the_end_of_a_copy_travels_to_rank_0() -> None:
     assert isinstance(event, CopyEnded)
     assert (event.number, event.num_bytes, event.seconds) == (7, 3, 0.25)
     assert "a bad page" in str(event.error)
+
+
+def test_a_copy_waits_for_no_rank_that_is_dead() -> None:
+    copies = RankCopies(3)
+    for rank in (0, 2):
+        copies.on(rank, HostCopyDone(1, None, 10, 0.5))
+    copies.on(2, HostCopyDone(2, None, 10, 0.5))
+    error = PeerLostError("dead")
+    assert copies.fence(1, error) == [HostCopyDone(1, error, 20, 0.5)]
+    # One under way on others too, and one of which no rank has said anything.
+    assert copies.on(0, HostCopyDone(2, None, 10, 0.5)) == HostCopyDone(2, error, 20, 0.5)
+    assert copies.on(2, HostCopyDone(3, None, 1, 0.1)) is None
+    joined = copies.on(0, HostCopyDone(3, None, 1, 0.1))
+    assert joined is not None
+    assert joined.error is error
+    assert not len(copies)

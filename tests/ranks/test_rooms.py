@@ -3,6 +3,7 @@ one drain in time."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,6 +38,7 @@ from prefixkv.ranks.rooms import RankRooms, pack_rank_events
 from tests.control.wire import Alike, members
 
 KEY, OTHER = RoomKey(7, 1), RoomKey(8, 0)
+DEAD = object()
 OVERDUE, DRAINED = RoomOverdue(KEY), RoomDrained(KEY)
 
 
@@ -114,6 +116,27 @@ def test_rooms_are_kept_apart_and_a_number_may_come_again() -> None:
     for _ in range(2):
         assert rooms.on(1, success(1))[0] == [RoomEnded(KEY, KVPoll.SUCCESS, aux=b"aux0")]
         assert rooms.on(0, success(0)) == ([], [])
+
+
+@pytest.mark.parametrize("second", range(4))
+@pytest.mark.parametrize("first", range(4))
+def test_a_rank_that_dies_is_done_with_its_rooms(first: int, second: int) -> None:
+    """Wherever it dies between its words, and whenever that is said."""
+    for kept in range(len(histories(1)[second])):
+        said = (histories(0)[first], [*histories(1)[second][:kept], DEAD])
+        for order in merges(said):
+            rooms = RankRooms(2)
+            news: list[Any] = []
+            for rank, word in order:
+                joined, _ = rooms.fence(1) if word is DEAD else rooms.on(rank, word)
+                news += joined
+            ends = [word for word in news if isinstance(word, RoomEnded)]
+            assert news.count(DRAINED) == 1
+            assert news[-1] == DRAINED or news[-2:] == [DRAINED, OVERDUE]
+            assert len(ends) <= 1, "one that had not begun here has ended with its request"
+            assert not any(end.poll is KVPoll.SUCCESS for end in ends)
+            assert not len(rooms)
+            assert rooms.awaited() == {}
 
 
 def test_the_abort_that_follows_a_failure_names_rank_and_reason() -> None:
@@ -263,6 +286,7 @@ def test_news_that_are_not_the_next_of_a_rank_are_refused(raw: bytes, match: str
 
 ENDED = b"\x93\x01\x01\x91\x95\xa5ended\x92\x07\x01\x04"  # up to its error
 DEEP = b"\x91" * 100_000
+ENDLESS = msgspec.msgpack.encode(["PeerLostError", "x", "p", math.inf])
 HOSTILE = {
     "nothing": b"",
     "junk": b"junk",
@@ -270,6 +294,9 @@ HOSTILE = {
     "an error that is nested deeply": ENDED + DEEP,
     "an error of one word": ENDED + b"\x91\xa1x\xc4\x00",
     "an error that is a number": ENDED + b"\x05\xc4\x00",
+    "an error of an endless number": ENDED
+    + b"\x94\xadPeerLostError\xa1x\xa1p\xcb\x7f\xf0"
+    + bytes(6),
     "an error whose text is no UTF-8": ENDED + b"\x92\xa1x\xa2\xff\xfe\xc4\x00",
     "a tag that is no UTF-8": b"\x93\x01\x01\x91\x92\xa2\xff\xfe\x92\x07\x01",
     "a poll that is none": ENDED[:-1] + b"\x09\xc0\xc4\x00",

@@ -6,11 +6,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 
 from prefixkv.config import DecodeConfig, PrefillConfig
+from prefixkv.errors import CallerError, DrainingError, PeerLostError
 from prefixkv.memory.kv_pool import KVPool, PoolGroup
 from prefixkv.memory.mesh import Mesh
 from prefixkv.pages.windows import WindowPages
+from prefixkv.protocol.ids import PeerId
 from prefixkv.ranks.prefill_log import PrefillLog
 from prefixkv.request import Request
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
@@ -150,11 +153,47 @@ class Workers:
         return self.prefill.num_rooms + self.decode.num_rooms + self.other.call("rooms")
 
 
+def _rank_is_killed(there: Workers, name: PeerId) -> None:
+    prefill, decode = there.prefill, there.decode
+    there.hold = True
+    for room, rid in enumerate(("given up", "cut"), 30):
+        there.submit(rid, tokens_of(room, 24), room)
+    until(lambda: len(there.computing) == 2, step=there.step)
+    there.other.kill()
+    # The engine carries nothing any more. What has ended on rank 0 waits for the other's word.
+    prefill.abort("given up")
+    assert [req.rid for req in prefill.pop_failed()] == ["given up"]
+    until(lambda: prefill.awaited_ranks() == {1: 1}, step=prefill.pop_sent)
+    assert prefill.stats()["pages_owned"] > 0
+    for bad in (0, 2, None):
+        with pytest.raises(CallerError, match="rank"):
+            prefill.fence_rank(bad)  # type: ignore[arg-type]
+    prefill.fence_rank(1)
+    (cut,) = prefill.pop_failed()
+    assert (cut.rid, type(cut.error)) == ("cut", PeerLostError)
+    assert "prefill rank 1: its process is dead" in str(cut.error)
+    with pytest.raises(DrainingError):
+        prefill.add(Request("late", [1, 2], room=40, decode="decode-0"))
+    # Decode has heard of the end from rank 0. What rank 1 may still write there, it has to be told.
+    until(lambda: len(there.failed) == 2, step=lambda: _pop_failed(there))
+    decode.fence(*name)
+    until(lambda: prefill.drain() and decode.drain())
+    for node in (prefill, decode):
+        node.audit()
+        stats = node.stats()
+        assert (stats["pages_owned"], stats["pages_held"], stats["rooms"]) == (0, 0, 0)
+
+
+def _pop_failed(there: Workers) -> None:
+    there.failed += [req.rid for req in there.decode.pop_failed()]
+
+
 def test_two_processes_with_one_cache_go_on_from_the_same_checkpoints() -> None:
+    """At the end the process of rank 1 is killed: rank 0 is told so, and holds nothing for it."""
     config = PrefillConfig(checkpoints=3, control=QUICK)
     with children(RankChild) as start:
         other = start(config)
-        _, endpoint = other.hello
+        name, endpoint = other.hello
         side = Side(MESHES[0], 0)
         with PrefillNode(
             side.pool, config, MESHES[0], 0, [endpoint], ranks=PrefillLog()
@@ -180,3 +219,4 @@ def test_two_processes_with_one_cache_go_on_from_the_same_checkpoints() -> None:
                     node.audit()
                     assert node.stats()["pages_owned"] == 0
                 assert not prefill.scheduler.requests
+                _rank_is_killed(there, name)
