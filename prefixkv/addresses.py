@@ -6,7 +6,7 @@ import ipaddress
 from functools import lru_cache
 from urllib.parse import urlsplit
 
-from prefixkv.errors import RequestError, shown
+from prefixkv.errors import RequestError, shown, travels
 
 _MAX_PORT = 65_535
 
@@ -61,3 +61,5 @@ def check_prefill(rid: str, prefill: object) -> None:
         raise RequestError(f"prefill is {shown(prefill)}, a string is needed")
     if not prefill:
         raise RequestError(f"request {rid!r} names no prefill worker")
+    if not travels(prefill):
+        raise RequestError(f"prefill is {prefill!r}, which UTF-8 has no bytes for")

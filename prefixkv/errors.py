@@ -355,6 +355,22 @@ class UserErrors:
 # --- checks -------------------------------------------------------------------------------------
 
 
+def travels(text: str) -> bool:
+    """Return whether a caller's text can be in a message: it has no unpaired surrogates, which
+    JSON's escapes can make.
+
+    >>> travels("id-1"), travels("\\ud800")
+    (True, False)
+    """
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def shown(value: object) -> str:
     """Return an argument as an error shows it, cut to 100 characters. Never raises: it may be
     anything, a number of more digits than Python prints, say.

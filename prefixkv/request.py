@@ -12,7 +12,7 @@ import numpy as np
 from prefixkv.cache.namespace import check_size
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.digest import begin_hash, prompt_digest
-from prefixkv.errors import RequestError, shown
+from prefixkv.errors import RequestError, shown, travels
 from prefixkv.paging import MAX_INDEX
 
 MAX_TEXT_CHARS: Final = 1024
@@ -163,14 +163,16 @@ def _check_namespace(namespace: Hashable) -> None:
 
 
 def _check_text(name: str, value: Any) -> None:
-    """Raise RequestError for a value of a submitted request that is no string, or longer than
-    needed: it may come from a client."""
+    """Raise RequestError for a value of a submitted request that is no string, longer than needed,
+    or that no message between ranks carries: it may come from a client."""
     if not isinstance(value, str):
         raise RequestError(f"{name} is {shown(value)}, a string is needed")
     if len(value) > MAX_TEXT_CHARS:
         raise RequestError(
             f"{name} has {len(value)} characters, at most {MAX_TEXT_CHARS} are taken"
         )
+    if not travels(value):
+        raise RequestError(f"{name} is {value!r}, which UTF-8 has no bytes for")
 
 
 def whole_number(name: str, value: Any, low: int, end: int) -> int:

@@ -11,7 +11,14 @@ import numpy as np
 from prefixkv.cache.checkpoints import NO_SLOT, Checkpoint
 from prefixkv.cache.results import MatchResult
 from prefixkv.digest import prompt_digest
-from prefixkv.errors import CallerError, DrainingError, InternalError, RequestError, UserErrors
+from prefixkv.errors import (
+    CallerError,
+    DrainingError,
+    InternalError,
+    RequestError,
+    UserErrors,
+    travels,
+)
 from prefixkv.pages.manager import KeptHash, PageManager, RequestPages
 from prefixkv.pages.windows import WindowPages
 from prefixkv.paging import Pages
@@ -42,10 +49,8 @@ def check_reason(reason: object) -> None:
     carry."""
     if not isinstance(reason, str):
         raise RequestError(f"reason is a {type(reason).__name__}, a string is needed")
-    try:
-        reason.encode()
-    except UnicodeEncodeError as error:
-        raise RequestError(f"reason cannot be encoded: {error.reason}") from None
+    if not travels(reason):
+        raise RequestError(f"reason cannot be encoded: {reason!r} has no bytes in UTF-8")
 
 
 def check_error(error: object) -> None:

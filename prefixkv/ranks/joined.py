@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from prefixkv.errors import PeerLostError, TransferError, WeightsVersionError
+from prefixkv.pages.requests import reason_of
 from prefixkv.protocol.commands import AbortRoom
-from prefixkv.protocol.events import MAX_ERROR_CHARS, RoomEnded
+from prefixkv.protocol.events import RoomEnded
 from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.ranks.messages import RankMessages, decoded
 
@@ -87,7 +88,8 @@ class JoinedRooms(ABC, Generic[R, E]):
         command that ends it on all."""
         room.failed = True
         joined = error if rank == 0 else of_rank(self.side, rank, error)
-        reason = f"rank {rank} failed: {joined}"[:MAX_ERROR_CHARS]
+        # As a frame and a message carry it: rank 0's own error may be of any class.
+        reason = reason_of(f"rank {rank} failed: {reason_of(joined or 'without a reason')}")
         return RoomEnded(key, poll, joined), AbortRoom(key, reason)
 
     @abstractmethod

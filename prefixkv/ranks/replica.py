@@ -22,7 +22,14 @@ import msgspec
 
 from prefixkv.cache.eviction.policy import Policy
 from prefixkv.config import DecodeConfig
-from prefixkv.errors import CallerError, ConfigError, InternalError, RequestError, shown
+from prefixkv.errors import (
+    CallerError,
+    ConfigError,
+    InternalError,
+    RequestError,
+    shown,
+    travels,
+)
 from prefixkv.pages.allocator import PageState
 from prefixkv.pages.manager import PageManager
 from prefixkv.pages.windows import WindowPages, WindowSpec
@@ -166,7 +173,8 @@ class RankLog:
 
     def check(self, request: Request) -> None:
         """Raise RequestError if the request's namespace cannot travel to the replicas: None, str,
-        int, bytes and tuples of them can.
+        int of 64 bits, bytes and tuples of them can. One that did not would be in each later
+        message, and none could be encoded.
         """
         check_request(request)
         if not _can_travel(request.key.namespace):
@@ -332,7 +340,11 @@ def _can_travel(namespace: object) -> bool:
     """Return True if msgpack gives a replica the namespace that it was given."""
     if isinstance(namespace, tuple):
         return all(map(_can_travel, namespace))
-    return namespace is None or type(namespace) in (str, int, bytes)
+    if type(namespace) is str:
+        return travels(namespace)
+    if type(namespace) is int:
+        return -(2**63) <= namespace < 2**64
+    return namespace is None or type(namespace) is bytes
 
 
 def _compare(theirs: dict[str, Any], ours: dict[str, Any]) -> None:

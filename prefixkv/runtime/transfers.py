@@ -20,7 +20,7 @@ from typing import Final, Generic, TypeVar, cast
 from prefixkv.config import TransportConfig, check_version
 from prefixkv.control.death_watch import LostPeers
 from prefixkv.control.effects import To
-from prefixkv.errors import ClosedError, InternalError, RequestError, shown
+from prefixkv.errors import ClosedError, InternalError, RequestError, shown, travels
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.staging_area import StagingArea
@@ -68,8 +68,8 @@ def peer_id(peer: str, incarnation: int) -> PeerId:
     Checked here, since an error in the control thread could not be raised by the call that caused
     it.
     """
-    if not isinstance(peer, str):
-        raise RequestError(f"peer is {shown(peer)}, a string is needed")
+    if not isinstance(peer, str) or not travels(peer):
+        raise RequestError(f"peer is {shown(peer)}, a string that UTF-8 has bytes for is needed")
     return PeerId(peer, whole_number("incarnation", incarnation, 0, 2**64))
 
 

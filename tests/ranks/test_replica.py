@@ -235,7 +235,7 @@ def test_what_rank_0_could_not_get_counts_as_a_use_everywhere() -> None:
 
 def test_namespaces_travel_or_are_refused() -> None:
     log = RankLog()
-    for namespace in (None, "lora", 7, b"salt", ("tenant", ("lora", 1))):
+    for namespace in (None, "lora", 2**64 - 1, -(2**63), b"salt", ("tenant", ("lora", 1))):
         request = Request("r", [1, 2, 3, 4], room=1, namespace=namespace)
         log.check(request)
         ranks = Ranks()
@@ -248,7 +248,7 @@ def test_namespaces_travel_or_are_refused() -> None:
             ).prefix_len
             == 4
         )
-    for refused in (frozenset({1}), ("tenant", 1.5), object()):
+    for refused in (frozenset({1}), ("tenant", 1.5), object(), "\ud800", ("a", "\ud800"), 2**64):
         with pytest.raises(RequestError, match="namespace"):
             log.check(Request("r", [1], room=1, namespace=refused))
 
