@@ -6,26 +6,27 @@ from collections.abc import Hashable, Iterable
 from hashlib import blake2b
 from typing import Final, NamedTuple
 
-from prefixkv.errors import RequestError, shown
+from prefixkv.errors import RequestError, shown, travels
 
 MAX_NAMESPACE_BYTES: Final = 64 << 10
 """Limit for all texts of one namespace together: it is kept for as long as KV of it is."""
 
 _SHORT_CHARS: Final = 256
+_MOST_TOKENS: Final = 2**31
 
 
 def shortened(text: str) -> str:
-    """Return a client's text in the form that a namespace keeps: a long one is replaced by its
-    digest.
+    """Return a client's text in the form that a namespace keeps: a long one, and one that UTF-8 has
+    no bytes for, is replaced by its digest.
 
     Equal texts give equal results in every process, and different texts different ones.
 
     >>> shortened("tenant"), len(shortened("x" * 8_000_000))
     ('tenant', 72)
     """
-    if len(text) <= _SHORT_CHARS:
+    # Clients may send unpaired surrogates, which no event carries.
+    if len(text) <= _SHORT_CHARS and travels(text):
         return text
-    # Clients may send unpaired surrogates, which plain UTF-8 refuses to encode.
     return "blake2b:" + blake2b(text.encode("utf-8", "surrogatepass"), digest_size=32).hexdigest()
 
 
@@ -47,6 +48,13 @@ def _size(namespace: object) -> int:
     if isinstance(namespace, tuple):
         return len(namespace) + sum(map(_size, namespace))
     return (namespace.bit_length() // 8) if isinstance(namespace, int) else 0
+
+
+def _is_name(text: object) -> bool:
+    """Return whether a part of a namespace can be its name: a string, not empty, that events
+    carry. Of the exact type: a subclass may compare and hash as it likes, and this is a key for
+    life."""
+    return type(text) is str and bool(text) and travels(text)
 
 
 class Image(NamedTuple):
@@ -76,7 +84,8 @@ class Namespace(_NamespaceFields):
         salt: any text that separates clients, such as a tenant's name.
         images: (identifier, first token, number of tokens) of each.
     Raises:
-        RequestError: all three are missing (the common namespace is None), or one has a wrong type.
+        RequestError: all three are missing (the common namespace is None), or one has a wrong type,
+            or is nothing that an event carries.
 
     >>> Namespace(lora="legal")
     Namespace(lora='legal', salt=None, images=())
@@ -90,11 +99,10 @@ class Namespace(_NamespaceFields):
         salt: str | None = None,
         images: Iterable[tuple[str, int, int]] = (),
     ) -> Namespace:
-        # Exact types: a subclass of str may compare and hash as it likes, and this is a key for
-        # life.
         for name, text in (("lora", lora), ("salt", salt)):
-            if text is not None and (type(text) is not str or not text):
-                raise RequestError(f"{name} is {shown(text)}, a string that is not empty is needed")
+            if text is not None and not _is_name(text):
+                what = "a string that is not empty, and has bytes in UTF-8"
+                raise RequestError(f"{name} is {shown(text)}, {what}, is needed")
         if not isinstance(images, Iterable) or isinstance(images, str | bytes):
             raise RequestError(f"images is {shown(images)}, a list of images is needed")
         given = list(images)
@@ -103,12 +111,11 @@ class Namespace(_NamespaceFields):
         listed = tuple(Image(*image) for image in given)
         for image in listed:
             if (
-                type(image.identifier) is not str
-                or not image.identifier
+                not _is_name(image.identifier)
                 or type(image.start) is not int
                 or type(image.length) is not int
-                or image.start < 0
-                or image.length < 1
+                or not 0 <= image.start < _MOST_TOKENS
+                or not 1 <= image.length < _MOST_TOKENS
             ):
                 raise RequestError(f"{shown(image)} is no name, first token and number of tokens")
         # Else there would be two names for the common namespace, and requests in one would miss KV

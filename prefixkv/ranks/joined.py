@@ -69,10 +69,12 @@ class JoinedRooms(ABC, Generic[R, E]):
         """Return the events of another rank's message to rank 0, as (rank, event) for `on`.
 
         Each rank's messages have to come in order, and none may be left out: else it raises
-        CallerError, with nothing changed.
+        CallerError, with nothing changed. Of a rank that was fenced there are no events.
         """
         message = decoded(raw, type(self).decode, "a rank")
         self._messages.take(message.rank, message.number)
+        if message.rank in self._messages.fenced:
+            return iter(())
         return ((message.rank, event) for event in message.events)
 
     def _room(self, key: RoomKey) -> R:

@@ -562,7 +562,8 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
 
         The worker computes no more: every request ends with a PeerLostError and comes out of
         `pop_failed`, `add` takes none, and no page waits for that rank. So `drain` becomes True as
-        on a worker of the ranks that are left; these go on to get the log until then.
+        on a worker of the ranks that are left; these go on to get the log until then. What the
+        dead one said that comes later is left out.
 
         Args:
             rank: from 1. Never one that lives: its pages would be used while prefill writes them.
@@ -869,7 +870,8 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         The worker computes no more: every request ends with a PeerLostError and comes out of
         `pop_failed` (but one that has been sent, out of `pop_sent`), decode hears of it at once,
         `add` takes none, and no page waits for that rank. So `drain` becomes True as on a worker of
-        the ranks that are left; these go on to get the log until then.
+        the ranks that are left; these go on to get the log until then. What the dead one said that
+        comes later is left out.
 
         Args:
             rank: from 1. Never one that lives: it would send what is in its pages then.

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from prefixkv.cache.events import NO_PARENT, Cleared, EventFeed, PageRef
-from prefixkv.cache.namespace import Namespace
+from prefixkv.cache.namespace import Namespace, shortened
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.errors import RequestError
 from prefixkv.kv_events.dialects import DIALECTS
@@ -387,11 +387,15 @@ def test_sglang_has_no_words_for_images() -> None:
     [
         {}, {"lora": ""}, {"lora": 7}, {"salt": b"x"}, {"images": [("", 0, 1)]},
         {"images": [("cat", -1, 1)]}, {"images": [("cat", 0, 0)]}, {"images": [(7, 0, 1)]},
+        {"images": [("cat", 2**31, 1)]}, {"images": [("cat", 0, 2**64)]},
+        {"lora": "\ud800"}, {"salt": "\ud800"}, {"images": [("\ud800", 0, 1)]},
     ],
 )  # fmt: skip
-def test_a_namespace_of_nothing_or_of_a_wrong_type_is_refused(wrong: dict[str, Any]) -> None:
+def test_a_namespace_of_nothing_or_that_no_event_carries_is_refused(wrong: dict[str, Any]) -> None:
+    """One that was stored would be in a batch that the publisher cannot encode."""
     with pytest.raises(RequestError):
         Namespace(**wrong)
+    assert Namespace(salt=shortened("\ud800")) != Namespace(salt=shortened("\ud801"))
 
 
 # --- one feed -------------------------------------------------------------------------------------

@@ -743,6 +743,9 @@ class Machine:
     def run(self, num_turns: int) -> Counter[str]:
         for _ in range(num_turns):
             self.turn()
+        if self.chance.random() < 0.5:
+            self.scheduler.end_all(TransferError("a rank is dead"), self.now_s)
+            self.running.clear()
         for req in list(self.scheduler.requests.values()):
             self.abort(req)
         self.check()

@@ -21,6 +21,7 @@ from prefixkv.cache.results import PrefixLock
 from prefixkv.config import DecodeConfig
 from prefixkv.errors import CallerError, ConfigError, InternalError, OutOfPagesError, RequestError
 from prefixkv.pages.manager import RequestPages
+from prefixkv.protocol.host_copy import HostCopy
 from prefixkv.protocol.ids import RoomKey
 from prefixkv.ranks.oplog import ReplicatedPageManager
 from prefixkv.ranks.replica import DecodeReplica, RankLog, digests, sizes
@@ -251,6 +252,34 @@ def test_namespaces_travel_or_are_refused() -> None:
     for refused in (frozenset({1}), ("tenant", 1.5), object(), "\ud800", ("a", "\ud800"), 2**64):
         with pytest.raises(RequestError, match="namespace"):
             log.check(Request("r", [1], room=1, namespace=refused))
+
+
+@pytest.mark.parametrize(
+    ("host", "device", "why"),
+    [
+        ([8], [1], "page 8 is not"),
+        ([0], [16], "page 16 is not"),
+        ([0, 1], [1], "a copy of 2 to 1 pages"),
+        ([], [], "a copy of 0 to 0 pages"),
+    ],
+)
+def test_copies_of_pages_that_there_are_not_change_nothing(
+    host: list[int], device: list[int], why: str
+) -> None:
+    ranks = Ranks()
+    ranks.log.host_pages = 8
+    ranks.replica = replica = DecodeReplica(16, PAGE_SIZE, CONFIG, host_pages=8)
+    ranks.log.copy(HostCopy(1, False, np.array([3, 7]), np.array([2, 15])))
+    ranks.pass_ends()
+    (good,) = replica.take_copies()
+    assert (good.host_pages.tolist(), good.device_pages.tolist()) == ([3, 7], [2, 15])
+    ranks.open(range(8), 2)
+    ranks.log.copy(HostCopy(2, True, np.array(host, np.int32), np.array(device, np.int32)))
+    with pytest.raises(CallerError, match=why):
+        replica.apply(ranks.log.take(ranks.pages))
+    assert replica.num_batches == 1
+    assert not replica.take_copies()
+    assert replica.page_manager.allocator.free_pages == 16
 
 
 def test_a_message_is_the_operations_since_the_last() -> None:

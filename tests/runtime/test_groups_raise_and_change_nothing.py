@@ -316,6 +316,7 @@ class Groups:
             "decode.reserve_many": ([[self.running], 0], {}),
             "decode.finish": ([self.computing], {"after": None, "continues": None}),
             "decode.apply_rank_events": ([b"no message"], {}),
+            "decode.fence_rank": ([1], {"after": None}),
             "decode.wait": (["0"], {}),
             "prefill.add": ([request(1, self.prefill)], {}),
             "prefill.refuse": ([request(2, self.prefill), "no"], {}),

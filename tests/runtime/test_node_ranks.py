@@ -110,5 +110,6 @@ def test_a_decode_rank_whose_process_is_dead_is_waited_for_until_it_is_fenced() 
         assert (stats["pages_held"], stats["pages_owned"]) == (0, 0)
         with pytest.raises(DrainingError):
             decode.add(Request("late", [1, 2], room=9, prefill=prefill.endpoint))
-        with pytest.raises(CallerError, match="rank 1, which was fenced"):
-            decode.apply_rank_events(other.take_rank_events())
+        decode.apply_rank_events(late := other.take_rank_events())
+        assert late, "what it said before its end is left out"
+        assert decode.drain()

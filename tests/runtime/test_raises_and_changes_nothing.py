@@ -159,6 +159,7 @@ class Story:
             "decode.take_log": ([], {}),
             "decode.apply_rank_events": ([b"no message"], {}),
             "decode.fence": (["nobody", 7], {}),
+            "decode.fence_rank": ([1], {"after": None}),
             "decode.wait": (["0"], {}),
             "decode.drain": (["0"], {}),
             "decode.take_cache_events": ([False], {}),
@@ -175,6 +176,7 @@ class Story:
             "prefill.abort": (["nobody"], {}),
             "prefill.flush": ([7], {}),
             "prefill.fence": (["nobody", 7], {}),
+            "prefill.fence_rank": ([1], {}),
             "prefill.wait": (["0"], {}),
             "prefill.drain": (["0"], {}),
             "prefill.take_cache_events": ([False], {}),
@@ -201,7 +203,9 @@ class _Odd(NamedTuple):
 _ODD = st.builds(_Odd, st.integers(0, 11))
 
 # These take nothing, or end the story.
-_WITHOUT_ARGUMENTS = {"audit", "close", "fileno", "lost_peers", "peers", "stats"}
+_WITHOUT_ARGUMENTS = {
+    "audit", "awaited_ranks", "close", "fileno", "lost_peers", "peers", "stats",
+}  # fmt: skip
 _KEEPS_WHAT_IT_IS_GIVEN = {"on_ended"}  # any function is a listener: what one raises is its own
 # A number, a version and a request are arguments that these take: no more is tried then. What a
 # limit lets `pop_bootstrapped` return would be lost to the story.
