@@ -72,6 +72,7 @@ class Machine:
         self.live: list[Live] = []
         self.tick = 0
         self.stems = [[chance.randint(1, 2) for _ in range(30)] for _ in range(3)]
+        self.rows: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {}  # as last looked at
         self.seen = dict.fromkeys(["resumed", "evicted", "refused", "saved", "shared"], 0)
 
     # --- the model --------------------------------------------------------------------------------
@@ -336,6 +337,12 @@ class Machine:
             assert group.allocator.free_pages == group.allocator.num_pages - len(used), (
                 f"H11: {used} of group {number}"
             )
+            for row in group.rows_in_use:
+                first, ids = group.row(row)
+                now = group.num_changes(row), (first, *ids.tolist())
+                num_changes, before = self.rows.get((number, row), (-1, ()))
+                assert num_changes != now[0] or before == now[1], "a change that is not counted"
+                self.rows[number, row] = now
             for live in self.live:
                 own = {page for page in self.row(live, number).values() if not group.refs[page]}
                 assert len(own) <= group.row_pages, "a request has a bounded number of pages"

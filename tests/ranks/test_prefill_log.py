@@ -376,6 +376,13 @@ def test_what_has_not_changed_is_not_told_again() -> None:
     scheduler.send_chunk(reqs[0], 8, 0.0)
     ((rid, *_, pages, windows),) = told()
     assert (rid, pages, len(windows)) == ("r1", None, 1)
+    # So does one that ends at no stop.
+    reqs.append(longer := begin(scheduler, "longer", [7] * 15, 4))
+    told()
+    for end, moves in ((8, False), (11, True)):
+        scheduler.send_chunk(longer, end, 0.0)
+        assert longer.stops == [12]
+        assert [view[0] for view in told()] == ["longer"] * moves
     # Where another request has computed the same pages meanwhile, the row gets those.
     twin = scheduler.add(Request("twin", [2] * 11, room=3, decode="decode-0"), 0.0)
     scheduler.room_bootstrapped(twin.room_key, 0, "decode-0", 0.0)
@@ -383,7 +390,7 @@ def test_what_has_not_changed_is_not_told_again() -> None:
     assert scheduler.pop_bootstrapped(9.0) == [twin], "for no longer than that"
     reqs.append(twin)
     told()
-    for req in reqs[1:]:
+    for req in (reqs[1], twin):
         scheduler.send_chunk(req, 8, 9.0)
     scheduler.pop_bootstrapped(9.0)
     assert twin.pages[0] == reqs[1].pages[0]
