@@ -165,6 +165,7 @@ class TableWorld(World):
             "alloc_row": ([], {}),
             "free_row": ([self.some], {}),
             "length": ([self.some], {}),
+            "num_writes": ([self.some], {}),
             "pages": ([self.some], {}),
             "packed": ([self.some, 0, 1], {}),
             "fill": ([self.empty, [b"\1\0\0\0", np.array([2, 3], np.int32)]], {}),
@@ -543,7 +544,7 @@ _NOT_THE_ENGINES = {
     "check_fits", "check_growth", "check_own", "append_checked", "prefill_ready", "prefill_away",
     "prefill_lost", "release_deferred", "settle_deferred", "holders", "pin", "unpin",
     "take_copies", "host_ready", "copy_ended", "digest", "keep_hash", "keep_hashes", "hashed",
-    "pin_key", "find", "holds_all", "note_checkpoint",
+    "pin_key", "find", "holds_all", "note_checkpoint", "end_all",
 }  # fmt: skip
 
 

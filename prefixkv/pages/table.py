@@ -109,6 +109,7 @@ class PageTable:
     def num_writes(self, row: int) -> int:
         """Return how often the page table's row was filled or overwritten, ever: while this number
         and the row's length are the same, so are its ids. O(1)."""
+        self.length(row)  # raises for a row that is not in use
         return self._num_writes[row]
 
     def pages(self, row: int) -> Pages:

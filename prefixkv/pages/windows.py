@@ -169,6 +169,7 @@ class WindowGroup:
     def num_changes(self, row: int) -> int:
         """Return how often what the window group's row names has changed, ever: while this number
         is the same, so is `row`. O(1)."""
+        self._length(row)  # raises for a row that is not in use
         return self._num_changes[row]
 
     def _length(self, row: int) -> int:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -94,7 +95,8 @@ class Workers:
     def __init__(self, other: RankChild, prefill: PrefillNode, side: Side) -> None:
         self.other, self.prefill, self.side = other, prefill, side
         self.target = Side(MESHES[1], 0)
-        config = DecodeConfig(control=QUICK, reserve_tokens=0)
+        # Else decode may find out by itself that rank 1 is dead, before it is said.
+        config = DecodeConfig(control=replace(QUICK, prove_death=False), reserve_tokens=0)
         self.decode = DecodeNode(self.target.pool, config)
         self.computing: dict[Any, int] = {}
         self.arrived: dict[str, Any] = {}
