@@ -698,9 +698,10 @@ class DecodePreallocQueue:
 
     def _cut_to_compute(self, waiter: Waiter, shared_pages: int, now_s: float) -> _Cut | None:
         """Return what a request of the prealloc queue takes if it is to be computed here, from a
-        checkpoint on; None if prefill sends what it lacks. `shared_pages`: here or on their way.
+        checkpoint on; None if prefill sends what it lacks. `shared_pages`: here, on their way, or
+        to be loaded from host memory.
 
-        It joins nothing: a flight brings pages, and no state behind them.
+        It joins nothing, and loads nothing: a flight brings pages, and no state behind them.
         """
         points, req, match = self._points, waiter.req, waiter.match
         assert points is not None
@@ -720,7 +721,7 @@ class DecodePreallocQueue:
 
     def _sent_len(self, req: DecodeRequest, shared_pages: int) -> int:
         """Return up to which token prefill would send a request of the prealloc queue.
-        `shared_pages`: here or on their way.
+        `shared_pages`: here, on their way, or to be loaded from host memory.
 
         All of it where prefill has the whole prompt already, or no checkpoint is kept here.
         """
@@ -780,8 +781,10 @@ class DecodePreallocQueue:
             # for each of the others: then these go on by a step first.
             space = min(space, pages.available_pages - self._budget.active)
         new, prefill = waiter.new_pages, waiter.lane.address
-        # In a window group what it needs is bounded, and taken now: it never grows there.
-        windows, start, sent_len = pages.windows, None, self._sent_len(req, shared_pages)
+        # In a window group what it needs is bounded, and taken now: it never grows there. What host
+        # memory has prefill does not send.
+        here_pages = max(shared_pages, waiter.load_end)
+        windows, start, sent_len = pages.windows, None, self._sent_len(req, here_pages)
         if windows:
             start = WindowStart(sent_len, req.max_pages)
         if (
@@ -795,7 +798,7 @@ class DecodePreallocQueue:
         req.computes, cut = False, None
         cut_start: WindowStart | None = None
         if self._points is not None:
-            cut = self._cut_to_compute(waiter, shared_pages, now_s)
+            cut = self._cut_to_compute(waiter, here_pages, now_s)
             if cut is not None and windows:
                 behind = cut.depth * pages.page_size
                 held = () if cut.checkpoint is None else cut.checkpoint.windows
@@ -823,7 +826,8 @@ class DecodePreallocQueue:
                 key = req.key.prefix(cut.depth * pages.page_size)
             joined, shared_pages, match, new = None, cut.depth, cut.match, cut.new_pages
             start, sent_len = cut_start, req.fill_len
-            req.computes = True
+            # What is loaded has no checkpoint: it is computed from where there is one.
+            req.computes, waiter.load_end = True, 0
         req.sent_len = sent_len
         # 2. Before an eviction the tree has to know what the others wait for, or it evicts just
         # that.
