@@ -240,7 +240,9 @@ class _StagedPart(NamedTuple):
 
         sizes = rows.shape[1], self.start, (self.end - self.start) // self.num_slabs
         word = torch.int64 if all(size % 8 == 0 for size in sizes) else torch.uint8
-        return rows[:, self.start : self.end].view(word).unflatten(1, (self.num_slabs, -1))
+        words = rows[:, self.start : self.end].view(word)
+        # Splitting the last axis copies nothing, though the rows may be apart.
+        return words.view(len(rows), self.num_slabs, -1)
 
 
 def page_runs(layout: KVLayout) -> tuple[Int64s, Int64s, Int64s]:
