@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from urllib.parse import urlencode
 import pytest
 import yaml
 
+from benchmarks.ports import free_port
 from tests.models.patience import PATIENCE_S, until
 from tests.models.processes import Command
 from tests.models.promtool import OPS
@@ -40,8 +40,7 @@ class Prometheus(Command):
                                                             "refresh_interval": "1s"}]}  # fmt: skip
         config["scrape_configs"].append(found)
         (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            port = taken.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}/api/v1"
         super().__init__(
             program, f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data",

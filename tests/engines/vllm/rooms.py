@@ -72,7 +72,7 @@ class Gate:
     """A port that leads to another one. Closed, it holds what it has read, in one direction."""
 
     def __init__(self, port: int) -> None:
-        self._to = port
+        self._to = ("127.0.0.1", port)  # where nothing listens, this end is closed too
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listening.getsockname()[1])
         self.requests, self.answers = threading.Event(), threading.Event()
@@ -126,7 +126,7 @@ class Gate:
                 threading.Thread(target=self._lead, args=(near,), daemon=True).start()
 
     def _lead(self, near: socket.socket) -> None:
-        with near, socket.create_connection(("127.0.0.1", self._to)) as far:
+        with near, suppress(ConnectionError), socket.create_connection(self._to) as far:
             self._sockets += (near, far)
             back = threading.Thread(target=_pump, args=(far, near, self._pass_answer), daemon=True)
             back.start()

@@ -3,7 +3,6 @@ metadata rows and transfer queue under the backend, in the order in which SGLang
 
 from __future__ import annotations
 
-import socket
 import threading
 import urllib.request
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from sglang.srt.disaggregation.utils import (
     setup_state_kv_args,
 )
 
+from benchmarks.ports import free_port
 from prefixkv.engines.sglang import plugin
 from prefixkv.engines.sglang.shares import Share, use_share
 from prefixkv.engines.sglang.transfer import CLASSES
@@ -76,9 +76,7 @@ class Registry:
     """SGLang's, in a thread of its own; `server` makes it."""
 
     def __init__(self, server: Any = None) -> None:
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            port = sock.getsockname()[1]
+        port = free_port()
         CONTEXT.disagg.disaggregation_bootstrap_port = port
         self.address = f"127.0.0.1:{port}"
         server = server or CLASSES[KVClassType.BOOTSTRAP_SERVER]
