@@ -517,23 +517,19 @@ def of_decode(rooms: Rooms) -> tuple[int, int]:
 
 def test_a_conversation_whose_turns_lack_little_is_decodes_alone(rooms: Rooms) -> None:
     talk = Conversation(rooms)
-    computed, sent, (requests, tokens) = (
-        prefill_computed(rooms),
-        rooms.blocks_sent(),
-        of_decode(rooms),
-    )
+    sent, (requests, tokens) = rooms.blocks_sent(), of_decode(rooms)
     talk.turn(200)
     rooms.has_sent(sent + 7)
-    until(lambda: prefill_computed(rooms) == computed + 200)
+    # The proxy ends prefill's request once decode has answered: vLLM may then not count its prompt.
+    computed = prefill_computed(rooms)
     for turn in range(4):
         talk.turn(BELOW - 1, stream=turn % 2 == 1)
     # Decode says so with a step, which may be a later one.
     until(lambda: of_decode(rooms)[0] >= requests + 4)
     assert of_decode(rooms) == (requests + 4, tokens + 4 * BELOW)
-    assert (prefill_computed(rooms), rooms.blocks_sent()) == (computed + 200, sent + 7)
+    assert (prefill_computed(rooms), rooms.blocks_sent()) == (computed, sent + 7)
     talk.turn(BELOW)  # a token more
     rooms.has_sent(sent + 7 + 1)
-    until(lambda: prefill_computed(rooms) > computed + 200)
     assert of_decode(rooms) == (requests + 4, tokens + 4 * BELOW)
 
 
