@@ -360,11 +360,6 @@ def test_one_body_sent_again_after_it_failed(servers: Servers, expected: list[in
     assert said[1].ids == right
 
 
-def test_the_longest_prompt_that_fits(servers: Servers) -> None:
-    """It needs all of decode's pool, so nothing else holds any of it."""
-    servers.right(prompt(31, POOL - RESERVED), output=2)
-
-
 def test_a_prompt_beyond_the_context(servers: Servers) -> None:
     for answer in servers.generate(prompt(32, CONTEXT + 1), next(NEXT_ROOM)):
         refused(answer, "context length")
@@ -385,6 +380,12 @@ def test_what_one_server_never_gets_ends_by_its_timeout(
         answer = future.result()
         assert answer.status >= 400, side
         assert "timed out" in answer.text or "request never came" in answer.text, side
+
+
+def test_the_longest_prompt_that_fits(servers: Servers) -> None:
+    """It needs all of decode's pool, so nothing else holds any of it: those that one server never
+    got have ended."""
+    servers.right(prompt(31, POOL - RESERVED), output=2)
 
 
 def test_nothing_is_held_at_the_end(servers: Servers) -> None:

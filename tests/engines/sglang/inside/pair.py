@@ -27,7 +27,7 @@ from prefixkv.engines.sglang import plugin
 from prefixkv.engines.sglang.shares import Share, use_share
 from prefixkv.engines.sglang.transfer import CLASSES
 from tests.engines.sglang.stubs import CONTEXT, HERE
-from tests.models.patience import until
+from tests.models.patience import PATIENCE_S, until
 
 PAGE, PAGE_BYTES, PAGES, BUFFERS, ROWS = 16, 128, 64, 4, 8
 SERVER = SimpleNamespace(served_model_name="models/tiny", enable_memory_saver=False)
@@ -186,9 +186,9 @@ def _made_at_once(mode: Any, ranks: list[Rank], shares: list[Share]) -> list[Any
     def make(number: int) -> Any:
         def gather(said: Any) -> list[Any]:
             given[number] = said
-            barrier.wait(60)
+            barrier.wait(PATIENCE_S)
             found = list(given)
-            barrier.wait(60)  # before the next one changes it
+            barrier.wait(PATIENCE_S)  # before the next one changes it
             return found
 
         own = {**vars(CONTEXT.parallel), "attn_tp_group": SimpleNamespace(all_gather_object=gather)}
