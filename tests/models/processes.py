@@ -206,6 +206,7 @@ class Command(Signalled):
         self.process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _PROLOGUE, str(os.getpid()), *command],
             cwd=ROOT, env={**clean, "PYTHONPATH": str(ROOT), **environ}, text=True,
+            errors="replace",  # it may be killed in the middle of a letter
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
         self.pid = self.process.pid

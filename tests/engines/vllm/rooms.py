@@ -77,26 +77,29 @@ class Gate:
         self.port = int(self._listening.getsockname()[1])
         self.requests, self.answers = threading.Event(), threading.Event()
         self._sockets: list[socket.socket] = []
-        self._left_bytes = math.inf
+        self._left_bytes, self._lock = math.inf, threading.Lock()
         self.open()
         threading.Thread(target=self._accept, daemon=True).start()
 
     def open(self) -> None:
-        self._left_bytes = math.inf
-        self.requests.set()
-        self.answers.set()
+        with self._lock:
+            self._left_bytes = math.inf
+            self.requests.set()
+            self.answers.set()
 
     def hold_after(self, num_bytes: int) -> None:
         """Pass so much of the answers, and hold the rest."""
         self._left_bytes = num_bytes
 
     def _pass_answer(self, data: bytes, sink: socket.socket) -> None:
-        if len(data) > self._left_bytes:
-            first = int(self._left_bytes)
-            self.answers.clear()
-            sink.sendall(data[:first])
-            data = data[first:]
-        self._left_bytes -= len(data)
+        first = b""
+        with self._lock:  # the test may open the gate meanwhile: then it stays open
+            if len(data) > self._left_bytes:
+                num_bytes = int(self._left_bytes)
+                first, data = data[:num_bytes], data[num_bytes:]
+                self.answers.clear()
+            self._left_bytes -= len(data)
+        sink.sendall(first)
         self.answers.wait(PATIENCE_S)
         sink.sendall(data)
 
