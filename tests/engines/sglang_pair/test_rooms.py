@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(not PYTHON, reason="PREFIXKV_ENGINE_PYTHON is no
 
 POOL, RESERVED, CONTEXT = 1024, 32, 2048  # tokens: of decode's pool, kept for output, of a request
 TIMEOUT_S = 90  # more than any test waits on a machine with much other work
-BLOCKER, BLOCKER_OUTPUT = 560, 360
+BLOCKER, BLOCKER_OUTPUT = 560, 320
 """Tokens of a request that leaves no room for one of 400 on decode. It fits beside one that waits
 for prefill: SGLang wants room for its whole output and `RESERVED` of each other one."""
 NEXT_ROOM = itertools.count(1_000)
