@@ -33,6 +33,7 @@ from prefixkv.decode.journal import DecodeJournal
 from prefixkv.decode.lanes import ALONE, Lanes
 from prefixkv.decode.prealloc_queue import DecodePreallocQueue
 from prefixkv.decode.prospects import Prospects
+from prefixkv.decode.refusals import Refusals
 from prefixkv.decode.request import CAN_RUN, DecodeRequest, DecodeState, PrefillAsk, Retries
 from prefixkv.decode.room_numbers import RoomNumbers
 from prefixkv.decode.shares import PrefillShares
@@ -66,7 +67,6 @@ from prefixkv.protocol.commands import (
     MeetPrefill,
     MoveWeights,
     OpenRoom,
-    RefuseRoom,
 )
 from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
 from prefixkv.protocol.ids import KVPoll, RoomKey
@@ -180,10 +180,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         # room is drained, so that two requests never share one.
         self.rooms = RoomNumbers()
         self._asks: list[PrefillAsk] = []
-        self._refused: set[RoomKey] = set()  # keys of `refuse` that prefill has not answered
-        # Of these, while the room of a former request of the number is not drained.
-        self._late_refusals: dict[RoomKey, tuple[str, Exception, bytes]] = {}
         self._ticket = ticket or count(1).__next__
+        self._refusals = Refusals(self.rooms, self._commands, self._ticket, self.counters)
         self._admitted: list[DecodeRequest] = []  # to be returned by `pop_preallocated`
         self._batch: list[DecodeRequest] = []  # of the last `append_many`: of this node, each once
         self.computing = Computing(self.sources)
@@ -653,15 +651,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         check_request(request)
         check_error(error)
         key = RoomKey(request.room, request.generation)
-        # 1. The number is free: refuse now.
-        # 2. The number is in use by a room that is not drained: a frame about it now would be read
-        # as one about that room, so it waits for `room_drained`.
-        if self._check_can_open(request, to_refuse=key not in self._refused):
-            self._refuse(key, request.prefill, error, request.digest)
-            self._refused.add(key)
-        else:
-            self._refused.add(key)
-            self._late_refusals[key] = request.prefill, error, request.digest
+        is_new = key not in self._refusals.unanswered
+        is_free = self._check_can_open(request, to_refuse=is_new)
+        self._refusals.note(key, request.prefill, error, request.digest, is_free)
 
     def flush(self) -> int:
         """Empty decode's cache after a weight update. Return the number of pages freed at once.
@@ -870,15 +862,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.shares.release(key)
         self.pages.release(key)
         self.rooms.drained(key)
-        # A refusal that still waits for this number stays noted, else `refuse` would queue it
-        # twice.
-        if key not in self._late_refusals:
-            self._refused.discard(key)
-        # The number is free of every generation: now a frame about a later request cannot be
-        # confused with one about this room.
-        if self._late_refusals and key.room not in self.rooms:
-            for late in [one for one in self._late_refusals if one.room == key.room]:
-                self._refuse(late, *self._late_refusals.pop(late))
+        if self._refusals.unanswered:
+            self._refusals.drained(key)
 
     def room_overdue(self, key: RoomKey) -> None:
         """Count a room's pages as quarantined in decode's scheduler: it is not drained by its
@@ -918,6 +903,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.budget.check_invariants()
         self.waiting.check_invariants()
         self.arriving.check_invariants()
+        self._refusals.check_invariants()
         # Pages may be in a prefill worker's power only while a room is open, or failed and not
         # drained.
         flying = {flight.room_key for flight in self.flights if flight.is_open and flight.has_room}
@@ -1038,7 +1024,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self.shares.release(flight.room_key)
             if not was_alone and self._is_told(req):
                 mine = AbortedError(f"request {req.rid!r} is computed by decode")
-                self._refuse(req.room_key, req.prefill, mine, req.request.digest)
+                self._refusals.send(req.room_key, req.prefill, mine, req.request.digest)
             return True
         if (
             req.resumed
@@ -1234,7 +1220,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         is another generation.
         """
         if not req.is_alone and req.prefill and not self._asks_late:
-            self._refuse(req.room_key, req.prefill, error, req.request.digest)
+            self._refusals.send(req.room_key, req.prefill, error, req.request.digest)
             req.generation += 1
 
     def _recall(self, address: str, now_s: float) -> None:
@@ -1305,7 +1291,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self.waiting.remove(req)
             # Else no prefill worker waits for it.
             if before is DecodeState.QUEUED and not req.is_alone and not self._asks_late:
-                self._refuse(req.room_key, req.prefill, error, req.request.digest)
+                self._refusals.send(req.room_key, req.prefill, error, req.request.digest)
         self._leave(req, now_s)
 
     def _cut_short(
@@ -1353,19 +1339,6 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             named = f"{request.decode!r}, this one is {self.name!r}"
             raise RequestError(f"request {request.rid!r} is for decode worker {named}")
         return is_free
-
-    def _refuse(self, key: RoomKey, prefill: str, error: Exception, digest: bytes) -> None:
-        """Command that prefill be told that decode's scheduler does not take a request, which it
-        may have, with KV for it.
-
-        The room's number is in use until prefill has answered.
-        """
-        command = RefuseRoom(key, self._ticket(), prefill, reason_of(error), digest)
-        self.counters["refused"] += 1
-        # Reserved before the command leaves: a request that reused the number could be hit by this
-        # refusal.
-        self.rooms.await_drained(key)
-        self._commands.append(command)
 
     def _leave_flight(self, flight: Flight, error: Exception) -> None:
         """End the decode request of a flight; the flight continues if others wait for it, and
