@@ -32,8 +32,9 @@ PAGE_SIZE = 4
 
 class Parts:
     def __init__(
-        self, config: ComputeConfig | None = None, num_slots: int = 0, lanes: Lanes | None = None,
-        ) -> None:  # fmt: skip
+        self, config: ComputeConfig | None = None, num_slots: int = 0,
+        lanes: Lanes | None = None, shares: PrefillShares | None = None,
+    ) -> None:  # fmt: skip
         self.pages = PageManager(64, PAGE_SIZE, 8, num_slots=num_slots)
         self.sources, self.budget = Sources(config, fails_over=True), PreallocBudget(0)
         self.flights, self.counters = InFlight(PAGE_SIZE), Counter[str]()
@@ -44,18 +45,19 @@ class Parts:
             self.pages, self.sources, self.computing, self.flights, self.arriving, self.budget,
             None, None, self.counters,
         )  # fmt: skip
-        self.shares, self.lanes, self.rooms = PrefillShares(), lanes or Lanes(), RoomNumbers()
+        self.shares, self.lanes = shares or PrefillShares(), lanes or Lanes()
+        self.rooms = RoomNumbers()
         self.commands: list[DecodeCommand] = []
         self.tickets = iter(range(1, 100))
         self.refusals = Refusals(
             self.rooms, self.commands, lambda: next(self.tickets), self.counters
         )
         deferred = Deferred(self.pages, lambda req: None)
-        prospects = Prospects(
+        self.prospects = Prospects(
             self.pages, self.shares, self.lanes, self.flights, deferred.stuck_pages
         )
         self.waiting = DecodePreallocQueue(
-            self.pages, self.budget, self.flights, 0, self.shares, self.lanes, prospects
+            self.pages, self.budget, self.flights, 0, self.shares, self.lanes, self.prospects
         )
 
     def request(self, num_tokens: int, **fields: Any) -> DecodeRequest:

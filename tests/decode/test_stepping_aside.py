@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from prefixkv.decode.aside import MAX_WALK
 from prefixkv.decode.lanes import Lanes
-from prefixkv.decode.prealloc_queue import MAX_WALK
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.decode.shares import PrefillShares
 from prefixkv.errors import (
