@@ -9,13 +9,16 @@ prefill     its prefill worker does not answer: its lane is closed (`lanes.py`)
 
 from __future__ import annotations
 
+from typing import Final
+
 from sortedcontainers import SortedList
 
 from prefixkv.decode.lanes import Lane, Lanes, Waiter
 from prefixkv.decode.prospects import Prospects
 from prefixkv.decode.shares import PrefillShares
 
-MAX_WALK = 128  # places of the order that a pass looks at, or requests it brings back from aside
+MAX_BACK: Final = 128
+"""Requests that a pass brings back from aside."""
 
 ASIDE_REASONS = ("pages", "share", "prefill")
 
@@ -73,7 +76,7 @@ class Aside:
         """Begin a pass over what may have changed: forget which lanes are limited, and put waiters
         that are aside back into their lanes where enough pages may come back.
 
-        Returns False if more of them may, which the next pass takes in; a pass moves `MAX_WALK` at
+        Returns False if more of them may, which the next pass takes in; a pass moves `MAX_BACK` at
         most.
         """
         self._shares.new_pass()
@@ -90,7 +93,7 @@ class Aside:
             self._over_share.clear()
         # 2. Those that need too many pages, by what they need: behind the first that cannot return
         # none can.
-        for _ in range(MAX_WALK):
+        for _ in range(MAX_BACK):
             if not self._for_pages or self._for_pages[0][0] > self._most_pages:
                 return True
             _, _, waiter = self._for_pages.pop(0)

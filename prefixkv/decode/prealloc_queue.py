@@ -1,30 +1,24 @@
 """Requests that wait for pages, and the decision to admit one.
 
-Each waits in the lane of its prefill worker (`lanes.py`). A closed lane takes no part in a pass. Of
-the open ones three groups are tried, each only when the one before is empty:
-
-    returned    admitted before (retracted, or to be asked for again): the last to return first
-    overdue     the request that has waited longest, once that is `patience_s`
-    the rest    in the order of an `AdmissionPolicy`, which may let requests overtake one that does
-                not fit
+Each waits in the lane of its prefill worker (`lanes.py`), or aside (`aside.py`). A pass tries them
+in an order of their own (`admission_order.py`).
 
 Source: SGLang's `DecodePreallocQueue`, which admits first come, first served.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Callable, Iterator
-from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 
-from prefixkv.admission import DEFAULT_ADMISSION, Admission, Rank, make_admission
+from prefixkv.admission import DEFAULT_ADMISSION, Admission, make_admission
 from prefixkv.cache.checkpoints import Checkpoint
 from prefixkv.cache.results import MatchResult, PrefixLock
-from prefixkv.decode.aside import MAX_WALK, Aside
+from prefixkv.decode.admission_order import AdmissionOrder, arrival_of
+from prefixkv.decode.aside import Aside
 from prefixkv.decode.audit import check_queue
 from prefixkv.decode.budget import PreallocBudget
 from prefixkv.decode.host_tier import HostTier
@@ -36,7 +30,7 @@ from prefixkv.decode.shares import PrefillShares
 from prefixkv.decode.sources import Lack, Sources
 from prefixkv.decode.state_checkpoints import DecodeCheckpoints
 from prefixkv.decode.wants import Wants
-from prefixkv.errors import InternalError, shown
+from prefixkv.errors import InternalError
 from prefixkv.pages.manager import PageManager
 from prefixkv.pages.windows import WindowStart
 from prefixkv.paging import pages_for
@@ -132,12 +126,13 @@ class DecodePreallocQueue:
         self._lanes = lanes
         self._prospects = prospects
         self._policy = make_admission(policy)
-        self._patience_s = patience_s
         self._waiting_timeout_s = waiting_timeout_s
         # Every waiting request is in `_waiters`, and in its lane or aside.
         self._waiters: dict[DecodeRequest, Waiter] = {}
         self._aside = Aside(pages.num_pages, lanes, shares, prospects)
-        self._limited = self._aside.limited  # lanes that wait for their worker's share
+        self._order = AdmissionOrder(
+            self._policy, patience_s, lanes, self._aside.limited, shares, pages.errors
+        )
         self.stepped_aside = self._aside.stepped  # counts, by reason
         self._unstamped: list[Waiter] = []  # waiters that came back since the last pass
         self.wants = Wants(pages, protect)
@@ -167,7 +162,7 @@ class DecodePreallocQueue:
                 waiter.since_s = req.arrived_s
                 if self._policy.overtakes:
                     self._look(waiter)
-                waiter.rank = _checked(self._policy.rank(req, waiter.new_pages))
+                waiter.rank = self._order.rank(req, waiter.new_pages)
             # Comparing the rank with those of the lane may raise too.
             self._aside.enter(waiter)
         except BaseException:
@@ -253,8 +248,8 @@ class DecodePreallocQueue:
         waiters = self._waiters.values()
         returned = [waiter for waiter in waiters if waiter.is_returned]
         rest = [waiter for waiter in waiters if not waiter.is_returned]
-        returned.sort(key=_arrival, reverse=True)
-        rest.sort(key=_arrival)
+        returned.sort(key=arrival_of, reverse=True)
+        rest.sort(key=arrival_of)
         return iter([waiter.req for waiter in [*returned, *rest]])
 
     def at(self, prefill: str) -> list[DecodeRequest]:
@@ -262,7 +257,7 @@ class DecodePreallocQueue:
         not, by arrival. O(waiting).
         """
         waiters = [one for one in self._waiters.values() if one.lane.address == prefill]
-        return [waiter.req for waiter in sorted(waiters, key=_arrival)]
+        return [waiter.req for waiter in sorted(waiters, key=arrival_of)]
 
     def aside(self) -> dict[str, int]:
         """Count the requests of the prealloc queue that wait without holding up others, by reason.
@@ -380,7 +375,7 @@ class DecodePreallocQueue:
             return
         # 3. Requests that nothing may overtake, one after the other. The first that does not fit,
         # and does not step aside, ends the pass: all that comes behind it waits for it.
-        while (first := self._first_of_all(now_s)) is not None and pages.can_open:
+        while (first := self._order.first_of_all(now_s)) is not None and pages.can_open:
             if first.seen_at == self._version or not self._try(first, *self._look(first), now_s):
                 if self._aside.step_aside(first):
                     continue  # the next one's turn
@@ -407,7 +402,7 @@ class DecodePreallocQueue:
                 return
             if self._policy.overtakes and not waiter.is_returned:
                 # Its new estimate has to be in the order for those that may come.
-                self._renew_rank(waiter)
+                self._order.renew(waiter)
             self._aside.step_aside(waiter)
         self._spent_at = version
 
@@ -424,47 +419,31 @@ class DecodePreallocQueue:
         loads, self._loads = self._loads, []
         return loads
 
-    def _first_of_all(self, now_s: float) -> Waiter | None:
-        """Return the request of the prealloc queue that nothing may overtake now, or None."""
-        # Limited lanes are left out: they wait for their worker's share, which is no reason for
-        # others to wait. The cases, in order:
-        # 1. The last to come back.
-        lanes = [lane for lane in self._lanes.busy if lane not in self._limited]
-        returned = [lane.returned.peekitem(-1)[1] for lane in lanes if lane.returned]
-        if returned:
-            last: Waiter = max(returned, key=_arrival)
-            return last
-        # 2. The oldest, if its patience is over.
-        oldest = [lane.waiting.peekitem(0)[1] for lane in lanes if lane.waiting]
-        if not oldest:
-            return None
-        first: Waiter = min(oldest, key=_arrival)
-        if now_s - first.req.arrived_s >= self._patience_s:
-            return first
-        # 3. The first in the policy's order, if the policy lets none overtake it.
-        if not self._policy.overtakes:
-            place = min(lane.order[0] for lane in lanes if lane.waiting)
-            waiter: Waiter = place[-1]
-            return waiter
-        return None
-
     def _admit_in_order(self, now_s: float) -> None:
         """Admit requests from the prealloc queue that fit by their estimates; if none does, renew
         the oldest estimates.
         """
-        # Each round searches from the front again: `_renew_rank` may reorder, and an admission
+        # Each round searches from the front again: `renew` may reorder, and an admission
         # leaves less space for all the others. Looks that admit nothing count down, so that a pass
         # is bounded.
         looks = MAX_LOOKS
-        while looks and self.may_admit and (waiter := self._first_that_may_fit()) is not None:
+        order, waiters = self._order, self._waiters
+        while looks and self.may_admit:
+            waiter = order.first_that_may_fit(self._version, self._limits(), len(waiters))
+            if waiter is None:
+                break
             found = self._look(waiter)
-            if self._renew_rank(waiter) and self._first_that_may_fit() is not waiter:
-                looks -= 1  # its new estimate ranks it behind another
-            elif not self._try(waiter, *found, now_s):
+            falls_back = order.renew(waiter)
+            # Its new estimate may rank it behind another.
+            if (
+                falls_back
+                and waiter
+                is not order.first_that_may_fit(self._version, self._limits(), len(waiters))
+            ) or not self._try(waiter, *found, now_s):
                 looks -= 1
         # An estimate that is too high gets no look above, however wrong it has become. So the looks
         # that are left go to the oldest ones, one per lane and round.
-        lanes = [lane for lane in self._lanes.busy if lane.waiting and lane not in self._limited]
+        lanes = self._order.lanes()
         while looks > 0 and lanes and not self._admitted:
             lanes = [lane for lane in lanes if self._renew(lane, now_s)]
             looks -= len(lanes)
@@ -478,35 +457,9 @@ class DecodePreallocQueue:
             return False
         found = self._look(waiter)
         # The look moved it to the end of `estimated`, so the next round takes the next oldest.
-        self._renew_rank(waiter)
+        self._order.renew(waiter)
         self._try(waiter, *found, now_s)
         return True
-
-    def _first_that_may_fit(self) -> Waiter | None:
-        """Return the first in the admission order of the prealloc queue that fits by its estimate
-        and got no look at this version.
-
-        Walks at most `MAX_WALK` places.
-        """
-        waiter: Waiter
-        version, (space, most), shares = self._version, self._limits(), self._shares
-        lanes = [lane for lane in self._lanes.busy if lane.waiting and lane not in self._limited]
-        if len(lanes) == len(self._waiters) == 1:  # there is no choice to make
-            waiter = lanes[0].order[0][-1]
-            return waiter if waiter.seen_at != version else None
-        # Lanes are merged lazily: the ranks of the first places of each were compared when they
-        # entered.
-        orders = [islice(lane.order, MAX_WALK) for lane in lanes]
-        places = orders[0] if len(orders) == 1 else islice(heapq.merge(*orders), MAX_WALK)
-        for _, _, waiter in places:
-            if (
-                waiter.most_pages <= most
-                and waiter.needed_pages <= space
-                and waiter.seen_at != version
-                and not shares.refuses(waiter.lane.address, waiter.new_pages)
-            ):
-                return waiter
-        return None
 
     @property
     def _version(self) -> int:
@@ -633,29 +586,6 @@ class DecodePreallocQueue:
         loaded = Lack(num_missing - num_loaded, num_loaded, load_s)
         return self._sources.worth_loading(Lack(num_missing), loaded, address, self._now_s)
 
-    def _renew_rank(self, waiter: Waiter) -> bool:
-        """Rank a request of the prealloc queue by its new estimate, and move it in its lane's
-        order. Return True if its place is behind the old one.
-        """
-        lane, before = waiter.lane, waiter.rank
-        # Before the policy is called: one that raises each time would else stay the oldest, and get
-        # all looks.
-        lane.estimated.move_to_end(waiter)
-        try:
-            rank = _checked(self._policy.rank(waiter.req, waiter.new_pages))
-            falls_back = bool(before < rank)
-            if falls_back or rank < before:
-                # Added before the old one is removed: ranks may not compare, and raise here.
-                place = rank, waiter.arrival, waiter
-                self._lanes.check_comparable(lane, place)
-                lane.order.add(place)
-                lane.order.remove(waiter.place)
-                waiter.rank = rank
-        except Exception as error:  # it keeps the rank that it has
-            self._pages.errors.caught(error)
-            return False
-        return falls_back
-
     def _try(self, waiter: Waiter, joined: Flight | None, shared_pages: int, now_s: float) -> bool:
         """Admit a request of the prealloc queue that was just looked at, if it fits. Return True if
         it was admitted.
@@ -780,17 +710,3 @@ class DecodePreallocQueue:
         load = self._flights.start_load(waiter.req, key, loaded, room_key, joined)
         self._loads.append(load)
         return load
-
-
-def _checked(rank: Rank) -> Rank:
-    """Return the rank that an admission policy gave. Raise ValueError for NaN, which has no place
-    in the queue's order.
-    """
-    if rank != rank:
-        raise ValueError(f"the admission policy ranks a request {shown(rank)}")
-    return rank
-
-
-def _arrival(waiter: Waiter) -> int:
-    """Return the number by which waiters of the prealloc queue are sorted."""
-    return waiter.arrival

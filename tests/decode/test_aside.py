@@ -6,7 +6,7 @@ from itertools import count
 
 import pytest
 
-from prefixkv.decode.aside import MAX_WALK, Aside
+from prefixkv.decode.aside import MAX_BACK, Aside
 from prefixkv.decode.lanes import Waiter
 from prefixkv.decode.shares import PrefillShares
 from prefixkv.protocol.ids import RoomKey
@@ -115,10 +115,10 @@ def test_a_share_that_is_held_without_proof_holds_up_one_request_alone() -> None
 
 def test_a_pass_brings_back_so_many_and_the_next_one_the_rest() -> None:
     case = Case(held=60)
-    waiters = [case.waiter(5) for _ in range(MAX_WALK + 2)]
+    waiters = [case.waiter(5) for _ in range(MAX_BACK + 2)]
     case.pages.allocator.release("room")
     assert not case.aside.new_pass()
-    assert sum(case.places(waiter) == (True, False) for waiter in waiters) == MAX_WALK
+    assert sum(case.places(waiter) == (True, False) for waiter in waiters) == MAX_BACK
     assert case.aside.new_pass()
     assert not case.aside.waiters()
 
