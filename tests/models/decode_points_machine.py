@@ -737,7 +737,7 @@ class Machine:
             self.finish()
         elif what < 0.95:
             younger = [req for req in self.running if req is not self.running[0]]
-            oldest = next(self.scheduler._running(), None)
+            oldest = next(self.scheduler._growth.running(), None)
             younger = [req for req in younger if req is not oldest]
             if younger:
                 self.retract(self.chance.choice(younger))
