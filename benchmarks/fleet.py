@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -29,6 +28,7 @@ import numpy as np
 import typer
 from rich.console import Console
 
+from benchmarks.ports import free_port
 from benchmarks.router import CacheWorker, RouterSimulation, ServiceTimes, output_lengths
 from prefixkv.cache.events import EventBatch, page_keys
 from prefixkv.cache.results import PrefixLock
@@ -49,9 +49,7 @@ class SelectService:
     come up."""
 
     def __init__(self, python: str, log: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         command = [python, "-m", "dynamo.select_service", "--port", str(self.port)]
         with log.open("wb") as file:
             self._process = subprocess.Popen(

@@ -5,13 +5,29 @@ from __future__ import annotations
 import secrets
 import socket
 from contextlib import suppress
+from typing import Final
+
+LOWEST, COUNT = 20_000, 12_000
+"""Of the ports that are chosen from: none of those that the kernel gives away by itself."""
+
+_held: Final[list[socket.socket]] = []
+"""One for each port that this process has been given."""
 
 
 def free_port() -> int:
-    """None of those that the kernel gives away by itself, so it stays free until a server takes
-    it."""
+    """Return a port of the loopback interface that stays the caller's until this process ends.
+
+    A socket is bound to it that does not listen: no other call, of any process, returns this port,
+    and a connection to it is refused. A server may listen beside that socket, with SO_REUSEADDR,
+    which servers set.
+    """
     while True:
-        port = 20_000 + secrets.randbelow(12_000)
-        with socket.socket() as free, suppress(OSError):
-            free.bind(("127.0.0.1", port))
+        port = LOWEST + secrets.randbelow(COUNT)
+        held = socket.socket()
+        with suppress(OSError):
+            # Bound without SO_REUSEADDR, so not beside any other socket; then it permits others.
+            held.bind(("127.0.0.1", port))
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            _held.append(held)
             return port
+        held.close()

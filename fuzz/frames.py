@@ -67,9 +67,12 @@ _NUMBERS = (
     2**63,
     2**64 - 1,
 )
+# What is hostile is kept for a while; an honest request waits longer on no busy machine.
+_KEPT_S = 20.0
 _TIMING = ControlConfig(
-    heartbeat_s=0.5, suspect_after_s=60.0, forget_after_s=120.0, resend_s=0.1, parked_timeout_s=3.0,
-    ack_timeout_s=3.0, drain_timeout_s=3.0, bootstrap_timeout_s=60.0,
+    heartbeat_s=0.5, suspect_after_s=60.0, forget_after_s=120.0, resend_s=0.1,
+    parked_timeout_s=_KEPT_S, ack_timeout_s=_KEPT_S, drain_timeout_s=_KEPT_S,
+    bootstrap_timeout_s=60.0,
 )  # fmt: skip
 
 

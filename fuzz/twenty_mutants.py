@@ -218,9 +218,12 @@ MUTANTS = (
     ),
     Mutant(
         "T2", "pages of an aborted load are free before its copy ends",
-        ("DecodeScheduler._end_flight",),
-        "if flight.is_open and self.host.give_up(key):",
-        "if flight.is_open and self.host.give_up(key) and False:",
+        ("FlightEnds.end", "DecodeScheduler._end_flight"),
+        (
+            "if flight.is_open and self._host.give_up(key):",
+            "if flight.is_open and self.host.give_up(key):",
+        ),
+        "if flight.is_open and self._host.give_up(key) and False:",
         (
             "decode/test_host_tier.py::"
             "test_an_aborted_load_keeps_its_pages_until_the_copy_has_ended",

@@ -388,6 +388,9 @@ class HostConfig:
     chooses the pages that are evicted there first, as `DecodeConfig.policy` does in the pool; None:
     the same, with a name.
 
+    Kept are the layers whose pages have the pool's ids: the first ones, and aligned groups. Windows
+    and extra state are sent with each prompt.
+
     `copy_threads` copy between both, in pieces of at most `piece_bytes` (0: 4 MiB, on a GPU 16 MiB,
     where each costs a launch); loads go before writes.
     """

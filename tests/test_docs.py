@@ -17,7 +17,6 @@ import os
 import pkgutil
 import re
 import shlex
-import socket
 import subprocess
 import sys
 import textwrap
@@ -31,6 +30,7 @@ import pytest
 
 import prefixkv
 from benchmarks.__main__ import BENCHMARKS
+from benchmarks.ports import free_port
 from prefixkv import transfer
 from prefixkv.cache.eviction.policy import Use
 from prefixkv.memory import kv_layout, state_layout
@@ -196,13 +196,6 @@ def test_the_readme_fits_two_screens() -> None:
     text = README.read_text(encoding="utf-8")
     assert len(text.split()) <= 700
     assert len(text.splitlines()) <= 100
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
 
 
 @pytest.mark.slow

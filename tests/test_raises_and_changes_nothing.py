@@ -544,7 +544,7 @@ _NOT_THE_ENGINES = {
     "check_fits", "check_growth", "check_own", "append_checked", "prefill_ready", "prefill_away",
     "prefill_lost", "release_deferred", "settle_deferred", "holders", "pin", "unpin",
     "take_copies", "host_ready", "copy_ended", "digest", "keep_hash", "keep_hashes", "hashed",
-    "pin_key", "find", "holds_all", "note_checkpoint", "end_all",
+    "pin_key", "find", "holds_all", "note_checkpoint", "end_all", "is_spare",
 }  # fmt: skip
 
 

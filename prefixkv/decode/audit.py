@@ -12,6 +12,8 @@ from prefixkv.decode.inflight import InFlight
 from prefixkv.decode.lanes import LEFT, Lanes, Waiter
 from prefixkv.decode.request import ACTIVE, CAN_RUN, DecodeRequest, DecodeState
 from prefixkv.decode.room_numbers import RoomNumbers
+from prefixkv.decode.shares import PrefillShares
+from prefixkv.decode.state_checkpoints import DecodeCheckpoints
 from prefixkv.decode.wants import Wants
 from prefixkv.errors import check_laws
 from prefixkv.pages.allocator import PageState
@@ -25,13 +27,15 @@ def check_decode(
     budget: PreallocBudget,
     flights: InFlight,
     rooms: RoomNumbers,
+    shares: PrefillShares,
     waiting: Iterable[DecodeRequest],
     requests: Collection[DecodeRequest],
     deferred: Collection[DecodeRequest],
     host: HostTier[PrefixLock] | None = None,
+    points: DecodeCheckpoints | None = None,
 ) -> None:
-    """Audit decode's scheduler: check its pages, budget, flights, rooms and requests against each
-    other; each part checks itself elsewhere.
+    """Audit decode's scheduler: check its pages, budget, flights, rooms, shares and requests
+    against each other; each other part checks itself elsewhere.
 
     `requests` live, `waiting` of them are queued; the pages of `deferred` are released later.
     Raises InternalError.
@@ -40,6 +44,12 @@ def check_decode(
     # it is counted once, by identity.
     live = [*requests, *deferred]
     holding = list({id(req): req for req in live if req.pages_held is not None}.values())
+    # Pages may be in a prefill worker's power only while a room is open, or failed and not drained.
+    undrained = rooms.undrained()
+    flying = {flight.room_key for flight in flights if flight.is_open and flight.has_room}
+    shares.check_invariants(flying | undrained)
+    if points is not None:
+        points.check_invariants(list({id(req): req for req in live}.values()))
     # Pages have three kinds of owners: requests, flights that lost their request, and undrained
     # rooms. The last are the allocator's to count, as held.
     orphans = [flight for flight in flights if flight.owner is None]
@@ -47,7 +57,6 @@ def check_decode(
     held += [flight.pages for flight in orphans]
     own = sum(pages.num_own for pages in held)
     allocator, slots = page_manager.allocator, page_manager.slots
-    undrained = rooms.undrained()
     pins = set() if host is None else host.pins
     loads = set() if host is None else host.loads
     held_by = set() if host is None else host.held_by

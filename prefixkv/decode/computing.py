@@ -11,12 +11,14 @@ measure it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from prefixkv.decode.inflight import Flight
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.sources import Sources
 from prefixkv.errors import RequestError, check_laws, shown
+from prefixkv.pages.windows import WindowGroup
 
 
 class Computing:
@@ -24,10 +26,12 @@ class Computing:
 
     Args:
         sources: is told how long chunks and steps take.
+        windows: the rows in these groups bound a chunk, by the `step_tokens` of each.
     """
 
-    def __init__(self, sources: Sources) -> None:
+    def __init__(self, sources: Sources, windows: Iterable[WindowGroup] = ()) -> None:
         self._sources = sources
+        self._step_tokens = min((group.step_tokens for group in windows), default=math.inf)
         self._done: dict[DecodeRequest, int] = {}  # tokens with KV, of those handed out
         self._left: list[DecodeRequest] = []
         self._pass_s = 0.0  # when the engine's last pass ended
@@ -63,13 +67,18 @@ class Computing:
         Return how many tokens that are; 0, with nothing noted, for one that has ended meanwhile.
 
         `running`: requests that run beside it. Raises RequestError, with nothing changed, for a
-        prompt that is not computed here, or an `end` that is not behind the last one, or beyond it.
+        prompt that is not computed here, or an `end` that is not behind the last one, or beyond it,
+        or too far behind it for its rows in window groups.
         """
         done = self._done.get(req)
         if done is None:
             if req.state.ended:
                 return 0
             raise RequestError(f"request {req.rid!r} is not computed here")
+        if end - done > self._step_tokens:
+            most = self._step_tokens
+            what = f"{shown(end - done)} tokens, step_tokens of its window groups is {most}"
+            raise RequestError(f"request {req.rid!r} has a chunk of {what}")
         # With extra state it may lack nothing else: then its end is where it begins.
         if not (done < end <= req.fill_len or done == end == req.fill_len):
             least, most = done + 1, req.fill_len

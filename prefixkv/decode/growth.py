@@ -6,139 +6,210 @@ device may still touch them. Only what these do not cover is taken from running 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from prefixkv.cache.releases import Releases
 from prefixkv.decode.budget import PreallocBudget
 from prefixkv.decode.deferred import Deferred
 from prefixkv.decode.journal import DecodeJournal
 from prefixkv.decode.request import CAN_RUN, DecodeRequest, DecodeState
-from prefixkv.errors import OutOfPagesError, RequestError
+from prefixkv.errors import OutOfPagesError, RequestError, shown
 from prefixkv.pages.manager import PageManager, RequestPages
+from prefixkv.pages.requests import check_page_manager
 from prefixkv.paging import pages_for
 
 
-def grow_for_next_token(
-    page_manager: PageManager,
-    budget: PreallocBudget,
-    journal: DecodeJournal,
-    reqs: Sequence[DecodeRequest],
-    running: Callable[[], Iterable[DecodeRequest]],
-    deferred: Deferred,
-    now_s: float,
-) -> bool:
-    """Grow running decode requests: check that each runs, and give it a page for one more token if
-    it needs one.
+class BatchGrowth:
+    """Pages for what running requests on decode write next. Owned by the scheduler's thread.
 
-    Requests that were aborted are left out; returns True if there are some. `running` gives all
-    that run, the oldest first; `deferred` has what the device is still busy with. O(of these
-    requests). Raises as `DecodeScheduler.append_many` does, with nothing changed.
+    Args:
+        budget: counts what each request takes.
+        journal: hears of first tokens.
+        deferred: has what the device is still busy with.
+        requests: all that live, by id, the oldest first.
     """
-    page_size, started, aborted = page_manager.page_size, DecodeState.RUNNING, DecodeState.ABORTED
-    grows: list[RequestPages] = []
-    growing: list[str] = []
-    lengths: list[int] = []  # of their KV, once they have the next token
-    new: list[DecodeRequest] = []  # requests that get their first token
-    any_aborted = False
-    # 1. Check all, and find out which need a page. Nothing changes here.
-    for req in reqs:
-        if req.state is not started:
-            if req.state is aborted:
-                any_aborted = True
+
+    def __init__(
+        self,
+        pages: PageManager,
+        budget: PreallocBudget,
+        journal: DecodeJournal,
+        deferred: Deferred,
+        requests: Mapping[str, DecodeRequest],
+    ) -> None:
+        self._pages = pages
+        self._budget = budget
+        self._journal = journal
+        self._deferred = deferred
+        self._requests = requests
+        self._batch: list[DecodeRequest] = []  # of the last step: of this node, each once
+
+    def running(self) -> Iterator[DecodeRequest]:
+        """Iterate over the requests that run on decode, the oldest first."""
+        return (req for req in self._requests.values() if req.state in CAN_RUN)
+
+    def for_next_token(self, reqs: Sequence[DecodeRequest], num_tokens: int, now_s: float) -> bool:
+        """Give each running request of a batch the page for one more token, if it needs one.
+        `num_tokens`: how many tokens there are for them.
+
+        Requests that were aborted are left out; returns True if there are some. Cost: a comparison
+        per request, and more only for those that reach the end of their pages. Raises as
+        `DecodeScheduler.append_many` does, with nothing changed.
+        """
+        try:
+            if num_tokens != len(reqs):
+                raise RequestError(f"{num_tokens} tokens for {len(reqs)} requests")
+            # The whole batch passes here at every step, so all but one comparison is left to the
+            # few requests that are at their limit. Where the list is that of the step before, it
+            # names none twice, and none of another node: neither ever changes.
+            is_known = type(reqs) is list and reqs == self._batch
+            due: list[DecodeRequest] = []  # in loops: a comprehension is a call
+            if is_known:
+                for req in reqs:
+                    if len(req.output) >= req.output_limit:
+                        due.append(req)
+            else:
+                if len(set(reqs)) != len(reqs):
+                    raise RequestError("a request is named twice")
+                mine = self._pages
+                for req in reqs:
+                    if len(req.output) >= req.output_limit or req.page_manager is not mine:
+                        due.append(req)
+        except (TypeError, AttributeError):  # what lacks these is no request
+            raise _no_requests(reqs) from None
+        for req in due:
+            self._check_in_batch(req)
+        if not is_known:
+            self._batch = list(reqs)  # one of another node was due, and was refused
+        return bool(due) and self._grow(due, now_s)
+
+    def _grow(self, reqs: Sequence[DecodeRequest], now_s: float) -> bool:
+        """Check that each request runs, and give it a page for one more token if it needs one.
+
+        Returns True if there are some that were aborted, which are left out. O(of these requests).
+        Raises as `for_next_token` does, with nothing changed.
+        """
+        page_manager, started, aborted = self._pages, DecodeState.RUNNING, DecodeState.ABORTED
+        page_size = page_manager.page_size
+        grows: list[RequestPages] = []
+        growing: list[str] = []
+        lengths: list[int] = []  # of their KV, once they have the next token
+        new: list[DecodeRequest] = []  # requests that get their first token
+        any_aborted = False
+        # 1. Check all, and find out which need a page. Nothing changes here.
+        for req in reqs:
+            if req.state is not started:
+                if req.state is aborted:
+                    any_aborted = True
+                    continue
+                if req.state not in CAN_RUN:
+                    raise RequestError(f"request {req.rid!r} is {req.state.value}, it does not run")
+                new.append(req)
+            num_tokens = len(req.output)
+            if num_tokens >= req.max_new_tokens:
+                raise RequestError(f"request {req.rid!r} has its {req.max_new_tokens} tokens")
+            pages = req.pages_held
+            assert pages is not None
+            # No step writes the KV of the last token, so that one needs no page.
+            is_last = num_tokens + 1 == req.max_new_tokens
+            if not is_last and req.prompt_len + num_tokens >= pages.num_pages * page_size:
+                grows.append(pages)
+                growing.append(req.rid)
+                lengths.append(req.prompt_len + num_tokens)
+        # 2. All or none: if one page is missing, none is taken, so that the engine can retract and
+        # repeat the call with the same tokens.
+        missing = len(grows) - page_manager.available_pages
+        if missing > 0:
+            free, evictable = page_manager.allocator.free_pages, page_manager.cache.evictable_pages
+            retract = _fewest_to_retract(
+                self.running(), dict.fromkeys(growing, 1), missing, self._deferred
+            )
+            raise OutOfPagesError(len(grows), free, evictable, retract)
+        # 3. Take. The budget follows at once: pages move from what remains to what is private.
+        if grows:
+            page_manager.grow_many(grows, now_s)
+            self._budget.grow_many(growing)
+            # No page more in a window group: what has fallen out of the window is written again.
+            # The step that read it has given the token.
+            if page_manager.windows:
+                for pages, kv_len in zip(grows, lengths, strict=True):
+                    page_manager.slide(pages, kv_len)
+        # 4. Now nothing can fail any more: states and limits change.
+        for req in new:
+            req.become(started)
+            self._journal.runs(req, now_s)
+        for req in reqs:
+            if req.state is started:
+                req.output_limit = req.most_output
+        return any_aborted
+
+    def ahead(self, reqs: Sequence[DecodeRequest], num_tokens: int, now_s: float) -> None:
+        """Grow running decode requests so that the KV of `num_tokens` tokens fits behind what they
+        have, as far as they may still grow. One that was aborted is left out.
+
+        Cost: O(requests + pages). Raises as `DecodeScheduler.append_many` does, with nothing
+        changed.
+        """
+        try:
+            if len(set(reqs)) != len(reqs):
+                raise RequestError("a request is named twice")
+            for req in reqs:
+                self._check_in_batch(req)
+        except (TypeError, AttributeError):  # what lacks these is no request
+            raise _no_requests(reqs) from None
+        page_manager = self._pages
+        missing: dict[DecodeRequest, int] = {}  # pages
+        for group in page_manager.windows:
+            if num_tokens > group.step_tokens:
+                raise RequestError(
+                    f"num_tokens is {num_tokens}, group {group.name!r} has step_tokens "
+                    f"{group.step_tokens}"
+                )
+        # 1. Check all, and count. Nothing changes here.
+        for req in reqs:
+            if req.state is DecodeState.ABORTED:
                 continue
             if req.state not in CAN_RUN:
                 raise RequestError(f"request {req.rid!r} is {req.state.value}, it does not run")
-            new.append(req)
-        num_tokens = len(req.output)
-        if num_tokens >= req.max_new_tokens:
-            raise RequestError(f"request {req.rid!r} has its {req.max_new_tokens} tokens")
-        pages = req.pages_held
-        assert pages is not None
-        # No step writes the KV of the last token, so that one needs no page.
-        is_last = num_tokens + 1 == req.max_new_tokens
-        if not is_last and req.prompt_len + num_tokens >= pages.num_pages * page_size:
-            grows.append(pages)
-            growing.append(req.rid)
-            lengths.append(req.prompt_len + num_tokens)
-    # 2. All or none: if one page is missing, none is taken, so that the engine can retract and
-    # repeat the call with the same tokens.
-    missing = len(grows) - page_manager.available_pages
-    if missing > 0:
-        free, evictable = page_manager.allocator.free_pages, page_manager.cache.evictable_pages
-        retract = _fewest_to_retract(running(), dict.fromkeys(growing, 1), missing, deferred)
-        raise OutOfPagesError(len(grows), free, evictable, retract)
-    # 3. Take. The budget follows at once: pages move from what remains to what is private.
-    if grows:
-        page_manager.grow_many(grows, now_s)
-        budget.grow_many(growing)
-        # No page more in a window group: what has fallen out of the window is written again. The
-        # step that read it has given the token.
+            assert req.pages_held is not None
+            # Never beyond its last token: the budget counts no page behind that.
+            reach = min(req.kv_len + num_tokens, req.most_kv_len)
+            needed = pages_for(reach, page_manager.page_size) - req.pages_held.num_pages
+            if needed > 0:
+                missing[req] = needed
+        # 2. All or none, as for the next token.
+        total = sum(missing.values())
+        if total > page_manager.available_pages:
+            free, evictable = page_manager.allocator.free_pages, page_manager.cache.evictable_pages
+            growing = {req.rid: pages for req, pages in missing.items()}
+            short = total - page_manager.available_pages
+            retract = _fewest_to_retract(self.running(), growing, short, self._deferred)
+            raise OutOfPagesError(total, free, evictable, retract)
+        # 3. Take a page for each in turn, since a row takes one at a time.
+        while missing:
+            page_manager.grow_many([req.pages_held for req in missing if req.pages_held], now_s)
+            self._budget.grow_many([req.rid for req in missing])
+            missing = {req: pages - 1 for req, pages in missing.items() if pages > 1}
         if page_manager.windows:
-            for pages, kv_len in zip(grows, lengths, strict=True):
-                page_manager.slide(pages, kv_len)
-    # 4. Now nothing can fail any more: states and limits change.
-    for req in new:
-        req.become(started)
-        journal.runs(req, now_s)
-    for req in reqs:
-        if req.state is started:
-            req.output_limit = req.most_output
-    return any_aborted
-
-
-def grow_ahead(
-    page_manager: PageManager,
-    budget: PreallocBudget,
-    reqs: Sequence[DecodeRequest],
-    num_tokens: int,
-    running: Callable[[], Iterable[DecodeRequest]],
-    deferred: Deferred,
-    now_s: float,
-) -> None:
-    """Grow running decode requests so that the KV of `num_tokens` tokens fits behind what they
-    have, as far as they may still grow.
-
-    Arguments, cost and errors are as of `grow_for_next_token`, with nothing changed.
-    """
-    missing: dict[DecodeRequest, int] = {}  # pages
-    for group in page_manager.windows:
-        if num_tokens > group.step_tokens:
-            raise RequestError(
-                f"num_tokens is {num_tokens}, group {group.name!r} has step_tokens "
-                f"{group.step_tokens}"
-            )
-    # 1. Check all, and count. Nothing changes here.
-    for req in reqs:
-        if req.state is DecodeState.ABORTED:
-            continue
-        if req.state not in CAN_RUN:
-            raise RequestError(f"request {req.rid!r} is {req.state.value}, it does not run")
-        assert req.pages_held is not None
-        # Never beyond its last token: the budget counts no page behind that.
-        reach = min(req.kv_len + num_tokens, req.most_kv_len)
-        needed = pages_for(reach, page_manager.page_size) - req.pages_held.num_pages
-        if needed > 0:
-            missing[req] = needed
-    # 2. All or none, as for the next token.
-    total = sum(missing.values())
-    if total > page_manager.available_pages:
-        free, evictable = page_manager.allocator.free_pages, page_manager.cache.evictable_pages
-        growing = {req.rid: pages for req, pages in missing.items()}
-        short = total - page_manager.available_pages
-        retract = _fewest_to_retract(running(), growing, short, deferred)
-        raise OutOfPagesError(total, free, evictable, retract)
-    # 3. Take a page for each in turn, since a row takes one at a time.
-    while missing:
-        page_manager.grow_many([req.pages_held for req in missing if req.pages_held], now_s)
-        budget.grow_many([req.rid for req in missing])
-        missing = {req: pages - 1 for req, pages in missing.items() if pages > 1}
-    if page_manager.windows:
+            for req in reqs:
+                if req.state in CAN_RUN and req.pages_held is not None:
+                    page_manager.slide(req.pages_held, req.kv_len)
         for req in reqs:
-            if req.state in CAN_RUN and req.pages_held is not None:
-                page_manager.slide(req.pages_held, req.kv_len)
-    for req in reqs:
-        if req.state is DecodeState.RUNNING:
-            req.output_limit = req.most_output
+            if req.state is DecodeState.RUNNING:
+                req.output_limit = req.most_output
+
+    def _check_in_batch(self, req: DecodeRequest) -> None:
+        """Raise RequestError for a request that cannot be in a batch of this decode scheduler."""
+        check_page_manager(req, self._pages)
+        # An aborted request is no error of the engine's: it may have sampled before it could hear
+        # of the abort. Any other that is gone from here is.
+        if self._requests.get(req.rid) is not req and req.state is not DecodeState.ABORTED:
+            raise RequestError(f"request {req.rid!r} is {req.state.value}, it does not run here")
+
+
+def _no_requests(reqs: object) -> RequestError:
+    """Return the error for a batch of decode that is no list of requests."""
+    return RequestError(f"reqs is {shown(reqs)}, a list of DecodeRequest is needed")
 
 
 def _fewest_to_retract(

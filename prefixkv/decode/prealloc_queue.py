@@ -1,30 +1,24 @@
 """Requests that wait for pages, and the decision to admit one.
 
-Each waits in the lane of its prefill worker (`lanes.py`). A closed lane takes no part in a pass. Of
-the open ones three groups are tried, each only when the one before is empty:
-
-    returned    admitted before (retracted, or to be asked for again): the last to return first
-    overdue     the request that has waited longest, once that is `patience_s`
-    the rest    in the order of an `AdmissionPolicy`, which may let requests overtake one that does
-                not fit
+Each waits in the lane of its prefill worker (`lanes.py`), or aside (`aside.py`). A pass tries them
+in an order of their own (`admission_order.py`).
 
 Source: SGLang's `DecodePreallocQueue`, which admits first come, first served.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Callable, Iterator
-from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
-from sortedcontainers import SortedList
 
-from prefixkv.admission import DEFAULT_ADMISSION, Admission, Rank, make_admission
+from prefixkv.admission import DEFAULT_ADMISSION, Admission, make_admission
 from prefixkv.cache.checkpoints import Checkpoint
 from prefixkv.cache.results import MatchResult, PrefixLock
+from prefixkv.decode.admission_order import AdmissionOrder, arrival_of
+from prefixkv.decode.aside import Aside
 from prefixkv.decode.audit import check_queue
 from prefixkv.decode.budget import PreallocBudget
 from prefixkv.decode.host_tier import HostTier
@@ -36,16 +30,13 @@ from prefixkv.decode.shares import PrefillShares
 from prefixkv.decode.sources import Lack, Sources
 from prefixkv.decode.state_checkpoints import DecodeCheckpoints
 from prefixkv.decode.wants import Wants
-from prefixkv.errors import InternalError, shown
+from prefixkv.errors import InternalError
 from prefixkv.pages.manager import PageManager
 from prefixkv.pages.windows import WindowStart
 from prefixkv.paging import pages_for
 from prefixkv.protocol.timers import Timers
 
 MAX_LOOKS = 16
-MAX_WALK = 128  # places of the order that a pass looks at, or requests it brings back from aside
-
-ASIDE_REASONS = ("pages", "share", "prefill")
 
 ChoosesHere = Callable[[DecodeRequest, MatchResult | None, int, int, float], bool]
 """Tells whether decode's engine computes a request: by its match, the tokens that it lacks from its
@@ -68,13 +59,8 @@ class _Cut(NamedTuple):
 class DecodePreallocQueue:
     """Waiting requests, and the passes that admit those that fit. Owned by the scheduler's thread.
 
-    A request that the running ones cannot make room for holds up no other:
-
-        aside       it may need more pages than can come back (`prospects.py`): it leaves its lane
-                    until enough have been proved free
-        share       its prefill worker has its share of the pool (`shares.py`): its lane waits, the
-                    others do not; if the share is held without proof, it waits aside alone
-        prefill     its prefill worker does not answer: its lane is closed
+    A request that the running ones cannot make room for steps aside (`aside.py`), and holds up no
+    other.
 
     The order rests on estimates: the result of the match when the request came, or was last looked
     at. A request is admitted only after another look, which repeats the match if the tree has
@@ -140,16 +126,14 @@ class DecodePreallocQueue:
         self._lanes = lanes
         self._prospects = prospects
         self._policy = make_admission(policy)
-        self._patience_s = patience_s
         self._waiting_timeout_s = waiting_timeout_s
-        # Every waiting request is in `_waiters`, and in exactly one of: its lane, `_aside`,
-        # `_over_share`.
+        # Every waiting request is in `_waiters`, and in its lane or aside.
         self._waiters: dict[DecodeRequest, Waiter] = {}
-        self._aside: SortedList = SortedList()  # (pages it may need, arrival, waiter)
-        self._over_share: dict[Waiter, None] = {}  # aside as well, for their workers' shares
-        self._shares_at = -1  # version of shares and lanes at which `_over_share` was tried
-        self._most_pages = pages.num_pages  # most that one request may get; set by each pass
-        self._limited: dict[Lane, None] = {}  # their workers have their share; set by each pass
+        self._aside = Aside(pages.num_pages, lanes, shares, prospects)
+        self._order = AdmissionOrder(
+            self._policy, patience_s, lanes, self._aside.limited, shares, pages.errors
+        )
+        self.stepped_aside = self._aside.stepped  # counts, by reason
         self._unstamped: list[Waiter] = []  # waiters that came back since the last pass
         self.wants = Wants(pages, protect)
         self._deadlines: Timers[DecodeRequest] = Timers()
@@ -159,7 +143,6 @@ class DecodePreallocQueue:
         self._num_started = 0
         self._all_back = True  # False: another pass has more to bring back
         self._spent_at = -1  # version at which a pass left nothing to look at
-        self.stepped_aside = dict.fromkeys(ASIDE_REASONS, 0)  # counts, by reason
 
     def add(self, req: DecodeRequest, *, first: bool = False) -> None:
         """Queue a decode request until it is admitted. With `first` it was admitted before: it goes
@@ -179,9 +162,9 @@ class DecodePreallocQueue:
                 waiter.since_s = req.arrived_s
                 if self._policy.overtakes:
                     self._look(waiter)
-                waiter.rank = _checked(self._policy.rank(req, waiter.new_pages))
+                waiter.rank = self._order.rank(req, waiter.new_pages)
             # Comparing the rank with those of the lane may raise too.
-            self._enter(waiter)
+            self._aside.enter(waiter)
         except BaseException:
             self._lanes.forget_if_new(lane)
             raise
@@ -204,21 +187,6 @@ class DecodePreallocQueue:
             waiter.match = self._pages.match(req.key, req.request.cacheable)
         return waiter.match
 
-    def _enter(self, waiter: Waiter) -> None:
-        """Put a request of the prealloc queue into its prefill worker's lane, or set it aside if it
-        may need too many pages.
-        """
-        if waiter.req.max_pages > self._prospects.most_pages:
-            if not waiter.is_returned:
-                # It will stand in its lane later, in the middle of a pass, where nothing may raise.
-                # So its rank is compared now.
-                self._lanes.check_comparable(None, waiter.place)
-            self._set_aside(waiter)
-            return
-        self._lanes.enter(waiter)
-        if not waiter.lane.is_open:
-            self.stepped_aside["prefill"] += 1
-
     def remove(self, req: DecodeRequest) -> None:
         """Take a request out of decode's prealloc queue, wherever it stands."""
         # The next pass has to look again: this may be the request that held up the others.
@@ -226,23 +194,10 @@ class DecodePreallocQueue:
         waiter = self._waiters.pop(req)
         # Counted down first: `forget_if_idle` reads it, and keeps a lane with waiters aside.
         waiter.lane.num_waiters -= 1
-        self._leave(waiter)
+        self._aside.leave(waiter)
         self._lanes.forget_if_idle(waiter.lane)
         self._deadlines.forget(req)
         self.wants.forget(waiter)
-
-    def _leave(self, waiter: Waiter) -> None:
-        """Take a waiter out of the one place of the prealloc queue where it stands: its lane, or
-        one kind of aside.
-        """
-        if waiter.is_aside:
-            waiter.is_aside = False
-            if waiter in self._over_share:
-                del self._over_share[waiter]
-            else:
-                self._aside.remove((waiter.req.max_pages, waiter.arrival, waiter))
-        else:
-            self._lanes.leave(waiter)
 
     def check_move(self, req: DecodeRequest, prefill: str) -> None:
         """Compare a queued request's rank with those at another prefill worker, before the prealloc
@@ -264,14 +219,14 @@ class DecodePreallocQueue:
         in time.
         """
         waiter = self._waiters[req]
-        self._leave(waiter)
-        # Left before the lane changes, since `_leave` finds the place by `waiter.lane`; the former
+        self._aside.leave(waiter)
+        # Left before the lane changes, since `leave` finds the place by `waiter.lane`; the former
         # lane is forgotten only after its count.
         former, waiter.lane = waiter.lane, self._lanes.of(prefill)
         former.num_waiters -= 1
         waiter.lane.num_waiters += 1
         self._lanes.forget_if_idle(former)
-        self._enter(waiter)
+        self._aside.enter(waiter)
         self.look_again()
 
     def look_again(self) -> None:
@@ -293,8 +248,8 @@ class DecodePreallocQueue:
         waiters = self._waiters.values()
         returned = [waiter for waiter in waiters if waiter.is_returned]
         rest = [waiter for waiter in waiters if not waiter.is_returned]
-        returned.sort(key=_arrival, reverse=True)
-        rest.sort(key=_arrival)
+        returned.sort(key=arrival_of, reverse=True)
+        rest.sort(key=arrival_of)
         return iter([waiter.req for waiter in [*returned, *rest]])
 
     def at(self, prefill: str) -> list[DecodeRequest]:
@@ -302,20 +257,13 @@ class DecodePreallocQueue:
         not, by arrival. O(waiting).
         """
         waiters = [one for one in self._waiters.values() if one.lane.address == prefill]
-        return [waiter.req for waiter in sorted(waiters, key=_arrival)]
+        return [waiter.req for waiter in sorted(waiters, key=arrival_of)]
 
     def aside(self) -> dict[str, int]:
         """Count the requests of the prealloc queue that wait without holding up others, by reason.
         Any thread may call it.
         """
-        # Copies, since the scheduler's thread may change these while another thread counts.
-        lanes = self._lanes.all()
-        return {
-            "pages": len(self._aside),
-            "share": len(self._over_share)
-            + sum(len(lane) for lane in list(self._limited) if lane.is_open),
-            "prefill": sum(len(lane) for lane in lanes if not lane.is_open),
-        }
+        return self._aside.counts()
 
     @property
     def may_admit(self) -> bool:
@@ -369,14 +317,14 @@ class DecodePreallocQueue:
         # 2. Its worker does not answer.
         # 3. Its worker has its share of the pool.
         # 4. Other requests run with the pages.
-        if waiter.is_aside and waiter not in self._over_share:
+        if self._aside.waits_for_pages(waiter):
             pages = f"{req.max_pages} of the pool's {self._pages.num_pages} pages"
             return f"{waited} for pages: it may need {pages}, and {self._prospects.why()}"
         if waiter.lane.address == ALONE:
             return f"{waited} for pages, to be computed here"
         if not waiter.lane.is_open:
             return f"{waited} for prefill worker {waiter.lane.address}, which does not answer"
-        if waiter.lane in self._limited or waiter in self._over_share:
+        if self._aside.waits_for_share(waiter):
             has = f"{self._shares.pages(waiter.lane.address)} pages, its share of the pool"
             return f"{waited} for pages: prefill worker {waiter.lane.address} has {has}"
         windows = self._pages.windows
@@ -388,8 +336,8 @@ class DecodePreallocQueue:
         """Check the prealloc queue's lanes, orders and deadlines against each other. Raises
         InternalError.
         """
-        aside = [*(waiter for _, _, waiter in self._aside), *self._over_share]
-        check_queue(self._pages, self._lanes, list(self._waiters.values()), aside, self.wants)
+        waiters = list(self._waiters.values())
+        check_queue(self._pages, self._lanes, waiters, self._aside.waiters(), self.wants)
         if len(self._deadlines) > len(self._waiters):
             raise InternalError("deadlines are of waiting requests")
 
@@ -401,7 +349,7 @@ class DecodePreallocQueue:
 
         A request for which a user's policy fails to give a rank keeps the rank it has.
         """
-        # `_bring_back` sets it to False where more requests are aside than one pass may bring back.
+        # `new_pass` sets it to False where more requests are aside than one pass may bring back.
         self._all_back = True
         self._now_s = now_s
         self._admit_what_fits(now_s)
@@ -420,19 +368,16 @@ class DecodePreallocQueue:
         # 1. Something has changed since the last pass: forget what that one had found out, and let
         # those aside return that now have prospects, before anything is tried.
         if self._spent_at != self._version:
-            self._shares.new_pass()
-            self._limited.clear()
-            self._most_pages = self._prospects.most_pages
-            self._all_back = self._bring_back()
+            self._all_back = self._aside.new_pass()
         # 2. The common case, without the orders.
         if len(self._waiters) == 1:
             self._admit_alone(now_s)
             return
         # 3. Requests that nothing may overtake, one after the other. The first that does not fit,
         # and does not step aside, ends the pass: all that comes behind it waits for it.
-        while (first := self._first_of_all(now_s)) is not None and pages.can_open:
+        while (first := self._order.first_of_all(now_s)) is not None and pages.can_open:
             if first.seen_at == self._version or not self._try(first, *self._look(first), now_s):
-                if self._try_set_aside(first):
+                if self._aside.step_aside(first):
                     continue  # the next one's turn
                 self._spent_at = self._version
                 return
@@ -457,8 +402,8 @@ class DecodePreallocQueue:
                 return
             if self._policy.overtakes and not waiter.is_returned:
                 # Its new estimate has to be in the order for those that may come.
-                self._renew_rank(waiter)
-            self._try_set_aside(waiter)
+                self._order.renew(waiter)
+            self._aside.step_aside(waiter)
         self._spent_at = version
 
     def take_admitted(self) -> list[DecodeRequest]:
@@ -474,107 +419,31 @@ class DecodePreallocQueue:
         loads, self._loads = self._loads, []
         return loads
 
-    def _bring_back(self) -> bool:
-        """Put requests of the prealloc queue that are aside back into their lanes where enough
-        pages may come back.
-
-        Returns False if more of them may, which the next pass takes in; a pass moves `MAX_WALK` at
-        most.
-        """
-        # 1. Those over their share, all at once, and only when a share or a lane has changed:
-        # before that they would step aside again.
-        shares_at = self._shares.version + self._lanes.version
-        if self._shares_at != shares_at:
-            self._shares_at = shares_at
-            for waiter in self._over_share:
-                waiter.is_aside = False
-                self._lanes.enter(waiter)
-            self._over_share.clear()
-        # 2. Those that need too many pages, by what they need: behind the first that cannot return
-        # none can.
-        for _ in range(MAX_WALK):
-            if not self._aside or self._aside[0][0] > self._most_pages:
-                return True
-            _, _, waiter = self._aside.pop(0)
-            waiter.is_aside = False
-            self._lanes.enter(waiter)
-        return False
-
-    def _try_set_aside(self, waiter: Waiter) -> bool:
-        """Set a request of the prealloc queue aside that did not fit, if waiting for the running
-        ones cannot help it. True if so: then it holds up no other.
-        """
-        # 1. More pages than can come back without a proof.
-        if waiter.req.max_pages > self._most_pages:
-            self._lanes.leave(waiter)
-            self._set_aside(waiter)
-            return True
-        # 2. It does not fit for another reason than its worker's share: pages will come back, so it
-        # waits where it is.
-        lane = waiter.lane
-        if not self._shares.refuses(lane.address, waiter.new_pages):
-            return False
-        # 3. The share. If even the end of all its worker's transfers would not help, it waits
-        # alone. Otherwise the whole lane does: what comes behind it there, and needs less, would
-        # overtake it each time.
-        self.stepped_aside["share"] += 1
-        if self._shares.is_hopeless(lane.address, waiter.new_pages):
-            self._lanes.leave(waiter)
-            waiter.is_aside = True
-            self._over_share[waiter] = None
-        else:
-            self._limited[lane] = None
-        return True
-
-    def _set_aside(self, waiter: Waiter) -> None:
-        """Set a waiter of the prealloc queue aside for pages. It has left its lane, or never
-        entered it.
-        """
-        waiter.is_aside = True
-        self._aside.add((waiter.req.max_pages, waiter.arrival, waiter))
-        self.stepped_aside["pages"] += 1
-
-    def _first_of_all(self, now_s: float) -> Waiter | None:
-        """Return the request of the prealloc queue that nothing may overtake now, or None."""
-        # Limited lanes are left out: they wait for their worker's share, which is no reason for
-        # others to wait. The cases, in order:
-        # 1. The last to come back.
-        lanes = [lane for lane in self._lanes.busy if lane not in self._limited]
-        returned = [lane.returned.peekitem(-1)[1] for lane in lanes if lane.returned]
-        if returned:
-            last: Waiter = max(returned, key=_arrival)
-            return last
-        # 2. The oldest, if its patience is over.
-        oldest = [lane.waiting.peekitem(0)[1] for lane in lanes if lane.waiting]
-        if not oldest:
-            return None
-        first: Waiter = min(oldest, key=_arrival)
-        if now_s - first.req.arrived_s >= self._patience_s:
-            return first
-        # 3. The first in the policy's order, if the policy lets none overtake it.
-        if not self._policy.overtakes:
-            place = min(lane.order[0] for lane in lanes if lane.waiting)
-            waiter: Waiter = place[-1]
-            return waiter
-        return None
-
     def _admit_in_order(self, now_s: float) -> None:
         """Admit requests from the prealloc queue that fit by their estimates; if none does, renew
         the oldest estimates.
         """
-        # Each round searches from the front again: `_renew_rank` may reorder, and an admission
+        # Each round searches from the front again: `renew` may reorder, and an admission
         # leaves less space for all the others. Looks that admit nothing count down, so that a pass
         # is bounded.
         looks = MAX_LOOKS
-        while looks and self.may_admit and (waiter := self._first_that_may_fit()) is not None:
+        order, waiters = self._order, self._waiters
+        while looks and self.may_admit:
+            waiter = order.first_that_may_fit(self._version, self._limits(), len(waiters))
+            if waiter is None:
+                break
             found = self._look(waiter)
-            if self._renew_rank(waiter) and self._first_that_may_fit() is not waiter:
-                looks -= 1  # its new estimate ranks it behind another
-            elif not self._try(waiter, *found, now_s):
+            falls_back = order.renew(waiter)
+            # Its new estimate may rank it behind another.
+            if (
+                falls_back
+                and waiter
+                is not order.first_that_may_fit(self._version, self._limits(), len(waiters))
+            ) or not self._try(waiter, *found, now_s):
                 looks -= 1
         # An estimate that is too high gets no look above, however wrong it has become. So the looks
         # that are left go to the oldest ones, one per lane and round.
-        lanes = [lane for lane in self._lanes.busy if lane.waiting and lane not in self._limited]
+        lanes = self._order.lanes()
         while looks > 0 and lanes and not self._admitted:
             lanes = [lane for lane in lanes if self._renew(lane, now_s)]
             looks -= len(lanes)
@@ -588,35 +457,9 @@ class DecodePreallocQueue:
             return False
         found = self._look(waiter)
         # The look moved it to the end of `estimated`, so the next round takes the next oldest.
-        self._renew_rank(waiter)
+        self._order.renew(waiter)
         self._try(waiter, *found, now_s)
         return True
-
-    def _first_that_may_fit(self) -> Waiter | None:
-        """Return the first in the admission order of the prealloc queue that fits by its estimate
-        and got no look at this version.
-
-        Walks at most `MAX_WALK` places.
-        """
-        waiter: Waiter
-        version, (space, most), shares = self._version, self._limits(), self._shares
-        lanes = [lane for lane in self._lanes.busy if lane.waiting and lane not in self._limited]
-        if len(lanes) == len(self._waiters) == 1:  # there is no choice to make
-            waiter = lanes[0].order[0][-1]
-            return waiter if waiter.seen_at != version else None
-        # Lanes are merged lazily: the ranks of the first places of each were compared when they
-        # entered.
-        orders = [islice(lane.order, MAX_WALK) for lane in lanes]
-        places = orders[0] if len(orders) == 1 else islice(heapq.merge(*orders), MAX_WALK)
-        for _, _, waiter in places:
-            if (
-                waiter.most_pages <= most
-                and waiter.needed_pages <= space
-                and waiter.seen_at != version
-                and not shares.refuses(waiter.lane.address, waiter.new_pages)
-            ):
-                return waiter
-        return None
 
     @property
     def _version(self) -> int:
@@ -698,9 +541,10 @@ class DecodePreallocQueue:
 
     def _cut_to_compute(self, waiter: Waiter, shared_pages: int, now_s: float) -> _Cut | None:
         """Return what a request of the prealloc queue takes if it is to be computed here, from a
-        checkpoint on; None if prefill sends what it lacks. `shared_pages`: here or on their way.
+        checkpoint on; None if prefill sends what it lacks. `shared_pages`: here, on their way, or
+        to be loaded from host memory.
 
-        It joins nothing: a flight brings pages, and no state behind them.
+        It joins nothing, and loads nothing: a flight brings pages, and no state behind them.
         """
         points, req, match = self._points, waiter.req, waiter.match
         assert points is not None
@@ -720,7 +564,7 @@ class DecodePreallocQueue:
 
     def _sent_len(self, req: DecodeRequest, shared_pages: int) -> int:
         """Return up to which token prefill would send a request of the prealloc queue.
-        `shared_pages`: here or on their way.
+        `shared_pages`: here, on their way, or to be loaded from host memory.
 
         All of it where prefill has the whole prompt already, or no checkpoint is kept here.
         """
@@ -743,29 +587,6 @@ class DecodePreallocQueue:
         loaded = Lack(num_missing - num_loaded, num_loaded, load_s)
         return self._sources.worth_loading(Lack(num_missing), loaded, address, self._now_s)
 
-    def _renew_rank(self, waiter: Waiter) -> bool:
-        """Rank a request of the prealloc queue by its new estimate, and move it in its lane's
-        order. Return True if its place is behind the old one.
-        """
-        lane, before = waiter.lane, waiter.rank
-        # Before the policy is called: one that raises each time would else stay the oldest, and get
-        # all looks.
-        lane.estimated.move_to_end(waiter)
-        try:
-            rank = _checked(self._policy.rank(waiter.req, waiter.new_pages))
-            falls_back = bool(before < rank)
-            if falls_back or rank < before:
-                # Added before the old one is removed: ranks may not compare, and raise here.
-                place = rank, waiter.arrival, waiter
-                self._lanes.check_comparable(lane, place)
-                lane.order.add(place)
-                lane.order.remove(waiter.place)
-                waiter.rank = rank
-        except Exception as error:  # it keeps the rank that it has
-            self._pages.errors.caught(error)
-            return False
-        return falls_back
-
     def _try(self, waiter: Waiter, joined: Flight | None, shared_pages: int, now_s: float) -> bool:
         """Admit a request of the prealloc queue that was just looked at, if it fits. Return True if
         it was admitted.
@@ -780,8 +601,10 @@ class DecodePreallocQueue:
             # for each of the others: then these go on by a step first.
             space = min(space, pages.available_pages - self._budget.active)
         new, prefill = waiter.new_pages, waiter.lane.address
-        # In a window group what it needs is bounded, and taken now: it never grows there.
-        windows, start, sent_len = pages.windows, None, self._sent_len(req, shared_pages)
+        # In a window group what it needs is bounded, and taken now: it never grows there. What host
+        # memory has prefill does not send.
+        here_pages = max(shared_pages, waiter.load_end)
+        windows, start, sent_len = pages.windows, None, self._sent_len(req, here_pages)
         if windows:
             start = WindowStart(sent_len, req.max_pages)
         if (
@@ -795,7 +618,7 @@ class DecodePreallocQueue:
         req.computes, cut = False, None
         cut_start: WindowStart | None = None
         if self._points is not None:
-            cut = self._cut_to_compute(waiter, shared_pages, now_s)
+            cut = self._cut_to_compute(waiter, here_pages, now_s)
             if cut is not None and windows:
                 behind = cut.depth * pages.page_size
                 held = () if cut.checkpoint is None else cut.checkpoint.windows
@@ -823,7 +646,8 @@ class DecodePreallocQueue:
                 key = req.key.prefix(cut.depth * pages.page_size)
             joined, shared_pages, match, new = None, cut.depth, cut.match, cut.new_pages
             start, sent_len = cut_start, req.fill_len
-            req.computes = True
+            # What is loaded has no checkpoint: it is computed from where there is one.
+            req.computes, waiter.load_end = True, 0
         req.sent_len = sent_len
         # 2. Before an eviction the tree has to know what the others wait for, or it evicts just
         # that.
@@ -890,17 +714,3 @@ class DecodePreallocQueue:
         load = self._flights.start_load(waiter.req, key, loaded, room_key, joined)
         self._loads.append(load)
         return load
-
-
-def _checked(rank: Rank) -> Rank:
-    """Return the rank that an admission policy gave. Raise ValueError for NaN, which has no place
-    in the queue's order.
-    """
-    if rank != rank:
-        raise ValueError(f"the admission policy ranks a request {shown(rank)}")
-    return rank
-
-
-def _arrival(waiter: Waiter) -> int:
-    """Return the number by which waiters of the prealloc queue are sorted."""
-    return waiter.arrival

@@ -5,6 +5,11 @@ It asks the control plane for rooms by commands (`take_commands`). The control p
 became of them through `room_ended`, `room_drained` and `room_overdue`. `runtime/nodes.py` connects
 it to threads; the tests connect it to a simulated network.
 
+The states of requests and their ends are here. The rest is of its parts: what waits for pages
+(`prealloc_queue.py`), the prefill worker of each (`targets.py`), how it gets what it lacks
+(`asking.py`, `compute_choice.py`), what is on its way (`transfer_queue.py`, `flight_ends.py`), and
+pages for the next token (`growth.py`).
+
 Source: SGLang's decode queues (`disaggregation/decode.py`); `pop_preallocated` and
 `pop_transferred` keep their names.
 """
@@ -12,34 +17,37 @@ Source: SGLang's decode queues (`disaggregation/decode.py`); `pop_preallocated` 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
-from operator import attrgetter
 
 from prefixkv.addresses import check_prefill
 from prefixkv.admission import DEFAULT_ADMISSION, Admission
 from prefixkv.cache.eviction.policy import Policy
 from prefixkv.cache.radix_key import token_list
-from prefixkv.cache.results import MatchResult, PrefixLock
+from prefixkv.cache.results import PrefixLock
 from prefixkv.config import Retarget, check_version
+from prefixkv.decode.asking import Asking
 from prefixkv.decode.audit import check_decode
 from prefixkv.decode.budget import PreallocBudget
+from prefixkv.decode.compute_choice import ComputeChoice
 from prefixkv.decode.computing import Computing
 from prefixkv.decode.deferred import Deferred, not_done
-from prefixkv.decode.growth import grow_ahead, grow_for_next_token
+from prefixkv.decode.flight_ends import FlightEnds
+from prefixkv.decode.growth import BatchGrowth
 from prefixkv.decode.host_tier import HostTier
-from prefixkv.decode.inflight import Flight, InFlight
+from prefixkv.decode.inflight import InFlight
 from prefixkv.decode.journal import DecodeJournal
 from prefixkv.decode.lanes import ALONE, Lanes
 from prefixkv.decode.prealloc_queue import DecodePreallocQueue
 from prefixkv.decode.prospects import Prospects
+from prefixkv.decode.refusals import Refusals
 from prefixkv.decode.request import CAN_RUN, DecodeRequest, DecodeState, PrefillAsk, Retries
 from prefixkv.decode.room_numbers import RoomNumbers
 from prefixkv.decode.shares import PrefillShares
-from prefixkv.decode.sources import Source, Sources
+from prefixkv.decode.sources import Sources
 from prefixkv.decode.state_checkpoints import DecodeCheckpoints
+from prefixkv.decode.targets import PrefillTargets
 from prefixkv.decode.transfer_queue import DecodeTransferQueue
-from prefixkv.decode.unsent import UnsentPages
 from prefixkv.errors import (
     AbortedError,
     AdmissionTimeoutError,
@@ -49,28 +57,15 @@ from prefixkv.errors import (
     RequestError,
     TransferTimeoutError,
     WeightsVersionError,
-    check_laws,
     shown,
 )
 from prefixkv.pages.manager import PageManager, RequestPages
-from prefixkv.pages.requests import (
-    PagedScheduler,
-    check_error,
-    check_page_manager,
-    reason_of,
-)
-from prefixkv.paging import Pages, pages_for
-from prefixkv.protocol.commands import (
-    AbortRoom,
-    DecodeCommand,
-    MeetPrefill,
-    MoveWeights,
-    OpenRoom,
-    RefuseRoom,
-)
+from prefixkv.pages.requests import PagedScheduler, check_error, check_page_manager
+from prefixkv.paging import pages_for
+from prefixkv.protocol.commands import DecodeCommand, MoveWeights
 from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
 from prefixkv.protocol.ids import KVPoll, RoomKey
-from prefixkv.protocol.messages import MAX_PAGES, Promise
+from prefixkv.protocol.messages import MAX_PAGES
 from prefixkv.request import DeviceEvent, Request, check_event, check_request, check_rid
 from prefixkv.settings import check_flag, check_time, whole_count
 
@@ -149,6 +144,16 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         if pages.checkpoints is not None and self.sources.config is not None:
             self.points = DecodeCheckpoints(pages, checkpoint_tokens)
         self._deferred = Deferred(pages, self._queue_again, self.host, self.points)
+        self._growth = BatchGrowth(pages, self.budget, self.journal, self._deferred, self.requests)
+        # Rooms outlive requests: a number stays in use until the control plane has proved that its
+        # room is drained, so that two requests never share one.
+        self.rooms = RoomNumbers()
+        self.arriving = DecodeTransferQueue(pages, self.flights)
+        self.computing = Computing(self.sources, pages.windows)
+        self.choice = ComputeChoice(
+            pages, self.sources, self.computing, self.flights, self.arriving, self.budget,
+            self.points, self.host, self.counters,
+        )  # fmt: skip
         self.prospects = Prospects(
             pages, self.shares, self.lanes, self.flights, self._deferred.stuck_pages, self.host
         )
@@ -156,38 +161,33 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         # `requests` (of the base class) has every live request, in whichever of the two it is, or
         # running.
         self.waiting = DecodePreallocQueue(
-            pages,
-            self.budget,
-            self.flights,
-            reserve_tokens,
-            self.shares,
-            self.lanes,
-            self.prospects,
-            policy=admission,
-            patience_s=patience_s,
-            waiting_timeout_s=waiting_timeout_s,
-            protect=protect_waiting,
-            computes=self.sources.config is not None,
-            host=self.host,
-            sources=self.sources,
-            points=self.points,
-            chooses_here=self._chooses_here,
-        )
-        self.arriving = DecodeTransferQueue(pages, self.flights)
-        self._retries = Retries(max_retries, retarget, pages.errors)
+            pages, self.budget, self.flights, reserve_tokens, self.shares, self.lanes,
+            self.prospects, policy=admission, patience_s=patience_s,
+            waiting_timeout_s=waiting_timeout_s, protect=protect_waiting,
+            computes=self.sources.config is not None, host=self.host, sources=self.sources,
+            points=self.points, chooses_here=self.choice.takes_from_checkpoint,
+        )  # fmt: skip
         self._max_waiting = max_waiting
-        # Rooms outlive requests: a number stays in use until the control plane has proved that its
-        # room is drained, so that two requests never share one.
-        self.rooms = RoomNumbers()
+        # What tells prefill, and decides what it is told. Commands and asks go to one list each.
         self._asks: list[PrefillAsk] = []
-        self._refused: set[RoomKey] = set()  # keys of `refuse` that prefill has not answered
-        # Of these, while the room of a former request of the number is not drained.
-        self._late_refusals: dict[RoomKey, tuple[str, Exception, bytes]] = {}
-        self._ticket = ticket or count(1).__next__
+        draw = ticket or count(1).__next__
+        self._refusals = Refusals(self.rooms, self._commands, draw, self.counters)
+        self._targets = PrefillTargets(
+            self.lanes, self.shares, self.waiting, self.choice, self.sources, self._refusals,
+            Retries(max_retries, retarget, pages.errors), self._commands, self.counters,
+            pages.errors,
+        )  # fmt: skip
+        self._asking = Asking(
+            pages, self.flights, self.arriving, self.shares, self.lanes, self.choice, self.sources,
+            self._targets, self._refusals, self.points, self.journal, name, self._commands,
+            self._asks, draw,
+        )  # fmt: skip
+        self._ends = FlightEnds(
+            pages, self.flights, self.arriving, self.shares, self.rooms, self.sources,
+            self.computing, self.points, self.host, self._commands, self.journal.transfer_ended,
+            self._ask_again, self.counters,
+        )  # fmt: skip
         self._admitted: list[DecodeRequest] = []  # to be returned by `pop_preallocated`
-        self._batch: list[DecodeRequest] = []  # of the last `append_many`: of this node, each once
-        self.computing = Computing(self.sources)
-        self._unsent = UnsentPages(pages.allocator.num_pages)
 
     # --- calls of the engine ----------------------------------------------------------------------
 
@@ -214,7 +214,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         if most > MAX_PAGES:
             raise RequestError(f"may need {most} pages, a promise names at most {MAX_PAGES}")
         self._check_can_open(request)
-        self._check_prefill_holds(request.rid, most_tokens, request.prefill)
+        self._targets.check_holds(request.rid, most_tokens, request.prefill)
         if len(self.waiting) >= self._max_waiting:
             raise RequestError(f"{len(self.waiting)} requests wait already, that is the limit")
         req = DecodeRequest(request, self.pages, now_s)
@@ -227,9 +227,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.requests[req.rid] = req
         self.rooms.add(req.room)
         self._note_deadline(req)
-        self._meet(req.prefill)
+        self._targets.meet(req.prefill)
         if self.lanes.is_down(req.prefill):
-            self._go_alone(req)
+            self._targets.go_alone(req)
         return req
 
     def pop_preallocated(self, now_s: float) -> list[DecodeRequest]:
@@ -263,16 +263,16 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         for req, why in self.waiting.expired(now_s):
             error = AdmissionTimeoutError(f"request {req.rid!r} {why}")
             self._end(req, DecodeState.FAILED, error, now_s)
-        # 3. Open the rooms. `_ask` may find that nothing is to be sent; then the flight is complete
+        # 3. Open the rooms. `ask` may find that nothing is to be sent; then the flight is complete
         # at once.
         for load in self.waiting.take_loads():
             self.arriving.add_load(load)
         asked = self.waiting.take_admitted()
-        hopeless = [req for req in asked if not self._ask(req, now_s)]
+        hopeless = [req for req in asked if not self._asking.ask(req, self.weights_version, now_s)]
         # Only now, when each flight is on its way: those that joined one of these end with it.
         for req in hopeless:
             if req.state is DecodeState.PREALLOCATED:
-                self._end(req, DecodeState.FAILED, self._too_much(req), now_s)
+                self._end(req, DecodeState.FAILED, self.choice.too_much(req), now_s)
         self._admitted += [req for req in asked if req.state is DecodeState.PREALLOCATED]
         # 4. Raise last: by now every admitted request has its room, and the next call returns it.
         self.pages.errors.raise_due()
@@ -307,7 +307,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         The engine says what has KV by `computed`.
         """
         check_time(now_s)
-        return self.computing.begin(self.arriving.local, self._num_running, now_s)
+        return self.computing.begin(self.arriving.local, self.choice.num_running, now_s)
 
     def computed(self, req: DecodeRequest, end: int, now_s: float, aux: bytes = b"") -> None:
         """Note in decode's scheduler that the engine has written the KV of a request of `pop_local`
@@ -325,8 +325,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             raise RequestError(f"req is a {type(req).__name__}, a DecodeRequest is needed")
         if not isinstance(aux, bytes) or (aux and end != req.fill_len):
             raise CallerError(f"aux is {shown(aux)} at {shown(end)} of {req.fill_len} tokens")
-        self._check_step(req, end)
-        running = self._num_running
+        running = self.choice.num_running
         self.counters["computed_tokens"] += self.computing.advance(req, end, running, now_s)
         if self.points is not None and not req.state.ended:
             self.points.computed(req, end)
@@ -335,20 +334,10 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         flight = self.flights.of(req)
         assert flight is not None
         req.aux = aux
-        path = self._path(flight, req.fill_len)
-        self._unsent.computed(path[req.prefix_len // self.pages.page_size :])
+        self.choice.computed(flight, req)
         self.arriving.arrived(flight)
         if req.sent_len == req.fill_len:  # else most of it was sent
             self.journal.computed(req, now_s)
-
-    def _check_step(self, req: DecodeRequest, end: int) -> None:
-        """Raise RequestError for a chunk of a decode request that is longer than its rows in window
-        groups have pages for."""
-        if self.pages.windows and (done := self.computing.done(req)) is not None:
-            most = min(group.step_tokens for group in self.pages.windows)
-            if end - done > most:
-                what = f"{shown(end - done)} tokens, step_tokens of its window groups is {most}"
-                raise RequestError(f"request {req.rid!r} has a chunk of {what}")
 
     def save_state(self, req: DecodeRequest, end: int, now_s: float) -> int:
         """Return the slot into which decode's engine copies a request's extra state behind `end`
@@ -381,13 +370,13 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     @property
     def chunk_tokens(self) -> int:
         """Most tokens of prompts that decode's engine should compute in its next step. O(1)."""
-        return self.sources.chunk_tokens(self._num_running)
+        return self.sources.chunk_tokens(self.choice.num_running)
 
     @property
     def further_prompt_tokens(self) -> int:
         """Tokens of decode's `chunk_tokens` that each prompt after the first in a step counts for,
         besides its own. O(1)."""
-        return self.sources.further_prompt_tokens(self._num_running)
+        return self.sources.further_prompt_tokens(self.choice.num_running)
 
     def pop_failed(self, after: DeviceEvent | None = None) -> list[DecodeRequest]:
         """Return the requests that failed or were aborted in decode's scheduler since the last
@@ -425,13 +414,14 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         if flight.is_local or not flight.is_open:
             return False
         self.counters["transfers_failed"] += 1
-        self._cancel(flight, error)
+        self._ends.cancel(flight, error)
         self._try_again(req, error, now_s)
         return True
 
     def pop_needs_prefill(self) -> list[PrefillAsk]:
         """Return prompts that decode's engine should submit to a prefill worker again."""
-        asks, self._asks = self._asks, []
+        asks = [*self._asks]
+        del self._asks[:]
         return asks
 
     def append_many(
@@ -457,37 +447,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         # Tokens are checked before any is added: `DecodeRequest.key` later appends them without a
         # check.
         tokens = token_list(token_ids)
-        try:
-            if len(tokens) != len(reqs):
-                raise RequestError(f"{len(tokens)} tokens for {len(reqs)} requests")
-            # The whole batch passes here at every step, so all but one comparison is left to the
-            # few requests that are at their limit. Where the list is that of the step before, it
-            # names none twice, and none of another node: neither ever changes.
-            is_known = type(reqs) is list and reqs == self._batch
-            if is_known:
-                due = [req for req in reqs if len(req.output) >= req.output_limit]
-            else:
-                if len(set(reqs)) != len(reqs):
-                    raise RequestError("a request is named twice")
-                mine = self.pages
-                due = [
-                    req
-                    for req in reqs
-                    if len(req.output) >= req.output_limit or req.page_manager is not mine
-                ]
-        except (TypeError, AttributeError):  # what lacks these is no request
-            raise RequestError(
-                f"reqs is {shown(reqs)}, a list of DecodeRequest is needed"
-            ) from None
-        for req in due:
-            self._check_in_batch(req)
-        if not is_known:
-            self._batch = list(reqs)  # one of another node was due, and was refused
         # This takes pages, or raises before it takes any. So the tokens are appended only
         # afterwards.
-        if due and grow_for_next_token(
-            self.pages, self.budget, self.journal, due, self._running, self._deferred, now_s
-        ):
+        if self._growth.for_next_token(reqs, len(tokens), now_s):
             aborted = DecodeState.ABORTED  # looked up once: that costs more than to compare
             for req, token in zip(reqs, tokens, strict=True):
                 if req.state is not aborted:
@@ -509,16 +471,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         """
         check_time(now_s)
         num_tokens = whole_count("num_tokens", num_tokens)
-        try:
-            if len(set(reqs)) != len(reqs):
-                raise RequestError("a request is named twice")
-            for req in reqs:
-                self._check_in_batch(req)
-        except (TypeError, AttributeError):  # what lacks these is no request
-            raise RequestError(
-                f"reqs is {shown(reqs)}, a list of DecodeRequest is needed"
-            ) from None
-        grow_ahead(self.pages, self.budget, reqs, num_tokens, self._running, self._deferred, now_s)
+        self._growth.ahead(reqs, num_tokens, now_s)
 
     def finish(
         self,
@@ -567,7 +520,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         if req is None:
             raise RequestError(f"request {rid!r} is not here")
         self._check_runs(req)
-        if req is next(self._running()):
+        if req is next(self._growth.running()):
             raise RequestError(f"request {rid!r} is the oldest that runs; it is never retracted")
         after = not_done(after)
         req.become(DecodeState.RETRACTED)
@@ -619,27 +572,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             raise RequestError(f"request {rid!r} is on its way from {req.prefill!r}")
         if prefill == req.prefill:
             return
-        self._check_prefill_holds(rid, _most_asked(req), prefill)
-        # The last call that may raise: it compares the user's ranks as `move` will, before anything
-        # changes.
-        self.waiting.check_move(req, prefill)
-        # The former worker may have computed the prompt, and waits for a promise that will not
-        # come: a refusal ends it there. A new generation keeps its answer apart from the next
-        # attempt. A retracted request has no open attempt, so nothing is refused.
-        if req.state is DecodeState.QUEUED:
-            moved = AbortedError(f"request {rid!r} goes to another prefill worker")
-            self._withdraw(req, moved)
-        self._go_to(req, prefill)
-
-    def _go_to(self, req: DecodeRequest, prefill: str) -> None:
-        """Point a decode request at another prefill worker; if it waits, move it to that lane."""
-        self.shares.name(prefill)
-        req.prefill, req.is_alone = prefill, False
-        # A request that runs, or still has to queue again, is in no lane: `_queue_again` enters it
-        # under the new address, and meets the worker then.
-        if req in self.waiting:
-            self.waiting.move(req, prefill)
-            self._meet(prefill)
+        self._targets.retarget(req, prefill)
 
     def refuse(self, request: Request, error: Exception) -> None:
         """Tell prefill at once that decode's scheduler will not take this request, as after a
@@ -653,15 +586,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         check_request(request)
         check_error(error)
         key = RoomKey(request.room, request.generation)
-        # 1. The number is free: refuse now.
-        # 2. The number is in use by a room that is not drained: a frame about it now would be read
-        # as one about that room, so it waits for `room_drained`.
-        if self._check_can_open(request, to_refuse=key not in self._refused):
-            self._refuse(key, request.prefill, error, request.digest)
-            self._refused.add(key)
-        else:
-            self._refused.add(key)
-            self._late_refusals[key] = request.prefill, error, request.digest
+        is_new = key not in self._refusals.unanswered
+        is_free = self._check_can_open(request, to_refuse=is_new)
+        self._refusals.note(key, request.prefill, error, request.digest, is_free)
 
     def flush(self) -> int:
         """Empty decode's cache after a weight update. Return the number of pages freed at once.
@@ -670,7 +597,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         weights.
         """
         # Flights first: they release their locks, so that the flush frees those pages at once.
-        self._fall_back(self.flights.flush())
+        self._ends.fall_back(self.flights.flush())
         freed = self.pages.flush()
         # After the device's, whose epoch tells a copy of before.
         if self.host is not None:
@@ -717,7 +644,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         # Whole flights before requests: a request that is cut short alone would make those that
         # joined its flight ask again.
         for flight in self.flights.remove_all():
-            self._end_flight(flight, error)
+            self._ends.end(flight, error)
         for req in list(self.requests.values()):
             waits = req.state in (DecodeState.QUEUED, DecodeState.RETRACTED)
             if not (but_waiting and waits) or req.output:
@@ -760,23 +687,10 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             poll: SUCCESS, or else the room failed with `error`.
             aux: the payload that came with a success; bytes.
         """
-        # 1. Success. It proves that every write has landed, so the pages leave prefill's share at
-        # once. If its flight is gone, or has lost its owner, the room number is what still waits
-        # for that proof.
+        # 1. Success. If its flight is gone, or has lost its owner, the room number is what still
+        # waits for the proof that every write has landed.
         if poll is KVPoll.SUCCESS:
-            self.shares.release(key)
-            flight = self.arriving.succeed(key, aux)
-            if flight is not None:
-                self.journal.transferred(flight, now_s)
-                num_tokens = len(flight.key) - flight.pages.num_shared * self.pages.page_size
-                if flight.is_local:
-                    assert flight.owner is not None
-                    assert self.points is not None
-                    num_tokens = flight.owner.sent_len - flight.owner.prefix_len
-                    self.points.go_on_from_sent(flight.owner)
-                self.sources.arrived(flight.prefill, key, num_tokens, now_s)
-                if self._unsent.has_any:
-                    self._unsent.sent(self._path(flight, len(flight.key)))
+            flight = self._asking.answered(key, aux, now_s)
             if flight is None or flight.owner is None:
                 self.room_drained(key)
             return
@@ -791,7 +705,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.journal.transfer_ended(flight.prefill, "failed")
         error = error or InternalError(f"{key} failed without a reason")
         req = flight.owner
-        self._cancel(flight, None)
+        self._ends.cancel(flight, None)
         if req is None:
             return
         self._try_again(req, error, now_s)
@@ -810,10 +724,10 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         # Requests that went alone, and were not admitted since, need not be computed here.
         for req in self.waiting.at(ALONE):
             if req.prefill == address:
-                self._move(req, is_alone=False)
+                self._targets.come_back(req)
         for req in self.waiting.at(address):
             try:
-                self._check_prefill_holds(req.rid, _most_asked(req), address)
+                self._targets.check_still_holds(req, address)
             except RequestError as error:
                 self._end(req, DecodeState.FAILED, error, now_s)
 
@@ -830,7 +744,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         if self.sources.fails_over:
             self._recall(address, now_s)
         for req in self.waiting.at(address):
-            self._go_alone(req)
+            self._targets.go_alone(req)
 
     def prefill_lost(self, address: str, error: Exception, now_s: float) -> None:
         """Try again, or fail, the requests of decode's scheduler for an address where no prefill
@@ -878,7 +792,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         for one in self.flights.waiting_for(flight):
             if one.owner is not None:
                 one.owner.may_load = False
-        self._cancel(flight, done.error)
+        self._ends.cancel(flight, done.error)
 
     def room_drained(self, key: RoomKey) -> None:
         """Release in decode's scheduler a room's held pages and its number: no write can land in
@@ -887,15 +801,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.shares.release(key)
         self.pages.release(key)
         self.rooms.drained(key)
-        # A refusal that still waits for this number stays noted, else `refuse` would queue it
-        # twice.
-        if key not in self._late_refusals:
-            self._refused.discard(key)
-        # The number is free of every generation: now a frame about a later request cannot be
-        # confused with one about this room.
-        if self._late_refusals and key.room not in self.rooms:
-            for late in [one for one in self._late_refusals if one.room == key.room]:
-                self._refuse(late, *self._late_refusals.pop(late))
+        if self._refusals.unanswered:
+            self._refusals.drained(key)
 
     def room_overdue(self, key: RoomKey) -> None:
         """Count a room's pages as quarantined in decode's scheduler: it is not drained by its
@@ -935,61 +842,24 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.budget.check_invariants()
         self.waiting.check_invariants()
         self.arriving.check_invariants()
-        # Pages may be in a prefill worker's power only while a room is open, or failed and not
-        # drained.
-        flying = {flight.room_key for flight in self.flights if flight.is_open and flight.has_room}
-        self.shares.check_invariants(flying | self.rooms.undrained())
+        self._refusals.check_invariants()
+        self.choice.check_invariants()
+        if self.host is not None:
+            self.host.check_invariants()
         check_decode(
             self.pages,
             self.budget,
             self.flights,
             self.rooms,
+            self.shares,
             waiting=self.waiting,
             requests=self.requests.values(),
             deferred=[*self._deferred.requests(), *self.computing.left],
             host=self.host,
+            points=self.points,
         )
-        if self.host is not None:
-            self.host.check_invariants()
-        local = self.arriving.local
-        self.computing.check_invariants(local)
-        points = self.points
-        check_laws(
-            {
-                "no extra state or window is computed here without checkpoints": (
-                    self._computes_all or not local
-                )
-            },
-            local,
-        )
-        if points is not None:
-            found = [*self.requests.values(), *self._deferred.requests(), *self.computing.left]
-            points.check_invariants(list({id(req): req for req in found}.values()))
 
     # --- admission --------------------------------------------------------------------------------
-
-    def _meet(self, address: str) -> None:
-        """Ask the control plane, for decode's scheduler, whether a prefill worker answers, unless
-        it was asked already.
-        """
-        lane = self.lanes.get(address)
-        if self.lanes.gated and address and lane is not None and not lane.is_met:
-            lane.is_met = True
-            self._commands.append(MeetPrefill(address))
-
-    def _check_prefill_holds(self, rid: str, num_tokens: int, address: str) -> None:
-        """Raise RequestError where the prefill worker of a decode request is known to hold fewer
-        than `num_tokens`.
-
-        All that the request may become counts. A request that was retracted late may have to be
-        computed again in full: it would fail with half of its answer given.
-        """
-        most = self.lanes.max_tokens(address)
-        if 0 < most < num_tokens:
-            raise RequestError(
-                f"request {rid!r} may have {num_tokens} tokens (max_new_tokens included), prefill "
-                f"worker {address} holds {most}"
-            )
 
     def _retry_unanswered(self, req: DecodeRequest, error: Exception, now_s: float) -> None:
         """Take a request for a prefill worker that does not answer out of decode's waiting queue,
@@ -1004,260 +874,15 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         """Ask prefill again for a decode request after a transfer that failed or could not begin;
         else fail the request.
         """
-        if req.retries < self._retries.most:
-            self.counters["retries"] += 1
-            req.retries += 1
-            # Kept while it tries again, so that a request that ends by its deadline names the last
-            # failure.
-            req.error = error
-            if (prefill := self._retries.next_prefill(req, error)) is not None:
-                self._go_to(req, prefill)
-            # The worker may be another one now, or its size be known only since the request came.
-            try:
-                self._check_prefill_holds(req.rid, _most_asked(req), req.prefill)
-            except RequestError as too_long:
-                error = too_long
-            else:
-                self._ask_again(req)
-                return
-        # No other attempt at prefill: decode may carry on alone.
-        fails_over = self.sources.fails_over or self.lanes.is_down(req.prefill)
-        if fails_over and self._may_go_alone(req):
-            self.counters["failovers"] += 1
-            req.error, req.is_alone = error, True
+        last = self._targets.next_attempt(req, error)
+        if last is None:
             self._ask_again(req)
-            return
-        self._end(req, DecodeState.FAILED, error, now_s)
-
-    def _ask(self, req: DecodeRequest, now_s: float) -> bool:
-        """Choose where decode gets what a request lacks that it has admitted, and open the room by
-        which prefill sends it, or have the engine compute it.
-
-        Returns False if there is no source for it: then its request is to be failed.
-        """
-        flight = self.flights.of(req)
-        assert flight is not None
-        pages, page_size = flight.pages, self.pages.page_size
-        start, end = pages.num_shared, pages_for(req.sent_len, page_size)
-        # Of this admission: the next one is decided by what is known then.
-        was_alone, req.is_alone = req.is_alone, not req.prefill
-        is_local = self._is_computed_here(req, flight, was_alone, now_s)
-        num_asked = 0 if is_local else end - start
-        num_loaded = 0
-        if (joined := flight.joined) is not None and joined.is_load:
-            # Its own load is a hit; one that it shares is on its way with another's flight.
-            num_loaded = joined.num_pages if joined.request is req.request else 0
-        shared_tokens = (pages.num_joined - num_loaded) * page_size
-        self.journal.admitted(req, num_asked, shared_tokens, now_s, num_loaded * page_size)
-        if is_local:
-            # Before the refusal: it has to find a flight without a room.
-            self.arriving.add_local(flight)
-            self.shares.release(flight.room_key)
-            if not was_alone and self._is_told(req):
-                mine = AbortedError(f"request {req.rid!r} is computed by decode")
-                self._refuse(req.room_key, req.prefill, mine, req.request.digest)
-            return True
-        if (
-            req.resumed
-            and req.prefix_len == req.fill_len
-            and pages.slot < 0
-            and not self.pages.windows
-        ):
-            # 1. A resumed request with all its KV in the tree, and no extra state and no window,
-            # which are never cached: nothing is to be sent, so no room is opened, whether or not
-            # prefill is there.
-            self.arriving.arrived(flight)
-            self.shares.release(flight.room_key)
-            return True
-        if was_alone:
-            # It lacks more than when it began to wait, and prefill can still not be asked.
-            lane = self.lanes.get(req.prefill)
-            if not req.prefill or lane is None or not lane.is_open:
-                self.arriving.add_local(flight)  # so that it ends as one without a room
-                return False
-            self.shares.promise(flight.room_key, req.prefill, end - start)
-        # 2. A later attempt: prefill has ended, or never had, the request of this generation. The
-        # engine has to submit it there again.
-        if req.generation > req.request.generation or self._asks_late:
-            self._asks.append(PrefillAsk(req, self.name))
-        # 3. Registered before the command leaves, so that an answer always finds its flight.
-        self.arriving.add(flight)
-        num_sent = req.sent_len - req.prefix_len
-        again = self._again_tokens(flight, req.prefix_len)
-        self.sources.promised(
-            req.prefill, flight.room_key, now_s, num_sent, num_loaded * page_size, again
-        )
-        promise = Promise(
-            *flight.room_key.numbers,
-            fill_len=req.sent_len,
-            prefix_len=req.prefix_len,
-            pages=self.pages.table.packed(pages.row, start, end),
-            ticket=self._ticket(),
-            state_slot=pages.slot,
-            weights_version=self.weights_version,
-            windows=self.pages.windows.promised(pages.row, end) if self.pages.windows else (),
-        )
-        # After some output the tokens to compute are more than the prompt, and without its end they
-        # are fewer, so their digest is another.
-        digest = req.request.digest
-        if req.sent_len != req.prompt_len:
-            key = req.key if req.sent_len == len(req.key) else req.key.prefix(req.sent_len)
-            digest, _ = self.pages.digest(key, self.pages.match(key, req.request.cacheable))
-        self._commands.append(OpenRoom(promise, req.prefill, digest))
-        return True
-
-    # --- what is computed here --------------------------------------------------------------------
-
-    @property
-    def _num_running(self) -> int:
-        """Requests that run on decode, beside which chunks would be computed. O(1)."""
-        return self.budget.active - self.flights.num_owned
-
-    @property
-    def _computes_all(self) -> bool:
-        """True unless decode's requests have extra state or windows, and no checkpoint of those to
-        compute from."""
-        has_more = self.pages.slots is not None or bool(self.pages.windows)
-        return not has_more or self.points is not None
-
-    @property
-    def _asks_late(self) -> bool:
-        """True if decode's engine submits a request to prefill only once `pop_needs_prefill` has
-        returned it.
-        """
-        return self.sources.asks_late
-
-    def _is_told(self, req: DecodeRequest) -> bool:
-        """Return True if a prefill worker may have this attempt at a decode request that was not
-        admitted yet.
-        """
-        is_first = req.generation == req.request.generation
-        return is_first and bool(req.prefill) and not self._asks_late
-
-    def _is_computed_here(
-        self, req: DecodeRequest, flight: Flight, is_alone: bool, now_s: float
-    ) -> bool:
-        """Decide whether decode's engine computes what an admitted request lacks."""
-        config, missing = self.sources.config, req.fill_len - req.prefix_len
-        # 0. It was decided at its admission.
-        if self.points is not None:
-            return req.computes
-        # 1. It never may: extra state or a window without checkpoints, or something else of prefill
-        # is wanted. Or nothing is to be computed.
-        if config is None or not self._computes_all or not req.request.may_compute or not missing:
-            return False
-        # 2. Nothing else can.
-        if is_alone:
-            return missing <= self.sources.most_tokens(is_down=True)
-        # 3. Both could.
-        again = self._again_tokens(flight, req.prefix_len)
-        return self._is_best_here(req, missing, missing, again, now_s)
-
-    def _chooses_here(
-        self,
-        req: DecodeRequest,
-        match: MatchResult | None,
-        missing: int,
-        num_sent: int,
-        now_s: float,
-    ) -> bool:
-        """Decide whether decode's engine computes a request with extra state or a window, which is
-        about to be admitted: `missing` tokens from a checkpoint on. Prefill would send `num_sent`,
-        behind this match."""
-        if not req.request.may_compute:
-            return False
-        # All is here, in a checkpoint and in the cache: nothing has to be computed.
-        if not missing:
-            return True
-        if req.is_alone:
-            return missing <= self.sources.most_tokens(is_down=True)
-        again = 0
-        if match is not None and self._unsent.has_any:
-            again = self._unsent.count(match.pages) * self.pages.page_size
-        return self._is_best_here(req, missing, num_sent, again, now_s)
-
-    def _path(self, flight: Flight, num_tokens: int) -> Pages:
-        """Return the pages that a flight's row on decode has for the first `num_tokens`: a view."""
-        num_pages = pages_for(num_tokens, self.pages.page_size)
-        return self.pages.table.pages(flight.pages.row)[:num_pages]
-
-    def _again_tokens(self, flight: Flight, prefix_len: int) -> int:
-        """Count the tokens of a flight's prefix on decode that prefill would have to compute as
-        well, since decode has computed them."""
-        if not self._unsent.has_any:
-            return 0
-        return self._unsent.count(self._path(flight, prefix_len)) * self.pages.page_size
-
-    def _is_best_here(
-        self, req: DecodeRequest, missing: int, num_sent: int, again: int, now_s: float
-    ) -> bool:
-        """Decide whether decode's engine computes `missing` tokens of a request, where prefill
-        could send `num_sent`, and would compute `again` tokens before them that decode has."""
-        config, due = self.sources.config, self.computing.due_tokens(self.arriving.local)
-        assert config is not None
-        chosen = self.sources.choose(
-            missing, due, self._num_running, req.prefill, now_s, num_sent=num_sent, again=again,
-            goes_on=num_sent < req.fill_len,
-        )  # fmt: skip
-        if chosen is Source.PREFILL and missing <= config.below:
-            self.counters["compute_declined"] += 1
-        return chosen is Source.HERE
-
-    def _may_go_alone(self, req: DecodeRequest) -> bool:
-        """Return True if decode may compute a request itself, by what it lacks now, if its prefill
-        worker cannot be asked.
-        """
-        if not req.request.may_compute or not self._computes_all:
-            return False
-        # O(1) where nothing is computed here, or everything may be.
-        if (most := self.sources.most_tokens(is_down=True)) < 0 or most >= req.kv_len:
-            return most >= 0
-        match = self.pages.match(req.key, req.request.cacheable)
-        if self.points is not None:
-            return self.points.tokens_behind(req, self.points.find(req, match)) <= most
-        num_shared = 0
-        if match is not None:
-            _, num_shared = self.flights.find(req.key, match.depth)
-            if self.host is not None and (found := self.host.find(req.key)) is not None:
-                num_shared = max(num_shared, found.depth)
-        return req.kv_len - num_shared * self.pages.page_size <= most
-
-    def _go_alone(self, req: DecodeRequest) -> None:
-        """Let a waiting decode request, whose prefill worker does not answer, wait to be computed
-        here, if it may.
-        """
-        if not req.is_alone and self._may_go_alone(req) and self._move(req, is_alone=True):
-            self.counters["failovers"] += 1
-
-    def _move(self, req: DecodeRequest, is_alone: bool) -> bool:
-        """Move a waiting decode request to the lane of those that are computed here, or back to
-        that of its prefill worker. False if its rank does not compare with those there.
-        """
-        to = ALONE if is_alone else req.prefill
-        try:
-            self.waiting.check_move(req, to)
-        except Exception as error:  # the user's; it stays where it is
-            self.pages.errors.caught(error)
-            return False
-        # The worker may have it, and may be back before this request is done.
-        if is_alone and req.state is DecodeState.QUEUED:
-            self._withdraw(req, AbortedError(f"request {req.rid!r} is computed by decode"))
-        req.is_alone = is_alone
-        self.waiting.move(req, to)
-        return True
-
-    def _withdraw(self, req: DecodeRequest, error: Exception) -> None:
-        """Refuse a waiting decode request at the prefill worker that may have it; its next attempt
-        is another generation.
-        """
-        if not req.is_alone and req.prefill and not self._asks_late:
-            self._refuse(req.room_key, req.prefill, error, req.request.digest)
-            req.generation += 1
+        else:
+            self._end(req, DecodeState.FAILED, last, now_s)
 
     def _recall(self, address: str, now_s: float) -> None:
         """Take back from a prefill worker that does not answer what decode may compute itself."""
         error = PeerLostError(f"prefill worker {address} does not answer")
-        most = self.sources.most_tokens(is_down=True)
         # Each goes to the front of the queue, so the last one first.
         for flight in reversed(self.flights.all()):
             req = flight.owner
@@ -1265,40 +890,13 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
                 continue
             if req is None:
                 # It goes on for those that joined it: they ask again.
-                self._end_for_waiters(flight, error)
+                if flight in self.flights.all():  # else it has ended with one before it
+                    self._ends.cancel(flight, error)
             # Ended by one before it, or more than may be computed here: then it waits for its end.
-            elif (
-                self.flights.of(req) is flight
-                and req.request.may_compute
-                and self._computes_all
-                and self._unlocked_tokens(req) <= most
-            ):
+            elif self.flights.of(req) is flight and self.choice.may_take_back(req):
                 self.counters["transfers_failed"] += 1
-                self._cancel(flight, error)
+                self._ends.cancel(flight, error)
                 self._try_again(req, error, now_s)
-
-    def _end_for_waiters(self, flight: Flight, error: Exception) -> None:
-        """End a flight without an owner to decode, if it is still on its way."""
-        if flight in self.flights.all():
-            self._cancel(flight, error)
-
-    def _unlocked_tokens(self, req: DecodeRequest) -> int:
-        """Return how many tokens an admitted decode request lacks, those on their way included."""
-        if self.points is not None:
-            match = self.pages.match(req.key, req.request.cacheable)
-            return self.points.tokens_behind(req, self.points.find(req, match))
-        assert req.pages_held is not None
-        lock = req.pages_held.lock
-        return req.fill_len - (0 if lock is None else lock.prefix_len)
-
-    def _too_much(self, req: DecodeRequest) -> Exception:
-        """Return the error of a decode request whose prefill worker cannot be asked, and that lacks
-        more than decode computes.
-        """
-        most, missing = self.sources.most_tokens(is_down=True), req.fill_len - req.prefix_len
-        worker = f"prefill worker {req.prefill} does not answer" if req.prefill else "it names none"
-        why = f"lacks {missing} tokens, decode computes {most} of one alone, and {worker}"
-        return PeerLostError(f"request {req.rid!r} {why}")
 
     # --- ends -------------------------------------------------------------------------------------
 
@@ -1317,12 +915,12 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.counters[state.value] += 1
         self._failed.append(req)
         if (flight := self.flights.of(req)) is not None:
-            self._leave_flight(flight, error)
+            self._ends.leave(flight, error)
         elif before in (DecodeState.QUEUED, DecodeState.RETRACTED) and req in self.waiting:
             self.waiting.remove(req)
             # Else no prefill worker waits for it.
-            if before is DecodeState.QUEUED and not req.is_alone and not self._asks_late:
-                self._refuse(req.room_key, req.prefill, error, req.request.digest)
+            if before is DecodeState.QUEUED and not req.is_alone and not self.sources.asks_late:
+                self._refusals.send(req.room_key, req.prefill, error, req.request.digest)
         self._leave(req, now_s)
 
     def _cut_short(
@@ -1371,110 +969,6 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             raise RequestError(f"request {request.rid!r} is for decode worker {named}")
         return is_free
 
-    def _refuse(self, key: RoomKey, prefill: str, error: Exception, digest: bytes) -> None:
-        """Command that prefill be told that decode's scheduler does not take a request, which it
-        may have, with KV for it.
-
-        The room's number is in use until prefill has answered.
-        """
-        command = RefuseRoom(key, self._ticket(), prefill, reason_of(error), digest)
-        self.counters["refused"] += 1
-        # Reserved before the command leaves: a request that reused the number could be hit by this
-        # refusal.
-        self.rooms.await_drained(key)
-        self._commands.append(command)
-
-    def _leave_flight(self, flight: Flight, error: Exception) -> None:
-        """End the decode request of a flight; the flight continues if others wait for it, and
-        something brings it.
-        """
-        assert flight.owner is not None
-        # Nothing computes it any more, or the pages behind what is sent: those that joined ask
-        # again.
-        is_computed = flight.is_local and flight.is_open
-        if (
-            not flight.waiters
-            or is_computed
-            or flight.end_pages < len(flight.key) // self.pages.page_size
-        ):
-            self._cancel(flight, error)
-            return
-        self.counters["flights_adopted"] += 1
-        # The flight keeps the pages and the lock, and nothing that the request has saved. It lets
-        # go of them first, so that they have one owner at any time; the room number has to outlive
-        # the request.
-        if self.points is not None:
-            self.points.end(flight.owner)
-        flight.owner.pages_held = None
-        self.flights.disown(flight)
-        if flight.is_open:
-            self.rooms.await_drained(flight.room_key)
-
-    def _cancel(self, flight: Flight, error: Exception | None) -> None:
-        """End a flight that decode's scheduler will not commit: abort its room with `error`; None:
-        it has failed.
-
-        Its owner stays for the caller to decide about. Flights that waited for it fall back.
-        """
-        # Out of the index first: a request that asks again must not join a flight that is ending.
-        others = self.flights.remove(flight)
-        self._end_flight(flight, error)
-        self._fall_back(others)
-
-    def _fall_back(self, flights: list[Flight]) -> None:
-        """End flights that decode's scheduler will not commit though they did not fail; their
-        owners ask again, in order of arrival.
-        """
-        for flight in flights:
-            reason = "what it waited for will not come, or nothing waits for it anymore"
-            error = AbortedError(reason)
-            self._end_flight(flight, error)
-        owners = [flight.owner for flight in flights if flight.owner is not None]
-        owners.sort(key=attrgetter("arrived_s"))
-        for req in reversed(owners):  # each goes to the front, so the last one first
-            self.counters["flight_fallbacks"] += 1
-            self._ask_again(req)
-
-    def _end_flight(self, flight: Flight, error: Exception | None) -> None:
-        """End the room of a flight to decode; the room holds the pages as long as a peer may write
-        them.
-
-        The room's number stays in use as long, also without pages: the control plane still has to
-        report its end.
-        """
-        key = flight.room_key
-        # 0. A load: the copy may still write its pages, and they wait for its end.
-        if flight.is_load:
-            assert self.host is not None
-            self.arriving.remove(flight)
-            if flight.is_open and self.host.give_up(key):
-                self.pages.hold(flight.pages, key)
-            else:
-                self.pages.drop(flight.pages)
-            return
-        # 1. The room is open, or has failed: prefill knows the page ids, and a posted write cannot
-        # be called back. The pages change owner, from request to room, and wait for proof.
-        # 2. The room has succeeded, or was never opened: nothing can land, so they are free at
-        # once.
-        if self.arriving.remove(flight):
-            if error is not None:
-                self._commands.append(AbortRoom(key, reason_of(error)))
-                self.journal.transfer_ended(flight.prefill, "aborted")
-            self.pages.hold(flight.pages, key)
-            self.shares.hold(key)
-            self.rooms.await_drained(key)
-            self.sources.gave_up(flight.prefill, key)
-        # 3. The engine is computing it, and its device may write these pages: they stay the
-        # request's, which has ended, until the engine says that the device is done.
-        elif flight.owner is not None and self.computing.give_up(flight.owner):
-            return
-        else:
-            if self.points is not None and flight.owner is not None:
-                self.points.end(flight.owner)
-            self.pages.drop(flight.pages)
-        if flight.owner is not None:
-            flight.owner.pages_held = None
-
     def _ask_again(self, req: DecodeRequest) -> None:
         """Queue a decode request for another attempt, as retracted, and drop it from the budget."""
         if req.state is not DecodeState.RETRACTED:  # else it was not admitted since
@@ -1493,9 +987,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         req.fill_len = req.kv_len
         req.prefix_len = 0
         self.waiting.add(req, first=True)
-        self._meet(req.prefill)
+        self._targets.meet(req.prefill)
         if self.lanes.is_down(req.prefill):
-            self._go_alone(req)
+            self._targets.go_alone(req)
 
     def _leave(self, req: DecodeRequest, now_s: float) -> None:
         """Forget an ended request everywhere in decode's scheduler but in the page accounts."""
@@ -1513,29 +1007,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             raise RequestError(f"req is a {type(req).__name__}, a DecodeRequest is needed")
         check_page_manager(req, self.pages)
 
-    def _check_in_batch(self, req: DecodeRequest) -> None:
-        """Raise RequestError for a request that cannot be in a batch of this decode scheduler."""
-        check_page_manager(req, self.pages)
-        # An aborted request is no error of the engine's: it may have sampled before it could hear
-        # of the abort. Any other that is gone from here is.
-        if self.requests.get(req.rid) is not req and req.state is not DecodeState.ABORTED:
-            raise RequestError(f"request {req.rid!r} is {req.state.value}, it does not run here")
-
     def _check_runs(self, req: DecodeRequest) -> None:
         """Raise RequestError if the request does not run in this decode scheduler."""
         self.check_own(req)
         if self.requests.get(req.rid) is not req or req.state not in CAN_RUN:
             raise RequestError(f"request {req.rid!r} is {req.state.value}, it does not run")
-
-    def _running(self) -> Iterator[DecodeRequest]:
-        """Iterate over the requests that run on decode, the oldest first."""
-        return (req for req in self.requests.values() if req.state in CAN_RUN)
-
-
-def _most_asked(req: DecodeRequest) -> int:
-    """Return how many tokens the prefill worker of a decode request has to hold.
-
-    Of a request that runs, or ran, only what it has so far: half of its answer is given, so what it
-    may still become is no reason to refuse it.
-    """
-    return req.kv_len if req.resumed else req.most_kv_len

@@ -148,6 +148,9 @@ class Sources:
     ) -> None:
         self.config = config
         self.fails_over = fails_over
+        self.asks_late = config is not None and config.ask == "late"
+        """True if decode's engine submits a request to prefill only once `pop_needs_prefill` has
+        returned it."""
         self._measures = config is not None or loads
         self._costs = PassCosts()
         self._tokens = 0  # that decode has computed, ever
@@ -256,13 +259,6 @@ class Sources:
     def least_tokens(self) -> int:
         """Tokens of which decode always computes as few itself; -1: none at all."""
         return -1 if self.config is None else min(_ALWAYS, self.config.below)
-
-    @property
-    def asks_late(self) -> bool:
-        """True if decode's engine submits a request to prefill only once `pop_needs_prefill` has
-        returned it.
-        """
-        return self.config is not None and self.config.ask == "late"
 
     def most_tokens(self, is_down: bool) -> int:
         """Return how many tokens of one request decode computes at most; `is_down`: where its

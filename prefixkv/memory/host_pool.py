@@ -1,7 +1,7 @@
 """Host memory for KV pages: decode's host tier keeps there what its device may evict.
 
-A page is one row of bytes, `KVLayout.page_bytes` long, whatever the pool's layout. `page_copy` says
-in which order they lie. Rows stand in chunks of memory, none across two of them.
+A page is one row of bytes, `KVLayout.host_page_bytes` long, whatever the pool's layout. `page_copy`
+says in which order they lie. Rows stand in chunks of memory, none across two of them.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class HostPool:
     GPU it is pinned chunk by chunk in a thread of its own, which takes about .1 s per GB. Torch
     rounds each pinned chunk up to a power of two, so the last one may take twice its bytes.
 
-    `page_bytes` are those of one page of this rank: all layers, K and V. `error` says why pinning
-    ended early, None if it did not.
+    `page_bytes` are those of one page of this rank: all layers that have its id, K and V. `error`
+    says why pinning ended early, None if it did not.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class HostPool:
         check_whole("chunk_bytes", chunk_bytes, 1, MAX_BYTES)
         check_device(device)
         self.num_pages = num_pages
-        self.page_bytes = layout.page_bytes
+        self.page_bytes = layout.host_page_bytes
         check_whole("bytes per page", self.page_bytes, 1, MAX_BYTES // num_pages)
         wanted, free = num_pages * self.page_bytes, free_host_bytes()
         # Before anything is taken: a host that runs out of memory kills a process, mostly this one.

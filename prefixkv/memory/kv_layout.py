@@ -120,6 +120,12 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
         return tuple(group for group in self.groups if not group.window)
 
     @property
+    def with_same_ids(self) -> tuple[KVLayout, ...]:
+        """Layouts of all that a page id of this one names: its own layers, then its aligned
+        groups."""
+        return (self, *(group.layout for group in self.aligned))
+
+    @property
     def device_id(self) -> int:
         """INDEX of the layout's device "cuda:INDEX", 0 on the CPU."""
         return int(self.device.partition(":")[2] or 0)
@@ -154,6 +160,11 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
     def page_bytes(self) -> int:
         """Bytes of one page in all slabs of the KV layout."""
         return self.slab_page_bytes * len(self.slabs)
+
+    @property
+    def host_page_bytes(self) -> int:
+        """Bytes of one page of the KV layout in host memory: all that its id names."""
+        return sum(one.page_bytes for one in self.with_same_ids)
 
     @property
     def kv_bytes_per_token(self) -> int:

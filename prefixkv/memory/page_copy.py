@@ -1,5 +1,6 @@
 """Copies of whole pages between a pool and its host pool, for decode's host tier: a load fills
-pages of the pool, a write fills host pages.
+pages of the pool, a write fills host pages. A page is all that has its id: the pool's first layers,
+and behind these, in a host page, those of each aligned group. Window groups have no part in it.
 
 `page_copy` picks the copy. `CpuPageCopy` copies between two places that the CPU reads, in one pass
 over the bytes: a page of the pool is a few runs of bytes, and a host page is these runs, one after
@@ -12,12 +13,13 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import structs
 
 from prefixkv.errors import ConfigError, PageStateError
 from prefixkv.memory.kv_layout import KVLayout
@@ -73,7 +75,9 @@ def page_copy(layout: KVLayout, pool: HostPool, device: str = "cpu") -> PageCopy
     """
     if device == "cpu":
         return CpuPageCopy(layout, pool)
-    staged = staging_copy(layout, Shard.whole(layout), layout.page_size, device)
+    # Each by itself, so that a host page has its parts one behind the other.
+    alone = [structs.replace(one, groups=()) for one in layout.with_same_ids]
+    staged = [staging_copy(one, Shard.whole(one), one.page_size, device) for one in alone]
     return StagedPageCopy(staged, layout, pool, device)
 
 
@@ -81,9 +85,10 @@ class _Ends:
     """Both ends of copies between a pool and a host pool, checked."""
 
     def __init__(self, layout: KVLayout, pool: HostPool) -> None:
-        if layout.page_bytes != pool.page_bytes:
+        if layout.host_page_bytes != pool.page_bytes:
             raise ConfigError(
-                f"host pages have {pool.page_bytes} bytes, pages of the pool {layout.page_bytes}"
+                f"host pages have {pool.page_bytes} bytes, pages of the pool "
+                f"{layout.host_page_bytes}"
             )
         self.host = pool
         self._num_pages = layout.num_pages
@@ -161,54 +166,95 @@ class CpuPageCopy:
 
 
 class StagedPageCopy:
-    """A `PageCopy` through memory of the device, for CUDA; with a `StagingCopy` of whole pages."""
+    """A `PageCopy` through memory of the device, for CUDA; with a `StagingCopy` of whole pages of
+    the pool's first layers, and of each aligned group."""
 
-    def __init__(self, staged: StagingCopy, layout: KVLayout, pool: HostPool, device: str) -> None:
+    def __init__(
+        self, staged: Sequence[StagingCopy], layout: KVLayout, pool: HostPool, device: str
+    ) -> None:
         self._ends = _Ends(layout, pool)
-        self._staged = staged
         self._device = device
-        self._num_slabs = len(layout.slabs)
+        self._row_bytes = pool.page_bytes
+        self._parts: list[_StagedPart] = []
+        at = 0
+        for copy, one in zip(staged, layout.with_same_ids, strict=True):
+            self._parts.append(_StagedPart(copy, at, at + one.page_bytes, len(one.slabs)))
+            at += one.page_bytes
 
     def load(self, host_pages: Pages, device_pages: Pages) -> None:
         host, device = self._ends.checked(host_pages, device_pages)
-        rows = self._stage(len(host))
-        by_page = rows.view(len(host), -1)
+        rows = self._memory(len(host) * self._row_bytes).view(len(host), -1)
         for some, memory in self._ends.host.stretches(host):
-            by_page[some].view(-1).copy_(memory, non_blocking=True)
-        # The stage has all pages of one slab side by side, a host page all slabs.
-        self._staged.scatter(device, _turned(rows, len(host), self._num_slabs))
+            rows[some].view(-1).copy_(memory, non_blocking=True)
+        for part in self._parts:
+            part.copy.scatter(device, part.staged(rows))
 
     def write(self, host_pages: Pages, device_pages: Pages) -> None:
         host, device = self._ends.checked(host_pages, device_pages)
-        stage = self._stage(len(host))
-        self._staged.gather(device, stage)
-        by_page = _turned(stage, self._num_slabs, len(host)).view(len(host), -1)
+        rows = self._memory(len(host) * self._row_bytes).view(len(host), -1)
+        for part in self._parts:
+            stage = self._memory(part.copy.num_bytes(len(host)))
+            part.copy.gather(device, stage)
+            part.fill(rows, stage)
         for some, memory in self._ends.host.stretches(host):
-            memory.copy_(by_page[some].view(-1), non_blocking=True)
+            memory.copy_(rows[some].view(-1), non_blocking=True)
 
-    def _stage(self, num_pages: int) -> torch.Tensor:
+    def _memory(self, num_bytes: int) -> torch.Tensor:
         """Return memory of the device for a copy of host pages. Torch keeps it for this stream, so
         it is not given to another before the copy has ended."""
         import torch
 
-        num_bytes = self._staged.num_bytes(num_pages)
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
 
-def _turned(staged: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
-    """Return [outer, inner, bytes], a stage between host and device, as [inner, outer, bytes],
-    flat."""
-    import torch
+class _StagedPart(NamedTuple):
+    """Layers of one layout in host pages that are staged: bytes [start, end) of each row.
 
-    # In the widest words: torch moves one element at a time.
-    word = torch.int64 if staged.numel() // (outer * inner) % 8 == 0 else torch.uint8
-    turned = staged.view(word).view(outer, inner, -1).transpose(0, 1).contiguous()
-    return turned.view(-1).view(torch.uint8)
+    A stage has all pages of one slab side by side, a host page all slabs.
+    """
+
+    copy: StagingCopy
+    start: int
+    end: int
+    num_slabs: int
+
+    def staged(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return this part of rows of host pages as a stage has it, uint8 [bytes]."""
+        import torch
+
+        by_slab = self._of(rows).transpose(0, 1)
+        # Copied also where it need not be turned: a stage begins where a GPU reads wide words.
+        whole = by_slab.clone(memory_format=torch.contiguous_format)
+        return whole.view(-1).view(torch.uint8)
+
+    def fill(self, rows: torch.Tensor, stage: torch.Tensor) -> None:
+        """Fill this part of rows of host pages from a stage."""
+        part = self._of(rows)
+        by_slab = stage.view(part.dtype).view(self.num_slabs, len(rows), -1)
+        part.copy_(by_slab.transpose(0, 1))
+
+    def _of(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return this part of rows of host pages: a view [page, slab, word], in the widest words,
+        since torch moves one element at a time."""
+        import torch
+
+        sizes = rows.shape[1], self.start, (self.end - self.start) // self.num_slabs
+        word = torch.int64 if all(size % 8 == 0 for size in sizes) else torch.uint8
+        words = rows[:, self.start : self.end].view(word)
+        # Splitting the last axis copies nothing, though the rows may be apart.
+        return words.view(len(rows), self.num_slabs, -1)
 
 
 def page_runs(layout: KVLayout) -> tuple[Int64s, Int64s, Int64s]:
     """Return the runs of bytes that a page of the pool consists of, for host copies: address in
-    page 0, stride from page to page, and length."""
+    page 0, stride from page to page, and length. Those of aligned groups come last."""
+    runs = zip(*map(_layout_runs, layout.with_same_ids), strict=True)
+    starts, steps, lengths = (np.concatenate(of_all) for of_all in runs)
+    return starts, steps, lengths
+
+
+def _layout_runs(layout: KVLayout) -> tuple[Int64s, Int64s, Int64s]:
+    """Return the runs of one layout's layers, as `page_runs` of all."""
     plan = StagePlan.of(layout, Shard.whole(layout), layout.page_size)
     # The stride of a dimension with one element means nothing.
     strides = [slab.page_stride if layout.num_pages > 1 else 0 for slab in plan.slabs]

@@ -213,7 +213,8 @@ class PageManager:
                 own until `lock_joined`.
             joined_end: in pages.
             is_load: the new pages are loaded from host memory for a request that is opened next,
-                and joins them. They get a spare row and no slot.
+                and joins them. They get a spare row, no slot, and nothing in window groups: what
+                these have is the request's.
             is_used: the use of the cache was counted: by the load that was opened for this request.
             window_start: where it begins in the window groups, if there are some. The checkpoint
                 that it goes on from is locked.
@@ -242,7 +243,7 @@ class PageManager:
         self.table.check_fits(num_locked + num_joined + num_new_pages)
         if window_start is not None:
             self.windows.check_fit(window_start)
-        elif self.windows:
+        elif self.windows and not is_load:
             raise CallerError("a request needs pages in the window groups: window_start is None")
         # From here on only `lock` and `_take` could fail, and both undo below.
         row = self.table.alloc_row(is_load)
@@ -485,7 +486,7 @@ class PageManager:
 
     def drop(self, pages: RequestPages) -> None:
         """End the request in the page manager and free its own pages, which no peer can write."""
-        if self.windows:
+        if self.windows and not self.table.is_spare(pages.row):
             self.windows.free(pages.row)
         self.allocator.free(self._close(pages))
         if self.slots is not None and pages.slot >= 0:
@@ -497,7 +498,7 @@ class PageManager:
         # First: it raises for an owner without a hash, which must change nothing.
         self.allocator.holds(owner)
         if self.windows:
-            self.windows.hold(pages.row, owner)
+            self.windows.hold(None if self.table.is_spare(pages.row) else pages.row, owner)
         own = self._close(pages)
         if own or self.slots is not None or self.windows:
             # With slots also for no pages: `release` asks the allocator if it knows the owner.

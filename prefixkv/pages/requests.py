@@ -233,7 +233,8 @@ class PagedScheduler(Generic[Req, Command]):
         self.counters = journal.counters
         # What `on_ended` raises is reported together with the errors of the policy.
         journal.errors = pages.errors
-        # Collected during a call: requests that failed, and commands not taken yet, in order.
+        # Collected during a call: requests that failed, and commands not taken yet, in order. The
+        # second list stays the same one, since parts of a scheduler append to it.
         self._failed: list[Req] = []
         self._commands: list[Command] = []
         self._deadlines: Timers[Req] = Timers()  # the requests' own
@@ -246,7 +247,8 @@ class PagedScheduler(Generic[Req, Command]):
     def take_commands(self) -> list[Command]:
         """Return the commands of the paged scheduler, of either side, for its control plane, in
         order, and forget them."""
-        commands, self._commands = self._commands, []
+        commands = [*self._commands]
+        del self._commands[:]
         return commands
 
     def flush(self) -> int:

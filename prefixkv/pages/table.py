@@ -76,6 +76,10 @@ class PageTable:
         """Number of spare rows of the page table that are not in use."""
         return len(self._spare_rows)
 
+    def is_spare(self, row: int) -> bool:
+        """Return True for a spare row of the page table."""
+        return row >= self._first_spare
+
     def alloc_row(self, spare: bool = False) -> int:
         """Return a row of the page table without pages, now in use; with `spare` one of the spare
         rows. Raises CapacityError if there is none."""

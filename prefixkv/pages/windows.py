@@ -419,11 +419,12 @@ class WindowGroups(tuple[WindowGroup, ...]):
         for group in self:
             group.allocator.free(group.close(row))
 
-    def hold(self, row: int, owner: Hashable) -> None:
-        """End a request's row in each window group; `owner` holds its own pages until
-        `release`."""
+    def hold(self, row: int | None, owner: Hashable) -> None:
+        """End a request's row in each window group; `owner` holds its own pages until `release`.
+        None: those of a load from host memory, which has none there; `owner` is known all the
+        same."""
         for group in self:
-            group.allocator.hold(group.close(row), owner)
+            group.allocator.hold(_NONE if row is None else group.close(row), owner)
 
     def release(self, owner: Hashable) -> None:
         """Free what `owner` holds in each window group."""

@@ -32,7 +32,7 @@ class HostMemory:
     """
 
     def __init__(self, pool: KVPool, config: HostConfig, name: str) -> None:
-        self.num_pages = config.pages_of(pool.layout.num_pages, pool.layout.page_bytes)
+        self.num_pages = config.pages_of(pool.layout.num_pages, pool.layout.host_page_bytes)
         self._device_pool, self._config, self._name = pool, config, name
         self._pool = HostPool(pool.layout, self.num_pages, pool.device)
         self._copies: HostCopies | None = None

@@ -96,9 +96,8 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         ConfigError: an unknown policy (of eviction or admission), a pool that is not rank 0's share
             or cannot be registered, a mesh of several ranks without `ranks`, `compute` together
             with `ranks` or aligned groups, or with `state` or window groups without `checkpoints`,
-            `checkpoints` without either or with too few slots, `host_memory` together with `state`,
-            with groups, or with `ranks` without a mesh, more host memory than there is, a `record`
-            that cannot be written.
+            `checkpoints` without either or with too few slots, `host_memory` together with `ranks`
+            without a mesh, more host memory than there is, a `record` that cannot be written.
     """
 
     scheduler: DecodeScheduler
@@ -132,16 +131,11 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
             what = "several ranks"
             raise ConfigError(f"compute: a decode worker with {what} does not compute prompts")
         _check_decode_checkpoints(config, spec)
-        # Nothing copies prefill's extra state; and a log alone, without a mesh, makes no copies on
-        # other ranks.
-        if config.host_memory is not None and (
-            state is not None or (ranks is not None and num_ranks == 1)
-        ):
-            what = "ranks without a mesh" if state is None else "extra state (state=)"
+        # A log alone, without a mesh, makes no copies on other ranks.
+        if config.host_memory is not None and ranks is not None and num_ranks == 1:
+            what = "ranks without a mesh"
             raise ConfigError(f"host_memory: a decode worker with {what} keeps nothing there")
         check_own_memory(layout)
-        if pool.groups and config.host_memory is not None:
-            raise ConfigError("host_memory: not with a pool of several groups of layers")
         if config.compute is not None and not all(group.window for group in pool.groups):
             raise ConfigError("compute: not with a pool of aligned groups of layers")
         # 2. The pages, the tree, and the scheduler over them, then the transfer side, which starts

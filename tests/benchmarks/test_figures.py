@@ -1022,6 +1022,8 @@ def figures() -> dict[str, str]:
         **own_compute_figures(),
         **own_chats_figures(),
         **admission_call_figures(),
+        **demo_speed_figures(),
+        **vllm_turns_figures(),
         **host_copies_figures(),
         **host_admission_figures(),
         **checkpoint_figures(),
@@ -1036,6 +1038,37 @@ def admission_call_figures() -> dict[str, str]:
         "admission calls": f"the admission at P99 makes {free['calls_p99']} calls of functions, "
         f"that at P50 {free['calls_p50']}; in a full pool {full['calls_p99']} and "
         f"{full['calls_p50']},",
+    }
+
+
+def demo_speed_figures() -> dict[str, str]:
+    """Of the demo against the one of commit 3f9474e."""
+    found = result("demo_speed")
+    old, new, again = (found["ttft_p50_ms"][side] for side in ("old", "new", "new2"))
+    ratios = [
+        ours / theirs for side in (new, again) for ours, theirs in zip(side, old, strict=True)
+    ]
+    same = [second / first for first, second in zip(new, again, strict=True)]
+    return {
+        "demo against a commit": f"{share(statistics.median(ratios))} times, {share(min(ratios))} "
+        f"to {fixed(max(ratios), 2)} in six pairs (the same against itself: {share(min(same))} to "
+        f"{fixed(max(same), 2)})",
+    }
+
+
+def vllm_turns_figures() -> dict[str, str]:
+    """From prefill's answer to the first token, and what of it is not decode's step."""
+    push, ours = (result("vllm_turns")["summary"]["turns"][name] for name in ("push", "ours"))
+    names = ("after_prefill_s", "less_a_step_s")
+    (of_push, push_rest), (of_ours, rest) = (
+        [side[name] for name in names] for side in (push, ours)
+    )
+    return {
+        "vllm, first token": f"ours has {fixed(of_ours * 1e3, 1)} ms, of which "
+        f"{fixed(rest * 1e3, 1)} are left without a step, `push` {fixed(of_push * 1e3, 1)} and "
+        f"{fixed(push_rest * 1e3, 1)}: {share(of_ours / of_push, 3)}, and without the steps "
+        f"{share(rest / push_rest, 3)}.",
+        "vllm, cut off": f"after {push['requests']} of {ours['requests']} turns",
     }
 
 

@@ -3,6 +3,7 @@ after each."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.errors import TransferError
 from prefixkv.pages.allocator import PageState
 from prefixkv.pages.manager import PageManager
+from prefixkv.pages.windows import WindowSpec
 from prefixkv.protocol.commands import (
     AbortRoom,
     DecodeCommand,
@@ -38,11 +40,13 @@ class Desk:
         num_slots: int = 0,
         policy: str = DEFAULT_POLICY,
         spare_rows: int = 0,
+        windows: Sequence[WindowSpec] = (),
+        num_checkpoints: int = 0,
         **settings: Any,
     ) -> None:
         self.pages = PageManager(
             num_pages, PAGE_SIZE, rows, caching=caching, num_slots=num_slots, policy=policy,
-            spare_rows=spare_rows,
+            spare_rows=spare_rows, windows=windows, num_checkpoints=num_checkpoints,
         )  # fmt: skip
         self.pages.hash_every_pages = 1
         settings = {"reserve_tokens": 0, **settings}

@@ -18,6 +18,7 @@ from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.services import FRESH_S
 from prefixkv.decode.sources import Sources
 from prefixkv.errors import OutOfPagesError
+from prefixkv.pages.windows import WindowSpec
 from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
 from prefixkv.protocol.ids import RoomKey
 from prefixkv.protocol.messages import Promise
@@ -809,3 +810,86 @@ def test_host_memory_counts_where_decode_is_alone() -> None:
 
 
 assert PAGE_SIZE == 4
+
+
+# --- with windows and states ----------------------------------------------------------------------
+
+LAST = [WindowSpec("last", 6, 9, 1)]  # three pages of it for each request
+
+
+def test_a_load_has_no_pages_in_window_groups_and_no_slot() -> None:
+    desk = HostDesk(num_slots=3, windows=LAST)
+    desk.leave_in_host_memory()
+    req, (group,) = next_turn(desk), desk.pages.windows
+    (promise,) = desk.promises().values()
+    # All that host memory has is left out of what is sent; the window and the state are not.
+    assert (promise.prefix_len, len(promise.page_ids())) == (16, 2)
+    assert (len(promise.window_ids()[0]), promise.state_slot) == (2, req.state_slot)
+    assert desk.pages.slots is not None
+    assert (group.allocator.owned_pages, desk.pages.slots.owned_pages) == (3, 1)
+    # Its pages are held by the load, which has no others; those of the request by the room.
+    (load,) = desk.orders()
+    desk.abort(req)
+    assert desk.states()["HELD"] == 6
+    assert (group.allocator.held_pages, desk.pages.slots.held_pages) == (3, 1)
+    desk.end_copy(load)
+    assert desk.states()["HELD"] == 2
+    desk.carry_out_aborts()
+    assert group.allocator.free_pages == 9
+    desk.at_rest()
+
+
+def test_a_retracted_request_is_loaded_and_its_window_and_state_are_sent() -> None:
+    desk = HostDesk(num_slots=3, windows=LAST)
+    old = desk.start("old", 4)
+    req = desk.start("a", 15, 9, outputs=2)
+    desk.commands()
+    desk.retract(req)
+    desk.end_all_copies()
+    desk.evict(desk.pages.num_pages)
+    assert desk.admit() == ["a"]
+    (promise,) = desk.promises().values()
+    assert (promise.prefix_len, promise.fill_len, promise.pages) == (16, 16, b"")
+    assert (len(promise.window_ids()[0]), promise.state_slot) == (2, req.state_slot)
+    desk.end_all_copies()
+    assert desk.transferred() == [], "without its window and state it does not run"
+    desk.succeed(req.room_key)
+    assert desk.transferred() == ["a"]
+    for one in (old, req):
+        desk.finish(one)
+    desk.end_all_copies()
+    desk.at_rest()
+
+
+def test_what_is_computed_from_a_checkpoint_loads_nothing() -> None:
+    """Host memory has pages behind the checkpoint, and no state: they are computed again, or
+    loaded for what prefill sends."""
+    for below, is_here in ((8, False), (1000, True)):
+        sources = Sources(ComputeConfig(below=below))
+        desk = HostDesk(40, num_slots=3, num_checkpoints=4, sources=sources)
+        desk.finish(desk.start("a", 8, may_compute=False))
+        first = desk.start("a2", prompt("a", 8), 2, may_compute=False)
+        assert desk.scheduler.save_states([first], desk.now_s) == [(first.state_slot, 3)]
+        desk.token(first)
+        desk.finish(first)
+        desk.end_all_copies()
+        desk.finish(desk.start("a3", prompt("a", 16), may_compute=False))
+        desk.end_all_copies()
+        desk.evict(2)
+        desk.commands()
+        req = desk.add("b", prompt("a", 22))
+        assert desk.admit() == ["b"]
+        # 8 tokens are in the pool, with a state; 8 more in host memory.
+        assert (req.computes, req.prefix_len) == (is_here, 8 if is_here else 16)
+        assert [order.is_load for order in desk.orders()] == ([] if is_here else [True])
+        if is_here:
+            assert desk.scheduler.pop_local(desk.now_s) == [req]
+            desk.scheduler.computed(req, 22, desk.now_s)
+        else:
+            desk.succeed(req.room_key)
+        desk.end_all_copies()
+        assert desk.transferred() == ["b"]
+        desk.finish(req)
+        desk.end_all_copies()
+        desk.carry_out_aborts()
+        desk.at_rest()

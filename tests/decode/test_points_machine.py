@@ -10,21 +10,29 @@ from typing import Any
 import pytest
 
 from prefixkv.cache.checkpoints import Checkpoint, Checkpoints
+from prefixkv.decode.flight_ends import FlightEnds
 from prefixkv.decode.prealloc_queue import DecodePreallocQueue
 from prefixkv.decode.request import DecodeRequest
-from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.decode.state_checkpoints import DecodeCheckpoints
-from tests.models.decode_points_machine import BOTH, FEW_PAGES, KINDS, STATES, WINDOWS, run
+from tests.models.decode_points_machine import (
+    BOTH,
+    FEW_PAGES,
+    HOST_KINDS,
+    KINDS,
+    STATES,
+    WINDOWS,
+    run,
+)
 
 
 def test_checkpoints_are_what_the_model_says() -> None:
     seen: Counter[str] = Counter()
-    for seed, kind in enumerate([*KINDS, *KINDS[:2]]):
+    for seed, kind in enumerate([*KINDS, *HOST_KINDS]):
         seen.update(run(seed, **kind))
     assert min(seen.values()) > 7, seen
 
 
-RUNNING, LEAVE_FLIGHT = DecodeCheckpoints.running, DecodeScheduler._leave_flight
+RUNNING, LEAVE_FLIGHT = DecodeCheckpoints.running, FlightEnds.leave
 TAKE = DecodeCheckpoints._take
 
 
@@ -63,12 +71,12 @@ def _end(self: DecodeCheckpoints, req: DecodeRequest) -> None:
     req.saved, req.stops, req.checkpoint, req.goes_on_at = [], [], None, 0
 
 
-def _leave_flight(self: DecodeScheduler, flight: Any, error: Exception) -> None:
-    points, self.points = self.points, None
+def _leave_flight(self: FlightEnds, flight: Any, error: Exception) -> None:
+    points, self._points = self._points, None
     try:
         LEAVE_FLIGHT(self, flight, error)
     finally:
-        self.points = points
+        self._points = points
 
 
 def _use(self: Checkpoints, checkpoint: Checkpoint) -> None:
@@ -98,7 +106,7 @@ BROKEN: dict[str, tuple[type, str, Any, dict[str, Any]]] = {
     "what it goes on from is not locked": (DecodeCheckpoints, "hold", _hold, STATES),
     "what ends keeps its slots": (DecodeCheckpoints, "end", _end, STATES),
     "a flight that goes on for others keeps slots": (
-        DecodeScheduler, "_leave_flight", _leave_flight, WINDOWS,
+        FlightEnds, "leave", _leave_flight, WINDOWS,
     ),
     "a use is not noted": (Checkpoints, "use", _use, STATES),
     "superseded ones are like others": (

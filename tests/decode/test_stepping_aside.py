@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from prefixkv.decode.admission_order import MAX_WALK
+from prefixkv.decode.aside import MAX_BACK
 from prefixkv.decode.lanes import Lanes
-from prefixkv.decode.prealloc_queue import MAX_WALK
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.decode.shares import PrefillShares
 from prefixkv.errors import (
@@ -124,7 +125,7 @@ def test_a_request_that_fits_what_is_left_when_all_have_ended_is_not_aside() -> 
 @pytest.mark.parametrize("admission", POLICIES)
 def test_more_than_a_pass_goes_through_are_aside_and_all_come_back(admission: str) -> None:
     desk = with_held_pages(admission=admission, patience_s=0.0)
-    for number in range(2 * MAX_WALK + 5):
+    for number in range(2 * MAX_BACK + 5):
         desk.add(f"{chr(300 + number)}B", 50, 2)
     assert serve(desk, "s") == 0.0
     desk.drain(RoomKey(1, 0))

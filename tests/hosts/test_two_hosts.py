@@ -31,7 +31,7 @@ from tests.runtime.conftest import QUICK
 
 POOL = {"num_pages": 200, "page_size": 16, "num_layers": 4, "head_dim": 64}
 PAGE_BYTES = make_pool(**POOL | {"num_pages": 1}).layout.page_bytes  # 32 KiB
-FAST, SLOW = 400.0, 16.0  # Mbit/s
+FAST, SLOW, SLOWEST = 400.0, 16.0, 4.0  # Mbit/s
 
 
 class TwoHosts:
@@ -143,13 +143,13 @@ def test_packets_that_are_late_or_lost_cost_time_alone(two_hosts: TwoHosts) -> N
     assert lost > 0
 
 
-BIG = 1600  # tokens: 100 pages, 3.2 MB, more than a second of the slow wire
+BIG = 1600  # tokens: 100 pages, 3.2 MB, six seconds of the slowest wire
 BIG_PAGES = BIG // 16
 
 
 def begin_slowly(two_hosts: TwoHosts, rid: str, seed: int) -> None:
     """A request whose KV is on its way: some of it has been sent, most of it not."""
-    two_hosts.a.limit(SLOW)
+    two_hosts.a.limit(SLOWEST)
     before = two_hosts.a.sent_bytes()
     two_hosts.submit(rid, seed, BIG)
     until(lambda: two_hosts.a.sent_bytes() - before > 8 * PAGE_BYTES)
@@ -189,8 +189,8 @@ def test_pages_behind_a_cut_come_back_by_proof_alone(two_hosts: TwoHosts) -> Non
     assert two_hosts.stats("pages_quarantined") == BIG_PAGES + 10, "time frees no page"
 
     two_hosts.a.run("ip link set wire up")
-    until(lambda: two_hosts.stats("pages_quarantined") == 0)
     two_hosts.a.limit(FAST)
+    until(lambda: two_hosts.stats("pages_quarantined") == 0)
     two_hosts.run(("before, again", 3, 640), ("after", 4, 480))
     assert two_hosts.decode.call("get", "prefix_lens")["before, again"] == [480]
 

@@ -23,7 +23,7 @@ from prefixkv.kv_events import publisher as publisher_module
 from prefixkv.kv_events.publisher import KVEventPublisher
 from prefixkv.protocol.ids import PeerId
 from tests.kv_events.follower import END, Subscriber
-from tests.models.patience import NEVER_S, PATIENCE_S, until
+from tests.models.patience import NEVER_S, PATIENCE_S, lasting_address, until
 
 PAGE_SIZE = 4
 FREE = "tcp://127.0.0.1:*"
@@ -451,15 +451,14 @@ def test_a_publisher_with_nothing_to_do_sleeps(make: Make) -> None:
 
 
 def test_a_worker_that_comes_back_is_heard_as_a_new_one(make: Make) -> None:
-    worker = make(Worker, life=1)
+    where = {
+        name: lasting_address() for name in ("endpoint", "replay_endpoint", "snapshot_endpoint")
+    }
+    worker = make(Worker, life=1, **where)
     subscriber = make(Subscriber, worker.publisher, PAGE_SIZE)
     for seed in range(4):
         worker.insert(seed)
     agrees(worker, subscriber, range(5))
-    where = {
-        name: getattr(worker.publisher, name)
-        for name in ("endpoint", "replay_endpoint", "snapshot_endpoint")
-    }
     # As if it was killed: not a word. Its port is free when its thread is gone.
     worker.publisher._publish = lambda lists: None
     worker.close()

@@ -15,7 +15,7 @@ from prefixkv.errors import ConfigError, PageStateError
 from prefixkv.memory import page_copy as page_copy_module
 from prefixkv.memory.host_pool import HostPool
 from prefixkv.memory.kv_layout import KVLayout
-from prefixkv.memory.kv_pool import KVPool
+from prefixkv.memory.kv_pool import KVPool, PoolGroup
 from prefixkv.memory.mesh import Shard
 from prefixkv.memory.page_copy import CpuPageCopy, PageCopy, StagedPageCopy, page_copy
 from prefixkv.memory.stage_copy import CpuCopy
@@ -39,7 +39,9 @@ def whole_plan(layout: KVLayout) -> StagePlan:
 def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Make:
     way = str(request.param)
     if way == "staged":
-        return lambda layout, host: StagedPageCopy(CpuCopy(whole_plan(layout)), layout, host, "cpu")
+        return lambda layout, host: StagedPageCopy(
+            [CpuCopy(whole_plan(one)) for one in layout.with_same_ids], layout, host, "cpu"
+        )
     if way == "triton":
         if importlib.util.find_spec("triton") is None:
             pytest.skip("triton is not installed")
@@ -47,8 +49,9 @@ def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Mak
         from prefixkv.memory.copy_triton import TritonCopy
 
         return lambda layout, host: StagedPageCopy(
-            TritonCopy(whole_plan(layout), "cpu"), layout, host, "cpu"
-        )
+            [TritonCopy(whole_plan(one), "cpu") for one in layout.with_same_ids],
+            layout, host, "cpu",
+        )  # fmt: skip
     monkeypatch.setattr(page_copy_module, "_MOVED_BYTES", 0 if way == "moves" else 1 << 40)
     if way == "small vectors":
         monkeypatch.setattr(page_copy_module, "_VECTOR", 5)
@@ -139,6 +142,41 @@ def test_layers_that_lie_differently(make: Make) -> None:
     copy.write(np.array([0, 5], np.int32), np.array([3, 1], np.int32))
     copy.load(np.array([0, 5], np.int32), np.array([0, 4], np.int32))
     assert torch.equal(pool.read_pages([0, 4, 3, 1]), torch.cat([expected, expected]))
+    host.close()
+
+
+@pytest.mark.parametrize("head_dim", [8, 3])
+def test_aligned_groups_go_with_the_page_and_windows_do_not(make: Make, head_dim: int) -> None:
+    """Of other heads, layers, order and dtype, in words and in single bytes."""
+    full = KVPool.create(5, 4, 2, 2, 8)
+    last = KVPool.create(6, 4, 1, 2, 8)
+    drafts = KVPool.create(5, 4, 1, 3, head_dim, dtype="uint8", order="page_major")
+    index = KVPool.create(5, 4, 3, 1, 16, attention="mla")
+    pool = full.with_groups(
+        PoolGroup("draft", drafts), PoolGroup("last", last, 9), PoolGroup("index", index)
+    )
+    parts = full, drafts, index
+    chance = torch.Generator().manual_seed(3)
+    for one in (*parts, last):
+        every = range(one.layout.num_pages)
+        shape = one.read_pages(every).shape
+        one.write_pages(every, torch.randint(0, 256, shape, generator=chance, dtype=torch.uint8))
+    host = filled_host(pool.layout)
+    assert host.page_bytes == sum(one.layout.page_bytes for one in parts)
+    copy, before = make(pool.layout, host), host_bytes(host)
+    expected = [one.read_pages(range(5)) for one in parts]
+    window = last.read_pages(range(6))
+    copy.write(np.array([7, 8, 2], np.int32), np.array([3, 1, 4], np.int32))
+    after = host_bytes(host)
+    assert np.array_equal(after[[0, 1, 3, 4, 5, 6]], before[[0, 1, 3, 4, 5, 6]])
+    for row, page in ((7, 3), (8, 1), (2, 4)):
+        its = torch.cat([data[page].flatten() for data in expected]).numpy()
+        assert np.array_equal(np.sort(after[row]), np.sort(its))
+    copy.load(np.array([8, 7], np.int32), np.array([4, 0], np.int32))
+    for one, data in zip(parts, expected, strict=True):
+        data[[4, 0]] = data[[1, 3]]
+        assert torch.equal(one.read_pages(range(5)), data)
+    assert torch.equal(last.read_pages(range(6)), window)
     host.close()
 
 

@@ -5,6 +5,9 @@ Pools on both sides are arrays of such values, one per rank. What prefill, the e
 the copies do is done to them a piece at a time, in any order, late, or wrong where an error says
 so. Whatever is read is compared with the model: what a request continues, what it runs on, and all
 that both trees have. After every step all laws are checked; at the end nothing may be left.
+
+With windows, states or both beside the pages, prefill sends these with each room, and no copy has
+them: the KV of a token is that of the window layers too, and a state that of the last token.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from prefixkv.decode.sources import Source, Sources
 from prefixkv.errors import OutOfPagesError, RequestError, TransferError
 from prefixkv.pages.allocator import PageState
 from prefixkv.pages.manager import PageManager
+from prefixkv.pages.windows import WindowSpec
 from prefixkv.protocol.commands import AbortRoom, MeetPrefill, OpenRoom, RefuseRoom
 from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
 from prefixkv.protocol.ids import KVPoll, RoomKey
@@ -42,6 +46,10 @@ from tests.models.spelled import Event, Spelled
 PAGE_SIZE = 2
 ROWS = 6
 GARBAGE = -1
+KINDS = ("pages", "windows", "states", "both")
+WINDOW = 5  # tokens; one request has three pages of it at most
+WINDOW_PAGES = 13
+NUM_SLOTS = 5
 _MODEL: dict[tuple[int, int], int] = {}
 
 Values = npt.NDArray[np.int64]
@@ -73,7 +81,11 @@ class Room:
     prefill: str
     pages: list[int]
     values: Values  # of the tokens in these pages
+    last_pages: list[int]  # of the window group
+    last_values: Values  # from the first token of these on
+    state_slot: int
     num_sent: int = 0
+    has_sent_rest: bool = False  # window and state
     is_over: bool = False  # prefill has sent all of it, or has failed
 
 
@@ -99,9 +111,11 @@ class ChosenSources(Sources):
 
 
 class HostMachine:
-    """See the module's text. `setup` spells pools, policies and the number of ranks."""
+    """See the module's text. `setup` spells pools, policies and the number of ranks. `kind`: of
+    `KINDS`."""
 
-    def __init__(self, setup: int) -> None:
+    def __init__(self, setup: int, kind: str = "pages") -> None:
+        self.has_windows, self.has_states = kind in ("windows", "both"), kind in ("states", "both")
         chance = self.chance = Spelled()
         chance.spell(setup)
         self.num_pages = chance.choice([12, 9, 16, 26])
@@ -123,6 +137,8 @@ class HostMachine:
         self.is_talk = chance.randrange(6) > 0
         pages = PageManager(
             self.num_pages, PAGE_SIZE, ROWS, policy=policy, spare_rows=spare_rows,
+            num_slots=NUM_SLOTS if self.has_states else 0,
+            windows=[WindowSpec("w", WINDOW, WINDOW_PAGES, 1)] if self.has_windows else [],
         )  # fmt: skip
         pages.hash_every_pages = 1
         config = None if below is None else ComputeConfig(below=below, chunk_tokens=4)
@@ -145,6 +161,9 @@ class HostMachine:
         shape = self.num_ranks, self.num_pages, PAGE_SIZE
         self.device = np.full(shape, GARBAGE, np.int64)
         self.memory = np.full((self.num_ranks, self.host_pages, PAGE_SIZE), GARBAGE, np.int64)
+        self.last = np.full((self.num_ranks, WINDOW_PAGES, PAGE_SIZE), GARBAGE, np.int64)
+        self.states = np.full((self.num_ranks, NUM_SLOTS), GARBAGE, np.int64)
+        self.state_at: dict[DecodeRequest, int] = {}  # tokens, of those that run
         self.counts: Counter[str] = Counter()
         self.trace: list[str] = []
         self.rooms: dict[RoomKey, Room] = {}
@@ -205,7 +224,10 @@ class HostMachine:
                     self.scheduler.prefill_away(command.address, self.now_s)
             elif isinstance(command, RefuseRoom):
                 # Prefill has written nothing for it.
-                self.undrained.append(Room(command.key, command.address, [], kv_of(None, 0, [])))
+                nothing = kv_of(None, 0, [])
+                self.undrained.append(
+                    Room(command.key, command.address, [], nothing, [], nothing, -1)
+                )
         self.scheduler.check_invariants()
         assert not (self.scheduler.idle and (self.copies or self.ends)), "it is idle beside copies"
         self._check_tree(self.pages.cache, self.device)
@@ -259,6 +281,56 @@ class HostMachine:
         slots = np.arange(start, start + len(values))
         ids = np.asarray(pages, np.int32)[slots // PAGE_SIZE]
         self.device[:, ids, slots % PAGE_SIZE] = self._of_ranks(values)
+
+    # --- windows and states -----------------------------------------------------------------------
+
+    def _check_rest(self, req: DecodeRequest, end: int) -> None:
+        """Law 8: behind `end` tokens a request has its window, and its state."""
+        values = self._kv(req, end)
+        if self.has_windows:
+            first, ids = req.window_pages("w")
+            start = max(0, end + 1 - WINDOW)
+            slots = np.arange(start, end)
+            found = self.last[:, ids[slots // PAGE_SIZE - first], slots % PAGE_SIZE]
+            assert (found == self._of_ranks(values[start:])).all(), (
+                f"law 8: {req.rid} has another window behind {end} tokens"
+            )
+        if self.has_states:
+            found = self.states[:, req.state_slot]
+            assert (found == self._of_ranks(values[-1:])[:, 0]).all(), (
+                f"law 8: {req.rid} has another state than behind {end} tokens"
+            )
+
+    def _write_rest(self, req: DecodeRequest, at: int) -> None:
+        """The engine's step writes the window's KV of token `at`, and replaces the state."""
+        value = self._of_ranks(self._kv(req, at + 1)[-1:])[:, 0]
+        if self.has_windows:
+            first, ids = req.window_pages("w")
+            self.last[:, ids[at // PAGE_SIZE - first], at % PAGE_SIZE] = value
+        if self.has_states:
+            self.states[:, req.state_slot] = value
+
+    def _put_rest(self, room: Room, is_good: bool) -> None:
+        """Prefill's write of window and state lands."""
+        if room.last_pages:
+            slots = np.arange(len(room.last_values))
+            ids = np.asarray(room.last_pages, np.int32)[slots // PAGE_SIZE]
+            values = self._of_ranks(room.last_values)
+            self.last[:, ids, slots % PAGE_SIZE] = values if is_good else GARBAGE - 2
+        if room.state_slot >= 0:
+            values = self._of_ranks(room.last_values[-1:])[:, 0]
+            self.states[:, room.state_slot] = values if is_good else GARBAGE - 2
+
+    def _spoil_rest(self, req: DecodeRequest) -> Callable[[], None]:
+        """The last writes to the window and the state of one that has ended."""
+        ids = req.window_pages("w").ids.tolist() if self.has_windows else []
+        slots = [req.state_slot] if self.has_states else []
+
+        def write() -> None:
+            self.last[:, ids] = GARBAGE - 4
+            self.states[:, slots] = GARBAGE - 4
+
+        return write
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -320,6 +392,8 @@ class HostMachine:
             return False
         for req in self.scheduler.pop_transferred(self.now_s):
             self._check_kv(req, req.fill_len)
+            self._check_rest(req, req.fill_len)
+            self.state_at[req] = req.fill_len
             self.counts["committed"] += 1
             self.counts["from host"] += req.host_tokens > 0
             self.running.append(req)
@@ -361,7 +435,13 @@ class HostMachine:
             # The step reads all that is there, and writes the KV of the token sampled last.
             if req.output:
                 self._write_kv(req, req.kv_len, req.kv_len + 1)
+            # A step whose tokens found no page is made once.
+            if self.state_at[req] < len(req.tokens):
+                self._check_rest(req, req.kv_len)
+                self._write_rest(req, req.kv_len)
+                self.state_at[req] += 1
             self._check_kv(req, len(req.tokens))
+            self._check_rest(req, len(req.tokens))
         sampled = {req: self.chance.randrange(2) for req in batch}
         while True:
             try:
@@ -473,9 +553,14 @@ class HostMachine:
             return None
         start = max(req.fill_len, req.kv_len - 1)
         right, event = self._kv(req, req.kv_len)[start:], Event()
-        pages = req.pages.tolist()
+        pages, spoil = req.pages.tolist(), self._spoil_rest(req)
         self._put(pages, start, np.full(len(right), GARBAGE, np.int64))
-        self.events.append((event, lambda: self._put(pages, start, right)))
+
+        def write() -> None:
+            self._put(pages, start, right)
+            spoil()
+
+        self.events.append((event, write))
         return event
 
     def _late_writes(self, req: DecodeRequest, start: int) -> Callable[[], None]:
@@ -504,6 +589,10 @@ class HostMachine:
         """Overwrite all free pages, so that one freed too early shows."""
         self.device[:, self.pages.allocator.pages_in(PageState.FREE)] = GARBAGE - 1
         self.memory[:, self.host.allocator.pages_in(PageState.FREE)] = GARBAGE - 1
+        for group in self.pages.windows:
+            self.last[:, group.allocator.pages_in(PageState.FREE)] = GARBAGE - 1
+        if self.pages.slots is not None:
+            self.states[:, self.pages.slots.pages_in(PageState.FREE)] = GARBAGE - 1
         return True
 
     # --- prefill ----------------------------------------------------------------------------------
@@ -517,22 +606,39 @@ class HostMachine:
         assert flight.owner is not None
         req = flight.owner
         values = kv_of(flight.key.namespace, self.weights, req.tokens[: promise.fill_len].tolist())
+        first, last_pages = 0, list[int]()
+        for group, ids in zip(self.pages.windows, promise.window_ids(), strict=True):
+            first, last_pages = group.first_page(promise.fill_len), ids.tolist()
         self.rooms[key] = Room(
-            key, command.address, promise.page_ids().tolist(), values[promise.prefix_len :]
-        )
+            key, command.address, promise.page_ids().tolist(), values[promise.prefix_len :],
+            last_pages, values[first * PAGE_SIZE :], promise.state_slot,
+            has_sent_rest=not (self.has_windows or self.has_states),
+        )  # fmt: skip
 
     def prefill_writes(self) -> bool:
-        rooms = [room for room in self.rooms.values() if room.num_sent < len(room.values)]
+        rooms = [
+            room for room in self.rooms.values()
+            if room.num_sent < len(room.values) or not room.has_sent_rest
+        ]  # fmt: skip
         if not rooms:
             return False
         room = self.chance.choice(rooms)
+        if not room.has_sent_rest and (
+            room.num_sent == len(room.values) or not self.chance.randrange(2)
+        ):
+            self._put_rest(room, is_good=True)
+            room.has_sent_rest = True
+            return True
         start, end = room.num_sent, room.num_sent + self.chance.choice([100, 2, 1])
         self._put(room.pages, start, room.values[start:end])
         room.num_sent = min(end, len(room.values))
         return True
 
     def prefill_succeeds(self) -> bool:
-        rooms = [room for room in self.rooms.values() if room.num_sent == len(room.values)]
+        rooms = [
+            room for room in self.rooms.values()
+            if room.num_sent == len(room.values) and room.has_sent_rest
+        ]  # fmt: skip
         if not rooms:
             return False
         room = self.chance.choice(rooms)
@@ -561,6 +667,7 @@ class HostMachine:
             return False
         room = self.chance.choice(self.undrained)
         self._put(room.pages, 0, np.full(len(room.values), GARBAGE - 2, np.int64))
+        self._put_rest(room, is_good=False)
         return True
 
     def drain(self) -> bool:
@@ -734,6 +841,9 @@ class HostMachine:
         assert not self.host.has_due
         assert not self.scheduler.num_deferred
         assert self.scheduler.budget.active == 0
+        for group in self.pages.windows:
+            assert group.allocator.free_pages == WINDOW_PAGES
+        assert self.pages.slots is None or self.pages.slots.free_pages == NUM_SLOTS
         self.counts.update(
             {name: count for name, count in self.scheduler.counters.items() if name in _TOLD}
         )
@@ -761,9 +871,9 @@ _TOLD = (
 )  # fmt: skip
 
 
-def run(setup: int, steps: Sequence[int]) -> HostMachine:
+def run(setup: int, steps: Sequence[int], kind: str = "pages") -> HostMachine:
     """One run, whole. Its trace goes with what it finds."""
-    machine = HostMachine(setup)
+    machine = HostMachine(setup, kind)
     try:
         for value in steps:
             machine.spell(value)

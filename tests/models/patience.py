@@ -7,14 +7,12 @@ subject, the test lets it pass on a `SkippableClock`, once the state it wants is
 
 from __future__ import annotations
 
-import itertools
-import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any, TypeVar
+
+from benchmarks.ports import free_port
 
 PATIENCE_S = 120.0
 NEVER_S = 1000.0  # well beyond anybody's patience
@@ -86,16 +84,6 @@ class SkippableClock:
             node.transfers.thread.inbox.put(None)
 
 
-_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 10
-_ports = itertools.count(os.getpid() * 7)
-
-
 def lasting_address() -> str:
-    """A TCP address that stays ours while nobody listens there: not of the ports that the kernel
-    gives away, and none of those that the other processes of this run of the tests take."""
-    for number in itertools.islice(_ports, 2_000):
-        port = 10_000 + 2_000 * _WORKER + number % 2_000
-        with socket.socket() as sock, suppress(OSError):
-            sock.bind(("127.0.0.1", port))
-            return f"tcp://127.0.0.1:{port}"
-    raise AssertionError("no port is free")
+    """A TCP address that stays ours while nothing listens there, or a process that is told it."""
+    return f"tcp://127.0.0.1:{free_port()}"

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import sys
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
+from urllib.parse import urlsplit
 
 import openai
 import torch
@@ -88,6 +92,24 @@ def at_rest(serve: Serve) -> None:
 
         until(idle)
         serve.audit(worker)
+
+
+def ask_and_leave(
+    serve: Serve, path: str, body: dict[str, Any], seen: Callable[[], object], **headers: str
+) -> None:
+    """A client that closes its connection once `seen()`, with no answer."""
+    place = urlsplit(serve.url)
+    connection = http.client.HTTPConnection(place.netloc, timeout=PATIENCE_S)
+    with contextlib.closing(connection):
+        head = {"content-type": "application/json", **headers}
+        connection.request("POST", place.path + path, json.dumps(body), head)
+        until(seen)
+
+
+def under_way(serve: Serve, worker: str = "decode-0") -> bool:
+    """A request waits for a transfer there, or runs."""
+    figures, queue = serve.figures(worker), f'prefixkv_queue_requests{{node="{worker}",queue='
+    return any(figures.get(f'{queue}"{name}"}}') for name in ("transfer", "running"))
 
 
 def client_of(serve: Serve, key: str = "none") -> openai.OpenAI:

@@ -531,14 +531,14 @@ def keys(server_key: str = "", **allowed: str) -> CurveConfig:
 class Guarded:
     """A prefill whose list names one client, and that client."""
 
-    def __init__(self, ends: Ends) -> None:
+    def __init__(self, ends: Ends, address: str = "") -> None:
         server = keys()
         self.known = keys(server.public_key)
         self.unknown = keys(server.public_key)
         self.server_key = server.public_key
         allowed = {self.known.public_key: "decode-0"}
         server = CurveConfig(server.public_key, server.secret_key, "", allowed)
-        self.router = ends.router(ControlConfig(curve=server), lasting_address())
+        self.router = ends.router(ControlConfig(curve=server), address or lasting_address())
 
 
 def test_a_key_on_the_list_gets_in_and_is_seen(ends: Ends) -> None:
@@ -586,13 +586,14 @@ def test_no_other_key_gets_in(ends: Ends, who: str) -> None:
 @pytest.mark.parametrize("curve", [False, True])
 def test_close_gives_everything_back(ends: Ends, curve: bool) -> None:
     """Descriptors, threads and the port, also with frames that were never sent."""
+    address = lasting_address()  # it takes a descriptor
 
     def once() -> str:
         if curve:
-            guarded = Guarded(ends)
+            guarded = Guarded(ends, address)
             router, config = guarded.router, ControlConfig(curve=guarded.known)
         else:
-            router, config = ends.router(bind=lasting_address()), ControlConfig()
+            router, config = ends.router(bind=address), ControlConfig()
         dealer = ends.dealer(router.endpoint, config)
         dealer.connect("tcp://127.0.0.1:1")
         dealer.send("tcp://127.0.0.1:1", b"nobody will read this")

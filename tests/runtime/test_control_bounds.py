@@ -67,8 +67,8 @@ def withstands(served: Served, chunk: bytes) -> None:
     memory, before = Memory(served.prefill.pid), cuts(served)
     with flood(lambda: stranger(served.prefill.endpoint), chunk) as attack:
         attacked(served)
-    assert attack.num_cut
-    assert cuts(served) > before
+        # How soon a bound is reached depends on what else the machine does.
+        until(lambda: attack.num_cut and cuts(served) > before, pause_s=0.05)
     assert memory.grown() < MOST_BYTES
     assert is_open(served.prefill.endpoint)
 
@@ -123,7 +123,7 @@ def test_a_message_that_never_ends_behind_good_ones(served: Served) -> None:
 
     with flood(begin, EMPTY_PART * 50_000) as attack:
         attacked(served)
-    assert attack.num_cut
+        until(lambda: attack.num_cut, pause_s=0.05)
     assert memory.grown() < MOST_BYTES
 
 
@@ -277,6 +277,5 @@ def test_an_allowed_client_under_keys_is_bounded_too() -> None:
         for _ in range(300_000):
             sock.send(b"x" * 1000, zmq.SNDMORE)
         sock.send(b"")
-        time.sleep(ATTACK_S)
-        assert is_cut(prefill.call("stats"))
+        until(lambda: is_cut(prefill.call("stats")), pause_s=0.05)
         assert memory.grown() < MOST_BYTES

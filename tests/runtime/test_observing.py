@@ -303,13 +303,15 @@ def test_every_counter_is_in_the_stats_from_the_start(pair: NodePair) -> None:
     named = re.compile(r'counters\["(\w+)"\]')
     root = Path(prefixkv.__file__).parent
     sources: dict[str, Callable[[], dict[str, int]]] = {
-        "decode/scheduler.py": pair.decode.stats,
-        "control/decode/control.py": pair.decode.stats,
-        "prefill/scheduler.py": pair.prefill.stats,
-        "control/prefill/control.py": pair.prefill.stats,
+        "decode": pair.decode.stats,
+        "control/decode": pair.decode.stats,
+        "prefill": pair.prefill.stats,
+        "control/prefill": pair.prefill.stats,
     }
     for source, stats in sources.items():
-        counted = set(named.findall((root / source).read_text(encoding="utf-8")))
+        texts = [path.read_text(encoding="utf-8") for path in (root / source).glob("*.py")]
+        counted = {name for text in texts for name in named.findall(text)}
+        assert counted
         assert counted <= stats().keys(), f"{source} counts what runtime/nodes.py does not list"
     fresh = [node.stats().keys() for node in (pair.decode, pair.prefill)]
     submit(pair, "a", tokens_of(1, 40))

@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 
 from prefixkv import DecodeConfig, PrefillConfig
-from prefixkv.config import ControlConfig
 from prefixkv.errors import TransferError
 from prefixkv.runtime.nodes import DecodeNode, PrefillNode
 from prefixkv.transport.auto import make_transport
 from prefixkv.transport.base import WriteDone, WriteJob
 from tests.models.node_pair import NodePair, make_pool, tokens_of
-
-SOON = ControlConfig(transfer_timeout_s=1.5, drain_timeout_s=1.0)
+from tests.models.patience import NEVER_S, SkippableClock
+from tests.runtime.conftest import QUICK
 
 
 class Liar:
@@ -52,11 +51,11 @@ class Liar:
 
 
 @pytest.fixture
-def lies() -> Iterator[tuple[NodePair, Liar]]:
+def lies(clock: SkippableClock) -> Iterator[tuple[NodePair, Liar]]:
     liar = Liar()
     with (
-        DecodeNode(make_pool(64), DecodeConfig(control=SOON)) as decode,
-        PrefillNode(make_pool(64), PrefillConfig(control=SOON), transport=liar.make) as prefill,
+        DecodeNode(make_pool(64), DecodeConfig(control=QUICK)) as decode,
+        PrefillNode(make_pool(64), PrefillConfig(control=QUICK), transport=liar.make) as prefill,
     ):
         pair = NodePair(decode, prefill)
         pair.p.chunk = 16
@@ -65,12 +64,18 @@ def lies() -> Iterator[tuple[NodePair, Liar]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["nothing", "first half", "second half"])
-def test_what_was_not_written_is_not_believed(lies: tuple[NodePair, Liar], how: str) -> None:
+def test_what_was_not_written_is_not_believed(
+    lies: tuple[NodePair, Liar], how: str, clock: SkippableClock
+) -> None:
+    """The notifications that are missing may be on their way, until time is up."""
     pair, liar = lies
+    rooms = pair.decode.transfers.control.rooms
     tokens = tokens_of(5, 32)
     liar.how = how
     pair.submit("a", tokens, max_new_tokens=2)
-    pair.until(lambda: "a" in pair.d.ended, 25)
+    pair.until(lambda: "a" in pair.d.ended or any(room.awaits_notifications for room in rooms()))
+    clock.skip(2 * NEVER_S, [pair.decode, pair.prefill])
+    pair.until(lambda: "a" in pair.d.ended)
     assert liar.lied
     error = pair.d.ended["a"]
     assert isinstance(error, TransferError)
@@ -79,7 +84,7 @@ def test_what_was_not_written_is_not_believed(lies: tuple[NodePair, Liar], how: 
     # Nothing of it is in the cache, and its pages are free again.
     liar.how = "honest"
     pair.submit("b", np.concatenate([tokens, tokens_of(6, 8)]), max_new_tokens=2)
-    pair.until(lambda: "b" in pair.d.ended, 25)
+    pair.until(lambda: "b" in pair.d.ended)
     assert pair.d.ended["b"] is None
     assert pair.d.prefix_lens["b"] == [0]
     assert pair.d.mismatches == 0

@@ -205,14 +205,18 @@ def test_promtool_finds_nothing_wrong_in_it() -> None:
 def test_a_worker_that_does_not_answer_costs_only_its_own_rows(
     say: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The others answer at once: the time is only what the bad one is given.
+    # The time is what the bad one is given; on a busy machine the good one may need more.
     monkeypatch.setattr(fleet_metrics, "SCRAPE_S", 2.0 if say is says_too_much else 0.5)
     monkeypatch.setattr(fleet_metrics, "SCRAPE_BYTES", 1 << 20)
 
     async def scene(stage: Stage) -> None:
-        found = await stage.samples()
-        assert found['prefixkv_worker_up{role="decode",worker="bad"}'] == 0
-        assert found['prefixkv_worker_up{role="decode",worker="good"}'] == 1
+        good = 'prefixkv_worker_up{role="decode",worker="good"}'
+        for _ in range(20):
+            found = await stage.samples()
+            assert found['prefixkv_worker_up{role="decode",worker="bad"}'] == 0
+            if found[good]:
+                break
+        assert found[good] == 1
         assert found['prefixkv_locks{node="good",role="decode",worker="good"}'] == 0
         assert found['front_things_total{what="one"}'] == 1
         assert not [name for name in found if 'worker="bad"' in name and "_up" not in name]

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from benchmarks.ports import free_port
 from prefixkv.errors import ConfigError
 from prefixkv.serving import http as http_module
 from prefixkv.serving.config import Limits, ListenSettings
@@ -368,14 +369,8 @@ def test_an_address_that_others_reach_needs_a_key_and_one_in_use_is_an_error() -
 
 
 def test_where_the_second_address_is_in_use_the_first_is_given_back() -> None:
-    with (
-        socket.create_server(("127.0.0.1", 0)) as taken,
-        socket.create_server(("127.0.0.1", 0)) as free,
-    ):
-        listen = ListenSettings(
-            port=free.getsockname()[1], status_port=taken.getsockname()[1], limits=LIMITS
-        )
-        free.close()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = ListenSettings(port=free_port(), status_port=taken.getsockname()[1], limits=LIMITS)
         with pytest.raises(ConfigError, match="cannot be bound"):
             bind(make_app([]), make_app([]), listen)
         socket.create_server(("127.0.0.1", listen.port)).close()

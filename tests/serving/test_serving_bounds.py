@@ -21,11 +21,11 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from tests.models.patience import PATIENCE_S
-from tests.models.processes import Child, children
+from tests.models.processes import Child, children, processor_s
 from tests.models.strangers import Memory
 
 MIB = 1 << 20
-STANDS_STILL_S = 3.0  # it was 5 to 14 s, and is tenths
+STANDS_STILL_S = 1.0  # of processor time; it was 5 to 14 s, and is at most two tenths
 
 
 class Serving(Child):
@@ -45,17 +45,18 @@ class Serving(Child):
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Its event loop answers all the while."""
+        """Its event loop answers all the while: it does little between a question and its answer,
+        however long that takes beside other processes."""
         longest, stop = [0.0], threading.Event()
 
         def ask() -> None:
             while not stop.is_set():
-                before_s = time.monotonic()
+                before_s = processor_s(self.pid)
                 url = urlsplit(self.status_url).netloc
-                with contextlib.closing(http.client.HTTPConnection(url, timeout=60)) as one:
+                with contextlib.closing(http.client.HTTPConnection(url, timeout=PATIENCE_S)) as one:
                     one.request("GET", "/health")
                     assert one.getresponse().read()
-                longest[0] = max(longest[0], time.monotonic() - before_s)
+                longest[0] = max(longest[0], processor_s(self.pid) - before_s)
                 time.sleep(0.02)
 
         thread = threading.Thread(target=ask)

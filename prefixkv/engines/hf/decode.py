@@ -724,8 +724,6 @@ def check_decode_config(config: DecodeConfig, keeps: str) -> None:
         config: the node's.
         keeps: `PagedModel.keeps` of the model.
     """
-    if keeps and config.host_memory is not None:
-        raise ConfigError(f"host_memory: the model has {keeps} decode keeps nowhere else")
     if config.checkpoints and not keeps:
         num = config.checkpoints
         raise ConfigError(

@@ -1,12 +1,8 @@
 """The connector in vLLM's scheduler: it decides which prompts are loaded and sent, and holds the
 blocks that peers may still use. It runs in the engine's process, without access to KV memory.
 
-Freeing a block. Decode: the blocks of a load belong to its request. Where the load fails, vLLM
-takes them from the request at once; from then on they are held here until every worker reports that
-no peer writes them any more. Prefill: see `sends`. So neither a client that leaves nor a preemption
-frees a block into which a peer writes.
-
-    wanted --allocated--> loading --finished_recving--> over --settled by all ranks--> forgotten
+Freeing a block. Decode: see `loads`. Prefill: see `sends`. So neither a client that leaves nor a
+preemption frees a block into which a peer writes.
 """
 
 from __future__ import annotations
@@ -14,7 +10,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, Final, NamedTuple
 
@@ -23,7 +18,6 @@ from prefixkv.engines.vllm.asks import (
     LoadAsk,
     ask_of,
     computes_all,
-    digest_of,
     leave_out_last_token,
     namespace_of,
 )
@@ -32,14 +26,16 @@ from prefixkv.engines.vllm.compute import OwnCompute
 from prefixkv.engines.vllm.groups import BlockGroups, Tables
 from prefixkv.engines.vllm.host import HostBlocks
 from prefixkv.engines.vllm.host_events import HostEvent
+from prefixkv.engines.vllm.loads import ScheduledLoads
 from prefixkv.engines.vllm.options import ConnectorOptions
-from prefixkv.engines.vllm.orders import Open, Refuse, StepOrders, WorkerReport
+from prefixkv.engines.vllm.orders import StepOrders, WorkerReport
+from prefixkv.engines.vllm.rest import Rest
 from prefixkv.engines.vllm.sends import ScheduledSends
 from prefixkv.engines.vllm.shadow import Shadow
 from prefixkv.engines.vllm.stats import GAUGES, Counters
+from prefixkv.engines.vllm.turns import Turns
 from prefixkv.spi import (
     CallerError,
-    RequestError,
     check_laws,
     check_version,
     pages_for,
@@ -52,29 +48,6 @@ RECENT_ROOMS: Final = 4096
 """Number of rooms that are remembered. Where a client leaves, vLLM adds a request with the same
 parameters and ends it at once, whether or not the original has reached the engine; a remembered
 room tells the two cases apart."""
-
-QUIET_STEPS: Final = 3
-"""Steps without any event before the engine may rest; see `SchedulerSide.rest_s`."""
-LONGEST_REST_S: Final = 60.0
-"""Limit of one rest, seconds: no wait is without a limit."""
-
-
-@dataclass(slots=True)
-class _PendingLoad:
-    """One load on decode, from its admission until all ranks have settled it."""
-
-    room: int
-    prefill: str  # the server's address
-    num_tokens: int  # to be loaded
-    num_blocks: int  # of the whole prompt
-    pages: tuple[int, ...]  # to be loaded, those in window groups included
-    unsettled: int  # ranks into which a peer may still write
-    since_s: float
-    error: str = ""
-    refused: bool = False  # the two servers do not work with each other
-    left: bool = False  # its request has ended
-    over: bool = False  # its outcome was reported to vLLM
-    overdue: bool = False
 
 
 class _HostPart(NamedTuple):
@@ -116,19 +89,14 @@ class SchedulerSide:
         tells_host: bool = False,
     ) -> None:
         self._tells_host = tells_host
-        self._options, self._draw, self._now_s = options, draw, now_s
+        self._options, self._now_s = options, now_s
         self._block_size, self._hash_size = block_size, hash_size or block_size
         self._groups = groups or BlockGroups(block_size)
         self._roles = is_producer, is_consumer
         self._num_ranks, self._max_len = num_ranks, max_len
-        self._most_loading: int | None = None  # blocks of all loads together
         self._holds: Holds | None = None
         self._shadow: Shadow | None = None
         self._orders = StepOrders()
-        # A load is in `_wanted` until vLLM admits its request, then in `_loads` until every rank
-        # has settled it, which may be after the request has ended.
-        self._wanted: dict[str, tuple[LoadAsk, bytes]] = {}
-        self._loads: dict[str, _PendingLoad] = {}
         self._host: HostBlocks | None = None
         self._host_parts: dict[str, _HostPart] = {}  # of requests that vLLM has asked about
         # Parts of the answers of live requests; `finished` takes them out.
@@ -137,19 +105,7 @@ class SchedulerSide:
         self._loaded_of: dict[str, tuple[int, int, int, int]] = {}
         self._hits: dict[str, int] = {}  # tokens that were cached when it was matched last
         self._joined: set[str] = set()  # requests that waited for another request's load
-        self._followers: set[str] = set()  # other choices of a prompt that another request loads
-        self._rooms: dict[int, bytes] = {}  # wanted or loading rooms: the digest of the prompt
         self._recent: dict[int | tuple[str, int], None] = {}  # rooms, the oldest first
-        # Consecutive steps in which nothing was ordered, computed or reported.
-        self._quiet_steps = 0
-        self._has_yielded = False  # a request in this step, to the promised sends behind it
-        # Of models with windows: requests whose load has failed, until vLLM admits them again;
-        # those that have the blocks of a load that is over, until vLLM computes them or asks about
-        # them again; whether one of the former has let others go first in this step.
-        self._failed: set[str] = set()
-        self._landed: set[str] = set()
-        self._has_stepped_back = False
-        self._wakeup_address, self._num_wakeup_senders = "", 0
         self._reported_gauges = dict.fromkeys(GAUGES, 0.0)
         self.flights = Flights()
         self.counters = Counters()
@@ -166,6 +122,11 @@ class SchedulerSide:
             now_s=now_s,
             address=options.reached_at,
         )
+        self.loads = ScheduledLoads(
+            self._groups, num_ranks, block_size, self.counters, draw=draw, now_s=now_s
+        )
+        self._turns = Turns(self.loads, self.sends, bool(self._groups.windows))
+        self._rest = Rest(num_ranks)
 
     def bind(self, pool: BlockPool, shadow: Shadow | None = None) -> None:
         """Take vLLM's block pool in the scheduler, once it exists.
@@ -187,7 +148,7 @@ class SchedulerSide:
             usable = len(pool.blocks) - 1  # vLLM keeps a null block
             longest = self._groups.blocks_of(self._max_len) if self._max_len else usable
             computing = min(longest, usable // 2)
-            self.sends.most_blocks, self._most_loading = computing, usable - computing
+            self.sends.most_blocks, self.loads.most_blocks = computing, usable - computing
 
     @property
     def holds(self) -> Holds:
@@ -219,7 +180,7 @@ class SchedulerSide:
             # Before the parameters are checked further: a refused room has been dealt with too.
             self._remember_room(room)
             if isinstance(ask, LoadAsk):
-                self._begin_load(request, ask)
+                self.loads.begin(request, ask, self._orders)
             else:
                 self.sends.begin(request, ask, self._orders)
                 self._end_before_last(request)
@@ -237,39 +198,6 @@ class SchedulerSide:
         if len(self._recent) > RECENT_ROOMS:
             del self._recent[next(iter(self._recent))]
 
-    def _begin_load(self, request: Any, ask: LoadAsk) -> None:
-        """Register a load in vLLM's scheduler, or a follower of one.
-
-        Raises CallerError for a prompt that cannot be loaded. Prefill is then refused, unless the
-        room belongs to another request.
-        """
-        rid, known = request.request_id, self._rooms.get(ask.room)
-        try:
-            if rid in self._loads:
-                raise RequestError(f"a request of the id {rid!r} is still being transferred")
-            digest = digest_of(request, ask.nonce)
-        except CallerError as error:
-            # A room that another request has opened here must not be refused on behalf of this one.
-            if known is None:
-                self._order_refusal(ask, str(error))
-            raise
-        # Cases of a well-formed ask:
-        # 1. The room is known, with this prompt: `n` choices of one request arrive as `n` requests
-        #    with the same parameters. One of them loads, the others use its blocks.
-        # 2. The room is known, with another prompt: one of the two requests is wrong.
-        # 3. vLLM computes this prompt in any case, so nothing is loaded.
-        # 4. The load waits for its admission.
-        if known == digest:
-            self._followers.add(rid)
-            return
-        if known is not None:
-            raise RequestError(f"room {ask.room} is in use by another request")
-        if computes_all(request) or not self._groups.num_sent(request.num_prompt_tokens):
-            self._order_refusal(ask, "decode computes it itself")
-            return
-        self._rooms[ask.room] = digest
-        self._wanted[rid] = ask, digest
-
     def _record_error(self, rid: str, error: str, level: int = logging.WARNING) -> None:
         _log.log(level, "request %s: %s", rid, error)
         self.counters.add("requests_in_error")
@@ -281,11 +209,10 @@ class SchedulerSide:
 
         Not where another connector stands between, which may load the request from elsewhere.
         """
-        is_wanted = request.request_id in self._wanted and self.sends.can_end
+        is_wanted = request.request_id in self.loads.wanted and self.sends.can_end
         if not self._groups.windows or not is_wanted:
             return False
-        num_blocks = self._groups.blocks_of(request.num_prompt_tokens)
-        return self._most_loading is None or num_blocks <= self._most_loading
+        return self.loads.could_fit(self._groups.blocks_of(request.num_prompt_tokens))
 
     def count_loadable(self, request: Any, num_computed: int) -> tuple[int | None, bool]:
         """Tell vLLM's scheduler how many tokens after the first `num_computed` can be loaded.
@@ -309,13 +236,14 @@ class SchedulerSide:
         need = self._groups.blocks_of(len(request.all_token_ids)) - num_free
         # vLLM's queue is in order, so a promised send or a load behind this request waits for it,
         # and another server waits for that one: offers then get no grace.
-        is_waited_for = bool(self._wanted) or self.sends.has_promised_uncomputed
+        is_waited_for = bool(self.loads.wanted) or self.sends.has_promised_uncomputed
         grace_s = 0.0 if is_waited_for else self._options.offer_grace_s
         self.sends.make_room(need, grace_s, self._orders)
-        if self._must_yield(need) or self._steps_back(rid, need):
+        if self._turns.must_yield(need) or self._turns.steps_back(rid, need):
             return None, False
         # 3. Not a load, or one that has been opened already; and host memory has nothing of it.
-        asks = rid in self._wanted or rid in self._followers
+        loads = self.loads
+        asks = rid in loads.wanted or rid in loads.followers
         hosted = self._in_host_memory(request, num_computed)
         if not asks and not hosted:
             return 0, False
@@ -325,7 +253,7 @@ class SchedulerSide:
             return 0, False
         # 5. Another request loads the first block that is missing here: wait for it instead.
         # Looked up on each call, so the wait ends with the other load, however that ends.
-        if self._options.join_flights or rid in self._followers:
+        if self._options.join_flights or rid in loads.followers:
             hashes = self._hashes(request, num_computed, num_computed + self._block_size)
             # One that does not ask prefill does not wait for it either: only for the same copy.
             if hashes and self._carrier(hashes[0], asks) not in (None, rid):
@@ -333,14 +261,14 @@ class SchedulerSide:
                 return None, False  # it will be in the prefix cache
         # 6. A follower, and no load of its prompt is under way; or prefill is not asked: vLLM
         # computes what is missing, and host memory has not.
-        if rid not in self._wanted:
+        if rid not in loads.wanted:
             return self._load_from_host(rid, num_computed, hosted)
         # Or vLLM has looked for its prefix in all groups: what it has of the window there is
         # cached, and is not to be written over.
         if self._groups.windows and num_computed and not self.ignores_windows(request):
             return 0, False
         # 7. Prefill sends it sooner than host memory has it here.
-        ask, _ = self._wanted[rid]
+        ask, _ = loads.wanted[rid]
         if hosted and not ask.nonce:
             load_s = self._loads_in_s(hosted)
             if not self.compute.is_worth_loading(missing, hosted, load_s, ask.prefill):
@@ -352,43 +280,16 @@ class SchedulerSide:
         if is_small or (self._may_compute(ask) and self.compute.is_here(rid, rest, ask.prefill)):
             return self._load_from_host(rid, num_computed, hosted)
         # 9. A server of both roles: loads together leave blocks to compute with (see `bind`).
-        if self._most_loading is not None:
+        if loads.most_blocks is not None:
             num_blocks = self._groups.blocks_of(request.num_prompt_tokens)
-            if num_blocks > self._most_loading:
-                # It could never be loaded, and is computed here.
+            if not loads.could_fit(num_blocks):
+                # It is computed here.
                 return self._load_from_host(rid, num_computed, hosted)
-            loading = sum(load.num_blocks for load in self._loads.values())
-            if loading + num_blocks > self._most_loading:
+            if not loads.fits(num_blocks):
                 return None, False
         if hosted:
             self._load_from_host(rid, num_computed, hosted)
         return missing, True
-
-    def _must_yield(self, need: int) -> bool:
-        """Return whether a request that lacks `need` blocks in vLLM lets promised sends go first.
-
-        vLLM asks of no request behind one for which blocks are lacking. Where loads have them,
-        these wait for another server, and it may wait for a promised send that is behind this
-        request. Only sends pass it: other requests keep their order, so that the loads under way
-        end, and no new one takes the blocks.
-        """
-        if need > 0 and self.sends.has_promised_uncomputed:
-            self._has_yielded |= any(not load.over for load in self._loads.values())
-        return self._has_yielded
-
-    def _steps_back(self, rid: str, need: int) -> bool:
-        """Return whether a request that lacks `need` blocks in vLLM lets those go first that have
-        blocks of loads.
-
-        vLLM comes to none of these behind a request whose load has failed and for which blocks are
-        lacking. To be computed it needs more blocks than to be loaded where layers keep a window,
-        so its own would not do. No other request may take the blocks meanwhile.
-        """
-        self._landed.discard(rid)
-        if rid in self._failed and need > 0:
-            is_loading = any(not load.over for load in self._loads.values())
-            self._has_stepped_back |= is_loading or bool(self._landed)
-        return self._has_stepped_back
 
     def _in_host_memory(self, request: Any, num_computed: int) -> int:
         """Return how many prompt tokens behind the first `num_computed` host memory has for vLLM:
@@ -398,7 +299,7 @@ class SchedulerSide:
         start, end = (
             num // self._block_size for num in (num_computed, request.num_prompt_tokens - 1)
         )
-        if self._host is None or end <= start or computes_all(request) or rid in self._loads:
+        if self._host is None or end <= start or computes_all(request) or rid in self.loads.pending:
             return 0
         depth = self._host.depth(
             rid, lambda: self._hashes(request, 0, end * self._block_size), start
@@ -474,9 +375,9 @@ class SchedulerSide:
             whole = pages[: len(tokens) // self._block_size]
             self._shadow.admitted(rid, tokens, whole, namespace_of(request))
         # vLLM calls this again after a preemption. The ask is taken out here, so a room opens once.
-        wanted, hit = self._wanted.pop(rid, None), self._hits.pop(rid, 0)
-        self._followers.discard(rid)
-        self._failed.discard(rid)
+        wanted, hit = self.loads.wanted.pop(rid, None), self._hits.pop(rid, 0)
+        self.loads.followers.discard(rid)
+        self._turns.failed.discard(rid)
         if rid in self._joined:
             self._joined.discard(rid)
             self.counters.add("flights_joined")
@@ -490,38 +391,24 @@ class SchedulerSide:
         self.compute.admitted(rid, num_tokens, computed)
         if wanted is None:
             return hosted  # asks for nothing, or has been loaded already
-        ask, digest = wanted
+        ask, _ = wanted
         # What is missing is computed here: prefill must stop waiting.
         if not is_sent:
             self._loaded_of[rid] = ask.room, 0, hit + hosted, hosted
             self.counters.add("computed_requests")
             self.counters.add("computed_tokens", computed)
-            self._refuse(ask, "decode computes it itself")
+            self.loads.refuse(ask, "decode computes it itself", self._orders)
             return hosted
         num_sent = num_external - hosted
         total = self._groups.num_sent(num_tokens)
         prefix_len = total - num_sent
-        first, end = prefix_len // self._block_size, pages_for(total, self._block_size)
-        load_pages = tuple(pages[first:end])
-        # The window behind the prompt, whatever prefix is here: vLLM has new blocks for all of it.
-        load_windows = self._groups.window_blocks(windows, total, 0, end)
-        written = *load_pages, *(block for one in load_windows for block in one.blocks)
-        num_blocks = self._groups.blocks_of(num_tokens)
-        self._loads[rid] = _PendingLoad(
-            ask.room, ask.prefill, num_sent, num_blocks, written, self._num_ranks, self._now_s()
-        )
+        self.loads.open(request, wanted, num_sent, pages, windows, self._orders)
         if not ask.nonce:
             self.compute.promised(ask.prefill, ask.room, num_sent, hosted)
             if self.compute.is_on and num_sent <= self._options.compute_below:
                 self.counters.add("compute_declined")
         self._loaded_of[rid] = ask.room, num_sent, prefix_len, hosted
         self.flights.begin(rid, self._hashes(request, prefix_len, total))
-        self._orders.opens.append(
-            Open(
-                rid, ask.room, ask.prefill, total, prefix_len, load_pages, digest, self._draw(),
-                load_windows,
-            )
-        )  # fmt: skip
         return hosted
 
     def _order_host_load(self, request: Any, pages: Sequence[int], part: _HostPart) -> int:
@@ -534,14 +421,6 @@ class SchedulerSide:
         self._host.load(rid, start, end, pages[start:end], hashes)
         self.flights.begin(rid, hashes)
         return (end - start) * self._block_size
-
-    def _refuse(self, ask: LoadAsk, reason: str) -> None:
-        del self._rooms[ask.room]
-        self._order_refusal(ask, reason)
-
-    def _order_refusal(self, ask: LoadAsk, reason: str) -> None:
-        self._orders.refusals.append(Refuse(ask.room, ask.prefill, reason, self._draw()))
-        self.counters.add("loads_refused")
 
     def finished(self, request: Any, pages: Sequence[int]) -> dict[str, Any] | None:
         """End a request in vLLM's scheduler, which still has the blocks `pages`.
@@ -556,9 +435,7 @@ class SchedulerSide:
             blocks = self._cached(request, pages)
             self._shadow.ended(rid, request.all_token_ids, blocks, namespace_of(request))
         self._joined.discard(rid)
-        self._followers.discard(rid)
-        self._failed.discard(rid)
-        self._landed.discard(rid)
+        self._turns.ended(rid)
         self._hits.pop(rid, None)
         self._host_parts.pop(rid, None)
         self.compute.ended(rid)
@@ -571,17 +448,10 @@ class SchedulerSide:
             # Those that joined its load stop waiting.
             if is_loading:
                 self.flights.land(rid)
-        # 1. Never admitted: no block was promised, and a refusal is all that prefill needs.
-        if (wanted := self._wanted.pop(rid, None)) is not None:
-            self._refuse(wanted[0], "decode's request ended before it was admitted")
-        # 2. Loading: the load and its room stay known until proof. Its flight lands at once, so
-        # that requests that joined it stop waiting.
-        load = self._loads.get(rid)
-        if load is not None and not load.over:
-            load.left = True
-            self._orders.abort_loads[rid] = "decode's request ended"
+        # Its flight lands at once, so that requests that joined it stop waiting.
+        if self.loads.finished(rid, self._orders):
             self.flights.land(rid)
-        # 3. The answer: an error first, then a load's figures, then an offer's room.
+        # The answer: an error first, then a load's figures, then an offer's room.
         params = self.sends.finished(rid, self._orders)
         error, loaded = self._errors.pop(rid, None), self._loaded_of.pop(rid, None)
         if error is not None:
@@ -622,15 +492,14 @@ class SchedulerSide:
         for rid, computed in zip(again.req_ids, again.num_computed_tokens, strict=True):
             self._compute(rid, computed, step)
         self.compute.step_scheduled()
-        self._has_yielded = self._has_stepped_back = False
+        if self._turns.is_changed:
+            self._turns.next_step()
         if self._host is not None:
             self._orders.copies += self._host.take_orders()
         # Everything ordered since the last step goes out together; the next step starts empty.
         orders, self._orders = self._orders, StepOrders()
-        self._quiet_steps = 0 if orders or scheduled else self._quiet_steps + 1
-        # Until every worker has answered; a worker takes only the first address.
-        if self._num_wakeup_senders < self._num_ranks:
-            orders.bell = self._wakeup_address
+        self._rest.stepped(not (scheduled or orders))
+        orders.bell = self._rest.bell
         return orders
 
     def _compute(self, rid: str, computed: int, step: Any) -> None:
@@ -639,7 +508,7 @@ class SchedulerSide:
             return self._groups.tables(step.kv_connector_block_state.get_block_ids(rid))
 
         count = step.num_scheduled_tokens[rid]
-        self._landed.discard(rid)
+        self._turns.landed.discard(rid)
         self.compute.scheduled(rid, computed, count)
         self.sends.compute(rid, computed, count, tables, self.holds, self._orders)
 
@@ -649,34 +518,32 @@ class SchedulerSide:
         Called before vLLM frees the blocks of failed loads, so they can still be held.
         """
         # The order matters: `_received` reads a load's error, and takes a hold only if some rank is
-        # unsettled; `_settle` frees only a load that is over. Any other order would hold blocks
+        # unsettled; `settle` frees only a load that is over. Any other order would hold blocks
         # that are settled, or free them before the hold exists.
         report = report or WorkerReport()
         received = list(received)
         if report.has_outcomes or received:
-            self._quiet_steps = 0
-        self._num_wakeup_senders += report.bells
+            self._rest.reported()
+        if report.bells:
+            self._rest.sent_by(report.bells)
         self.sends.address = self.sends.address or report.address
         for rid, error in report.failed.items():
-            if rid in self._loads:
-                self._loads[rid].error, self._loads[rid].refused = error, rid in report.refused
-            elif self._host is not None and self._host.is_loading(rid):
+            is_load = self.loads.failed(rid, error, refused=rid in report.refused)
+            if not is_load and self._host is not None and self._host.is_loading(rid):
                 self._record_error(rid, error)
         # Behind the failures, since it forgets loads that are over; before `_received`, which lets
         # others look for their blocks.
         if self._host is not None:
             self._host.resize(report.host_pages)
             self._host.ended(report.copied)
-        for rid in report.settled:
-            if rid in self._loads:
-                self._loads[rid].unsettled -= 1
-        for rid in report.overdue:
-            if rid in self._loads:
-                self._loads[rid].overdue = True
+        if report.settled:
+            self.loads.settled(report.settled)
+        if report.overdue:
+            self.loads.overdue(report.overdue)
         for rid in received:
             self._received(rid)
         for rid in {*report.settled, *received}:
-            self._settle(rid)
+            self.loads.settle(rid, self.holds)
         for rid in report.promised:
             self.sends.promised(rid)
         for rid, error in report.unsent.items():
@@ -687,12 +554,11 @@ class SchedulerSide:
     def _received(self, rid: str) -> None:
         """End a request's load, as vLLM's scheduler does: now its blocks may be freed."""
         self.flights.land(rid)
-        load = self._loads.get(rid)
+        load = self.loads.received(rid)
         if load is None:
             return
-        load.over = True
-        if self._groups.windows and not load.left:
-            self._landed.add(rid)
+        if not load.left:
+            self._turns.received(rid, is_failed=bool(load.error))
         if not load.error:
             self.counters.add("loads_done")
             self.compute.arrived(load.prefill, load.room, load.num_tokens)
@@ -702,25 +568,10 @@ class SchedulerSide:
         if not load.left and self._host is not None:
             self._host.bar(rid)
         if not load.left:
-            if self._groups.windows:
-                self._failed.add(rid)
             self._record_error(rid, load.error, logging.DEBUG if load.refused else logging.WARNING)
         # vLLM frees the request's blocks next, and a peer may still write into them.
         if load.unsettled > 0:
             self.holds.take(rid, load.pages)
-
-    def _settle(self, rid: str) -> None:
-        """Forget a load in vLLM's scheduler that is over and that every rank has settled.
-
-        What was held for it is freed.
-        """
-        load = self._loads.get(rid)
-        # Both are needed. Only over: a peer may still write. Only settled: vLLM has not heard the
-        # outcome yet, and `_received` would not find the load.
-        if load is not None and load.over and load.unsettled <= 0:
-            self.holds.release(rid)
-            del self._rooms[load.room]
-            del self._loads[rid]
 
     # --- the whole --------------------------------------------------------------------------------
 
@@ -736,7 +587,7 @@ class SchedulerSide:
         return (
             moves
             or any(self.has_wakeups or not send.is_offer for send in sends)
-            or any(load.over and not load.overdue for load in self._loads.values())
+            or self.loads.any_expected
             or (self._host is not None and self._host.num_copies > 0)
         )
 
@@ -751,9 +602,7 @@ class SchedulerSide:
 
         KV that was computed with the former weights must not arrive any more.
         """
-        for rid, load in self._loads.items():
-            if not load.over:
-                self._orders.abort_loads[rid] = "the cache is being reset"
+        self.loads.flush(self._orders)
         self.sends.flush(self._orders)
         if self._host is not None:
             for rid in self._host.loading:
@@ -778,28 +627,22 @@ class SchedulerSide:
 
     def set_wakeup_address(self, address: str) -> None:
         """Set the address at which workers can wake vLLM's scheduler."""
-        self._wakeup_address = address
+        self._rest.set_address(address)
 
     @property
     def has_wakeups(self) -> bool:
         """True where every worker wakes vLLM's scheduler when it has something to report."""
-        return bool(self._wakeup_address) and self._num_wakeup_senders >= self._num_ranks
+        return self._rest.has_wakeups
 
     def rest_s(self) -> float:
         """Return how many seconds vLLM's scheduler may rest if nothing wakes it; 0: it has to step.
 
-        A new request and a wakeup end the rest. An order and the report on it may be two steps
-        apart where the engine works ahead, so the last `QUIET_STEPS` steps must all have been
-        quiet."""
-        if not self.has_wakeups or self._orders or self._quiet_steps < QUIET_STEPS:
+        A new request and a wakeup end the rest."""
+        if self._orders or not self._rest.may_rest:
             return 0.0
         # The end of an offer's grace is the one event that no worker rings for: wake up for it.
         next_s = self.sends.next_grace_s
-        return (
-            LONGEST_REST_S
-            if next_s is None
-            else min(max(next_s - self._now_s(), 0.0) or LONGEST_REST_S, LONGEST_REST_S)
-        )
+        return self._rest.limited(None if next_s is None else next_s - self._now_s())
 
     # --- counts -----------------------------------------------------------------------------------
 
@@ -831,13 +674,13 @@ class SchedulerSide:
         Counts of what there is now; times are those of the oldest one, in seconds since the epoch
         (0: there is none).
         """
-        loads = [load.since_s for load in self._loads.values() if not load.over]
+        loads = self.loads.waiting_since()
         unpromised = self.sends.waiting_since(offers=False)
         offers = self.sends.waiting_since(offers=True)
         return {
             "loads_waiting": len(loads),
             "oldest_load_timestamp_seconds": min(loads, default=0.0),
-            "loads_unsettled": len(self._loads) - len(loads),
+            "loads_unsettled": len(self.loads.pending) - len(loads),
             "sends_open": len(self.sends.sends),
             "sends_unpromised": len(unpromised),
             "oldest_unpromised_timestamp_seconds": min(unpromised, default=0.0),
@@ -853,28 +696,20 @@ class SchedulerSide:
 
         For tests.
         """
-        loads, wanted, sends = self._loads.values(), self._wanted.values(), self.sends
-        rooms = [load.room for load in loads] + [ask.room for ask, _ in wanted]
-        loading = sum(load.num_blocks for load in loads)
+        sends = self.sends
         check_laws(
             {
-                "a room is one request's": sorted(rooms) == sorted(self._rooms),
                 "as on prefill": {send.room for send in sends.sends.values()} == sends.rooms.keys(),
-                "a load that is over is unsettled": all(
-                    load.unsettled > 0 for load in loads if load.over
-                ),
                 "what waits was asked about": self._joined <= self._hits.keys(),
                 "what is not promised holds nothing": not any(
                     send.unpromised > 0 and (send.started or send.num_pages)
                     for send in sends.sends.values()
                 ),
-                "loads leave blocks to compute with": self._most_loading is None
-                or loading <= self._most_loading,
             },
-            self._rooms,
             self.sends,
-            self._loads,
+            self.loads,
         )
+        self.loads.check_invariants()
         self.flights.check_invariants()
         self.compute.check_invariants()
         self.holds.check_invariants()

@@ -31,6 +31,14 @@ ALONE = {
     "LITELLM_LOCAL_MODEL_COST_MAP": "True", "LANGSMITH_TRACING": "false",
     "OPENAI_API_KEY": "none", "NO_COLOR": "1", "PYTHONWARNINGS": "ignore",
 }  # fmt: skip
+# AIPerf is ten processes, which all have to begin within half a minute, and then to say something
+# every few seconds.
+PATIENT = {
+    "AIPERF_SERVICE_REGISTRATION_TIMEOUT": "300", "AIPERF_SERVICE_START_TIMEOUT": "300",
+    "AIPERF_SERVICE_PROFILE_START_TIMEOUT": "300", "AIPERF_SERVICE_COMMAND_RESPONSE_TIMEOUT": "300",
+    "AIPERF_SERVICE_HEARTBEAT_MISSED_THRESHOLD": "60", "AIPERF_WORKER_STALE_TIME": "300",
+    "AIPERF_ZMQ_PUSH_DRAIN_TIMEOUT": "60",
+}  # fmt: skip
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 
 
@@ -184,7 +192,7 @@ def aiperf(serve: Serve, tokenizer: Path, folder: Path, *options: str) -> Count:
         tool("aiperf"), "profile", "--model", "small", "--url", serve.url.removesuffix("/v1"),
         "--tokenizer", str(tokenizer), "--ui", "none", "--streaming", "--random-seed", "1",
         "--no-server-metrics", "--no-gpu-telemetry", "--artifact-dir", str(folder / "out"),
-        *options, home=folder, offline=False,
+        *options, home=folder, offline=False, **PATIENT,
     )  # fmt: skip
     lines = (folder / "out" / "profile_export.jsonl").read_text().splitlines()
     for one in (json.loads(line) for line in lines):
@@ -223,8 +231,14 @@ def test_aiperf_by_a_trace(serve: Serve, tokenizer: Path, tmp_path: Path) -> Non
             ids = [turn % 2 * 10 + at for at in range(2 + turn // 2)]
             entry = {"timestamp": 500 * turn, "input_length": 64 * len(ids), "output_length": 6}
             lines.write(json.dumps({**entry, "hash_ids": ids}) + "\n")
-    hits = 'prefixkv_front_tokens_total{kind="decode_hit"}'
-    before = front(serve)[hits]
+
+    def spared() -> float:
+        """Tokens that decode had, and requests that joined another's flight, where that one was not
+        over after a second."""
+        flights = serve.figures("decode-0")['prefixkv_shared_flights_total{node="decode-0"}']
+        return front(serve)['prefixkv_front_tokens_total{kind="decode_hit"}'] + flights
+
+    before = spared()
     with counted(serve) as told:
         told.append(
             aiperf(
@@ -234,7 +248,7 @@ def test_aiperf_by_a_trace(serve: Serve, tokenizer: Path, tmp_path: Path) -> Non
             )
         )  # fmt: skip
     assert told == [Count(6, 64 * (2 + 2 + 3 + 3 + 4 + 4), 6 * 6)]
-    assert front(serve)[hits] > before
+    assert spared() > before
 
 
 def test_locust(serve: Serve, tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
@@ -14,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from benchmarks.ports import free_port
 from tests.models.patience import PATIENCE_S
 
 
@@ -58,9 +58,7 @@ class Service(Process):
     """`python -m dynamo.KIND`, once it answers."""
 
     def __init__(self, python: str, kind: str, folder: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         super().__init__(
             [python, "-m", f"dynamo.{kind}", "--port", str(self.port), "--threads", "2"],
             folder / f"{kind}.log",
@@ -79,7 +77,9 @@ class Service(Process):
                 time.sleep(0.1)
 
     def get(self, path: str) -> Any:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=10) as answer:
+        with urllib.request.urlopen(
+            f"http://127.0.0.1:{self.port}{path}", timeout=PATIENCE_S
+        ) as answer:
             return json.load(answer) if path != "/health" else answer.status
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
@@ -89,7 +89,7 @@ class Service(Process):
             {"content-type": "application/json"},
         )
         try:
-            with urllib.request.urlopen(request, timeout=10) as answer:
+            with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
                 return json.load(answer)
         except urllib.error.HTTPError as error:
             raise AssertionError(f"{path}: {error.code} {error.read().decode()}") from None

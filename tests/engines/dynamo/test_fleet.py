@@ -24,7 +24,7 @@ import zmq
 
 from tests.engines.dynamo.services import Indexer, NotStartedError, Process, Selector
 from tests.engines.dynamo.worker import PAGE_SIZE
-from tests.models.patience import PATIENCE_S, until
+from tests.models.patience import PATIENCE_S, lasting_address, until
 
 ROOT = Path(__file__).parents[3]
 PYTHON = os.environ.get("PREFIXKV_ENGINE_PYTHON", "")
@@ -137,7 +137,7 @@ class Fleet:
 
     def worker(self, number: int, queue_batches: int = 10_000, **config: Any) -> Worker:
         names = ("endpoint", "replay_endpoint", "snapshot_endpoint")
-        where = dict.fromkeys(names, "tcp://127.0.0.1:*")
+        where = {name: lasting_address() for name in names}  # one that comes back is there again
         config = where | {"heartbeat_s": 0.3} | config
         return Worker(number, self.chats, self.folder, queue_batches, **config)
 

@@ -57,10 +57,12 @@ def test_answers_come_from_other_threads_and_a_drain_waits_for_them(
     models: list[PagedModel],
 ) -> None:
     with loops(models) as (prefill, decode):
-        answers = [ask(prefill, decode, f"{i}", 20) for i in range(3)]
+        answers = [ask(prefill, decode, f"{i}", 100) for i in range(3)]
         until(lambda: answers[2].tokens)
+        refused, go_on = threading.Event(), threading.Event()
+        # Else all may be said, and the loop drained, before this thread goes on.
+        decode.post(lambda engine: go_on.wait(PATIENCE_S))
         decode.drain()
-        refused = threading.Event()
 
         def late(engine: DecodeEngine) -> None:
             with pytest.raises(DrainingError):
@@ -68,9 +70,10 @@ def test_answers_come_from_other_threads_and_a_drain_waits_for_them(
             refused.set()
 
         decode.post(late)
+        go_on.set()
         assert decode.join(PATIENCE_S)
         assert refused.is_set()
-        expected = Reference(models[0]).greedy(range(30), 20)
+        expected = Reference(models[0]).greedy(range(30), 100)
         assert [answer.tokens[0] for answer in answers] == [expected] * 3
         prefill.drain()
         assert prefill.join(PATIENCE_S)

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from benchmarks.hybrid_models import FAMILIES, WINDOWED, config_of
-from prefixkv import HostConfig
 from prefixkv.engines.hf import PagedModel, Sampling, make_model
 from prefixkv.engines.hf.identity import identity_of
 from prefixkv.engines.hf.models import unpaged_copy
@@ -419,19 +418,6 @@ def test_paging_changes_no_identity_and_no_copy(made: PagedModel, reference: Ref
     again = PagedModel(unpaged_copy(made))
     assert (again.identity, again.layers.parts) == (made.identity, made.layers.parts)
     assert Reference(again).greedy(range(30), 5) == reference.greedy(range(30), 5)
-
-
-@pytest.mark.parametrize(
-    ("decode", "prefill", "why"),
-    [
-        ({"host_memory": HostConfig(times=2.0)}, {}, "host_memory: the model has recurrent layers"),
-    ],
-)
-def test_what_states_do_not_go_with_is_refused_by_name(
-    made: PagedModel, decode: dict, prefill: dict, why: str
-) -> None:
-    with pytest.raises(ConfigError, match=why):
-        World(made, decode=decode, prefill=prefill)
 
 
 def test_a_model_without_states_has_no_checkpoints() -> None:

@@ -18,7 +18,6 @@ import torch
 from transformers import AutoConfig
 
 from benchmarks.hybrid_models import WINDOWED, config_of
-from prefixkv import HostConfig
 from prefixkv.config import TransportConfig
 from prefixkv.engines.hf import PagedModel, Sampling, make_model
 from prefixkv.engines.hf import attention as attention_module
@@ -517,11 +516,6 @@ def test_a_context_within_the_window_needs_no_group(family: str, less: int) -> N
 
 
 # --- what is refused ------------------------------------------------------------------------------
-
-
-def test_what_windows_do_not_go_with_is_refused_by_name(made: PagedModel) -> None:
-    with pytest.raises(ConfigError, match="host_memory: the model has layers with a window"):
-        World(made, decode={"host_memory": HostConfig(times=2.0)})
 
 
 def test_the_trial_finds_a_window_that_is_one_token_off(

@@ -72,31 +72,34 @@ class Gate:
     """A port that leads to another one. Closed, it holds what it has read, in one direction."""
 
     def __init__(self, port: int) -> None:
-        self._to = port
+        self._to = ("127.0.0.1", port)  # where nothing listens, this end is closed too
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listening.getsockname()[1])
         self.requests, self.answers = threading.Event(), threading.Event()
         self._sockets: list[socket.socket] = []
-        self._left_bytes = math.inf
+        self._left_bytes, self._lock = math.inf, threading.Lock()
         self.open()
         threading.Thread(target=self._accept, daemon=True).start()
 
     def open(self) -> None:
-        self._left_bytes = math.inf
-        self.requests.set()
-        self.answers.set()
+        with self._lock:
+            self._left_bytes = math.inf
+            self.requests.set()
+            self.answers.set()
 
     def hold_after(self, num_bytes: int) -> None:
         """Pass so much of the answers, and hold the rest."""
         self._left_bytes = num_bytes
 
     def _pass_answer(self, data: bytes, sink: socket.socket) -> None:
-        if len(data) > self._left_bytes:
-            first = int(self._left_bytes)
-            self.answers.clear()
-            sink.sendall(data[:first])
-            data = data[first:]
-        self._left_bytes -= len(data)
+        first = b""
+        with self._lock:  # the test may open the gate meanwhile: then it stays open
+            if len(data) > self._left_bytes:
+                num_bytes = int(self._left_bytes)
+                first, data = data[:num_bytes], data[num_bytes:]
+                self.answers.clear()
+            self._left_bytes -= len(data)
+        sink.sendall(first)
         self.answers.wait(PATIENCE_S)
         sink.sendall(data)
 
@@ -126,7 +129,7 @@ class Gate:
                 threading.Thread(target=self._lead, args=(near,), daemon=True).start()
 
     def _lead(self, near: socket.socket) -> None:
-        with near, socket.create_connection(("127.0.0.1", self._to)) as far:
+        with near, suppress(ConnectionError), socket.create_connection(self._to) as far:
             self._sockets += (near, far)
             back = threading.Thread(target=_pump, args=(far, near, self._pass_answer), daemon=True)
             back.start()

@@ -407,13 +407,15 @@ def test_a_connection_is_cut_before_the_first_answer(rooms: Rooms, side: str, mo
 
 def test_many_leave_at_once(rooms: Rooms) -> None:
     """Of every kind: none of them is in another's way."""
+    before = rooms.decode.metrics()["vllm:generation_tokens_total"]
     clients = [
         rooms.ask(PATHS[api], body_of(api, 100, **more))
         for api in PATHS
         for more in (LONG, {"max_tokens": 200}, {"n": 3, **SAMPLES}, {"prompt_logprobs": 1})
         for _ in range(2)
     ]
-    until(lambda: rooms.decode.metrics()["vllm:num_requests_running"] > 0, pause_s=0.02)
+    # Some of them run, or have run: the look may come when all are over.
+    until(lambda: rooms.decode.metrics()["vllm:generation_tokens_total"] > before, pause_s=0.02)
     for client in clients:
         client.leave()
     check_after(rooms)
@@ -515,21 +517,19 @@ def of_decode(rooms: Rooms) -> tuple[int, int]:
 
 def test_a_conversation_whose_turns_lack_little_is_decodes_alone(rooms: Rooms) -> None:
     talk = Conversation(rooms)
-    computed, sent, (requests, tokens) = (
-        prefill_computed(rooms),
-        rooms.blocks_sent(),
-        of_decode(rooms),
-    )
+    sent, (requests, tokens) = rooms.blocks_sent(), of_decode(rooms)
     talk.turn(200)
     rooms.has_sent(sent + 7)
-    until(lambda: prefill_computed(rooms) == computed + 200)
+    # The proxy ends prefill's request once decode has answered: vLLM may then not count its prompt.
+    computed = prefill_computed(rooms)
     for turn in range(4):
         talk.turn(BELOW - 1, stream=turn % 2 == 1)
-    assert (prefill_computed(rooms), rooms.blocks_sent()) == (computed + 200, sent + 7)
+    # Decode says so with a step, which may be a later one.
+    until(lambda: of_decode(rooms)[0] >= requests + 4)
     assert of_decode(rooms) == (requests + 4, tokens + 4 * BELOW)
+    assert (prefill_computed(rooms), rooms.blocks_sent()) == (computed, sent + 7)
     talk.turn(BELOW)  # a token more
     rooms.has_sent(sent + 7 + 1)
-    until(lambda: prefill_computed(rooms) > computed + 200)
     assert of_decode(rooms) == (requests + 4, tokens + 4 * BELOW)
 
 

@@ -3,7 +3,6 @@ metadata rows and transfer queue under the backend, in the order in which SGLang
 
 from __future__ import annotations
 
-import socket
 import threading
 import urllib.request
 from collections.abc import Callable
@@ -23,11 +22,12 @@ from sglang.srt.disaggregation.utils import (
     setup_state_kv_args,
 )
 
+from benchmarks.ports import free_port
 from prefixkv.engines.sglang import plugin
 from prefixkv.engines.sglang.shares import Share, use_share
 from prefixkv.engines.sglang.transfer import CLASSES
 from tests.engines.sglang.stubs import CONTEXT, HERE
-from tests.models.patience import until
+from tests.models.patience import PATIENCE_S, until
 
 PAGE, PAGE_BYTES, PAGES, BUFFERS, ROWS = 16, 128, 64, 4, 8
 SERVER = SimpleNamespace(served_model_name="models/tiny", enable_memory_saver=False)
@@ -76,9 +76,7 @@ class Registry:
     """SGLang's, in a thread of its own; `server` makes it."""
 
     def __init__(self, server: Any = None) -> None:
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            port = sock.getsockname()[1]
+        port = free_port()
         CONTEXT.disagg.disaggregation_bootstrap_port = port
         self.address = f"127.0.0.1:{port}"
         server = server or CLASSES[KVClassType.BOOTSTRAP_SERVER]
@@ -188,9 +186,9 @@ def _made_at_once(mode: Any, ranks: list[Rank], shares: list[Share]) -> list[Any
     def make(number: int) -> Any:
         def gather(said: Any) -> list[Any]:
             given[number] = said
-            barrier.wait(60)
+            barrier.wait(PATIENCE_S)
             found = list(given)
-            barrier.wait(60)  # before the next one changes it
+            barrier.wait(PATIENCE_S)  # before the next one changes it
             return found
 
         own = {**vars(CONTEXT.parallel), "attn_tp_group": SimpleNamespace(all_gather_object=gather)}

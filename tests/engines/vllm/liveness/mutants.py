@@ -9,13 +9,16 @@ from typing import Any
 
 from prefixkv.decode.host_tier import HostTier
 from prefixkv.engines.vllm import compat as compat_module
+from prefixkv.engines.vllm import rest as rest_module
 from prefixkv.engines.vllm import scheduler as scheduler_module
 from prefixkv.engines.vllm.blocks import Flights, Holds
 from prefixkv.engines.vllm.groups import BlockGroups
 from prefixkv.engines.vllm.host import DeviceBlocks, HostBlocks
 from prefixkv.engines.vllm.host_worker import WorkerHost
+from prefixkv.engines.vllm.loads import ScheduledLoads
 from prefixkv.engines.vllm.scheduler import SchedulerSide
 from prefixkv.engines.vllm.sends import ScheduledSends
+from prefixkv.engines.vllm.turns import Turns
 from prefixkv.engines.vllm.worker import WorkerSide
 from tests.engines.vllm.liveness.process import Bell
 
@@ -68,7 +71,7 @@ def _the_unwanted_wait(patch: Patch) -> None:
 
 
 def _refusals_are_lost(patch: Patch) -> None:
-    patch(SchedulerSide, "_order_refusal", lambda self, ask, reason: None)
+    patch(ScheduledLoads, "_order_refusal", lambda self, ask, reason, orders: None)
 
 
 def _aborts_are_lost(patch: Patch) -> None:
@@ -87,7 +90,7 @@ def _loads_take_all(patch: Patch) -> None:
 
     def bound(self: Any, pool: Any, shadow: Any = None) -> None:
         bind(self, pool, shadow)
-        self._most_loading = None
+        self.loads.most_blocks = None
 
     patch(SchedulerSide, "bind", bound)
 
@@ -111,11 +114,11 @@ def _preempted_prompts_wait_their_turn(patch: Patch) -> None:
 
 def _promised_prompts_wait_for_loads(patch: Patch) -> None:
     """They wait behind a request that needs blocks of loads."""
-    patch(SchedulerSide, "_must_yield", lambda self, need: False)
+    patch(Turns, "must_yield", lambda self, need: False)
 
 
 def _rests_too_early(patch: Patch) -> None:
-    patch(scheduler_module, "QUIET_STEPS", 0)
+    patch(rest_module, "QUIET_STEPS", 0)
 
 
 def _bells_ring_once(patch: Patch) -> None:
@@ -290,7 +293,7 @@ def _cached_windows_are_written_over(patch: Patch) -> None:
 
 def _failed_loads_wait_for_blocks(patch: Patch) -> None:
     """vLLM comes to nothing behind a request whose load has failed and for which blocks lack."""
-    patch(SchedulerSide, "_steps_back", lambda self, rid, need: False)
+    patch(Turns, "steps_back", lambda self, rid, need: False)
 
 
 WINDOW_MUTANTS: dict[str, Callable[[Patch], None]] = {

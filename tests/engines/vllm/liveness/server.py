@@ -166,8 +166,8 @@ class Server:
         self.scheduler: Any = kind(self.config, kv, manager, block_size=size)
         self.connector: Any = self.scheduler.connector
         self.side: SchedulerSide = self.connector.scheduler
-        self.side._now_s = self.side.sends.now_s = lambda: world.now_s
-        self.side._draw = world.draw
+        self.side._now_s = self.side.sends.now_s = self.side.loads.now_s = lambda: world.now_s
+        self.side.loads.draw = world.draw
         self.side.compute.now_s = lambda: world.now_s
         # Whatever was measured, and again on each call: so every decision has to be a live one.
         chance = random.Random(case.seed)
@@ -412,10 +412,12 @@ class Server:
 
     def may_land(self, room: RoomKey, pages: np.ndarray) -> None:
         """A write of this room arrives. Raises LivenessError where a page is not the room's."""
-        rid = next((rid for rid, load in self.side._loads.items() if load.room == room.room), None)
+        rid = next(
+            (rid for rid, load in self.side.loads.pending.items() if load.room == room.room), None
+        )
         if rid is None:
             raise LivenessError(f"room {room.room} writes {pages} on {self.name}, which forgot it")
-        load = self.side._loads[rid]
+        load = self.side.loads.pending[rid]
         others = {
             block
             for one in self.scheduler.requests
@@ -462,12 +464,12 @@ class Server:
             "requests": list(self.scheduler.requests),
             "blocks": len(self.pool.blocks) - 1 - self.num_free,
             "holds": self.side.holds.num_blocks,
-            "loads": list(self.side._loads),
-            "wanted": list(self.side._wanted),
-            "followers": list(self.side._followers),
+            "loads": list(self.side.loads.pending),
+            "wanted": list(self.side.loads.wanted),
+            "followers": list(self.side.loads.followers),
             "joined": list(self.side._joined),
-            "failed": list(self.side._failed),
-            "landed": list(self.side._landed),
+            "failed": list(self.side._turns.failed),
+            "landed": list(self.side._turns.landed),
             "flights": len(self.side.flights),
             "computing": sorted(self.side.compute.rids),
             "sends": list(sends.sends),
@@ -491,7 +493,7 @@ class Server:
             )
         for rid, held in self.side.holds._held.items():
             lines.append(f"  held for {rid}: {len(held)} blocks")
-        for rid, load in self.side._loads.items():
+        for rid, load in self.side.loads.pending.items():
             over = "over" if load.over else "waits"
             lines.append(f"  load {rid}: room {load.room}, {len(load.pages)} blocks, {over}")
         for rid, send in self.side.sends.sends.items():

@@ -356,8 +356,8 @@ class World:
         """Whether a request lives that another server waits for."""
         return any(
             any(self.case.asks[int(rid[1:])].kind == "room" for rid in server.side.sends.sends)
-            or server.side._wanted
-            or server.side._loads
+            or server.side.loads.wanted
+            or server.side.loads.pending
             for server in self.servers.values()
         )
 

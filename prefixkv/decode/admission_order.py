@@ -1,0 +1,152 @@
+"""The order in which waiting requests are tried. Three groups, each tried only when the one before
+is empty:
+
+    returned    admitted before (retracted, or to be asked for again): the last to return first
+    overdue     the request that has waited longest, once that is `patience_s`
+    the rest    in the order of an `AdmissionPolicy`, which may let requests overtake one that does
+                not fit
+
+Only requests in line in an open lane have a turn (`lanes.py`), and none whose lane is limited
+(`aside.py`): that waits for its worker's share, which is no reason for others to wait.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection
+from itertools import islice
+from typing import Final
+
+from prefixkv.admission import Admission, Rank
+from prefixkv.decode.lanes import Lane, Lanes, Waiter
+from prefixkv.decode.request import DecodeRequest
+from prefixkv.decode.shares import PrefillShares
+from prefixkv.errors import UserErrors, shown
+
+MAX_WALK: Final = 128
+"""Places of the order that a search looks at."""
+
+
+class AdmissionOrder:
+    """The order of decode's waiting requests. Owned by the scheduler's thread.
+
+    Args:
+        policy: ranks requests.
+        patience_s: a request that has waited this long is overtaken by nothing.
+        lanes: where the requests stand; each lane keeps its own in order.
+        limited: lanes that have no turn.
+        shares: of prefill workers, beyond which none of their requests fits.
+        errors: collects what the policy raises.
+    """
+
+    def __init__(
+        self,
+        policy: Admission,
+        patience_s: float,
+        lanes: Lanes,
+        limited: Collection[Lane],
+        shares: PrefillShares,
+        errors: UserErrors,
+    ) -> None:
+        self._policy = policy
+        self._patience_s = patience_s
+        self._lanes = lanes
+        self._limited = limited
+        self._shares = shares
+        self._errors = errors
+
+    # --- ranks ------------------------------------------------------------------------------------
+
+    def rank(self, req: DecodeRequest, new_pages: int) -> Rank:
+        """Return the policy's rank for a request that would take `new_pages`. Raises what the
+        policy raises, and ValueError for NaN, which has no place in an order."""
+        rank = self._policy.rank(req, new_pages)
+        if rank != rank:
+            raise ValueError(f"the admission policy ranks a request {shown(rank)}")
+        return rank
+
+    def renew(self, waiter: Waiter) -> bool:
+        """Rank a waiter in line by its new estimate, and move it in its lane's order. Return True
+        if its place is behind the old one. Where the policy raises it keeps the rank that it has.
+        """
+        lane, before = waiter.lane, waiter.rank
+        # Before the policy is called: one that raises each time would else stay the oldest, and get
+        # all looks.
+        lane.estimated.move_to_end(waiter)
+        try:
+            rank = self.rank(waiter.req, waiter.new_pages)
+            falls_back = bool(before < rank)
+            if falls_back or rank < before:
+                # Added before the old one is removed: ranks may not compare, and raise here.
+                place = rank, waiter.arrival, waiter
+                self._lanes.check_comparable(lane, place)
+                lane.order.add(place)
+                lane.order.remove(waiter.place)
+                waiter.rank = rank
+        except Exception as error:  # it keeps the rank that it has
+            self._errors.caught(error)
+            return False
+        return falls_back
+
+    # --- whose turn it is -------------------------------------------------------------------------
+
+    def lanes(self) -> list[Lane]:
+        """Return the lanes that have a turn, with requests in the policy's order."""
+        return [lane for lane in self._lanes.busy if lane.waiting and lane not in self._limited]
+
+    def first_of_all(self, now_s: float) -> Waiter | None:
+        """Return the waiter that nothing may overtake now, or None. O(lanes)."""
+        # The cases, in order:
+        # 1. The last to come back.
+        lanes = [lane for lane in self._lanes.busy if lane not in self._limited]
+        returned = [lane.returned.peekitem(-1)[1] for lane in lanes if lane.returned]
+        if returned:
+            last: Waiter = max(returned, key=arrival_of)
+            return last
+        # 2. The oldest, if its patience is over.
+        oldest = [lane.waiting.peekitem(0)[1] for lane in lanes if lane.waiting]
+        if not oldest:
+            return None
+        first: Waiter = min(oldest, key=arrival_of)
+        if now_s - first.req.arrived_s >= self._patience_s:
+            return first
+        # 3. The first in the policy's order, if the policy lets none overtake it.
+        if not self._policy.overtakes:
+            place = min(lane.order[0] for lane in lanes if lane.waiting)
+            waiter: Waiter = place[-1]
+            return waiter
+        return None
+
+    def first_that_may_fit(
+        self, version: int, limits: tuple[int, int], num_waiting: int
+    ) -> Waiter | None:
+        """Return the first in the policy's order that fits by its estimate and got no look at this
+        version.
+
+        Walks at most `MAX_WALK` places. `limits`: the largest `Waiter.needed_pages` and
+        `Waiter.most_pages` that can be admitted; `num_waiting`: of all lanes and aside.
+        """
+        waiter: Waiter
+        (space, most), shares = limits, self._shares
+        lanes = [lane for lane in self._lanes.busy if lane.waiting and lane not in self._limited]
+        if len(lanes) == num_waiting == 1:  # there is no choice to make
+            waiter = lanes[0].order[0][-1]
+            return waiter if waiter.seen_at != version else None
+        # Lanes are merged lazily: the ranks of the first places of each were compared when they
+        # entered.
+        orders = [islice(lane.order, MAX_WALK) for lane in lanes]
+        places = orders[0] if len(orders) == 1 else islice(heapq.merge(*orders), MAX_WALK)
+        for _, _, waiter in places:
+            if (
+                waiter.most_pages <= most
+                and waiter.needed_pages <= space
+                and waiter.seen_at != version
+                and not shares.refuses(waiter.lane.address, waiter.new_pages)
+            ):
+                return waiter
+        return None
+
+
+def arrival_of(waiter: Waiter) -> int:
+    """Return the number by which waiters of decode's queue are sorted."""
+    return waiter.arrival

@@ -1,0 +1,207 @@
+"""The choice of own compute: which of the requests on decode this worker's engine computes itself.
+
+    1. it never may: the request asks for something else of prefill, or has extra state or a window
+       and no checkpoint is kept to compute from
+    2. nothing else can: no prefill worker can be asked for it, and it lacks no more than may be
+       computed here then
+    3. both could: the rule of `sources.py`
+
+`sources.py` has the rule and what was measured for it; `computing.py` how far each prompt is that
+was taken. Here is what ties them to a request: what it lacks, and what of its prompt prefill would
+have to compute again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from prefixkv.cache.results import MatchResult, PrefixLock
+from prefixkv.decode.budget import PreallocBudget
+from prefixkv.decode.computing import Computing
+from prefixkv.decode.host_tier import HostTier
+from prefixkv.decode.inflight import Flight, InFlight
+from prefixkv.decode.request import DecodeRequest
+from prefixkv.decode.sources import Source, Sources
+from prefixkv.decode.state_checkpoints import DecodeCheckpoints
+from prefixkv.decode.transfer_queue import DecodeTransferQueue
+from prefixkv.decode.unsent import UnsentPages
+from prefixkv.errors import PeerLostError, check_laws
+from prefixkv.pages.manager import PageManager
+from prefixkv.paging import pages_for
+
+
+class ComputeChoice:
+    """The choice of what decode's engine computes. Owned by the scheduler's thread. It changes no
+    request.
+
+    Args:
+        sources, computing: the rule with its measurements, and the prompts that it is about.
+        flights, arriving, budget: what is on its way, of that what is computed here, and with the
+            budget how many requests run beside it.
+        points: checkpoints of extra state and windows, where decode keeps some.
+        host: host memory, where a request may find what it lacks.
+        counters: counts under `compute_declined`.
+    """
+
+    def __init__(
+        self,
+        pages: PageManager,
+        sources: Sources,
+        computing: Computing,
+        flights: InFlight,
+        arriving: DecodeTransferQueue,
+        budget: PreallocBudget,
+        points: DecodeCheckpoints | None,
+        host: HostTier[PrefixLock] | None,
+        counters: Counter[str],
+    ) -> None:
+        self._pages = pages
+        self._sources = sources
+        self._computing = computing
+        self._flights, self._arriving, self._budget = flights, arriving, budget
+        self._points, self._host = points, host
+        self._counters = counters
+        has_more = pages.slots is not None or bool(pages.windows)
+        self.can_compute = not has_more or points is not None
+        """True unless the requests have extra state or windows, and no checkpoint of those is kept
+        to compute from."""
+        self.unsent = UnsentPages(pages.allocator.num_pages)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that run on decode, beside which chunks would be computed. O(1)."""
+        return self._budget.active - self._flights.num_owned
+
+    # --- what has KV ------------------------------------------------------------------------------
+
+    def computed(self, flight: Flight, req: DecodeRequest) -> None:
+        """Note that decode's engine has computed the prompt of a flight to its end, from what its
+        request found on: prefill does not have that."""
+        page_size = self._pages.page_size
+        path = self._pages.table.pages(flight.pages.row)[: pages_for(req.fill_len, page_size)]
+        self.unsent.computed(path[req.prefix_len // page_size :])
+
+    def sent(self, flight: Flight) -> None:
+        """Note that prefill has sent what a flight brings to decode, and so has computed its whole
+        prompt. To be left out unless `unsent.has_any`."""
+        num_pages = pages_for(len(flight.key), self._pages.page_size)
+        self.unsent.sent(self._pages.table.pages(flight.pages.row)[:num_pages])
+
+    def again_tokens(self, flight: Flight, prefix_len: int) -> int:
+        """Count the tokens of a flight's prefix on decode that prefill would have to compute as
+        well, since decode has computed them. 0 unless `unsent.has_any`."""
+        page_size = self._pages.page_size
+        path = self._pages.table.pages(flight.pages.row)[: pages_for(prefix_len, page_size)]
+        return self.unsent.count(path) * page_size
+
+    # --- the choice -------------------------------------------------------------------------------
+
+    def takes(self, req: DecodeRequest, flight: Flight, is_alone: bool, now_s: float) -> bool:
+        """Decide whether decode's engine computes what an admitted request lacks. `is_alone`: no
+        prefill worker can be asked for it."""
+        config, missing = self._sources.config, req.fill_len - req.prefix_len
+        # 0. It was decided at its admission.
+        if self._points is not None:
+            return req.computes
+        # 1. It never may. Or nothing is to be computed.
+        if config is None or not self.can_compute or not req.request.may_compute or not missing:
+            return False
+        # 2. Nothing else can.
+        if is_alone:
+            return missing <= self._sources.most_tokens(is_down=True)
+        # 3. Both could.
+        again = self.again_tokens(flight, req.prefix_len) if self.unsent.has_any else 0
+        return self._is_best_here(req, missing, missing, again, now_s)
+
+    def takes_from_checkpoint(
+        self,
+        req: DecodeRequest,
+        match: MatchResult | None,
+        missing: int,
+        num_sent: int,
+        now_s: float,
+    ) -> bool:
+        """Decide whether decode's engine computes a request with extra state or a window, which is
+        about to be admitted: `missing` tokens from a checkpoint on. Prefill would send `num_sent`,
+        behind this match."""
+        if not req.request.may_compute:
+            return False
+        # All is here, in a checkpoint and in the cache: nothing has to be computed.
+        if not missing:
+            return True
+        if req.is_alone:
+            return missing <= self._sources.most_tokens(is_down=True)
+        again = 0
+        if match is not None and self.unsent.has_any:
+            again = self.unsent.count(match.pages) * self._pages.page_size
+        return self._is_best_here(req, missing, num_sent, again, now_s)
+
+    def _is_best_here(
+        self, req: DecodeRequest, missing: int, num_sent: int, again: int, now_s: float
+    ) -> bool:
+        """Decide whether decode's engine computes `missing` tokens of a request, where prefill
+        could send `num_sent`, and would compute `again` tokens before them that decode has."""
+        config, due = self._sources.config, self._computing.due_tokens(self._arriving.local)
+        assert config is not None
+        chosen = self._sources.choose(
+            missing, due, self.num_running, req.prefill, now_s, num_sent=num_sent, again=again,
+            goes_on=num_sent < req.fill_len,
+        )  # fmt: skip
+        if chosen is Source.PREFILL and missing <= config.below:
+            self._counters["compute_declined"] += 1
+        return chosen is Source.HERE
+
+    # --- where prefill cannot be asked ------------------------------------------------------------
+
+    def may_take_alone(self, req: DecodeRequest) -> bool:
+        """Return True if decode may compute a request itself, by what it lacks now, if its prefill
+        worker cannot be asked.
+        """
+        if not req.request.may_compute or not self.can_compute:
+            return False
+        # O(1) where nothing is computed here, or everything may be.
+        if (most := self._sources.most_tokens(is_down=True)) < 0 or most >= req.kv_len:
+            return most >= 0
+        match = self._pages.match(req.key, req.request.cacheable)
+        if self._points is not None:
+            return self._points.tokens_behind(req, self._points.find(req, match)) <= most
+        num_shared = 0
+        if match is not None:
+            _, num_shared = self._flights.find(req.key, match.depth)
+            if self._host is not None and (found := self._host.find(req.key)) is not None:
+                num_shared = max(num_shared, found.depth)
+        return req.kv_len - num_shared * self._pages.page_size <= most
+
+    def may_take_back(self, req: DecodeRequest) -> bool:
+        """Return True if decode may compute an admitted request itself, of which a prefill worker
+        that does not answer was to send the rest."""
+        if not req.request.may_compute or not self.can_compute:
+            return False
+        return self._unlocked_tokens(req) <= self._sources.most_tokens(is_down=True)
+
+    def _unlocked_tokens(self, req: DecodeRequest) -> int:
+        """Return how many tokens an admitted decode request lacks, those on their way included."""
+        if self._points is not None:
+            match = self._pages.match(req.key, req.request.cacheable)
+            return self._points.tokens_behind(req, self._points.find(req, match))
+        assert req.pages_held is not None
+        lock = req.pages_held.lock
+        return req.fill_len - (0 if lock is None else lock.prefix_len)
+
+    def too_much(self, req: DecodeRequest) -> Exception:
+        """Return the error of a decode request whose prefill worker cannot be asked, and that lacks
+        more than decode computes.
+        """
+        most, missing = self._sources.most_tokens(is_down=True), req.fill_len - req.prefix_len
+        worker = f"prefill worker {req.prefill} does not answer" if req.prefill else "it names none"
+        why = f"lacks {missing} tokens, decode computes {most} of one alone, and {worker}"
+        return PeerLostError(f"request {req.rid!r} {why}")
+
+    # --- laws -------------------------------------------------------------------------------------
+
+    def check_invariants(self) -> None:
+        """Check the flights that are computed here. Raises InternalError."""
+        local = self._arriving.local
+        self._computing.check_invariants(local)
+        law = "no extra state or window is computed here without checkpoints"
+        check_laws({law: self.can_compute or not local}, local)

@@ -1,0 +1,193 @@
+"""The prefill worker that each request on decode is for, and what happens where that one cannot be
+asked.
+
+    it answers       the request waits in its lane, and is asked of it when it is admitted
+    it does not      its lane is closed. A request that decode may compute itself goes *alone*, to a
+                     lane that is always open, and comes back when the worker answers
+    it has failed    the request tries again: there, at another one that the user names, or alone
+
+A worker that may have a request already is told when that request goes elsewhere, since it waits
+for a promise; what it still answers then is of a former generation.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from prefixkv.decode.compute_choice import ComputeChoice
+from prefixkv.decode.lanes import ALONE, Lanes
+from prefixkv.decode.prealloc_queue import DecodePreallocQueue
+from prefixkv.decode.refusals import Refusals
+from prefixkv.decode.request import DecodeRequest, DecodeState, Retries
+from prefixkv.decode.shares import PrefillShares
+from prefixkv.decode.sources import Sources
+from prefixkv.errors import AbortedError, RequestError, UserErrors
+from prefixkv.protocol.commands import DecodeCommand, MeetPrefill
+
+
+class PrefillTargets:
+    """What moves requests on decode between prefill workers, and to decode's own compute. Owned by
+    the scheduler's thread.
+
+    Args:
+        lanes, shares, waiting: which workers answer, which are named by requests, and what waits
+            for each.
+        choice, sources: which requests decode may compute itself, and whether it does so for a
+            worker that cannot be asked.
+        refusals: tells a worker that a request goes elsewhere.
+        retries: how often a failed one tries again, and where.
+        commands: takes the commands, in order.
+        counters: counts under `retries` and `failovers`.
+        errors: collects what a user's policy raises.
+    """
+
+    def __init__(
+        self,
+        lanes: Lanes,
+        shares: PrefillShares,
+        waiting: DecodePreallocQueue,
+        choice: ComputeChoice,
+        sources: Sources,
+        refusals: Refusals,
+        retries: Retries,
+        commands: list[DecodeCommand],
+        counters: Counter[str],
+        errors: UserErrors,
+    ) -> None:
+        self._lanes, self._shares, self._waiting = lanes, shares, waiting
+        self._choice, self._sources = choice, sources
+        self._asks_late = sources.asks_late
+        self._refusals = refusals
+        self._retries = retries
+        self._commands = commands
+        self._counters = counters
+        self._errors = errors
+
+    # --- workers ----------------------------------------------------------------------------------
+
+    def meet(self, address: str) -> None:
+        """Command, for a request of decode, that it be found out whether a prefill worker answers,
+        unless that was done already."""
+        lane = self._lanes.get(address)
+        if self._lanes.gated and address and lane is not None and not lane.is_met:
+            lane.is_met = True
+            self._commands.append(MeetPrefill(address))
+
+    def check_holds(self, rid: str, num_tokens: int, address: str) -> None:
+        """Raise RequestError where the prefill worker of a decode request is known to hold fewer
+        than `num_tokens`.
+
+        All that the request may become counts. A request that was retracted late may have to be
+        computed again in full: it would fail with half of its answer given.
+        """
+        most = self._lanes.max_tokens(address)
+        if 0 < most < num_tokens:
+            raise RequestError(
+                f"request {rid!r} may have {num_tokens} tokens (max_new_tokens included), prefill "
+                f"worker {address} holds {most}"
+            )
+
+    def check_still_holds(self, req: DecodeRequest, address: str) -> None:
+        """Raise RequestError where a prefill worker is known to hold too few tokens for what it may
+        be asked for a decode request from now on.
+
+        Of one that runs, or ran, that is what it has so far: half of its answer is given, so what
+        it may still become is no reason to refuse it.
+        """
+        self.check_holds(req.rid, req.kv_len if req.resumed else req.most_kv_len, address)
+
+    def may_have(self, req: DecodeRequest) -> bool:
+        """Return True if a prefill worker may have this attempt at a decode request that was not
+        admitted yet."""
+        is_first = req.generation == req.request.generation
+        return is_first and bool(req.prefill) and not self._asks_late
+
+    # --- moves ------------------------------------------------------------------------------------
+
+    def retarget(self, req: DecodeRequest, prefill: str) -> None:
+        """Send a decode request that is not on its way to another prefill worker from its next
+        attempt on. One that was never admitted is refused at the worker that it named.
+
+        Raises RequestError, with nothing changed, if the worker is known to hold too little, and
+        what comparing a user's ranks raises.
+        """
+        self.check_still_holds(req, prefill)
+        # The last call that may raise: it compares the user's ranks as `move` will, before anything
+        # changes.
+        self._waiting.check_move(req, prefill)
+        # The former worker may have computed the prompt, and waits for a promise that will not
+        # come: a refusal ends it there. A new generation keeps its answer apart from the next
+        # attempt. A retracted request has no open attempt, so nothing is refused.
+        if req.state is DecodeState.QUEUED:
+            moved = AbortedError(f"request {req.rid!r} goes to another prefill worker")
+            self._withdraw(req, moved)
+        self._go_to(req, prefill)
+
+    def go_alone(self, req: DecodeRequest) -> None:
+        """Let a waiting decode request, whose prefill worker does not answer, wait to be computed
+        here, if it may."""
+        if not req.is_alone and self._choice.may_take_alone(req) and self._move(req, is_alone=True):
+            self._counters["failovers"] += 1
+
+    def come_back(self, req: DecodeRequest) -> None:
+        """Let a decode request that went alone wait for its prefill worker again."""
+        self._move(req, is_alone=False)
+
+    def _go_to(self, req: DecodeRequest, prefill: str) -> None:
+        """Point a decode request at another prefill worker; if it waits, move it to that lane."""
+        self._shares.name(prefill)
+        req.prefill, req.is_alone = prefill, False
+        # A request that runs, or still has to queue again, is in no lane: when it queues it enters
+        # under the new address, and the worker is met then.
+        if req in self._waiting:
+            self._waiting.move(req, prefill)
+            self.meet(prefill)
+
+    def _move(self, req: DecodeRequest, is_alone: bool) -> bool:
+        """Move a waiting decode request to the lane of those that are computed here, or back to
+        that of its prefill worker. False if its rank does not compare with those there."""
+        to = ALONE if is_alone else req.prefill
+        try:
+            self._waiting.check_move(req, to)
+        except Exception as error:  # the user's; it stays where it is
+            self._errors.caught(error)
+            return False
+        # The worker may have it, and may be back before this request is done.
+        if is_alone and req.state is DecodeState.QUEUED:
+            self._withdraw(req, AbortedError(f"request {req.rid!r} is computed by decode"))
+        req.is_alone = is_alone
+        self._waiting.move(req, to)
+        return True
+
+    def _withdraw(self, req: DecodeRequest, error: Exception) -> None:
+        """Refuse a waiting decode request at the prefill worker that may have it; its next attempt
+        is another generation."""
+        if not req.is_alone and req.prefill and not self._asks_late:
+            self._refusals.send(req.room_key, req.prefill, error, req.request.digest)
+            req.generation += 1
+
+    def next_attempt(self, req: DecodeRequest, error: Exception) -> Exception | None:
+        """Point a decode request at its next attempt, after a transfer that failed or could not
+        begin: then it has to queue again. Return None, or the error with which it is to end."""
+        if req.retries < self._retries.most:
+            self._counters["retries"] += 1
+            req.retries += 1
+            # Kept while it tries again, so that a request that ends by its deadline names the last
+            # failure.
+            req.error = error
+            if (prefill := self._retries.next_prefill(req, error)) is not None:
+                self._go_to(req, prefill)
+            # The worker may be another one now, or its size be known only since the request came.
+            try:
+                self.check_still_holds(req, req.prefill)
+            except RequestError as too_long:
+                error = too_long
+            else:
+                return None
+        # No other attempt at prefill: decode may carry on alone.
+        fails_over = self._sources.fails_over or self._lanes.is_down(req.prefill)
+        if fails_over and self._choice.may_take_alone(req):
+            self._counters["failovers"] += 1
+            req.error, req.is_alone = error, True
+            return None
+        return error

@@ -1,0 +1,75 @@
+"""Which requests let others go first in a step of vLLM's scheduler.
+
+vLLM asks of no request behind one for which blocks are lacking. Where a load, or what a load has
+left, has those blocks, the request that lacks them waits for another server; that one may wait for
+a request behind it here. So it lets them go first, and the law of the order holds: a side that
+waits holds nothing that the other's progress may need.
+"""
+
+from __future__ import annotations
+
+from prefixkv.engines.vllm.loads import ScheduledLoads
+from prefixkv.engines.vllm.sends import ScheduledSends
+
+
+class Turns:
+    """The turns of one engine's requests. Used by its `SchedulerSide` alone.
+
+    Args:
+        loads, sends: of this engine.
+        has_windows: whether layers keep a window. Then a request whose load has failed needs more
+            blocks to be computed than to be loaded, so its own would not do.
+    """
+
+    def __init__(self, loads: ScheduledLoads, sends: ScheduledSends, has_windows: bool) -> None:
+        self._loads, self._sends = loads, sends
+        self._has_windows = has_windows
+        self.is_changed = False  # a request has let others go first in this step
+        self._has_yielded = False  # a request in this step, to the promised sends behind it
+        self._has_stepped_back = False  # one of `failed` in this step, to those of `landed`
+        # With windows: requests whose load has failed, until vLLM admits them again; those that
+        # have the blocks of a load that is over, until vLLM computes them or asks about them again.
+        # `SchedulerSide` takes them out then: the second at each step, where a call would count.
+        self.failed: set[str] = set()
+        self.landed: set[str] = set()
+
+    def must_yield(self, need: int) -> bool:
+        """Return whether a request that lacks `need` blocks in vLLM lets promised sends go first.
+
+        Only sends pass it: other requests keep their order, so that the loads under way end, and no
+        new one takes the blocks.
+        """
+        if need > 0 and self._sends.has_promised_uncomputed:
+            self._has_yielded |= self._loads.any_under_way
+            self.is_changed |= self._has_yielded
+        return self._has_yielded
+
+    def steps_back(self, rid: str, need: int) -> bool:
+        """Return whether a request that lacks `need` blocks in vLLM lets those go first that have
+        blocks of loads.
+
+        vLLM comes to none of these behind a request whose load has failed. No other request may
+        take the blocks meanwhile.
+        """
+        self.landed.discard(rid)
+        if rid in self.failed and need > 0:
+            self._has_stepped_back |= self._loads.any_under_way or bool(self.landed)
+            self.is_changed |= self._has_stepped_back
+        return self._has_stepped_back
+
+    def next_step(self) -> None:
+        """Begin a step of vLLM's scheduler: all have their turns again. To be left out unless
+        `is_changed`."""
+        self._has_yielded = self._has_stepped_back = self.is_changed = False
+
+    def received(self, rid: str, is_failed: bool) -> None:
+        """Note that the load of a request that vLLM still has is over."""
+        if self._has_windows:
+            self.landed.add(rid)
+            if is_failed:
+                self.failed.add(rid)
+
+    def ended(self, rid: str) -> None:
+        """Note that vLLM ends a request."""
+        self.failed.discard(rid)
+        self.landed.discard(rid)
