@@ -21,7 +21,8 @@ from tests.benchmarks.test_figures import (
 
 MARK = "<!-- sched-left -->"
 SHOWN = (
-    "commit, P50", "finish, P50", "add, P50", "admission, P50", "admission, P99", "admission, pool full, P50",
+    "commit, P50", "finish, P50", "add, P50", "admission, P50", "admission, P99",
+    "admission, pool full, P50",
     "admission, pool full, P99", "append_many, 1, P50", "append_many, 8, P50",
     "append_many, 64, P50", "append_many, 256, P50", "admission, host: no host, P50",
     "admission, host: in the pool, P50", "admission, host: in host, P50", "evict all, lru, P50",
