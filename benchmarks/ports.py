@@ -10,8 +10,9 @@ from typing import Final
 LOWEST, COUNT = 20_000, 12_000
 """Of the ports that are chosen from: none of those that the kernel gives away by itself."""
 
-_held: Final[list[socket.socket]] = []
-"""One for each port that this process has been given."""
+_held: Final[list[int]] = []
+"""Descriptors of the sockets, one for each port that this process has been given. As sockets they
+would warn at the end that none has closed them."""
 
 
 def free_port() -> int:
@@ -28,6 +29,6 @@ def free_port() -> int:
             # Bound without SO_REUSEADDR, so not beside any other socket; then it permits others.
             held.bind(("127.0.0.1", port))
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            _held.append(held)
+            _held.append(held.detach())
             return port
         held.close()
