@@ -1023,6 +1023,7 @@ def figures() -> dict[str, str]:
         **own_chats_figures(),
         **admission_call_figures(),
         **demo_speed_figures(),
+        **digest_figures(),
         **vllm_turns_figures(),
         **host_copies_figures(),
         **host_admission_figures(),
@@ -1038,6 +1039,22 @@ def admission_call_figures() -> dict[str, str]:
         "admission calls": f"the admission at P99 makes {free['calls_p99']} calls of functions, "
         f"that at P50 {free['calls_p50']}; in a full pool {full['calls_p99']} and "
         f"{full['calls_p50']},",
+    }
+
+
+def digest_figures() -> dict[str, str]:
+    """Of what is new behind a prompt's cached tokens, in two runs, and of all of it."""
+    runs = [
+        {row["new_tokens"]: row["us_p50"] for row in rows if not row["cold"]}
+        for rows in result("sched_quiet")["digest"]["runs"]
+    ]
+    short, whole = (0, 100, 512, 2048), (6144, 6244, 6656, 8192)
+    assert len({tuple(run[tokens] for tokens in short) for run in runs}) == 1
+    *few, most = (fixed(runs[0][tokens], 1) for tokens in short)
+    both = [run[tokens] for run in runs for tokens in whole]
+    return {
+        "digest": f"twice alike, {', '.join(few)} and {most} in place of {fixed(min(both))} to "
+        f"{fixed(max(both))}, `sched_quiet.json`",
     }
 
 
