@@ -427,19 +427,11 @@ class DecodePreallocQueue:
         # leaves less space for all the others. Looks that admit nothing count down, so that a pass
         # is bounded.
         looks = MAX_LOOKS
-        order, waiters = self._order, self._waiters
-        while looks and self.may_admit:
-            waiter = order.first_that_may_fit(self._version, self._limits(), len(waiters))
-            if waiter is None:
-                break
+        while looks and self.may_admit and (waiter := self._first_that_may_fit()) is not None:
             found = self._look(waiter)
-            falls_back = order.renew(waiter)
-            # Its new estimate may rank it behind another.
-            if (
-                falls_back
-                and waiter
-                is not order.first_that_may_fit(self._version, self._limits(), len(waiters))
-            ) or not self._try(waiter, *found, now_s):
+            if self._order.renew(waiter) and self._first_that_may_fit() is not waiter:
+                looks -= 1  # its new estimate ranks it behind another
+            elif not self._try(waiter, *found, now_s):
                 looks -= 1
         # An estimate that is too high gets no look above, however wrong it has become. So the looks
         # that are left go to the oldest ones, one per lane and round.
@@ -447,6 +439,11 @@ class DecodePreallocQueue:
         while looks > 0 and lanes and not self._admitted:
             lanes = [lane for lane in lanes if self._renew(lane, now_s)]
             looks -= len(lanes)
+
+    def _first_that_may_fit(self) -> Waiter | None:
+        """Return the first in the order of the prealloc queue that fits by its estimate and got no
+        look at this version."""
+        return self._order.first_that_may_fit(self._version, self._limits(), len(self._waiters))
 
     def _renew(self, lane: Lane, now_s: float) -> bool:
         """Renew the oldest estimate of a lane of the prealloc queue, by another look at its waiter.

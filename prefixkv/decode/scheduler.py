@@ -918,9 +918,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self._ends.leave(flight, error)
         elif before in (DecodeState.QUEUED, DecodeState.RETRACTED) and req in self.waiting:
             self.waiting.remove(req)
-            # Else no prefill worker waits for it.
-            if before is DecodeState.QUEUED and not req.is_alone and not self.sources.asks_late:
-                self._refusals.send(req.room_key, req.prefill, error, req.request.digest)
+            if before is DecodeState.QUEUED:  # else no prefill worker waits for it
+                self._targets.refuse_waiting(req, error)
         self._leave(req, now_s)
 
     def _cut_short(

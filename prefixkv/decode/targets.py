@@ -56,7 +56,6 @@ class PrefillTargets:
     ) -> None:
         self._lanes, self._shares, self._waiting = lanes, shares, waiting
         self._choice, self._sources = choice, sources
-        self._asks_late = sources.asks_late
         self._refusals = refusals
         self._retries = retries
         self._commands = commands
@@ -100,7 +99,7 @@ class PrefillTargets:
         """Return True if a prefill worker may have this attempt at a decode request that was not
         admitted yet."""
         is_first = req.generation == req.request.generation
-        return is_first and bool(req.prefill) and not self._asks_late
+        return is_first and bool(req.prefill) and not self._sources.asks_late
 
     # --- moves ------------------------------------------------------------------------------------
 
@@ -162,9 +161,16 @@ class PrefillTargets:
     def _withdraw(self, req: DecodeRequest, error: Exception) -> None:
         """Refuse a waiting decode request at the prefill worker that may have it; its next attempt
         is another generation."""
-        if not req.is_alone and req.prefill and not self._asks_late:
-            self._refusals.send(req.room_key, req.prefill, error, req.request.digest)
+        if self.refuse_waiting(req, error):
             req.generation += 1
+
+    def refuse_waiting(self, req: DecodeRequest, error: Exception) -> bool:
+        """Refuse a decode request that was not admitted yet, as it waits, at its prefill worker.
+        Return False if no worker has it: then none waits for a promise."""
+        if req.is_alone or not req.prefill or self._sources.asks_late:
+            return False
+        self._refusals.send(req.room_key, req.prefill, error, req.request.digest)
+        return True
 
     def next_attempt(self, req: DecodeRequest, error: Exception) -> Exception | None:
         """Point a decode request at its next attempt, after a transfer that failed or could not
