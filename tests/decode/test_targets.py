@@ -106,6 +106,9 @@ def test_it_goes_alone_once_and_comes_back() -> None:
     assert case.counters["failovers"] == 1
     assert req.generation == 1
     assert case.commands, "the worker may have it, and may be back first"
+    told = len(case.commands)
+    assert not case.targets.refuse_waiting(req, BROKEN)
+    assert len(case.commands) == told, "once is enough"
     case.targets.come_back(req)
     assert case.lane_of(req) == ["p:1"]
     assert not req.is_alone

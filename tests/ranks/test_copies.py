@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from prefixkv.errors import PeerLostError
 from prefixkv.protocol.events import CopyEnded
 from prefixkv.protocol.host_copy import HostCopyDone
 from prefixkv.ranks.copies import RankCopies
+from prefixkv.ranks.leader import RankLeader
+from prefixkv.ranks.replica import RankLog
 from prefixkv.ranks.rooms import RankRooms, pack_rank_events
 
 
@@ -51,3 +55,23 @@ def test_a_copy_waits_for_no_rank_that_is_dead() -> None:
     assert joined is not None
     assert joined.error is error
     assert not len(copies)
+
+
+class Heard:
+    """What a leader tells its scheduler."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: self.calls.append((name, *args))
+
+
+def test_the_scheduler_hears_of_copies_that_a_dead_rank_held_up() -> None:
+    heard: Any = Heard()
+    leader = RankLeader(heard, 2, RankLog(), print)
+    assert leader.copies.on(0, HostCopyDone(1, None, 10, 0.5)) is None
+    leader.fence(1, 3.0, None)
+    (first, error, *_), (second, done, now_s) = heard.calls
+    assert (first, second, now_s) == ("end_all", "copy_ended", 3.0)
+    assert done == HostCopyDone(1, error, 10, 0.5)

@@ -395,3 +395,23 @@ def test_what_has_not_changed_is_not_told_again() -> None:
     scheduler.pop_bootstrapped(9.0)
     assert twin.pages[0] == reqs[1].pages[0]
     assert [(view[0], view[5] is None) for view in told()] == [("r2", True), ("twin", False)]
+
+
+def test_an_id_that_comes_again_in_the_same_row_has_its_pages_told() -> None:
+    scheduler, log = PrefillScheduler(PageManager(16, 4, 4)), PrefillLog()
+    log.settings = settings_of(16, 4, 0, [])
+    follower = PrefillFollower(16, 4, 0, [])
+    before = begin(scheduler, "again", [1] * 11, 1)
+    begun_in = (before.row, before.pages.tolist())
+    other = begin(scheduler, "other", [2] * 11, 2)
+    scheduler.send_chunk(other, 8, 0.0)
+    follower.apply(log.take(scheduler.requests.values()), None)
+    scheduler.abort("again", 0.0, PeerLostError("gone"))
+    assert scheduler.pop_failed(0.0) == [before]
+    scheduler.source_free(before.room_key, 0.0)
+    after = begin(scheduler, "again", [2] * 8 + [3] * 3, 3)
+    assert after.row == begun_in[0]
+    assert len(after.pages) == len(begun_in[1])
+    assert after.pages.tolist() != begun_in[1]
+    follower.apply(log.take(scheduler.requests.values()), None)
+    assert follower.is_like(after)
