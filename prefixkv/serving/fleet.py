@@ -18,6 +18,7 @@ from typing import Final
 import httpx
 import msgspec
 
+from prefixkv.serving.client import make_client
 from prefixkv.serving.failures import ApiError, failed, is_inner
 from prefixkv.serving.feed import batches_of
 from prefixkv.serving.streams import read_all, read_some
@@ -173,11 +174,9 @@ class Fleet:
         self.retried = 0
         # `SILENCE_S` bounds the time between two pieces, which signs of life keep short; an answer
         # as a whole may take any time.
-        self._client = httpx.AsyncClient(
-            headers={"authorization": f"Bearer {api_key}"} if api_key else {},
-            timeout=httpx.Timeout(SILENCE_S, connect=_CONNECT_S),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
-            trust_env=False,
+        self._client = make_client(
+            {"authorization": f"Bearer {api_key}"} if api_key else {},
+            httpx.Timeout(SILENCE_S, connect=_CONNECT_S),
         )
 
     # --- which there are --------------------------------------------------------------------------

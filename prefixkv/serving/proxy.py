@@ -32,6 +32,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from prefixkv.serving import interrupts, usage
+from prefixkv.serving.client import make_client
 from prefixkv.serving.config import ProxyConfig, ServerAt
 from prefixkv.serving.failures import failed
 from prefixkv.serving.http import (
@@ -208,18 +209,13 @@ class Proxy:
                 tracing.give_up()
             raise
         key = config.servers_key
-        self._client = httpx.AsyncClient(
+        # It has no cap on connections: a request holds two at once, and under a cap requests that
+        # hold one could wait for each other.
+        self._client = make_client(
             # Uncompressed: a few packed bytes may expand to very many, and are passed on anyway.
-            headers={"accept-encoding": "identity"}
-            | ({"authorization": f"Bearer {key}"} if key else {}),
-            # No cap on connections: a request holds two at once, and under a cap requests that
-            # hold one could wait for each other.
-            timeout=httpx.Timeout(config.answer_timeout_s, connect=_CONNECT_S),
-            limits=httpx.Limits(
-                max_connections=None, max_keepalive_connections=64, keepalive_expiry=_KEPT_S
-            ),
-            trust_env=False,
-        )
+            {"accept-encoding": "identity"} | ({"authorization": f"Bearer {key}"} if key else {}),
+            httpx.Timeout(config.answer_timeout_s, connect=_CONNECT_S), _KEPT_S,
+        )  # fmt: skip
         # Runs that decode has not answered yet: prefill's name ("" without one), time.time().
         self.waiting: dict[_ProxiedRequest, tuple[str, float]] = {}
         # By server: no log line until then (time.monotonic()), and how many were left out.

@@ -24,6 +24,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from prefixkv import PrefixKVError
+from prefixkv.serving.client import make_client
 from prefixkv.serving.config import (
     OPTION_NAMES,
     DecodeWorkerConfig,
@@ -458,10 +459,9 @@ class DecodeWorker(Worker):
         # midway.
         self._tasks: set[asyncio.Task[None]] = set()
         key = config.worker.listen.api_key
-        self._client = httpx.AsyncClient(
-            headers={"authorization": f"Bearer {key}"} if key else {},
-            timeout=_JOB_TIMEOUT_S, limits=httpx.Limits(max_connections=None), trust_env=False,
-        )  # fmt: skip
+        self._client = make_client(
+            {"authorization": f"Bearer {key}"} if key else {}, _JOB_TIMEOUT_S
+        )
 
     def _make_engine(self) -> Any:
         """Load the decode worker's model, and make a `DecodeEngine`. See `Worker._make_engine`."""

@@ -215,6 +215,7 @@ class Stalled:
         parts = urlsplit(serve.url)
         self._address = parts.hostname, parts.port
         self._sockets: list[socket.socket] = []
+        self._told: dict[socket.socket, bytes] = {}  # what came back
 
     def __enter__(self) -> Stalled:
         return self
@@ -246,11 +247,11 @@ class Stalled:
                 selector.register(sock, selectors.EVENT_READ)
         for key, _ in selector.select(0):
             with contextlib.suppress(BlockingIOError):
-                try:
+                with contextlib.suppress(ConnectionResetError):
                     while data := key.fileobj.recv(65536, socket.MSG_DONTWAIT):
-                        assert data.startswith(b"HTTP/1.1 408 ")
-                except ConnectionResetError:
-                    pass
+                        # The head and the body may come apart.
+                        told = self._told[key.fileobj] = self._told.get(key.fileobj, b"") + data
+                        assert told.startswith(b"HTTP/1.1 408 "[: len(told)])
                 key.fileobj.close()
         selector.close()
         return sum(sock.fileno() < 0 for sock in self._sockets)

@@ -1,0 +1,131 @@
+"""HTTP clients of the other processes of a deployment, for very many requests at once.
+
+httpx's own pool looks at each of its connections for every request that begins or ends, and asks
+the kernel about each idle one. In a process whose other threads compute, each such question may
+wait for the interpreter: a burst of some hundred requests held a worker's event loop for seconds.
+Here a request takes the connection that was given back last, whatever the number of the others.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Final
+
+import httpx
+
+_MAX_IDLE: Final = 64
+_KEPT_S: Final = 5.0
+
+_Origin = tuple[bytes, bytes, int | None]
+
+
+def make_client(
+    headers: Mapping[str, str], timeout: httpx.Timeout | float, kept_s: float = _KEPT_S
+) -> httpx.AsyncClient:
+    """Return an HTTP client of other processes. It has no bound of connections, so no request waits
+    for the end of another.
+
+    Args:
+        headers: of every request.
+        timeout: of httpx, in seconds.
+        kept_s: how long an idle connection is kept for another request, in seconds.
+    """
+    return httpx.AsyncClient(
+        headers=headers, timeout=timeout, transport=_Connections(kept_s), trust_env=False
+    )
+
+
+class _Connections(httpx.AsyncBaseTransport):
+    """The connections of a client, each an httpx transport that has one request at a time. Idle
+    ones are kept for `kept_s`, at most `_MAX_IDLE`; each request costs the same."""
+
+    def __init__(self, kept_s: float) -> None:
+        self._kept_s = kept_s
+        self._tls = httpx.create_ssl_context(trust_env=False)
+        # The idle ones, and when each became idle; first those that have been longest.
+        self._idle: dict[httpx.AsyncHTTPTransport, tuple[_Origin, float]] = {}
+        # The same by origin, in the same order.
+        self._by_origin: dict[_Origin, deque[httpx.AsyncHTTPTransport]] = {}
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        url = request.url
+        origin = url.raw_scheme, url.raw_host, url.port
+        await self._close_old()
+        one = self._take(origin)
+        try:
+            answer = await one.handle_async_request(request)
+        except BaseException:
+            await one.aclose()
+            raise
+        assert isinstance(answer.stream, httpx.AsyncByteStream)
+        answer.stream = _GivenBack(answer.stream, lambda ok: self._give_back(origin, one, ok))
+        return answer
+
+    def _take(self, origin: _Origin) -> httpx.AsyncHTTPTransport:
+        """Return the client's connection to an origin that was idle for the shortest time, or one
+        that is yet to be opened."""
+        if (idle := self._by_origin.get(origin)) is None:
+            return httpx.AsyncHTTPTransport(
+                verify=self._tls, trust_env=False,
+                limits=httpx.Limits(max_connections=None, keepalive_expiry=self._kept_s),
+            )  # fmt: skip
+        one = idle.pop()
+        del self._idle[one]
+        if not idle:
+            del self._by_origin[origin]
+        return one
+
+    async def _give_back(self, origin: _Origin, one: httpx.AsyncHTTPTransport, ok: bool) -> None:
+        """Keep a connection of the client for another request, or close it if it is not `ok`."""
+        if not ok:
+            await one.aclose()
+            return
+        self._idle[one] = origin, time.monotonic()
+        self._by_origin.setdefault(origin, deque()).append(one)
+        await self._close_old()
+
+    async def _close_old(self) -> None:
+        """Close the client's idle connections that are too many or have been idle too long."""
+        while self._idle:
+            one, (origin, since_s) = next(iter(self._idle.items()))
+            if len(self._idle) <= _MAX_IDLE and time.monotonic() - since_s < self._kept_s:
+                return
+            # Out of both tables before the first `await`, where others may take one.
+            del self._idle[one]
+            idle = self._by_origin[origin]
+            idle.popleft()
+            if not idle:
+                del self._by_origin[origin]
+            await one.aclose()
+
+    async def aclose(self) -> None:
+        idle = list(self._idle)
+        self._idle.clear()
+        self._by_origin.clear()
+        for one in idle:
+            await one.aclose()
+
+
+class _GivenBack(httpx.AsyncByteStream):
+    """The body of an answer, whose connection is given back when it is closed."""
+
+    def __init__(
+        self, stream: httpx.AsyncByteStream, give_back: Callable[[bool], Awaitable[None]]
+    ) -> None:
+        self._stream = stream
+        self._give_back: Callable[[bool], Awaitable[None]] | None = give_back
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self._stream.__aiter__()
+
+    async def aclose(self) -> None:
+        give_back, self._give_back = self._give_back, None
+        ok = False
+        try:
+            await self._stream.aclose()
+            ok = True
+        finally:
+            if give_back is not None:
+                await give_back(ok)
