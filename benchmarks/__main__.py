@@ -19,6 +19,7 @@ BENCHMARKS = {
     "transfer": "goodput from node to node, beside raw NIXL",
     "transfer_parts": "where that time goes, beside raw posts of the same descriptors",
     "claims": "the transport's claims: goodput, prepared lists, staging, full hits, idling",
+    "chats_at_once": "chats that begin all at once under serve, beside another commit",
     "router": "hits and balance of several decode workers on a trace, by way to route",
     "fleet": "our router beside Dynamo's selection service, on the same workers",
     "replay": "hits of each eviction policy on a trace, at many capacities",

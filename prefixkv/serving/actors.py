@@ -20,7 +20,7 @@ import msgspec
 
 from prefixkv import PrefillConfig
 from prefixkv.serving.config import PrefillWorkerConfig, WorkerConfig
-from prefixkv.serving.process import log_to_stderr
+from prefixkv.serving.process import keep_what_is_loaded, log_to_stderr
 from prefixkv.serving.wire import WorkerInfo
 from prefixkv.serving.worker import DecodeWorker, PrefillWorker, make_worker
 from prefixkv.spi import HeldLife, ProcessLife, is_dead
@@ -96,6 +96,7 @@ class WorkerActor:
         except BaseException as error:
             ready.set_exception(error)
             return True
+        keep_what_is_loaded()
         ready.set_result(self._worker.info)
         return await self._worker.run()
 

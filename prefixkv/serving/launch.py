@@ -28,7 +28,7 @@ from prefixkv.serving.config import KINDS, ServeConfig
 from prefixkv.serving.fleet import Fleet
 from prefixkv.serving.front import Front
 from prefixkv.serving.plan import numbered
-from prefixkv.serving.process import READY, REFUSED, log_to_stderr
+from prefixkv.serving.process import READY, REFUSED, keep_what_is_loaded, log_to_stderr
 from prefixkv.serving.text import load_texts
 from prefixkv.serving.variables import without_settings
 from prefixkv.serving.wire import WorkerInfo
@@ -244,6 +244,7 @@ class Launch:
                 ready.cancel()
                 raise WorkerFailedError(f"no workers after {config.start_timeout_s:g} s")
             ready.result()
+            keep_what_is_loaded()
             await front.server.start()
             self._say(f"{name}: {front.server.url}/v1 (health and metrics: {front.status.url})")
             await stopping

@@ -54,7 +54,7 @@ from prefixkv.serving.passing import (
     prompts_of,
     refusal_of,
 )
-from prefixkv.serving.process import log_to_stderr
+from prefixkv.serving.process import keep_what_is_loaded, log_to_stderr
 from prefixkv.serving.request_file import RequestFile
 from prefixkv.serving.status import bind, status_app
 from prefixkv.serving.streams import TooMuchError, read_all
@@ -853,6 +853,7 @@ def run_proxy(config: ProxyConfig, prefill: Sequence[ServerAt], decode: Sequence
         except BaseException:
             await proxy.stop()
             raise
+        keep_what_is_loaded()
         print(f"{proxy.server.url}/v1 (health and metrics: {proxy.status.url})", flush=True)
         await stop.wait()
         # `stop` twice is safe: the second call, without grace, cuts what the first still waits for.

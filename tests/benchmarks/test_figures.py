@@ -715,6 +715,22 @@ def meshes_table() -> list[str]:
     ]
 
 
+def chats_table() -> list[str]:
+    def waits(row: dict[str, Any], side: str) -> str:
+        one = row[side]
+        assert one["answered"] == row["chats"]
+        return f"{fixed(one['ttft_p50_s'], 2)} / {fixed(one['ttft_p99_s'], 2)}"
+
+    return [
+        *head("chats", "burst", "TTFT P50 / P99, s", "A against A", "the commit before"),
+        *(
+            line(str(row["chats"]), row["burst"], *(waits(row, side) for side in sides))
+            for row in result("chats_at_once")["rows"]
+            for sides in [("ours", "again", "theirs")]
+        ),
+    ]
+
+
 def burst_table() -> list[str]:
     of = result("burst")
     rows = [
@@ -893,6 +909,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "ranks-table": ranks_table, "transport-table": transport_table,
     "full-hit-table": full_hit_table,
     "small-pages-table": small_pages_table, "meshes-table": meshes_table,
+    "chats-table": chats_table,
     "burst-table": burst_table, "storms-table": storms_table,
     "waiting-cpu-table": waiting_cpu_table,
     "gpu-transfer-table": gpu_transfer_table, "gpu-table": gpu_table,

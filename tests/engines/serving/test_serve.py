@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import urllib.request
+from pathlib import Path
 from urllib.error import URLError
 
 import httpx
@@ -13,10 +14,33 @@ import pytest
 
 from tests.engines.serving.conftest import KEY
 from tests.models.patience import NEVER_S, until
-from tests.models.served import Expected, Serve, ask_and_leave, at_rest, client_of, get, under_way
+from tests.models.served import (
+    ROOT,
+    Expected,
+    Serve,
+    ask_and_leave,
+    at_rest,
+    client_of,
+    get,
+    under_way,
+)
 
 # No other module begins so: the first hits nothing.
 HELLO = [{"role": "user", "content": "Please, tell me something about cats and boats."}]
+
+
+# Each process that freezes what it has loaded says how many objects these are.
+FREEZES = """
+import gc, os
+freeze = gc.freeze
+
+def said():
+    freeze()
+    with open(f"{os.environ['FREEZES']}/{os.getpid()}", "w") as file:
+        file.write(str(gc.get_freeze_count()))
+
+gc.freeze = said
+"""
 
 
 def greedy(client: openai.OpenAI, messages: list[dict[str, str]], num: int, **more: object):
@@ -164,9 +188,17 @@ def test_a_client_that_leaves_ends_its_request_on_both_sides(
 
 
 def test_turns_of_a_chat_go_to_the_worker_that_has_it_and_a_killed_front_takes_all_along(
-    expected: Expected,
+    expected: Expected, tmp_path: Path
 ) -> None:
-    with Serve("--decode", "2") as serve, client_of(serve) as client:
+    (tmp_path / "sitecustomize.py").write_text(FREEZES)
+    path = os.pathsep.join((str(tmp_path), str(ROOT)))
+    with (
+        Serve("--decode", "2", PYTHONPATH=path, FREEZES=str(tmp_path)) as serve,
+        client_of(serve) as client,
+    ):
+        # What each process has loaded is not looked through again in the midst of requests.
+        pids = {worker["pid"] for worker in serve.workers().values()} | {serve.process.pid}
+        assert all(int((tmp_path / str(pid)).read_text()) > 50_000 for pid in pids)
         chats = [[{"role": "user", "content": f"{i} " + "What about this? " * 4}] for i in range(4)]
         for turn in range(3):
             for chat in chats:
