@@ -77,7 +77,7 @@ class Prefill:
     def __init__(self, pipe: Connection, sizes: Sizes, follow_s: float) -> None:
         from prefixkv.config import PrefillConfig
         from prefixkv.memory.kv_pool import KVPool
-        from prefixkv.runtime.nodes import PrefillNode
+        from prefixkv.runtime.prefill_node import PrefillNode
         from prefixkv.testing.hashing import PrefixHasher
         from prefixkv.testing.pattern import KVPattern
 
@@ -155,7 +155,7 @@ class Decode:
     def __init__(self, pipe: Connection, sizes: Sizes) -> None:
         from prefixkv.config import DecodeConfig
         from prefixkv.memory.kv_pool import KVPool
-        from prefixkv.runtime.nodes import DecodeNode
+        from prefixkv.runtime.decode_node import DecodeNode
         from prefixkv.testing.hashing import PrefixHasher
         from prefixkv.testing.pattern import KVPattern
 

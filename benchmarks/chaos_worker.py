@@ -39,7 +39,8 @@ from prefixkv.errors import OutOfPagesError, RequestError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.paging import pages_for
 from prefixkv.request import Request
-from prefixkv.runtime.nodes import DecodeNode, PrefillNode
+from prefixkv.runtime.decode_node import DecodeNode
+from prefixkv.runtime.prefill_node import PrefillNode
 from prefixkv.testing.hashing import Hashes, PrefixHasher, extend, sample
 from prefixkv.testing.pattern import KVPattern
 from prefixkv.transport.nixl.loop import NixlLoop

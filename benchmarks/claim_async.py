@@ -277,7 +277,7 @@ def nodes_side(pipe: Connection, _watch: Watch, case: Steps) -> None:
     """Eight decode nodes; told a round's number they ask for its requests, and say when all have
     come."""
     from prefixkv.request import Request
-    from prefixkv.runtime.nodes import DecodeNode
+    from prefixkv.runtime.decode_node import DecodeNode
 
     endpoint = pipe.recv()
     num_pages = _chunks(case) * _PAGES_A_CHUNK + 8
@@ -358,7 +358,7 @@ def _slowest(calls: list[Call]) -> Row:
 
 def sending_side(pipe: Connection, watch: Watch, case: Steps) -> Row:
     from prefixkv.request import Request
-    from prefixkv.runtime.nodes import PrefillNode
+    from prefixkv.runtime.prefill_node import PrefillNode
 
     took: list[list[Call]] = []
     compute = case.computing()

@@ -83,7 +83,7 @@ class Timed:
 
 def prefill_side(pipe: Connection, _watch: Watch, case: Hits) -> None:
     from prefixkv.request import Request
-    from prefixkv.runtime.nodes import PrefillNode
+    from prefixkv.runtime.prefill_node import PrefillNode
 
     prompt, timed = case.prompt(), Timed("prefill", [])
     with PrefillNode(case.pool()) as node:
@@ -107,7 +107,7 @@ def prefill_side(pipe: Connection, _watch: Watch, case: Hits) -> None:
 
 def decode_side(pipe: Connection, _watch: Watch, case: Hits) -> Row:
     from prefixkv.request import Request
-    from prefixkv.runtime.nodes import DecodeNode
+    from prefixkv.runtime.decode_node import DecodeNode
 
     prompt, timed = case.prompt(), Timed("decode", [])
     spans: list[tuple[float, float]] = []

@@ -73,7 +73,7 @@ def prefill_side(pipe: Connection, _watch: Watch, case: Hits) -> None:
     """Sends at once whatever it is asked for. A float asks for the processor time of so many idle
     seconds."""
     from prefixkv.request import Request
-    from prefixkv.runtime.nodes import PrefillNode
+    from prefixkv.runtime.prefill_node import PrefillNode
 
     case.begin()
     prompt = case.prompt()
@@ -100,7 +100,7 @@ def prefill_side(pipe: Connection, _watch: Watch, case: Hits) -> None:
 
 def decode_side(pipe: Connection, watch: Watch, case: Hits) -> Row:
     from prefixkv.request import Request
-    from prefixkv.runtime.nodes import DecodeNode
+    from prefixkv.runtime.decode_node import DecodeNode
 
     case.begin()
     prompt = case.prompt()

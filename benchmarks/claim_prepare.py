@@ -252,7 +252,7 @@ def prefill_side(pipe: Connection, _watch: Watch, case: Burst) -> None:
     """Told (built, burst): adds its requests, says so, and sends each when decode has asked for
     it."""
     builder = Builder()
-    from prefixkv.runtime.nodes import PrefillNode
+    from prefixkv.runtime.prefill_node import PrefillNode
 
     with PrefillNode(case.pool(), PrefillConfig()) as node:
         case.prepare(node)
@@ -277,7 +277,7 @@ def prefill_side(pipe: Connection, _watch: Watch, case: Burst) -> None:
 
 
 def decode_side(pipe: Connection, watch: Watch, case: Burst) -> Row:
-    from prefixkv.runtime.nodes import DecodeNode
+    from prefixkv.runtime.decode_node import DecodeNode
 
     with DecodeNode(case.pool(), DecodeConfig(reserve_tokens=0)) as node:
         case.prepare(node)

@@ -46,7 +46,7 @@ from prefixkv.engines.hf.attention import FlatPool
 from prefixkv.engines.hf.models import unpaged_copy
 from prefixkv.engines.hf.requests import pack_first
 from prefixkv.errors import ConfigError
-from prefixkv.runtime.nodes import PrefillNode
+from prefixkv.runtime.prefill_node import PrefillNode
 
 SIZES: dict[str, Any] = {
     "vocab_size": 32_000, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12,

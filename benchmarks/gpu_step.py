@@ -25,7 +25,7 @@ from prefixkv.errors import InternalError
 
 if TYPE_CHECKING:
     from prefixkv.prefill.request import PrefillRequest
-    from prefixkv.runtime.nodes import DecodeNode
+    from prefixkv.runtime.decode_node import DecodeNode
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def small(device: str) -> Steps:
 
 
 def prefill_side(pipe: Connection, _watch: Watch, case: Steps) -> None:
-    from prefixkv.runtime.nodes import PrefillNode
+    from prefixkv.runtime.prefill_node import PrefillNode
 
     with PrefillNode(case.pool()) as node:
         pipe.send(node.endpoint)
@@ -154,7 +154,7 @@ class _Engine:
 
 
 def decode_side(pipe: Connection, _watch: Watch, case: Steps) -> Row:
-    from prefixkv.runtime.nodes import DecodeNode
+    from prefixkv.runtime.decode_node import DecodeNode
 
     step = model_step(case)
     took_ms: dict[str, list[float]] = {"alone": [], "beside": []}

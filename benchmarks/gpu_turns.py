@@ -24,7 +24,7 @@ from prefixkv.testing.hashing import PrefixHasher
 
 if TYPE_CHECKING:
     from prefixkv.prefill.request import PrefillRequest
-    from prefixkv.runtime.nodes import PrefillNode
+    from prefixkv.runtime.prefill_node import PrefillNode
 
 SALT = 5
 
@@ -80,7 +80,7 @@ def serve(
 
 
 def prefill_side(pipe: Connection, _watch: Watch, case: Turns) -> None:
-    from prefixkv.runtime.nodes import PrefillNode
+    from prefixkv.runtime.prefill_node import PrefillNode
     from prefixkv.testing.pattern import pattern_in
 
     pool = case.pool()
@@ -106,7 +106,7 @@ def prefill_side(pipe: Connection, _watch: Watch, case: Turns) -> None:
 
 def decode_side(pipe: Connection, _watch: Watch, case: Turns) -> Row:
     from prefixkv.request import Request
-    from prefixkv.runtime.nodes import DecodeNode
+    from prefixkv.runtime.decode_node import DecodeNode
     from prefixkv.testing.pattern import pattern_in
 
     pool = case.pool()

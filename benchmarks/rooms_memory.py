@@ -29,7 +29,8 @@ from prefixkv.config import ControlConfig, DecodeConfig, PrefillConfig
 from prefixkv.errors import ConfigError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.request import Request
-from prefixkv.runtime.nodes import DecodeNode, PrefillNode
+from prefixkv.runtime.decode_node import DecodeNode
+from prefixkv.runtime.prefill_node import PrefillNode
 
 POOL: dict[str, Any] = {
     "num_pages": 4096, "page_size": 4, "num_layers": 1, "num_kv_heads": 1, "head_dim": 8,

@@ -23,7 +23,8 @@ from prefixkv.config import ControlConfig, DecodeConfig, PrefillConfig
 from prefixkv.errors import ConfigError, OutOfPagesError, PrefixKVError, RequestError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.request import Request
-from prefixkv.runtime.nodes import DecodeNode, PrefillNode
+from prefixkv.runtime.decode_node import DecodeNode
+from prefixkv.runtime.prefill_node import PrefillNode
 
 POOL: dict[str, Any] = {
     "num_pages": 2048,

@@ -48,7 +48,8 @@ from prefixkv.pages.manager import PageManager, RequestPages
 
 if TYPE_CHECKING:
     from prefixkv.memory.kv_pool import KVPool
-    from prefixkv.runtime.nodes import DecodeNode, PrefillNode
+    from prefixkv.runtime.decode_node import DecodeNode
+    from prefixkv.runtime.prefill_node import PrefillNode
 
 SIDES: Final = ("stack", "one", "many", "same")
 LAYOUTS: Final = ("layer_major", "page_major")
@@ -181,7 +182,7 @@ def prefill_side(pipe: Connection, _watch: Watch, case: Transfer) -> None:
     byte set out."""
     from benchmarks.raw import RawAgent
     from prefixkv.request import Request
-    from prefixkv.runtime.nodes import PrefillNode
+    from prefixkv.runtime.prefill_node import PrefillNode
 
     transport = case.transport()
     raw = RawAgent("raw-prefill", case.num_bytes, pool := case.pool(1), case.is_shared)
@@ -279,7 +280,7 @@ class Decode:
 def decode_of(pipe: Connection, case: Transfer) -> Iterator[tuple[Decode, KVPool]]:
     """A node, and a raw agent, that know prefill's; and the pool of both."""
     from benchmarks.raw import RawAgent
-    from prefixkv.runtime.nodes import DecodeNode
+    from prefixkv.runtime.decode_node import DecodeNode
 
     raw = RawAgent("raw-decode", case.num_bytes, pool := case.pool(2), case.is_shared)
     with DecodeNode(pool, DecodeConfig(transport=case.transport())) as node:

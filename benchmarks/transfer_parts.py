@@ -53,7 +53,7 @@ class _Timed:
 
 def prefill_side(pipe: Connection, watch: Watch, case: Transfer) -> None:
     """That of `transfer`, which says its marks at the end."""
-    from prefixkv.runtime.nodes import PrefillNode
+    from prefixkv.runtime.prefill_node import PrefillNode
     from prefixkv.transport.nixl.loop import NixlLoop
 
     marks: Marks = []

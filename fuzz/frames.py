@@ -38,7 +38,7 @@ from prefixkv.protocol import messages
 from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.messages import Hello, HelloReply, HelloWanted, Outcome, Promise
 from prefixkv.request import Request
-from prefixkv.runtime.nodes import DecodeNode
+from prefixkv.runtime.decode_node import DecodeNode
 from tests.models.node_pair import make_pool, tokens_of
 from tests.models.node_process import NodeProcess, node_processes
 from tests.models.patience import PATIENCE_S, until

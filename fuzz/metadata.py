@@ -22,7 +22,8 @@ import zmq
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from prefixkv.config import DecodeConfig, PrefillConfig
-from prefixkv.runtime.nodes import DecodeNode, PrefillNode
+from prefixkv.runtime.decode_node import DecodeNode
+from prefixkv.runtime.prefill_node import PrefillNode
 from prefixkv.transport.metadata import trial
 from tests.models.node_pair import NodePair, make_pool, tokens_of
 from tests.models.ucx_shapes import shaped

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from prefixkv.memory.state_pool import StatePool as StatePool
     from prefixkv.prefill.request import PrefillRequest as PrefillRequest
     from prefixkv.request import Request as Request
-    from prefixkv.runtime.nodes import DecodeNode as DecodeNode
-    from prefixkv.runtime.nodes import PrefillNode as PrefillNode
+    from prefixkv.runtime.decode_node import DecodeNode as DecodeNode
+    from prefixkv.runtime.prefill_node import PrefillNode as PrefillNode
 
 __version__ = "0.1.0"
 
@@ -47,7 +47,7 @@ _HOMES = {
     "ControlConfig": "config",
     "CurveConfig": "config",
     "DecodeConfig": "config",
-    "DecodeNode": "runtime.nodes",
+    "DecodeNode": "runtime.decode_node",
     "DecodeRequest": "decode.request",
     "HostConfig": "config",
     "KVEventsConfig": "config",
@@ -59,7 +59,7 @@ _HOMES = {
     "PoolGroup": "memory.kv_pool",
     "PrefillAsk": "decode.request",
     "PrefillConfig": "config",
-    "PrefillNode": "runtime.nodes",
+    "PrefillNode": "runtime.prefill_node",
     "PrefillRequest": "prefill.request",
     "PrefixKVError": "errors",
     "Request": "request",

@@ -20,7 +20,8 @@ from prefixkv.decode.request import DecodeRequest
 from prefixkv.errors import AbortedError, OutOfPagesError
 from prefixkv.prefill.request import PrefillRequest
 from prefixkv.request import Request
-from prefixkv.runtime.nodes import DecodeNode, PrefillNode
+from prefixkv.runtime.decode_node import DecodeNode
+from prefixkv.runtime.prefill_node import PrefillNode
 from prefixkv.testing.hashing import PrefixHasher
 from prefixkv.testing.pattern import KVPattern
 from tests.models.node_pair import SALT, first_token, make_pool, node_at_rest, tokens_of

@@ -2,8 +2,8 @@
 object.
 
 It asks the control plane for rooms by commands (`take_commands`). The control plane reports what
-became of them through `room_ended`, `room_drained` and `room_overdue`. `runtime/nodes.py` connects
-it to threads; the tests connect it to a simulated network.
+became of them through `room_ended`, `room_drained` and `room_overdue`. `runtime/decode_node.py`
+connects it to threads; the tests connect it to a simulated network.
 
 The states of requests and their ends are here. The rest is of its parts: what waits for pages
 (`prealloc_queue.py`), the prefill worker of each (`targets.py`), how it gets what it lacks

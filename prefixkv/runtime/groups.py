@@ -29,9 +29,10 @@ from prefixkv.prefill.request import PrefillRequest
 from prefixkv.ranks.prefill_log import PrefillLog
 from prefixkv.ranks.replica import RankLog
 from prefixkv.request import DeviceEvent
+from prefixkv.runtime.decode_node import DecodeNode
 from prefixkv.runtime.decode_rank import DecodeRank
-from prefixkv.runtime.nodes import DecodeNode, PrefillNode
 from prefixkv.runtime.one_thread import OneThread
+from prefixkv.runtime.prefill_node import PrefillNode
 from prefixkv.runtime.prefill_rank import PrefillRank
 from prefixkv.settings import check_kind, check_timeout
 from prefixkv.wakeups import wait_readable

@@ -28,7 +28,8 @@ from prometheus_client.utils import floatToGoString
 from prefixkv.errors import ClosedError
 from prefixkv.pages.allocator import PageAllocator
 from prefixkv.prefill.request import PrefillState
-from prefixkv.runtime.nodes import DecodeNode, PrefillNode
+from prefixkv.runtime.decode_node import DecodeNode
+from prefixkv.runtime.prefill_node import PrefillNode
 from prefixkv.stats import Histogram, Journal
 
 NAME_AFTER_S = 60.0  # seconds until the owner of a lock is named

@@ -15,10 +15,11 @@ from prefixkv.cache.events import EventBatch, EventFeed
 from prefixkv.config import DecodeConfig, PrefillConfig, check_version
 from prefixkv.control.effects import To
 from prefixkv.decode.scheduler import DecodeScheduler
-from prefixkv.errors import CallerError, InternalError, shown
+from prefixkv.errors import CallerError, ConfigError, InternalError, shown
 from prefixkv.kv_events.publisher import KVEventPublisher
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.state_pool import StatePool
+from prefixkv.pages.manager import PageManager
 from prefixkv.prefill.scheduler import PrefillScheduler
 from prefixkv.protocol.events import RoomEvent
 from prefixkv.protocol.ids import PeerId
@@ -345,3 +346,23 @@ class Node(OneThread, Generic[C, To, E]):
     @abstractmethod
     def _take(self, event: E, now_s: float) -> None:
         """Tell the node's scheduler, decode's or prefill's, what became of a room."""
+
+
+def checkpoint_counts(pages: PageManager) -> dict[str, int]:
+    """Return how many checkpoints a node has, may have, and has given up for others."""
+    points = pages.checkpoints
+    return {
+        "checkpoints": 0 if points is None else len(points),
+        "checkpoint_slots": 0 if points is None else points.num_slots,
+        "checkpoints_evicted": 0 if points is None else points.evicted,
+    }
+
+
+def check_windows(pages: PageManager, page_size: int) -> None:
+    """Raise ConfigError for a window group of a node in which not even one request has room."""
+    for group in pages.windows:
+        if (has := group.allocator.num_pages) < group.most_pages:
+            raise ConfigError(
+                f"group {group.name!r} has {has} pages; one request may need {group.most_pages} of "
+                f"{page_size} tokens: window {group.window}, step_tokens {group.step_tokens}"
+            )

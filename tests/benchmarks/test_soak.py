@@ -26,7 +26,7 @@ def test_a_short_soak_comes_to_rest_and_counts(tmp_path: Path) -> None:
     assert sum(written["plans"].values()) == 120
     assert written["outcomes_here"]["decode: well"] > 0
     assert any(name.startswith("transport ") for name in written["samples"][0]["containers"])
-    assert written["samples"][0]["objects"]["prefixkv.runtime.nodes.DecodeNode"] == 1
+    assert written["samples"][0]["objects"]["prefixkv.runtime.decode_node.DecodeNode"] == 1
 
 
 @pytest.mark.slow

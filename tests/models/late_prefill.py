@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from prefixkv.prefill.request import PrefillRequest
-from prefixkv.runtime.nodes import PrefillNode
+from prefixkv.runtime.prefill_node import PrefillNode
 from prefixkv.testing.hashing import PrefixHasher
 from prefixkv.testing.pattern import MirroredPattern
 from tests.models.node_pair import PrefillDriver

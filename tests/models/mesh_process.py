@@ -37,7 +37,7 @@ class PrefillCalls(_Calls):
         self, mesh: Mesh, rank: int, config: PrefillConfig, endpoints: tuple[str, ...],
         device: str = DEVICE,
     ) -> None:  # fmt: skip
-        from prefixkv.runtime.nodes import PrefillNode
+        from prefixkv.runtime.prefill_node import PrefillNode
         from prefixkv.testing.hashing import PrefixHasher
         from prefixkv.testing.pattern import make_pools, pattern_in
         from tests.models.mesh_workers import SALT

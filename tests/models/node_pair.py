@@ -23,7 +23,8 @@ from prefixkv.errors import OutOfPagesError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.prefill.request import PrefillRequest
 from prefixkv.request import Request
-from prefixkv.runtime.nodes import DecodeNode, PrefillNode
+from prefixkv.runtime.decode_node import DecodeNode
+from prefixkv.runtime.prefill_node import PrefillNode
 from prefixkv.testing.hashing import PrefixHasher, sample
 from prefixkv.testing.pattern import pattern_in
 from tests.models.auditor import assert_at_rest

@@ -46,7 +46,8 @@ class NodeCalls:
     """In the child: a node, its driver, and what the test may call on them."""
 
     def __init__(self, side: str, config: Any, pool: dict[str, Any]) -> None:
-        from prefixkv.runtime.nodes import DecodeNode, PrefillNode
+        from prefixkv.runtime.decode_node import DecodeNode
+        from prefixkv.runtime.prefill_node import PrefillNode
         from tests.models.node_pair import DecodeDriver, PrefillDriver, make_pool
         from tests.models.wires import wired
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from prefixkv.config import ControlConfig, DecodeConfig
-from prefixkv.runtime.nodes import DecodeNode
+from prefixkv.runtime.decode_node import DecodeNode
 from tests.models.node_pair import NodePair, make_pool, tokens_of
 from tests.models.patience import PATIENCE_S, until
 

@@ -38,7 +38,12 @@ _LAST_WORDS_S = 1.0
 _PR_SET_PDEATHSIG = 1
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["prefixkv.runtime.nodes", "tests.models.node_pair", "tests.models.transport_pools"]
+    [
+        "prefixkv.runtime.decode_node",
+        "prefixkv.runtime.prefill_node",
+        "tests.models.node_pair",
+        "tests.models.transport_pools",
+    ]
 )
 
 

@@ -10,7 +10,8 @@ from prefixkv.errors import CallerError, ConfigError, OutOfPagesError, PageState
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.pages.allocator import PageAllocator, PageState
 from prefixkv.request import Request
-from prefixkv.runtime.nodes import DecodeNode, PrefillNode
+from prefixkv.runtime.decode_node import DecodeNode
+from prefixkv.runtime.prefill_node import PrefillNode
 
 
 def test_reserved_pages_are_in_no_transition() -> None:

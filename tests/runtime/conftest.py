@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from prefixkv.config import ControlConfig, DecodeConfig, PrefillConfig, TransportConfig
-from prefixkv.runtime.nodes import DecodeNode, PrefillNode
+from prefixkv.runtime.decode_node import DecodeNode
+from prefixkv.runtime.prefill_node import PrefillNode
 from tests.models.node_pair import NodePair, make_pool
 from tests.models.patience import NEVER_S, SkippableClock
 from tests.models.wires import WIRES, choose, wired

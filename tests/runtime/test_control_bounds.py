@@ -19,8 +19,8 @@ from prefixkv.protocol import messages
 from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.messages import HelloWanted, Promise
 from prefixkv.request import Request
+from prefixkv.runtime.decode_node import DecodeNode
 from prefixkv.runtime.fragments import cut
-from prefixkv.runtime.nodes import DecodeNode
 from tests.models.node_pair import make_pool
 from tests.models.node_process import node_processes
 from tests.models.patience import PATIENCE_S, until

@@ -15,7 +15,8 @@ from prefixkv.protocol.events import RoomEnded
 from prefixkv.protocol.messages import Hello, HelloReply, RoomBody
 from prefixkv.runtime import control_thread
 from prefixkv.runtime.control_thread import ControlFailed
-from prefixkv.runtime.nodes import DecodeNode, PrefillNode
+from prefixkv.runtime.decode_node import DecodeNode
+from prefixkv.runtime.prefill_node import PrefillNode
 from tests.models.node_pair import NodePair, tokens_of
 from tests.models.patience import PATIENCE_S, SkippableClock, until
 

@@ -36,10 +36,11 @@ from prefixkv.protocol.ids import PeerId
 from prefixkv.ranks.prefill_log import PrefillLog
 from prefixkv.ranks.replica import RankLog
 from prefixkv.request import Request
+from prefixkv.runtime.decode_node import DecodeNode
 from prefixkv.runtime.decode_rank import DecodeRank
 from prefixkv.runtime.decode_transfers import DecodeTransfers
 from prefixkv.runtime.groups import DecodeGroup, PrefillGroup
-from prefixkv.runtime.nodes import DecodeNode, PrefillNode
+from prefixkv.runtime.prefill_node import PrefillNode
 from prefixkv.runtime.prefill_rank import PrefillRank
 from prefixkv.runtime.prefill_transfers import PrefillTransfers
 from tests.models.junk import JUNK, Broken, OwnError

@@ -20,8 +20,8 @@ from prefixkv.protocol import messages
 from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.messages import Hello, HelloReply, HelloWanted
 from prefixkv.request import Request
+from prefixkv.runtime.decode_node import DecodeNode
 from prefixkv.runtime.fragments import Joiner, cut
-from prefixkv.runtime.nodes import DecodeNode
 from prefixkv.transport.metadata import trial as trial_module
 from tests.models.node_pair import NodePair, make_pool, tokens_of
 from tests.models.patience import PATIENCE_S, until

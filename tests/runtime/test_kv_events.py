@@ -14,7 +14,7 @@ from prefixkv.config import DecodeConfig, HostConfig, KVEventsConfig
 from prefixkv.errors import ConfigError, RequestError
 from prefixkv.request import Request
 from prefixkv.routing import WorkerIndex
-from prefixkv.runtime.nodes import DecodeNode
+from prefixkv.runtime.decode_node import DecodeNode
 from tests.kv_events.follower import Subscriber
 from tests.models.node_pair import NodePair, make_pool, tokens_of
 from tests.models.patience import until

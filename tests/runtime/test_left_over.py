@@ -13,7 +13,8 @@ import pytest
 from prefixkv.config import ControlConfig, DecodeConfig, PrefillConfig
 from prefixkv.errors import RequestError, TransferTimeoutError
 from prefixkv.request import Request
-from prefixkv.runtime.nodes import DecodeNode, PrefillNode
+from prefixkv.runtime.decode_node import DecodeNode
+from prefixkv.runtime.prefill_node import PrefillNode
 from tests.models.node_pair import NodePair, Tokens, left, make_pool, tokens_of
 
 PATIENT = ControlConfig(

@@ -14,7 +14,7 @@ from prefixkv.errors import TransferError
 from prefixkv.memory.mesh import Mesh
 from prefixkv.ranks.replica import RankLog
 from prefixkv.request import Request
-from prefixkv.runtime.nodes import DecodeNode
+from prefixkv.runtime.decode_node import DecodeNode
 from prefixkv.testing.hashing import PrefixHasher
 from prefixkv.testing.pattern import make_pools, pattern_in
 from tests.models.gpu import GPU

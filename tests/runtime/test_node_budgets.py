@@ -17,7 +17,7 @@ import zmq
 from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.protocol import messages
 from prefixkv.protocol.messages import MAX_FRAME_BYTES, MAX_METADATA_BYTES, Outcome, Promise
-from prefixkv.runtime.nodes import DecodeNode
+from prefixkv.runtime.decode_node import DecodeNode
 from tests.models.node_pair import make_pool, tokens_of
 from tests.models.node_process import NodeProcess, node_processes
 from tests.models.patience import until

@@ -12,7 +12,8 @@ from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.errors import ClosedError, ConfigError, InternalError, TransferError
 from prefixkv.request import Request
 from prefixkv.runtime import control_thread
-from prefixkv.runtime.nodes import DecodeNode, PrefillNode
+from prefixkv.runtime.decode_node import DecodeNode
+from prefixkv.runtime.prefill_node import PrefillNode
 from tests.models.node_pair import NodePair, drive_until, left, make_pool, tokens_of
 from tests.models.node_stages import Proceed, computing, promised, transferring
 from tests.models.patience import NEVER_S, PATIENCE_S, SkippableClock, lasting_address

@@ -10,7 +10,8 @@ from prefixkv.config import ComputeConfig, ControlConfig, DecodeConfig, PrefillC
 from prefixkv.errors import AbortedError, ConfigError, TransferError
 from prefixkv.ranks.replica import RankLog
 from prefixkv.request import Request
-from prefixkv.runtime.nodes import DecodeNode, PrefillNode
+from prefixkv.runtime.decode_node import DecodeNode
+from prefixkv.runtime.prefill_node import PrefillNode
 from tests.models.node_pair import left, make_pool, tokens_of
 from tests.models.patience import until
 

@@ -30,7 +30,8 @@ from prefixkv.errors import (
 from prefixkv.protocol import messages
 from prefixkv.protocol.ids import PeerId
 from prefixkv.request import Request
-from prefixkv.runtime.nodes import DecodeNode, PrefillNode
+from prefixkv.runtime.decode_node import DecodeNode
+from prefixkv.runtime.prefill_node import PrefillNode
 from prefixkv.transport.base import Arrived
 from tests.models.node_pair import NodePair, left, make_pool, tokens_of
 from tests.models.node_stages import end_of, lone_decode, queued

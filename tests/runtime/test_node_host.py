@@ -16,9 +16,10 @@ from prefixkv.memory.host_pool import HostPool
 from prefixkv.memory.mesh import Mesh
 from prefixkv.ranks.oplog import ReplicatedPageManager
 from prefixkv.ranks.replica import DecodeReplica, RankLog
+from prefixkv.runtime.decode_node import DecodeNode
 from prefixkv.runtime.decode_transfers import DecodeTransfers
 from prefixkv.runtime.host_copies import HostCopies
-from prefixkv.runtime.nodes import DecodeNode, PrefillNode
+from prefixkv.runtime.prefill_node import PrefillNode
 from tests.models.mesh_workers import MeshPair
 from tests.models.node_pair import NodePair, make_pool, tokens_of
 from tests.models.patience import until

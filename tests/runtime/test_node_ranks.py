@@ -13,8 +13,9 @@ from prefixkv.errors import CallerError, DrainingError, PeerLostError, RequestEr
 from prefixkv.memory.mesh import Mesh
 from prefixkv.ranks.replica import DecodeReplica, RankLog, digests
 from prefixkv.request import Request
+from prefixkv.runtime.decode_node import DecodeNode
 from prefixkv.runtime.decode_rank import DecodeRank
-from prefixkv.runtime.nodes import DecodeNode, PrefillNode
+from prefixkv.runtime.prefill_node import PrefillNode
 from tests.models.node_pair import NodePair, make_pool, tokens_of
 from tests.models.patience import until
 from tests.runtime.conftest import QUICK

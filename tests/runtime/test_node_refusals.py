@@ -18,7 +18,8 @@ from prefixkv.errors import (
 )
 from prefixkv.memory.mesh import Mesh
 from prefixkv.request import Request
-from prefixkv.runtime.nodes import DecodeNode, PrefillNode
+from prefixkv.runtime.decode_node import DecodeNode
+from prefixkv.runtime.prefill_node import PrefillNode
 from tests.models.mesh_workers import MeshPair
 from tests.models.node_pair import NodePair, make_pool, tokens_of
 from tests.models.patience import until

@@ -22,10 +22,11 @@ from prefixkv.errors import (
 from prefixkv.memory.mesh import Mesh
 from prefixkv.protocol.ids import PeerId
 from prefixkv.request import Request
+from prefixkv.runtime.decode_node import DecodeNode
 from prefixkv.runtime.decode_rank import DecodeRank
 from prefixkv.runtime.decode_transfers import DecodeTransfers
 from prefixkv.runtime.groups import DecodeGroup, PrefillGroup
-from prefixkv.runtime.nodes import DecodeNode, PrefillNode
+from prefixkv.runtime.prefill_node import PrefillNode
 from prefixkv.runtime.prefill_transfers import PrefillTransfers
 from prefixkv.testing.hashing import PrefixHasher
 from tests.models.node_pair import (

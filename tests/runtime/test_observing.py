@@ -23,8 +23,9 @@ from prefixkv.cache.events import EventBatch, page_keys
 from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.routing import BoundedAffinityRouter
 from prefixkv.runtime import metrics
+from prefixkv.runtime.decode_node import DecodeNode
 from prefixkv.runtime.metrics import NodeCollector
-from prefixkv.runtime.nodes import DecodeNode, PrefillNode
+from prefixkv.runtime.prefill_node import PrefillNode
 from tests.decode.desk import Desk
 from tests.models.lock_machine import Event
 from tests.models.node_pair import NodePair, make_pool, tokens_of
@@ -312,7 +313,7 @@ def test_every_counter_is_in_the_stats_from_the_start(pair: NodePair) -> None:
         texts = [path.read_text(encoding="utf-8") for path in (root / source).glob("*.py")]
         counted = {name for text in texts for name in named.findall(text)}
         assert counted
-        assert counted <= stats().keys(), f"{source} counts what runtime/nodes.py does not list"
+        assert counted <= stats().keys(), f"{source} counts what its node does not list"
     fresh = [node.stats().keys() for node in (pair.decode, pair.prefill)]
     submit(pair, "a", tokens_of(1, 40))
     pair.run("a")

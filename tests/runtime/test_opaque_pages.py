@@ -18,7 +18,8 @@ from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.errors import HandshakeError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.request import Request
-from prefixkv.runtime.nodes import DecodeNode, PrefillNode
+from prefixkv.runtime.decode_node import DecodeNode
+from prefixkv.runtime.prefill_node import PrefillNode
 from tests.models.node_pair import tokens_of
 from tests.models.patience import until
 from tests.runtime.conftest import QUICK

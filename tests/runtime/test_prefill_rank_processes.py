@@ -17,7 +17,8 @@ from prefixkv.pages.windows import WindowPages
 from prefixkv.protocol.ids import PeerId
 from prefixkv.ranks.prefill_log import PrefillLog
 from prefixkv.request import Request
-from prefixkv.runtime.nodes import DecodeNode, PrefillNode
+from prefixkv.runtime.decode_node import DecodeNode
+from prefixkv.runtime.prefill_node import PrefillNode
 from prefixkv.runtime.prefill_rank import PrefillRank
 from prefixkv.testing.hashing import PrefixHasher
 from prefixkv.testing.pattern import make_pools, pattern_in

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from prefixkv.config import PrefillConfig
-from prefixkv.runtime.nodes import PrefillNode
+from prefixkv.runtime.prefill_node import PrefillNode
 from tests.models.node_pair import PrefillDriver, make_pool, tokens_of
 from tests.models.patience import until
 from tests.runtime.conftest import QUICK, MakePair

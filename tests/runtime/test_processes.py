@@ -14,7 +14,8 @@ import pytest
 from prefixkv.config import ControlConfig, DecodeConfig, PrefillConfig
 from prefixkv.errors import PeerLostError, TransferError, TransferTimeoutError
 from prefixkv.pages.allocator import PageState
-from prefixkv.runtime.nodes import DecodeNode, PrefillNode
+from prefixkv.runtime.decode_node import DecodeNode
+from prefixkv.runtime.prefill_node import PrefillNode
 from tests.models.node_pair import (
     DecodeDriver,
     PrefillDriver,

@@ -20,7 +20,7 @@ from prefixkv.errors import PeerLostError
 from prefixkv.protocol.messages import ProcessLife
 from prefixkv.runtime import prover
 from prefixkv.runtime.death import HeldLife
-from prefixkv.runtime.nodes import PrefillNode
+from prefixkv.runtime.prefill_node import PrefillNode
 from tests.models import node_process
 from tests.models.node_pair import (
     DecodeDriver,

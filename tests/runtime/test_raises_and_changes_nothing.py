@@ -19,7 +19,8 @@ from prefixkv.config import ControlConfig, DecodeConfig, PrefillConfig
 from prefixkv.errors import CallerError, CapacityError, RequestError, shown
 from prefixkv.prefill.request import PrefillState
 from prefixkv.request import Request
-from prefixkv.runtime.nodes import DecodeNode, PrefillNode
+from prefixkv.runtime.decode_node import DecodeNode
+from prefixkv.runtime.prefill_node import PrefillNode
 from tests.models.junk import JUNK, Broken, OwnError
 from tests.models.node_pair import left, make_pool, tokens_of
 from tests.models.patience import PATIENCE_S, until

@@ -23,7 +23,8 @@ from prefixkv.cli.replay import read_trace, replay_policy
 from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.errors import ConfigError
 from prefixkv.runtime import record
-from prefixkv.runtime.nodes import DecodeNode, PrefillNode
+from prefixkv.runtime.decode_node import DecodeNode
+from prefixkv.runtime.prefill_node import PrefillNode
 from prefixkv.runtime.record import Recorder
 from tests.models.node_pair import NodePair, make_pool, tokens_of
 from tests.models.patience import PATIENCE_S

@@ -15,8 +15,9 @@ from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_layout import StateTensor
 from prefixkv.memory.state_pool import StatePool
 from prefixkv.protocol.ids import PeerId
+from prefixkv.runtime.decode_node import DecodeNode
 from prefixkv.runtime.decode_rank import DecodeRank
-from prefixkv.runtime.nodes import DecodeNode, PrefillNode
+from prefixkv.runtime.prefill_node import PrefillNode
 from tests.models.mesh_workers import MeshPair
 from tests.models.node_pair import make_pool, tokens_of
 from tests.models.state_memory import SHARDED, TENSORS, WHOLE, StateMemory

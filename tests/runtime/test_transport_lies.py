@@ -12,7 +12,8 @@ import pytest
 
 from prefixkv import DecodeConfig, PrefillConfig
 from prefixkv.errors import TransferError
-from prefixkv.runtime.nodes import DecodeNode, PrefillNode
+from prefixkv.runtime.decode_node import DecodeNode
+from prefixkv.runtime.prefill_node import PrefillNode
 from prefixkv.transport.auto import make_transport
 from prefixkv.transport.base import WriteDone, WriteJob
 from tests.models.node_pair import NodePair, make_pool, tokens_of

@@ -31,8 +31,9 @@ from prefixkv.memory.state_layout import StateTensor
 from prefixkv.memory.state_pool import StatePool
 from prefixkv.ranks.prefill_log import PrefillLog
 from prefixkv.request import Request
+from prefixkv.runtime.decode_node import DecodeNode
 from prefixkv.runtime.groups import DecodeGroup, PrefillGroup
-from prefixkv.runtime.nodes import DecodeNode, PrefillNode
+from prefixkv.runtime.prefill_node import PrefillNode
 from prefixkv.transfer import DecodeTransfers, KVPoll, PrefillTransfers
 from tests.models.patience import until
 from tests.models.window_engine import Model, WindowPair

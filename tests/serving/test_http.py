@@ -19,6 +19,7 @@ from starlette.routing import Route
 from benchmarks.ports import free_port
 from prefixkv.errors import ConfigError
 from prefixkv.serving import http as http_module
+from prefixkv.serving.client import make_client
 from prefixkv.serving.config import Limits, ListenSettings
 from prefixkv.serving.http import (
     ApiError,
@@ -119,6 +120,26 @@ def test_every_error_has_openais_form() -> None:
         assert error(await client.get("/refuse")) == (418, "teapot")
         assert error(await client.post("/echo", content=b"{")) == (400, None)
         assert error(await client.post("/echo", content=b"[1]")) == (400, None)
+
+    serve(use)
+
+
+def test_no_piece_waits_for_the_receipt_of_the_one_before() -> None:
+    """Neither of an answer, nor of a request."""
+
+    async def use(site: Site, _: httpx.AsyncClient) -> None:
+        async with (
+            make_client({}, PATIENCE_S) as client,
+            client.stream("GET", f"{site.server.url}/stream") as answer,
+        ):
+            ours = answer.extensions["network_stream"].get_extra_info("socket")
+            (connection,) = site.server._server.server_state.connections
+            theirs = connection.transport.get_extra_info("socket")
+            assert ours.getsockname() == theirs.getpeername()
+            for sock in (ours, theirs):
+                assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            site.go_on.set()
+            assert await answer.aread() == b"one\ntwo\n"
 
     serve(use)
 

@@ -1,0 +1,441 @@
+"""The object that a prefill engine holds.
+
+Every method is called from the engine's scheduler thread and returns in microseconds; the node's
+own threads (control, transport) are started here and joined by `close`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import assert_never
+
+from prefixkv.config import PrefillConfig, check_reserved
+from prefixkv.control.death_watch import LostPeers
+from prefixkv.errors import CallerError, ConfigError, RequestError
+from prefixkv.memory.kv_pool import KVPool
+from prefixkv.memory.mesh import Mesh
+from prefixkv.memory.state_pool import StatePool
+from prefixkv.pages.manager import PageManager
+from prefixkv.pages.requests import check_reason
+from prefixkv.prefill import journal as prefill_journal
+from prefixkv.prefill.bootstrap_queue import UsablePrefix
+from prefixkv.prefill.request import PrefillRequest
+from prefixkv.prefill.scheduler import PrefillScheduler
+from prefixkv.protocol.commands import Fence, PrefillCommand
+from prefixkv.protocol.events import (
+    Bootstrapped,
+    PrefillEvent,
+    RoomEnded,
+    SourceFree,
+)
+from prefixkv.protocol.ids import PeerId
+from prefixkv.ranks.prefill_log import PrefillLog, PrefillRankRooms, settings_of
+from prefixkv.request import DeviceEvent, Request, check_request
+from prefixkv.runtime.node import COUNTERS, Node, check_windows, checkpoint_counts
+from prefixkv.runtime.prefill_transfers import PrefillTransfers
+from prefixkv.runtime.rank_spec import (
+    RankSpec,
+    check_own_memory,
+    checked_config,
+    window_specs,
+)
+from prefixkv.runtime.transfers import MakeTransport, peer_id
+from prefixkv.settings import check_callable, check_kind
+
+_COUNTERS = (
+    *COUNTERS, "bytes_sent", "cut_tokens", "decode_hit_tokens", "followed", "hit_tokens",
+    "overtaken", "refused_by_peers", "sent", "staging_bytes_staged", "staging_pieces_written",
+    "writes_done", "writes_drained_by_renewal", "writes_failed",
+)  # fmt: skip
+
+
+class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
+    """A prefill worker: its prefix cache and the sending side. Used from one thread.
+
+    Args:
+        pool: the KV memory; kept until the node has closed.
+        config: see PrefillConfig.
+        mesh, rank: how the model is shared out over the ranks of this worker, and which of them
+            this is. Every rank is a PrefillNode with its own share, and gets the same requests and
+            chunks. None: the only rank.
+        endpoints: on rank 0, the `endpoint` of each other rank, in order: `Request.prefill` names
+            rank 0's.
+        state: this rank's share of the extra state of requests. Its slots are the engine's: one
+            that it names in `send_chunk(last=True, state_slot=)` must be left alone until the
+            request is popped as sent or failed.
+        usable_prefix: called for a hit in this worker's own cache, with the request and the tokens
+            that hit. Returns from how many of them the engine can go on, having the extra state
+            behind them; rounded down to whole pages. By default none where there is extra state
+            without `PrefillConfig.checkpoints`, all where there is none.
+        transport: makes another transport than NIXL's, for tests.
+        ranks: on rank 0 of several: the others are `PrefillRank`s, which follow this node's cache
+            and its checkpoints (`take_log`). Without, each is a PrefillNode with a cache of its
+            own.
+
+    Raises:
+        ConfigError: an address that cannot be bound, an unknown policy, a pool that is not this
+            rank's share or cannot be registered, `checkpoints` without as many slots of extra state
+            and one more, with several ranks and no `ranks`, or with `usable_prefix`.
+    """
+
+    scheduler: PrefillScheduler
+    transfers: PrefillTransfers
+    _counters = _COUNTERS
+
+    def __init__(
+        self,
+        pool: KVPool,
+        config: PrefillConfig | None = None,
+        mesh: Mesh | None = None,
+        rank: int = 0,
+        endpoints: Sequence[str] = (),
+        state: StatePool | None = None,
+        usable_prefix: UsablePrefix | None = None,
+        transport: MakeTransport | None = None,
+        ranks: PrefillLog | None = None,
+    ) -> None:
+        super().__init__(pool, state)
+        config = checked_config(config, PrefillConfig)
+        # The same order as in `DecodeNode`: refuse, build, start threads, observe.
+        spec = RankSpec.of(pool, config.model, mesh, rank, state)
+        check_callable("usable_prefix", usable_prefix)
+        if ranks is not None:
+            check_kind("ranks", ranks, PrefillLog)
+            if rank:
+                raise ConfigError(f"ranks: rank {rank} that follows a PrefillLog is a PrefillRank")
+        num_ranks = spec.mesh.num_ranks
+        _check_checkpoints(config.checkpoints, spec, usable_prefix, ranks is not None)
+        layout = pool.layout
+        check_own_memory(layout)
+        pages = PageManager(
+            layout.num_pages,
+            layout.page_size,
+            config.max_running,
+            caching=config.cache,
+            policy=config.policy,
+            reserved_pages=check_reserved(config.reserved_pages, layout.num_pages),
+            num_checkpoints=config.checkpoints,
+            windows=window_specs(pool),
+        )
+        try:
+            check_windows(pages, layout.page_size)
+        except BaseException:
+            pages.cache.policy.release()
+            raise
+        self.config = config
+        self.scheduler = PrefillScheduler(
+            pages,
+            max_aux_bytes=config.control.max_aux_bytes,
+            num_slots=max(0, spec.num_slots - config.checkpoints),
+            usable_prefix=usable_prefix,
+            follow_s=config.follow_s,
+            in_step=num_ranks > 1 and ranks is None,
+            weights_version=config.model.weights_version,
+            checkpoint_tokens=config.checkpoint_tokens,
+        )
+        try:
+            self.transfers = PrefillTransfers(
+                pool, config, mesh, rank, endpoints, state=state, transport=transport
+            )
+        except BaseException:
+            pages.cache.policy.release()  # the next node may have it
+            raise
+        self.peer_id = self.transfers.peer_id
+        self._ranks = ranks
+        self._rank_rooms: PrefillRankRooms | None = None
+        if ranks is not None:
+            sizes = layout.num_pages, layout.page_size, spec.num_slots
+            ranks.settings = settings_of(*sizes, window_specs(pool))
+            self._rank_rooms = PrefillRankRooms(num_ranks)
+        self._observe(prefill_journal.timeline)
+        # The ranks cache the same, so one of them publishes.
+        if rank == 0:
+            self._publish_events(config)
+
+    @property
+    def endpoint(self) -> str:
+        """Bound address of the prefill node, which `Request.prefill` names."""
+        return self.transfers.endpoint
+
+    def add(self, request: Request) -> PrefillRequest:
+        """Take a request of the engine into the prefill node; it waits for decode's promise.
+
+        Raises:
+            RequestError: nothing was changed here. Decode hears of it as by `refuse`, unless the
+                room is in use.
+        """
+        check_request(request)
+        try:
+            self._check_namespace(request)
+        except RequestError as error:
+            self.refuse(request, str(error))
+            raise
+        try:
+            return self.scheduler.add(request, self._pump())
+        # Also after an error: the scheduler's refusal is a command.
+        finally:
+            self._tell()
+
+    def refuse(self, request: Request, reason: str = "refused") -> None:
+        """Tell decode at once that the prefill node will not take this request.
+
+        If decode promises its pages later, it hears it then, for `parked_timeout_s`.
+
+        Raises:
+            RequestError: the request is here, or names no decode worker.
+        """
+        check_request(request)
+        check_reason(reason)
+        self._pump()
+        self.scheduler.refuse(request, reason)
+        self._tell()
+
+    def pop_bootstrapped(self, limit: int | None = None) -> list[PrefillRequest]:
+        """Return the requests for the prefill node's engine to compute now: `decode_prefix_len` and
+        `prefix_len` are known, `pages` are there.
+
+        At most `limit`, first come first served. But one that needs a prefix which another request
+        computes comes when that is there, or will not come.
+        """
+        ready = self.scheduler.pop_bootstrapped(self._pump(), limit)
+        self._tell()
+        return ready
+
+    def send_chunk(
+        self, req: PrefillRequest, end: int, last: bool = False, aux: bytes = b"",
+        ready: DeviceEvent | None = None, state_slot: int = -1,
+    ) -> int:  # fmt: skip
+        """Send from the prefill node what decode lacks of a request's KV up to token `end`,
+        computed once `ready.query()` is True.
+
+        With `last`, the extra state in `state_slot`, the outcome and `aux` follow. Returns the
+        number of pages queued.
+        """
+        now_s = self._pump()
+        queued = self.scheduler.send_chunk(
+            req, end, now_s, last=last, aux=aux, ready=ready, state_slot=state_slot
+        )
+        self._tell()
+        return queued
+
+    def save_state(self, req: PrefillRequest, end: int) -> int:
+        """Return the slot of the StatePool into which the prefill node's engine copies the extra
+        state of a request behind `end` tokens, one of its `stops`, which it has just computed; -1
+        if it need not.
+
+        Before the chunk up to there is handed over by `send_chunk`. The copy has to be queued
+        before any later work on that slot. The slot is the library's from then on.
+
+        Raises:
+            RequestError: `end` is none of its stops, or it is not computed. Nothing was changed.
+        """
+        return self.scheduler.save_state(req, end, self._pump())
+
+    def pop_sent(self) -> list[PrefillRequest]:
+        """Return the requests that are done on the prefill node: decode has all of their KV."""
+        return self.scheduler.pop_sent(self._pump())
+
+    def pop_failed(self, after: DeviceEvent | None = None) -> list[PrefillRequest]:
+        """Return the prefill node's requests that failed or were aborted; `req.error` says why.
+
+        The engine has to stop computing them. One with extra state handed over comes when no write
+        reads that any more. `after`: device work launched for them before this call has ended once
+        its `query()` is True.
+        """
+        return self.scheduler.pop_failed(self._pump(), after)
+
+    def abort(self, rid: str) -> bool:
+        """End a request of the prefill node; it comes out of `pop_failed`. Returns False if it is
+        unknown or has ended."""
+        known = self.scheduler.abort(rid, self._pump())
+        self._tell()
+        return known
+
+    def flush(self, weights_version: str | None = None) -> int:
+        """Empty the prefill node's prefix cache, after a weight update. Returns the pages freed at
+        once.
+
+        Without `weights_version`, or with the version that the node has already, requests that run
+        now finish but cache nothing. With another version everything that was promised pages under
+        the former one, or is computed with it, fails: it comes out of `pop_failed` with a
+        WeightsVersionError, and decode hears of it at once. What waits for decode's promise goes
+        on. No step of the model may come between the change of the weights and this call. Each rank
+        of a mesh is moved by itself; until all are, requests fail.
+
+        Args:
+            weights_version: at most 256 characters.
+
+        Raises:
+            ConfigError: no string, or one that is too long. Nothing was changed.
+        """
+        return self._flush(weights_version, self.scheduler.move_weights)
+
+    def fence(self, peer: str, incarnation: int) -> None:
+        """Take the caller's word that this decode process is dead: its requests on the prefill node
+        fail."""
+        self._check_open()
+        self._command(Fence(peer_id(peer, incarnation)))
+
+    def fence_rank(self, rank: int) -> None:
+        """Take the caller's word that the process of a `PrefillRank` of this prefill worker is
+        dead.
+
+        The worker computes no more: every request ends with a PeerLostError and comes out of
+        `pop_failed` (but one that has been sent, out of `pop_sent`), decode hears of it at once,
+        `add` takes none, and no page waits for that rank. So `drain` becomes True as on a worker of
+        the ranks that are left; these go on to get the log until then. What the dead one said that
+        comes later is left out.
+
+        Args:
+            rank: from 1. Never one that lives: it would send what is in its pages then.
+
+        Raises:
+            CallerError: there is no such rank, or the node was built without `ranks`. Nothing was
+                changed.
+        """
+        rooms = self._led_rooms
+        now_s, error = self._pump(), rooms.death(rank)
+        self.scheduler.end_all(error, now_s)
+        self._pass_on(*rooms.fence(rank), now_s)
+        self._tell()
+
+    def awaited_ranks(self) -> dict[int, int]:
+        """Return, by prefill rank, how many rooms wait for what it alone has not said. A rank that
+        stays there is dead (`fence_rank`), or a peer that it writes to (its `lost_peers`)."""
+        return {} if self._rank_rooms is None else self._rank_rooms.awaited()
+
+    @property
+    def _led_rooms(self) -> PrefillRankRooms:
+        """Rooms of the ranks that follow the prefill node. Raises CallerError where there are
+        none."""
+        if self._rank_rooms is None:
+            raise CallerError("this node was built without ranks=PrefillLog()")
+        return self._rank_rooms
+
+    def peers(self) -> dict[PeerId, str]:
+        """Return "ready" or "suspect" for each decode rank that the prefill node knows. Any thread
+        may ask."""
+        return self.transfers.peers()
+
+    def lost_peers(self) -> LostPeers:
+        """Return the decode processes to think of fencing on the prefill node: suspect or over, and
+        still in rooms here. Any thread may ask.
+
+        Over means replaced, fenced, or left. For each: what is wrong, and how many rooms.
+        """
+        return self.transfers.lost_peers()
+
+    @property
+    def bytes_sent(self) -> int:
+        """KV bytes that the prefill node has written to decode workers. Any thread may ask."""
+        return self.transfers.bytes_sent
+
+    def stats(self) -> dict[str, int]:
+        """Return the prefill node's counters, pages by state, checkpoints, and the bytes that were
+        not sent because decode had them."""
+        stats = super().stats()
+        stats |= checkpoint_counts(self.scheduler.pages)
+        layout = self.pool.layout
+        skipped_pages = stats.get("decode_hit_tokens", 0) // layout.page_size
+        stats["bytes_skipped"] = skipped_pages * layout.page_bytes
+        return stats
+
+    def _take_commands(self) -> list[PrefillCommand]:
+        """Return and remove the commands of the prefill node's scheduler."""
+        return self.scheduler.take_commands()
+
+    def _command(self, command: PrefillCommand) -> None:
+        """Hand a command of the prefill node's scheduler to its control thread, and log it for the
+        ranks that follow."""
+        super()._command(command)
+        if self._ranks is not None:
+            self._ranks.command(command)
+
+    def take_log(self) -> bytes:
+        """Return what the ranks that follow have to apply of this prefill node's pass, for the
+        engine to broadcast: once a pass, before they compute, and once the chunks of a pass were
+        handed over.
+
+        Raises:
+            CallerError: the node was built without `ranks`.
+        """
+        if self._ranks is None:
+            raise CallerError("this node was built without ranks=PrefillLog()")
+        return self._ranks.take(self.scheduler.requests.values())
+
+    def apply_rank_events(self, raw: bytes) -> None:
+        """Take the events of a `PrefillRank` (its `take_rank_events`) into the prefill node, rank
+        0; b"" is nothing.
+
+        Raises:
+            CallerError: a batch of this rank is missing or doubled: each has to come, in order; or
+                the node was built without `ranks`.
+        """
+        rooms, now_s = self._led_rooms, self._pump()
+        if raw != b"":
+            for rank, event in rooms.unpack(raw):
+                self._join(rank, event, now_s)
+        self._tell()
+
+    def _take(self, event: PrefillEvent, now_s: float) -> None:
+        """Take an event of a room of the prefill node's own rank, which is joined with those of the
+        ranks that follow."""
+        if self._rank_rooms is not None:
+            self._join(0, event, now_s)
+        else:
+            self._hear(event, now_s)
+
+    def _join(self, rank: int, event: PrefillEvent, now_s: float) -> None:
+        """Join an event of a room on one rank with the others', for the prefill node's
+        scheduler."""
+        assert self._rank_rooms is not None
+        self._pass_on(*self._rank_rooms.on(rank, event), now_s)
+
+    def _pass_on(
+        self, events: Sequence[PrefillEvent], commands: Sequence[PrefillCommand], now_s: float
+    ) -> None:
+        """Pass on what the prefill node has joined of its ranks."""
+        # Before the scheduler hears: it may use the room's number again.
+        for command in commands:
+            self._command(command)
+        for joined in events:
+            self._hear(joined, now_s)
+
+    def _hear(self, event: PrefillEvent, now_s: float) -> None:
+        """Tell the prefill node's scheduler what became of a room: bootstrapped, ended, or its
+        source free."""
+        match event:
+            case Bootstrapped():
+                peer = event.peer.name
+                self.scheduler.room_bootstrapped(event.key, event.prefix_len, peer, now_s)
+            case RoomEnded():
+                self.scheduler.room_ended(event.key, event.poll, event.error, now_s)
+            case SourceFree():
+                self.scheduler.source_free(event.key, now_s)
+            case _:
+                assert_never(event)
+
+
+def _check_checkpoints(
+    num_checkpoints: int, spec: RankSpec, usable_prefix: UsablePrefix | None, has_log: bool
+) -> None:
+    """Raise ConfigError for checkpoints that a prefill node of this rank cannot have. `has_log`:
+    the other ranks follow it."""
+    if usable_prefix is not None and spec.layout.windows:
+        raise ConfigError("usable_prefix: a pool with window groups goes on at checkpoints alone")
+    if not num_checkpoints:
+        return
+    why = ""
+    # Without extra state a checkpoint has window pages alone.
+    only_windows = spec.state is None and bool(spec.layout.windows)
+    if not only_windows and spec.num_slots <= num_checkpoints:
+        why = f"the extra state has {spec.num_slots} slots, and the engine needs some"
+    elif spec.mesh.num_ranks > 1 and not has_log:
+        why = (
+            "a prefill worker of several ranks keeps them on rank 0 alone, built with "
+            "ranks=PrefillLog(); the others are PrefillRanks"
+        )
+    elif usable_prefix is not None:
+        why = "usable_prefix says where the engine goes on"
+    if why:
+        raise ConfigError(f"checkpoints: {num_checkpoints}: {why}")
