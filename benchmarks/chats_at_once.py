@@ -139,7 +139,7 @@ def summary(bursts: list[Burst]) -> list[dict[str, Any]]:
 
 def chats_at_once(
     against: Annotated[str, typer.Option(help="the other commit")],
-    chats: Annotated[str, typer.Option(help="chats of each burst")] = "50,200,800",
+    chats: Annotated[str, typer.Option(help="chats of each burst")] = "1,50,200,800",
     tokens: Annotated[int, typer.Option(help="tokens of each answer")] = 8,
     rounds: Annotated[int, typer.Option(help="servers of each side")] = 3,
 ) -> None:
