@@ -3,7 +3,8 @@
 Workers are added and removed by what has started them (`launch`, a cluster's scheduler), not by
 time-outs. For each kind of worker a `BoundedAffinityRouter`, which follows the cache events of
 each, chooses one. The stream of these events is also the worker's sign of life: while it is silent,
-requests go elsewhere. Used on one event loop.
+requests go elsewhere; where there is no other, they wait for it until it is given up. Used on one
+event loop.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ _CONNECT_S: Final = 5.0
 _REFUSAL_BYTES: Final = 64 << 10
 _TICK_S: Final = 0.5
 _QUIET_TICKS: Final = 10  # until a worker counts as silent: it has missed two signs of life
+_GIVEN_UP_TICKS: Final = 60  # until no request waits for it any more: `SILENCE_S`
 
 _output_decoder = msgspec.json.Decoder(TokenEvent)
 
@@ -67,14 +69,18 @@ class _Member:
 
     Silence is counted in ticks of the event loop, not in clock time: if this process or the whole
     machine stands still, that is no silence of the worker.
+
+    Args:
+        has_others: whether another worker of its role answers.
     """
 
-    def __init__(self, info: WorkerInfo) -> None:
+    def __init__(self, info: WorkerInfo, has_others: Callable[[], bool]) -> None:
         self.info = info
+        self._has_others = has_others
         self.tasks: tuple[asyncio.Task[None], ...] = ()
         self.silent = False
-        # Requests that wait for the worker's first output: `watch` ends these when it falls silent.
-        # Those that have begun are left: their own connection tells whether the worker lives.
+        # Requests that wait for the worker's first output: `watch` ends these. Those that have
+        # begun are left: their own connection tells whether the worker lives.
         self.waiting: set[asyncio.Timeout] = set()
         self._quiet_ticks = 0
 
@@ -87,16 +93,25 @@ class _Member:
                 logger.warning("%s answers again", self.info.name)
             yield piece
 
+    @property
+    def given_up(self) -> bool:
+        """True if the fleet's worker has been silent for so long that no request waits for it."""
+        return self._quiet_ticks >= _GIVEN_UP_TICKS
+
     async def watch(self) -> None:
         """Mark the fleet's worker silent after `_QUIET_TICKS` without a sign of life, for as long
-        as it is here."""
+        as it is here. What waits for it is ended once it can go elsewhere, or it is given up."""
         while True:
             await asyncio.sleep(_TICK_S)
             self._quiet_ticks += 1
-            if self._quiet_ticks < _QUIET_TICKS or self.silent:
+            if self._quiet_ticks < _QUIET_TICKS:
                 continue
-            self.silent = True
-            logger.warning("%s is silent: requests go elsewhere", self.info.name)
+            if not self.silent:
+                self.silent = True
+                logger.warning("%s is silent: requests go elsewhere", self.info.name)
+            # A worker that is alone and only stood still for a while has lost nobody's request.
+            if not self.given_up and not self._has_others():
+                continue
             # Rescheduling a time-out to now ends its wait with TimeoutError.
             for patience in self.waiting:
                 if not patience.expired():
@@ -132,7 +147,7 @@ class _WorkerPair:
 
     async def first(self, stream: AsyncGenerator[TokenEvent, None]) -> TokenEvent:
         """Return the first output of the pair's attempt. Raises WorkerLostError if either worker
-        falls silent before."""
+        falls silent before, and another answers or it is given up."""
         try:
             # No time limit of its own: the prompt may take long. Only silence ends the wait.
             async with asyncio.timeout(None) as patience:
@@ -208,7 +223,7 @@ class Fleet:
         self.workers[info.name] = info
         self.roles[info.name] = info.role
         self.routers[info.role].add_worker(info.name)
-        member = self.members[info.name] = _Member(info)
+        member = self.members[info.name] = _Member(info, lambda: bool(self._answering(info.role)))
         member.tasks = (
             asyncio.create_task(self._apply_events(member)),
             asyncio.create_task(member.watch()),
@@ -299,9 +314,19 @@ class Fleet:
     def ready(self) -> bool:
         """True if the fleet has a worker of each kind that is not silent, or a decode worker that
         answers alone."""
-        decode = self._answering("decode")
+        return self._has_each(self._answering)
+
+    @property
+    def takes_requests(self) -> bool:
+        """True if the fleet is `ready`, or was until so short ago that a request may wait for it to
+        be again."""
+        return self._has_each(self._usable)
+
+    def _has_each(self, found: Callable[[str], list[str]]) -> bool:
+        """Return whether the fleet's workers that were `found` of each role can answer."""
+        decode = found("decode")
         alone = any(self.workers[name].alone for name in decode)
-        return bool(decode) and (alone or bool(self._answering("prefill")))
+        return bool(decode) and (alone or bool(found("prefill")))
 
     @property
     def silent(self) -> list[str]:
@@ -313,6 +338,14 @@ class Fleet:
         return [
             name for name, member in self.members.items()
             if member.info.role == role and not member.silent
+        ]  # fmt: skip
+
+    def _usable(self, role: str) -> list[str]:
+        """Return the fleet's workers of one role to which a request may go: those that are not
+        silent; where all are, those that are not given up."""
+        return self._answering(role) or [
+            name for name, member in self.members.items()
+            if member.info.role == role and not member.given_up
         ]  # fmt: skip
 
     @property
@@ -379,13 +412,13 @@ class Fleet:
     def _choose_pair(self, ask: Ask, lost: Collection[str]) -> _WorkerPair:
         """Choose a decode and a prefill worker of the fleet for an attempt, by their routers: only
         a decode worker, among those that answer alone, where no prefill worker answers. Raises
-        ApiError 503 if a role has none that answers."""
+        ApiError 503 if a role has none that may answer."""
         routes: list[Route] = []
         now_s = time.monotonic()
         data = RadixKey(ask.tokens).data
         is_down = not self._answering("prefill") and not ask.prompt_logprobs
         for role, router in self.routers.items():
-            among = self._answering(role)
+            among = self._usable(role)
             if is_down and role == "decode":
                 among = [name for name in among if self.workers[name].alone] or among
             if is_down and role == "prefill" and self.workers[routes[0].worker].alone:

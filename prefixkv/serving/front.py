@@ -249,7 +249,7 @@ class Front:
         moment."""
         if name != self.name:
             raise unknown_model(name)
-        if self.draining or not self.fleet.ready:
+        if self.draining or not self.fleet.takes_requests:
             silent = ", ".join(self.fleet.silent)
             why = (
                 "the server is ending" if self.draining

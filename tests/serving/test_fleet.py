@@ -353,3 +353,65 @@ def test_a_worker_is_silent_whenever_its_stream_is(monkeypatch: pytest.MonkeyPat
             await until(lambda: "d0" not in fleet.silent)
 
     run(scene, [well], 1)
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_request_waits_for_a_worker_that_is_alone_until_there_is_another(
+    monkeypatch: pytest.MonkeyPatch, joined: bool
+) -> None:
+    monkeypatch.setattr(fleets, "_TICK_S", 0.002)
+    monkeypatch.setattr(fleets, "_GIVEN_UP_TICKS", 1 << 40)
+    speaks = asyncio.Event()
+
+    async def stands_still() -> AsyncGenerator[TokenEvent, None]:
+        await speaks.wait()
+        yield TOKEN
+        yield END
+
+    async def scene(stage: Stage) -> None:
+        fleet, other = stage.fleet, Worker("decode", "d1", well)
+        asked = asyncio.create_task(stage.said())
+        await until(lambda: {"d0", "p0"} <= set(fleet.silent) and stage.decode[0].under_way)
+        assert not fleet.ready
+        assert fleet.takes_requests
+        later = asyncio.create_task(stage.said(rid="later"))  # it may come even now
+        await until(lambda: stage.decode[0].under_way == 2)
+        await asyncio.sleep(0.05)
+        assert not asked.done()
+        if joined:
+            await other.server.start()
+            fleet.add(other.info)
+        else:
+            speaks.set()
+        assert await asked == await later == [TOKEN, END]
+        assert fleet.retried == len(other.asked) == 2 * joined
+        await other.server.stop()
+
+    run(scene, [stands_still], 1)
+
+
+def test_no_request_waits_for_a_worker_that_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleets, "_TICK_S", 0.002)
+
+    async def stands_still() -> AsyncGenerator[TokenEvent, None]:
+        await asyncio.Event().wait()
+        yield TOKEN
+
+    async def scene(stage: Stage) -> None:
+        assert stage.fleet.takes_requests
+        for number in range(2):  # the second comes when it has been given up
+            with pytest.raises(ApiError, match=r"worker is ready, [dp]0 is silent") as raised:
+                await stage.said(rid=f"r{number}")
+            assert (raised.value.status, raised.value.code) == (503, "not_ready")
+            await until(lambda: not stage.fleet.takes_requests)
+            assert stage.fleet.retried == 1
+        # It is asked again when it speaks. No tick comes meanwhile, on however slow a machine.
+        monkeypatch.setattr(fleets, "_TICK_S", NEVER_S)
+        await asyncio.sleep(0.01)
+        stage.decode[0].say = well
+        for worker in (*stage.prefill, *stage.decode):
+            worker.insert(list(range(8)))
+        await until(lambda: stage.fleet.takes_requests)
+        assert await stage.said(rid="last") == [TOKEN, END]
+
+    run(scene, [stands_still], 1)
