@@ -109,7 +109,7 @@ class _Member:
             if not self.silent:
                 self.silent = True
                 logger.warning("%s is silent: requests go elsewhere", self.info.name)
-            # A worker that is alone and only stood still for a while has lost nobody's request.
+            # A worker that is alone and only stood still for a while has lost no request.
             if not self.given_up and not self._has_others():
                 continue
             # Rescheduling a time-out to now ends its wait with TimeoutError.

@@ -76,7 +76,8 @@ def test_only_ranges_inside_one_block_are_found() -> None:
     at = memory.data_ptr()
     assert block_of(at, mmap.PAGESIZE) is not None
     assert block_of(at, mmap.PAGESIZE + 1) is None
-    assert block_of(at - 1, 1) is None
+    before = block_of(at - 1, 1)  # another test's may lie there
+    assert before is None or before.address + before.num_bytes == at
     private = torch.zeros(10)
     assert blocks_of([(at, 1), (at + 5, 5)]) == [block_of(at, 1)]
     assert blocks_of([(at, 1), (private.data_ptr(), 4)]) is None
