@@ -39,7 +39,8 @@ def make_client(
 
 class _Connections(httpx.AsyncBaseTransport):
     """The connections of a client, each an httpx transport that has one request at a time. Idle
-    ones are kept for `kept_s`, at most `_MAX_IDLE`; each request costs the same."""
+    ones are kept for `kept_s`, at most `_MAX_IDLE`; each request costs the same. `aclose` ends all,
+    those with a request too."""
 
     def __init__(self, kept_s: float) -> None:
         self._kept_s = kept_s
@@ -48,16 +49,19 @@ class _Connections(httpx.AsyncBaseTransport):
         self._idle: dict[httpx.AsyncHTTPTransport, tuple[_Origin, float]] = {}
         # The same by origin, in the same order.
         self._by_origin: dict[_Origin, deque[httpx.AsyncHTTPTransport]] = {}
+        self._busy: set[httpx.AsyncHTTPTransport] = set()
+        self._closed = False
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         url = request.url
         origin = url.raw_scheme, url.raw_host, url.port
         await self._close_old()
         one = self._take(origin)
+        self._busy.add(one)
         try:
             answer = await one.handle_async_request(request)
         except BaseException:
-            await one.aclose()
+            await self._give_back(origin, one, False)
             raise
         assert isinstance(answer.stream, httpx.AsyncByteStream)
         answer.stream = _GivenBack(answer.stream, lambda ok: self._give_back(origin, one, ok))
@@ -79,7 +83,8 @@ class _Connections(httpx.AsyncBaseTransport):
 
     async def _give_back(self, origin: _Origin, one: httpx.AsyncHTTPTransport, ok: bool) -> None:
         """Keep a connection of the client for another request, or close it if it is not `ok`."""
-        if not ok:
+        self._busy.discard(one)
+        if not ok or self._closed:
             await one.aclose()
             return
         self._idle[one] = origin, time.monotonic()
@@ -101,10 +106,12 @@ class _Connections(httpx.AsyncBaseTransport):
             await one.aclose()
 
     async def aclose(self) -> None:
-        idle = list(self._idle)
+        # First: what is given back from here on is closed there.
+        self._closed = True
+        every = [*self._idle, *self._busy]
         self._idle.clear()
         self._by_origin.clear()
-        for one in idle:
+        for one in every:
             await one.aclose()
 
 

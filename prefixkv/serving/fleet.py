@@ -51,7 +51,7 @@ _CONNECT_S: Final = 5.0
 _REFUSAL_BYTES: Final = 64 << 10
 _TICK_S: Final = 0.5
 _QUIET_TICKS: Final = 10  # until a worker counts as silent: it has missed two signs of life
-_GIVEN_UP_TICKS: Final = 60  # until no request waits for it any more: `SILENCE_S`
+_GIVEN_UP_TICKS: Final = round(SILENCE_S / _TICK_S)  # until no request waits for it any more
 
 _output_decoder = msgspec.json.Decoder(TokenEvent)
 
@@ -108,7 +108,7 @@ class _Member:
                 continue
             if not self.silent:
                 self.silent = True
-                logger.warning("%s is silent: requests go elsewhere", self.info.name)
+                logger.warning("%s is silent: requests go elsewhere, or wait", self.info.name)
             # A worker that is alone and only stood still for a while has lost no request.
             if not self.given_up and not self._has_others():
                 continue

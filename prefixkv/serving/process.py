@@ -68,8 +68,8 @@ async def _run_worker(config: WorkerConfig) -> int:
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
     await worker.start()
     serving = True
-    keep_what_is_loaded()
     try:
+        keep_what_is_loaded()
         print(READY + msgspec.json.encode(worker.info).decode(), flush=True)
         return 0 if await worker.run() else 1
     finally:

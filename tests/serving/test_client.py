@@ -194,16 +194,40 @@ def test_a_request_that_is_cancelled_or_cannot_connect_leaves_nothing() -> None:
             assert isinstance(transport, under_test._Connections)
             assert not transport._idle
             assert not transport._by_origin
+            assert not transport._busy
 
     run(use)
 
 
-def test_a_closed_client_has_closed_what_was_idle() -> None:
+def test_a_closed_client_has_closed_what_was_idle_and_ended_what_was_not() -> None:
     async def use() -> None:
         async with sites() as ((site, url),):
             async with make_client({}, NEVER_S) as client:
                 await all_at_once(client, site, url, 5)
+                site.go_on.clear()
+                site.num_held = 0
+                asked = asyncio.create_task(client.get(f"{url}/held"))
+                await until(lambda: site.num_held)
+            with pytest.raises(httpx.HTTPError):
+                await asked
+            site.go_on.set()
             await until(lambda: not site.open)
+
+    run(use)
+
+
+def test_what_is_given_back_to_a_closed_client_is_closed() -> None:
+    async def use() -> None:
+        async with sites() as ((site, url),), make_client({}, NEVER_S) as client:
+            transport = client._transport
+            answer = await transport.handle_async_request(client.build_request("GET", url))
+            # Its body has come, and nobody has read it.
+            await transport.aclose()
+            await answer.aclose()
+            await until(lambda: not site.open)
+            assert isinstance(transport, under_test._Connections)
+            assert not transport._idle
+            assert not transport._busy
 
     run(use)
 
