@@ -5,8 +5,9 @@ a host tier; the host's tree has what was copied there, and nothing in it waits 
 
     write   behind a request's end. Its path is *due*; when its turn comes, the path on the device
             and its prefix in the host's tree are pinned, host pages are taken, and a copy begins.
-            What the device has evicted by then is not written. No eviction waits for a copy, but
-            for those that read what it would take.
+            What the device has evicted by then is not written, and what it has still to write
+            (`computed`) waits. No eviction waits for a copy, but for those that read what it would
+            take.
     load    at admission. The device pages are taken as for pages that prefill sends; the host's
             path is pinned, and the copy runs beside the transfer of the rest. It is a flight
             (`inflight.py`), so others join it, and what it brought goes to the tree as it ends.
@@ -33,13 +34,15 @@ from prefixkv.cache.eviction.policy import Policy
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import TOKEN_BYTES, RadixKey, common_pages
 from prefixkv.cache.results import MatchResult, PrefixLock
-from prefixkv.decode.device_pages import DeviceLock, DevicePages, LockT
+from prefixkv.decode.device_pages import DeviceLock, DevicePages, DevicePath, LockT
 from prefixkv.decode.services import FRESH_S
 from prefixkv.errors import check_laws
 from prefixkv.pages.allocator import PageAllocator
+from prefixkv.pages.requests import still_pending
 from prefixkv.paging import Pages
 from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
 from prefixkv.protocol.ids import RoomKey
+from prefixkv.request import DeviceEvent
 
 HOST: Final = "host memory"
 """In place of a decode worker's name in the key by which a load holds its pages; no room has it."""
@@ -110,6 +113,7 @@ class HostTier(Generic[LockT]):
         self._copies: dict[int, _TierCopy[LockT]] = {}
         self._orders: list[HostCopy] = []  # not taken yet
         self._due: OrderedDict[tuple[Hashable, bytes], _Due] = OrderedDict()
+        self._unwritten: list[tuple[DeviceEvent, Pages]] = []  # of the device, until its event
         self._count = 0
         self._num_writes = 0
         # Of loads: pages that are under way; pages and seconds of those that ended, fading sums.
@@ -189,6 +193,12 @@ class HostTier(Generic[LockT]):
 
     # --- writes -----------------------------------------------------------------------------------
 
+    def computed(self, device_pages: Pages, after: DeviceEvent) -> None:
+        """Note that the device may still write these pages of a path until `after` is done: nothing
+        reads them before."""
+        self._forget_written()
+        self._unwritten.append((after, device_pages))
+
     def leave(self, key: RadixKey, now_s: float, continues: bool | None) -> None:
         """Note that a request has left the path of `key` in the device's tree: it is written to
         host memory, unless the conversation will not go on. O(log due)."""
@@ -230,6 +240,8 @@ class HostTier(Generic[LockT]):
             whole = end = min(end, start)
         num_pages = max(0, end - start)
         if num_pages:
+            if self._is_unwritten(match, start, end):
+                return False
             # 3. The copy keeps device pages that those that run may need for their next tokens: so
             # the last ones have to wait.
             left = self.pages.available_pages - self._spare() - match.unprotected_pages
@@ -272,6 +284,22 @@ class HostTier(Generic[LockT]):
             and common_pages(key.data, copy.key.data, 0, end, self._page_bytes) > start
             for copy in self._copies.values()
         )
+
+    def _is_unwritten(self, match: DevicePath, start: int, end: int) -> bool:
+        """Return whether the device may still write one of the pages [start, end) of a match."""
+        self._forget_written()
+        if not self._unwritten:
+            return False
+        pages = match.pages[start:end]
+        return any(np.isin(pages, theirs).any() for _, theirs in self._unwritten)
+
+    def _forget_written(self) -> None:
+        """Forget the pages that the device has written by now."""
+        self._unwritten = [
+            (pending, pages)
+            for event, pages in self._unwritten
+            if (pending := still_pending(event, self.pages.errors)) is not None
+        ]
 
     # --- copies -----------------------------------------------------------------------------------
 
