@@ -49,6 +49,7 @@ HOST: Final = "host memory"
 
 _MOST_WRITES: Final = 32  # under way at once
 _MOST_DUE: Final = 1024  # paths that wait to be written
+_MOST_DUE_BYTES: Final = 64 << 20  # of their keys
 _KEPT: Final = 0.9  # the weight that the loads before keep when another has ended
 _LOOKS: Final = 8  # at paths that are due, in one pass
 
@@ -113,6 +114,10 @@ class HostTier(Generic[LockT]):
         self._copies: dict[int, _TierCopy[LockT]] = {}
         self._orders: list[HostCopy] = []  # not taken yet
         self._due: OrderedDict[tuple[Hashable, bytes], _Due] = OrderedDict()
+        self._due_bytes = 0  # of their keys
+        # How many paths that are due were looked at in vain, one after the other, and the least
+        # pages that a write could have had then.
+        self._looked, self._room = 0, 0
         self._unwritten: list[tuple[DeviceEvent, Pages]] = []  # of the device, until its event
         self._count = 0
         self._num_writes = 0
@@ -206,25 +211,39 @@ class HostTier(Generic[LockT]):
             return
         # A key of its own: that of a retracted request grows.
         name = key.namespace, key.data
+        self._forget_due(name)
         self._due[name] = _Due(RadixKey.of_packed(key.data, key.namespace), now_s, continues)
-        self._due.move_to_end(name)
-        if len(self._due) > _MOST_DUE:
-            _, oldest = self._due.popitem(last=False)
-            self._counters["host_missed_pages"] += len(oldest.key.data) // self._page_bytes
+        self._due_bytes += len(key.data)
+        while len(self._due) > 1 and (
+            len(self._due) > _MOST_DUE or self._due_bytes > _MOST_DUE_BYTES
+        ):
+            oldest = next(iter(self._due))
+            self._forget_due(oldest)
+            self._counters["host_missed_pages"] += len(oldest[1]) // self._page_bytes
+        self._looked = 0
         self.write_due()
 
+    def _forget_due(self, name: tuple[Hashable, bytes]) -> None:
+        """Forget a path that is due, if it is."""
+        if self._due.pop(name, None) is not None:
+            self._due_bytes -= len(name[1])
+
     def write_due(self) -> None:
-        """Begin the writes to host memory that are due, as far as there is room. O(1) if none
-        is."""
+        """Begin the writes to host memory that are due, as far as there is room. O(1) if none is,
+        or all were looked at since there was more room, or a copy ended."""
+        room = self.pages.available_pages - self._spare()
+        if room > self._room or self._unwritten:
+            self._looked = 0
         for name in list(islice(self._due, _LOOKS)):
-            if self._num_writes >= _MOST_WRITES:
+            if self._num_writes >= _MOST_WRITES or self._looked >= len(self._due):
                 return
-            due = self._due[name]
-            if self._begin_write(due):
-                del self._due[name]
+            if self._begin_write(self._due[name]):
+                self._forget_due(name)
             else:
                 # It may have to wait for long: others take their turns.
                 self._due.move_to_end(name)
+                self._room = min(room, self._room) if self._looked else room
+                self._looked += 1
 
     def _begin_write(self, due: _Due) -> bool:
         """Count the use of a path in the host's tree, and begin the write of what that lacks.
@@ -342,6 +361,7 @@ class HostTier(Generic[LockT]):
                 return None
             return load_key(copy.number)
         self._num_writes -= 1
+        self._looked = 0
         self._wrote(copy, done.error is None and copy.epoch == self.pages.epoch, now_s)
         self.write_due()
         return None
@@ -368,6 +388,7 @@ class HostTier(Generic[LockT]):
         """Empty host memory, after new weights; the device's tree has been emptied. Copies that are
         under way end for nothing."""
         self._due.clear()
+        self._due_bytes = 0
         self._free(self.cache.reset())
 
     def _free(self, ids: Pages) -> None:
@@ -430,6 +451,8 @@ class HostTier(Generic[LockT]):
                 len(data) >= self._page_bytes and data == due.key.data
                 for (_, data), due in self._due.items()
             ),
+            "the bytes of what is due are counted": self._due_bytes
+            == sum(len(data) for _, data in self._due),
             "T6 without a copy nothing is protected": bool(copies)
             or not (self.cache.protected_pages or self.cache.orphan_pages),
         }
