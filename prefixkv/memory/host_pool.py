@@ -39,9 +39,7 @@ class _GroupFiles(NamedTuple):
 
 _VERSIONS: Final = (
     _GroupFiles("", "memory.max", "memory.current", "inactive_file"),
-    _GroupFiles(
-        "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-    ),
+    _GroupFiles("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 
 

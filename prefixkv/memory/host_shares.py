@@ -23,7 +23,7 @@ from typing import Final
 
 from prefixkv.errors import ConfigError
 
-_PLACES: Final = "/dev/shm", tempfile.gettempdir()  # noqa: S108 a folder of our own is made there
+_PLACES: Final = "/dev/shm", tempfile.gettempdir()
 _NUMBER_BYTES: Final = 8
 
 

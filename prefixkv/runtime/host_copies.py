@@ -99,7 +99,7 @@ class HostCopies:
         self._loads: deque[_Order] = deque()
         self._writes: deque[_Order] = deque()
         self._num_waiting = 0  # orders that waited for the device when a worker looked last
-        self._loads_before_write = 0  # pieces of loads begun one after the other while writes waited
+        self._loads_before_write = 0  # pieces of loads that began while writes waited
         # Only the workers take it, so that `submit` never waits for one of them.
         self._lock = threading.Lock()
         # An entry wakes a worker, which then works until it finds nothing.

@@ -169,7 +169,8 @@ def test_each_group_around_the_process_has_its_limit(
     meminfo.write_text(f"MemAvailable: {100 << 20} kB\n")
     names.write_text(own + "\n")
     for path, (limit, taken) in groups.items():
-        make_group(tmp_path / "groups", path, limit if limit == "max" else int(limit) * GB, taken * GB)
+        most = limit if limit == "max" else int(limit) * GB
+        make_group(tmp_path / "groups", path, most, taken * GB)
     assert free_host_bytes(str(meminfo), str(tmp_path / "groups"), str(names)) == free * GB
 
 
