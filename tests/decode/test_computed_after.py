@@ -11,6 +11,7 @@ from prefixkv.config import ComputeConfig
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.decode.sources import Sources
 from prefixkv.errors import CallerError
+from prefixkv.pages.allocator import PageState
 from tests.decode.test_host_tier import HostDesk, prompt
 
 
@@ -163,7 +164,7 @@ def test_copies_of_what_the_tree_has_are_not_free_before_the_device_is_done() ->
         desk.token(a, token=token)
     desk.finish(a)
     assert desk.prefix_of(b) == 12
-    own = set(b.pages.tolist())
+    own = set(b.pages[b.prefix_len // 4 :].tolist())
     desk.computed(b, b.fill_len, event)
     taken: set[int] = set()
     for rid in "wxy":
@@ -174,6 +175,64 @@ def test_copies_of_what_the_tree_has_are_not_free_before_the_device_is_done() ->
     event.is_done = True
     assert desk.transferred() == ["b"]
     assert desk.prefix_of(b) == 20
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_an_abort_before_it_is_popped_waits_for_the_device(joined: bool) -> None:
+    desk, event, end = ComputingDesk(num_pages=32), Event(), Event()
+    req = desk.begin("a", 18)
+    if joined:
+        other = desk.add("a2", prompt("a", 20))
+        assert desk.admit() == ["a2"]
+    desk.computed(req, 18, event)
+    own = set(req.pages.tolist())
+    assert desk.abort(req, after=end)
+    assert desk.pop_failed() == [req]
+    free = set(range(32)) - set(desk.pages.allocator.pages_in(PageState.OWNED).tolist())
+    assert not own & free
+    event.is_done = end.is_done = True
+    desk.scheduler.release_deferred(desk.now_s)
+    free = set(range(32)) - set(desk.pages.allocator.pages_in(PageState.OWNED).tolist())
+    assert own <= free
+    if joined:  # what it had waited for is asked for again
+        assert desk.admit() == ["a2"]
+        assert desk.scheduler.pop_local(desk.now_s) == [other]
+        desk.abort(other)
+        desk.pop_failed()
+    desk.at_rest()
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_a_deadline_before_it_is_committed_waits_for_the_device(is_broken: bool) -> None:
+    """`b` waits for the device, since it would free pages. Where its event has raised, that may be
+    for ever, but for its deadline."""
+    desk, event, end = ComputingDesk(num_pages=32), Event(), Event()
+    a = desk.run("a", prompt("b", 6), max_new=8)
+    b = desk.begin("b", prompt("b", 20), deadline_s=5.0)
+    for token in prompt("b", 13)[6:]:
+        desk.token(a, token=token)
+    desk.finish(a)
+    own = set(b.pages[b.prefix_len // 4 :].tolist())
+    desk.computed(b, 20, event)
+    assert desk.transferred() == []
+    if is_broken:
+        event.error = RuntimeError("the device is lost")
+        assert desk.transferred() == []
+        with pytest.raises(RuntimeError, match="the device is lost"):
+            desk.admit()
+    desk.now_s = 6.0
+    desk.admit()
+    assert b.state is (DecodeState.FAILED if is_broken else DecodeState.PREALLOCATED)
+    if is_broken:
+        assert desk._checked(desk.scheduler.pop_failed(end)) == [b]
+        assert own <= set(desk.pages.allocator.pages_in(PageState.OWNED).tolist())
+        end.is_done = True
+    else:
+        event.is_done = True
+        assert desk.transferred() == ["b"]
+        desk.finish(b)
+    desk.admit()
+    assert not own & set(desk.pages.allocator.pages_in(PageState.OWNED).tolist())
 
 
 def test_without_copies_a_request_runs_before_the_device_is_done() -> None:
