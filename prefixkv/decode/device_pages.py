@@ -17,6 +17,11 @@ class DevicePath(Protocol):
     def depth(self) -> int: ...
 
     @property
+    def pages(self) -> Pages:
+        """The ids of these pages on the device. O(pages)."""
+        ...
+
+    @property
     def unprotected_pages(self) -> int:
         """Pages of a path on the device that count as available until it is pinned."""
         ...

@@ -4,7 +4,7 @@
     its room is open         its pages are the room's until that is drained: prefill knows the page
                              ids, and a posted write cannot be called back
     the engine computes it   its pages stay its request's until the engine says that the device is
-                             done
+                             done; so too where it has computed it, and its event is not done
     none of these            its pages are free at once
 
 A flight that ends takes with it all that wait for it: their requests ask again.
@@ -76,7 +76,7 @@ class FlightEnds:
         assert flight.owner is not None
         # Nothing computes it any more, or the pages behind what is sent: those that joined ask
         # again.
-        is_computed = flight.is_local and flight.is_open
+        is_computed = flight.is_local and (flight.is_open or flight.after is not None)
         if (
             not flight.waiters
             or is_computed
@@ -146,9 +146,11 @@ class FlightEnds:
             self._shares.hold(key)
             self._rooms.await_drained(key)
             self._sources.gave_up(flight.prefill, key)
-        # 3. The engine is computing it, and its device may write these pages: they stay the
+        # 3. The engine computes it, or its device is not done with that: these pages stay the
         # request's, which has ended, until the engine says that the device is done.
-        elif flight.owner is not None and self._computing.give_up(flight.owner):
+        elif flight.owner is not None and (
+            self._computing.give_up(flight.owner) or flight.after is not None
+        ):
             return
         else:
             if self._points is not None and flight.owner is not None:

@@ -5,8 +5,9 @@ a host tier; the host's tree has what was copied there, and nothing in it waits 
 
     write   behind a request's end. Its path is *due*; when its turn comes, the path on the device
             and its prefix in the host's tree are pinned, host pages are taken, and a copy begins.
-            What the device has evicted by then is not written. No eviction waits for a copy, but
-            for those that read what it would take.
+            What the device has evicted by then is not written, and what it has still to write
+            (`computed`) waits. No eviction waits for a copy, but for those that read what it would
+            take.
     load    at admission. The device pages are taken as for pages that prefill sends; the host's
             path is pinned, and the copy runs beside the transfer of the rest. It is a flight
             (`inflight.py`), so others join it, and what it brought goes to the tree as it ends.
@@ -33,19 +34,22 @@ from prefixkv.cache.eviction.policy import Policy
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import TOKEN_BYTES, RadixKey, common_pages
 from prefixkv.cache.results import MatchResult, PrefixLock
-from prefixkv.decode.device_pages import DeviceLock, DevicePages, LockT
+from prefixkv.decode.device_pages import DeviceLock, DevicePages, DevicePath, LockT
 from prefixkv.decode.services import FRESH_S
 from prefixkv.errors import check_laws
 from prefixkv.pages.allocator import PageAllocator
+from prefixkv.pages.requests import still_pending
 from prefixkv.paging import Pages
 from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
 from prefixkv.protocol.ids import RoomKey
+from prefixkv.request import DeviceEvent
 
 HOST: Final = "host memory"
 """In place of a decode worker's name in the key by which a load holds its pages; no room has it."""
 
 _MOST_WRITES: Final = 32  # under way at once
 _MOST_DUE: Final = 1024  # paths that wait to be written
+_MOST_DUE_BYTES: Final = 64 << 20  # of their keys
 _KEPT: Final = 0.9  # the weight that the loads before keep when another has ended
 _LOOKS: Final = 8  # at paths that are due, in one pass
 
@@ -110,6 +114,11 @@ class HostTier(Generic[LockT]):
         self._copies: dict[int, _TierCopy[LockT]] = {}
         self._orders: list[HostCopy] = []  # not taken yet
         self._due: OrderedDict[tuple[Hashable, bytes], _Due] = OrderedDict()
+        self._due_bytes = 0  # of their keys
+        # How many paths that are due were looked at in vain, one after the other, and the least
+        # pages that a write could have had then.
+        self._looked, self._room = 0, 0
+        self._unwritten: list[tuple[DeviceEvent, Pages]] = []  # of the device, until its event
         self._count = 0
         self._num_writes = 0
         # Of loads: pages that are under way; pages and seconds of those that ended, fading sums.
@@ -189,6 +198,12 @@ class HostTier(Generic[LockT]):
 
     # --- writes -----------------------------------------------------------------------------------
 
+    def computed(self, device_pages: Pages, after: DeviceEvent) -> None:
+        """Note that the device may still write these pages of a path until `after` is done: nothing
+        reads them before."""
+        self._forget_written()
+        self._unwritten.append((after, device_pages))
+
     def leave(self, key: RadixKey, now_s: float, continues: bool | None) -> None:
         """Note that a request has left the path of `key` in the device's tree: it is written to
         host memory, unless the conversation will not go on. O(log due)."""
@@ -196,25 +211,39 @@ class HostTier(Generic[LockT]):
             return
         # A key of its own: that of a retracted request grows.
         name = key.namespace, key.data
+        self._forget_due(name)
         self._due[name] = _Due(RadixKey.of_packed(key.data, key.namespace), now_s, continues)
-        self._due.move_to_end(name)
-        if len(self._due) > _MOST_DUE:
-            _, oldest = self._due.popitem(last=False)
-            self._counters["host_missed_pages"] += len(oldest.key.data) // self._page_bytes
+        self._due_bytes += len(key.data)
+        while len(self._due) > 1 and (
+            len(self._due) > _MOST_DUE or self._due_bytes > _MOST_DUE_BYTES
+        ):
+            oldest = next(iter(self._due))
+            self._forget_due(oldest)
+            self._counters["host_missed_pages"] += len(oldest[1]) // self._page_bytes
+        self._looked = 0
         self.write_due()
 
+    def _forget_due(self, name: tuple[Hashable, bytes]) -> None:
+        """Forget a path that is due, if it is."""
+        if self._due.pop(name, None) is not None:
+            self._due_bytes -= len(name[1])
+
     def write_due(self) -> None:
-        """Begin the writes to host memory that are due, as far as there is room. O(1) if none
-        is."""
+        """Begin the writes to host memory that are due, as far as there is room. O(1) if none is,
+        or all were looked at since there was more room, or a copy ended."""
+        room = self.pages.available_pages - self._spare()
+        if room > self._room or self._unwritten:
+            self._looked = 0
         for name in list(islice(self._due, _LOOKS)):
-            if self._num_writes >= _MOST_WRITES:
+            if self._num_writes >= _MOST_WRITES or self._looked >= len(self._due):
                 return
-            due = self._due[name]
-            if self._begin_write(due):
-                del self._due[name]
+            if self._begin_write(self._due[name]):
+                self._forget_due(name)
             else:
                 # It may have to wait for long: others take their turns.
                 self._due.move_to_end(name)
+                self._room = min(room, self._room) if self._looked else room
+                self._looked += 1
 
     def _begin_write(self, due: _Due) -> bool:
         """Count the use of a path in the host's tree, and begin the write of what that lacks.
@@ -230,6 +259,8 @@ class HostTier(Generic[LockT]):
             whole = end = min(end, start)
         num_pages = max(0, end - start)
         if num_pages:
+            if self._is_unwritten(match, start, end):
+                return False
             # 3. The copy keeps device pages that those that run may need for their next tokens: so
             # the last ones have to wait.
             left = self.pages.available_pages - self._spare() - match.unprotected_pages
@@ -273,6 +304,22 @@ class HostTier(Generic[LockT]):
             for copy in self._copies.values()
         )
 
+    def _is_unwritten(self, match: DevicePath, start: int, end: int) -> bool:
+        """Return whether the device may still write one of the pages [start, end) of a match."""
+        self._forget_written()
+        if not self._unwritten:
+            return False
+        pages = match.pages[start:end]
+        return any(np.isin(pages, theirs).any() for _, theirs in self._unwritten)
+
+    def _forget_written(self) -> None:
+        """Forget the pages that the device has written by now."""
+        self._unwritten = [
+            (pending, pages)
+            for event, pages in self._unwritten
+            if (pending := still_pending(event, self.pages.errors)) is not None
+        ]
+
     # --- copies -----------------------------------------------------------------------------------
 
     def _order(
@@ -314,6 +361,7 @@ class HostTier(Generic[LockT]):
                 return None
             return load_key(copy.number)
         self._num_writes -= 1
+        self._looked = 0
         self._wrote(copy, done.error is None and copy.epoch == self.pages.epoch, now_s)
         self.write_due()
         return None
@@ -340,6 +388,7 @@ class HostTier(Generic[LockT]):
         """Empty host memory, after new weights; the device's tree has been emptied. Copies that are
         under way end for nothing."""
         self._due.clear()
+        self._due_bytes = 0
         self._free(self.cache.reset())
 
     def _free(self, ids: Pages) -> None:
@@ -402,6 +451,8 @@ class HostTier(Generic[LockT]):
                 len(data) >= self._page_bytes and data == due.key.data
                 for (_, data), due in self._due.items()
             ),
+            "the bytes of what is due are counted": self._due_bytes
+            == sum(len(data) for _, data in self._due),
             "T6 without a copy nothing is protected": bool(copies)
             or not (self.cache.protected_pages or self.cache.orphan_pages),
         }

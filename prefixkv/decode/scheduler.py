@@ -309,15 +309,24 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         check_time(now_s)
         return self.computing.begin(self.arriving.local, self.choice.num_running, now_s)
 
-    def computed(self, req: DecodeRequest, end: int, now_s: float, aux: bytes = b"") -> None:
-        """Note in decode's scheduler that the engine has written the KV of a request of `pop_local`
-        up to token `end`.
+    def computed(
+        self,
+        req: DecodeRequest,
+        end: int,
+        now_s: float,
+        aux: bytes = b"",
+        after: DeviceEvent | None = None,
+    ) -> None:
+        """Note in decode's scheduler that the engine has queued the work of the device, or done it,
+        that writes the KV of a request of `pop_local` up to token `end`.
 
         With `end` at its `fill_len` it is whole: `pop_transferred` returns it, with `aux`. One that
         lacks nothing but its extra state is, with that, too. A request that has ended meanwhile is
-        left out. Raises RequestError, with nothing changed, for one that is not computed here, or
-        an `end` that is not behind the last one, or beyond it; CallerError for an `aux` that is no
-        bytes, or comes before the end.
+        left out. `after` is an event behind that work: before it is done these pages are neither
+        copied to host memory nor free. None: the device is done. Raises RequestError, with nothing
+        changed, for one that is not computed here, or an `end` that is not behind the last one, or
+        beyond it; CallerError for an `aux` that is no bytes, or comes before the end, or an `after`
+        that is no event.
         """
         check_time(now_s)
         end = whole_count("end", end)
@@ -325,14 +334,23 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             raise RequestError(f"req is a {type(req).__name__}, a DecodeRequest is needed")
         if not isinstance(aux, bytes) or (aux and end != req.fill_len):
             raise CallerError(f"aux is {shown(aux)} at {shown(end)} of {req.fill_len} tokens")
-        running = self.choice.num_running
+        check_event("after", after)
+        after = not_done(after)  # may raise: before anything changes
+        running, start = self.choice.num_running, self.computing.done(req)
         self.counters["computed_tokens"] += self.computing.advance(req, end, running, now_s)
-        if self.points is not None and not req.state.ended:
-            self.points.computed(req, end)
-        if end < req.fill_len or req.state.ended:
+        if req.state.ended:
             return
         flight = self.flights.of(req)
         assert flight is not None
+        if after is not None and start is not None:
+            flight.after = after
+            if self.host is not None:
+                size = self.pages.page_size
+                self.host.computed(req.pages[start // size : pages_for(end, size)].copy(), after)
+        if self.points is not None:
+            self.points.computed(req, end)
+        if end < req.fill_len:
+            return
         req.aux = aux
         self.choice.computed(flight, req)
         self.arriving.arrived(flight)

@@ -17,6 +17,7 @@ from prefixkv.decode.inflight import Flight, InFlight
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.errors import InternalError, check_laws
 from prefixkv.pages.manager import PageManager
+from prefixkv.pages.requests import BrokenEvent, still_pending
 from prefixkv.protocol.ids import RoomKey
 
 
@@ -103,9 +104,10 @@ class DecodeTransferQueue:
 
     def is_complete(self, flight: Flight) -> bool:
         """Return True if a flight has arrived and waits for no other, so that `pop_transferred`
-        will commit it.
+        will commit it. One whose event has raised may wait for ever.
         """
-        return not flight.is_open and flight.joined is None
+        is_broken = isinstance(flight.after, BrokenEvent)
+        return not flight.is_open and flight.joined is None and not is_broken
 
     def remove(self, flight: Flight) -> bool:
         """Take a flight that will not be committed out of the transfer queue. Return True if its
@@ -146,9 +148,12 @@ class DecodeTransferQueue:
         The whole pages of each become cached prefix, which its request holds by a lock.
         """
         # A commit may complete flights that joined it, so the queue grows as it is worked off.
-        committed = []
+        committed, unwritten = [], []
         while self._complete:
             flight = self._complete.popleft()
+            if self._would_free_unwritten(flight):
+                unwritten.append(flight)
+                continue
             req = flight.owner
             # 1. To the tree. A flight without an owner is there only for others, which find it in
             # the tree.
@@ -169,7 +174,17 @@ class DecodeTransferQueue:
             else:
                 req.become(DecodeState.TRANSFERRED)
                 committed.append(req)
+        self._complete.extend(unwritten)
         return committed
+
+    def _would_free_unwritten(self, flight: Flight) -> bool:
+        """Return whether the commit of a flight would free pages that the device may still write:
+        its own copies of what the tree has by now. Prefill could write there next, beside it."""
+        if flight.after is not None:
+            flight.after = still_pending(flight.after, self._pages.errors)
+        if flight.after is None or not flight.request.cacheable:
+            return False
+        return self._pages.find(flight.key).depth > flight.pages.num_locked
 
     def check_invariants(self) -> None:
         """Check every law of the transfer queue, those of the flights included. Raises

@@ -18,6 +18,9 @@ from prefixkv.settings import check_whole
 
 SLAB_AXES: Final = ("page", "token", "head", "dim")
 _LATENT_AXES: Final = ("page", "token", "dim")
+_V_IS_MISSING: Final = (
+    ', since v is missing: give v, or an axis "kv" where each tensor of k holds K and V'
+)
 _NAMES: Final = (*SLAB_AXES, "kv", "packed")
 
 
@@ -96,7 +99,9 @@ def _checked_axes(description: AxisNames, *, k_and_v: bool) -> tuple[str, ...]:
     latent = not k_and_v and "kv" not in axes
     needed = _LATENT_AXES if latent else SLAB_AXES
     if {*axes} - {"kv"} != {*needed}:
-        raise ConfigError(f"axes are {axes}, must be {', '.join(needed)} in any order")
+        raise ConfigError(
+            f"axes are {axes}, must be {', '.join(needed)} in any order" + _V_IS_MISSING * latent
+        )
     return axes
 
 
@@ -115,8 +120,10 @@ def _check_shape(tensor: torch.Tensor, axes: tuple[str, ...], description: AxisN
     """Raise ConfigError unless the shape of an engine's tensors agrees with the description of
     their axes. All tensors have the same shape."""
     if tensor.dim() != len(axes):
+        latent = {*axes} == {*_LATENT_AXES} and not description.opaque
         raise ConfigError(
             f"the tensors have {tensor.dim()} dimensions, must have {len(axes)}: {', '.join(axes)}"
+            + _V_IS_MISSING * latent
         )
     sizes = dict(zip(axes, tensor.shape, strict=True))
     # `head_dim` of opaque pages is worked out from a page's size, see `_opaque_slab`.

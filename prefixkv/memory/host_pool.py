@@ -10,20 +10,37 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from prefixkv.errors import CapacityError, ConfigError
+from prefixkv.memory import host_shares
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.kv_pool import check_device, prefer_huge_pages
 from prefixkv.paging import MAX_INDEX, Pages, checked_pages
 from prefixkv.settings import MAX_BYTES, check_whole
 
 _MEMINFO: Final = "/proc/meminfo"
-_GROUP: Final = "/sys/fs/cgroup"  # a container's own group, with cgroup v2
+_GROUPS: Final = "/sys/fs/cgroup"  # where the system's control groups are mounted
+_OWN_GROUP: Final = "/proc/self/cgroup"  # the groups that this process is in
+
+
+class _GroupFiles(NamedTuple):
+    """The names by which a version of control groups says what a group may take of memory."""
+
+    controller: str  # in `_OWN_GROUP`, and of the folder that the groups are in
+    limit: str
+    taken: str
+    dropped: str  # in memory.stat: what files take that nothing has used of late
+
+
+_VERSIONS: Final = (
+    _GroupFiles("", "memory.max", "memory.current", "inactive_file"),
+    _GroupFiles("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 
 
 class HostPool:
@@ -49,7 +66,8 @@ class HostPool:
             device: of the pool: for "cuda:INDEX" the memory is pinned.
             chunk_bytes: memory is taken in chunks of at most this, and of one page at least.
         Raises:
-            ConfigError: a value out of range, or the host has not enough memory: nothing was taken.
+            ConfigError: a value out of range, or the host has not enough memory beside what other
+                pools have reserved: nothing was taken.
             CapacityError: the system refuses it.
         """
         check_whole("num_pages", num_pages, 1, MAX_INDEX)
@@ -58,13 +76,20 @@ class HostPool:
         self.num_pages = num_pages
         self.page_bytes = layout.host_page_bytes
         check_whole("bytes per page", self.page_bytes, 1, MAX_BYTES // num_pages)
-        wanted, free = num_pages * self.page_bytes, free_host_bytes()
+        wanted = num_pages * self.page_bytes
         # Before anything is taken: a host that runs out of memory kills a process, mostly this one.
-        if free is not None and wanted > free:
-            raise ConfigError(
-                f"{num_pages} host pages of {self.page_bytes} bytes take {wanted} bytes, the host "
-                f"has {free} free"
-            )
+        with host_shares.locked() as shares:
+            free = free_host_bytes()
+            if free is not None and wanted > free - shares.num_bytes:
+                others = f", of which others have reserved {shares.num_bytes}"
+                raise ConfigError(
+                    f"host_memory: {num_pages} host pages of {self.page_bytes} bytes take {wanted} "
+                    f"bytes, the host has {free} free" + others * bool(shares.num_bytes)
+                )
+            self._share = shares.enter(wanted)
+        self._untouched = np.ones(num_pages, bool)
+        self._num_untouched = num_pages
+        self._touching = threading.Lock()  # of both
         self.error: Exception | None = None
         self._device = device
         self._pages_a_chunk = max(1, chunk_bytes // self.page_bytes)
@@ -75,7 +100,11 @@ class HostPool:
         self._closing = False
         self._thread: threading.Thread | None = None
         if device == "cpu":
-            self._fill()
+            try:
+                self._fill()
+            except CapacityError:
+                self._share.close()
+                raise
             return
         self._thread = threading.Thread(
             target=self._fill_aside, name="prefixkv-host-pool", daemon=True
@@ -108,12 +137,16 @@ class HostPool:
         self._ready_pages = 0
         self._bases[:] = 0
         self._chunks.clear()
+        self._share.close()
 
     # --- for the copies ---------------------------------------------------------------------------
 
     def checked(self, pages: npt.NDArray[np.integer]) -> Pages:
         """Return host pages of a copy as int32. Raises PageStateError for one that is not ready."""
-        return checked_pages(pages, self._ready_pages, "host")
+        checked = checked_pages(pages, self._ready_pages, "host")
+        if self._num_untouched:
+            self._touch(checked)
+        return checked
 
     def addresses(self, pages: Pages) -> npt.NDArray[np.int64]:
         """Return the addresses of these host pages' rows, int64 [n]. They are checked already."""
@@ -141,8 +174,18 @@ class HostPool:
             chunk = _host_bytes(pages * self.page_bytes, self._device)
             self._bases[len(self._chunks)] = chunk.data_ptr()
             self._chunks.append(chunk)
+            first = self._ready_pages
+            if self._device != "cpu":  # pinned: it is there already
+                self._touch(np.arange(first, first + pages, dtype=np.int32))
             # Last: from here on its pages are used.
             self._ready_pages += pages
+
+    def _touch(self, pages: Pages) -> None:
+        """Note that these host pages take memory from now on: the system counts them."""
+        with self._touching:
+            self._num_untouched -= int(np.count_nonzero(self._untouched[pages]))
+            self._untouched[pages] = False
+            self._share.keep(self._num_untouched * self.page_bytes)
 
     def _fill_aside(self) -> None:
         """Take the host pool's memory in its own thread. What is there stays after an error."""
@@ -150,6 +193,7 @@ class HostPool:
             self._fill()
         except Exception as error:
             self.error = error
+            self._share.close()  # no more will be taken
 
 
 def _host_bytes(num_bytes: int, device: str) -> torch.Tensor:
@@ -167,19 +211,61 @@ def _host_bytes(num_bytes: int, device: str) -> torch.Tensor:
     return memory
 
 
-def free_host_bytes(meminfo: str = _MEMINFO, group: str = _GROUP) -> int | None:
+def free_host_bytes(
+    meminfo: str = _MEMINFO, group: str = _GROUPS, own_group: str = _OWN_GROUP
+) -> int | None:
     """Return the bytes that a host pool could take: what the system has available, and no more than
-    this container may still take. None if the system does not say."""
+    each control group around this process may still take. None if the system does not say.
+
+    Args:
+        group: the folder of all groups, of version 1, 2 or both.
+        own_group: the file that names the groups of this process.
+    """
     found = []
     # Systems without these files, and groups without a limit, whose limit is the word "max".
     with suppress(OSError, ValueError, KeyError):
         found.append(_numbers(meminfo)["MemAvailable:"] << 10)
-    with suppress(OSError, ValueError, KeyError):
-        limit = int(Path(group, "memory.max").read_text(encoding="utf-8"))
-        taken = int(Path(group, "memory.current").read_text(encoding="utf-8"))
-        # Files that nothing has used of late are dropped before the limit is felt.
-        found.append(max(0, limit - taken + _numbers(f"{group}/memory.stat")["inactive_file"]))
+    for version in _VERSIONS:
+        root = Path(group, version.controller)
+        for folder in _groups_around(root, _own_path(own_group, version.controller)):
+            with suppress(OSError, ValueError, KeyError):
+                limit = int((folder / version.limit).read_text(encoding="utf-8"))
+                taken = int((folder / version.taken).read_text(encoding="utf-8"))
+                # Files that nothing has used of late are dropped before the limit is felt.
+                dropped = _numbers(str(folder / "memory.stat"))[version.dropped]
+                found.append(max(0, limit - taken + dropped))
     return min(found, default=None)
+
+
+def _own_path(own_group: str, controller: str) -> str:
+    """Return the path of this process's group below the root of its groups; "" if it is not
+    there."""
+    with suppress(OSError):
+        for line in Path(own_group).read_text(encoding="utf-8").splitlines():
+            _, controllers, path = line.split(":", 2)
+            # A path with ".." leads to a group that this process cannot see.
+            if controller in controllers.split(",") and ".." not in path.split("/"):
+                return path.strip("/")
+    return ""
+
+
+def _groups_around(root: Path, path: str) -> list[Path]:
+    """Return a process's group and those around it, from `root` on.
+
+    A root that does not have the process's own group is a container's, mounted as the root, or was
+    given in place of the system's: then each group below it that has no other beside it counts too.
+    """
+    found = [root]
+    if path and (root / path).is_dir():
+        for name in path.split("/"):
+            found.append(found[-1] / name)
+        return found
+    if str(root).startswith(_GROUPS):
+        return found
+    with suppress(OSError):
+        while len(inner := [one for one in found[-1].iterdir() if one.is_dir()]) == 1:
+            found += inner
+    return found
 
 
 def _numbers(path: str) -> dict[str, int]:

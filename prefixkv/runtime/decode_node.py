@@ -306,24 +306,31 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         """
         return self.scheduler.pop_local(self._pump())
 
-    def computed(self, req: DecodeRequest, end: int, aux: bytes = b"") -> None:
+    def computed(
+        self, req: DecodeRequest, end: int, aux: bytes = b"", after: DeviceEvent | None = None
+    ) -> None:
         """Tell the decode node that a request of `pop_local` has KV in `req.pages` up to token
         `end`.
 
         With `end` at `req.fill_len` it is whole, and comes out of `pop_transferred` with `aux`, as
         if prefill had sent it. One with extra state may lack nothing but that: then `prefix_len` is
         `fill_len`, and so is `end`. With window groups a chunk has `step_tokens` of them at most,
-        and a checkpoint is kept where one ends at one of `req.stops`. What the device has still to
-        write has to be written before any later work of it on these pages; at `fill_len` it has to
-        be done, where something was computed that is cached already (from a checkpoint on): these
-        pages are free then. A request that has ended meanwhile is left out.
+        and a checkpoint is kept where one ends at one of `req.stops`. Later work of the device on
+        these pages has to come behind what it has still to write. A request that has ended
+        meanwhile is left out.
+
+        Args:
+            after: an event behind the device's writes up to `end`. Before it is done these pages
+                are not copied to host memory, and a request that would free some of them, since
+                they are cached already (from a checkpoint on), does not come out of
+                `pop_transferred`. None: the device is done.
 
         Raises:
             RequestError: it is not computed here, or `end` is not behind the last one, or beyond
-                `fill_len`. CallerError: `aux` is no bytes, or comes before the end. Nothing was
-                changed.
+                `fill_len`. CallerError: `aux` is no bytes, or comes before the end, or `after` is
+                no event. Nothing was changed.
         """
-        self.scheduler.computed(req, end, self._pump(), aux)
+        self.scheduler.computed(req, end, self._pump(), aux, after)
         self._tell()
 
     def save_state(self, req: DecodeRequest, end: int) -> int:

@@ -1,9 +1,10 @@
 """The copies of decode's host tier: orders of whole pages, in pieces, made by threads of their own.
 
-Loads go before writes: a load waits at most for the pieces that run. Orders of one kind are begun
-in the order they came in; the pieces of one order may run at once. Each order ends with one
-HostCopyDone to the sink. It comes when nothing touches the order's pages any more, so after a piece
-that failed it waits for those that run; none of the others begins then.
+Loads go before writes, but a write keeps pages of the device: after `_LOADS_A_WRITE` pieces of
+loads that writes have waited for, a piece of a write begins. Orders of one kind are begun in the
+order they came in; the pieces of one order may run at once. Each order ends with one HostCopyDone
+to the sink. It comes when nothing touches the order's pages any more, so after a piece that failed
+it waits for those that run; none of the others begins then.
 
 An order may wait for work of the device that was queued before it. Others are begun meanwhile.
 """
@@ -30,6 +31,7 @@ from prefixkv.runtime.copies import Settle, run_settled, start_workers
 from prefixkv.settings import MAX_BYTES, check_whole
 
 _LOOK_S: Final = 1e-4  # between two looks at the device, for an order that waits for it
+_LOADS_A_WRITE: Final = 8  # pieces of loads that go before a piece of a write that could begin
 _PIECE_BYTES, _GPU_PIECE_BYTES = 4 << 20, 16 << 20
 
 
@@ -97,6 +99,7 @@ class HostCopies:
         self._loads: deque[_Order] = deque()
         self._writes: deque[_Order] = deque()
         self._num_waiting = 0  # orders that waited for the device when a worker looked last
+        self._loads_before_write = 0  # pieces of loads that began while writes waited
         # Only the workers take it, so that `submit` never waits for one of them.
         self._lock = threading.Lock()
         # An entry wakes a worker, which then works until it finds nothing.
@@ -165,9 +168,15 @@ class HostCopies:
         piece = None
         with self._lock:
             self._num_waiting = 0
-            for orders in (self._loads, self._writes):
+            kinds = [self._loads, self._writes]
+            if self._loads_before_write >= _LOADS_A_WRITE:
+                kinds.reverse()
+            for orders in kinds:
                 if piece is None and not self._closed:
                     piece = self._begin_piece(orders, failed)
+                    if piece is not None:
+                        waits = orders is self._loads and bool(self._writes)
+                        self._loads_before_write = self._loads_before_write + 1 if waits else 0
         for order in failed:
             self._sink(order.done(self._page_bytes))
         return piece

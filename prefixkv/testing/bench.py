@@ -31,7 +31,10 @@ MakeSides = Callable[[ScenarioSettings], EngineSides]
 _PAUSE_S: Final = 0.0005  # after a pass that had nothing to do
 _LEAST_PASSES: Final = 50  # without progress, before an engine counts as stalled
 # Fields of a node's config.
-_ENGINES_OWN: Final = ("model", "reserved_pages", "compute", "checkpoints", "checkpoint_tokens")
+_ENGINES_OWN: Final = (
+    "model", "reserved_pages", "compute", "host_memory", "failure_policy", "checkpoints",
+    "checkpoint_tokens",
+)  # fmt: skip
 _LIVELOCK: Final = 10  # times the patience, for passes that do something and bring no token
 
 
@@ -152,11 +155,12 @@ class ScenarioRun:
             answer.aborted_at = len(answer.tokens)
         self._guarded(lambda: self.sides.abort(answer.prompt.rid, side))
 
-    def restart(self, side: Side) -> None:
-        """End one worker of the engine at once, and start it again."""
+    def restart(self, side: Side, may_fail: bool = True) -> None:
+        """End one worker of the engine at once, and start it again. `may_fail`: whether answers may
+        end with an error for it."""
         for answer in self.answers:
             if not answer.ended:
-                answer.may_fail = True
+                answer.may_fail |= may_fail
                 answer.lost |= side == "decode"
         self._guarded(lambda: self.sides.restart(side))
         # What was to be asked again was the former life's.
@@ -193,6 +197,10 @@ class ScenarioRun:
             self.sides.decode if side == "decode" else self.sides.prefill
         )
         return {} if node is None else node.stats()
+
+    def end_copies(self) -> None:
+        """Make passes of the engine until nothing is copied to or from its host memory."""
+        self.until(lambda: not self.stats()["host_copies"], "law 2")
 
     # --- passes -----------------------------------------------------------------------------------
 

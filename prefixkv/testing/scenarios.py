@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Final
 
-from prefixkv import DecodeConfig, PrefillConfig
+from prefixkv import ComputeConfig, DecodeConfig, HostConfig, PrefillConfig
 from prefixkv.testing.bench import ScenarioRun
 from prefixkv.testing.sides import BRIEF, AnswerLog, ScenarioSettings
 
@@ -311,6 +311,63 @@ def decode_restarts(run: ScenarioRun) -> None:
         run.restart("decode")
         run.ask(run.prompt(12), 5)
         run.finish()
+
+
+_LOCAL = ScenarioSettings(
+    decode=DecodeConfig(
+        reserve_tokens=0, control=BRIEF, compute=ComputeConfig(below=0, chunk_tokens=5),
+        failure_policy="local",
+    ),
+    prefill=PrefillConfig(control=BRIEF), chunk_tokens=3,
+)  # fmt: skip
+
+
+@_scenario("decode carries on alone", _LOCAL)
+def carries_on(run: ScenarioRun) -> None:
+    """End prefill while requests wait, are computed, sent and run: decode computes what is missing,
+    and no answer fails."""
+    common = run.prompt(10)
+    for passes in (1, 4, 9):
+        run.ask([*common, *run.prompt(14)], 8)
+        run.ask(run.prompt(15), 8)
+        run.ask([*common, *run.prompt(3)], 5, end_at=2)
+        run.steps(passes)
+        run.restart("prefill", may_fail=False)
+        run.finish()
+
+
+# --- host memory ----------------------------------------------------------------------------------
+
+_HOST = ScenarioSettings(
+    decode_pages=14, decode=DecodeConfig(reserve_tokens=0, host_memory=HostConfig(num_pages=96)),
+)  # fmt: skip
+
+
+@_scenario("host memory", _HOST)
+def host_memory(run: ScenarioRun) -> None:
+    """Let three chats take turns in a pool that holds one: each comes back from host memory."""
+    chats = [run.prompt(21) for _ in range(3)]
+    for _ in range(3):
+        for i, tokens in enumerate(chats):
+            answer = run.ask(tokens, 6)
+            run.finish()
+            # What is copied behind an end is to be there for the next turn.
+            run.end_copies()
+            chats[i] = [*tokens, *answer.tokens, *run.prompt(2)]
+    stats = run.stats()
+    for name, what in (
+        ("host_written_pages", "nothing of what was finished was copied to host memory"),
+        ("host_hit_tokens", "no later turn has found anything in host memory"),
+    ):
+        if not stats[name]:
+            run.tell("cache", f"{what}: {name} is 0")
+
+
+@_scenario("host memory, all of it", _HOST)
+def host_memory_mixed(run: ScenarioRun) -> None:
+    """Mix new prompts, later turns, early ends and aborts in a pool that is too small, beside
+    copies to and from host memory."""
+    _mixed(run, 40)
 
 
 # --- all of it ------------------------------------------------------------------------------------

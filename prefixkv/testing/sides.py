@@ -56,8 +56,10 @@ class ScenarioSettings:
         tokens_per_step: most tokens that one step of decode may give a request. An engine that
             has no speculative decoding raises NotImplementedError for more than 1.
         decode, prefill: the configs of the nodes, for an engine to pass on. It may set `model` and
-            `reserved_pages` in them (with as many pages more in the pool), `compute` in decode's,
-            and `checkpoints` and `checkpoint_tokens` in prefill's.
+            `reserved_pages` in them (with as many pages more in the pool), `compute`, `host_memory`
+            and `failure_policy` in decode's, and `checkpoints` and `checkpoint_tokens` in both.
+            Some scenarios have `host_memory`, or `compute` with `failure_policy` "local": an engine
+            that cannot keep to them raises NotImplementedError.
     """
 
     page_size: int = 4

@@ -25,7 +25,7 @@ from prefixkv import (
     PrefillRequest,
     Request,
 )
-from prefixkv.spi import CallerError, InternalError, Pages, pages_for
+from prefixkv.spi import CallerError, DeviceEvent, InternalError, Pages, pages_for
 
 ByteArray = npt.NDArray[np.uint8]
 Tell = Callable[[str, str], None]  # law, what was seen
@@ -71,6 +71,8 @@ class _Watch:
         self.probe = probe and not node.pool.layout.opaque
         self.calls: Counter[str] = Counter()
         self.blamed: BaseException | None = None  # the exception that was reported already
+        self._junk: dict[Any, ByteArray] = {}  # by request that is computed: from prefix_len on
+        self._writing: list[tuple[DeviceEvent, set[int]]] = []  # pages, until the event
         self._unowned: list[int] = []
         self._bytes: ByteArray | None = None
         self._note_unowned()
@@ -128,8 +130,11 @@ class _Watch:
         """Remember the bytes of the pages that no request has, as the watched call left them."""
         if self.probe:
             state = self._scheduler.pages.allocator.state
+            self._writing = [one for one in self._writing if not one[0].query()]
+            busy = set().union(*(pages for _, pages in self._writing))
             everything = range(self._pool.layout.num_pages)
-            self._unowned = [page for page in everything if state(page).name in _UNOWNED]
+            self._unowned = [page for page in everything
+                             if state(page).name in _UNOWNED and page not in busy]  # fmt: skip
             self._bytes = self._pool.read_pages(self._unowned).numpy()
 
     def _put_junk(self, pages: Iterable[int], slot: int) -> None:
@@ -140,6 +145,33 @@ class _Watch:
             part[:] = self._random.integers(0, _JUNK_BYTES, part.shape, np.uint8)
             self._pool.write_pages([page], data)
             slot = 0
+
+    def _to_be_computed(self, req: PrefillRequest | DecodeRequest, num_tokens: int) -> None:
+        """Put junk where the engine has to write the KV of a request's tokens, up to
+        `num_tokens`."""
+        size, first = self._pool.layout.page_size, req.prefix_len
+        if self.probe and first < num_tokens:  # else it lacks a state alone
+            self._put_junk(req.pages[first // size :].tolist(), first % size)
+            self._junk[req] = _token_bytes(self._pool, req.pages, first, num_tokens)
+
+    def _check_computed(
+        self, req: PrefillRequest | DecodeRequest, start: int, end: int, event: DeviceEvent | None
+    ) -> None:
+        """Tell if a chunk that the engine says it has computed is not written. What a device has
+        not written before `event` cannot be looked at."""
+        junk, begin = self._junk.get(req), req.prefix_len
+        if junk is None:
+            return
+        if event is not None and not event.query():
+            del self._junk[req]
+            return
+        now = _token_bytes(self._pool, req.pages, start, end)
+        same = (now == junk[start - begin : end - begin]).all(axis=1)
+        unwritten = np.flatnonzero(same) + start
+        if len(unwritten):
+            what = f"{req.rid}: tokens up to {end} were handed over, and the KV of token "
+            prefix = f"computing begins at prefix_len, {begin}"
+            self._tell("law 8", f"{what}{unwritten[0]} was not computed ({prefix})")
 
     def _never_called(self, *names: str) -> list[tuple[str, str]]:
         """Name the watched calls that the engine never makes."""
@@ -160,7 +192,8 @@ class DecodeWitness(_Watch):
     """The witness of a decode node."""
 
     WATCHED = ("add", "pop_preallocated", "pop_transferred", "pop_failed", "pop_needs_prefill",
-               "append_many", "reserve_many", "finish", "retract", "abort")  # fmt: skip
+               "pop_local", "computed", "append_many", "reserve_many", "finish", "retract",
+               "abort")  # fmt: skip
     side = "decode"
 
     def __init__(
@@ -171,6 +204,7 @@ class DecodeWitness(_Watch):
         nothing behind the next slot is written yet."""
         super().__init__(node, tell, random, probe)
         self._one_token = one_token
+        self._computes = node.config.compute is not None
         self.requests: dict[str, DecodeRequest] = {}
         self.rooms: dict[int, str] = {}  # whose they are
         self._added: list[Request] = []
@@ -180,6 +214,7 @@ class DecodeWitness(_Watch):
         self._named: Counter[str] = Counter()  # to be retracted, and not retracted yet
         self._slots: dict[DecodeRequest, _Slot] = {}  # the next step has to write these
         self._written: dict[DecodeRequest, _Slot] = {}  # the step that found no page wrote these
+        self._done: dict[DecodeRequest, int] = {}  # tokens of what the engine computes here
 
     def _after_add(self, result: DecodeRequest, request: Request) -> None:
         self.requests[result.rid] = result
@@ -195,6 +230,37 @@ class DecodeWitness(_Watch):
         for req in result:
             if req.resumed:
                 self._mark(req, self._slots)
+
+    def _after_pop_local(self, result: list[DecodeRequest]) -> None:
+        for req in result:
+            self._done[req] = req.prefix_len
+            self._to_be_computed(req, req.fill_len)
+
+    def _before_computed(
+        self, req: DecodeRequest, end: int, aux: bytes = b"", after: DeviceEvent | None = None
+    ) -> None:
+        start = self._done.get(req, end)
+        if start < end <= req.fill_len and not req.state.ended:
+            self._check_computed(req, start, end, after)
+
+    def _after_computed(
+        self, result: None, req: DecodeRequest, end: int, aux: bytes = b"",
+        after: DeviceEvent | None = None,
+    ) -> None:  # fmt: skip
+        if after is not None:
+            self._writing.append((after, set(req.pages.tolist())))
+        self._done[req] = end
+        if end == req.fill_len:
+            self._forget_computed(req)
+
+    def _after_pop_failed(self, result: list[DecodeRequest], *args: Any, **options: Any) -> None:
+        for req in result:
+            self._forget_computed(req)
+
+    def _forget_computed(self, req: DecodeRequest) -> None:
+        """Expect no further chunk of a request that was computed here."""
+        self._done.pop(req, None)
+        self._junk.pop(req, None)
 
     def _after_pop_needs_prefill(self, result: list[PrefillAsk]) -> None:
         for ask in result:
@@ -320,8 +386,14 @@ class DecodeWitness(_Watch):
             elif state:
                 so_far = f"{len(req.output)} of {req.max_new_tokens} tokens"
                 found.append(("law 7", f"{req.rid} is {state} for ever, with {so_far}"))
-        loop = ("pop_preallocated", "pop_transferred", "pop_failed", "pop_needs_prefill")
-        return found + self._never_called(*loop)
+        for req, done in self._done.items():
+            if not req.state.ended:
+                so_far = f"{done} of its {req.fill_len} tokens have KV"
+                found.append(("law 7", f"{req.rid} came out of pop_local, {so_far}"))
+        loop = ["pop_preallocated", "pop_transferred", "pop_failed", "pop_needs_prefill"]
+        if self._computes:
+            loop.append("pop_local")
+        return self._never_called(*loop) + found
 
 
 class PrefillWitness(_Watch):
@@ -338,7 +410,6 @@ class PrefillWitness(_Watch):
         self.asks = asks
         self.added: list[Request] = []
         self._sent: dict[PrefillRequest, int] = {}  # tokens handed over of what is computed
-        self._junk: dict[PrefillRequest, ByteArray] = {}  # from prefix_len on
         self._handed: dict[PrefillRequest, tuple[list[int], ByteArray]] = {}
 
     def take_added(self, rooms: Container[int]) -> list[Request]:
@@ -364,33 +435,17 @@ class PrefillWitness(_Watch):
                 self._tell("order", f"{ask.rid}: prefill was asked again with another {name}")
 
     def _after_pop_bootstrapped(self, result: list[PrefillRequest], limit: Any = None) -> None:
-        size = self._pool.layout.page_size
         for req in result:
             self._sent[req] = req.prefix_len
-            if self.probe:
-                self._put_junk(req.pages[req.prefix_len // size :].tolist(), 0)
-                self._junk[req] = _token_bytes(
-                    self._pool, req.pages, req.prefix_len, req.num_tokens
-                )
+            self._to_be_computed(req, req.num_tokens)
 
     def _before_send_chunk(
         self, req: PrefillRequest, end: int, last: bool = False, aux: bytes = b"",
         ready: Any = None, state_slot: int = -1,
     ) -> None:  # fmt: skip
-        sent, junk = self._sent.get(req, 0), self._junk.get(req)
-        if junk is None or req.state.value != "computing" or not sent < end <= req.num_tokens:
-            return
-        # What a device has not written yet cannot be looked at.
-        if ready is not None and not ready.query():
-            del self._junk[req]
-            return
-        now = _token_bytes(self._pool, req.pages, sent, end)
-        begin = req.prefix_len
-        unwritten = np.flatnonzero((now == junk[sent - begin : end - begin]).all(axis=1)) + sent
-        if len(unwritten):
-            what = f"{req.rid}: tokens up to {end} were handed over, and the KV of token "
-            prefix = f"computing begins at prefix_len, {begin}"
-            self._tell("law 8", f"{what}{unwritten[0]} was not computed ({prefix})")
+        sent = self._sent.get(req, 0)
+        if req.state.value == "computing" and sent < end <= req.num_tokens:
+            self._check_computed(req, sent, end, ready)
 
     def _after_send_chunk(
         self, result: int, req: PrefillRequest, end: int, *args: Any, **options: Any

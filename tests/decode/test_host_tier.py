@@ -13,6 +13,7 @@ from prefixkv.cache.eviction.policy import Policy, Use
 from prefixkv.cache.node import Mark
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.config import ComputeConfig
+from prefixkv.decode import host_tier
 from prefixkv.decode.host_tier import HOST
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.services import FRESH_S
@@ -238,6 +239,53 @@ def test_what_goes_on_behind_a_write_is_written_when_that_has_ended() -> None:
     assert len(rest.host_pages) == 2
     desk.end_copy()
     assert desk.host.cache.match_prefix(prompt("a", 24)).depth == 6
+    desk.at_rest()
+
+
+def test_what_is_due_is_not_matched_again_before_a_write_could_begin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    desk = HostDesk(num_pages=8)
+    a = desk.start("a", 16, 1)
+    others = [desk.start(rid, 4, 1) for rid in "wxyz"]
+    desk.finish(a)
+    assert desk.orders() == []
+    assert desk.host.has_due
+    find, found = desk.pages.find, []
+    monkeypatch.setattr(desk.pages, "find", lambda key: found.append(key) or find(key))
+    for _ in range(3):
+        desk.admit()
+    assert not found
+    desk.abort(others.pop())
+    found.clear()
+    desk.admit()
+    assert len(desk.orders()) == 1
+    for _ in range(3):
+        desk.admit()
+    assert len(found) <= 2
+    for req in others:
+        desk.finish(req, continues=False)
+    for _ in range(3):
+        desk.admit()
+        desk.end_all_copies()
+    assert desk.host.cache.match_prefix(prompt("a", 16)).prefix_len == 16
+    desk.at_rest()
+
+
+def test_what_is_due_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_tier, "_MOST_DUE_BYTES", 4 * 40)
+    desk = HostDesk(num_pages=32)
+    held = desk.start("z", 4)
+    monkeypatch.setattr(host_tier, "_MOST_WRITES", 0)
+    for rid in "abcd":
+        desk.finish(desk.start(rid, 16))
+    assert desk.scheduler.counters["host_missed_pages"] == 8, "of a and b"
+    desk.finish(desk.start("c2", prompt("c", 17)))  # the same path, once more
+    monkeypatch.setattr(host_tier, "_MOST_WRITES", 32)
+    desk.finish(held, continues=False)
+    desk.end_all_copies()
+    there = [desk.host.cache.match_prefix(prompt(rid, 16)).prefix_len for rid in "abcd"]
+    assert there == [0, 0, 16, 16]
     desk.at_rest()
 
 

@@ -86,7 +86,8 @@ def test_an_axis_of_k_and_v_has_two_and_one_head_is_no_latent_vector() -> None:
     axes = ("page", "kv", "token", "head", "dim")
     with pytest.raises(ConfigError, match=r'K and V is 2, but axis 1 \("kv"\) has 3'):
         KVPool.from_tensors(tensors(axes, kv=3), axes=axes)
-    with pytest.raises(ConfigError, match="must be page, token, dim in any order"):
+    said = 'must be page, token, dim in any order, since v is missing: give v, or an axis "kv"'
+    with pytest.raises(ConfigError, match=said):
         KVPool.from_tensors(tensors(K, head=1), axes=K)
 
 

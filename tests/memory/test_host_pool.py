@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from itertools import pairwise
 from pathlib import Path
+from subprocess import PIPE, Popen
 
 import numpy as np
 import pytest
 import torch
 
 from prefixkv.errors import CapacityError, ConfigError, PageStateError
-from prefixkv.memory import host_pool
+from prefixkv.memory import host_pool, host_shares
 from prefixkv.memory.host_pool import HostPool, free_host_bytes
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.kv_pool import KVPool
@@ -123,6 +126,146 @@ def test_a_system_without_a_container_says_what_is_available(tmp_path: Path) -> 
     assert free_host_bytes(str(tmp_path / "none"), str(tmp_path)) is None
 
 
+GB = 1 << 30
+V1 = "memory/"
+V1_FILES = {"memory.max": "memory.limit_in_bytes", "memory.current": "memory.usage_in_bytes"}
+
+
+def make_group(root: Path, path: str, limit: int | str, taken: int) -> None:
+    """A control group with a limit, of version 1 where the path is below `memory/`."""
+    folder = root / path
+    folder.mkdir(parents=True, exist_ok=True)
+    is_v1 = path.startswith(V1)
+    for name, value in (("memory.max", limit), ("memory.current", taken)):
+        (folder / (V1_FILES[name] if is_v1 else name)).write_text(f"{value}\n")
+    (folder / "memory.stat").write_text("total_inactive_file 0\n" if is_v1 else "inactive_file 0\n")
+
+
+@pytest.mark.parametrize(
+    ("groups", "own", "free"),
+    [
+        ({"": (8, 1)}, "0::/", 7),
+        ({"memory/": (8, 1)}, "4:memory:/", 7),
+        ({"system.slice/serve.service": (8, 1)}, "0::/system.slice/serve.service", 7),
+        # Each group around the own one has a limit for all in it. Others' are of no concern.
+        ({"a.slice": (8, 5), "a.slice/b": (6, 1), "c.slice": (1, 1)}, "0::/a.slice/b", 3),
+        ({"a.slice": ("max", 5), "a.slice/b": (6, 1), "a.slice/c": (1, 1)}, "0::/a.slice/b", 5),
+        ({"memory/": ((1 << 33) - 1, 50), "memory/docker/x": (4, 2)}, "4:cpu,memory:/docker/x", 2),
+        # Both versions at once: memory is counted by one of them.
+        ({"memory/x": (4, 1)}, "1:name=systemd:/y\n4:memory:/x\n0::/z", 3),
+        # A container whose own group is mounted as the root, and one that cannot see its own.
+        ({"": (8, 1)}, "0::/system.slice/docker-1.scope", 7),
+        ({"memory/": (8, 1)}, "4:memory:/docker/1", 7),
+        ({"": (8, 1)}, "0::/../other", 7),
+        # A root that was given: the only groups below it count.
+        ({"system.slice/serve.service": (8, 1)}, "0::/", 7),
+        ({"a": (3, 1), "b": (3, 1)}, "0::/", 100),
+    ],
+)
+def test_each_group_around_the_process_has_its_limit(
+    tmp_path: Path, groups: dict[str, tuple[int | str, int]], own: str, free: int
+) -> None:
+    meminfo, names = tmp_path / "meminfo", tmp_path / "self"
+    meminfo.write_text(f"MemAvailable: {100 << 20} kB\n")
+    names.write_text(own + "\n")
+    for path, (limit, taken) in groups.items():
+        most = limit if limit == "max" else int(limit) * GB
+        make_group(tmp_path / "groups", path, most, taken * GB)
+    assert free_host_bytes(str(meminfo), str(tmp_path / "groups"), str(names)) == free * GB
+
+
+def test_pools_share_what_the_host_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_pool, "free_host_bytes", lambda: 10 * 256)
+    first, second = HostPool(layout(), 6), HostPool(layout(), 3)
+    message = "host_memory: 2 host pages of 256 bytes take 512 bytes, the host has 2560 free, of"
+    for _ in range(2):  # what is refused has taken nothing
+        with pytest.raises(ConfigError, match=f"{message} which others have reserved 2304"):
+            HostPool(layout(), 2)
+    HostPool(layout(), 1).close()
+    first.close()
+    HostPool(layout(), 7).close()
+    second.close()
+    second.close()
+    HostPool(layout(), 10).close()
+
+
+def test_what_is_touched_is_counted_by_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = 10 * 256
+    monkeypatch.setattr(host_pool, "free_host_bytes", lambda: free)
+    pool = HostPool(layout(), 10)
+    for used in (1, 5, 5, 9, 10):
+        pool.checked(np.arange(used, dtype=np.int32))
+        # As the system would say it, once these pages are written.
+        free = (10 - used) * 256
+        with pytest.raises(ConfigError, match="reserved" if used < 10 else "has 0 free"):
+            HostPool(layout(), 1)
+        free += 256
+        HostPool(layout(), 1).close()
+    pool.close()
+
+
+def test_a_pool_that_is_forgotten_or_cannot_be_made_reserves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host_pool, "free_host_bytes", lambda: 10 * 256)
+    HostPool(layout(), 10)
+    with monkeypatch.context() as refusing:
+
+        def refused(num_bytes: int, device: str) -> torch.Tensor:
+            raise CapacityError("the system has none")
+
+        refusing.setattr(host_pool, "_host_bytes", refused)
+        with pytest.raises(CapacityError, match="the system has none") as error:
+            HostPool(layout(), 10)
+    HostPool(layout(), 10).close()
+    assert error
+
+
+HOLDER = """
+import sys
+from prefixkv.memory.host_pool import HostPool
+from prefixkv.memory.kv_pool import KVPool
+
+pool = HostPool(KVPool.create(1, 256, 8, 8, 128).layout, 40)
+print(pool.num_pages * pool.page_bytes, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("ends", ["killed", "at its end"])
+def test_processes_share_what_the_host_has(ends: str) -> None:
+    command = [sys.executable, "-c", HOLDER]
+    with Popen(command, stdin=PIPE, stdout=PIPE, text=True) as holder:
+        assert holder.stdin is not None
+        assert holder.stdout is not None
+        held = int(holder.stdout.readline())
+        with host_shares.locked() as shares:
+            theirs = shares.num_bytes
+        assert theirs >= held >= 300 << 20
+        holder.kill() if ends == "killed" else holder.stdin.close()
+        holder.wait(WAIT_S)
+    with host_shares.locked() as shares:
+        assert shares.num_bytes <= theirs - held
+
+
+def test_a_folder_of_another_user_is_not_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    (tmp_path / "a" / f"prefixkv-host-{os.getuid()}").write_text("a file in its place")
+    monkeypatch.setattr(host_shares, "_PLACES", (str(tmp_path / "a"), str(tmp_path / "b")))
+    with host_shares.locked() as shares:
+        assert shares.num_bytes == 0
+        share = shares.enter(77)
+    with host_shares.locked() as shares:
+        assert shares.num_bytes == 77
+    share.close()
+    monkeypatch.setattr(host_shares, "_PLACES", (str(tmp_path / "a"),))
+    with pytest.raises(ConfigError, match=f"no folder of this user can be made in {tmp_path}"):
+        HostPool(layout(), 1)
+
+
 @pytest.mark.parametrize(
     ("num_pages", "device", "chunk_bytes", "message"),
     [
@@ -176,6 +319,8 @@ def test_pinned_pages_become_ready_chunk_by_chunk(monkeypatch: pytest.MonkeyPatc
         assert len(set(pool.addresses(np.arange(ready, dtype=np.int32)).tolist())) == ready
         with pytest.raises(PageStateError, match=f"host page {ready} is not in"):
             pool.checked(np.array([ready], np.int32))
+        with host_shares.locked() as shares:
+            assert shares.num_bytes == (10 - ready) * pool.page_bytes
     assert pinning.asked == [1024, 1024, 512]
     pool.close()
     assert pool.error is None

@@ -188,7 +188,7 @@ SHAPE = (PAGES, TOKENS, HEADS, DIM)
     [
         ([], [], "no layers"),
         ([bad(SHAPE)], [], "1 layers of k and 0 of v"),
-        ([bad(SHAPE)], None, "have 4 dimensions, must have 3: page, token, dim"),
+        ([bad(SHAPE)], None, "must have 3: page, token, dim, since v is missing: give v"),
         ([bad(SHAPE)], [bad(SHAPE[1:])], "tensor 1 has shape"),
         ([bad(SHAPE)], [bad((PAGES + 1, *SHAPE[1:]))], "tensor 1 has shape"),
         ([bad(SHAPE)], [bad(SHAPE, torch.float16)], "tensor 1 has dtype torch.float16"),

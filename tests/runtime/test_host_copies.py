@@ -19,6 +19,7 @@ from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.page_copy import PageCopy
 from prefixkv.paging import Pages
 from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
+from prefixkv.runtime import host_copies
 from prefixkv.runtime.host_copies import HostCopies
 from tests.models.gpu import GPU
 from tests.models.patience import until
@@ -213,6 +214,51 @@ def test_a_load_overtakes_writes_and_waits_for_the_piece_that_runs() -> None:
     world.close()
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("num_pages", [1, 3])
+def test_a_write_has_its_turns_beside_loads_that_follow_each_other(
+    threads: int, num_pages: int
+) -> None:
+    world = World(threads=threads)
+    gate = Gate(world.copies, 1, 2)
+    num_loads = 0
+
+    def begin_load() -> None:
+        nonlocal num_loads
+        num_loads += 1
+        page = num_loads % 16
+        world.copies.submit(load(num_loads, pages(page), pages(page)))
+
+    for _ in range(20):
+        begin_load()
+    until(lambda: len(gate.calls) == threads)
+    written = pages(*range(20, 20 + num_pages))
+    world.copies.submit(write(0, written, written))
+    gate.let_go()
+    # There is always a load that waits, until the write has ended: it keeps its pages that long.
+    while (done := world.take(1)[0]).number:
+        assert num_loads < 400, "it waits as long as loads follow each other"
+        begin_load()
+    assert done.error is None
+    # One piece a page. Threads may begin a piece each before one of them is heard of.
+    turns = [number for number, (what, _) in enumerate(gate.calls) if what == "write"]
+    assert max(np.diff([0, *turns])) <= 8 + 2 * threads, gate.calls
+    world.close()
+
+
+def test_a_write_that_waits_for_the_device_delays_no_load() -> None:
+    world, event = World(), Event()
+    gate = Gate(world.copies)
+    world.copies.submit(write(99, pages(20), pages(20)), event)
+    for number in range(30):
+        world.copies.submit(load(number, pages(0), pages(0)))
+        assert world.take(1)[0].number == number
+    event.is_over = True
+    assert world.take(1)[0].number == 99
+    assert gate.calls == [*(30 * [("load", [0])]), ("write", [20])]
+    world.close()
+
+
 def test_an_order_that_fails_ends_after_its_pieces_that_run() -> None:
     world = World(threads=2)
     for page in range(4):
@@ -397,6 +443,26 @@ def test_an_order_waits_for_the_device_and_others_overtake_it(threads: int) -> N
     world.copies.submit(load(5, pages(1), pages(5)))
     world.take(1)
     assert world.holds(5, 7)
+    world.close()
+
+
+def test_threads_sleep_once_no_order_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float | None] = []
+
+    class Wakes(SimpleQueue[None]):
+        def get(self, block: bool = True, timeout: float | None = None) -> None:
+            waits.append(timeout)
+            super().get(block, timeout)
+
+    monkeypatch.setattr(host_copies, "SimpleQueue", Wakes)
+    world, event = World(), Event()
+    world.copies.submit(write(1, pages(0), pages(0)), event)
+    # Nothing wakes a thread when the device is done, so it has to look now and then.
+    until(lambda: event.looks > 3)
+    assert waits[-1] is not None
+    event.is_over = True
+    world.take(1)
+    until(lambda: waits[-1] is None, state=lambda: f"waiting without a limit: {waits[-1]}")
     world.close()
 
 

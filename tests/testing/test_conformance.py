@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prefixkv.config import ComputeConfig
+from prefixkv.config import ComputeConfig, HostConfig
 from prefixkv.errors import AbortedError, ClosedError, OutOfPagesError
 from prefixkv.testing import conformance
 from prefixkv.testing.sides import LAWS, AnswerLog, Prompt
@@ -90,6 +90,114 @@ def test_a_wrong_chunk_is_found() -> None:
 
     report = conformance.run(Sides, only=["turns of a chat"], **LOCAL)
     assert report.laws == {"law 8"}
+
+
+class SidesWithBoth(ToySides):
+    """A toy with host memory that carries on alone, of its own accord in every scenario."""
+
+    def __init__(self, settings: Any) -> None:
+        compute = ComputeConfig(below=9, chunk_tokens=5, ask="late")
+        decode = replace(
+            settings.decode, compute=compute, failure_policy="local", host_memory=HostConfig()
+        )
+        super().__init__(replace(settings, decode=decode))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", conformance.scenarios(), ids=str)
+def test_a_toy_with_host_memory_that_carries_on_alone_keeps_every_law(
+    case: conformance.Case,
+) -> None:
+    case.check(SidesWithBoth, patience_s=PATIENCE_S)
+
+
+@pytest.mark.parametrize("make", [ToySides, SidesWithBoth])
+@pytest.mark.parametrize("name", ["host memory", "decode carries on alone"])
+def test_the_toy_shows_host_memory_and_failover(name: str, make: type[ToySides]) -> None:
+    made: list[ToySides] = []
+
+    def make_one(settings: Any) -> ToySides:
+        made.append(make(settings))
+        return made[-1]
+
+    conformance.Case(name, 0).check(make_one, **LOCAL)
+    counters = made[0].decode.scheduler.counters
+    if name == "host memory":
+        assert counters["host_hit_tokens"] > 0
+    else:
+        assert counters["failovers"] > 0
+
+
+class LateDevice(ToyDecode):
+    """Its device writes the KV of a chunk when the next forward is queued behind it."""
+
+    says_when = True
+
+    def __init__(self, settings: Any) -> None:
+        super().__init__(settings)
+        self.queued: list[tuple[Any, Any, Any]] = []
+        self.num_late = 0
+
+    def compute(self, req: Any) -> None:
+        self.run_device()
+        pool, pages, node = self.model.pool, req.pages.tolist(), self.node
+        before, start = pool.read_pages(pages), self.local[req]
+        end = min(start + node.chunk_tokens, req.fill_len)
+        if start == end:  # this step has to go without
+            return
+        token = self.model.forward(req.pages, req.tokens[:end], start)
+        event = Late()
+        self.queued.append((event, pages, pool.read_pages(pages)))
+        pool.write_pages(pages, before)
+        self.local[req] = end
+        whole = end == req.fill_len
+        if whole:
+            del self.local[req]
+        aux = token.to_bytes(4, "little") if whole and not req.resumed else b""
+        node.computed(req, end, aux, after=event if self.says_when else None)
+
+    def sample(self, req: Any) -> list[int]:
+        self.run_device()
+        return super().sample(req)
+
+    def run_device(self) -> None:
+        for event, pages, written in self.queued:
+            self.num_late += 1
+            self.model.pool.write_pages(pages, written)
+            event.is_done = True
+        self.queued.clear()
+
+
+class Late:
+    is_done = False
+
+    def query(self) -> bool:
+        return self.is_done
+
+
+class LateDeviceThatSaysNothing(LateDevice):
+    says_when = False
+
+
+@pytest.mark.parametrize("name", ["host memory", "decode carries on alone", "turns of a chat"])
+def test_a_device_that_is_still_busy_is_told_of_by_after(name: str) -> None:
+    made: list[Any] = []
+
+    def make(engine: type) -> Any:
+        class Sides(SidesWithBoth):
+            make_decode = engine
+
+        def make_one(settings: Any) -> ToySides:
+            made.append(Sides(settings))
+            return made[-1]
+
+        return make_one
+
+    conformance.Case(name, 0).check(make(LateDevice), **LOCAL)
+    assert made[0].d.num_late > 0
+    report = conformance.run(make(LateDeviceThatSaysNothing), only=[name], **LOCAL)
+    assert "law 8" in report.laws
+    assert "was not computed (computing begins at prefix_len" in str(report)
 
 
 @pytest.mark.slow
@@ -377,6 +485,47 @@ class StopsInTheMiddle(ToyPrefill):
             super().compute(req)
 
 
+class NeverComputes(ToyDecode):
+    def compute(self, req: Any) -> None:
+        pass
+
+
+class NeverTakesPrompts(ToyDecode):
+    def step(self) -> bool:
+        pop, self.node.pop_local = self.node.pop_local, list  # type: ignore[method-assign]
+        try:
+            return super().step()
+        finally:
+            self.node.pop_local = pop  # type: ignore[method-assign]
+
+
+class GivesUpWithPrefill(ToyDecode):
+    """It ends what it had asked a prefill worker for that has gone."""
+
+    def step(self) -> bool:
+        busy = super().step()
+        for req in self.local:
+            if not req.state.ended:
+                self.node.abort(req.rid)
+        return busy
+
+
+class SaysThatNoChatGoesOn(ToyDecode):
+    def finish(self, req: Any) -> None:
+        self.node.finish(req, continues=False)
+        self.batch.remove(req)
+        self.answers.pop(req.rid).end()
+
+
+class WritesBehindAnEnd(ToyDecode):
+    """It finishes a request whose last step is not done."""
+
+    def finish(self, req: Any) -> None:
+        page = int(req.pages[0])
+        super().finish(req)
+        self.model.pool.v(0)[page] ^= 1
+
+
 def sides_of(engine: type) -> type[ToySides]:
     side = "make_decode" if issubclass(engine, ToyDecode) else "make_prefill"
     return type("Sides", (ToySides,), {side: engine})
@@ -400,6 +549,7 @@ class Mutant:
 
 TINY = "tiny decode pool"
 NOT_KEPT = "tiny pools, not cacheable"
+ALONE = "decode carries on alone"
 FINISHES_TWICE = Mutant(FinishesTwice, "one prompt", "calls", "decode's finish raised RequestError")
 MUTANTS = [
     Mutant(ForgetsFinish, "one prompt", "law 2", "was never finished", True),
@@ -434,6 +584,12 @@ MUTANTS = [
     Mutant(WritesAgainWhatItHasSent, "one prompt", "law 5", "after it was handed over"),
     Mutant(NeverPopsFailures, "aborts on prefill", "calls", "never calls pop_failed", True),
     Mutant(StopsInTheMiddle, "one prompt", "law 7", "was handed out to be computed", True),
+    Mutant(NeverComputes, ALONE, "law 7", "came out of pop_local, 0 of its", True),
+    Mutant(NeverTakesPrompts, ALONE, "calls", "decode's engine never calls pop_local", True),
+    Mutant(GivesUpWithPrefill, ALONE, "law 7", "it failed: AbortedError"),
+    Mutant(SaysThatNoChatGoesOn, "host memory", "cache", "nothing of what was finished was copied"),
+    Mutant(WritesBehindAnEnd, "host memory", "law 8", "the model says"),
+    Mutant(WritesBehindAnEnd, "host memory, all of it", "law 4", "which is cached"),
 ]
 
 

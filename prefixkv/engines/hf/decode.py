@@ -327,7 +327,7 @@ class DecodeEngine:
         # It lacks no KV: its window is there, or its state in a checkpoint.
         if self.states is not None:
             self.states.copy([(req.checkpoint_slot, req.state_slot)])
-        self.node.computed(req, req.fill_len)
+        self.node.computed(req, req.fill_len, after=self.model.event())
         for whole in self.node.pop_transferred():
             self._begin(whole)
 
@@ -387,17 +387,12 @@ class DecodeEngine:
             chunk.req: pack_first(token, self._prefill_hits(chunk.req), logprob)
             for chunk, token, logprob in zip(firsts, found[num:], logprobs[num:], strict=True)
         }
-        # What the cache has already of a whole one is free then, and may be promised to prefill: so
-        # the device has to be done with it. Sampling waits for that.
-        if not sampled and any(chunk.end == chunk.req.fill_len for chunk in chunks):
-            event = self.model.event()
-            if event is not None:
-                event.synchronize()
+        event = self.model.event() if chunks else None
         for chunk in chunks:
             self._local[chunk.req] = chunk.end
             if chunk.end == chunk.req.fill_len:
                 del self._local[chunk.req]
-            self.node.computed(chunk.req, chunk.end, aux.get(chunk.req, b""))
+            self.node.computed(chunk.req, chunk.end, aux.get(chunk.req, b""), event)
         # 3. What is whole now runs, and its first token goes out with this pass.
         if chunks:
             for req in self.node.pop_transferred():

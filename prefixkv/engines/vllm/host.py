@@ -64,6 +64,10 @@ class _BlockPath:
         """Number of vLLM's blocks on the path."""
         return len(self.blocks)
 
+    @property
+    def pages(self) -> Pages:
+        return np.array(self.blocks, np.int32)
+
 
 @dataclass(slots=True, eq=False)
 class BlockLock:

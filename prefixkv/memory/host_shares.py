@@ -1,0 +1,121 @@
+"""What the host pools of this machine have reserved of its memory, and not touched yet.
+
+The system's figure of free memory falls as memory is touched, not as it is taken. So pools that
+compare themselves with that figure, one after the other, would each get the same bytes. Each pool
+enters what it has not touched yet in a file of its own, and holds a lock on that file. The kernel
+ends the lock with the process, however that ends.
+
+All processes of one user that see the same folder share the figure. What other processes have is
+counted in whole MiB: the system's figure is not as exact as that.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+import tempfile
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+from prefixkv.errors import ConfigError
+
+_PLACES: Final = "/dev/shm", tempfile.gettempdir()
+_NUMBER_BYTES: Final = 8
+
+
+class HostShare:
+    """The bytes of one host pool that are reserved and not touched yet. Any thread may use it.
+
+    It ends with `close`, with the last reference to it, or with the process.
+    """
+
+    def __init__(self, path: str, fd: int, num_bytes: int) -> None:
+        self._fd = fd
+        self._end = weakref.finalize(self, _end, path, fd, os.getpid())
+        self.keep(num_bytes)
+
+    def keep(self, num_bytes: int) -> None:
+        """Reserve this many bytes from now on: the rest of them is touched, or not needed."""
+        if self._end.alive:
+            os.pwrite(self._fd, num_bytes.to_bytes(_NUMBER_BYTES, "little"), 0)
+
+    def close(self) -> None:
+        """Give back what is reserved. Idempotent."""
+        self._end()
+
+
+class HostShares:
+    """The shares of all host pools, which do not change while `locked` goes on."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.num_bytes = sum(self._bytes_of(path) for path in folder.glob("share-*"))
+
+    def enter(self, num_bytes: int) -> HostShare:
+        """Reserve bytes for another pool."""
+        fd, path = tempfile.mkstemp(prefix=_mine(), dir=self._folder)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        return HostShare(path, fd, num_bytes)
+
+    def _bytes_of(self, path: Path) -> int:
+        """Return what a share's file says; 0, without the file, if its process is gone."""
+        try:
+            fd = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:  # closed meanwhile
+            return 0
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            num_bytes = int.from_bytes(os.read(fd, _NUMBER_BYTES), "little")
+            return num_bytes if path.name.startswith(_mine()) else num_bytes >> 20 << 20
+        else:
+            path.unlink(missing_ok=True)
+            return 0
+        finally:
+            os.close(fd)
+
+
+@contextmanager
+def locked() -> Iterator[HostShares]:
+    """Let no other pool of this machine reserve memory meanwhile. Raises ConfigError where there is
+    no folder for it."""
+    folder = _folder()
+    fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield HostShares(folder)
+    finally:
+        os.close(fd)
+
+
+def _folder() -> Path:
+    """Return the folder of this user's shares, and make it."""
+    for place in _PLACES:
+        folder = Path(place, f"prefixkv-host-{os.getuid()}")
+        with suppress(OSError):
+            folder.mkdir(mode=0o700, exist_ok=True)
+            found = folder.lstat()
+            # Another user may have made something of this name.
+            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():
+                return folder
+    raise ConfigError(
+        f"host_memory: no folder of this user can be made in {' or '.join(_PLACES)}, in which "
+        "workers of this machine say what they reserve"
+    )
+
+
+def _mine() -> str:
+    """Return how the names of this process's shares begin."""
+    return f"share-{os.getpid()}-"
+
+
+def _end(path: str, fd: int, pid: int) -> None:
+    """End a share: its file, and the lock on that."""
+    with suppress(OSError):
+        if os.getpid() == pid:  # else it is a fork, and the share is its parent's
+            os.unlink(path)
+    os.close(fd)

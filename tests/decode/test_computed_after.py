@@ -1,0 +1,259 @@
+"""What the device has still to write of a prompt that is computed here: nothing copies it, and
+nothing else gets its pages, before `after` of `computed` is done."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from prefixkv.config import ComputeConfig
+from prefixkv.decode.request import DecodeRequest, DecodeState
+from prefixkv.decode.sources import Sources
+from prefixkv.errors import CallerError
+from prefixkv.pages.allocator import PageState
+from tests.decode.test_host_tier import HostDesk, prompt
+
+
+class Event:
+    """Work of the device: it is done when the test says so."""
+
+    def __init__(self, *, is_done: bool = False, error: Exception | None = None) -> None:
+        self.is_done, self.error = is_done, error
+
+    def query(self) -> bool:
+        if self.error is not None:
+            raise self.error
+        return self.is_done
+
+
+class ComputingDesk(HostDesk):
+    """A desk with host memory whose engine computes every prompt."""
+
+    def __init__(self, **settings: Any) -> None:
+        compute = ComputeConfig(below=1000, ask="late")
+        super().__init__(sources=Sources(compute, True), **settings)
+
+    def begin(self, rid: str, tokens: int | list[int] = 16, **fields: Any) -> DecodeRequest:
+        req = self.add(rid, tokens, **fields)
+        assert self.admit() == [rid]
+        assert self.scheduler.pop_local(self.now_s) == [req]
+        return req
+
+    def computed(self, req: DecodeRequest, end: int, after: Any = None) -> None:
+        self.now_s += 0.01
+        self._checked(self.scheduler.computed(req, end, self.now_s, after=after))
+
+    def run(
+        self, rid: str, tokens: int | list[int] = 16, after: Any = None, **fields: Any
+    ) -> DecodeRequest:
+        req = self.begin(rid, tokens, **fields)
+        self.computed(req, req.fill_len, after)
+        assert self.transferred() == [rid]
+        return req
+
+    def leave_due(self, rid: str = "a", num_tokens: int = 16) -> None:
+        """A path is due to be written: a part of it is, and the pool has forgotten the rest."""
+        self.finish(self.run(rid, prompt(rid, 8)))
+        assert len(self.orders()) == 1
+        self.finish(self.run(rid + "2", prompt(rid, num_tokens)))
+        assert self.orders() == []
+        assert self.host.has_due
+        self.evict(self.pages.num_pages)
+
+
+# --- not read -------------------------------------------------------------------------------------
+
+
+def test_host_memory_copies_nothing_that_the_device_has_still_to_write() -> None:
+    desk, event = ComputingDesk(), Event()
+    desk.leave_due()
+    again = desk.run("a3", prompt("a", 19), after=event)  # it runs: the device goes on behind it
+    desk.end_copy()
+    for _ in range(3):
+        desk.admit()
+        assert desk.orders() == [], "a write of what is not written yet"
+    event.is_done = True
+    desk.admit()
+    (write,) = desk.orders()
+    assert write.device_pages.tolist() == again.pages[2:4].tolist()
+    desk.end_copy()
+    assert desk.host.cache.match_prefix(prompt("a", 16)).prefix_len == 16
+    desk.finish(again)
+    desk.end_all_copies()
+    desk.at_rest()
+
+
+def test_each_chunk_has_its_own_event() -> None:
+    desk, first, last = ComputingDesk(), Event(), Event()
+    desk.leave_due()
+    desk.end_copy()
+    desk.evict(desk.pages.num_pages)
+    desk.leave_due("b", 16)
+    req = desk.begin("b3", prompt("b", 19))
+    desk.computed(req, 10, first)
+    desk.computed(req, 19, last)
+    assert desk.transferred() == ["b3"]
+    desk.end_all_copies()
+    last.is_done = True
+    desk.admit()
+    assert desk.orders() == [], "its third page is not written yet"
+    first.is_done = True
+    desk.admit()
+    assert len(desk.orders()) == 1
+    desk.end_copy()
+
+
+@pytest.mark.parametrize("how", ["finish", "retract", "abort"])
+def test_the_end_of_its_request_does_not_say_that_the_device_is_done(how: str) -> None:
+    """Another request of the same prompt finishes: its path is due, and has those pages."""
+    desk, event = ComputingDesk(num_pages=32), Event()
+    older = desk.run("z", 4)
+    req = desk.run("a", 17, after=event)
+    other = desk.run("a2", prompt("a", 18))
+    end = Event()
+    getattr(desk, how)(req, after=end)
+    desk.finish(other)
+    desk.admit()
+    assert desk.orders() == []
+    event.is_done = end.is_done = True
+    desk.admit()
+    (write,) = desk.orders()
+    assert len(write.device_pages) == 4
+    desk.end_all_copies()
+    desk.finish(older)
+
+
+def test_other_paths_are_written_meanwhile() -> None:
+    desk, event = ComputingDesk(num_pages=32), Event()
+    desk.finish(desk.run("a", 16, after=event))
+    desk.finish(desk.run("b", 16))
+    (write,) = desk.orders()
+    assert desk.host.has_due, "a's"
+    there = desk.pages.cache.match_prefix(prompt("b", 16))
+    assert write.device_pages.tolist() == there.pages.tolist()
+    event.is_done = True
+    desk.end_all_copies()
+    desk.admit()
+    desk.end_all_copies()
+    desk.at_rest()
+
+
+def test_an_event_that_raises_proves_nothing() -> None:
+    desk = ComputingDesk(num_pages=32)
+    event = Event()
+    req = desk.run("a", 16, after=event)
+    event.error = RuntimeError("the device is lost")
+    desk.finish(req)
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        desk.admit()
+    desk.admit()  # told once
+    assert desk.orders() == []
+
+
+# --- not given to others --------------------------------------------------------------------------
+
+
+def test_copies_of_what_the_tree_has_are_not_free_before_the_device_is_done() -> None:
+    """`a` runs into what `b` computes, and is finished first: `b`'s own pages of that would be
+    free, and prefill could be told to write there."""
+    desk, event = ComputingDesk(num_pages=32), Event()
+    a = desk.run("a", prompt("b", 6), max_new=8)
+    b = desk.begin("b", prompt("b", 20))
+    for token in prompt("b", 13)[6:]:
+        desk.token(a, token=token)
+    desk.finish(a)
+    assert desk.prefix_of(b) == 12
+    own = set(b.pages[b.prefix_len // 4 :].tolist())
+    desk.computed(b, b.fill_len, event)
+    taken: set[int] = set()
+    for rid in "wxy":
+        taken |= set(desk.begin(rid, 8).pages.tolist())
+    assert desk.transferred() == []
+    assert not taken & own
+    assert b.state is DecodeState.PREALLOCATED
+    event.is_done = True
+    assert desk.transferred() == ["b"]
+    assert desk.prefix_of(b) == 20
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_an_abort_before_it_is_popped_waits_for_the_device(joined: bool) -> None:
+    desk, event, end = ComputingDesk(num_pages=32), Event(), Event()
+    req = desk.begin("a", 18)
+    if joined:
+        other = desk.add("a2", prompt("a", 20))
+        assert desk.admit() == ["a2"]
+    desk.computed(req, 18, event)
+    own = set(req.pages.tolist())
+    assert desk.abort(req, after=end)
+    assert desk.pop_failed() == [req]
+    free = set(range(32)) - set(desk.pages.allocator.pages_in(PageState.OWNED).tolist())
+    assert not own & free
+    event.is_done = end.is_done = True
+    desk.scheduler.release_deferred(desk.now_s)
+    free = set(range(32)) - set(desk.pages.allocator.pages_in(PageState.OWNED).tolist())
+    assert own <= free
+    if joined:  # what it had waited for is asked for again
+        assert desk.admit() == ["a2"]
+        assert desk.scheduler.pop_local(desk.now_s) == [other]
+        desk.abort(other)
+        desk.pop_failed()
+    desk.at_rest()
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_a_deadline_before_it_is_committed_waits_for_the_device(is_broken: bool) -> None:
+    """`b` waits for the device, since it would free pages. Where its event has raised, that may be
+    for ever, but for its deadline."""
+    desk, event, end = ComputingDesk(num_pages=32), Event(), Event()
+    a = desk.run("a", prompt("b", 6), max_new=8)
+    b = desk.begin("b", prompt("b", 20), deadline_s=5.0)
+    for token in prompt("b", 13)[6:]:
+        desk.token(a, token=token)
+    desk.finish(a)
+    own = set(b.pages[b.prefix_len // 4 :].tolist())
+    desk.computed(b, 20, event)
+    assert desk.transferred() == []
+    if is_broken:
+        event.error = RuntimeError("the device is lost")
+        assert desk.transferred() == []
+        with pytest.raises(RuntimeError, match="the device is lost"):
+            desk.admit()
+    desk.now_s = 6.0
+    desk.admit()
+    assert b.state is (DecodeState.FAILED if is_broken else DecodeState.PREALLOCATED)
+    if is_broken:
+        assert desk._checked(desk.scheduler.pop_failed(end)) == [b]
+        assert own <= set(desk.pages.allocator.pages_in(PageState.OWNED).tolist())
+        end.is_done = True
+    else:
+        event.is_done = True
+        assert desk.transferred() == ["b"]
+        desk.finish(b)
+    desk.admit()
+    assert not own & set(desk.pages.allocator.pages_in(PageState.OWNED).tolist())
+
+
+def test_without_copies_a_request_runs_before_the_device_is_done() -> None:
+    desk, event = ComputingDesk(), Event()
+    desk.finish(desk.run("a", 8))
+    req = desk.run("a2", prompt("a", 18), after=event)
+    desk.token(req)
+    assert req.state is DecodeState.RUNNING
+
+
+# --- what is no event -----------------------------------------------------------------------------
+
+
+def test_what_is_no_event_or_raises_changes_nothing() -> None:
+    desk = ComputingDesk()
+    req = desk.begin("a", 16)
+    before = desk.snapshot()
+    with pytest.raises(CallerError, match="after"):
+        desk.scheduler.computed(req, 16, 0.0, after=True)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="lost"):
+        desk.scheduler.computed(req, 16, 0.0, after=Event(error=RuntimeError("lost")))
+    assert desk.snapshot() == before
+    desk.computed(req, 16, Event(is_done=True))
+    assert desk.transferred() == ["a"]
