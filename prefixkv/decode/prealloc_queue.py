@@ -435,9 +435,11 @@ class DecodePreallocQueue:
                 looks -= 1
         # An estimate that is too high gets no look above, however wrong it has become. So the looks
         # that are left go to the oldest ones, one per lane and round.
+        # An admission may take the last row, and changes what the others would get: so it ends the
+        # pass, and the next one looks at all again.
         lanes = self._order.lanes()
         while looks > 0 and lanes and not self._admitted:
-            lanes = [lane for lane in lanes if self._renew(lane, now_s)]
+            lanes = [lane for lane in lanes if not self._admitted and self._renew(lane, now_s)]
             looks -= len(lanes)
 
     def _first_that_may_fit(self) -> Waiter | None:

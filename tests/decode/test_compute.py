@@ -603,6 +603,81 @@ def test_a_request_that_names_no_prefill_worker_and_lacks_too_much_fails_by_name
     desk.at_rest()
 
 
+@pytest.mark.parametrize("ask", ["both", "late"])
+@pytest.mark.parametrize("named", ["", "p"])
+@pytest.mark.parametrize("moves", ["q", "qr", "qrq", "qp"])
+def test_what_is_sent_elsewhere_before_it_is_admitted_is_asked_for_there(
+    moves: str, named: str, ask: str
+) -> None:
+    """Nothing else brings it there. Also where it named no prefill worker, or none that answers."""
+    desk = Alone(num_pages=16, fails_over=True, ask=ask, below=4, lanes=Lanes(gated=True))
+    hog = desk.add("h", 60, max_new=1, prefill="q", cacheable=False)
+    desk.up("q")
+    assert desk.admit() == ["h"]
+    desk.succeed(hog.room_key)
+    assert desk.transferred() == ["h"]
+    req = desk.add("a", 8, prefill=named)
+    if named:
+        desk.up(named)
+        desk.down(named)  # it goes alone
+    for prefill in moves:
+        desk.scheduler.retarget("a", prefill)
+        desk.up(prefill)
+    with pytest.raises(RequestError, match="names no prefill worker"):
+        desk.scheduler.retarget("a", "")
+    desk.asked()
+    desk.commands()
+    assert desk.admit() == []
+    desk.finish(hog)
+    assert desk.admit() == ["a"]
+    (opened,) = desk.commands()
+    assert isinstance(opened, OpenRoom)
+    (prompt,) = desk.scheduler.pop_needs_prefill()
+    assert (opened.address, prompt.prefill) == (moves[-1], moves[-1])
+    assert opened.promise.generation == prompt.generation == req.generation
+    desk.succeed(req.room_key)
+    assert desk.transferred() == ["a"]
+    desk.finish(req)
+
+
+@pytest.mark.parametrize("ask", ["both", "late"])
+def test_what_is_sent_elsewhere_may_end_before_it_is_admitted(ask: str) -> None:
+    desk = Alone(num_pages=16, fails_over=True, ask=ask)
+    hog = desk.start("h", 60, max_new=1, cacheable=False, may_compute=False)
+    req = desk.add("a", 8, prefill="")
+    desk.scheduler.retarget("a", "q")
+    desk.abort(req)
+    desk.finish(hog)
+    assert desk.admit() == []
+    assert desk.pop_failed() == [req]
+    desk.carry_out_aborts()
+    desk.asked()
+    desk.at_rest()
+
+
+@pytest.mark.parametrize("ask", ["both", "late"])
+def test_what_named_no_prefill_worker_is_asked_for_where_it_goes_after_a_retraction(
+    ask: str,
+) -> None:
+    desk = Alone(num_pages=32, fails_over=True, ask=ask, below=8)
+    desk.token(desk.start_local("h", 4))
+    desk.commands()
+    req = desk.add("a", 8, max_new=40, prefill="")
+    assert (desk.admit(), desk.local()) == (["a"], ["a"])
+    desk.computed(req, 8)
+    assert desk.transferred() == ["a"]
+    for _ in range(2 * PAGE_SIZE):
+        desk.token(req)
+    desk.retract(req)
+    desk.scheduler.flush()
+    desk.scheduler.retarget("a", "q")
+    assert desk.admit() == ["a"]
+    assert desk.asked() == [("a", 1)]
+    assert [command.address for command in desk.commands()] == ["q"]
+    desk.succeed(req.room_key)
+    assert desk.transferred() == ["a"]
+
+
 def test_retries_go_before() -> None:
     desk = _gone(max_retries=1)
     req = desk.add("a")
