@@ -435,7 +435,7 @@ def test_the_last_row_or_slot_goes_to_one_of_all_lanes(lanes: str, kind: str) ->
             max_new=1,
             prefill=prefill.strip("-"),
             may_compute=prefill == "-",
-        )  # fmt: skip
+        )
         for number, prefill in enumerate(lanes)
     }
     assert desk.admit() == ["z"]

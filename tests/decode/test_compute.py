@@ -603,6 +603,38 @@ def test_a_request_that_names_no_prefill_worker_and_lacks_too_much_fails_by_name
     desk.at_rest()
 
 
+@pytest.mark.parametrize("stall_s", [0.0, 1.0, 30.0])
+@pytest.mark.parametrize("at", ["before each pass", "before its first chunk", "before its second"])
+def test_what_an_engine_waits_for_before_a_chunk_is_not_the_chunk(at: str, stall_s: float) -> None:
+    """A prompt of 40 tokens, in chunks of 1 ms beside steps of 20 ms."""
+    desk = Alone(num_pages=4000, below=2048)
+    running = [desk.start(rid, 9, max_new=3000, may_compute=False) for rid in "abcd"]
+
+    def step() -> None:
+        desk.now_s += 0.02
+        desk.token(*running)
+
+    for _ in range(20):
+        desk.local()
+        step()
+    req = desk.add("x", 40)
+    assert desk.admit() == ["x"]
+    done, steps, chunks = 0, 0, 0
+    while done < req.fill_len:
+        desk.now_s += stall_s * (at == "before each pass")
+        desk.local()
+        if tokens := min(desk.scheduler.chunk_tokens, req.fill_len - done):
+            is_late = at == ("before its first chunk", "before its second")[chunks > 0]
+            desk.now_s += 0.011 + stall_s * (is_late and chunks < 2)  # `computed` adds 10 ms
+            done, chunks = done + tokens, chunks + 1
+            desk.computed(req, done)
+        step()
+        steps += 1
+    assert steps < 40
+    if at == "before each pass":
+        assert desk.scheduler.sources.chunk_s(32) < 0.01
+
+
 @pytest.mark.parametrize("ask", ["both", "late"])
 @pytest.mark.parametrize("named", ["", "p"])
 @pytest.mark.parametrize("moves", ["q", "qr", "qrq", "qp"])
