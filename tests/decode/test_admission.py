@@ -284,6 +284,31 @@ def test_the_oldest_is_looked_at_when_its_patience_ends_though_nothing_has_chang
     assert desk.admit() == ["s"]
 
 
+def test_an_engine_that_only_sleeps_wakes_when_the_patience_of_the_oldest_ends() -> None:
+    """It lacks one page, but its estimate is of a time when nothing of it was cached, and the looks
+    go to others: it fits by nothing but its age."""
+    desk = Desk(13, rows=8, admission="hit_aware", patience_s=5.0)
+    hogs = [
+        desk.start(rid, tokens, max_new=1, cacheable=False) for rid, tokens in (("h", 16), ("g", 4))
+    ]
+    late = desk.add("L", [*range(32), 99], max_new=1)
+    for number in range(60):
+        desk.add(f"b{number}", [1000 * number + place for place in range(48)], max_new=1)
+    assert desk.admit() == []
+    start = desk.add("z", list(range(32)), max_new=1)
+    assert desk.admit() == ["z"]
+    desk.succeed(start.room_key)
+    assert desk.transferred() == ["z"]
+    assert desk.admit() == []
+    desk.finish(hogs[1])
+    assert desk.admit() == []
+    assert not desk.scheduler.has_results, "it may sleep"
+    assert desk.scheduler.wake_s == 5.0
+    desk.now_s = 5.0
+    assert desk.admit() == ["L"]
+    assert late.prefix_len == 32
+
+
 def test_without_patience_it_is_first_come_first_served() -> None:
     desk, hog = blocked_desk(24, 0, patience_s=0.0)
     for rid, tokens in (("a", 16), ("b", 4), ("c", 12)):
