@@ -438,6 +438,24 @@ def test_what_waits_and_what_is_on_its_way_is_computed_when_prefill_goes() -> No
     desk.transferred()
 
 
+def test_the_pages_of_what_is_computed_here_come_back_though_its_worker_is_away() -> None:
+    desk = Alone(lanes=Lanes(gated=True))
+    req = desk.add("a", 8, max_new=1)
+    big = desk.add("B", 64, max_new=1, prefill="q", may_compute=False)
+    for address in "pq":
+        desk.up(address)
+    assert desk.admit() == ["a"]
+    assert desk.local() == ["a"]
+    desk.down()
+    assert desk.admit() == []
+    assert desk.scheduler.waiting.aside()["pages"] == 0
+    assert "for pages: it may need" not in desk.scheduler.waiting.why(big, 0.0)
+    desk.computed(req, 8)
+    assert desk.transferred() == ["a"]
+    desk.finish(req)
+    assert desk.admit() == ["B"]
+
+
 def test_what_waits_goes_back_to_prefill_when_it_answers_again() -> None:
     desk = _gone(ask="both", rows=1)
     first, second = desk.add("a"), desk.add("b")

@@ -314,6 +314,26 @@ def test_the_wait_for_a_worker_that_goes_away_begins_then(answered: bool) -> Non
         assert desk.pop_failed() == failed
 
 
+def test_one_that_comes_back_to_a_worker_that_is_away_waits_no_longer_than_others() -> None:
+    desk = gated(waiting_timeout_s=600.0)
+    oldest = [desk.add(rid, 8, 4) for rid in "ab"]
+    ready(desk, "p")
+    assert desk.admit() == ["a", "b"]
+    for req in oldest:
+        desk.succeed(req.room_key)
+    desk.transferred()
+    desk.token(*oldest)
+    desk.now_s = 10.0
+    desk.scheduler.prefill_away("p", desk.now_s)
+    desk.retract(oldest[1])
+    desk.scheduler.flush()
+    assert desk.admit() == []
+    assert desk.scheduler.wake_s <= 40.0
+    desk.now_s = 40.0
+    assert desk.admit() == []
+    assert desk.pop_failed() == [oldest[1]]
+
+
 def test_what_is_never_answered_fails_in_time() -> None:
     desk = gated(waiting_timeout_s=600.0)
     first = desk.add("a", 8, 4, prefill="mute")
