@@ -13,6 +13,7 @@ Only requests in line in an open lane have a turn (`lanes.py`), and none whose l
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Collection
 from itertools import islice
 from typing import Final
@@ -108,7 +109,7 @@ class AdmissionOrder:
         if not oldest:
             return None
         first: Waiter = min(oldest, key=arrival_of)
-        if now_s - first.req.arrived_s >= self._patience_s:
+        if first.req.arrived_s + self._patience_s <= now_s:  # as `overdue_s` has it
             return first
         # 3. The first in the policy's order, if the policy lets none overtake it.
         if not self._policy.overtakes:
@@ -116,6 +117,15 @@ class AdmissionOrder:
             waiter: Waiter = place[-1]
             return waiter
         return None
+
+    def overdue_s(self, after_s: float) -> float:
+        """Return the first time after `after_s` at which a request may be overdue, and fit, though
+        nothing else has changed: it may have got no look. Infinity if there is none. O(lanes)."""
+        if not self._policy.overtakes:
+            return math.inf
+        oldest = [lane.waiting.peekitem(0)[1] for lane in self.lanes()]
+        times = [waiter.req.arrived_s + self._patience_s for waiter in oldest]
+        return min((due_s for due_s in times if due_s > after_s), default=math.inf)
 
     def first_that_may_fit(
         self, version: int, limits: tuple[int, int], num_waiting: int

@@ -106,6 +106,9 @@ def check_decode(
         ),
         "active counts the admitted requests": budget.active
         == sum(req.state in ACTIVE for req in requests),
+        "no request has more pages than it may ever need": all(
+            req.pages_held.num_pages <= req.max_pages for req in holding if req.pages_held
+        ),
         "a running request has the page that the next step writes to": all(
             req.pages_held.num_pages * page_manager.page_size
             >= min(req.prompt_len + len(req.output), req.most_kv_len)

@@ -56,8 +56,7 @@ class Computing:
         found = self.new(flights)
         for req in found:
             self._done[req] = req.prefix_len
-        if found:
-            self.has_work(now_s)
+        self.has_work(now_s)  # what the engine did before is no part of it
         self._chunked.clear()
         self._sources.next_pass(running)
         return found

@@ -11,7 +11,9 @@ a pass and of a prompt nearest, so what was never told apart is put down to requ
 term is below 0.
 
 A pass that takes far longer than expected is a stall, and counts only as far as usual ones vary;
-the third one in a row is a change, after which older ones fade fast.
+the third one in a row is a change, after which older ones fade fast. Of the first passes of a kind
+a stall shows only afterwards: by one that takes far less than they would have it. Then they are
+forgotten, since no pass takes less time than its work.
 """
 
 from __future__ import annotations
@@ -107,9 +109,20 @@ class PassCosts:
         # 1. Is it a stall, or has something changed?
         kept, most_s = _KEPT, math.inf
         # The costs may be those of some steps ago: they cost more than all else here.
-        costs = self._fit() if prompts or self._unfitted >= _FIT_EVERY else self._fitted
+        is_few = sums.num < _LEAST_PASSES
+        fits = prompts or is_few or self._unfitted >= _FIT_EVERY
+        costs = self._fit() if fits else self._fitted
         late_s = seconds - (expected_s := _product(costs, terms))
-        if sums.num >= _LEAST_PASSES:
+        if _STALL * seconds < expected_s and self._forget_stalls(seconds, prompts > 0):
+            sums, is_few = self._kinds[kind], True
+            late_s = seconds - (expected_s := _product(self._fit(), terms))
+        if is_few:
+            # How far these vary is hardly known: one alone that is very late does not count.
+            is_late = sums.num > 0 and late_s > _STALL * max(sums.error_s, expected_s)
+            sums.unusual = int(is_late and not sums.unusual)
+            if sums.unusual:
+                return
+        else:
             most_s = max(_STALL * sums.error_s, _STALL_SHARE * expected_s)
             if abs(late_s) <= most_s:
                 sums.unusual = 0
@@ -132,6 +145,19 @@ class PassCosts:
             sums.seconds = [one * _FADED for one in sums.seconds]
             sums.num = sums.unusual = 0
         self._unfitted, self._before = _FIT_EVERY, None
+
+    def _forget_stalls(self, seconds: float, has_chunks: bool) -> bool:
+        """Forget the kinds of which few passes were measured, and these took far longer than one of
+        `seconds`. Return True if there are some. A step says nothing of chunks."""
+        stalled = [
+            kind
+            for kind, sums in enumerate(self._kinds if has_chunks else self._kinds[:1])
+            if sums.num <= _LEAST_PASSES and sums.seconds[0] > _STALL * seconds * sums.products[0]
+        ]
+        for kind in stalled:
+            self._kinds[kind] = _PassSums(self._kinds[kind].rows)
+            self._unfitted = _FIT_EVERY
+        return bool(stalled)
 
     def seconds(self, passes: float, running: float, prompts: float, tokens: float) -> float:
         """Return the seconds that passes take together, with these requests, prompts and tokens in

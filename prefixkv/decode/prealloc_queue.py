@@ -274,10 +274,10 @@ class DecodePreallocQueue:
 
     @property
     def wake_s(self) -> float:
-        """Time at which the next request of the prealloc queue has waited too long, or a little
-        earlier; infinity if none waits.
-        """
-        return min(self._deadlines.next_s, self._lanes.wake_s)
+        """Time at which the next request of the prealloc queue has waited too long, or is overdue,
+        or a little earlier; infinity if none waits. Behind that of the last pass. O(lanes)."""
+        overdue_s = self._order.overdue_s(self._now_s)
+        return min(self._deadlines.next_s, self._lanes.wake_s, overdue_s)
 
     def expired(self, now_s: float) -> list[tuple[DecodeRequest, str]]:
         """Return the requests that have waited too long to be admitted from the prealloc queue,
@@ -435,9 +435,11 @@ class DecodePreallocQueue:
                 looks -= 1
         # An estimate that is too high gets no look above, however wrong it has become. So the looks
         # that are left go to the oldest ones, one per lane and round.
+        # An admission may take the last row, and changes what the others would get: so it ends the
+        # pass, and the next one looks at all again.
         lanes = self._order.lanes()
         while looks > 0 and lanes and not self._admitted:
-            lanes = [lane for lane in lanes if self._renew(lane, now_s)]
+            lanes = [lane for lane in lanes if not self._admitted and self._renew(lane, now_s)]
             looks -= len(lanes)
 
     def _first_that_may_fit(self) -> Waiter | None:

@@ -688,8 +688,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     @property
     def wake_s(self) -> float:
-        """Time at which the next waiting request of decode's scheduler may pass its deadline;
-        infinity if none waits.
+        """Time at which the next waiting request of decode's scheduler may pass its deadline, or be
+        admitted since it is overdue; infinity if none waits.
         """
         return min(self.waiting.wake_s, self._deadlines.next_s)
 

@@ -61,6 +61,7 @@ _UNMEASURED: Final = 2048  # most tokens due here while a rate is not known
 _AGAIN: Final = 512  # most tokens due here with a prompt that is computed only to measure that
 _LEAST_CHUNK: Final = 8  # tokens of a chunk, whatever `itl_share` says: else prompts never end
 _MORE: Final = 2.0  # a chunk beside a batch is at most this many times as long as the last ones
+_MOST_WITHOUT: Final = 16  # steps that go without after a chunk that is dear for the first time
 _LEAST_TOKENS: Final = 128  # tokens that have to be computed before the costs count as measured
 _MOST_DOUBT: Final = 0.5  # of what is computed here, so much of the seconds may be taken off
 _SURE: Final = 8  # passes with chunks; of fewer measured ones the seconds count as a part of them
@@ -168,6 +169,7 @@ class Sources:
         # Seconds by which chunks that break `itl_share` have made steps longer than it allows.
         self._over_s = 0.0
         self._added_s = 0.0  # by the chunks of the last pass
+        self._last_added_s = 0.0  # by those of the pass before
 
     # --- measurements -----------------------------------------------------------------------------
 
@@ -189,10 +191,16 @@ class Sources:
         self._tokens += num_tokens
         self._costs.add(running, prompts, num_tokens, seconds, goes_on)
         self._computed_s = now_s
-        if running:
-            before_s = self._added_s if goes_on else 0.0
-            self._added_s = self._costs.seconds(0, 0, prompts, num_tokens)
-            self._over_s += self._added_s - before_s
+        if running and self.config is not None:
+            if not goes_on:
+                self._last_added_s, self._added_s = self._added_s, 0.0
+            # One slow pass may be a stall, and says nothing of the chunks to come: so what they
+            # have to wait for grows as these do that are measured.
+            allowed_s = self._share_s(self.config, running)
+            most_s = max(_MOST_WITHOUT * allowed_s, _MORE * self._last_added_s)
+            added_s = min(self._costs.seconds(0, 0, prompts, num_tokens), most_s)
+            self._over_s = min(self._over_s + added_s - self._added_s, most_s)
+            self._added_s = added_s
 
     def step(self, seconds: float, running: int = 1) -> None:
         """Note how long a step of decode's batch took that computed no chunk: of `running`

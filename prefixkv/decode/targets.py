@@ -159,18 +159,16 @@ class PrefillTargets:
         return True
 
     def _withdraw(self, req: DecodeRequest, error: Exception) -> None:
-        """Refuse a waiting decode request at the prefill worker that may have it; its next attempt
-        is another generation."""
-        if self.refuse_waiting(req, error):
-            req.generation += 1
+        """Refuse a waiting decode request at the prefill worker that may have it. Its next attempt
+        is another generation, whether or not a worker had it: so it is asked for late."""
+        self.refuse_waiting(req, error)
+        req.generation += 1
 
-    def refuse_waiting(self, req: DecodeRequest, error: Exception) -> bool:
+    def refuse_waiting(self, req: DecodeRequest, error: Exception) -> None:
         """Refuse a decode request that was not admitted yet, as it waits, at its prefill worker.
-        Return False if no worker has it: then none waits for a promise."""
-        if req.is_alone or not req.prefill or self._sources.asks_late:
-            return False
-        self._refusals.send(req.room_key, req.prefill, error, req.request.digest)
-        return True
+        One that goes alone, names none, or is asked for late, no worker has."""
+        if not req.is_alone and req.prefill and not self._sources.asks_late:
+            self._refusals.send(req.room_key, req.prefill, error, req.request.digest)
 
     def next_attempt(self, req: DecodeRequest, error: Exception) -> Exception | None:
         """Point a decode request at its next attempt, after a transfer that failed or could not

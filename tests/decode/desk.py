@@ -79,7 +79,9 @@ class Desk:
         return self._checked(req)
 
     def admit(self) -> list[str]:
-        return self._checked([req.rid for req in self.scheduler.pop_preallocated(self.now_s)])
+        admitted = [req.rid for req in self.scheduler.pop_preallocated(self.now_s)]
+        assert self.scheduler.wake_s > self.now_s, "else a sleep ends at once, again and again"
+        return self._checked(admitted)
 
     def commands(self) -> list[DecodeCommand]:
         return self.scheduler.take_commands()

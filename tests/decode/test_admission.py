@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 
 from prefixkv import admission
 from prefixkv.admission import AdmissionPolicy, admission_names, register_admission
+from prefixkv.config import ComputeConfig
 from prefixkv.decode.prealloc_queue import MAX_LOOKS
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.decode.scheduler import DecodeScheduler
+from prefixkv.decode.sources import Sources
 from prefixkv.errors import (
     AdmissionTimeoutError,
     ConfigError,
@@ -282,6 +284,31 @@ def test_the_oldest_is_looked_at_when_its_patience_ends_though_nothing_has_chang
     assert desk.admit() == ["s"]
 
 
+def test_an_engine_that_only_sleeps_wakes_when_the_patience_of_the_oldest_ends() -> None:
+    """It lacks one page, but its estimate is of a time when nothing of it was cached, and the looks
+    go to others: it fits by nothing but its age."""
+    desk = Desk(13, rows=8, admission="hit_aware", patience_s=5.0)
+    hogs = [
+        desk.start(rid, tokens, max_new=1, cacheable=False) for rid, tokens in (("h", 16), ("g", 4))
+    ]
+    late = desk.add("L", [*range(32), 99], max_new=1)
+    for number in range(60):
+        desk.add(f"b{number}", [1000 * number + place for place in range(48)], max_new=1)
+    assert desk.admit() == []
+    start = desk.add("z", list(range(32)), max_new=1)
+    assert desk.admit() == ["z"]
+    desk.succeed(start.room_key)
+    assert desk.transferred() == ["z"]
+    assert desk.admit() == []
+    desk.finish(hogs[1])
+    assert desk.admit() == []
+    assert not desk.scheduler.has_results, "it may sleep"
+    assert desk.scheduler.wake_s == 5.0
+    desk.now_s = 5.0
+    assert desk.admit() == ["L"]
+    assert late.prefix_len == 32
+
+
 def test_without_patience_it_is_first_come_first_served() -> None:
     desk, hog = blocked_desk(24, 0, patience_s=0.0)
     for rid, tokens in (("a", 16), ("b", 4), ("c", 12)):
@@ -409,6 +436,49 @@ def test_everybody_is_admitted_in_the_end(
         if running:
             desk.finish(running.pop(0))
     assert not desk.scheduler.requests
+    desk.at_rest()
+
+
+@pytest.mark.parametrize(
+    ("lanes", "kind"),
+    [(lanes, "rows") for lanes in ("pq", "qp", "p-", "-p", "pqr", "p-qp", "ppqqrr")]
+    + [(lanes, "slots") for lanes in ("pq", "pqr", "ppqqrr")],
+)
+def test_the_last_row_or_slot_goes_to_one_of_all_lanes(lanes: str, kind: str) -> None:
+    """Whose estimates are all too high: what they lack is a page each, since what they begin with
+    was on its way when they came. `-` names no prefill worker, its prompt is computed here."""
+    sources = Sources(ComputeConfig(ask="late"), fails_over=True) if "-" in lanes else None
+    number = {"rows": 2} if kind == "rows" else {"num_slots": 2}
+    desk = Desk(10 if kind == "rows" else 11, admission="hit_aware", sources=sources, **number)
+    start = list(range(32))
+    small = desk.start("y", 4, max_new=1, may_compute=False)
+    first = desk.add("z", start, max_new=1, may_compute=False)
+    waiting = {
+        f"{number}": desk.add(
+            f"{number}",
+            [*start, number],
+            max_new=1,
+            prefill=prefill.strip("-"),
+            may_compute=prefill == "-",
+        )
+        for number, prefill in enumerate(lanes)
+    }
+    assert desk.admit() == ["z"]
+    desk.succeed(first.room_key)
+    assert desk.transferred() == ["z"]
+    assert desk.admit() == []
+    desk.finish(small)
+    for _ in lanes:
+        (rid,) = desk.admit()
+        req = waiting.pop(rid)
+        if not req.prefill:
+            assert desk.scheduler.pop_local(0.0) == [req]
+            desk.scheduler.computed(req, req.fill_len, 0.0)
+        desk.succeed(req.room_key)
+        assert desk.transferred() == [rid]
+        assert desk.admit() == []
+        desk.finish(req)
+    desk.finish(first)
     desk.at_rest()
 
 

@@ -438,6 +438,24 @@ def test_what_waits_and_what_is_on_its_way_is_computed_when_prefill_goes() -> No
     desk.transferred()
 
 
+def test_the_pages_of_what_is_computed_here_come_back_though_its_worker_is_away() -> None:
+    desk = Alone(lanes=Lanes(gated=True))
+    req = desk.add("a", 8, max_new=1)
+    big = desk.add("B", 64, max_new=1, prefill="q", may_compute=False)
+    for address in "pq":
+        desk.up(address)
+    assert desk.admit() == ["a"]
+    assert desk.local() == ["a"]
+    desk.down()
+    assert desk.admit() == []
+    assert desk.scheduler.waiting.aside()["pages"] == 0
+    assert "for pages: it may need" not in desk.scheduler.waiting.why(big, 0.0)
+    desk.computed(req, 8)
+    assert desk.transferred() == ["a"]
+    desk.finish(req)
+    assert desk.admit() == ["B"]
+
+
 def test_what_waits_goes_back_to_prefill_when_it_answers_again() -> None:
     desk = _gone(ask="both", rows=1)
     first, second = desk.add("a"), desk.add("b")
@@ -601,6 +619,113 @@ def test_a_request_that_names_no_prefill_worker_and_lacks_too_much_fails_by_name
     assert "it names none" in str(req.error)
     assert desk.pop_failed() == [req]
     desk.at_rest()
+
+
+@pytest.mark.parametrize("stall_s", [0.0, 1.0, 30.0])
+@pytest.mark.parametrize("at", ["before each pass", "before its first chunk", "before its second"])
+def test_what_an_engine_waits_for_before_a_chunk_is_not_the_chunk(at: str, stall_s: float) -> None:
+    """A prompt of 40 tokens, in chunks of 1 ms beside steps of 20 ms."""
+    desk = Alone(num_pages=4000, below=2048)
+    running = [desk.start(rid, 9, max_new=3000, may_compute=False) for rid in "abcd"]
+
+    def step() -> None:
+        desk.now_s += 0.02
+        desk.token(*running)
+
+    for _ in range(20):
+        desk.local()
+        step()
+    req = desk.add("x", 40)
+    assert desk.admit() == ["x"]
+    done, steps, chunks = 0, 0, 0
+    while done < req.fill_len:
+        desk.now_s += stall_s * (at == "before each pass")
+        desk.local()
+        if tokens := min(desk.scheduler.chunk_tokens, req.fill_len - done):
+            is_late = at == ("before its first chunk", "before its second")[chunks > 0]
+            desk.now_s += 0.011 + stall_s * (is_late and chunks < 2)  # `computed` adds 10 ms
+            done, chunks = done + tokens, chunks + 1
+            desk.computed(req, done)
+        step()
+        steps += 1
+    assert steps < 40
+    if at == "before each pass":
+        assert desk.scheduler.sources.chunk_s(32) < 0.01
+
+
+@pytest.mark.parametrize("ask", ["both", "late"])
+@pytest.mark.parametrize("named", ["", "p"])
+@pytest.mark.parametrize("moves", ["q", "qr", "qrq", "qp"])
+def test_what_is_sent_elsewhere_before_it_is_admitted_is_asked_for_there(
+    moves: str, named: str, ask: str
+) -> None:
+    """Nothing else brings it there. Also where it named no prefill worker, or none that answers."""
+    desk = Alone(num_pages=16, fails_over=True, ask=ask, below=4, lanes=Lanes(gated=True))
+    hog = desk.add("h", 60, max_new=1, prefill="q", cacheable=False)
+    desk.up("q")
+    assert desk.admit() == ["h"]
+    desk.succeed(hog.room_key)
+    assert desk.transferred() == ["h"]
+    req = desk.add("a", 8, prefill=named)
+    if named:
+        desk.up(named)
+        desk.down(named)  # it goes alone
+    for prefill in moves:
+        desk.scheduler.retarget("a", prefill)
+        desk.up(prefill)
+    with pytest.raises(RequestError, match="names no prefill worker"):
+        desk.scheduler.retarget("a", "")
+    desk.asked()
+    desk.commands()
+    assert desk.admit() == []
+    desk.finish(hog)
+    assert desk.admit() == ["a"]
+    (opened,) = desk.commands()
+    assert isinstance(opened, OpenRoom)
+    (prompt,) = desk.scheduler.pop_needs_prefill()
+    assert (opened.address, prompt.prefill) == (moves[-1], moves[-1])
+    assert opened.promise.generation == prompt.generation == req.generation
+    desk.succeed(req.room_key)
+    assert desk.transferred() == ["a"]
+    desk.finish(req)
+
+
+@pytest.mark.parametrize("ask", ["both", "late"])
+def test_what_is_sent_elsewhere_may_end_before_it_is_admitted(ask: str) -> None:
+    desk = Alone(num_pages=16, fails_over=True, ask=ask)
+    hog = desk.start("h", 60, max_new=1, cacheable=False, may_compute=False)
+    req = desk.add("a", 8, prefill="")
+    desk.scheduler.retarget("a", "q")
+    desk.abort(req)
+    desk.finish(hog)
+    assert desk.admit() == []
+    assert desk.pop_failed() == [req]
+    desk.carry_out_aborts()
+    desk.asked()
+    desk.at_rest()
+
+
+@pytest.mark.parametrize("ask", ["both", "late"])
+def test_what_named_no_prefill_worker_is_asked_for_where_it_goes_after_a_retraction(
+    ask: str,
+) -> None:
+    desk = Alone(num_pages=32, fails_over=True, ask=ask, below=8)
+    desk.token(desk.start_local("h", 4))
+    desk.commands()
+    req = desk.add("a", 8, max_new=40, prefill="")
+    assert (desk.admit(), desk.local()) == (["a"], ["a"])
+    desk.computed(req, 8)
+    assert desk.transferred() == ["a"]
+    for _ in range(2 * PAGE_SIZE):
+        desk.token(req)
+    desk.retract(req)
+    desk.scheduler.flush()
+    desk.scheduler.retarget("a", "q")
+    assert desk.admit() == ["a"]
+    assert desk.asked() == [("a", 1)]
+    assert [command.address for command in desk.commands()] == ["q"]
+    desk.succeed(req.room_key)
+    assert desk.transferred() == ["a"]
 
 
 def test_retries_go_before() -> None:

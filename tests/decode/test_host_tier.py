@@ -15,6 +15,7 @@ from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.config import ComputeConfig
 from prefixkv.decode import host_tier
 from prefixkv.decode.host_tier import HOST
+from prefixkv.decode.lanes import Lanes
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.services import FRESH_S
 from prefixkv.decode.sources import Sources
@@ -855,6 +856,26 @@ def test_host_memory_counts_where_decode_is_alone() -> None:
     desk.end_copy()
     assert desk.transferred() == []
     assert desk.scheduler.pop_local(desk.now_s) == [req]
+
+
+@pytest.mark.parametrize("has_it", [True, False])
+def test_host_memory_counts_where_the_prefill_worker_goes_while_it_waits(has_it: bool) -> None:
+    """Of 22 tokens it lacks 6, with what host memory has: so it need not wait for the worker."""
+    config = ComputeConfig(below=0, down_below=8)
+    lanes = Lanes(gated=True, patience_s=30.0)
+    desk = HostDesk(sources=Sources(config, fails_over=True), lanes=lanes)
+    warm = desk.add("a", prompt("a" if has_it else "x", 16))
+    desk.scheduler.prefill_ready("p", 0, desk.now_s)
+    assert desk.admit() == ["a"]
+    desk.succeed(warm.room_key)
+    assert desk.transferred() == ["a"]
+    desk.finish(warm)
+    desk.end_all_copies()
+    desk.evict(16)
+    req = desk.add("b", prompt("a", 22))
+    desk.scheduler.prefill_away("p", desk.now_s)
+    assert req.is_alone == has_it
+    assert desk.admit() == ["b"] * has_it
 
 
 assert PAGE_SIZE == 4

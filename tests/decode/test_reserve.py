@@ -16,7 +16,7 @@ def reserve(desk: Desk, num_tokens: Any, *reqs: DecodeRequest) -> None:
     desk.scheduler.check_invariants()
 
 
-@pytest.mark.parametrize("num_tokens", range(14))
+@pytest.mark.parametrize("num_tokens", range(20))
 def test_there_are_pages_for_so_much_kv_and_no_more(num_tokens: int) -> None:
     desk = Desk(32)
     req = desk.start("a", tokens=6, max_new=12, outputs=2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from prefixkv.decode.lanes import Lanes
 from prefixkv.decode.shares import PrefillShares
 from prefixkv.errors import AdmissionTimeoutError
 from prefixkv.protocol.ids import RoomKey
@@ -146,6 +147,23 @@ def test_a_request_that_waits_for_a_share_goes_at_once_where_another_worker_has_
     assert not d.scheduler.waiting.may_admit
     d.scheduler.retarget("w", "b")
     assert d.scheduler.waiting.may_admit
+    assert d.admit() == ["w"]
+
+
+def test_a_share_binds_no_more_when_the_other_worker_goes_away() -> None:
+    answering = ["a", "b"]
+    d = Desk(16, lanes=Lanes(gated=True), shares=PrefillShares(4, lambda: answering))
+    lost = d.add("u", 12, 4, prefill="a")
+    d.add("x", 4, 1, prefill="b")
+    for address in answering:
+        d.scheduler.prefill_ready(address, 0, 0.0)
+    assert sorted(d.admit()) == ["u", "x"]
+    d.fail(lost.room_key)
+    d.add("w", 8, 1, prefill="a")
+    assert d.admit() == []
+    assert d.scheduler.waiting.aside()["share"] == 1
+    answering.remove("b")
+    d.scheduler.prefill_away("b", 0.0)
     assert d.admit() == ["w"]
 
 

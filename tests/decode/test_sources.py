@@ -156,6 +156,64 @@ def test_where_the_least_chunk_breaks_itl_share_only_some_steps_have_one() -> No
     assert sources.chunk_tokens(0) == 256
 
 
+class Passes:
+    """Passes beside 32 requests, each with the chunk that it may have: a step takes 20 ms, a token
+    20 us."""
+
+    def __init__(self, share: float = 0.5) -> None:
+        self.sources, self.now_s = Sources(ComputeConfig(itl_share=share), fails_over=True), 0.0
+        for _ in range(20):
+            self.step()
+
+    def step(self, late_s: float = 0.0) -> None:
+        self.now_s += 0.02 + late_s
+        self.sources.step(0.02 + late_s, 32)
+
+    def run(self, late_s: float = 0.0) -> int:
+        """Make a pass, which is late if it has a chunk. Return the tokens of that."""
+        self.sources.next_pass(32)
+        tokens = self.sources.chunk_tokens(32)
+        if not tokens:
+            self.step()
+            return 0
+        took_s = 0.02 + 2e-5 * tokens + late_s
+        self.now_s += took_s
+        self.sources.chunk(tokens, took_s, 32, self.now_s)
+        return tokens
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5])
+@pytest.mark.parametrize("before", [0, 1, 2, 3, 5, 7, 8, 50])
+@pytest.mark.parametrize("slow_s", [1, 30, 120])
+@pytest.mark.parametrize("kind", ["a chunk", "a step", "chunks alone"])
+def test_one_slow_pass_stops_no_prompt(kind: str, slow_s: float, before: int, share: float) -> None:
+    """A kernel is compiled, or the engine stood still: half of the usual chunk is there again after
+    some tens of steps, and none in between is waited for longer than a third of a second."""
+    passes = Passes(share)
+    for _ in range(before):
+        passes.run()
+    usual = passes.sources.chunk_tokens(32)
+    if kind == "a chunk":
+        while not passes.run(slow_s):
+            pass
+    elif kind == "a step":
+        passes.step(slow_s)
+    elif slow_s > 1:
+        passes.sources.chunk(256, slow_s, 0, passes.now_s + slow_s)
+    tokens = [passes.run() for _ in range(40)]
+    assert max(tokens) >= usual / 2
+    assert all(any(tokens[at : at + 18]) for at in range(22))
+
+
+def test_chunks_that_are_dear_each_time_keep_to_itl_share_in_the_end() -> None:
+    """The least takes a second: so every hundredth step has one, whatever the first ones had."""
+    passes = Passes()
+    assert all(passes.run(1.0) <= 8 for _ in range(600))
+    chunks = [passes.run(1.0) for _ in range(4000)]
+    assert set(chunks) == {0, 8}
+    assert sum(chunks) / 8 == pytest.approx(40, rel=0.15)
+
+
 def test_the_chunks_of_several_prompts_keep_to_the_share_of_a_step_together() -> None:
     """Each prompt costs 1 ms, and each token .1: 4 ms are left in a step of 10."""
     sources = Sources(ComputeConfig(itl_share=0.5))

@@ -61,6 +61,18 @@ def serve(desk: Desk, rid: str) -> float:
 
 
 @pytest.mark.parametrize("admission", POLICIES)
+def test_one_that_needs_every_page_comes_back_when_the_last_is_proved(admission: str) -> None:
+    desk = with_held_pages(admission=admission)
+    big = desk.add("B", 62, 3)
+    assert big.max_pages == 16
+    assert desk.admit() == []
+    assert desk.scheduler.waiting.aside()["pages"] == 1
+    desk.drain(RoomKey(1, 0))
+    assert desk.scheduler.has_results
+    assert desk.admit() == ["B"]
+
+
+@pytest.mark.parametrize("admission", POLICIES)
 def test_one_that_needs_held_pages_holds_up_no_small_ones_and_fails_with_the_reason(
     admission: str,
 ) -> None:
@@ -279,6 +291,47 @@ def test_requests_to_an_address_without_an_answer_fail_at_once_and_prefill_is_to
     ready(desk, "nowhere")
     assert desk.admit() == ["b"]
     assert again.error is None
+
+
+@pytest.mark.parametrize("answered", [True, False])
+def test_the_wait_for_a_worker_that_goes_away_begins_then(answered: bool) -> None:
+    """However long a request has waited before: for pages, or for its first answer."""
+    desk = gated(waiting_timeout_s=600.0)
+    if answered:
+        hog = desk.add("h", 62, 1)
+        ready(desk, "p")
+        assert desk.admit() == ["h"]
+        desk.succeed(hog.room_key)
+        assert desk.transferred() == ["h"]
+    old = [desk.add(rid, 8, 1) for rid in "ab"]
+    desk.now_s = 20.0
+    desk.scheduler.prefill_away("p", desk.now_s)
+    desk.now_s = 25.0
+    late = desk.add("c", 8, 1)
+    for now_s, failed in ((30.0, []), (49.9, []), (50.0, old), (54.9, []), (55.0, [late])):
+        desk.now_s = now_s
+        assert desk.admit() == []
+        assert desk.pop_failed() == failed
+
+
+def test_one_that_comes_back_to_a_worker_that_is_away_waits_no_longer_than_others() -> None:
+    desk = gated(waiting_timeout_s=600.0)
+    oldest = [desk.add(rid, 8, 4) for rid in "ab"]
+    ready(desk, "p")
+    assert desk.admit() == ["a", "b"]
+    for req in oldest:
+        desk.succeed(req.room_key)
+    desk.transferred()
+    desk.token(*oldest)
+    desk.now_s = 10.0
+    desk.scheduler.prefill_away("p", desk.now_s)
+    desk.retract(oldest[1])
+    desk.scheduler.flush()
+    assert desk.admit() == []
+    assert desk.scheduler.wake_s <= 40.0
+    desk.now_s = 40.0
+    assert desk.admit() == []
+    assert desk.pop_failed() == [oldest[1]]
 
 
 def test_what_is_never_answered_fails_in_time() -> None:

@@ -258,6 +258,19 @@ def test_an_answer_leaves_none_at_a_depth_that_its_window_has_left() -> None:
     assert depths(desk) == [16]
 
 
+def test_a_chunk_beyond_the_step_of_a_window_group_is_refused() -> None:
+    desk = computing(20, step=8)
+    req = desk.add("a", 24)
+    desk.admit()
+    assert desk.scheduler.pop_local(desk.now_s) == [req]
+    desk.scheduler.computed(req, 3, desk.now_s)
+    before = desk.snapshot()
+    with pytest.raises(RequestError, match="9 tokens, step_tokens of its window groups is 8"):
+        desk.scheduler.computed(req, 12, desk.now_s)
+    assert desk.snapshot() == before
+    desk.scheduler.computed(req, 11, desk.now_s)
+
+
 def test_what_was_computed_before_a_flush_leaves_none() -> None:
     desk = computing(20)
     req = desk.add("a", 24)

@@ -19,7 +19,7 @@ from prefixkv.admission import DEFAULT_ADMISSION, admission_names
 from prefixkv.cache.eviction.policy import policy_names, register_policy
 from prefixkv.config import ComputeConfig, DecodeConfig, HostConfig
 from prefixkv.decode.lanes import Lanes
-from prefixkv.decode.request import DecodeRequest
+from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.decode.sources import Source, Sources
 from prefixkv.errors import PrefixKVError
@@ -116,6 +116,9 @@ class SchedulerSim(PairSim):
         below, ask = chance.choice([None, 4, 12, 0, 100]), chance.choice(["both", "late"])
         self.compute = None if below is None else ComputeConfig(below=below, ask=ask)
         self.fails_over = bool(chance.randrange(2))
+        # Other processes have as many rows as rank 0.
+        rows = ROWS if self.has_ranks_elsewhere else chance.choice([ROWS, 2, 3, 4])
+        self.config = replace(self.config, max_running=rows)
         self.spared = {fault for fault in _FAULTS if chance.randrange(2)}
         is_quiet = bool(self.host_pages) and chance.randrange(2)
         if is_quiet:  # the network is well: more is finished, written and loaded again
@@ -167,7 +170,8 @@ class SchedulerSim(PairSim):
         }
         if (last := self.sides[1].last) is not None:
             settings["windows"] = (last,)
-        pages = ReplicatedPageManager(log.append, num_pages, PAGE_SIZE, ROWS, **settings)
+        rows = self.config.max_running
+        pages = ReplicatedPageManager(log.append, num_pages, PAGE_SIZE, rows, **settings)
         pages.hash_every_pages = 1
         self.replicas = [
             DecodeReplica(num_pages, PAGE_SIZE, self.config, self.num_slots)
@@ -360,8 +364,10 @@ class SchedulerSim(PairSim):
             return
         rid, room = f"r{self._next_room}", self._room_number()
         cacheable = self.random.random() < 0.9
+        names_none = self.compute is not None and self.fails_over and not self.random.randrange(3)
         request = Request(
-            rid, tokens, max_new_tokens=self.random.randint(1, 24), room=room, prefill=self.address,
+            rid, tokens, max_new_tokens=self.random.randint(1, 24), room=room,
+            prefill="" if names_none else self.address,
             decode=self.readers[0].me.name,
             cacheable=cacheable, namespace=namespace, priority=self.random.choice([0, 5]),
             deadline_s=self.random.choice([None, None, 1.0]),
@@ -371,7 +377,7 @@ class SchedulerSim(PairSim):
         except PrefixKVError:
             return
         self.decode.added.append(rid)
-        if self.compute is not None and self.compute.ask == "late":
+        if names_none or (self.compute is not None and self.compute.ask == "late"):
             return
         self.submit(
             Request(
@@ -426,6 +432,15 @@ class SchedulerSim(PairSim):
         except PrefixKVError:  # the oldest is never retracted
             return _IDLE
         return _DECODE
+
+    def send_to_prefill(self) -> int:
+        """A request that names no prefill worker goes to that which there is."""
+        live = self.decode.scheduler.requests.values()
+        for req in live:
+            if not req.prefill and req.state is not DecodeState.PREALLOCATED:
+                self.decode.scheduler.retarget(req.rid, self.address)
+                return _DECODE
+        return _IDLE
 
     def flush(self) -> int:
         self.decode.scheduler.flush()
@@ -568,6 +583,11 @@ class SchedulerSim(PairSim):
                 is_quiet = is_quiet and not self.copies.busy
                 if (is_quiet or self.now_s - started_s > 60.0) and self._go_on():
                     continue  # writes that stood still land long after every deadline
+                host = self.decode.scheduler.host
+                if is_quiet and host is not None and (host.has_due or len(host)):
+                    self.decode.schedule()  # a write may wait for the next pass
+                    self._audit(_DECODE)
+                    continue
                 if is_quiet:
                     break
                 self.now_s = max(self.now_s + 0.01, min(self._next_s(), self.now_s + 10.0))
@@ -625,15 +645,16 @@ _WEIGHTS = {
     "decode_work": 8, "prefill_work": 8, "decode_schedule": 14, "prefill_schedule": 10, "follow": 4,
     "pass_time": 4, "device_is_done": 2, "scribble": 3, "reorder": 3, "duplicate": 2, "junk": 1,
     "drop": 1, "cut": 0.15, "deadline": 1, "silence": 0.1, "abort": 1.5, "abort_at_prefill": 0.3,
-    "retract": 2, "flush": 0.4, "flush_prefill": 0.2, "listen": 0.4, "lose_peer": 0.2, "stall": 0.3,
+    "retract": 2, "send_to_prefill": 1, "flush": 0.4, "flush_prefill": 0.2,
+    "listen": 0.4, "lose_peer": 0.2, "stall": 0.3,
     "restart_prefill_dead": 0.15, "restart_prefill_stopped": 0.15, "fence_dead": 0.25,
     "copy_step": 10, "copy_is_heard": 6,
     "fence_living": 0.1, "restart_decode_dead": 0.15,
 }  # fmt: skip
 _FAULTS = (  # each is spared in half of the runs
     "reorder", "duplicate", "junk", "drop", "cut", "silence", "abort", "abort_at_prefill",
-    "retract", "flush", "lose_peer", "stall", "restart_prefill_dead", "restart_prefill_stopped",
-    "fence_living", "restart_decode_dead",
+    "retract", "send_to_prefill", "flush", "lose_peer", "stall", "restart_prefill_dead",
+    "restart_prefill_stopped", "fence_living", "restart_decode_dead",
 )  # fmt: skip
 _WHEEL: Sequence[str] = [
     name for name, weight in _WEIGHTS.items() for _ in range(round(20 * weight))

@@ -360,6 +360,20 @@ def test_a_damaged_message_is_taken_whole_or_refused_whole(data: st.DataObject) 
 _GOOD = _damaged((0,), 0)
 
 
+def test_a_stop_that_comes_while_it_computes_is_told() -> None:
+    """Another request waits for what both begin with, and nothing else has changed."""
+    scheduler, log, follower = leading()
+    first = begin(scheduler, "a", list(range(11)), 1)
+    follower.apply(log.take(scheduler.requests.values()), None)
+    assert follower.request("a").stops == [8]
+    second = scheduler.add(Request("b", [*range(4), 50, 51], room=2, decode="decode-0"), 0.0)
+    scheduler.room_bootstrapped(second.room_key, 0, "decode-0", 0.0)
+    assert scheduler.pop_bootstrapped(0.0) == [], "it waits for the other"
+    assert first.stops == [4, 8]
+    follower.apply(log.take(scheduler.requests.values()), None)
+    assert follower.request("a").stops == [4, 8]
+
+
 def test_what_has_not_changed_is_not_told_again() -> None:
     scheduler, log, follower = leading()
     reqs = [begin(scheduler, f"r{room}", [room] * 11, room) for room in (1, 2)]

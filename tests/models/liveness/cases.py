@@ -11,6 +11,7 @@ from typing import Final
 import benchmarks.policies.gated  # noqa: F401  makes it known by name
 from tests.models.liveness.arrivals import BLOCK, PATTERNS, Ask, arrivals, orders, prompts
 from tests.models.liveness.world import GROUPS, Case
+from tests.models.sim_engines import ROWS
 
 LENGTHS = 5 * BLOCK, 5 * BLOCK - 2, 3 * BLOCK, 2 * BLOCK + 1
 """Of 8 pages one, one, two and three prompts take all that can be had."""
@@ -125,11 +126,44 @@ def at_random(seed: int) -> Case:
     )
 
 
+def own_compute_at_random(seed: int) -> Case:
+    """The same beside an engine that computes prompts itself, and has few rows: some name no
+    prefill worker, and are sent to it later."""
+    chance = random.Random(seed)
+    num = chance.choice((2, 3, 4, 5, 6))
+    sizes = tuple(chance.choice((*LENGTHS, 7 * BLOCK)) for _ in range(num))
+    words = prompts(chance.choice((*PATTERNS, "equal", "equal", "prefix")), sizes)
+    kinds = [chance.choice(("room", "plain")) for _ in range(num)]
+    asks = tuple(Ask(kinds[i], words[i], chance.choice((1, 3, 6))) for i in range(num))
+    order = arrivals(tuple(kinds))
+    chance.shuffle(order)
+    for i in range(num):
+        if kinds[i] == "plain" and chance.random() < 0.5:
+            at = order.index(f"D{i}") + 1
+            order.insert(chance.randrange(at, min(at + 2, len(order)) + 1), f"~D{i}")
+    if chance.random() < 0.2:
+        order = _leaving(order, asks, chance)
+    return Case(
+        asks,
+        tuple(order),
+        paces=chance.choice((*((one,) for one in PACES), *(("random",),) * 8)),
+        storm=chance.choice((0, 0, 40)),
+        seed=seed,
+        pages=(40, chance.choice((8, 9, 10, 11, 12, 14, 40))),
+        admission=chance.choice(("hit_aware",) * 4 + ("fifo", "priority")),
+        reserve=chance.choice((0, 0, 4)),
+        compute=chance.choice((0, BLOCK, 100)),
+        rows=chance.choice((1, 2, 2, 3, 3, 4, ROWS)),
+    )
+
+
 def _leaving(order: list[str], asks: tuple[Ask, ...], chance: random.Random) -> list[str]:
     """The client of one request leaves: at decode, at prefill, at both, or before it came to
     decode, which decode is told where the room is a router's."""
     i = chance.randrange(len(asks))
     ways = ["decode", "prefill", "both"] + ["never"] * (asks[i].kind == "room")
+    if asks[i].kind == "plain":
+        ways = ["decode"]
     how = chance.choice(ways)
     prefill, decode = f"P{i}", f"D{i}"
     if how == "never":

@@ -9,7 +9,13 @@ from itertools import count, islice
 from typing import Final
 
 from tests.models.liveness.arrivals import LivenessError
-from tests.models.liveness.cases import ONCE, at_random, every_order, second_turns
+from tests.models.liveness.cases import (
+    ONCE,
+    at_random,
+    every_order,
+    own_compute_at_random,
+    second_turns,
+)
 from tests.models.liveness.mutants import mutated
 from tests.models.liveness.world import Case, run
 
@@ -25,6 +31,7 @@ def short_profile() -> Iterator[Case]:
     yield from islice(every_order(3, ("different", "two share")), 0, None, 1999)
     yield from islice(second_turns(), 0, None, 401)
     yield from map(at_random, (*FOUND, *range(100)))
+    yield from map(own_compute_at_random, range(200))
 
 
 def long_profile(seed: int) -> Iterator[Case]:
@@ -34,7 +41,9 @@ def long_profile(seed: int) -> Iterator[Case]:
         yield from every_order(2, mixed=True)
         yield from second_turns()
         yield from every_order(3)
-    yield from map(at_random, count(seed))
+    for each in count(seed):
+        yield at_random(each)
+        yield own_compute_at_random(each)
 
 
 def explore(cases: Iterable[Case], until_s: float) -> Counter[str]:

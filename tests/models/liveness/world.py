@@ -6,6 +6,9 @@ the network, the transport, the engines, and the clock, which stands still. It i
 when nothing moves any more and a request still lives, by as much as a frame takes to be said again,
 and by less than the shortest deadline. What lives then has waited for a timer, or for ever.
 
+Decode may compute prompts itself: those that lack little, and those that name no prefill worker
+("plain") until an engine sends them to one.
+
 A room that prefill draws ("drawn") is of an engine that offers: it computes a prompt before decode
 has promised, keeps the chunks, and lets go of what it offers while a promised prompt lacks pages.
 """
@@ -22,9 +25,12 @@ from typing import Any
 
 import msgspec
 
+from prefixkv.config import ComputeConfig
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.decode.scheduler import DecodeScheduler
+from prefixkv.decode.sources import Sources
 from prefixkv.errors import OutOfPagesError, RequestError
+from prefixkv.pages.manager import PageManager
 from prefixkv.prefill.request import PrefillRequest, PrefillState
 from prefixkv.protocol.commands import AbortRoom, OfferRoom, SendChunk, WithdrawRoom
 from prefixkv.protocol.events import Bootstrapped
@@ -33,7 +39,7 @@ from prefixkv.request import Request
 from tests.models.auditor import assert_at_rest, audit_decode, audit_prefill
 from tests.models.liveness.arrivals import Ask, LivenessError
 from tests.models.sim import Storm
-from tests.models.sim_engines import DecodeEngine, PairSim, PrefillEngine
+from tests.models.sim_engines import ROWS, DecodeEngine, PairSim, PrefillEngine
 from tests.models.sim_rank import TIMING, SimRank
 
 RESENDS_S = 3 * TIMING.resend_s  # below every deadline
@@ -56,12 +62,14 @@ GROUPS = {
 @dataclass(frozen=True)
 class Case:
     """One run. `order` names what arrives: "P0" is request 0 at prefill, "D0" at decode; "-P0" and
-    "-D0" its client's leave there, "!D0" the word to decode that its client has left before.
+    "-D0" its client's leave there, "!D0" the word to decode that its client has left before, "~D0"
+    that decode's engine sends it to the prefill worker.
 
     `paces` are what goes on before each arrival but the first: of `GROUPS`, to its end, "rest" (all
     of them), or "random", a few steps of anything; fewer are used again from the first on. `storm`
     is how many steps are taken at random behind the last arrival. `lose` is which frame is lost;
-    -1: none. `reserve` are tokens.
+    -1: none. `reserve` are tokens, `compute` those that decode computes of a prompt that prefill
+    could send; -1: none, of any prompt. `rows` is how many requests decode runs.
     """
 
     asks: tuple[Ask, ...]
@@ -75,6 +83,8 @@ class Case:
     patience_s: float = math.inf
     reserve: int = 0
     lose: int = -1
+    compute: int = -1
+    rows: int = ROWS
 
     def __str__(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"))
@@ -237,7 +247,8 @@ class Decode(DecodeEngine):
 
     @property
     def busy(self) -> bool:
-        return bool(self.ranks[0].events or self.running or self.scheduler.has_results)
+        news = self.ranks[0].events or self.scheduler.has_results
+        return bool(news or self.running or self.local)
 
 
 class World(PairSim):
@@ -269,12 +280,15 @@ class World(PairSim):
         return Decode(self)
 
     def decode_scheduler(self, log: Any) -> DecodeScheduler:
-        case = self.case
+        case, side = self.case, self.sides[1]
         drawn = any(ask.kind == "drawn" for ask in case.asks)
+        pages = PageManager(side.num_pages, side.page_size, case.rows, policy=self.policy)
+        pages.hash_every_pages = 1
+        compute = ComputeConfig(below=case.compute, ask="both") if case.compute >= 0 else None
         return DecodeScheduler(
-            self.decode_page_manager(log), reserve_tokens=case.reserve, admission=case.admission,
+            pages, reserve_tokens=case.reserve, admission=case.admission,
             patience_s=case.patience_s, name=self.readers[0].me.name, ticket=self.next_ticket,
-            max_retries=2 if drawn else 0,
+            max_retries=2 if drawn else 0, sources=Sources(compute, fails_over=True),
         )  # fmt: skip
 
     def continue_conversation(self, req: DecodeRequest) -> None:
@@ -289,13 +303,12 @@ class World(PairSim):
 
     def _may_come(self, event: str) -> bool:
         """A drawn room's decode server is asked when prefill has answered."""
-        name = event.lstrip("-!")
+        name = event.lstrip("-!~")
         number = int(name[1:])
-        if event[0] == "-":
+        if event[0] in "-~":
             return name in self.arrived
-        return (
-            self.case.asks[number].kind == "room" or name[0] == "P" or f"P{number}" in self.offered
-        )
+        drawn = self.case.asks[number].kind == "drawn"
+        return not drawn or name[0] == "P" or f"P{number}" in self.offered
 
     @property
     def moot(self) -> set[str]:
@@ -313,7 +326,7 @@ class World(PairSim):
     def come(self) -> bool:
         """Let the next event come that may. False: there is none."""
         moot = self.moot
-        self.to_come = [event for event in self.to_come if event.lstrip("-!") not in moot]
+        self.to_come = [event for event in self.to_come if event.lstrip("-!~") not in moot]
         for event in self.to_come:
             if self._may_come(event):
                 self.to_come.remove(event)
@@ -323,7 +336,7 @@ class World(PairSim):
         return False
 
     def _bring(self, event: str) -> None:
-        name = event.lstrip("-!")
+        name = event.lstrip("-!~")
         number = int(name[1:])
         ask = self.case.asks[number]
         if event[0] == "-":
@@ -331,8 +344,12 @@ class World(PairSim):
             side = self.prefill if name[0] == "P" else self.decode.scheduler
             side.abort(*((name,) if name[0] == "P" else (name, self.now_s)))
             return
+        if event[0] == "~":
+            with suppress(RequestError):  # it is on its way, or has ended
+                self.decode.scheduler.retarget(name, self.addresses[0])
+            return
         self.arrived.add(name)
-        where = {"prefill": self.addresses[0]}
+        where = {"prefill": "" if ask.kind == "plain" else self.addresses[0]}
         if name[0] == "P":
             where = {"decode": self.readers[0].me.name}
         request = Request(name, ask.tokens, ask.num_out, room=number, **where)
@@ -349,7 +366,7 @@ class World(PairSim):
                 self.prefill.add(request)
         except RequestError as error:  # it can never fit
             self.refused[name] = str(error)
-            if name[0] == "D":
+            if name[0] == "D" and request.prefill:
                 self.decode.scheduler.refuse(request, error)
 
     # --- steps ------------------------------------------------------------------------------------
