@@ -302,7 +302,7 @@ class Watched:
     listener_fd: int = -1  # libzmq's
     is_shut: bool = False  # no connection comes
     # Takes libzmq's code of a handshake that failed, on the watcher's thread.
-    failed: Callable[[int], None] = lambda code: None  # noqa: E731
+    failed: Callable[[int], None] = lambda code: None
     # Bytes taken and when, by descriptor, of connections that the watcher does not know yet.
     _early: dict[int, tuple[int, float]] = field(default_factory=dict)
     # Turns of the owner: how often it found the socket empty.

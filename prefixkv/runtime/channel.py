@@ -114,7 +114,9 @@ class _Channel(Closing):
         if self._config.curve is not None:
             public, secret = self._config.curve.public_key, self._config.curve.secret_key
             if zmq.curve_public(secret.encode()) != public.encode():
-                raise ValueError(f"the secret_key is not that of the public_key {short_key(public)}")
+                raise ValueError(
+                    f"the secret_key is not that of the public_key {short_key(public)}"
+                )
             sock.curve_publickey = public.encode()
             sock.curve_secretkey = secret.encode()
 
@@ -278,8 +280,12 @@ class RouterChannel(_Channel):
                 answer = version, number, b"%d" % code, b"", user.encode(), b""
                 self._zap.send_multipart(answer)
                 if not is_listed:
-                    why = f"its key {short_key(text)!r} is not in our allowed_clients: list it there"
-                    yield ConnectFailed(host.decode(), ConfigError(f"{why} under its worker's name"))
+                    why = (
+                        f"its key {short_key(text)!r} is not in our allowed_clients: list it there"
+                    )
+                    yield ConnectFailed(
+                        host.decode(), ConfigError(f"{why} under its worker's name")
+                    )
 
     def _failed_handshakes(self) -> Iterator[ConnectFailed]:
         """Yield the clients that ended in the handshake because of their keys. libzmq does not say

@@ -566,11 +566,11 @@ def test_no_other_key_gets_in(ends: Ends, who: str) -> None:
     elif who == "no key":
         ends.dealer(router.endpoint).send(router.endpoint, b"x")
     elif who == "stolen public key":
-        raw = dict(
-            curve_publickey=guarded.known.public_key.encode(),
-            curve_secretkey=guarded.unknown.secret_key.encode(),
-            curve_serverkey=guarded.server_key.encode(),
-        )
+        raw = {
+            "curve_publickey": guarded.known.public_key.encode(),
+            "curve_secretkey": guarded.unknown.secret_key.encode(),
+            "curve_serverkey": guarded.server_key.encode(),
+        }
         ends.raw(zmq.DEALER, router.endpoint, **raw).send(b"x")
     elif who == "wrong server key":
         mine = CurveConfig(
@@ -629,9 +629,7 @@ def test_both_ends_name_an_unknown_key_and_let_it_in_once_it_is_listed(ends: End
 def test_both_ends_name_keys_that_one_of_them_lacks(ends: Ends, server: bool) -> None:
     guarded = Guarded(ends)
     router = guarded.router if server else ends.router()
-    dealer = ends.dealer(
-        router.endpoint, ControlConfig(curve=None if server else guarded.known)
-    )
+    dealer = ends.dealer(router.endpoint, ControlConfig(curve=None if server else guarded.known))
     theirs, ours = failures(router, dealer)
     with_keys, without = (theirs, ours) if server else (ours, theirs)
     both = "(set keys on both sides, or on neither)"

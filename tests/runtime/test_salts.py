@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest

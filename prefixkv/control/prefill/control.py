@@ -551,8 +551,8 @@ class PrefillControl:
             # The line is the key's, which is proved, since the name is free to choose.
             if isinstance(body, Hello):
                 self.counters["handshakes_refused"] += 1
-                key = short_key(received.credential)
-                self.news.say("shut out", f"the client with key {key!r}", str(error))
+                client = f"the client with key {short_key(received.credential)!r}"
+                self.news.say("shut out", client, str(error))
                 self._peers.reply(route, body, str(error))
             raise ProtocolError(str(error)) from error
         # 2. An introduction, or the refusal of one, may come from a process that is not known yet.
