@@ -586,10 +586,15 @@ def test_no_other_key_gets_in(ends: Ends, who: str) -> None:
 
 
 def failures(router: RouterChannel, dealer: DealerChannel) -> tuple[ConnectFailed, ConnectFailed]:
-    """The first that each end tells of a connection that keys are in the way of."""
+    """The first that each end tells of a connection that keys are in the way of.
+
+    The end that sees it first closes the connection, maybe before the other end has: so the dealer
+    goes on to say Hello.
+    """
     told: dict[Any, ConnectFailed] = {}
 
     def look() -> None:
+        dealer.send(router.endpoint, b"hello")
         for end in (router, dealer):
             for got in end.poll(0.01):
                 if isinstance(got, ConnectFailed):
