@@ -109,6 +109,15 @@ class CurveConfig:
             raise ConfigError(f"server_key: has {len(self.server_key)} characters, fewer than 40")
 
 
+def short_key(key: str) -> str:
+    """Return a public key as logs and errors name it.
+
+    >>> short_key("Yne@$w-vo<fVvi]a<NY6T1ed:M$fCG*[IaLV{hID")
+    'Yne@$w-v...'
+    """
+    return f"{key[:8]}..."
+
+
 @dataclass(frozen=True, slots=True)
 class ControlConfig:
     """Timing and bounds of the control plane.

@@ -75,7 +75,12 @@ _PUBLISHED_BYTES: Final = 1 << 20  # between two looks at who reads
 _LATE_S: Final = 5.0
 _LOG_EVERY_S: Final = 1.0
 _DESCRIPTORS: Final = 4  # a quarter of the process's, for connections of one socket; each takes two
-_EVENTS: Final = zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+_EVENTS: Final = (
+    zmq.EVENT_LISTENING
+    | zmq.EVENT_ACCEPTED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+)
 # As integers: pyzmq's enumerations take longer to combine than the call.
 _EVENTS_OPTION: Final = int(zmq.EVENTS)
 _POLLIN: Final = int(zmq.POLLIN)
@@ -296,6 +301,8 @@ class Watched:
     parts_left: int = 0  # that this turn may skip
     listener_fd: int = -1  # libzmq's
     is_shut: bool = False  # no connection comes
+    # Takes libzmq's code of a handshake that failed, on the watcher's thread.
+    failed: Callable[[int], None] = lambda code: None
     # Bytes taken and when, by descriptor, of connections that the watcher does not know yet.
     _early: dict[int, tuple[int, float]] = field(default_factory=dict)
     # Turns of the owner: how often it found the socket empty.
@@ -682,6 +689,8 @@ class Watcher:
                     self._came(watched, told["value"])
                 elif told["event"] == zmq.EVENT_DISCONNECTED:
                     self._went(watched, told["value"])
+                elif told["event"] == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+                    watched.failed(told["value"])
 
     def _came(self, watched: Watched, fd: int) -> None:
         """Begin to watch a TCP connection."""

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from hashlib import blake2b
 
 
 class PrefixKVError(Exception):
@@ -382,6 +383,29 @@ def shown(value: object) -> str:
         return repr(value)[:100]
     except Exception:
         return f"a {type(value).__name__}"
+
+
+def shown_secret(value: object) -> str:
+    """Return 24 characters that stand for a secret in logs, labels and errors.
+
+    >>> shown_secret("tenant 1")
+    'blake2b:72f8be1a12c4e215'
+    """
+    return "blake2b:" + blake2b(repr(value).encode(), digest_size=8).hexdigest()
+
+
+def shown_namespace(namespace: object) -> str:
+    """Return a namespace as logs, labels and errors show it. Never raises.
+
+    Text, numbers and a `Namespace`, which hides its salt itself, are shown as they are. Of bytes
+    and tuples any part may be a salt.
+
+    >>> shown_namespace("legal"), shown_namespace(("legal", "tenant 1"))
+    ("'legal'", 'blake2b:d593ede5bebb8484')
+    """
+    if type(namespace) in (tuple, list, bytes):
+        return shown_secret(namespace)
+    return shown(namespace)
 
 
 def check_laws(laws: Mapping[str, bool], *state: object) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from prefixkv.cache.namespace import check_size
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.digest import begin_hash, prompt_digest
-from prefixkv.errors import RequestError, shown, travels
+from prefixkv.errors import RequestError, shown, shown_namespace, travels
 from prefixkv.paging import MAX_INDEX
 
 MAX_TEXT_CHARS: Final = 1024
@@ -66,7 +66,7 @@ class Request:
     room: int = field(kw_only=True)
     prefill: str = ""
     decode: str = ""
-    namespace: Hashable = None
+    namespace: Hashable = field(default=None, repr=False)  # as the key shows it
     cacheable: bool = True
     generation: int = 0
     priority: int = 0
@@ -80,10 +80,8 @@ class Request:
         if isinstance(self.tokens, RadixKey) and self.namespace is not None:
             _check_namespace(self.namespace)
             if self.namespace != self.tokens.namespace:
-                theirs = shown(self.tokens.namespace)
-                raise RequestError(
-                    f"namespace is {shown(self.namespace)}, that of the key is {theirs}"
-                )
+                ours, theirs = map(shown_namespace, (self.namespace, self.tokens.namespace))
+                raise RequestError(f"namespace is {ours}, that of the key is {theirs}")
         # Everything is checked here, where the stack still shows the caller at fault; what comes
         # later, down to the frames, relies on it.
         self.key = key = RadixKey(self.tokens, self.namespace)
@@ -157,7 +155,7 @@ def _check_namespace(namespace: Hashable) -> None:
         found_again = False
     if not found_again:
         raise RequestError(
-            f"namespace is {shown(namespace)}, it has to be hashable and equal to itself"
+            f"namespace is {shown_namespace(namespace)}, it has to be hashable and equal to itself"
         )
     check_size(namespace)
 

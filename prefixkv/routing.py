@@ -35,7 +35,7 @@ from prefixkv.cache.events import (
     Removed,
     Stored,
 )
-from prefixkv.errors import CallerError, shown
+from prefixkv.errors import CallerError, shown, shown_namespace
 from prefixkv.settings import (
     MAX_BYTES,
     CountOrZero,
@@ -563,7 +563,7 @@ def _check_keys(namespace: Hashable, keys: Sequence[bytes]) -> None:
         all_bytes = False
     if not all_bytes:
         raise CallerError(
-            f"keys of namespace {shown(namespace)} are no list of bytes: {shown(keys)}"
+            f"keys of namespace {shown_namespace(namespace)} are no list of bytes: {shown(keys)}"
         )
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Sequence
 from itertools import accumulate
 from typing import Any
 
-from prefixkv.errors import UserErrors
+from prefixkv.errors import UserErrors, shown_namespace
 
 SECONDS = (
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
@@ -148,9 +148,8 @@ class Journal:
 
 
 def namespace_label(namespace: Hashable) -> str:
-    """Return a namespace as a label of stats, text of at most 64 characters: "" for the common one,
-    "?" if its text raises."""
-    try:
-        return "" if namespace is None else str(namespace)[:64]
-    except Exception:
-        return "?"
+    """Return a namespace as a label of stats, text of at most 64 characters: "" for the common
+    one."""
+    if namespace is None:
+        return ""
+    return (namespace if isinstance(namespace, str) else shown_namespace(namespace))[:64]

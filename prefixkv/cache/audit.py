@@ -11,6 +11,7 @@ import numpy as np
 from prefixkv.cache.node import DEAD, PAGE_ID_BYTES, TreeNode
 from prefixkv.cache.results import PrefixLock, packed_ids
 from prefixkv.cache.tree import RadixTree
+from prefixkv.errors import shown_namespace
 
 
 def broken_laws(tree: RadixTree, locks: Collection[PrefixLock], epoch: int) -> list[str]:
@@ -40,7 +41,8 @@ def _tree_laws(tree: RadixTree, orphans: list[TreeNode]) -> Iterator[str]:
         if root.parent is not None or root.end != 0 or root.namespace != namespace:
             yield f"a root has no parent and no pages, and its own namespace: {root}"
         if not root.children and not root.lock_ref and not root.wants:
-            yield f"a root with nothing in it that nothing holds is dropped: {namespace!r}"
+            named = shown_namespace(namespace)
+            yield f"a root with nothing in it that nothing holds is dropped: {named}"
     # 2. Parents and children.
     for parent in [*nodes, *tree._roots.values()]:
         if parent.only_child is not (

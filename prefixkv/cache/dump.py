@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from prefixkv.cache.node import TreeNode
 from prefixkv.cache.tree import RadixTree
+from prefixkv.errors import shown_namespace
 
 
 def lines(tree: RadixTree, max_nodes: int) -> Iterator[str]:
@@ -16,7 +17,8 @@ def lines(tree: RadixTree, max_nodes: int) -> Iterator[str]:
     """
     shown = 0
     for namespace, root in tree._roots.items():
-        yield f"namespace {namespace!r}: {len(root.children)} children, lock_ref {root.lock_ref}"
+        named = shown_namespace(namespace)
+        yield f"namespace {named}: {len(root.children)} children, lock_ref {root.lock_ref}"
         # A stack, not recursion: a chain of nodes may be deeper than Python's limit. Reversed, so
         # that the first child is printed first.
         stack: list[tuple[int, TreeNode]] = [

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable
 from hashlib import blake2b
 from typing import Final, NamedTuple
 
-from prefixkv.errors import RequestError, shown, travels
+from prefixkv.errors import RequestError, shown, shown_secret, travels
 
 MAX_NAMESPACE_BYTES: Final = 64 << 10
 """Limit for all texts of one namespace together: it is kept for as long as KV of it is."""
@@ -81,7 +81,8 @@ class Namespace(_NamespaceFields):
 
     Args:
         lora: name of the adapter.
-        salt: any text that separates clients, such as a tenant's name.
+        salt: any text that separates clients, such as a tenant's name. A secret: `repr` has a
+            digest of it.
         images: (identifier, first token, number of tokens) of each.
     Raises:
         RequestError: all three are missing (the common namespace is None), or one has a wrong type,
@@ -102,13 +103,14 @@ class Namespace(_NamespaceFields):
         for name, text in (("lora", lora), ("salt", salt)):
             if text is not None and not _is_name(text):
                 what = "a string that is not empty, and has bytes in UTF-8"
-                raise RequestError(f"{name} is {shown(text)}, {what}, is needed")
+                given = shown(text) if name == "lora" or not text else f"a {type(text).__name__}"
+                raise RequestError(f"{name} is {given}, {what}, is needed")
         if not isinstance(images, Iterable) or isinstance(images, str | bytes):
             raise RequestError(f"images is {shown(images)}, a list of images is needed")
-        given = list(images)
-        if not all(isinstance(image, tuple | list) and len(image) == 3 for image in given):
-            raise RequestError(f"images is {shown(given)}: each is a name, first token and length")
-        listed = tuple(Image(*image) for image in given)
+        named = list(images)
+        if not all(isinstance(image, tuple | list) and len(image) == 3 for image in named):
+            raise RequestError(f"images is {shown(named)}: each is a name, first token and length")
+        listed = tuple(Image(*image) for image in named)
         for image in listed:
             if (
                 not _is_name(image.identifier)
@@ -123,3 +125,7 @@ class Namespace(_NamespaceFields):
         if lora is None and salt is None and not listed:
             raise RequestError("a namespace of nothing is the common one: None")
         return super().__new__(cls, lora, salt, listed)
+
+    def __repr__(self) -> str:
+        salt = None if self.salt is None else shown_secret(self.salt)
+        return f"Namespace(lora={self.lora!r}, salt={salt!r}, images={self.images!r})"

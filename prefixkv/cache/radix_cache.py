@@ -46,6 +46,7 @@ from prefixkv.errors import (
     UserErrors,
     check_laws,
     shown,
+    shown_namespace,
 )
 from prefixkv.paging import Pages, Where
 from prefixkv.settings import check_flag, check_time, whole_count
@@ -762,10 +763,11 @@ class RadixCache(RadixTree):
             key = tokens
         else:
             raise CallerError(
-                f"{tokens!r} carries its namespace, {shown(namespace)} was given besides"
+                f"{tokens!r} carries its namespace, {shown_namespace(namespace)} was given besides"
             )
         try:
             hash(key.namespace)
         except TypeError:
-            raise CallerError(f"namespace is {shown(key.namespace)}, it is not hashable") from None
+            named = shown_namespace(key.namespace)
+            raise CallerError(f"namespace is {named}, it is not hashable") from None
         return key

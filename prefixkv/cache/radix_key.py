@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from prefixkv.errors import TokenError, shown
+from prefixkv.errors import TokenError, shown, shown_namespace
 
 TOKEN_BYTES = 4
 TOKEN_LIMIT = 2**31
@@ -163,7 +163,7 @@ class RadixKey:
         return (len(self._data) + len(self._tail)) // TOKEN_BYTES
 
     def __repr__(self) -> str:
-        return f"RadixKey({len(self)} tokens, namespace={self.namespace!r})"
+        return f"RadixKey({len(self)} tokens, namespace={shown_namespace(self.namespace)})"
 
 
 def pack(tokens: TokensLike) -> bytes:

@@ -57,7 +57,8 @@ class FrameFailed(msgspec.Struct, Generic[To], frozen=True):
 
 
 class ConnectFailed(msgspec.Struct, frozen=True):
-    """The answer to a Connect: the address does not exist."""
+    """There will be no connection: the answer to a Connect of an address that does not exist; or
+    the keys of both ends do not fit, and `address` names the other end."""
 
     address: str
     error: Exception

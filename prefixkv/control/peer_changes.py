@@ -15,8 +15,8 @@ class PeerChange(msgspec.Struct, frozen=True):
     """One change of a peer.
 
     `kind` is "met", "refused", "silent", "heard", "over" (replaced or fenced), "left" (it was
-    closed), "lost" (nothing answers), "forgotten" or "quarantined". `peer` is an address where it
-    is not known which process answers there.
+    closed), "lost" (nothing answers), "forgotten", "quarantined" or "shut out" (by its keys).
+    `peer` is an address, or a key, where it is not known which process has it.
     """
 
     kind: str

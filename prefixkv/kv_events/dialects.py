@@ -27,7 +27,7 @@ import numpy as np
 from prefixkv.cache.events import NO_PARENT, PageRef
 from prefixkv.cache.namespace import Namespace
 from prefixkv.digest import prompt_digest
-from prefixkv.errors import RequestError
+from prefixkv.errors import RequestError, shown_namespace
 
 HASH_BYTES = 8
 
@@ -162,8 +162,8 @@ class VLLM(Dialect):
         `Dialect.check`."""
         if namespace is not None and type(namespace) is not Namespace:
             raise RequestError(
-                f"namespace is {namespace!r}, which cache events have no words for: None, or a "
-                'Namespace(lora="..."), Namespace(salt="...") is needed'
+                f"namespace is {shown_namespace(namespace)}, which cache events have no words for: "
+                'None, or a Namespace(lora="..."), Namespace(salt="...") is needed'
             )
 
     def hash(self, key: bytes, namespace: Hashable) -> int:
@@ -223,8 +223,8 @@ class SGLang(Dialect):
         if namespace is None or (type(namespace) is Namespace and not namespace.images):
             return
         raise RequestError(
-            f"namespace is {namespace!r}, which SGLang's cache events have no words for: None, or "
-            "a Namespace without images is needed"
+            f"namespace is {shown_namespace(namespace)}, which SGLang's cache events have no words "
+            "for: None, or a Namespace without images is needed"
         )
 
     def hash(self, key: bytes, namespace: Hashable) -> int:

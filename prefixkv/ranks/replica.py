@@ -27,7 +27,7 @@ from prefixkv.errors import (
     ConfigError,
     InternalError,
     RequestError,
-    shown,
+    shown_namespace,
     travels,
 )
 from prefixkv.pages.allocator import PageState
@@ -180,7 +180,7 @@ class RankLog:
         if not _can_travel(request.key.namespace):
             raise RequestError(
                 f"request {request.rid!r}: no message carries its namespace, "
-                f"{shown(request.key.namespace)}"
+                f"{shown_namespace(request.key.namespace)}"
             )
 
     def take(self, pages: PageManager) -> bytes:

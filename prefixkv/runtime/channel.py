@@ -15,11 +15,11 @@ from contextlib import suppress
 from typing import Any
 
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from prefixkv.addresses import check_address, is_loopback
-from prefixkv.config import ControlConfig, CurveConfig
+from prefixkv.config import ControlConfig, short_key
 from prefixkv.connections import (
     Bounds,
     Connection,
@@ -29,15 +29,19 @@ from prefixkv.connections import (
     message_bytes,
     receive,
 )
-from prefixkv.control.effects import FrameReceived, Reached, Unreached
-from prefixkv.errors import ConfigError
+from prefixkv.control.effects import ConnectFailed, FrameReceived, Reached, Unreached
+from prefixkv.errors import ConfigError, HandshakeError, RefusedError
 from prefixkv.protocol.messages import MAX_FRAME_BYTES
 from prefixkv.runtime.closing import Closing
 from prefixkv.runtime.fragments import MAX_MESSAGE_BYTES, FragmentError, Joiner, cut
+from prefixkv.wakeups import Inbox
 
 _REACHED = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
 _WRONG_ADDRESS = "a wrong address, or no prefill worker runs there"
-_WRONG_KEYS = "a wrong address, or it wants other CURVE keys than ours"
+_ZAP = "inproc://zeromq.zap.01"  # where libzmq asks which clients to let in
+_NOT_LISTED = 400  # ZAP's status for a client that is turned away
+_GREETING_BYTES = 64  # what each end of a ZeroMQ connection says first; its mechanism from byte 12
+_CURVE_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(52, b"\0")
 _GONE = (
     zmq.EVENT_CONNECT_RETRIED
     | zmq.EVENT_DISCONNECTED
@@ -56,16 +60,10 @@ _BYTES_OF_ALL_A_POLL = 2 * _BYTES_A_POLL
 _READS_A_POLL = 16 * _FRAMES_A_POLL  # messages per poll: fragments, and dropped ones among them
 
 
-class _Allowed:
-    """The list of client keys, as the authenticator asks it (ZAP)."""
-
-    def __init__(self, curve: CurveConfig) -> None:
-        self._keys = frozenset(curve.allowed_clients)
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        """Return whether this CURVE key is on the list of clients that prefill's ROUTER socket lets
-        in."""
-        return key.decode("ascii") in self._keys
+def _keys_differ(is_curve: bool) -> HandshakeError:
+    """Return the error of a connection of which one end alone has keys; `is_curve`: ours has."""
+    ours, theirs = ("keys", "no keys") if is_curve else ("no keys", "keys")
+    return HandshakeError("curve", ours, theirs, "differs (set keys on both sides, or on neither)")
 
 
 def _came_from(frame: zmq.Frame) -> str:
@@ -114,8 +112,13 @@ class _Channel(Closing):
         sock.setsockopt(zmq.RECONNECT_IVL, 20)
         sock.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         if self._config.curve is not None:
-            sock.curve_publickey = self._config.curve.public_key.encode()
-            sock.curve_secretkey = self._config.curve.secret_key.encode()
+            public, secret = self._config.curve.public_key, self._config.curve.secret_key
+            if zmq.curve_public(secret.encode()) != public.encode():
+                raise ValueError(
+                    f"the secret_key is not that of the public_key {short_key(public)}"
+                )
+            sock.curve_publickey = public.encode()
+            sock.curve_secretkey = secret.encode()
 
     def _bounds(self) -> Bounds:
         """Return the bounds that `connections` holds each ZeroMQ socket of a channel to."""
@@ -171,15 +174,13 @@ class RouterChannel(_Channel):
         self._joiner: Joiner[bytes] = Joiner()
         self._connections: dict[bytes, Connection] = {}  # by route; some have ended
         self._sock: zmq.Socket[bytes] | None = None
-        self._authenticator: ThreadAuthenticator | None = None
+        self._failures: Inbox[int] = Inbox()  # codes of failed handshakes, from the watcher
+        self._poller.register(self._failures.fd, zmq.POLLIN)
         try:
-            # 2. The authenticator must answer before the socket can be connected to.
-            if config.curve is not None:
-                self._authenticator = ThreadAuthenticator(self._context)
-                self._authenticator.start()
-                self._authenticator.configure_curve_callback(
-                    domain="*", credentials_provider=_Allowed(config.curve)
-                )
+            # 2. The answers to ZAP, before the socket can be connected to.
+            self._zap = self._context.socket(zmq.REP)
+            self._zap.bind(_ZAP)
+            self._poller.register(self._zap, zmq.POLLIN)
             sock = self._sock = self._socket(zmq.ROUTER, bind)
             # An unknown route is an error to count, not a silent drop.
             sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -188,6 +189,7 @@ class RouterChannel(_Channel):
             # 3. Watched before it is bound: a connection that came earlier would not be counted.
             bounds = self._bounds()
             self._watched = self._watcher.watch_bound(sock, bind, bounds, self._is_curve)
+            self._watched.failed = self._failures.put
             sock.bind(bind)
             self._is_local = is_loopback(bind)
         except (zmq.ZMQError, ValueError) as error:
@@ -196,19 +198,23 @@ class RouterChannel(_Channel):
         self.endpoint = sock.getsockopt_string(zmq.LAST_ENDPOINT)
         self._poller.register(self._watched.fd, zmq.POLLIN)
 
-    def poll(self, timeout_s: float) -> list[FrameReceived[bytes]]:
+    def poll(self, timeout_s: float) -> list[FrameReceived[bytes] | ConnectFailed]:
         """Wait for decode workers' frames on the ROUTER socket, or for the wake-up descriptor, and
-        return the frames.
+        return the frames, and the clients that were not let in.
 
         One worker's frames beyond its bytes per poll are dropped: all workers share the socket.
         """
-        frames: list[FrameReceived[bytes]] = []
+        frames: list[FrameReceived[bytes] | ConnectFailed] = []
         assert self._sock is not None
         # Only an empty socket is slept on, see `Watched.may_sleep`. Awake, the watcher must know at
         # once that bytes may wait for us.
         may_sleep = self._watched.may_sleep(self._sock)
         ready = self._poll(timeout_s if may_sleep else 0.0)
         self._watched.is_waiting = False
+        if self._failures.fd in ready:
+            frames += self._failed_handshakes()
+        if self._zap in ready:
+            frames += self._let_in()
         if may_sleep and not ready:
             self._watched.found_empty()
             return frames
@@ -261,6 +267,37 @@ class RouterChannel(_Channel):
                 frames.append(frame)
         return frames
 
+    def _let_in(self) -> Iterator[ConnectFailed]:
+        """Answer libzmq, which asks for each CURVE client whether its key is allowed; yield those
+        that are turned away."""
+        curve = self._config.curve
+        with suppress(zmq.Again):
+            for _ in range(_FRAMES_A_POLL):
+                version, number, _, host, _, _, key = self._zap.recv_multipart(zmq.DONTWAIT)
+                text = z85.encode(key).decode()
+                is_listed = curve is not None and text in curve.allowed_clients
+                code, user = (200, text) if is_listed else (_NOT_LISTED, "")
+                answer = version, number, b"%d" % code, b"", user.encode(), b""
+                self._zap.send_multipart(answer)
+                if not is_listed:
+                    why = (
+                        f"its key {short_key(text)!r} is not in our allowed_clients: list it there"
+                    )
+                    yield ConnectFailed(
+                        host.decode(), ConfigError(f"{why} under its worker's name")
+                    )
+
+    def _failed_handshakes(self) -> Iterator[ConnectFailed]:
+        """Yield the clients that ended in the handshake because of their keys. libzmq does not say
+        from where they came."""
+        client, curve = f"a client of {self.endpoint}", self._config.curve
+        for code in self._failures.drain():
+            if code == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+                yield ConnectFailed(client, _keys_differ(self._is_curve))
+            elif code == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC and curve is not None:
+                ours, why = short_key(curve.public_key), "of the client is not our public_key"
+                yield ConnectFailed(client, HandshakeError("server_key", ours, "another", why))
+
     def _note(self, route: bytes, connection: Connection | None) -> None:
         """Remember by which connection the last message of this ROUTER route came."""
         if connection is None or self._connections.get(route) is connection:
@@ -295,15 +332,40 @@ class RouterChannel(_Channel):
             self._drop(str(error.strerror))
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Stop the CURVE authenticator and the monitor, then close the ROUTER socket. See
-        `_Channel.close`."""
-        # The authenticator has its own thread and uses the context, so it stops first. The monitor
-        # is ended before the watcher, which reads it: libzmq may wait for that.
-        if self._authenticator is not None:
-            self._authenticator.stop()
+        """Stop the monitor, then close the ROUTER socket. See `_Channel.close`."""
+        # The monitor is ended before the watcher, which reads it: libzmq may wait for that.
         if self._sock is not None and not self._sock.closed:
             self._sock.disable_monitor()
         super().close(linger_s)
+        self._failures.close()
+
+
+class _Probe:
+    """A plain TCP connection to an address, for the greeting of what listens there."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
+        self._heard = b""
+        self.sock = context.socket(zmq.STREAM)
+        self.sock.setsockopt(zmq.IPV6, "[" in address)
+        self.sock.setsockopt(zmq.LINGER, 0)
+        self.sock.setsockopt(zmq.RECONNECT_IVL, 1000)
+        self.sock.connect(address)
+
+    @property
+    def is_curve(self) -> bool:
+        """True once the greeting has come, and names CURVE."""
+        return self._heard[12:17] == b"CURVE"
+
+    def read(self) -> None:
+        """Take what the connection has brought; a new one is greeted, since the other end waits for
+        that."""
+        with suppress(zmq.ZMQError):
+            route, raw = self.sock.recv_multipart(zmq.DONTWAIT)
+            if raw:
+                self._heard = (self._heard + raw)[:_GREETING_BYTES]
+            elif not self.is_curve:
+                self._heard = b""
+                self.sock.send_multipart((route, _CURVE_GREETING), zmq.DONTWAIT)
 
 
 class DealerChannel(_Channel):
@@ -322,6 +384,8 @@ class DealerChannel(_Channel):
         self._monitors: dict[str, zmq.Socket[bytes]] = {}
         self._watched: dict[str, Watched] = {}
         self._joiner: Joiner[str] = Joiner()
+        self._abandoned: set[str] = set()  # addresses that libzmq does not connect to by itself
+        self._probes: dict[str, _Probe] = {}  # of addresses that ended a handshake under keys
 
     def connect(self, address: str) -> None:
         """Open a DEALER socket for the prefill worker at `address`, if it has none; connecting goes
@@ -371,6 +435,8 @@ class DealerChannel(_Channel):
             # Out of the poller before they are closed: their numbers may be used again at once.
             self._watcher.forget(watched)
             self._joiner.forget(address)
+            self._abandoned.discard(address)
+            self._end_probe(address)
             for one in (watched.fd, monitor):
                 del self._addresses[one]
                 self._poller.unregister(one)
@@ -378,10 +444,12 @@ class DealerChannel(_Channel):
             monitor.close()
             sock.close(linger=1000)
 
-    def poll(self, timeout_s: float) -> list[FrameReceived[str] | Reached | Unreached]:
+    def poll(
+        self, timeout_s: float
+    ) -> list[FrameReceived[str] | Reached | Unreached | ConnectFailed]:
         """Wait on the DEALER sockets, and return frames, changes of connections, or nothing if the
         wake-up descriptor ended it."""
-        frames: list[FrameReceived[str] | Reached | Unreached] = []
+        frames: list[FrameReceived[str] | Reached | Unreached | ConnectFailed] = []
         # Sockets that hold something already: their descriptors do not become readable for it.
         full = [
             watched.fd
@@ -397,6 +465,10 @@ class DealerChannel(_Channel):
             address = self._addresses[one]
             if one is self._monitors[address]:
                 frames += self._monitor_changes(one, address)
+                continue
+            probe = self._probes.get(address)
+            if probe is not None and one is probe.sock:
+                probe.read()
                 continue
             sock = self._socks[address]
             num_bytes = 0
@@ -429,29 +501,67 @@ class DealerChannel(_Channel):
 
     def _monitor_changes(
         self, monitor: zmq.Socket[bytes], address: str
-    ) -> Iterator[Reached | Unreached]:
+    ) -> Iterator[Reached | Unreached | ConnectFailed]:
         """Yield the last change that a DEALER socket's zmq monitor reports for its connection, and
-        pass all to the watcher."""
+        whether keys are in the way of it; pass all to the watcher."""
         last: Reached | Unreached | None = None
+        error: HandshakeError | None = None
         with suppress(zmq.Again):
             while True:
                 change = recv_monitor_message(monitor, zmq.DONTWAIT)
+                event, value = change["event"], change["value"]
                 # Connected is not reached: the handshake is still to come.
-                if change["event"] == zmq.EVENT_CONNECTED:
-                    self._watcher.came(self._watched[address], change["value"])
+                if event == zmq.EVENT_CONNECTED:
+                    self._watcher.came(self._watched[address], value)
                     continue
-                if change["event"] == zmq.EVENT_DISCONNECTED:
-                    self._watcher.went(self._watched[address], change["value"])
-                if change["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                    last = Reached(address)
-                elif change["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                    last = Unreached(address, "our key is refused")
-                # A refused key stays the reason, although a disconnection follows it.
-                elif last is None or isinstance(last, Reached):
-                    guess = _WRONG_KEYS if self._is_curve else _WRONG_ADDRESS
-                    last = Unreached(address, "no answer", guess)
+                if event == zmq.EVENT_DISCONNECTED:
+                    self._watcher.went(self._watched[address], value)
+                if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    last, error = Reached(address), None
+                    self._end_probe(address)
+                    continue
+                error = self._wrong_keys(address, event, value) or error
+                if event in (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL):
+                    self._abandoned.add(address)
+                last = Unreached(address, "no answer", _WRONG_ADDRESS)
         if last is not None:
             yield last
+        if error is not None:
+            yield ConnectFailed(address, error)
+
+    def _wrong_keys(self, address: str, event: int, value: int) -> HandshakeError | None:
+        """Return how the keys of both ends do not fit, if this event of a DEALER socket's monitor
+        shows it."""
+        curve = self._config.curve
+        mismatch = zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
+        if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == mismatch:
+            return _keys_differ(self._is_curve)
+        if curve is None:
+            return None
+        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH and value == _NOT_LISTED:
+            key = short_key(curve.public_key)
+            why = f"our key {key!r} is not in the allowed_clients of {address}: list it there"
+            return RefusedError("prefill", f"{why} under this worker's name")
+        # A server that cannot read what is encrypted for another key ends the connection, as one
+        # does that is closed, or a relay with nothing behind it. So it is asked for its greeting,
+        # and named if it goes on after that.
+        if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+            probe = self._probes.get(address)
+            if probe is not None and probe.is_curve:
+                why = f"is not the public key of {address} (set it to that)"
+                return HandshakeError("server_key", short_key(curve.server_key), "another", why)
+            if probe is None and address.startswith("tcp:"):
+                probe = self._probes[address] = _Probe(self._context, address)
+                self._addresses[probe.sock] = address
+                self._poller.register(probe.sock, zmq.POLLIN)
+        return None
+
+    def _end_probe(self, address: str) -> None:
+        probe = self._probes.pop(address, None)
+        if probe is not None:
+            del self._addresses[probe.sock]
+            self._poller.unregister(probe.sock)
+            probe.sock.close()
 
     def send(self, address: str, raw: bytes) -> None:
         """Queue a frame on the DEALER socket of the prefill worker at `address`. One that cannot be
@@ -460,6 +570,11 @@ class DealerChannel(_Channel):
         if sock is None:
             self._drop("not connected")
             return
+        # libzmq tries no more after an answer that refuses it. The keys may be right by now.
+        if address in self._abandoned:
+            self._abandoned.discard(address)
+            sock.disconnect(address)
+            sock.connect(address)
         try:
             for message in cut(raw):
                 sock.send(message, zmq.DONTWAIT)

@@ -136,7 +136,9 @@ class Channel(Protocol[To]):
 
     counters: Counter[str]
 
-    def poll(self, timeout_s: float) -> Sequence[FrameReceived[To] | Reached | Unreached]: ...
+    def poll(
+        self, timeout_s: float
+    ) -> Sequence[FrameReceived[To] | Reached | Unreached | ConnectFailed]: ...
 
     def send(self, to: To, raw: bytes) -> None: ...
 

@@ -605,7 +605,7 @@ class DecodeWorker(Worker):
     async def _send_job(self, one: _OpenRequest, job: Any) -> None:
         """Send one job over HTTP to its prefill worker. If it is not accepted, abort the request,
         or leave it to the node of a worker that computes prompts itself."""
-        url = one.ask.prefill_url
+        url, how = one.ask.prefill_url, "refused it"
         try:
             body = msgspec.json.encode(_job_of(job))
             if job.prompt_logprobs:
@@ -615,16 +615,16 @@ class DecodeWorker(Worker):
                 taken = answer.status_code == 202
                 why = "" if taken else f"{answer.status_code} {answer.text[:500]}"
         except httpx.HTTPError as error:
-            why = f"{type(error).__name__} {error}"
+            how, why = "does not answer", f"{type(error).__name__} {error}"
         if why:
-            logger.warning("prefill at %s refused %s: %s", url, job.rid, why)
+            reason = f"the prefill worker at {url} {how}: {why}"
+            logger.warning("%s: %s", job.rid, reason)
             if self.config.node.compute is not None:
-                reason = f"the prefill worker at {url} refused it: {why}"[:_REASON_CHARS]
                 with contextlib.suppress(ClosedError):
-                    self.loop.post(lambda engine: engine.give_up_job(job, reason))
+                    self.loop.post(lambda engine: engine.give_up_job(job, reason[:_REASON_CHARS]))
                 return
             # Set before the abort is posted: the output that it causes is reported with this cause.
-            one.error = f"the prefill worker at {url} refused it: {why}"
+            one.error = reason
             self._abort_request(one)
         # The request was given up while the job was on its way, so the abort that `_end_request`
         # sent may have overtaken it: send another one behind it.

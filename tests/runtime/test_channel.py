@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ import pytest
 import zmq
 
 from prefixkv.addresses import is_loopback
-from prefixkv.config import ControlConfig, CurveConfig
-from prefixkv.control.effects import FrameReceived, Reached, Unreached
-from prefixkv.errors import ConfigError
+from prefixkv.config import ControlConfig, CurveConfig, short_key
+from prefixkv.control.effects import ConnectFailed, FrameReceived, Reached, Unreached
+from prefixkv.errors import ConfigError, HandshakeError
 from prefixkv.protocol.messages import MAX_FRAME_BYTES
 from prefixkv.runtime import channel as channel_module
 from prefixkv.runtime.channel import DealerChannel, RouterChannel
@@ -290,13 +291,8 @@ def news(dealer: DealerChannel, patience_s: float = PATIENCE_S) -> Any:
     return None
 
 
-@pytest.mark.parametrize(
-    ("curve", "guess"),
-    [(False, "no prefill worker runs there"), (True, "it wants other CURVE keys than ours")],
-)
-def test_a_dealer_tells_which_address_is_reached_and_which_is_not(
-    ends: Ends, curve: bool, guess: str
-) -> None:
+@pytest.mark.parametrize("curve", [False, True])
+def test_a_dealer_tells_which_address_is_reached_and_which_is_not(ends: Ends, curve: bool) -> None:
     address = lasting_address()
     theirs = ours = None
     if curve:
@@ -304,12 +300,18 @@ def test_a_dealer_tells_which_address_is_reached_and_which_is_not(
         theirs = ControlConfig(curve=keys(client=mine.public_key))
         server_key = theirs.curve.public_key  # type: ignore[union-attr]
         ours = ControlConfig(curve=CurveConfig(mine.public_key, mine.secret_key, server_key))
-    gone = Unreached(address, "no answer", f"a wrong address, or {guess}")
+    gone = Unreached(address, "no answer", "a wrong address, or no prefill worker runs there")
     dealer = ends.dealer(address, ours)
     assert news(dealer) == gone
     router = ends.router(theirs, address)
-    while not isinstance(told := news(dealer), Reached):
-        assert told == gone
+    told: list[Any] = [gone]
+
+    def look() -> None:
+        router.poll(0.0)  # it answers libzmq, which asks about keys
+        told.extend(dealer.poll(0.01))
+
+    until(lambda: told[-1] != gone, step=look)
+    assert told[-1] == Reached(address)
     router.close()
     assert news(dealer) == gone
     dealer.disconnect(address)
@@ -536,9 +538,8 @@ class Guarded:
         self.known = keys(server.public_key)
         self.unknown = keys(server.public_key)
         self.server_key = server.public_key
-        allowed = {self.known.public_key: "decode-0"}
-        server = CurveConfig(server.public_key, server.secret_key, "", allowed)
-        self.router = ends.router(ControlConfig(curve=server), address or lasting_address())
+        self.server = replace(server, allowed_clients={self.known.public_key: "decode-0"})
+        self.router = ends.router(ControlConfig(curve=self.server), address or lasting_address())
 
 
 def test_a_key_on_the_list_gets_in_and_is_seen(ends: Ends) -> None:
@@ -565,8 +566,12 @@ def test_no_other_key_gets_in(ends: Ends, who: str) -> None:
     elif who == "no key":
         ends.dealer(router.endpoint).send(router.endpoint, b"x")
     elif who == "stolen public key":
-        mine = CurveConfig(guarded.known.public_key, guarded.unknown.secret_key, guarded.server_key)
-        ends.dealer(router.endpoint, ControlConfig(curve=mine)).send(router.endpoint, b"x")
+        raw = {
+            "curve_publickey": guarded.known.public_key.encode(),
+            "curve_secretkey": guarded.unknown.secret_key.encode(),
+            "curve_serverkey": guarded.server_key.encode(),
+        }
+        ends.raw(zmq.DEALER, router.endpoint, **raw).send(b"x")
     elif who == "wrong server key":
         mine = CurveConfig(
             guarded.known.public_key, guarded.known.secret_key, guarded.unknown.public_key
@@ -578,6 +583,106 @@ def test_no_other_key_gets_in(ends: Ends, who: str) -> None:
     friend = ends.dealer(router.endpoint, ControlConfig(curve=guarded.known))
     friend.send(router.endpoint, b"hi")
     assert [raw for _, _, raw in polled(router)] == [b"hi"]
+
+
+def failures(router: RouterChannel, dealer: DealerChannel) -> tuple[ConnectFailed, ConnectFailed]:
+    """The first that each end tells of a connection that keys are in the way of.
+
+    The end that sees it first closes the connection, maybe before the other end has: so the dealer
+    goes on to say Hello.
+    """
+    told: dict[Any, ConnectFailed] = {}
+
+    def look() -> None:
+        dealer.send(router.endpoint, b"hello")
+        for end in (router, dealer):
+            for got in end.poll(0.01):
+                if isinstance(got, ConnectFailed):
+                    told.setdefault(end, got)
+
+    until(lambda: len(told) == 2, step=look)
+    return told[router], told[dealer]
+
+
+def test_both_ends_name_an_unknown_key_and_let_it_in_once_it_is_listed(ends: Ends) -> None:
+    guarded = Guarded(ends)
+    address, key = guarded.router.endpoint, short_key(guarded.unknown.public_key)
+    dealer = ends.dealer(address, ControlConfig(curve=guarded.unknown))
+    theirs, ours = failures(guarded.router, dealer)
+    assert theirs.address == "127.0.0.1"
+    assert f"its key {key!r} is not in our allowed_clients" in str(theirs.error)
+    assert ours.address == address
+    assert f"our key {key!r} is not in the allowed_clients of {address}" in str(ours.error)
+    assert isinstance(ours.error, HandshakeError)
+    for secret in (guarded.unknown.secret_key, guarded.unknown.public_key):
+        assert secret not in f"{theirs} {ours}"
+    # The worker is started again with the key in its list, and the same socket says Hello again.
+    guarded.router.close()
+    listed = replace(guarded.server, allowed_clients={guarded.unknown.public_key: "decode-1"})
+    router = ends.router(ControlConfig(curve=listed), address)
+    frames: list[Any] = []
+
+    def hello() -> None:
+        dealer.send(address, b"hello")
+        dealer.poll(0.01)
+        frames.extend(router.poll(0.01))
+
+    until(lambda: bool(frames), step=hello)
+
+
+@pytest.mark.parametrize("server", [True, False])
+def test_both_ends_name_keys_that_one_of_them_lacks(ends: Ends, server: bool) -> None:
+    guarded = Guarded(ends)
+    router = guarded.router if server else ends.router()
+    dealer = ends.dealer(router.endpoint, ControlConfig(curve=None if server else guarded.known))
+    theirs, ours = failures(router, dealer)
+    with_keys, without = (theirs, ours) if server else (ours, theirs)
+    both = "(set keys on both sides, or on neither)"
+    assert str(with_keys.error) == f"curve differs {both}: ours 'keys', theirs 'no keys'"
+    assert str(without.error) == f"curve differs {both}: ours 'no keys', theirs 'keys'"
+    assert ours.address == router.endpoint
+    assert theirs.address == f"a client of {router.endpoint}"
+
+
+def test_both_ends_name_a_wrong_server_key(ends: Ends) -> None:
+    guarded = Guarded(ends)
+    address, wrong = guarded.router.endpoint, keys().public_key
+    mine = replace(guarded.known, server_key=wrong)
+    theirs, ours = failures(guarded.router, ends.dealer(address, ControlConfig(curve=mine)))
+    assert str(theirs.error) == (
+        "server_key of the client is not our public_key: "
+        f"ours {short_key(guarded.server_key)!r}, theirs 'another'"
+    )
+    assert str(ours.error).startswith(f"server_key is not the public key of {address}")
+    assert short_key(wrong) in str(ours.error)
+
+
+def test_what_ends_a_connection_without_a_greeting_is_not_called_a_wrong_key(ends: Ends) -> None:
+    """A relay, say, with no worker behind it yet."""
+    guarded = Guarded(ends)
+    with socket.create_server(("127.0.0.1", 0)) as relay:
+        address = "tcp://{}:{}".format(*relay.getsockname())
+        relay.settimeout(PATIENCE_S)
+        dealer = ends.dealer(address, ControlConfig(curve=guarded.known))
+        told: list[Any] = []
+        for _ in range(6):
+            relay.accept()[0].close()
+            told += dealer.poll(0.02)
+        until(lambda: bool(told), step=lambda: told.extend(dealer.poll(0.02)))
+        gone = Unreached(address, "no answer", "a wrong address, or no prefill worker runs there")
+        assert set(told) == {gone}
+
+
+def test_a_secret_key_of_another_public_key_is_a_config_error(ends: Ends) -> None:
+    one, other = keys(), keys()
+    mixed = replace(one, secret_key=other.secret_key, server_key=other.public_key)
+    for made in (
+        lambda: ends.router(ControlConfig(curve=mixed)),
+        lambda: ends.dealer("tcp://127.0.0.1:1", ControlConfig(curve=mixed)),
+    ):
+        with pytest.raises(ConfigError, match="secret_key") as caught:
+            made()
+        assert other.secret_key not in str(caught.value)
 
 
 # --- closing --------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from prefixkv.config import (
     ModelConfig,
     PrefillConfig,
     TransportConfig,
+    short_key,
 )
 from prefixkv.errors import (
     AbortedError,
@@ -31,6 +32,7 @@ from prefixkv.protocol import messages
 from prefixkv.protocol.ids import PeerId
 from prefixkv.request import Request
 from prefixkv.runtime.decode_node import DecodeNode
+from prefixkv.runtime.peer_log import REPEAT_S
 from prefixkv.runtime.prefill_node import PrefillNode
 from prefixkv.transport.base import Arrived
 from tests.models.node_pair import NodePair, left, make_pool, tokens_of
@@ -255,8 +257,9 @@ def test_a_notification_that_is_no_tag_is_counted(pair: NodePair) -> None:
     pair.run("r")
 
 
-def test_keys_and_names(clock: SkippableClock) -> None:
-    """A key opens the door under its own name only; the others' requests end by their deadline."""
+def test_keys_and_names(clock: SkippableClock, caplog: pytest.LogCaptureFixture) -> None:
+    """A key opens the door under its own name only; the requests of others end at once, and both
+    sides say which key."""
     server, alice, bob = (
         CurveConfig(*(key.decode() for key in zmq.curve_keypair())) for _ in range(3)
     )
@@ -264,26 +267,45 @@ def test_keys_and_names(clock: SkippableClock) -> None:
     guarded = replace(QUICK, curve=replace(server, allowed_clients=allowed))
 
     def client(keys: CurveConfig | None) -> ControlConfig:
-        curve = keys and replace(keys, server_key=server.public_key)
-        return replace(QUICK, connect_timeout_s=NEVER_S / 2, curve=curve)
+        curve = keys and replace(keys, server_key=keys.server_key or server.public_key)
+        return replace(QUICK, connect_timeout_s=NEVER_S, curve=curve)
 
-    attempts = 0
+    misled = replace(alice, server_key=bob.public_key)
+    unknown = CurveConfig(*(key.decode() for key in zmq.curve_keypair()))
+    as_alice = "allowed_clients has for its key " + repr(short_key(alice.public_key))
+    cases: list[tuple[str, CurveConfig | None, str, str]] = [
+        ("bob", alice, as_alice, as_alice),
+        ("carol", alice, as_alice, as_alice),
+        ("bob", None, "ours 'no keys', theirs 'keys'", "ours 'keys', theirs 'no keys'"),
+        ("alice", misled, short_key(bob.public_key), short_key(server.public_key)),
+        ("alice", unknown, *[f"key {short_key(unknown.public_key)!r} is not in"] * 2),
+    ]
     with PrefillNode(make_pool(), PrefillConfig(control=guarded)) as prefill:
-        for name, keys in (("bob", alice), ("carol", alice), ("bob", None)):
+        for attempt, (name, keys, ours, theirs) in enumerate(cases):
+            caplog.clear()
+            clock.skip(REPEAT_S, [prefill])  # a peer has a line a minute
             with lone_decode(client(keys), name=name) as impostor:
                 impostor.add(Request("r", [1], max_new_tokens=1, room=1, prefill=prefill.endpoint))
-                impostor.pop_preallocated()
-                until(impostor.peers)
-                if keys is not None:
-                    attempts += 1
-                    until(
-                        lambda wanted=attempts: prefill.stats().get("frames_dropped", 0) >= wanted
-                    )
-                else:
-                    until(lambda node=impostor: is_unreached(node, prefill.endpoint))
-                clock.skip(0.55 * NEVER_S if keys is None else NEVER_S, [impostor])
-                kind = PeerLostError if keys is None else TransferTimeoutError
-                assert isinstance(end_of(impostor, "r"), kind)
+                error = end_of(impostor, "r")
+                assert isinstance(error, HandshakeError)
+                assert ours in str(error)
+                lines = f"{name}: refused: ", str(error), "prefill-0: shut out: "
+                numbers = iter(range(2, 10_000))
+
+                def ask_again(node=impostor, numbers=numbers) -> None:  # type: ignore[no-untyped-def]
+                    """The end that sees it first closes the connection, maybe before the other."""
+                    room = next(numbers)
+                    at = prefill.endpoint
+                    node.add(Request(f"r{room}", [1], max_new_tokens=1, room=room, prefill=at))
+                    end_of(node, f"r{room}")
+
+                until(
+                    lambda lines=lines: all(line in caplog.text for line in lines), step=ask_again
+                )
+                assert theirs in caplog.text.split("shut out: ")[1]
+                assert prefill.stats()["handshakes_refused"] > attempt
+            for known in (server, alice, bob, unknown):
+                assert known.secret_key not in caplog.text + str(error)
         assert prefill.peers() == {}
         with lone_decode(client(alice), name="alice") as decode:
             pair = NodePair(decode, prefill)

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Final, assert_never
 
-from prefixkv.config import Backend, ControlConfig
+from prefixkv.config import Backend, ControlConfig, short_key
 from prefixkv.control import handshake
 from prefixkv.control.death_watch import FENCED, FENCED_DEAD, LostPeers
 from prefixkv.control.effects import (
@@ -50,6 +50,7 @@ from prefixkv.control.prefill.writes import StagingSlots, Writes
 from prefixkv.errors import (
     AbortedError,
     FormerLifeError,
+    HandshakeError,
     PeerLostError,
     PromptMismatchError,
     ProtocolError,
@@ -255,7 +256,10 @@ class PrefillControl:
                 self._peers.deaths.doubt(what.peer, now_s)
             case PeerTried():
                 self._tried(what, now_s)
-            case Arrived() | Settled() | ConnectFailed() | Reached() | Unreached():
+            case ConnectFailed():
+                self.counters["handshakes_refused"] += 1
+                self.news.say("shut out", what.address, str(what.error))
+            case Arrived() | Settled() | Reached() | Unreached():
                 pass  # prefill connects to nothing, and decode writes nothing here
             case Tick():
                 # Rooms first: what they cancel now, staging must not repeat an ask for.
@@ -541,7 +545,16 @@ class PrefillControl:
         from known peers."""
         route, body = received.source, frame.body
         # 1. Is the name the sender's to use, and its life not over?
-        peer = self._peers.speaker(frame, received.credential)
+        try:
+            peer = self._peers.speaker(frame, received.credential)
+        except HandshakeError as error:
+            # The line is the key's, which is proved, since the name is free to choose.
+            if isinstance(body, Hello):
+                self.counters["handshakes_refused"] += 1
+                client = f"the client with key {short_key(received.credential)!r}"
+                self.news.say("shut out", client, str(error))
+                self._peers.reply(route, body, str(error))
+            raise ProtocolError(str(error)) from error
         # 2. An introduction, or the refusal of one, may come from a process that is not known yet.
         if isinstance(body, Hello):
             self._on_handshake(peer, received, frame, body, now_s)

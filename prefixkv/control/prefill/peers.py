@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from prefixkv.config import ControlConfig
+from prefixkv.config import ControlConfig, short_key
 from prefixkv.control.death_watch import DeathWatch
 from prefixkv.control.effects import EffectList, RemovePeer, RoomAction, SendFrame
 from prefixkv.control.former_lives import IncarnationHistory, nonce
@@ -316,17 +316,20 @@ class Peers:
         that name yet.
 
         Raises:
-            ProtocolError: the name does not belong to the key that the connection proved.
+            HandshakeError: the name does not belong to the key that the connection proved.
             FormerLifeError: this life of the peer is over.
         """
         # 1. With a list of clients, the key decides which names may be used.
-        curve = self._timing.curve
+        curve, key = self._timing.curve, short_key(credential)
         if curve is not None and not _may_speak(curve.allowed_clients, credential, frame.name):
-            raise ProtocolError(f"{frame.name!r} speaks under a key that is not its own")
+            why = f"is not the one that prefill's allowed_clients has for its key {key!r}"
+            listed = curve.allowed_clients.get(credential, "")
+            raise HandshakeError("name", listed, frame.name, f"{why} (change one of the two)")
         # 2. A name belongs to the first key that used it: another client cannot take it over.
         peer = self._peers.get(frame.name)
         if peer is not None and credential != peer.credential:
-            raise ProtocolError(f"{frame.name!r} speaks under another key than before")
+            why = f"of {frame.name!r} is not the one that it was met with (it is forgotten in time)"
+            raise HandshakeError("key", short_key(peer.credential), key, why)
         # 3. Last, so that a process without the key does not learn which lives have ended.
         self.lives.check(frame.sender)
         return peer

@@ -7,8 +7,8 @@ and by a trial, which compares its logits on the paged pool with those of the pl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -89,34 +89,37 @@ class PagedModel:
         # 1. Refuse by the config before anything costly: the identity reads all weights.
         config = model.config.get_text_config()
         self.config = config
-        self.context = check_served(model, context)
-        self.draft: DraftHead | None = None
-        self.name = name or str(config.model_type)
-        self.identity = identity or identity_of(model)
-        self.model = model.eval().requires_grad_(False)
-        self.device = next(model.parameters()).device
-        self.dtype: torch.dtype = next(model.parameters()).dtype
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"the model is of {self.dtype}, one of {', '.join(DTYPES.values())}")
-        self.vocab_size = int(config.vocab_size)
-        self.num_heads = int(config.num_attention_heads)
-        self.num_kv_heads = int(getattr(config, "num_key_value_heads", None) or self.num_heads)
-        try:
-            head_dim = getattr(config, "head_dim", None)
-        except Exception as error:  # transformers has one of its own where layers differ
-            raise ConfigError(
-                f"{config.model_type} is not served: heads of several sizes"
-            ) from error
-        self.head_dim = int(head_dim or config.hidden_size // self.num_heads)
-        # 2. What its layers keep, by a forward without pages.
-        _attend_plainly(self.model)
-        self.layers = find_layers(self.model, self.context)
-        page_mixers(self.layers)
-        # 3. The trial needs the sizes above, and leaves the model with the paged attention or in
-        # an error; the last line sets that attention where there was no trial.
-        if trial:
-            _run_trial(self)
-        self.model.set_attn_implementation(NAME)
+        with _named(str(config.model_type)):
+            self.context = check_served(model, context)
+            self.draft: DraftHead | None = None
+            self.name = name or str(config.model_type)
+            self.identity = identity or identity_of(model)
+            self.model = model.eval().requires_grad_(False)
+            self.device = next(model.parameters()).device
+            self.dtype: torch.dtype = next(model.parameters()).dtype
+            if self.dtype not in DTYPES:
+                raise ConfigError(
+                    f"the model is of {self.dtype}, one of {', '.join(DTYPES.values())}"
+                )
+            self.vocab_size = int(config.vocab_size)
+            self.num_heads = int(config.num_attention_heads)
+            self.num_kv_heads = int(getattr(config, "num_key_value_heads", None) or self.num_heads)
+            try:
+                head_dim = getattr(config, "head_dim", None)
+            except Exception as error:  # transformers has one of its own where layers differ
+                raise ConfigError(
+                    f"{config.model_type} is not served: heads of several sizes"
+                ) from error
+            self.head_dim = int(head_dim or config.hidden_size // self.num_heads)
+            # 2. What its layers keep, by a forward without pages.
+            _attend_plainly(self.model)
+            self.layers = find_layers(self.model, self.context)
+            page_mixers(self.layers)
+            # 3. The trial needs the sizes above, and leaves the model with the paged attention or
+            # in an error; the last line sets that attention where there was no trial.
+            if trial:
+                _run_trial(self)
+            self.model.set_attn_implementation(NAME)
 
     @property
     def num_layers(self) -> int:
@@ -475,6 +478,20 @@ def _moved(model: Any, device: str) -> Any:
         raise CapacityError(f"the model does not fit on {device}: {_one_line(error)}") from error
 
 
+@contextmanager
+def _named(kind: str) -> Iterator[None]:
+    """Raise ConfigError for whatever transformers raises for a kind of model that is not served,
+    and CapacityError where the device has not enough memory."""
+    try:
+        yield
+    except (ConfigError, CapacityError):
+        raise
+    except torch.OutOfMemoryError as error:
+        raise CapacityError(f"{kind} cannot be tried: {_one_line(error)}") from error
+    except Exception as error:
+        raise ConfigError(f"{kind} is not served: {_one_line(error)}") from error
+
+
 def _one_line(error: Exception) -> str:
     """Return another package's error about an HF model as one line, cut to 500 characters."""
     return " ".join(str(error).split())[:500] or type(error).__name__
@@ -591,7 +608,7 @@ def _run_trial(paged: PagedModel) -> None:
         )  # fmt: skip
         new = np.concatenate([tokens[0][first:], tokens[1][5:]])
         logits = paged.forward(flat, new, rows, [first, 5], lens, states=carry_on, windows=windows)
-    except (TypeError, AttributeError, ConfigError) as error:
+    except ConfigError as error:  # of our attention
         raise ConfigError(f"{kind} is not served: {error}") from error
     # 3. Page 0 is in use, so each layer must have written to it: a layer that bypasses our
     # attention could agree on logits and still leave no KV to send.

@@ -90,6 +90,7 @@ def read_offer(raw: bytes, peer: PeerId) -> ShmOffer:
 
     Raises:
         HandshakeError: they are no offer, or that of another peer or another machine.
+        OSError: the kernel cannot be asked which boot this is.
     """
     if not raw.startswith(MAGIC):
         raise HandshakeError("shm offer", MAGIC, raw[: len(MAGIC)])
@@ -105,10 +106,13 @@ def read_offer(raw: bytes, peer: PeerId) -> ShmOffer:
 
 
 def boot_id() -> str:
-    """Return the kernel's id of this boot, which an shm offer names, "" if it does not say."""
+    """Return the kernel's id of this boot, which an shm offer names, "" if it has none to be read.
+
+    Raises OSError: it cannot be read now, without descriptors, say.
+    """
     try:
         return _BOOT.read_text().strip()
-    except OSError:
+    except (FileNotFoundError, PermissionError):
         return ""
 
 

@@ -324,7 +324,8 @@ def test_a_name_stays_with_the_key_that_used_it_first() -> None:
     peer = DecodePeer()
     peer.say(HELLO, credential="key a")
     for by in (DECODE, newer(DECODE)):
-        assert peer.say(HELLO, by, credential="key b") == []
+        (reply,) = peer.say(HELLO, by, credential="key b")
+        assert "key of 'decode-0' is not the one that it was met with" in reply.refused
     assert peer.say(promise(), credential="key b") == []
     assert peer.say(promise(), credential="key a") == [ACK]
     assert peer.control.counters["frames_dropped"] == 3
@@ -335,8 +336,15 @@ def test_with_an_allow_list_a_key_speaks_under_its_own_name_only() -> None:
         "p" * 40, "s" * 40, allowed_clients={"key a": "decode-0", "key b": "decode-1"}
     )
     peer = DecodePeer(dataclasses.replace(TIMING, curve=curve))
-    for credential in ("key b", "key c", ""):
-        assert peer.say(HELLO, credential=credential) == []
+    for credential, listed in (("key b", "decode-1"), ("key c", ""), ("", "")):
+        (reply,) = peer.say(HELLO, credential=credential)
+        assert reply.refused == (
+            "name is not the one that prefill's allowed_clients has for its key "
+            f"'{credential}...' (change one of the two): ours {listed!r}, theirs 'decode-0'"
+        )
+        assert peer.say(promise(), credential=credential) == []
+    assert [news.kind for news in peer.control.news.take()] == ["shut out"] * 3
+    assert peer.control.counters["handshakes_refused"] == 3
     assert kinds(peer.say(HELLO, credential="key a")) == ["AddPeer", "HelloReply"]
     assert kinds(peer.say(HELLO, OTHER, credential="key b")) == ["AddPeer", "HelloReply"]
 

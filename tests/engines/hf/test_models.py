@@ -33,6 +33,10 @@ _MOE = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
         ("bloom", {}, "does not go through transformers' attention interface"),
         ("opt", {"max_position_embeddings": 0}, "context is 0, opt was made for 0 tokens"),
         ("no_such", {}, "there is no model 'no_such'"),
+        # Kinds that transformers itself stops at, each with an error of its own.
+        ("minimax", {}, "minimax is not served: MiniMax uses cache of its own"),
+        ("codegen", {}, "codegen is not served: "),
+        ("camembert", {}, "camembert is not served: "),
         (
             "llama",
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},

@@ -200,8 +200,9 @@ def test_a_request_ends_where_prefill_does_not_take_its_job(
             said = await last_said(answer)
         assert said.finish == "error"
         url = url or stage.prefill.server.url
-        assert said.error.startswith(f"the prefill worker at {url} refused it: ")
-        assert f"prefill at {url} refused {JOB}: " in caplog.text
+        how = "refused it" if why == "refused" else "does not answer"
+        assert said.error.startswith(f"the prefill worker at {url} {how}: ")
+        assert f"{JOB}: {said.error}" in caplog.text
         assert ("503" in said.error) == ("no room for it" in said.error) == (why == "refused")
 
     run(scene)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import resource
+import secrets
 import select
 import socket
 import time
@@ -295,10 +297,11 @@ def test_a_transport_that_cannot_start_leaves_nothing_open(
 
 
 def test_a_door_whose_name_is_taken_leaves_nothing_open() -> None:
-    with shm_wire.listen("taken"):
+    name = secrets.token_hex()  # the machine's, like all abstract sockets
+    with shm_wire.listen(name):
         before = num_descriptors()
         with pytest.raises(OSError, match="in use"):
-            shm_wire.listen("taken")
+            shm_wire.listen(name)
         assert num_descriptors() == before
 
 
@@ -389,6 +392,19 @@ def test_blocks_lie_apart_and_ranges_inside_one(where: str) -> None:
 def test_the_boot_is_the_kernels() -> None:
     said = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     assert said == shm_wire.boot_id() != ""
+
+
+def test_a_writer_without_descriptors_says_so_and_names_no_other_machine() -> None:
+    offer = ShmOffer("d", 1, shm_wire.boot_id(), "door", bytes(TOKEN_BYTES))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.open(os.devnull, os.O_RDONLY)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            shm_wire.read_offer(shm_wire.pack_offer(offer), PeerId("d", 1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 @pytest.mark.parametrize(
