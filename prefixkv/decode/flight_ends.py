@@ -74,12 +74,11 @@ class FlightEnds:
         """Take a flight from its request, which ends; it goes on if others wait for it, and
         something brings it."""
         assert flight.owner is not None
-        # Nothing computes it any more, or the pages behind what is sent: those that joined ask
-        # again.
-        is_computed = flight.is_local and flight.is_open
+        # Nothing computes it any more, or the pages behind what is sent, or this engine has computed
+        # it, and its KV may be why the request ends (law 10): those that joined ask again.
         if (
             not flight.waiters
-            or is_computed
+            or flight.is_local
             or flight.end_pages < len(flight.key) // self._pages.page_size
         ):
             self.cancel(flight, error)
