@@ -31,7 +31,7 @@ PUBLIC = {
     "Mesh",
     "ModelConfig",
     "Namespace",
-    "OutOfPagesError",
+    "NotFiniteError", "OutOfPagesError",
     "PoolGroup",
     "PrefillAsk",
     "PrefillConfig",
