@@ -74,8 +74,8 @@ class FlightEnds:
         """Take a flight from its request, which ends; it goes on if others wait for it, and
         something brings it."""
         assert flight.owner is not None
-        # Nothing computes it any more, or the pages behind what is sent, or this engine has computed
-        # it, and its KV may be why the request ends (law 10): those that joined ask again.
+        # Those that joined ask again where nothing computes it any more, or the pages behind what
+        # is sent; or where this engine has computed it, which may be why its request ends (law 10).
         if (
             not flight.waiters
             or flight.is_local

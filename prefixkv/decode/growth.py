@@ -52,8 +52,8 @@ class BatchGrowth:
         """Give each running request of a batch the page for one more token, if it needs one.
         `num_tokens`: how many tokens there are for them.
 
-        Requests that were aborted or failed are left out; returns True if there are some. Cost: a comparison
-        per request, and more only for those that reach the end of their pages. Raises as
+        Requests that were cut short are left out; returns True if there are some. Cost: a
+        comparison per request, and more only for those that reach the end of their pages. Raises as
         `DecodeScheduler.append_many` does, with nothing changed.
         """
         try:
@@ -86,8 +86,8 @@ class BatchGrowth:
     def _grow(self, reqs: Sequence[DecodeRequest], now_s: float) -> bool:
         """Check that each request runs, and give it a page for one more token if it needs one.
 
-        Returns True if there are some that were cut short, which are left out. O(of these requests).
-        Raises as `for_next_token` does, with nothing changed.
+        Returns True if there are some that were cut short, which are left out. O(of these
+        requests). Raises as `for_next_token` does, with nothing changed.
         """
         page_manager, started = self._pages, DecodeState.RUNNING
         page_size = page_manager.page_size
