@@ -7,6 +7,7 @@ and by a trial, which compares its logits on the paged pool with those of the pl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -317,6 +318,7 @@ class PagedModel:
         try:
             # No sequence is complete: the base model writes the KV, and the large head is not
             # computed.
+            logits: torch.Tensor
             if len(keep):
                 logits = self.model(**given, logits_to_keep=keep, prefixkv_plan=plan).logits[0]
             else:
@@ -349,15 +351,17 @@ def _not_finite(
     have written. `keep`: the tokens that the logits follow."""
     # A token attends to itself, so K or V of NaN shows in its own hidden state, whatever window
     # later tokens have. The largest logit is NaN where one is, and -inf where no token is left.
-    off = torch.cat([~hidden.isfinite().all(1), ~logits.amax(1).isfinite()])
-    if not off.any():
+    most = logits.amax(1)
+    # A sum that is finite is of numbers that are; it costs a tenth of looking at each.
+    if math.isfinite(float(hidden.sum(dtype=torch.float32)) + float(most.sum(dtype=torch.float32))):
         return []
+    off = torch.cat([~hidden.isfinite().all(1), ~most.isfinite()])
     tokens = torch.arange(len(hidden), device=off.device)
     owners = torch.searchsorted(plan.last, tokens)
-    found = owners[torch.cat([tokens, keep])[off]].unique()
-    plan.erase(torch.isin(owners, found))
-    sequences: list[int] = found.tolist()
-    return sequences
+    found = sorted({*owners[torch.cat([tokens, keep])[off]].tolist()})
+    if found:  # else the sum alone was too large
+        plan.erase(torch.isin(owners, torch.tensor(found, device=off.device)))
+    return found
 
 
 # --- where models come from -----------------------------------------------------------------------

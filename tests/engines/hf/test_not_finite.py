@@ -15,7 +15,10 @@ import torch
 from benchmarks.hybrid_models import WINDOWED
 from prefixkv.config import ComputeConfig, HostConfig
 from prefixkv.engines.hf import PagedModel, Sampling, make_model
+from prefixkv.engines.hf.attention import Plan
+from prefixkv.engines.hf.models import _not_finite
 from prefixkv.errors import NotFiniteError
+from prefixkv.spi import as_pages
 from tests.engines.hf import test_recurrent, test_windows
 from tests.models.hf_world import TINY, Answer, Reference, World
 
@@ -307,3 +310,15 @@ def test_the_log_probabilities_of_a_prompt_end_with_its_error(
         assert sum(len(part.logprobs) for part in parts) <= 30
         reference.check_logprobs(well.ask.tokens, world.prompt_logprobs("well"), 3, first=True)
         check_memory(world)
+
+
+def test_large_numbers_whose_sum_is_not_finite_end_nothing(model: PagedModel) -> None:
+    pool = model.make_pool(4, 8)
+    plan = Plan(model.flat_pool(pool), [as_pages(np.arange(2)), as_pages(np.arange(2, 4))],
+                [0, 0], [2, 3])  # fmt: skip
+    hidden, logits, keep = torch.full((5, 4), 2e38), torch.zeros(2, 7), torch.tensor([1, 4])
+    assert _not_finite(plan, hidden, logits, keep) == []
+    hidden[3, 1] = -INF
+    assert _not_finite(plan, hidden, logits, keep) == [1]
+    logits[0] = -INF
+    assert _not_finite(plan, hidden, logits, keep) == [0, 1]
