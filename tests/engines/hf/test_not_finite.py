@@ -283,7 +283,7 @@ def test_a_model_with_a_draft(when: str) -> None:
         check_later(world, reference, prompt, 40 if when == "step" else 0)
         # The draft's own numbers end nothing, and do not stay.
         assert made.draft is not None
-        with moment(made.draft.q):
+        with moment(made.draft.k):
             alone = world.ask("alone", prompt_of(6), max_new_tokens=8, sampling=GREEDY)
             world.run()
         assert alone.tokens[0] == reference.greedy(alone.ask.tokens, 8)
