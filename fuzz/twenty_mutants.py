@@ -1,5 +1,5 @@
-"""Invariant tested: each of twenty mistakes against the laws, and of eight against those of host
-memory, is noticed, before and after a change.
+"""Invariant tested: each of twenty-two mistakes against the laws, and of eight against those of
+host memory, is noticed, before and after a change.
 
 Run it before a refactoring and after it. A mutant is one edit of one function; a law is broken by
 it (numbers as in docs/architecture.md), and one test has to fail. Functions are found by their
@@ -172,6 +172,19 @@ MUTANTS = (
         (
             "decode/test_sharing.py::"
             "test_rooms_may_succeed_in_any_order_and_none_runs_before_all_its_pages_are_there",
+        ),
+    ),
+    Mutant(
+        "10", "what prefill's engine has aborted is cached", ("PrefillScheduler._give_up",),
+        "self._computed.pop(req, None)", "pass",
+        ("prefill/test_given_up.py::test_only_what_was_cached_before_stays",),
+    ),
+    Mutant(
+        "10", "what decode's engine has aborted goes on for others", ("FlightEnds.leave",),
+        "or flight.is_local", "or (flight.is_local and flight.is_open)",
+        (
+            "decode/test_given_up.py::"
+            "test_what_is_computed_here_goes_to_no_tree_and_to_none_that_joined",
         ),
     ),
     Mutant(

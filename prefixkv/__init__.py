@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from prefixkv.decode.request import DecodeRequest as DecodeRequest
     from prefixkv.decode.request import PrefillAsk as PrefillAsk
     from prefixkv.digest import prompt_digest as prompt_digest
+    from prefixkv.errors import NotFiniteError as NotFiniteError
     from prefixkv.errors import OutOfPagesError as OutOfPagesError
     from prefixkv.errors import PrefixKVError as PrefixKVError
     from prefixkv.memory.kv_pool import KVPool as KVPool
@@ -55,6 +56,7 @@ _HOMES = {
     "Mesh": "memory.mesh",
     "ModelConfig": "config",
     "Namespace": "cache.namespace",
+    "NotFiniteError": "errors",
     "OutOfPagesError": "errors",
     "PoolGroup": "memory.kv_pool",
     "PrefillAsk": "decode.request",

@@ -309,6 +309,10 @@ class AbortedError(TransferError):
     """The request was aborted, by this side or the other."""
 
 
+class NotFiniteError(TransferError):
+    """An engine has computed NaN, or infinity, for the request: its `fail` takes this error."""
+
+
 # --- ours ---------------------------------------------------------------------------------------
 
 

@@ -366,6 +366,7 @@ class DecodeWorld(World):
             "finish": ([self.younger, 3.0, None, True], {}),
             "retract": (["younger", 3.0, None], {}),
             "abort": (["waits", 3.0, None, None], {}),
+            "fail": (["waits", ValueError("no"), 3.0, None], {}),
             "retarget": (["waits", "tcp://q:1"], {}),
             "refuse": ([request("no", 8), ValueError("no")], {}),
             "flush": ([], {}),
@@ -439,6 +440,7 @@ class ComputingWorld(World):
             "finish": ([self.runs, 3.0, None, True], {}),
             "retract": (["runs", 3.0, None], {}),
             "abort": (["computes", 3.0, None, None], {}),
+            "fail": (["computes", ValueError("no"), 3.0, None], {}),
             "flush": ([], {}),
         }
 
@@ -505,6 +507,7 @@ class PrefillWorld(World):
             "pop_sent": ([3.0], {}),
             "pop_failed": ([3.0, None], {}),
             "abort": (["waits", 3.0, None], {}),
+            "fail": (["waits", ValueError("no"), 3.0], {}),
             "flush": ([], {}),
             "move_weights": (["2", 3.0], {}),
             "take_commands": ([], {}),

@@ -31,6 +31,7 @@ PUBLIC = {
     "Mesh",
     "ModelConfig",
     "Namespace",
+    "NotFiniteError",
     "OutOfPagesError",
     "PoolGroup",
     "PrefillAsk",

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from prefixkv.cache.releases import Releases
 from prefixkv.cache.results import PrefixLock
 from prefixkv.decode.host_tier import HostTier
-from prefixkv.decode.request import DecodeRequest, DecodeState
+from prefixkv.decode.request import CUT_SHORT, DecodeRequest, DecodeState
 from prefixkv.decode.state_checkpoints import DecodeCheckpoints
 from prefixkv.pages.manager import PageManager, RequestPages
 from prefixkv.pages.requests import BrokenEvent, still_pending
@@ -18,12 +18,11 @@ from prefixkv.request import DeviceEvent
 
 
 class _DeferredEnd(NamedTuple):
-    """A decode request that has ended, to be released once the device is done. An abort may come
-    first.
+    """A decode request that has ended, or was retracted, to be released once the device is done. An
+    abort may come first.
     """
 
     req: DecodeRequest
-    state: DecodeState  # at its end: FINISHED, RETRACTED or ABORTED
     continues: bool | None
     keep_tokens: int | None  # of its key: what follows is not cached
 
@@ -101,12 +100,10 @@ class Deferred:
         now_s: float,
         keep_tokens: int | None = None,
     ) -> None:
-        """Defer the release of an ended decode request, as its state says, until the device event
-        `after` is done; None: release it at once.
+        """Defer the release of an ended decode request, as its state then says, until the device
+        event `after` is done; None: release it at once.
         """
-        # The state is copied: an abort may change it before the device is done, but what the
-        # request has computed is cached as its first end asked for.
-        ended = _DeferredEnd(req, req.state, continues, keep_tokens)
+        ended = _DeferredEnd(req, continues, keep_tokens)
         if after is not None:
             self._waiting.append((after, ended))
         else:
@@ -129,12 +126,12 @@ class Deferred:
         """Hand on the pages of a request with a deferred release, as its end asks for: to the
         cache, or free; queue it again if it was retracted.
         """
-        req, state, continues, keep_tokens = ended
+        req, continues, keep_tokens = ended
         # 1. A request that finished, or was retracted, leaves its whole pages to the cache; one
-        # that was aborted or may not be cached leaves nothing.
+        # that was aborted or has failed, also since it was retracted, leaves nothing (law 10).
         if req.pages_held is not None:
             points = self._points
-            if state in (DecodeState.FINISHED, DecodeState.RETRACTED) and req.request.cacheable:
+            if req.state not in CUT_SHORT and req.request.cacheable:
                 self._pages.cache_finished(
                     req.pages_held,
                     req.key,

@@ -74,12 +74,11 @@ class FlightEnds:
         """Take a flight from its request, which ends; it goes on if others wait for it, and
         something brings it."""
         assert flight.owner is not None
-        # Nothing computes it any more, or the pages behind what is sent: those that joined ask
-        # again.
-        is_computed = flight.is_local and (flight.is_open or flight.after is not None)
+        # Those that joined ask again where nothing computes it any more, or the pages behind what
+        # is sent; or where this engine has computed it, which may be why its request ends (law 10).
         if (
             not flight.waiters
-            or is_computed
+            or flight.is_local
             or flight.end_pages < len(flight.key) // self._pages.page_size
         ):
             self.cancel(flight, error)

@@ -12,7 +12,7 @@ from prefixkv.cache.releases import Releases
 from prefixkv.decode.budget import PreallocBudget
 from prefixkv.decode.deferred import Deferred
 from prefixkv.decode.journal import DecodeJournal
-from prefixkv.decode.request import CAN_RUN, DecodeRequest, DecodeState
+from prefixkv.decode.request import CAN_RUN, CUT_SHORT, DecodeRequest, DecodeState
 from prefixkv.errors import OutOfPagesError, RequestError, shown
 from prefixkv.pages.manager import PageManager, RequestPages
 from prefixkv.pages.requests import check_page_manager
@@ -52,8 +52,8 @@ class BatchGrowth:
         """Give each running request of a batch the page for one more token, if it needs one.
         `num_tokens`: how many tokens there are for them.
 
-        Requests that were aborted are left out; returns True if there are some. Cost: a comparison
-        per request, and more only for those that reach the end of their pages. Raises as
+        Requests that were cut short are left out; returns True if there are some. Cost: a
+        comparison per request, and more only for those that reach the end of their pages. Raises as
         `DecodeScheduler.append_many` does, with nothing changed.
         """
         try:
@@ -86,21 +86,21 @@ class BatchGrowth:
     def _grow(self, reqs: Sequence[DecodeRequest], now_s: float) -> bool:
         """Check that each request runs, and give it a page for one more token if it needs one.
 
-        Returns True if there are some that were aborted, which are left out. O(of these requests).
-        Raises as `for_next_token` does, with nothing changed.
+        Returns True if there are some that were cut short, which are left out. O(of these
+        requests). Raises as `for_next_token` does, with nothing changed.
         """
-        page_manager, started, aborted = self._pages, DecodeState.RUNNING, DecodeState.ABORTED
+        page_manager, started = self._pages, DecodeState.RUNNING
         page_size = page_manager.page_size
         grows: list[RequestPages] = []
         growing: list[str] = []
         lengths: list[int] = []  # of their KV, once they have the next token
         new: list[DecodeRequest] = []  # requests that get their first token
-        any_aborted = False
+        any_cut_short = False
         # 1. Check all, and find out which need a page. Nothing changes here.
         for req in reqs:
             if req.state is not started:
-                if req.state is aborted:
-                    any_aborted = True
+                if req.state in CUT_SHORT:
+                    any_cut_short = True
                     continue
                 if req.state not in CAN_RUN:
                     raise RequestError(f"request {req.rid!r} is {req.state.value}, it does not run")
@@ -141,11 +141,11 @@ class BatchGrowth:
         for req in reqs:
             if req.state is started:
                 req.output_limit = req.most_output
-        return any_aborted
+        return any_cut_short
 
     def ahead(self, reqs: Sequence[DecodeRequest], num_tokens: int, now_s: float) -> None:
         """Grow running decode requests so that the KV of `num_tokens` tokens fits behind what they
-        have, as far as they may still grow. One that was aborted is left out.
+        have, as far as they may still grow. One that was cut short is left out.
 
         Cost: O(requests + pages). Raises as `DecodeScheduler.append_many` does, with nothing
         changed.
@@ -167,7 +167,7 @@ class BatchGrowth:
                 )
         # 1. Check all, and count. Nothing changes here.
         for req in reqs:
-            if req.state is DecodeState.ABORTED:
+            if req.state in CUT_SHORT:
                 continue
             if req.state not in CAN_RUN:
                 raise RequestError(f"request {req.rid!r} is {req.state.value}, it does not run")
@@ -201,9 +201,9 @@ class BatchGrowth:
     def _check_in_batch(self, req: DecodeRequest) -> None:
         """Raise RequestError for a request that cannot be in a batch of this decode scheduler."""
         check_page_manager(req, self._pages)
-        # An aborted request is no error of the engine's: it may have sampled before it could hear
-        # of the abort. Any other that is gone from here is.
-        if self._requests.get(req.rid) is not req and req.state is not DecodeState.ABORTED:
+        # One that was cut short is no error of the engine's: it may have sampled before it could
+        # hear of that. Any other that is gone from here is.
+        if self._requests.get(req.rid) is not req and req.state not in CUT_SHORT:
             raise RequestError(f"request {req.rid!r} is {req.state.value}, it does not run here")
 
 

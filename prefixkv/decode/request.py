@@ -40,8 +40,8 @@ class DecodeState(enum.Enum):
 
 
 _ENDED = frozenset({DecodeState.FINISHED, DecodeState.FAILED, DecodeState.ABORTED})
-_CUT_SHORT = {DecodeState.FAILED, DecodeState.ABORTED}
-_STOPPED = {DecodeState.FINISHED, DecodeState.RETRACTED, DecodeState.ABORTED}
+CUT_SHORT = frozenset({DecodeState.FAILED, DecodeState.ABORTED})
+_STOPPED = {DecodeState.FINISHED, DecodeState.RETRACTED, *CUT_SHORT}
 CAN_RUN = frozenset({DecodeState.TRANSFERRED, DecodeState.RUNNING})
 ACTIVE = CAN_RUN | {DecodeState.PREALLOCATED}
 
@@ -68,11 +68,11 @@ class DecodeRequest(PagedRequest[DecodeState]):
     )  # fmt: skip
 
     TRANSITIONS = {
-        DecodeState.QUEUED: {DecodeState.PREALLOCATED, DecodeState.RETRACTED, *_CUT_SHORT},
-        DecodeState.PREALLOCATED: {DecodeState.TRANSFERRED, DecodeState.RETRACTED, *_CUT_SHORT},
+        DecodeState.QUEUED: {DecodeState.PREALLOCATED, DecodeState.RETRACTED, *CUT_SHORT},
+        DecodeState.PREALLOCATED: {DecodeState.TRANSFERRED, DecodeState.RETRACTED, *CUT_SHORT},
         DecodeState.TRANSFERRED: {DecodeState.RUNNING, *_STOPPED},
         DecodeState.RUNNING: _STOPPED,
-        DecodeState.RETRACTED: {DecodeState.PREALLOCATED, *_CUT_SHORT},
+        DecodeState.RETRACTED: {DecodeState.PREALLOCATED, *CUT_SHORT},
         **{state: set() for state in _ENDED},
     }
     TIMES = ("admitted_s", "transferred_s", "committed_s", "first_token_s", "ended_s")

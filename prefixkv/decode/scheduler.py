@@ -41,7 +41,14 @@ from prefixkv.decode.lanes import ALONE, Lanes
 from prefixkv.decode.prealloc_queue import DecodePreallocQueue
 from prefixkv.decode.prospects import Prospects
 from prefixkv.decode.refusals import Refusals
-from prefixkv.decode.request import CAN_RUN, DecodeRequest, DecodeState, PrefillAsk, Retries
+from prefixkv.decode.request import (
+    CAN_RUN,
+    CUT_SHORT,
+    DecodeRequest,
+    DecodeState,
+    PrefillAsk,
+    Retries,
+)
 from prefixkv.decode.room_numbers import RoomNumbers
 from prefixkv.decode.shares import PrefillShares
 from prefixkv.decode.sources import Sources
@@ -60,7 +67,12 @@ from prefixkv.errors import (
     shown,
 )
 from prefixkv.pages.manager import PageManager, RequestPages
-from prefixkv.pages.requests import PagedScheduler, check_error, check_page_manager
+from prefixkv.pages.requests import (
+    PagedScheduler,
+    check_error,
+    check_failure,
+    check_page_manager,
+)
 from prefixkv.paging import pages_for
 from prefixkv.protocol.commands import DecodeCommand, MoveWeights
 from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
@@ -450,7 +462,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
         Afterwards every request has the page that the next step writes to. A request that has its
         `max_new_tokens` is to be finished, and has no page for another step. A request that was
-        aborted meanwhile is left out; `pop_failed` says why.
+        aborted or failed meanwhile is left out; `pop_failed` says why.
 
         Cost: a comparison per request, and more only for those that reach the end of their pages.
 
@@ -468,9 +480,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         # This takes pages, or raises before it takes any. So the tokens are appended only
         # afterwards.
         if self._growth.for_next_token(reqs, len(tokens), now_s):
-            aborted = DecodeState.ABORTED  # looked up once: that costs more than to compare
             for req, token in zip(reqs, tokens, strict=True):
-                if req.state is not aborted:
+                if req.state not in CUT_SHORT:
                     req.output.append(token)
         else:
             for req, token in zip(reqs, tokens, strict=True):
@@ -558,19 +569,38 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     ) -> bool:
         """Abort a request in decode's scheduler, in whichever state it is. Unknown or ended: no-op,
         False.
+
+        Nothing is cached that was written since it was committed, or retracted.
         """
-        check_time(now_s)
-        check_error(error)
         check_rid(rid)
+        check_error(error)
+        error = error or AbortedError(f"request {rid!r} was aborted")
+        return self._cut_short_named(rid, DecodeState.ABORTED, error, now_s, after)
+
+    def fail(
+        self, rid: str, error: Exception, now_s: float, after: DeviceEvent | None = None
+    ) -> bool:
+        """End a request in decode's scheduler as failed, as `abort` does: what its engine has
+        computed of it must not be used."""
+        check_rid(rid)
+        check_failure(error)
+        return self._cut_short_named(rid, DecodeState.FAILED, error, now_s, after)
+
+    def _cut_short_named(
+        self, rid: str, state: DecodeState, error: Exception, now_s: float,
+        after: DeviceEvent | None,
+    ) -> bool:  # fmt: skip
+        """End the request of this id in decode's scheduler, for the engine. Return False if there
+        is none that lives."""
+        check_time(now_s)
         check_event("after", after)
         req = self.requests.get(rid)
         if req is None or req.state.ended:
             self.counters["aborts_of_unknown"] += 1
             return False
-        error = error or AbortedError(f"request {rid!r} was aborted")
         # `not_done` is evaluated before the call, so an event that raises leaves the request as it
         # was.
-        self._cut_short(req, error, now_s, not_done(after))
+        self._cut_short(req, state, error, now_s, not_done(after))
         return True
 
     def retarget(self, rid: str, prefill: str) -> None:
@@ -666,7 +696,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         for req in list(self.requests.values()):
             waits = req.state in (DecodeState.QUEUED, DecodeState.RETRACTED)
             if not (but_waiting and waits) or req.output:
-                self._cut_short(req, error, now_s, after)
+                self._cut_short(req, DecodeState.ABORTED, error, now_s, after)
 
     @property
     def has_results(self) -> bool:
@@ -941,12 +971,13 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._leave(req, now_s)
 
     def _cut_short(
-        self, req: DecodeRequest, error: Exception, now_s: float, after: DeviceEvent | None
-    ) -> None:
-        """End a decode request as aborted, in any state, and hand on its pages. `after`: None if
-        the device is done with it.
+        self, req: DecodeRequest, state: DecodeState, error: Exception, now_s: float,
+        after: DeviceEvent | None,
+    ) -> None:  # fmt: skip
+        """End a decode request as aborted or failed, wherever it is, and hand on its pages.
+        `after`: None if the device is done with it.
         """
-        self._end(req, DecodeState.ABORTED, error, now_s)
+        self._end(req, state, error, now_s)
         # One that ran still holds its pages. One that was retracted, and waits for the device, is
         # released by that entry: a second one would free its pages twice.
         if req.pages_held is not None and req not in self._deferred.requests():

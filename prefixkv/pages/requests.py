@@ -15,6 +15,8 @@ from prefixkv.errors import (
     CallerError,
     DrainingError,
     InternalError,
+    NotFiniteError,
+    PrefixKVError,
     RequestError,
     UserErrors,
     travels,
@@ -35,11 +37,15 @@ MAX_REASON_CHARS: Final = 1000
 def reason_of(error: BaseException | str) -> str:
     """Return the text of a paged request's error as a peer is to read it, shortened. Never raises.
 
-    It runs in the middle of a change, and the error may be of the user's own class.
+    It runs in the middle of a change, and the error may be of the user's own class. An error of an
+    engine's is named: the peer knows its class by nothing else.
     """
     try:
+        text = str(error)
+        if isinstance(error, NotFiniteError) or not isinstance(error, PrefixKVError | str):
+            text = f"{type(error).__name__}: {text}"
         # Without unpaired surrogates, which no frame carries.
-        return str(error)[:MAX_REASON_CHARS].encode("utf-8", "replace").decode()
+        return text[:MAX_REASON_CHARS].encode("utf-8", "replace").decode()
     except Exception:
         return type(error).__name__
 
@@ -56,7 +62,14 @@ def check_reason(reason: object) -> None:
 def check_error(error: object) -> None:
     """Raise CallerError for an error that is to end a paged request, of either side, and is no
     exception."""
-    if error is not None and not isinstance(error, Exception):
+    if error is not None:
+        check_failure(error)
+
+
+def check_failure(error: object) -> None:
+    """Raise CallerError for what is no exception, with which an engine fails a paged request of
+    either side."""
+    if not isinstance(error, Exception):
         raise CallerError(f"error is a {type(error).__name__}, an exception is needed")
 
 

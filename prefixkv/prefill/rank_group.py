@@ -36,6 +36,8 @@ class PrefillCalls(Protocol):
 
     def abort(self, rid: str) -> bool: ...
 
+    def fail(self, rid: str, error: Exception) -> bool: ...
+
     def flush(self, weights_version: str | None = None) -> int: ...
 
 
@@ -161,6 +163,11 @@ class RankGroup(Generic[NodeT]):
         # A list, not a generator: `any` would stop at the first rank that knows the request.
         aborted = [node.abort(rid) for node in self.nodes]
         return any(aborted)
+
+    def fail(self, rid: str, error: Exception) -> bool:
+        """Fail a request on every prefill rank of the group. See `PrefillNode.fail`."""
+        failed = [node.fail(rid, error) for node in self.nodes]
+        return any(failed)
 
     def flush(self, weights_version: str | None = None) -> int:
         """Flush every prefill rank of the group; return the sum of their pages. See

@@ -47,9 +47,9 @@ class PrefillRequest(PagedRequest[PrefillState]):
     """
 
     __slots__ = (
-        "computed_s", "decode_prefix_len", "dense_pages", "key", "num_chunks", "number", "peer",
-        "plan", "popped", "promised_s", "sent_pages", "source_free", "started_s", "state_slot",
-        "window_plans",
+        "computed_s", "decode_prefix_len", "dense_pages", "given_up", "key", "num_chunks", "number",
+        "peer", "plan", "popped", "promised_s", "sent_pages", "source_free", "started_s",
+        "state_slot", "window_plans",
     )  # fmt: skip
 
     TRANSITIONS = {
@@ -73,6 +73,8 @@ class PrefillRequest(PagedRequest[PrefillState]):
         self.source_free = False  # no write reads its pages, and its state, any more
         self.state_slot = -1  # slot of extra state that the engine handed over
         self.popped = False  # the engine has seen its end
+        # The error with which the engine has failed or aborted it: nothing more of it is cached.
+        self.given_up: Exception | None = None
         self.dense_pages = 0  # of its path, that were cached when it was looked at
         # Its journal (journal.py): when each of these happened, and what was sent.
         self.promised_s: float | None = None

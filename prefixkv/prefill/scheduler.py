@@ -33,6 +33,7 @@ from prefixkv.pages.manager import PageManager
 from prefixkv.pages.requests import (
     PagedScheduler,
     check_error,
+    check_failure,
     check_page_manager,
     check_reason,
     reason_of,
@@ -203,7 +204,8 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         for req in self._deadlines.due(now_s):
             if not req.state.ended:
                 what = f"{req.state.value} when its deadline_s, {req.request.deadline_s}, was over"
-                self.abort(req.rid, now_s, TransferTimeoutError(f"request {req.rid!r} was {what}"))
+                late = TransferTimeoutError(f"request {req.rid!r} was {what}")
+                self._cut_short(req, late, now_s)
         # 2. To the tree, before the queue matches: so a request finds what the last step computed.
         # The chunks themselves were sent before, so caching does not delay them.
         while self._computed:
@@ -231,8 +233,8 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
 
         With `last` the outcome follows, and `aux` and `state_slot` with it. A request that has
         failed meanwhile takes no chunk: the call returns 0, and `pop_failed` says why; KV that was
-        computed goes to the tree all the same. Raises RequestError or AuxTooLargeError, with
-        nothing changed.
+        computed goes to the tree all the same, unless the engine itself has failed or aborted it.
+        Raises RequestError or AuxTooLargeError, with nothing changed.
         """
         check_time(now_s)
         # 1. Check everything before anything moves: an error that is found later would leave the
@@ -242,9 +244,11 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         check_page_manager(req, self.pages)
         end, state_slot, aux = checked_chunk(end, state_slot, aux, last, ready)
         # 2. Failed while the engine computed: no error of the engine's. What it computed is good
-        # prefix; but not once it has popped the failure, since its pages may be released then.
+        # prefix, unless it has said otherwise; but not once it has popped the failure, since its
+        # pages may be released then.
         if req.state is PrefillState.FAILED:
-            if req.pages_held is not None and req.plan is not None and not req.popped:
+            held = req.pages_held is not None and req.given_up is None
+            if held and req.plan is not None and not req.popped:
                 with suppress(RequestError):
                     req.plan.send(end)
                     self._computed[req] = None
@@ -346,11 +350,10 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         return self._pop(self._failed, after, now_s)
 
     def abort(self, rid: str, now_s: float, error: Exception | None = None) -> bool:
-        """Abort a request in prefill's scheduler. Return False, and do nothing, if it is unknown or
-        has ended.
+        """Abort a request in prefill's scheduler. Unknown or ended: no-op, False.
 
-        A request with its last chunk handed over may have succeeded already, and decode may know:
-        then it does succeed.
+        Nothing of it is cached that no `pop_bootstrapped` has cached yet. A request with its last
+        chunk handed over may have succeeded already, and decode may know: then it does succeed.
         """
         check_time(now_s)
         check_error(error)
@@ -359,13 +362,36 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         if req is None or req.state.ended:
             self.counters["aborts_of_unknown"] += 1
             return False
-        error = error or AbortedError(f"request {rid!r} was aborted")
+        self._give_up(req, error or AbortedError(f"request {rid!r} was aborted"), now_s)
+        return True
+
+    def fail(self, rid: str, error: Exception, now_s: float) -> bool:
+        """End a request in prefill's scheduler as failed, as `abort` does: what its engine has
+        computed of it must not be used. So nothing more is cached of one that has ended, too."""
+        check_time(now_s)
+        check_failure(error)
+        check_rid(rid)
+        req = self.requests.get(rid)
+        lives = req is not None and not req.state.ended
+        if req is not None:
+            self._give_up(req, error, now_s)
+        return lives
+
+    def _give_up(self, req: PrefillRequest, error: Exception, now_s: float) -> None:
+        """End a request of prefill's scheduler, for the engine, if it has not ended; cache nothing
+        more of it (law 10)."""
+        req.given_up = error
+        self._computed.pop(req, None)
+        if not req.state.ended:
+            self._cut_short(req, error, now_s)
+
+    def _cut_short(self, req: PrefillRequest, error: Exception, now_s: float) -> None:
+        """End a live request of prefill's scheduler with an error, of which decode hears."""
         self._commands.append(AbortRoom(req.room_key, reason_of(error)))
         # While it sends, only its room knows whether the last write was first: `room_ended`
         # decides.
         if req.state is not PrefillState.SENDING:
             self._fail(req, error, now_s)
-        return True
 
     def end_all(self, error: Exception, now_s: float) -> None:
         """Take no new request in prefill's scheduler, and abort all with `error`: its worker
@@ -421,7 +447,9 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
             self._sent.append(req)
             self.journal.ended(req, now_s)
         else:
-            self._fail(req, error or InternalError(f"{key} failed without a reason"), now_s)
+            # What the engine has said goes before what became of the room then.
+            error = req.given_up or error or InternalError(f"{key} failed without a reason")
+            self._fail(req, error, now_s)
 
     def source_free(self, key: RoomKey, now_s: float) -> None:
         """Note in prefill's scheduler that no write reads a room's source pages any more; release
@@ -577,14 +605,14 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         self._computes_no_more(req)
         if req.pages_held is None:
             return
-        key = _computed(req)
+        key, is_good = _computed(req), req.request.cacheable and req.given_up is None
         if self.checkpoints is not None:
             # The states of its last chunks: once their pages are in the tree, and under its lock.
-            if req.saved and req.request.cacheable and key:
+            if req.saved and is_good and key:
                 self.pages.cache_unfinished(req.pages_held, key, now_s, being_read=True)
                 self.checkpoints.enter(req)
             self.checkpoints.end(req)
-        if req.request.cacheable and key:
+        if is_good and key:
             # What was computed is good prefix, even if the request failed.
             self.pages.cache_finished(req.pages_held, key, now_s, priority=req.request.priority)
         else:

@@ -461,9 +461,22 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
     def abort(self, rid: str, after: DeviceEvent | None = None) -> bool:
         """End a request wherever it is in the decode node; it comes out of `pop_failed`.
 
-        Returns False if it is unknown or has ended.
+        Nothing of it is cached but its prompt, and what a retraction has cached. Returns False if
+        it is unknown or has ended.
         """
         known = self.scheduler.abort(rid, self._pump(), after=after)
+        self._tell()
+        return known
+
+    def fail(self, rid: str, error: Exception, after: DeviceEvent | None = None) -> bool:
+        """End a request of the decode node of which the engine has computed what must not be used:
+        NaN, say (`NotFiniteError`). It comes out of `pop_failed` with `error`; prefill is told its
+        name and its text.
+
+        Nothing is cached that the engine has computed of it since it came out of `pop_transferred`
+        or was retracted; before, nothing of what `computed` was told. Otherwise as `abort`.
+        """
+        known = self.scheduler.fail(rid, error, self._pump(), after)
         self._tell()
         return known
 

@@ -246,8 +246,24 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
 
     def abort(self, rid: str) -> bool:
         """End a request of the prefill node; it comes out of `pop_failed`. Returns False if it is
-        unknown or has ended."""
+        unknown or has ended.
+
+        What its chunks have brought is cached by the next `pop_bootstrapped`, unless this comes
+        before that.
+        """
         known = self.scheduler.abort(rid, self._pump())
+        self._tell()
+        return known
+
+    def fail(self, rid: str, error: Exception) -> bool:
+        """End a request of the prefill node of which the engine has computed what must not be used:
+        NaN, say (`NotFiniteError`). It comes out of `pop_failed` with `error`; decode is told its
+        name and its text.
+
+        Caches no more than `abort`. Before its last chunk is sent: decode goes on from that at
+        once.
+        """
+        known = self.scheduler.fail(rid, error, self._pump())
         self._tell()
         return known
 

@@ -18,6 +18,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from prefixkv import NotFiniteError
 from prefixkv.serving.ids import current_id
 
 logger = logging.getLogger("prefixkv.http")
@@ -126,6 +127,19 @@ def failed(status: int, why: str, detail: str, code: str) -> ApiError:
     if _lines.take(time.monotonic()):
         logger.warning("request %s: %s", number, detail[:_LOGGED_CHARS])
     return ApiError(status, f"{why} (request {number})", "server_error", code)
+
+
+def is_not_finite(error: str) -> bool:
+    """Return whether an answer has failed since a worker computed NaN or infinity for it."""
+    return NotFiniteError.__name__ in error
+
+
+def answer_ended(error: str) -> ApiError:
+    """Make the ApiError for an answer that a worker has ended with this error, its class first."""
+    if is_not_finite(error):
+        why = "the model computed numbers that are not finite"
+        return failed(500, why, error, "not_finite")
+    return failed(503, "the answer was ended", error or "no reason given", "worker_lost")
 
 
 def is_inner(text: str, asked: str = "") -> bool:

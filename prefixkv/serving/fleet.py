@@ -20,7 +20,7 @@ import httpx
 import msgspec
 
 from prefixkv.serving.client import make_client
-from prefixkv.serving.failures import ApiError, failed, is_inner
+from prefixkv.serving.failures import ApiError, answer_ended, failed, is_inner, is_not_finite
 from prefixkv.serving.feed import batches_of
 from prefixkv.serving.streams import read_all, read_some
 from prefixkv.serving.tracing import current
@@ -371,8 +371,8 @@ class Fleet:
         An attempt that fails before its first output is repeated on other workers. `on_attempt`
         gets the names of the decode and the prefill worker of each.
 
-        Raises: ApiError 400 if a worker refuses the request; 503 if none accepts it or its worker
-            is lost.
+        Raises: ApiError 400 if a worker refuses the request; 500 if what was computed first is not
+            finite; 503 if none accepts it or its worker is lost.
         """
         lost: set[str] = set()
         for attempt in range(_ATTEMPTS):
@@ -389,6 +389,9 @@ class Fleet:
                     async with contextlib.aclosing(tokens) as stream:
                         output = await pair.first(stream)
                         if output.finish == "error":
+                            # No worker is at fault by its place: the same may come of another try.
+                            if is_not_finite(output.error):
+                                raise answer_ended(output.error)
                             raise WorkerLostError(f"{pair.decode.name} failed", output.error)
                         # From here on a repeat would send tokens twice: a failure now goes to the
                         # client.

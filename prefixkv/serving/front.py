@@ -23,7 +23,7 @@ from starlette.routing import BaseRoute, Route
 
 from prefixkv import PrefixKVError
 from prefixkv.serving.config import ListenSettings
-from prefixkv.serving.failures import failed
+from prefixkv.serving.failures import answer_ended
 from prefixkv.serving.fleet import Fleet
 from prefixkv.serving.fleet_metrics import FleetMetrics
 from prefixkv.serving.http import (
@@ -515,9 +515,9 @@ class _FrontRequest:
 
 
 def _raise_error(output: TokenEvent) -> None:
-    """Raise ApiError 503 if an output of the fleet says that the answer was ended."""
+    """Raise ApiError 500 or 503 if an output of the fleet says that the answer was ended."""
     if output.finish in ("error", "abort"):
-        raise failed(503, "the answer was ended", output.error or "no reason given", "worker_lost")
+        raise answer_ended(output.error)
 
 
 class _FrontMetrics:

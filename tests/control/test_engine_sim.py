@@ -71,6 +71,25 @@ def test_pair_with_window_layers_ends_with_nothing_lost(number: int, storm: str)
         assert sim.finished == sim.decode.scheduler.counters["finished"] >= 5
 
 
+@seeds(1, 1, 2, 3)
+def test_what_engines_fail_is_cached_nowhere_and_reaches_none_that_joined(seed: int) -> None:
+    """Law 10: wrong KV that an engine has found, before it handed it over or at once after, is
+    found in no hit. With windows and checkpoints, and with extra state."""
+    more: dict[str, Any] = {}
+    if seed % 2:
+        more = {"window": 9, "window_pages": (24, 16), "checkpoints": 3}
+    elif seed:
+        more = {"num_slots": 4}
+    sim = PairSim(
+        seed, STORMS["calm"], decode_pages=40, num_requests=40,
+        failure_policy=("fail", "retry")[seed // 2], spoilt_rate=0.15, **more,
+    )  # fmt: skip
+    sim.run()
+    assert sim.counters["spoilt on decode"] >= 1
+    assert sim.counters["spoilt on prefill"] >= 2
+    assert sim.decode.scheduler.counters["skipped_tokens"] > 0
+
+
 @pytest.mark.slow
 def test_same_seed_same_run() -> None:
     runs = []

@@ -24,7 +24,13 @@ from prefixkv.config import DecodeConfig
 from prefixkv.decode.lanes import Lanes
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.decode.scheduler import DecodeScheduler
-from prefixkv.errors import HandshakeError, OutOfPagesError, PrefixKVError, ProtocolError
+from prefixkv.errors import (
+    HandshakeError,
+    NotFiniteError,
+    OutOfPagesError,
+    PrefixKVError,
+    ProtocolError,
+)
 from prefixkv.memory.state_layout import StateTensor, check_state_pairs
 from prefixkv.pages.allocator import PageState
 from prefixkv.pages.manager import PageManager
@@ -54,6 +60,7 @@ from tests.models.state_memory import TENSORS
 
 PAGE_SIZE = 4
 ROWS = 8
+SPOILT = np.uint64(0xBAD)  # what differs in KV that must not be used
 _NO_PAGES = np.empty(0, np.int32)
 
 
@@ -82,6 +89,7 @@ class PrefillDesk:
         self.usable: dict[RoomKey, int] = {}
         self.add = self._timed(self.scheduler.add)
         self.abort = self._timed(self.scheduler.abort)
+        self.fail = self._timed(self.scheduler.fail)
         self.pop_sent = self._timed(self.scheduler.pop_sent)
 
     def hashes(self, tokens: np.ndarray) -> np.ndarray:
@@ -213,19 +221,34 @@ class PrefillEngine:
             if not self.free_slots:
                 return
             slot = self.free_slots.pop(0)
+        spoils = self.sim.spoils()
         for desk, share in shares:
             if done == 0 and not share.state.ended:
                 desk.check(share)
             hashes = desk.hashes(req.tokens)[:end]
+            if spoils:
+                hashes = hashes ^ SPOILT
             desk.rank.fill(share.pages, max(start, share.prefix_len), hashes, slot)
             if (kept := self.sim.sides[0].last) is not None and share.pages_held is not None:
-                desk.check_last(share, hashes[:start])
+                desk.check_last(share, desk.hashes(req.tokens)[:start])
                 desk.rank.fill_last(share.window_pages(kept.name), start, hashes)
+        if spoils:
+            self.free_slots += [slot] * (slot >= 0)
+            self._fail(req, end, last)
+            return
         token = self.sim.next_token(req.tokens, self.scheduler.weights_version)
         aux = token.to_bytes(4, "little") if last else b""
         self.group.send_chunk(req, end, last, aux, None, slot)
         if last:
             del self.computing[req.rid]
+
+    def _fail(self, req: PrefillRequest, end: int, last: bool) -> None:
+        """The chunk up to `end` must not be used: that is found before it is handed over or, unless
+        it is the last one, at once after."""
+        self.sim.counters["spoilt on prefill"] += 1
+        if not last and self.sim.random.random() < 0.5:
+            self.group.send_chunk(req, end)
+        self.group.fail(req.rid, NotFiniteError("spoilt"))
 
     def scribble(self) -> None:
         """Overwrite all free pages, so that a write that still reads one shows."""
@@ -313,15 +336,20 @@ class LedPrefillEngine(PrefillEngine):
         end = min(req.num_tokens, start + self.sim.random.randint(1, 3 * PAGE_SIZE))
         end = min([end, *(at for at in req.stops if at > start)])
         views = [req, *(follower.request(req.rid) for follower in self.followers.values())]
+        spoils = self.sim.spoils()
         for rank, view in zip(self.ranks, views, strict=True):
             assert (view.prefix_len, view.stops) == (req.prefix_len, req.stops)
             row = view.window_pages(last.name)
             # What is there, of a former request or of this one's chunks, is right on each rank.
             rank.check_bytes(req, view.pages, hashes[:start])
             rank.check_last(req, row, hashes[:start], last.window)
-            rank.fill(view.pages, start, hashes[:end])
-            rank.fill_last(row, start, hashes[:end])
+            computed = hashes[:end] ^ SPOILT if spoils else hashes[:end]
+            rank.fill(view.pages, start, computed)
+            rank.fill_last(row, start, computed)
         is_last = end == req.num_tokens
+        if spoils:
+            self._fail(req, end, is_last)
+            return
         token = self.sim.next_token(req.tokens, self.scheduler.weights_version)
         self.group.send_chunk(req, end, is_last, token.to_bytes(4, "little") if is_last else b"")
         if is_last:
@@ -514,10 +542,16 @@ class DecodeEngine:
             tokens = req.tokens
             hashes = self.hashes(tokens)
             self._keep(req)
+            if spoils := sim.spoils():
+                hashes = hashes ^ SPOILT
             for rank in self._each_rank(req):
                 rank.fill(req.pages, len(tokens) - 1, hashes, req.state_slot)
                 if (last := sim.sides[1].last) is not None:
                     rank.fill_last(req.window_pages(last.name), len(tokens) - 1, hashes)
+            if spoils:
+                del self.running[req.rid]
+                self.fail(req)
+                return
             self._append(req, self.next_token(tokens))
         if req.rid not in self.running:  # its page went to another
             return
@@ -550,17 +584,24 @@ class DecodeEngine:
                 assert state == hashes[start - 1], f"H12: {req} goes on from another state"
             assert (req.checkpoint_slot >= 0) == (req.prefix_len > 0)
             assert not is_sent or req.checkpoint_slot == req.state_slot
+        computed = hashes ^ SPOILT if (spoils := sim.spoils()) else hashes
         for rank in self._each_rank(req):
             slot = req.state_slot if has_state and (is_sent or not is_first) else -1
             rank.check_bytes(req, req.pages, hashes[:start], slot)
-            rank.fill(req.pages, start, hashes[:end], req.state_slot)
+            rank.fill(req.pages, start, computed[:end], req.state_slot)
             if last is not None:
                 rank.check_last(req, req.window_pages(last.name), hashes[:start], last.window)
-                rank.fill_last(req.window_pages(last.name), start, hashes[:end])
+                rank.fill_last(req.window_pages(last.name), start, computed[:end])
         for at in [at for at in req.stops if start <= at <= end]:
             assert at > start or is_sent
             if (slot := self.scheduler.save_state(req, at, sim.now_s)) >= 0:
-                self.kept[slot] = int(hashes[at - 1])
+                self.kept[slot] = int(computed[at - 1])
+        if spoils:
+            if sim.random.random() < 0.5:
+                self.scheduler.computed(req, end, sim.now_s)
+            del self.local[req]
+            self.fail(req)
+            return
         self.local[req] = end
         aux = b""
         if end == req.fill_len:
@@ -581,6 +622,10 @@ class DecodeEngine:
 
     def finish(self, req: DecodeRequest) -> None:
         self.scheduler.finish(req, self.sim.now_s)
+
+    def fail(self, req: DecodeRequest) -> None:
+        self.scheduler.fail(req.rid, NotFiniteError("spoilt"), self.sim.now_s)
+        self.sim.counters["spoilt on decode"] += 1
 
     def retract(self, rid: str) -> None:
         self.scheduler.retract(rid, self.sim.now_s)
@@ -621,6 +666,7 @@ class EngineSim(Sim):
     checkpoints: int = 0
     tensors: tuple[StateTensor, ...] = TENSORS
     digest_every: int = 0
+    spoilt_rate: float = 0.0  # of forwards, on both sides
     ways_to_end = ("stopped", "killed", "left")  # of a prefill worker
 
     def __post_init__(self) -> None:
@@ -690,6 +736,10 @@ class EngineSim(Sim):
     def pick(self, of: list[Any]) -> Any:
         """Where there is but one, nothing is drawn."""
         return self.random.choice(of) if len(of) > 1 else of[0]
+
+    def spoils(self) -> bool:
+        """Whether a forward computes what must not be used: its engine then fails the request."""
+        return self.spoilt_rate > 0 and self.happens(self.spoilt_rate)
 
     def hashes(self, tokens: np.ndarray, version: str) -> np.ndarray:
         """What KV follows from these tokens, under weights of this version."""

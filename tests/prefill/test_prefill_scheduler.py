@@ -452,8 +452,11 @@ def test_an_end_wherever_a_request_is_leaves_nothing(place: str, how: str) -> No
         desk.send(other, 4, last=True)
         desk.done(other)
     assert_at_rest(desk.scheduler)
-    cached = {"computing": 2, "computed in part": 2, "sending": 2, "bootstrapped": 1}.get(place, 0)
-    assert desk.states().get("CACHED", 0) == cached, "what was computed is good prefix"
+    # What was computed is good prefix, unless this engine has ended it before that was cached.
+    cached = {"computing": 2, "computed in part": 2, "sending": 2, "bootstrapped": 1}
+    if how != "failure":
+        cached |= {"computing": 0, "computed in part": 0}
+    assert desk.states().get("CACHED", 0) == cached.get(place, 0)
 
 
 def test_pages_of_a_failed_request_wait_for_the_device() -> None:

@@ -458,6 +458,9 @@ class Rank:
     def abort(self, rid: str) -> bool:
         return self.scheduler.abort(rid, 0.0)
 
+    def fail(self, rid: str, error: Exception) -> bool:
+        return self.scheduler.fail(rid, error, 0.0)
+
 
 def test_ranks_that_hand_out_in_another_order_keep_to_the_limit() -> None:
     group = RankGroup([Rank(desk_of()), Rank(desk_of())])

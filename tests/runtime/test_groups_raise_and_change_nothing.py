@@ -330,6 +330,7 @@ class Groups:
             "prefill.save_state": ([self.computing, 99], {}),
             "prefill.pop_failed": ([], {"after": 7}),
             "prefill.abort": (["nobody"], {}),
+            "prefill.fail": (["nobody", "no error"], {}),
             "prefill.flush": ([7], {}),
             "prefill.wait": (["0"], {}),
             **{f"rank.{name}": call for name, call in rank.items()},

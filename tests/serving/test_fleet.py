@@ -104,6 +104,10 @@ async def fails() -> AsyncGenerator[TokenEvent, None]:
     yield TokenEvent(finish="error", error="no memory")
 
 
+async def computes_nan() -> AsyncGenerator[TokenEvent, None]:
+    yield TokenEvent(finish="error", error="AbortedError: NotFiniteError: NaN for 'r' at /srv/a")
+
+
 async def says_nothing() -> AsyncGenerator[TokenEvent, None]:
     return
     yield
@@ -207,6 +211,20 @@ def test_a_request_is_given_up_at_its_third_failure() -> None:
         assert stage.fleet.retried == stage.fleet.stats()["retried"] == 2
 
     run(scene, [fails] * 4, 1)
+
+
+def test_what_is_not_finite_is_a_500_at_once() -> None:
+    async def scene(stage: Stage) -> None:
+        with pytest.raises(
+            ApiError, match="the model computed numbers that are not finite"
+        ) as raised:
+            await stage.said()
+        assert (raised.value.status, raised.value.code) == (500, "not_finite")
+        assert "/srv" not in raised.value.message
+        assert sum(len(worker.asked) for worker in stage.decode) == 1
+        assert stage.fleet.retried == 0
+
+    run(scene, [computes_nan] * 2, 1)
 
 
 def test_a_worker_that_is_the_only_one_is_asked_again() -> None:

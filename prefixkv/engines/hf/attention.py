@@ -194,7 +194,7 @@ class Plan:
         at = [np.arange(start, end) for start, end in zip(starts, ends, strict=True)]
         self.positions = torch.from_numpy(np.concatenate(at))[None].to(device)
         self.last = torch.from_numpy(np.cumsum([len(one) for one in at]) - 1).to(device)
-        groups = [GroupPlan(flat, rows, starts, ends, device, again)]
+        self._groups = groups = [GroupPlan(flat, rows, starts, ends, device, again)]
         if flat.sliding is not None:
             seen = _seen_pages(windows, starts, ends, flat.sliding.window, flat.layout.page_size)
             groups.append(GroupPlan(flat.sliding, *seen, device, again))
@@ -204,6 +204,12 @@ class Plan:
         """Return the plan of the layers of an HF model that keep what this one keeps; None of a
         layer without KV."""
         return self._of_layer.get(layer)
+
+    def erase(self, new: torch.Tensor) -> None:
+        """Set the KV of some new tokens of an HF forward to zero, in all layers. See
+        `GroupPlan.erase`."""
+        for group in self._groups:
+            group.erase(new)
 
     def attend(
         self,
@@ -345,6 +351,18 @@ class GroupPlan:
             if self._written is not None:
                 rows = rows.index_select(0, self._written)
             tokens.index_copy_(0, to, rows)
+
+    def erase(self, new: torch.Tensor) -> None:
+        """Set what was written of some new tokens, bool [N], to zero in these layers.
+
+        NaN must not stay where pages are free again: a padded batch of HF attention reads slots
+        that nothing has written since, and no mask hides NaN.
+        """
+        if self._written is not None:
+            new = new[self._written]
+        for tokens in self.flat.tokens.values():
+            for to in (self._k_to, self._v_to):
+                tokens.index_fill_(0, to[new], 0)
 
     def attend(
         self,

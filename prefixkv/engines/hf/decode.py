@@ -21,6 +21,7 @@ from prefixkv import (
     DecodeNode,
     DecodeRequest,
     KVPool,
+    NotFiniteError,
     OutOfPagesError,
     PrefillAsk,
     PrefixKVError,
@@ -360,19 +361,31 @@ class DecodeEngine:
         starts = [req.kv_len for req in reqs]
         firsts = [chunk for chunk in chunks if chunk.gives_token]
         sampled = [*reqs, *(chunk.req for chunk in firsts)]
+        computed = [*reqs, *(chunk.req for chunk in chunks)]
+        not_finite: list[int] = []
         tokens = [np.array([req.output[-1] for req in reqs], np.int32)]
         tokens += [one.req.key.tokens()[one.start : one.end] for one in chunks]
         logits = self.model.forward(
             self._flat,
             np.concatenate(tokens),
-            [req.pages for req in [*reqs, *(chunk.req for chunk in chunks)]],
+            [req.pages for req in computed],
             starts + [chunk.start for chunk in chunks],
             [start + 1 for start in starts] + [chunk.end for chunk in chunks],
             [*range(len(reqs)), *(len(reqs) + chunks.index(one) for one in firsts)],
             states=self._state_rows(reqs, chunks),
-            windows=self.model.window_pages([*reqs, *(chunk.req for chunk in chunks)]),
+            windows=self.model.window_pages(computed),
+            not_finite=not_finite,
         )
         self._counters["steps"] += bool(reqs)
+        # 2. Before anything of it is handed over: those end whose numbers are not finite, and the
+        # others go on without them.
+        if not_finite:
+            self._fail([computed[at] for at in not_finite])
+            logits = logits[[at for at, req in enumerate(sampled) if not req.state.ended]]
+            sampled, reqs = _living(sampled), _living(reqs)
+            firsts, chunks = (
+                [chunk for chunk in some if not chunk.req.state.ended] for some in (firsts, chunks)
+            )
         choices = [
             replace(self._answers[req.rid].choice, position=len(req.output)) for req in sampled
         ]
@@ -382,7 +395,7 @@ class DecodeEngine:
             logprobs = chosen_logprobs(logits, found, choices)
         num = len(reqs)
         self._sampled = list(zip(reqs, found[:num], logprobs[:num], strict=True))
-        # 2. The chunks. A first token takes the way of those that prefill sends.
+        # 3. The chunks. A first token takes the way of those that prefill sends.
         aux = {
             chunk.req: pack_first(token, self._prefill_hits(chunk.req), logprob)
             for chunk, token, logprob in zip(firsts, found[num:], logprobs[num:], strict=True)
@@ -393,10 +406,17 @@ class DecodeEngine:
             if chunk.end == chunk.req.fill_len:
                 del self._local[chunk.req]
             self.node.computed(chunk.req, chunk.end, aux.get(chunk.req, b""), event)
-        # 3. What is whole now runs, and its first token goes out with this pass.
+        # 4. What is whole now runs, and its first token goes out with this pass.
         if chunks:
             for req in self.node.pop_transferred():
                 self._begin(req)
+
+    def _fail(self, reqs: list[DecodeRequest]) -> None:
+        """End HF's requests of which the last forward has computed what is not finite."""
+        after = self.model.event()
+        for req in reqs:
+            error = NotFiniteError(f"decode computed NaN or infinity for request {req.rid!r}")
+            self.node.fail(req.rid, error, after)
 
     def _prefill_hits(self, req: DecodeRequest) -> int:
         """Return the tokens that an HF answer's prefill worker had cached of what it has sent."""
@@ -411,11 +431,13 @@ class DecodeEngine:
         """
         step = drafting.step(self.node, reqs)
         self._counters["steps"] += 1
-        rows = list(range(len(reqs)))
-        self._sampled = self._sample(reqs, step.logits[rows], 0)
+        self._fail([reqs[at] for at in step.not_finite])
+        rows = [at for at, req in enumerate(reqs) if not req.state.ended]
+        self._sampled = self._sample([reqs[at] for at in rows], step.logits[rows], 0)
         accepted = [
-            at for at, (_, token, _) in enumerate(self._sampled) if token == step.guesses[at]
-        ]
+            at for at, (_, token, _) in zip(rows, self._sampled, strict=True)
+            if token == step.guesses[at]
+        ]  # fmt: skip
         if accepted:
             behind = step.logits[[step.row_behind(at) for at in accepted]]
             self._accepted = self._sample([reqs[at] for at in accepted], behind, 1)
@@ -710,6 +732,11 @@ class DecodeEngine:
     def close(self) -> None:
         """End all threads of the HF decode engine's node. Idempotent."""
         self.node.close()
+
+
+def _living(reqs: list[DecodeRequest]) -> list[DecodeRequest]:
+    """Return those of HF's requests on decode that have not ended."""
+    return [req for req in reqs if not req.state.ended]
 
 
 def check_decode_config(config: DecodeConfig, keeps: str) -> None:

@@ -140,6 +140,9 @@ class DraftHead(torch.nn.Module):
         # 2. The rest of a layer.
         hidden = hidden + F.linear(F.silu(F.linear(_normed(hidden), self.up)), self.down)
         assert isinstance(hidden, torch.Tensor)
+        # A guess is verified, so NaN in one ends no answer. Kept it would spoil all later guesses.
+        if not math.isfinite(float(hidden.sum(dtype=torch.float32))):
+            plan.erase(~hidden.isfinite().all(1))
         return hidden
 
     @torch.inference_mode()

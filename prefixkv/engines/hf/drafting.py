@@ -30,6 +30,7 @@ class DraftStep:
     logits: torch.Tensor  # behind the newest token of each request, then behind each guess
     hidden: list[torch.Tensor]  # of each request, from that of token kv_len - 1 on
     due: list[bool]  # of each request, whether the draft's slot of its newest token is unwritten
+    not_finite: list[int]  # places of the requests of which a number is not finite
 
     def row_behind(self, at: int) -> int:
         """Return the row of `logits` behind a request's guess."""
@@ -109,9 +110,10 @@ class Drafting:
         newest = [first + one for first, one in zip(firsts, again, strict=True)]
         behind = [row + 1 for row, req in zip(newest, reqs, strict=True) if req in guessed]
         hidden: list[torch.Tensor] = []
+        not_finite: list[int] = []
         logits = self._model.forward(
             self._flat, np.concatenate(tokens), [req.pages for req in reqs], starts, ends, [],
-            [*newest, *behind], again=again, hidden=hidden,
+            [*newest, *behind], again=again, hidden=hidden, not_finite=not_finite,
         )  # fmt: skip
         own = torch.split(hidden[0], [len(one) for one in tokens])
         rows = [
@@ -119,10 +121,12 @@ class Drafting:
             for req, one in zip(reqs, own, strict=True)
         ]
         due = [bool(one) for one in again]
-        return DraftStep(reqs, [guessed.get(req) for req in reqs], logits, rows, due)
+        guesses = [guessed.get(req) for req in reqs]
+        return DraftStep(reqs, guesses, logits, rows, due, not_finite)
 
     def verified(self, step: DraftStep, accepted: Sequence[int]) -> None:
-        """Write the draft's slots of what a step has brought, before any of it may be cached.
+        """Write the draft's slots of what a step has brought, before any of it may be cached; none
+        of a request that has ended.
 
         `accepted`: indices of the requests whose guess was right.
         """
@@ -130,6 +134,8 @@ class Drafting:
         parts: list[DraftPart] = []
         right = {*accepted}
         for at, (req, hidden) in enumerate(zip(step.reqs, step.hidden, strict=True)):
+            if req.state.ended:
+                continue
             newest, guess = req.output[-1], step.guesses[at]
             # Of one text no more than one: without a state there was no guess.
             if step.due[at]:

@@ -7,6 +7,7 @@ and by a trial, which compares its logits on the paged pool with those of the pl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
@@ -284,11 +285,12 @@ class PagedModel:
         windows: Sequence[WindowPages] = (),
         again: Sequence[int] = (),
         hidden: list[torch.Tensor] | None = None,
+        not_finite: list[int] | None = None,
     ) -> torch.Tensor:
         """Run the paged model once over new tokens of several sequences; their KV goes to pages,
         and their states to slots.
 
-        On a GPU it returns before the device has finished.
+        On a GPU it returns before the device has finished, unless `not_finite` is asked for.
 
         Args:
             flat: the pool.
@@ -301,6 +303,9 @@ class PagedModel:
             again: see `Plan`.
             hidden: gets the last hidden states of all new tokens, [N, hidden size], which the
                 logits are made of; None: they are not wanted.
+            not_finite: gets the indices of the sequences of which a number is NaN or infinite: a
+                hidden state of any new token, or a logit (but -inf, by which a model rules a token
+                out). What was written of these is zero then. None: nothing is looked at.
         Returns: the logits after the last new token of each wanted sequence, and then after each
             token of `also`: [wanted + also, vocabulary].
         """
@@ -310,21 +315,26 @@ class PagedModel:
         if also:
             keep = torch.cat([keep, torch.tensor(also, dtype=keep.dtype, device=keep.device)])
         given = {"input_ids": ids, "position_ids": plan.positions, "use_cache": False}
-        with ExitStack() as noting:
-            if hidden is not None:
-                inner = self.model.base_model
-                hook = inner.register_forward_hook(
-                    lambda *call: hidden.append(call[-1].last_hidden_state[0])
-                )
-                noting.callback(hook.remove)
+        inner, rows_of = self.model.base_model, list[torch.Tensor]()
+        hook = inner.register_forward_hook(
+            lambda *call: rows_of.append(call[-1].last_hidden_state[0])
+        )
+        try:
             # No sequence is complete: the base model writes the KV, and the large head is not
             # computed.
-            if not len(keep):
-                self.model.base_model(**given, prefixkv_plan=plan)
-                return torch.empty(0, self.vocab_size)
-            found = self.model(**given, logits_to_keep=keep, prefixkv_plan=plan)
-        logits: torch.Tensor = found.logits
-        return logits[0]
+            logits: torch.Tensor
+            if len(keep):
+                logits = self.model(**given, logits_to_keep=keep, prefixkv_plan=plan).logits[0]
+            else:
+                inner(**given, prefixkv_plan=plan)
+                logits = rows_of[0].new_empty(0, self.vocab_size)
+        finally:
+            hook.remove()
+        if hidden is not None:
+            hidden += rows_of
+        if not_finite is not None:
+            not_finite += _not_finite(plan, rows_of[0], logits, keep)
+        return logits
 
     def event(self) -> torch.cuda.Event | None:
         """Return a CUDA event after all work of the HF model so far, for `ready=` and `after=`.
@@ -336,6 +346,26 @@ class PagedModel:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         return event
+
+
+def _not_finite(
+    plan: Plan, hidden: torch.Tensor, logits: torch.Tensor, keep: torch.Tensor
+) -> list[int]:
+    """Return the sequences of an HF forward of which a number is not finite, and erase what they
+    have written. `keep`: the tokens that the logits follow."""
+    # A token attends to itself, so K or V of NaN shows in its own hidden state, whatever window
+    # later tokens have. The largest logit is NaN where one is, and -inf where no token is left.
+    most = logits.amax(1)
+    # A sum that is finite is of numbers that are; it costs a tenth of looking at each.
+    if math.isfinite(float(hidden.sum(dtype=torch.float32)) + float(most.sum(dtype=torch.float32))):
+        return []
+    off = torch.cat([~hidden.isfinite().all(1), ~most.isfinite()])
+    tokens = torch.arange(len(hidden), device=off.device)
+    owners = torch.searchsorted(plan.last, tokens)
+    found = sorted({*owners[torch.cat([tokens, keep])[off]].tolist()})
+    if found:  # else the sum alone was too large
+        plan.erase(torch.isin(owners, torch.tensor(found, device=off.device)))
+    return found
 
 
 # --- where models come from -----------------------------------------------------------------------

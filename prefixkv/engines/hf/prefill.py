@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import torch
 
-from prefixkv import KVPool, PrefillConfig, PrefillNode, PrefillRequest
+from prefixkv import KVPool, NotFiniteError, PrefillConfig, PrefillNode, PrefillRequest
 from prefixkv.engines.hf.draft import draft_part, pack_hidden
 from prefixkv.engines.hf.identity import with_model
 from prefixkv.engines.hf.logprobs import (
@@ -248,6 +248,7 @@ class PrefillEngine:
         starts = [one.done - num for (one, _), num in zip(parts, again, strict=True)]
         spans = self._prompt_spans(parts, starts) if self._prompts else []
         hidden: list[torch.Tensor] | None = None if self.model.draft is None else []
+        not_finite: list[int] = []
         logits = self.model.forward(
             self._flat,
             np.concatenate([
@@ -262,17 +263,26 @@ class PrefillEngine:
             self.model.window_pages(one.req for one, _ in parts),
             again,
             hidden,
+            not_finite,
         )  # fmt: skip
+        # Before anything of it is handed over: those end whose numbers are not finite.
+        for i in not_finite:
+            rid = parts[i][0].req.rid
+            error = NotFiniteError(f"prefill computed NaN or infinity for request {rid!r}")
+            self.node.fail(rid, error)
         if hidden is not None:
-            self._draft(parts, starts, hidden[0])
+            self._draft(parts, starts, hidden[0], not_finite)
         # 3. The event stands before the work of sampling, for which the sends need not wait.
         ready = self.model.event()
-        ended = [parts[i][0] for i in sampled]
-        firsts = _first_tokens(logits[: len(sampled)], ended, self.model.end_tokens)
-        tokens = dict(zip(sampled, firsts, strict=True))
+        rows = [row for row, i in enumerate(sampled) if i not in not_finite]
+        ended = [sampled[row] for row in rows]
+        firsts = _first_tokens(logits[rows], [parts[i][0] for i in ended], self.model.end_tokens)
+        tokens = dict(zip(ended, firsts, strict=True))
         self._counters["forwards"] += 1
         # 4. Send. The last chunk carries the first token, so that decode can continue at once.
         for i, (one, end) in enumerate(parts):
+            if i in not_finite:
+                continue
             last = end == one.req.num_tokens
             aux = pack_first(tokens[i][0], one.hit_tokens, tokens[i][1]) if i in tokens else b""
             if last and one.hidden is not None:
@@ -286,7 +296,8 @@ class PrefillEngine:
                 del self._computing[one.req]
         # 5. Last, since nothing on decode's device waits for it.
         if spans:
-            self._collect_parts(spans, logits[len(sampled) :])
+            failed = {parts[i][0] for i in not_finite}
+            self._collect_parts(spans, logits[len(sampled) :], failed)
 
     def _again(self, one: _Computing) -> int:
         """Return how many tokens before a prompt's next chunk HF's prefill computes again: one,
@@ -294,24 +305,29 @@ class PrefillEngine:
         return int(self.model.draft is not None and one.done > 0 and one.hidden is None)
 
     def _draft(
-        self, parts: list[tuple[_Computing, int]], starts: list[int], hidden: torch.Tensor
-    ) -> None:
-        """Write the draft's KV of the chunks that the HF model has just computed.
+        self, parts: list[tuple[_Computing, int]], starts: list[int], hidden: torch.Tensor,
+        not_finite: list[int],
+    ) -> None:  # fmt: skip
+        """Write the draft's KV of the chunks that the HF model has just computed, but of those that
+        are `not_finite`.
 
         hidden: its hidden states, [tokens of all chunks, hidden size].
         """
         assert self.model.draft is not None
         assert self._flat.draft is not None
         slots, begin = [], 0
-        for (one, end), start in zip(parts, starts, strict=True):
+        for i, ((one, end), start) in enumerate(zip(parts, starts, strict=True)):
             own = hidden[begin : begin + end - start]
             begin += end - start
+            if i in not_finite:
+                continue
             tokens = one.job.tokens[one.done : end]
             slots.append(
                 draft_part(self.model.draft, one.req.pages, one.done, tokens, own, one.hidden)
             )
             one.hidden = own[-1].clone()
-        self.model.draft(self._flat.draft, slots)
+        if slots:
+            self.model.draft(self._flat.draft, slots)
 
     def _state_rows(self, parts: list[tuple[_Computing, int]]) -> StateRows | None:
         """Return the states of an HF forward's prompts, and where they are saved as checkpoints;
@@ -343,13 +359,19 @@ class PrefillEngine:
             begin += end - one.done
         return spans
 
-    def _collect_parts(self, spans: list[_Span], logits: torch.Tensor) -> None:
-        """Collect the log-probabilities of prompts that HF's prefill hands on after this pass.
+    def _collect_parts(
+        self, spans: list[_Span], logits: torch.Tensor, failed: set[_Computing]
+    ) -> None:
+        """Collect the log-probabilities of prompts that HF's prefill hands on after this pass, but
+        of those that have just `failed`.
 
         logits: [rows of all spans, vocabulary].
         """
         for span in spans:
             job, num = span.one.job, len(span.rows)
+            if span.one in failed:
+                logits = logits[num:]
+                continue
             start, stop = span.done + 1, span.done + 1 + num
             num_top = job.choice.sampling.logprobs
             assert num_top is not None  # `submit` has refused it
