@@ -171,6 +171,15 @@ class SenderMachine:
         """Return True if every promise that has come to the sender's room proves the prompt."""
         return all(is_proved(one.promise) for one in self.readers.values() if one.promise)
 
+    def may_be_for(self, digest: bytes) -> bool:
+        """Return True if the promises that have come to the sender's room may be for this prompt.
+
+        False only where both sides name a prompt, and the two differ.
+        """
+        return self.proves(
+            lambda one: not (one.proof and digest) or proves(one.proof, digest, *one.secrets)
+        )
+
     @property
     def drained(self) -> bool:
         """True if no write of prefill for the sender's room can land any more."""

@@ -464,7 +464,8 @@ class DecodeControl:
         frame = messages.decode(what.frame.raw)
         if isinstance(frame.body, messages.RoomBody):
             room = self._rooms.get(frame.body.key)
-            if room is not None and room.ranks_of(frame.sender, what.frame.source):
+            is_of = room is not None and room.machine.ticket == frame.body.ticket
+            if room is not None and is_of and room.ranks_of(frame.sender, what.frame.source):
                 error = ProtocolError(f"a {type(frame.body).__name__} raised {what.error!r}")
                 self._rooms.on(room, Fail(error), now_s)
 

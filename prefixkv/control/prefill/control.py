@@ -316,13 +316,14 @@ class PrefillControl:
         key = command.key
         room = self._rooms.get(key)
         early = self._aborts.take(key, command.digest)
-        # 2. A room that has ended under this number makes way, in three cases: (a) the engine knew
+        # 2. A room that has ended under this number makes way, in four cases: (a) the engine knew
         # it, and only its acknowledgement is still to come; (b) it was declined, and never
         # promised; (c) decode has aborted it: the room begun instead passes that on to what decode
-        # promises from now on, which is of another use.
+        # promises from now on, which is of another use; (d) it was promised for another prompt.
         if room is not None and room.drained:
             aborted = early is not None and room.poll.ended
-            if room.added or not room.readers or aborted:
+            other = not room.may_be_for(command.digest)
+            if room.added or not room.readers or aborted or other:
                 self._rooms.drop(room)
                 room = None
         # 3. A room that is left is a promise that was waiting for this request, or in use.
@@ -360,7 +361,7 @@ class PrefillControl:
         """
         numbers, until_s = command.key.numbers, now_s + command.timeout_s
         # 1. The number must be free among rooms of all decode workers: any of them may open it.
-        same = [one for one in self._rooms.all() if one.key.numbers == numbers]
+        same = self._rooms.of_numbers(numbers)
         in_use = any(one.added and not one.drained for one in same)
         if in_use or self._offers.get(command.key) is not None:
             raise RequestError(f"room {numbers[0]} generation {numbers[1]} is in use already")
@@ -532,7 +533,8 @@ class PrefillControl:
             return
         if isinstance(frame.body, messages.RoomBody):
             room = self._rooms.get(peer.key(frame.body))
-            if room is not None and peer.id in room.claimants:
+            named = room is not None and peer.id in room.claimants
+            if room is not None and named and not room.is_other_use(frame.body.ticket):
                 error = ProtocolError(f"a {type(frame.body).__name__} raised {what.error!r}")
                 self._rooms.on(room, Fail(error), now_s)
 
@@ -845,10 +847,12 @@ class PrefillControl:
                 room = None
         closed = False
         # 2. An offer: its number is drawn at random, so a worker that names it has it from its
-        # answer.
-        if room is None:
+        # answer. A late or repeated abort, of a use that is over, does not end it.
+        if room is None and theirs:
             error = abort_error(abort.reason, abort.versions)
             closed = self._close_offer(key, error, now_s)
+            if closed:
+                peer.past.add((key, abort.ticket), answered=True)
         # 3. The engine's request is still to come, and the room itself will be over by then.
         if theirs and not closed and (room is None or not room.added):
             self._aborts.keep(key, abort, peer, now_s)
