@@ -472,11 +472,15 @@ class PrefillControl:
         # not be counted.
         if self._peers.deaths.fenced(peer_id) and command.proved:
             self.counters["peers_proved_dead"] += 1
+        # Known before: what was added since then is for the next life.
+        was_over = self._peers.lives.how(peer_id)
         # Over before its rooms end: a frame of it that is on its way is refused by name.
         self._peers.lives.end(peer_id, how)
         peer = self._peers.find(peer_id)
         if peer is not None:
             self._lose_peer(peer, PeerLostError(f"{peer_id} {how}", peer_id), now_s)
+        if not was_over:
+            self._end_unpromised(peer_id if peer is None else peer.worker, how, now_s)
 
     def _tick(self, now_s: float) -> None:
         """Look, in `PrefillControl`, at the peers, rooms and offers that are due, at early aborts,
@@ -490,12 +494,16 @@ class PrefillControl:
             elif (room := self._rooms.get(key)) is not None:
                 self._check_name(room, now_s)
                 if self._rooms.get(key) is room:
+                    awaited = room.awaits_promise
                     self._rooms.tick(room, now_s)
+                    if awaited and room.poll.ended:
+                        self.counters["never_promised"] += 1
             elif (offer := self._offers.get(key)) is not None and not key.decode:
                 if now_s < offer.until_s:
                     self._timers.wake(key, offer.until_s)  # the timer may wake early
                     return
                 late = TransferTimeoutError(f"no decode worker has opened room {key.room} in time")
+                self.counters["never_promised"] += 1
                 self._close_offer(key, late, now_s)
 
         self._timers.visit(now_s, look)
@@ -580,6 +588,7 @@ class PrefillControl:
             case messages.Fenced():
                 self._peers.lives.end(peer.id, LEFT)
                 self._lose_peer(peer, PeerLostError(f"{peer.id} {LEFT}", peer.id), now_s)
+                self._end_unpromised(peer.worker, LEFT, now_s)
             case Heartbeat():
                 pass
             case (
@@ -678,6 +687,7 @@ class PrefillControl:
         if peer is not None and word.is_over:
             self._peers.lives.end(peer.id, "holds this process for dead")
             self._lose_peer(peer, PeerLostError(f"{peer.id}: {word.reason}", peer.id), now_s)
+            self._end_unpromised(peer.worker, f"refuses us: {word.reason}", now_s)
         elif peer is not None and not peer.rooms:
             self._peers.forget(peer)
 
@@ -690,6 +700,21 @@ class PrefillControl:
         for key in list(peer.rooms):
             self._rooms.on(self._rooms[key], Fail(error, gone=peer.hello.rank), now_s)
         self._peers.forget(peer)
+
+    def _end_unpromised(self, worker: PeerId, how: str, now_s: float) -> None:
+        """End in `PrefillControl` the requests that wait for this life of a decode worker to
+        promise pages, which it will not do any more.
+
+        Where a later life is known, it may ask for them: see `_life_began`.
+        """
+        known = self._peers.get(worker.name)
+        if known is not None and known.id != worker:
+            return
+        error = PeerLostError(f"{worker} {how}, and had not promised pages", worker)
+        for room in list(self._rooms.all()):
+            if room.key.decode == worker.name and room.awaits_promise:
+                self.counters["never_promised"] += 1
+                self._rooms.on(room, Fail(error), now_s)
 
     def _take_promise(self, peer: Peer, promise: Promise, now_s: float) -> None:
         """Take a promise of pages in `PrefillControl`: for a room of the engine, an offer, or a
