@@ -46,9 +46,7 @@ def of_use(ticket: int, **changes: Any) -> Promise:
 
 
 def landed(ticket: int, num_units: int, chunk: int = 0) -> Arrived:
-    tag = ChunkTag(
-        PREFILL.incarnation, *KEY.numbers, 0, chunk, num_pages=num_units, ticket=ticket
-    )
+    tag = ChunkTag(PREFILL.incarnation, *KEY.numbers, 0, chunk, num_pages=num_units, ticket=ticket)
     return Arrived(tag.pack())
 
 

@@ -322,8 +322,8 @@ class PrefillControl:
         # promises from now on, which is of another use; (d) it was promised for another prompt.
         if room is not None and room.drained:
             aborted = early is not None and room.poll.ended
-            other = not room.may_be_for(command.digest)
-            if room.added or not room.readers or aborted or other:
+            is_other = not room.may_be_for(command.digest)
+            if room.added or not room.readers or aborted or is_other:
                 self._rooms.drop(room)
                 room = None
         # 3. A room that is left is a promise that was waiting for this request, or in use.
