@@ -90,6 +90,8 @@ def test_a_former_lifes_death_ends_nothing_of_the_present_one() -> None:
     peer.me = newer(DECODE)
     peer.say(HELLO)
     assert ended(peer.on(Fence(DECODE, proved=True))) == []
+    unheard = PeerId(DECODE.name, 99)
+    assert ended(peer.on(Fence(unheard))) == [], "of whichever life, it is not the present one's"
     assert ended(peer.on(Fence(newer(DECODE), proved=True))) == [SENT]
 
 

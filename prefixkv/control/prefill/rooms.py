@@ -162,13 +162,13 @@ class SenderRooms:
         return self._rooms.get(key)
 
     def new(self, key: RoomKey, now_s: float) -> SenderRoom:
-        """Add a prefill room that begins now, for a request, a promise or an offer."""
+        """Add a prefill room that begins now, for a request, a promise or an offer. `on` follows,
+        which counts it."""
         room = SenderRoom(key, self._rank, self._page_size, self.next_job_id, self._timing, now_s)
         # Peers met later may know nothing of the room: see `Peers.heard_s`.
         room.met_before = self._peers.num_met
         self._rooms[key] = room
         self._by_numbers.setdefault(key.numbers, {})[key] = room
-        self._count()
         return room
 
     def on(self, room: SenderRoom, event: sender.SenderEvent, now_s: float) -> None:
