@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterator
+from heapq import heappop, heappush
+from itertools import count
 
 from prefixkv.cache.results import MatchResult
 from prefixkv.pages.manager import PageManager
@@ -42,7 +44,12 @@ class PrefillBootstrapQueue:
         self._checkpoints = checkpoints
         self._shared_prefixes = shared_prefixes
         self._usable_prefix = usable_prefix
-        self._ready: dict[PrefillRequest, None] = {}  # in the order of their promises
+        # All, with a number in the order of their promises. Those to be looked at are in `_due`, a
+        # heap, and some that have left; the others follow.
+        self._ready: dict[PrefillRequest, int] = {}
+        self._due: list[tuple[int, PrefillRequest]] = []
+        self._is_due: set[PrefillRequest] = set()
+        self._numbers = count()
         self._blocked_at = -1  # version of the pages at which the first that may start did not fit
         self._look_due = False  # one came, or a leader moved, since a whole pass
 
@@ -52,8 +59,19 @@ class PrefillBootstrapQueue:
         """
         req.become(PrefillState.BOOTSTRAPPED)
         req.decode_prefix_len = decode_prefix_len
-        self._ready[req] = None
+        self._ready[req] = next(self._numbers)
+        self._enter(req)
         self._look_due = True
+
+    def _enter(self, req: PrefillRequest) -> None:
+        """Have a pass of the bootstrap queue look at this request."""
+        if req not in self._is_due:
+            self._is_due.add(req)
+            heappush(self._due, (self._ready[req], req))
+
+    def _leave(self) -> None:
+        """Take out the request that a pass of the bootstrap queue looks at."""
+        self._is_due.discard(heappop(self._due)[1])
 
     def remove(self, req: PrefillRequest) -> None:
         """Take a request that has ended out of prefill's bootstrap queue."""
@@ -97,7 +115,7 @@ class PrefillBootstrapQueue:
 
         The own prefix of each is locked, and pages for all of its prompt are taken. A request that
         follows another is passed over. One that does not fit is not: others would overtake it each
-        time.
+        time. O(requests that do not follow another).
         """
         popped: list[PrefillRequest] = []
         shared_prefixes = self._shared_prefixes
@@ -105,11 +123,16 @@ class PrefillBootstrapQueue:
             self._look_due = True
         if not self.may_open:
             return popped
-        for req in list(self._ready):
+        # 1. Those that follow another hold no pages, so nothing behind them waits for them. They
+        # are passed over until there is a reason to look.
+        for req in shared_prefixes.to_look_at(now_s):
+            self._enter(req)
+        while self._due:
             if limit is not None and len(popped) >= limit:
                 return popped
-            # 1. Follows another: it holds no pages, so nothing behind it waits for it.
-            if shared_prefixes.waits(req, now_s):
+            _, req = self._due[0]
+            if req not in self._ready or shared_prefixes.waits(req, now_s):
+                self._leave()
                 continue
             # 2. Look what is cached, before `follow` is asked: only behind that does another's
             # prefix help.
@@ -118,12 +141,14 @@ class PrefillBootstrapQueue:
             if self._usable_prefix is None and shared_prefixes.follow(
                 req, prefix_len // self._pages.page_size, now_s
             ):
+                self._leave()
                 continue
             # 3. Does not fit: the pass ends, first come, first served. Nothing is tried again at
             # this version.
             if not self._pages.table.free_rows or not self._open(req, match, now_s):
                 self._blocked_at = self._pages.version
                 return popped
+            self._leave()
             del self._ready[req]
             self._blocked_at = -1
             # After `_open`, which sets the prefix: it leads from there. Others in this pass may

@@ -16,8 +16,10 @@ computed for `stall_s`. Then the wait is over.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from typing import TypeAlias
 
 from prefixkv.cache.radix_key import TOKEN_BYTES, common_pages
@@ -35,19 +37,26 @@ class _Lead:
     number: int
     next_page: NextPage | None = None
     passed_pages: int = 0  # computed, and in the tree
+    progress: int = 0  # tokens that it has computed itself
+    followers: list[tuple[int, int, _Wait]] = field(default_factory=list)  # a heap, by `end_pages`
 
 
 @dataclass(slots=True, eq=False)
 class _Wait:
     """The wait of a follower for its leader, up to the page where the common part ends."""
 
+    req: PrefillRequest
     leader: PrefillRequest
     end_pages: int
     num_tokens: int  # length of the common part, to be computed
     handed_out: int  # requests handed out when the wait began
+    number: int  # counts the waits
     since_s: float
-    passed_over: set[PrefillRequest]  # leaders that it must not wait for again
-    is_over: bool = False
+
+    @property
+    def place(self) -> tuple[int, int, int, _Wait]:
+        """Place of the wait in `SharedPrefixes._by_tokens`."""
+        return self.num_tokens, self.handed_out, self.number, self
 
 
 class SharedPrefixes:
@@ -80,18 +89,23 @@ class SharedPrefixes:
         self._stall_s = stall_s
         self._oldest_leads = oldest_leads
         # `_by_next_page` has the leaders that can be found: those with a next page. A follower is
-        # in `_waits` only.
+        # in `_waits` and `_by_tokens`, then in `_released` until the queue looks at it.
         self._leads: dict[PrefillRequest, _Lead] = {}
         self._by_next_page: dict[NextPage, list[PrefillRequest]] = {}
         self._waits: dict[PrefillRequest, _Wait] = {}  # oldest first
-        self._handed_out = 0
+        self._by_tokens: list[tuple[int, int, int, _Wait]] = []  # sorted
+        self._released: list[PrefillRequest] = []
+        # Requests in the queue that have waited, with the leaders that they must not wait for
+        # again.
+        self._passed_over: dict[PrefillRequest, set[PrefillRequest]] = {}
+        self._handed_out = self._num_waits = 0
         self.progress_s = -math.inf  # time at which anything was computed last
 
     def __len__(self) -> int:
         """Return the number of followers, which wait for a prefix that another prefill request
-        computes.
+        computes, or have waited and are to be looked at.
         """
-        return len(self._waits)
+        return len(self._waits) + len(self._released)
 
     @property
     def wake_s(self) -> float:
@@ -105,6 +119,20 @@ class SharedPrefixes:
 
     # --- those in the queue -----------------------------------------------------------------------
 
+    def to_look_at(self, now_s: float) -> list[PrefillRequest]:
+        """Return the followers that the queue has to look at: what they waited for is there, or
+        will not come, or nothing has been computed for long. O(those).
+        """
+        released, self._released = self._released, []
+        # Those that have left the queue since are forgotten here.
+        found = [req for req in released if req in self._passed_over]
+        # The first has begun first, so it ends first.
+        for req, wait in self._waits.items():
+            if now_s - max(wait.since_s, self.progress_s) < self._stall_s:
+                break
+            found.append(req)
+        return found
+
     def waits(self, req: PrefillRequest, now_s: float) -> bool:
         """Return True if the shared prefix that a follower waits for is still to come. O(1).
 
@@ -113,24 +141,18 @@ class SharedPrefixes:
         wait = self._waits.get(req)
         if wait is None:
             return False
-        lead = self._leads.get(wait.leader)
-        next_page = lead.next_page if lead is not None else None
-        # The leader has ended, was flushed, or has passed the common part.
-        if lead is None or next_page is None or lead.passed_pages >= wait.end_pages:
-            return False
-        if now_s - max(wait.since_s, self.progress_s) >= self._stall_s:
-            self._end_wait(wait)
-        return not wait.is_over
+        if now_s - max(wait.since_s, self.progress_s) < self._stall_s:
+            return True
+        self._overtake(wait)
+        return False
 
     def follow(self, req: PrefillRequest, num_pages: int, now_s: float) -> bool:
         """Let a prefill request follow another that computes a shared prefix from the `num_pages`
         on that the tree has of it.
 
-        Returns True if it waits. O(leaders at that page), and a memcmp each.
+        Returns True if it waits. O(leaders at that page), and a memcmp each; and a place among the
+        waits.
         """
-        # Taken out first: the former wait is over, and a new one begins with what is cached now.
-        before = self._waits.pop(req, None)
-        passed_over = before.passed_over if before is not None else set()
         if not (self._by_next_page and self._stall_s and req.request.cacheable):
             return False
         data, page_bytes = req.key.data, self._page_bytes
@@ -139,8 +161,11 @@ class SharedPrefixes:
         if num_pages >= last:
             return False
         page = data[num_pages * page_bytes : (num_pages + 1) * page_bytes]
+        passed_over = self._passed_over.get(req)
         for leader in self._by_next_page.get((req.key.namespace, num_pages, page), ()):
-            if leader in passed_over or (self._oldest_leads and leader.number > req.number):
+            if passed_over and leader in passed_over:
+                continue
+            if self._oldest_leads and leader.number > req.number:
                 continue
             leader_data = leader.key.data
             if not data.startswith(memoryview(leader_data)[: (num_pages + 1) * page_bytes]):
@@ -149,33 +174,46 @@ class SharedPrefixes:
             end = common_pages(data, leader_data, num_pages + 1, end, page_bytes)
             end -= end % self._step_pages
             # Nothing that the follower could go on from, or not any more.
-            if end <= max(num_pages, self._leads[leader].passed_pages):
+            lead = self._leads[leader]
+            if end <= max(num_pages, lead.passed_pages):
                 continue
             num_tokens = (end - num_pages) * self._page_size
-            wait = _Wait(leader, end, num_tokens, self._handed_out, now_s, passed_over)
+            self._num_waits += 1
+            wait = _Wait(req, leader, end, num_tokens, self._handed_out, self._num_waits, now_s)
             self._waits[req] = wait
+            insort(self._by_tokens, wait.place)
+            heappush(lead.followers, (end, wait.number, wait))
             if self._on_wait is not None:
                 self._on_wait(leader, end * self._page_size)
-            self._counters["followed"] += before is None
+            if passed_over is None:
+                self._passed_over[req] = set()
+                self._counters["followed"] += 1
             return True
-        if before is not None and before.is_over:
-            # Kept with the leaders that were passed over: if the request does not fit now, it must
-            # not wait for those again.
-            self._waits[req] = before
         return False
 
-    def _end_wait(self, wait: _Wait) -> None:
-        """End a follower's wait for the prefix of a leader that the engine has passed over.
-        Repeated: no-op.
-        """
-        if not wait.is_over:
-            wait.is_over = True
-            wait.passed_over.add(wait.leader)
-            self._counters["overtaken"] += 1
+    def _drop(self, wait: _Wait) -> None:
+        del self._waits[wait.req]
+        del self._by_tokens[bisect_left(self._by_tokens, wait.place)]
+
+    def _overtake(self, wait: _Wait) -> None:
+        """End a follower's wait for the prefix of a leader that the engine has passed over."""
+        self._drop(wait)
+        self._passed_over[wait.req].add(wait.leader)
+        self._counters["overtaken"] += 1
+
+    def _end_waits_for(self, lead: _Lead, passed_pages: float = math.inf) -> None:
+        """End the waits of a leader's followers for what ends in its first `passed_pages`."""
+        while lead.followers and lead.followers[0][0] <= passed_pages:
+            _, _, wait = heappop(lead.followers)
+            if self._waits.get(wait.req) is wait:  # else it has ended otherwise
+                self._drop(wait)
+                self._released.append(wait.req)
 
     def forget(self, req: PrefillRequest) -> None:
         """Drop the wait of a follower that leaves prefill's queue."""
-        self._waits.pop(req, None)
+        if (wait := self._waits.get(req)) is not None:
+            self._drop(wait)
+        self._passed_over.pop(req, None)
 
     # --- those that the engine has ----------------------------------------------------------------
 
@@ -194,22 +232,29 @@ class SharedPrefixes:
 
     def advance(self, req: PrefillRequest, computed: int, goes_on_at: int | None = None) -> None:
         """Note that the first `computed` tokens of a request with the engine are there: a leader
-        leads from there, and followers that it has overtaken wait no longer. O(waits).
+        leads from there, and followers that it has overtaken wait no longer. O(followers that it
+        releases), and of others those that lack as much as it has computed since the last time.
 
         `goes_on_at`: tokens behind which others can go on, if not behind all; it leads from there.
         """
         lead = self._leads.get(req)
         if lead is None:
             return
-        progress = computed - req.prefix_len
         # A request handed out after a wait began, which has computed as much as the follower lacks:
-        # by now the follower would have had it too.
-        for wait in self._waits.values():
-            if lead.number > wait.handed_out and progress >= wait.num_tokens:
-                self._end_wait(wait)
+        # by now the follower would have had it too. Those that lack less were looked at before.
+        before, lead.progress = lead.progress, max(lead.progress, computed - req.prefix_len)
+        at = bisect_left(self._by_tokens, (before + 1,))
+        while at < len(self._by_tokens) and self._by_tokens[at][0] <= lead.progress:
+            num_tokens, handed_out, _, wait = self._by_tokens[at]
+            if handed_out < lead.number:
+                self._overtake(wait)
+                self._released.append(wait.req)
+            else:  # nor was it handed out after those that lack as much, and began later
+                at = bisect_left(self._by_tokens, (num_tokens + 1,))
         if lead.next_page is not None:
             there = max(computed, req.prefix_len)
             lead.passed_pages = there // self._page_size
+            self._end_waits_for(lead, lead.passed_pages)
             self._set_next_page(req, lead, there if goes_on_at is None else goes_on_at)
 
     def end(self, req: PrefillRequest) -> None:
@@ -219,6 +264,7 @@ class SharedPrefixes:
         lead = self._leads.pop(req, None)
         if lead is not None:
             self._clear_next_page(req, lead)
+            self._end_waits_for(lead)
 
     def flush(self) -> None:
         """Let followers find no leader of a shared prefix any more: what leaders compute goes to no
@@ -226,6 +272,7 @@ class SharedPrefixes:
         """
         for req, lead in self._leads.items():
             self._clear_next_page(req, lead)
+            self._end_waits_for(lead)
 
     def _set_next_page(self, req: PrefillRequest, lead: _Lead, num_tokens: int) -> None:
         """Let followers find a leader with the same prefix by its page after `num_tokens`, if a
@@ -238,6 +285,8 @@ class SharedPrefixes:
             page = req.key.data[start : start + self._page_bytes]
             lead.next_page = next_page = req.key.namespace, num_pages, page
             self._by_next_page.setdefault(next_page, []).append(req)
+        else:
+            self._end_waits_for(lead)
 
     def _clear_next_page(self, req: PrefillRequest, lead: _Lead) -> None:
         """Let followers not find a leader by its next page any more, if they could."""
@@ -274,5 +323,18 @@ class SharedPrefixes:
                 and req.key.namespace == wait.leader.key.namespace
                 for req, wait in self._waits.items()
             ),
+            "each wait has its place": self._by_tokens
+            == sorted(wait.place for wait in self._waits.values()),
+            "its leader leads, and is to end it": all(
+                (lead := self._leads.get(wait.leader)) is not None
+                and lead.next_page is not None
+                and lead.passed_pages < wait.end_pages
+                and any(one[-1] is wait for one in lead.followers)
+                for wait in self._waits.values()
+            ),
+            "what has waited is in the queue": all(
+                req.state is PrefillState.BOOTSTRAPPED for req in self._passed_over
+            )
+            and self._waits.keys() <= self._passed_over.keys(),
         }
         check_laws(laws, list(self._leads), list(self._waits))

@@ -130,6 +130,11 @@ class SenderMachine:
         return self._promise is not None or bool(self._early_chunks)
 
     @property
+    def awaits_promise(self) -> bool:
+        """True if prefill's engine has added the sender's room, and a reader has yet to promise."""
+        return self.added and self.poll is KVPoll.BOOTSTRAPPING
+
+    @property
     def is_left_over(self) -> bool:
         """True if the sender's room ended before any reader spoke of it, and is kept to answer
         them.
@@ -170,6 +175,15 @@ class SenderMachine:
     def proves(self, is_proved: Callable[[Promised], bool]) -> bool:
         """Return True if every promise that has come to the sender's room proves the prompt."""
         return all(is_proved(one.promise) for one in self.readers.values() if one.promise)
+
+    def may_be_for(self, digest: bytes) -> bool:
+        """Return True if the promises that have come to the sender's room may be for this prompt.
+
+        False only where both sides name a prompt, and the two differ.
+        """
+        return self.proves(
+            lambda one: not (one.proof and digest) or proves(one.proof, digest, *one.secrets)
+        )
 
     @property
     def drained(self) -> bool:
@@ -501,8 +515,10 @@ class SenderMachine:
         """Note in the sender's room a restart of decode before its promise: the new life may not
         know the request.
         """
+        # The first of several lives counts: a worker that is killed again and again would have the
+        # request wait on.
         if self._promise is None:
-            self._newborn = event
+            self._newborn = self._newborn or event
         return []
 
     def _tick_open(self, event: RoomTick, now_s: float) -> list[SenderAction]:

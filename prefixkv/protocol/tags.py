@@ -1,8 +1,10 @@
 """The tag that a NIXL notification carries: it names exactly one part of one chunk.
 
 Notifications of different writes arrive in any order, so nothing may be inferred from a count or
-from the last one; a machine that waits for a chunk waits for each of its parts by name. The width
-is fixed, so an agent's name (which may hold any separator) never has to be parsed.
+from the last one; a machine that waits for a chunk waits for each of its parts by name. Nor do they
+come in order with frames: a room's last one may come after its Drained, when the room's number is
+in use again, so a tag carries the ticket of its promise. The width is fixed, so an agent's name
+(which may hold any separator) never has to be parsed.
 """
 
 from __future__ import annotations
@@ -12,8 +14,8 @@ from typing import NamedTuple
 
 from prefixkv.errors import ProtocolError
 
-_MAGIC = b"pkv2"
-_FORMAT = struct.Struct("<4sQQIHIHHiI")
+_MAGIC = b"pkv3"
+_FORMAT = struct.Struct("<4sQQIHIHHiIQ")
 TAG_BYTES = _FORMAT.size
 
 
@@ -22,7 +24,7 @@ class ChunkTag(NamedTuple):
 
     `lease_id` is that of the lease it lands in; -1: it lands in pages. `num_pages` is how many
     pages (of a staged write: blocks; of extra state: slots) the transport posts for the whole
-    chunk.
+    chunk. `ticket` is that of the promise it is written for.
     """
 
     incarnation: int
@@ -34,6 +36,7 @@ class ChunkTag(NamedTuple):
     num_parts: int = 1
     lease_id: int = -1
     num_pages: int = 0
+    ticket: int = 0
 
     def pack(self) -> bytes:
         """Return a chunk's tag as the bytes that a notification carries.

@@ -44,8 +44,8 @@ from prefixkv.settings import check_callable, check_kind
 
 _COUNTERS = (
     *COUNTERS, "bytes_sent", "cut_tokens", "decode_hit_tokens", "followed", "hit_tokens",
-    "overtaken", "refused_by_peers", "sent", "staging_bytes_staged", "staging_pieces_written",
-    "writes_done", "writes_drained_by_renewal", "writes_failed",
+    "never_promised", "overtaken", "refused_by_peers", "sent", "staging_bytes_staged",
+    "staging_pieces_written", "writes_done", "writes_drained_by_renewal", "writes_failed",
 )  # fmt: skip
 
 

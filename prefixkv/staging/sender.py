@@ -59,7 +59,7 @@ class PostStaged:
 
     The offset is a whole block; the bytes are written up to a whole one.
 
-    `piece` and `lease_id` go into the tag. `on_write_ended` answers.
+    `piece`, `lease_id` and `ticket` go into the tag. `on_write_ended` answers.
     """
 
     write_id: int
@@ -70,6 +70,7 @@ class PostStaged:
     slot: int
     dst_offset: int
     num_bytes: int
+    ticket: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,6 +340,7 @@ class StagingSender:
                 slot=piece.slot,
                 dst_offset=piece.dst_offset,
                 num_bytes=piece.num_bytes,
+                ticket=stream.ticket,
             )
             out.append(post)
             return out

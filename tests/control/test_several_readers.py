@@ -626,7 +626,7 @@ def test_a_slice_is_asked_for_gathered_and_written_into_its_lease() -> None:
     assert (write.peer, write.route, write.ready) == (b, "staging", None)
     assert write.src_pages.tolist() == [4 * gather.slot + block for block in range(3)]
     assert write.dst_pages.tolist() == [4, 5, 6]
-    assert write.tag == ChunkTag(5, *SENT.numbers, rank=0, chunk=0, lease_id=5)
+    assert write.tag == ChunkTag(5, *SENT.numbers, rank=0, chunk=0, lease_id=5, ticket=1)
     assert peer.ended(write.job_id) == []
     peer.chunk(3, [], last=True)
     (ended, to_a, to_b, free) = peer.ended(gathered(peer, a, grant()).job_id)

@@ -225,7 +225,7 @@ def whole(pair: Writers, rank: int, piece: int, lease_id: int) -> Arrived:
     lease = staging.leases.get(lease_id)
     (num_bytes,) = [one.num_bytes for one in staging.sections_of(lease) if one.rank == rank]
     blocks = -(-num_bytes // BLOCK_BYTES)
-    tag = ChunkTag(5, *KEY.numbers, rank, piece, lease_id=lease_id, num_pages=blocks)
+    tag = ChunkTag(5, *KEY.numbers, rank, piece, lease_id=lease_id, num_pages=blocks, ticket=1)
     return Arrived(tag.pack())
 
 
@@ -312,12 +312,13 @@ def test_arrivals_for_a_lease_of_a_room_that_is_over_change_nothing() -> None:
     for rank in (0, 1):
         pair.say(rank, Drained(*KEY.numbers, rank, 1))
     assert pair.control.num_rooms == 0
-    late = Arrived(ChunkTag(5, *KEY.numbers, 0, 0, lease_id=lease, num_pages=1).pack())
-    assert pair.on(late) == []
+    tag = ChunkTag(5, *KEY.numbers, 0, 0, lease_id=lease, num_pages=1, ticket=1)
+    assert pair.on(Arrived(tag.pack())) == []
     pair.open(promise(ticket=2))
-    assert pair.on(late) == [], "an earlier use's"
+    assert pair.on(Arrived(tag.pack())) == [], "an earlier use's"
+    assert pair.control.counters["tags_dropped"] == 2
+    assert pair.on(Arrived(tag._replace(ticket=2).pack())) == []
     assert pair.control.staging.counters["arrivals_of_no_lease"] == 1
-    assert pair.control.counters["tags_dropped"] == 1
 
 
 def test_tags_in_any_order_double_foreign_or_cut_are_counted_and_scatter_once() -> None:
@@ -336,15 +337,16 @@ def test_tags_in_any_order_double_foreign_or_cut_are_counted_and_scatter_once() 
             "lease_id": leases[piece],
             "num_parts": 2,
             "num_pages": 1,
+            "ticket": 1,
             **changes,
         }
         raw = ChunkTag(incarnation, rank=rank, chunk=piece, part=part, **fields).pack()
         return of(pair.on(Arrived(raw[: len(raw) - cut])), Scatter)
 
-    for bad in ({"cut": 1}, {"incarnation": 4}, {"room": 9}, {"generation": 1}):
+    for bad in ({"cut": 1}, {"incarnation": 4}, {"room": 9}, {"generation": 1}, {"ticket": 2}):
         assert arrive(0, 0, **bad) == []
     assert arrive(7, 0) == []
-    assert pair.control.counters["tags_dropped"] == 5
+    assert pair.control.counters["tags_dropped"] == 6
     counters = pair.control.staging.counters
     for bad in ({"lease_id": leases[1]}, {"lease_id": 99}):
         assert arrive(0, 0, **bad) == []

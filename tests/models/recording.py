@@ -136,8 +136,12 @@ def _recorded_names(counters: Mapping[str, int]) -> dict[str, int]:
     return {renamed.get(name, name): count for name, count in counters.items()}
 
 
+_COUNTED_SINCE = ("never_promised",)  # the runs were recorded before it was counted
+
+
 def _frames(counters: Counter[str]) -> dict[str, int]:
-    return {name: count for name, count in counters.items() if name not in _WRITES}
+    others = (*_WRITES, *_COUNTED_SINCE)
+    return {name: count for name, count in counters.items() if name not in others}
 
 
 def _writes(counters: Counter[str]) -> dict[str, int]:

@@ -17,6 +17,7 @@ from prefixkv.prefill.scheduler import PrefillScheduler, SendChunk
 from prefixkv.protocol.ids import KVPoll
 from prefixkv.request import Request
 from tests.models.auditor import assert_at_rest
+from tests.models.steps import num_steps
 from tests.prefill.test_prefill_scheduler import PAGE_SIZE, Desk
 
 SYSTEM = list(range(100, 100 + 4 * PAGE_SIZE))
@@ -579,3 +580,53 @@ class Run:
             scheduler.flush()
         elif what == "time":
             self.now_s += number / 100
+
+
+# --- what it costs --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sender", ["the leader", "one that was handed out later", "one before"])
+def test_a_chunk_looks_at_no_follower_that_goes_on_waiting(sender: str) -> None:
+    steps = []
+    for size in (4, 200):
+        desk = desk_of(num_pages=100)
+        scheduler = desk.scheduler
+        others = [desk.add(f"x{at}", [2000 + at] * 40) for at in range(2)]
+        scheduler.room_bootstrapped(others[0].room_key, 0, "", 0.0)
+        assert desk.next_pass() == ["x0"]
+        leader, *_ = burst(desk, size, list(range(100, 130)))
+        assert desk.next_pass() == ["r0"]
+        scheduler.room_bootstrapped(others[1].room_key, 0, "", 0.0)
+        assert desk.next_pass() == ["x1"]
+        req = dict(zip(["one before", "one that was handed out later"], others, strict=True)).get(
+            sender, leader
+        )
+
+        def chunk_and_pass(
+            scheduler: PrefillScheduler = scheduler, req: PrefillRequest = req
+        ) -> None:
+            scheduler.send_chunk(req, 9, 0.0)
+            assert scheduler.pop_bootstrapped(0.0) == []
+
+        steps.append(num_steps(chunk_and_pass))
+    assert steps[1] <= steps[0] + 50
+
+
+def test_followers_come_back_in_the_order_of_their_promises() -> None:
+    """Whichever of them was released first, and whatever came meanwhile."""
+    desk = desk_of()
+    system = list(range(100, 124))
+    lengths = {"a": 24, "b": 16, "c": 8, "d": 20}  # that each has in common with the first
+    for name, length in {"first": 24, **lengths}.items():
+        req = desk.add(name, [*system[:length], *[ord(name[0])] * 6])
+        desk.scheduler.room_bootstrapped(req.room_key, 0, "", 0.0)
+    first = desk.scheduler.requests["first"]
+    assert desk.next_pass() == ["first"]
+    desk.send(first, 20)
+    later = desk.add("x", 8)
+    desk.scheduler.room_bootstrapped(later.room_key, 0, "", 0.0)
+    assert desk.next_pass() == ["b", "c", "d", "x"]
+    desk.send(first, 25)
+    assert desk.next_pass() == ["a"]
+    assert desk.scheduler.counters["followed"] == 4
+    assert desk.scheduler.counters["overtaken"] == 0

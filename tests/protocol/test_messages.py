@@ -213,6 +213,7 @@ TAGS = st.builds(
     generation=st.integers(0, 2**32 - 1), rank=st.integers(0, 2**16 - 1),
     chunk=st.integers(0, 2**32 - 1), part=st.integers(0, 99), num_parts=st.integers(100, 2**16 - 1),
     lease_id=st.integers(-1, 2**31 - 1), num_pages=st.integers(0, 2**32 - 1),
+    ticket=st.integers(0, 2**64 - 1),
 )  # fmt: skip
 
 

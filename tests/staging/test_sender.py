@@ -197,7 +197,8 @@ def test_a_chunk_is_cut_asked_for_gathered_written_and_ends_once() -> None:
         4096,
     )
     post = only(PostStaged, desk.gathered(first))
-    assert post == PostStaged(post.write_id, A, P, 0, 50, first.slot, LEASE + BLOCK_BYTES, 4096)
+    where = first.slot, LEASE + BLOCK_BYTES, 4096
+    assert post == PostStaged(post.write_id, A, P, 0, 50, *where, TICKET)
     second = only(Gather, desk.grant(1, offset=2 * LEASE))
     assert second.slot != first.slot
     assert (second.src_units.tolist(), second.num_bytes) == ([104, 105], 2048)

@@ -388,16 +388,23 @@ class DecodeControl:
             self.counters["tags_dropped"] += 1
             return
         # The tag is a peer's word: it counts only from the incarnation that the room was promised
-        # to.
+        # to, and for the use of its number that it was written for: it may have been overtaken by
+        # the Drained of that use.
         room = self._rooms.get(RoomKey(tag.room, tag.generation))
         peer = None if room is None else room.peers.get(tag.rank)
-        if room is None or peer is None or peer.incarnation != tag.incarnation:
+        if (
+            room is None
+            or peer is None
+            or peer.incarnation != tag.incarnation
+            or room.machine.ticket != tag.ticket
+        ):
             self.counters["tags_dropped"] += 1
             return
         # lease_id < 0: straight into our pages. Else into a lease, from where it is to be
         # scattered.
         if tag.lease_id < 0:
-            landed = receiver.ChunkLanded(*tag[3:7], num_units=tag.num_pages)
+            part = tag.rank, tag.chunk, tag.part, tag.num_parts
+            landed = receiver.ChunkLanded(*part, num_units=tag.num_pages)
             self._rooms.on(room, landed, now_s)
         elif self.staging is not None:
             self._rooms.staged(self.staging.on_arrival(tag), now_s)
@@ -457,7 +464,8 @@ class DecodeControl:
         frame = messages.decode(what.frame.raw)
         if isinstance(frame.body, messages.RoomBody):
             room = self._rooms.get(frame.body.key)
-            if room is not None and room.ranks_of(frame.sender, what.frame.source):
+            is_of = room is not None and room.machine.ticket == frame.body.ticket
+            if room is not None and is_of and room.ranks_of(frame.sender, what.frame.source):
                 error = ProtocolError(f"a {type(frame.body).__name__} raised {what.error!r}")
                 self._rooms.on(room, Fail(error), now_s)
 

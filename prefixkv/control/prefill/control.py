@@ -320,13 +320,14 @@ class PrefillControl:
         key = command.key
         room = self._rooms.get(key)
         early = self._aborts.take(key, command.digest)
-        # 2. A room that has ended under this number makes way, in three cases: (a) the engine knew
+        # 2. A room that has ended under this number makes way, in four cases: (a) the engine knew
         # it, and only its acknowledgement is still to come; (b) it was declined, and never
         # promised; (c) decode has aborted it: the room begun instead passes that on to what decode
-        # promises from now on, which is of another use.
+        # promises from now on, which is of another use; (d) it was promised for another prompt.
         if room is not None and room.drained:
             aborted = early is not None and room.poll.ended
-            if room.added or not room.readers or aborted:
+            is_other = not room.may_be_for(command.digest)
+            if room.added or not room.readers or aborted or is_other:
                 self._rooms.drop(room)
                 room = None
         # 3. A room that is left is a promise that was waiting for this request, or in use.
@@ -364,7 +365,7 @@ class PrefillControl:
         """
         numbers, until_s = command.key.numbers, now_s + command.timeout_s
         # 1. The number must be free among rooms of all decode workers: any of them may open it.
-        same = [one for one in self._rooms.all() if one.key.numbers == numbers]
+        same = self._rooms.of_numbers(numbers)
         in_use = any(one.added and not one.drained for one in same)
         if in_use or self._offers.get(command.key) is not None:
             raise RequestError(f"room {numbers[0]} generation {numbers[1]} is in use already")
@@ -475,11 +476,15 @@ class PrefillControl:
         # not be counted.
         if self._peers.deaths.fenced(peer_id) and command.proved:
             self.counters["peers_proved_dead"] += 1
+        # Known before: what was added since then is for the next life.
+        was_over = self._peers.lives.how(peer_id)
         # Over before its rooms end: a frame of it that is on its way is refused by name.
         self._peers.lives.end(peer_id, how)
         peer = self._peers.find(peer_id)
         if peer is not None:
             self._lose_peer(peer, PeerLostError(f"{peer_id} {how}", peer_id), now_s)
+        if not was_over:
+            self._end_unpromised(peer_id if peer is None else peer.worker, how, now_s)
 
     def _tick(self, now_s: float) -> None:
         """Look, in `PrefillControl`, at the peers, rooms and offers that are due, at early aborts,
@@ -493,12 +498,16 @@ class PrefillControl:
             elif (room := self._rooms.get(key)) is not None:
                 self._check_name(room, now_s)
                 if self._rooms.get(key) is room:
+                    awaited = room.awaits_promise
                     self._rooms.tick(room, now_s)
+                    if awaited and room.poll.ended:
+                        self.counters["never_promised"] += 1
             elif (offer := self._offers.get(key)) is not None and not key.decode:
                 if now_s < offer.until_s:
                     self._timers.wake(key, offer.until_s)  # the timer may wake early
                     return
                 late = TransferTimeoutError(f"no decode worker has opened room {key.room} in time")
+                self.counters["never_promised"] += 1
                 self._close_offer(key, late, now_s)
 
         self._timers.visit(now_s, look)
@@ -536,7 +545,8 @@ class PrefillControl:
             return
         if isinstance(frame.body, messages.RoomBody):
             room = self._rooms.get(peer.key(frame.body))
-            if room is not None and peer.id in room.claimants:
+            named = room is not None and peer.id in room.claimants
+            if room is not None and named and not room.is_other_use(frame.body.ticket):
                 error = ProtocolError(f"a {type(frame.body).__name__} raised {what.error!r}")
                 self._rooms.on(room, Fail(error), now_s)
 
@@ -591,6 +601,7 @@ class PrefillControl:
             case messages.Fenced():
                 self._peers.lives.end(peer.id, LEFT)
                 self._lose_peer(peer, PeerLostError(f"{peer.id} {LEFT}", peer.id), now_s)
+                self._end_unpromised(peer.worker, LEFT, now_s)
             case Heartbeat():
                 pass
             case (
@@ -689,6 +700,7 @@ class PrefillControl:
         if peer is not None and word.is_over:
             self._peers.lives.end(peer.id, "holds this process for dead")
             self._lose_peer(peer, PeerLostError(f"{peer.id}: {word.reason}", peer.id), now_s)
+            self._end_unpromised(peer.worker, f"refuses us: {word.reason}", now_s)
         elif peer is not None and not peer.rooms:
             self._peers.forget(peer)
 
@@ -701,6 +713,21 @@ class PrefillControl:
         for key in list(peer.rooms):
             self._rooms.on(self._rooms[key], Fail(error, gone=peer.hello.rank), now_s)
         self._peers.forget(peer)
+
+    def _end_unpromised(self, worker: PeerId, how: str, now_s: float) -> None:
+        """End in `PrefillControl` the requests that wait for this life of a decode worker to
+        promise pages, which it will not do any more.
+
+        Where a later life is known, it may ask for them: see `_life_began`.
+        """
+        known = self._peers.get(worker.name)
+        if known is not None and known.id != worker:
+            return
+        error = PeerLostError(f"{worker} {how}, and had not promised pages", worker)
+        for room in list(self._rooms.all()):
+            if room.key.decode == worker.name and room.awaits_promise:
+                self.counters["never_promised"] += 1
+                self._rooms.on(room, Fail(error), now_s)
 
     def _take_promise(self, peer: Peer, promise: Promise, now_s: float) -> None:
         """Take a promise of pages in `PrefillControl`: for a room of the engine, an offer, or a
@@ -858,10 +885,12 @@ class PrefillControl:
                 room = None
         closed = False
         # 2. An offer: its number is drawn at random, so a worker that names it has it from its
-        # answer.
-        if room is None:
+        # answer. A late or repeated abort, of a use that is over, does not end it.
+        if room is None and theirs:
             error = abort_error(abort.reason, abort.versions)
             closed = self._close_offer(key, error, now_s)
+            if closed:
+                peer.past.add((key, abort.ticket), answered=True)
         # 3. The engine's request is still to come, and the room itself will be over by then.
         if theirs and not closed and (room is None or not room.added):
             self._aborts.keep(key, abort, peer, now_s)

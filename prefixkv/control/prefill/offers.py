@@ -36,6 +36,7 @@ class Offer(NamedTuple):
 class _Closed(NamedTuple):
     """An offer that is open no more: the reason, and until when it is remembered."""
 
+    offer: Offer
     why: str
     until_s: float
 
@@ -74,9 +75,9 @@ class Offers:
     def end(self, numbers: Numbers, why: str, now_s: float) -> bool:
         """Close the offer of a room and remember why for `parked_timeout_s`; return False if it was
         not open."""
-        if self._open.pop(numbers, None) is None:
+        if (offer := self._open.pop(numbers, None)) is None:
             return False
-        self._closed[numbers] = _Closed(why, now_s + self._timing.parked_timeout_s)
+        self._closed[numbers] = _Closed(offer, why, now_s + self._timing.parked_timeout_s)
         # All stay equally long, so the first is the one that would go next.
         if len(self._closed) > _MAX_CLOSED:
             del self._closed[next(iter(self._closed))]
@@ -88,7 +89,8 @@ class Offers:
 
         Raises:
             ProtocolError: the promise does not prove the prompt, which leaves the offer to others;
-                or the offer was opened or withdrawn.
+                or the offer was opened or withdrawn. A promise for another prompt than that of a
+                closed offer is of the number's next use.
         """
         offer = self._open.get(key.numbers)
         if offer is not None and not offer.proved_by(promise):
@@ -97,6 +99,7 @@ class Offers:
                 "the promise does not"
             )
         closed = self._closed.get(key.numbers)
-        if closed is not None and offer is None and now_s < closed.until_s:
+        is_late = closed is not None and offer is None and now_s < closed.until_s
+        if closed is not None and is_late and closed.offer.proved_by(promise):
             raise ProtocolError(closed.why)
         return offer

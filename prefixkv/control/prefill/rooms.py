@@ -134,6 +134,8 @@ class SenderRooms:
         # Rooms that are over for our engine and that no peer has named: they are kept for a while,
         # to answer a promise that is on its way.
         self.unclaimed: set[RoomKey] = set()
+        # Rooms that an engine or a peer still has something to do with. Any thread may read it.
+        self.num_claimed = 0
         # The room of each write that is not proved over. A write that failed undrained stays, so
         # that its proof (`write_drained`) finds the room.
         self.jobs: dict[int, RoomKey] = {}
@@ -148,12 +150,6 @@ class SenderRooms:
         self._option_names = option_names
         self._job_ids = count(1)
 
-    @property
-    def num_claimed(self) -> int:
-        """Number of prefill rooms that an engine or a peer still has something to do with. Any
-        thread may ask."""
-        return sum(key not in self.unclaimed for key in list(self._rooms))
-
     def all(self) -> Collection[SenderRoom]:
         """Return the machines of all rooms of this prefill rank: a live view."""
         return self._rooms.values()
@@ -166,7 +162,8 @@ class SenderRooms:
         return self._rooms.get(key)
 
     def new(self, key: RoomKey, now_s: float) -> SenderRoom:
-        """Add a prefill room that begins now, for a request, a promise or an offer."""
+        """Add a prefill room that begins now, for a request, a promise or an offer. `on` follows,
+        which counts it."""
         room = SenderRoom(key, self._rank, self._page_size, self.next_job_id, self._timing, now_s)
         # Peers met later may know nothing of the room: see `Peers.heard_s`.
         room.met_before = self._peers.num_met
@@ -206,6 +203,7 @@ class SenderRooms:
                 self.unclaimed.add(key)
             else:
                 self.unclaimed.discard(key)
+            self._count()
 
     def of_numbers(self, numbers: tuple[int, int]) -> list[SenderRoom]:
         """Return the prefill rooms of this number, each with another decode worker."""
@@ -239,8 +237,13 @@ class SenderRooms:
         if not same:
             self._by_numbers.pop(room.key.numbers, None)
         self.unclaimed.discard(room.key)
+        self._count()
         self._timers.forget(room.key)
         room.drop_claims()
+
+    def _count(self) -> None:
+        # One number, since another thread that counted would see half of a change.
+        self.num_claimed = len(self._rooms) - len(self.unclaimed)
 
     # --- writes -----------------------------------------------------------------------------------
 
@@ -293,6 +296,8 @@ class SenderRooms:
         claims = {(room.key, name) for room in self._rooms.values() for name in room.claimants}
         claimants = [peer for room in self._rooms.values() for peer in room.claimants.values()]
         every = {id(peer): peer for peer in [*claimants, *peers]}.values()
+        claimed = self._rooms.keys() - self.unclaimed
+        assert self.num_claimed == len(claimed), "rooms that are not unclaimed are counted"
         assert claims == {(key, peer.id) for peer in every for key in peer.rooms}, "both ways"
         # Recount every budget from what is actually held, and compare with the running count.
         held = dict(aborts)

@@ -161,7 +161,11 @@ class Writes:
             self.stage(staged, now_s)
             return
         tag = ChunkTag(
-            self._me.incarnation, *action.key.numbers, rank=self._rank, chunk=action.chunk
+            self._me.incarnation,
+            *action.key.numbers,
+            rank=self._rank,
+            chunk=action.chunk,
+            ticket=action.ticket,
         )
         pages = action.src_pages, action.dst_pages
         route: Route = "state" if action.state else "pages"
@@ -202,8 +206,12 @@ class Writes:
         blocks = np.arange(-(-post.num_bytes // BLOCK_BYTES), dtype=np.int32)
         src = blocks + np.int32(post.slot * self._slot_blocks)
         dst = blocks + np.int32(post.dst_offset // BLOCK_BYTES)
-        me = self._me.incarnation
         tag = ChunkTag(
-            me, *post.key.numbers, rank=self._rank, chunk=post.piece, lease_id=post.lease_id
+            self._me.incarnation,
+            *post.key.numbers,
+            rank=self._rank,
+            chunk=post.piece,
+            lease_id=post.lease_id,
+            ticket=post.ticket,
         )
         return WriteJob(post.write_id, post.peer, src, dst, tag, route="staging")

@@ -10,6 +10,7 @@ from tests.models.explore.state import Budget, Config
 
 _CHUNKS = (Use(0, 0, 7, chunks=2),)
 _AGAIN = (Use(0, 0, 7), Use(1, 0, 7, prompt=0))  # one number and prompt, one after the other
+_OTHER = (Use(0, 0, 7, chunks=2), Use(1, 0, 7))  # the same with two prompts, of two lengths
 _TWO = (Use(0, 0, 7), Use(1, 0, 8))
 _RETRY = (Use(0, 0, 7), Use(1, 0, 7, prompt=0, generation=1))
 _WORKERS = (Use(0, 0, 7), Use(1, 1, 8))  # two decode workers
@@ -73,6 +74,14 @@ QUICK = [
         replace(_ONE, name="again", uses=_AGAIN, successor=True),
         _B(slow=1), _B(repeat=1, abort=1), _B(lose=1, slow=1), _B(stall=1, slow=1),
         _B(abort=2, slow=1),
+    ),
+    *_configs(
+        replace(_ONE, name="again, late notifications", uses=_AGAIN, successor=True, arrivals=True),
+        _B(abort=1),
+    ),
+    *_configs(
+        replace(_ONE, name="again, another prompt", uses=_OTHER, successor=True, arrivals=True),
+        _B(abort=1),
     ),
     *_configs(replace(_ONE, name="two writers", prefill=2), _B(), _B(abort=1)),
     *_configs(replace(_ONE, name="two readers", decode=(2,)), _B(), _B(lose=1)),

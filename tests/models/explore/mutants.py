@@ -98,6 +98,10 @@ MUTANTS = (
         "room.machine.ticket != body.ticket", "False", "again: abort 2, slow",
     ),
     _M(
+        "a notification of an earlier use counts", _D._arrived,
+        "room.machine.ticket != tag.ticket", "False", "again, late notifications: abort",
+    ),
+    _M(
         "a failed write counts as drained", _P._take_input,
         "what.error, what.drained, now_s", "what.error, True, now_s", "fail",
     ),

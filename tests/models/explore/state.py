@@ -113,7 +113,7 @@ class State(NamedTuple):
     held: tuple[int, int, bool] | None  # on this wire; whether a later frame has overtaken it
     writes: tuple[Write, ...]
     settling: tuple[tuple[int, Any], ...]
-    arrived: tuple[tuple[int, bytes], ...]
+    arrived: tuple[tuple[int, int, bytes], ...]  # on this slot, for this use: tags
     uses: tuple[Record, ...]
     dead: tuple[PeerId, ...]  # lives of prefill ranks that are not fenced yet
     fences: tuple[tuple[int, PeerId], ...]  # prefill's operator is to say that this life is over

@@ -94,8 +94,8 @@ class World(Laws):
             yield self._settled, slot, token
         for slot, peer in state.trials:
             yield self._tried, slot, peer, True
-        for slot, tag in state.arrived:
-            yield self._arrive, slot, tag
+        for slot, use, tag in state.arrived:
+            yield self._arrive, slot, use, tag
         for use, record in zip(self.config.uses, state.uses, strict=True):
             yield from self._engines(use, record, state)
 
@@ -331,8 +331,10 @@ class World(Laws):
 
     def _spoil_ended(self, draft: Draft, use: Use) -> None:
         """An engine ends it. Until a promise of the number's next use has come, prefill cannot tell
-        what is said, or remembered, of this one from what is meant for that."""
-        self._spoil(draft, *() if self.config.successor else (use.number,))
+        what is said, or remembered, of this one from what is meant for that, if the prompts are
+        equal."""
+        alike = self.config.successor and len({one.digest for one in self.config.uses}) == 1
+        self._spoil(draft, *() if alike else (use.number,))
 
     def _end(self, draft: Draft, use: Use, rank: int) -> None:
         abort = commands.AbortRoom(use.decode_key(), "decode's engine")
@@ -378,9 +380,9 @@ class World(Laws):
             pages = record.written[at] | sum(1 << page % USE_PAGES for page in write.pages)
             self._set_use(draft, use, written=put(record.written, at, pages))
             if self.config.arrivals:
-                draft.arrived = tuple(sorted((*draft.arrived, (write.reader, write.tag))))
+                draft.arrived = tuple(sorted((*draft.arrived, (write.reader, use, write.tag))))
             else:
-                self._notified(draft, write.reader, write.tag)
+                self._notified(draft, write.reader, use, write.tag)
         done = WriteDone(write.job, 64)
         self._take(draft, write.slot, ("done", write.job), lambda: done)
 
@@ -408,14 +410,17 @@ class World(Laws):
         changed = write._replace(**changes)
         draft.writes = tuple(changed if one is write else one for one in draft.writes)
 
-    def _arrive(self, draft: Draft, slot: int, tag: bytes) -> None:
+    def _arrive(self, draft: Draft, slot: int, use: int, tag: bytes) -> None:
         rest = list(draft.arrived)
-        rest.remove((slot, tag))
+        rest.remove((slot, use, tag))
         draft.arrived = tuple(rest)
-        self._notified(draft, slot, tag)
+        self._notified(draft, slot, use, tag)
 
-    def _notified(self, draft: Draft, slot: int, tag: bytes) -> None:
+    def _notified(self, draft: Draft, slot: int, use: int, tag: bytes) -> None:
+        before, read = draft.actors[slot], draft.uses[use].reads[self._rank(slot)]
         self._take(draft, slot, ("arrived", tag), lambda: Arrived(tag))
+        same = read in (OPEN, FAILED) or draft.actors[slot] == before
+        assert_law(same, f"a notification of {use}, which is over, counts for another use")
 
     def _settled(self, draft: Draft, slot: int, token: Any) -> None:
         """The target has read what kernels held of this writer; what was there then has landed."""

@@ -122,7 +122,7 @@ def _joiners_sleep(patch: Patch) -> None:
 
 def _followers_sleep(patch: Patch) -> None:
     """A prompt that waits for a prefix on prefill is not told that it is there."""
-    patch(SharedPrefixes, "waits", lambda self, req, now_s: req in self._waits)
+    patch(SharedPrefixes, "to_look_at", lambda self, now_s: [])
 
 
 def _pages_wake_no_request(patch: Patch) -> None:
