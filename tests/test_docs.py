@@ -46,7 +46,6 @@ ROOT = Path(__file__).parents[1]
 DOCUMENTS = [
     *sorted(ROOT.glob("*.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
-    *sorted((ROOT / "benchmarks" / "results").glob("*.md")),
 ]
 README = ROOT / "README.md"
 NOT_RUN = re.compile(r"<!-- (not run: .+|quoted: .+|file: .+|example) -->")

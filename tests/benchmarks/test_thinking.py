@@ -1,4 +1,4 @@
-"""The chats that think: what is found of them, and the table of docs/policies.md."""
+"""The chats that think: what is found of them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ import statistics
 import numpy as np
 import pytest
 
-from benchmarks.thinking import PAGE_SIZE, POOLS, Turn, chats, play
-from tests.benchmarks.test_figures import ROOT, result
-
-DOCUMENT = ROOT / "docs" / "policies.md"
+from benchmarks.thinking import PAGE_SIZE, Turn, chats, play
 
 
 def turn(arrival_s: float, prompt: list[int], output: list[int]) -> Turn:
@@ -44,19 +41,3 @@ def test_chats_are_those_of_their_seed() -> None:
     assert [len(turn.prompt) for turn in one] == [len(turn.prompt) for turn in again]
     assert [len(turn.prompt) for turn in one] != [len(turn.prompt) for turn in other]
     assert 700 < statistics.median(len(turn.output) for turn in one) < 1300
-
-
-def test_the_table_is_what_was_measured() -> None:
-    rows = result("thinking")["rows"]
-    said = DOCUMENT.read_text()
-    for pages in POOLS:
-        found = [
-            statistics.median(
-                row[side]["hit_ratio"]
-                for row in rows
-                if (row["policy"], row["pages"]) == (policy, pages)
-            )
-            for policy in ("lru", "adaptive")
-            for side in ("all_kept", "thinking_dropped")
-        ]
-        assert f"| {pages:,} | " + " | ".join(f"{one:.3f}" for one in found) + " |\n" in said
