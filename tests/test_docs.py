@@ -247,13 +247,6 @@ def test_what_is_quoted_is_the_code_as_it_stands() -> None:
     }  # fmt: skip
 
 
-def test_every_change_is_a_short_file_of_one_kind() -> None:
-    for path in (ROOT / "docs" / "changes").iterdir():
-        if path.name != "README.md":
-            assert re.fullmatch(r"[a-z0-9-]+\.(added|changed|fixed|removed)\.md", path.name)
-            assert 3 <= len(path.read_text(encoding="utf-8").split()) <= 120, path.name
-
-
 def test_the_changelog_and_the_guide_fit_a_page() -> None:
     for name in ("CHANGELOG.md", "CONTRIBUTING.md"):
         assert len(read(name).split()) <= 800, name
