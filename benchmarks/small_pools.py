@@ -16,7 +16,8 @@ from typing import Annotated, Any
 
 import typer
 
-import benchmarks.policies.gated  # noqa: F401  makes it known by name
+import benchmarks.policies.gated
+import benchmarks.policies.gittins  # noqa: F401
 from benchmarks.trace_rows import HITS, WARM, Jobs, JsonFile, measured, write_rows
 from benchmarks.workloads import generate
 from prefixkv.cache.eviction.adaptive import Adaptive

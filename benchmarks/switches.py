@@ -16,7 +16,8 @@ from typing import Annotated, Any
 
 import typer
 
-import benchmarks.policies.gated  # noqa: F401  makes it known by name
+import benchmarks.policies.gated
+import benchmarks.policies.gittins  # noqa: F401
 from benchmarks.workloads import switch
 from prefixkv.cli.replay import Trace, make_trace, replay_policy
 

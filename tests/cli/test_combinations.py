@@ -135,7 +135,7 @@ WORKER: dict[str, list[Any]] = {
     "--name": [NOT, "other"],
     "--max-running": [NOT, "4"],
     "--cache": [NOT, "yes", "no"],
-    "--policy": [NOT, "lru", "gittins"],
+    "--policy": [NOT, "lru", "slru"],
     "--transport-staging-bytes": [NOT, str(64 << 20)],
     "--transport-interface": [NOT, "lo"],
     "--transport-backend": [NOT, "shm", "auto"],

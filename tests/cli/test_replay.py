@@ -126,7 +126,7 @@ def test_a_trace_of_token_lists(tmp_path):
     path.write_text('[1, 1, 2, 2, 3]\n\n{"tokens": [1, 1, 2, 2, 4, 4], "timestamp": 5000}\n')
     trace = read_trace(path, page_size=2)
     assert [request.time_s for request in trace.requests] == [0.0, 5.0]
-    result = replay_policy(trace, "gittins", 10)
+    result = replay_policy(trace, "slru", 10)
     assert (result.block_hit_ratio, result.token_hit_ratio) == (2 / 5, 4 / 11)
 
 

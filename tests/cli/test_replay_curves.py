@@ -128,7 +128,7 @@ def chats(seed, num=700):
     return trace_of(*paths, step_s=3.0)
 
 
-@pytest.mark.parametrize("policy", ["lru", "gittins", DEFAULT_POLICY])
+@pytest.mark.parametrize("policy", ["lru", "slru", DEFAULT_POLICY])
 def test_true_hints_help_and_hints_that_are_wrong_in_one_of_five_do_no_harm(policy):
     trace = chats(1)
     for capacity in (240, 300, 400):

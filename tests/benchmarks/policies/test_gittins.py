@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from prefixkv.cache.eviction.gittins import Gittins
-from prefixkv.cache.eviction.return_tables import (
+from benchmarks.policies.gittins import Gittins
+from benchmarks.policies.return_tables import (
     BEGINS_S,
     LENGTHS_S,
     NUM_BINS,
