@@ -37,7 +37,7 @@ from prefixkv.config import KVEventsConfig
 from prefixkv.errors import ConfigError
 from prefixkv.kv_events.publisher import KVEventPublisher
 from prefixkv.protocol.ids import PeerId
-from prefixkv.routing import Route
+from prefixkv.serving.router import Route
 
 ROUTERS = ("embedded", "service", "longest", "least_loaded")
 PATIENCE_S = 60.0

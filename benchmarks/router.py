@@ -45,7 +45,7 @@ from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.results import PrefixLock
 from prefixkv.cli.replay import Trace, TraceRequest, read_trace
 from prefixkv.errors import ConfigError, TraceError
-from prefixkv.routing import BoundedAffinityRouter, Route
+from prefixkv.serving.router import BoundedAffinityRouter, Route
 
 ROUTERS = ("bounded", "longest", "least_loaded", "round_robin")
 VARIANTS: tuple[dict[str, float], ...] = (

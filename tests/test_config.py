@@ -29,7 +29,7 @@ from prefixkv.errors import CallerError, ConfigError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.pages.allocator import PageAllocator
 from prefixkv.pages.table import PageTable
-from prefixkv.routing import BoundedAffinityRouter
+from prefixkv.serving.router import BoundedAffinityRouter
 
 KEY = "k" * 40
 # For each setting with a bound, a value below it.

@@ -26,7 +26,7 @@ from prefixkv.config import KVEventsConfig
 from prefixkv.errors import CallerError, ConfigError
 from prefixkv.kv_events.dialects import DIALECTS
 from prefixkv.kv_events.stream import EventStream
-from prefixkv.routing import BoundedAffinityRouter, WorkerIndex
+from prefixkv.serving.router import BoundedAffinityRouter, WorkerIndex
 from tests.kv_events.follower import Follower
 from tests.kv_events.test_stream import FIRST, World
 

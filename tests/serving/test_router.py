@@ -11,7 +11,7 @@ from prefixkv.cache.events import Cleared, EventBatch, EventFeed, Removed, Store
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.errors import CallerError, ConfigError, ProtocolError
-from prefixkv.routing import BoundedAffinityRouter, WorkerIndex
+from prefixkv.serving.router import BoundedAffinityRouter, WorkerIndex
 
 PAGE_SIZE = 2
 SYSTEM = list(range(1000, 1016))  # 8 pages

@@ -27,23 +27,22 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from prefixkv.cache.events import (
+from prefixkv.spi import (
+    MAX_BYTES,
+    CallerError,
     CheckpointRemoved,
     CheckpointStored,
     Cleared,
-    EventBatch,
-    Removed,
-    Stored,
-)
-from prefixkv.errors import CallerError, shown
-from prefixkv.settings import (
-    MAX_BYTES,
     CountOrZero,
+    EventBatch,
     Number,
+    Removed,
     Seconds,
     SecondsOrZero,
+    Stored,
     check_fields,
     check_time,
+    shown,
 )
 
 _STORED = math.inf  # until when a page counts that the worker has reported
