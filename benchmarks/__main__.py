@@ -26,7 +26,6 @@ BENCHMARKS = {
     "host_tier": "hits and copies of host tiers behind a pool, on a trace",
     "host_hits": "hits in pool and host memory by the real scheduler, beside the replay",
     "host_admission": "what an admission costs with host memory, beside one without",
-    "splits": "hits at the same bytes, one pool for all layers or several",
     "checkpoints": "what of a cached prefix a model with recurrent layers can go on behind",
     "allocator": "allocating and freeing pages of a fragmented pool",
     "eviction_reserve": "runs of new pages and hits, when more is evicted than is missing",

@@ -15,8 +15,6 @@ from prefixkv._lazy import lazy_names
 if TYPE_CHECKING:
     from prefixkv.admission import AdmissionPolicy as AdmissionPolicy
     from prefixkv.admission import register_admission as register_admission
-    from prefixkv.cache.checkpoints import NO_SLOT as NO_SLOT
-    from prefixkv.cache.checkpoints import Checkpoints as Checkpoints
     from prefixkv.cache.events import NO_PARENT as NO_PARENT
     from prefixkv.cache.events import Change as Change
     from prefixkv.cache.events import CheckpointEvicted as CheckpointEvicted
@@ -176,8 +174,6 @@ _HOMES = {
     "TOKEN_LIMIT": "cache.radix_key",
     "common_pages": "cache.radix_key",
     "TreeNode": "cache.node",
-    "Checkpoints": "cache.checkpoints",
-    "NO_SLOT": "cache.checkpoints",
     "InsertResult": "cache.results",
     "MatchResult": "cache.results",
     "PrefixLock": "cache.results",

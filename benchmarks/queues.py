@@ -1,4 +1,4 @@
-"""First tokens beside a replay's hits, by a model of queues: to compare host tiers by; no forecast.
+"""First tokens beside a replay's hits, by a model of queues: to compare rules by; no forecast.
 
 A request's KV comes from four places, each with one queue, first come, first served:
 
@@ -20,10 +20,8 @@ from copy import copy
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-
 from prefixkv.cli.replay.trace import Trace
-from prefixkv.spi import ConfigError, check_range
+from prefixkv.spi import check_range
 
 MOST_BUSY = 0.7
 """As many prefill workers are taken as keep them this busy at most, with decode's pool alone."""
@@ -65,90 +63,6 @@ class RequestTokens(NamedTuple):
     device_tokens: int  # found by the device
     host_tokens: Sequence[int]  # behind those, by host tier
     counted: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Latency:
-    """First tokens of a replay with one way of getting KV: with a host tier or none, with own
-    compute or without."""
-
-    host_blocks: int  # 0: no host tier
-    own_tokens: int  # 0: prefill computes all
-    ttft_s_p50: float
-    ttft_s_p99: float
-    prefill_workers: int
-    prefill_busy: float  # share of their time
-    link_busy: float  # share of the time, above 1 if it cannot keep up
-    own_busy: float
-
-
-def check_latencies(trace: Trace) -> None:
-    """Raise ConfigError if first tokens of a trace cannot be worked out."""
-    if not trace.bytes_per_token:
-        raise ConfigError(
-            f"first tokens need the size of a token's KV, which {trace.name} does not say: "
-            "--bytes-per-token does"
-        )
-
-
-def latency_row(one: Latency) -> str:
-    """Format first tokens of one case as a line of the command's table."""
-    host = f"host {one.host_blocks:,} blocks" if one.host_blocks else "no host"
-    own = f"own compute to {one.own_tokens:,} tokens" if one.own_tokens else "no own compute"
-    many = f"{one.prefill_workers} prefill workers" if one.prefill_workers > 1 else "prefill"
-    full = ", which cannot keep up" if one.link_busy >= 1 else ""
-    return (
-        f"    TTFT P50 {one.ttft_s_p50:.3f} s, P99 {one.ttft_s_p99:.2f} s ({host}, {own}; {many} "
-        f"{one.prefill_busy:.0%} busy, link {one.link_busy:.0%}{full}, own {one.own_busy:.0%})"
-    )
-
-
-def latencies(
-    trace: Trace, found: Sequence[RequestTokens], hosts: Sequence[int], speeds: Speeds
-) -> list[Latency]:
-    """Work out first tokens of a replay: for the device alone and with each host tier, without and
-    with own compute.
-
-    Args:
-        found: of the requests that were not refused, in order of time.
-        hosts: sizes of the host tiers, blocks.
-    Raises:
-        ConfigError: the KV of a token is not known.
-    """
-    check_latencies(trace)
-    if not any(one.counted for one in found):
-        return []
-    span_s = max(found[-1].time_s - found[0].time_s, 1e-9)
-    work_tokens = sum(max(1, one.tokens - one.device_tokens) for one in found)
-    workers = prefill_workers(work_tokens, span_s, speeds.prefill_tokens_per_s, len(found))
-    rows = []
-    for at, blocks in [(-1, 0), *enumerate(hosts)]:
-        for own_tokens in (0, speeds.own_tokens):
-            queues = Queues(trace, speeds, workers)
-            ttfts_s = []
-            for one in found:
-                host_tokens = 0 if at < 0 else one.host_tokens[at]
-                # Without own compute prefill is asked for a full hit too, as the first token is its
-                # work. Its cache finds what decode's finds.
-                missing = one.tokens - one.device_tokens - host_tokens
-                is_own = bool(own_tokens) and missing <= own_tokens
-                served = queues.serve(one, host_tokens, is_own, one.device_tokens)
-                ttfts_s.append(served.first_token_s - one.time_s)
-            counted = [ttft_s for one, ttft_s in zip(found, ttfts_s, strict=True) if one.counted]
-            p50, p99 = (float(one) for one in np.percentile(counted, [50, 99]))
-            rows.append(
-                Latency(
-                    host_blocks=blocks,
-                    own_tokens=own_tokens,
-                    ttft_s_p50=p50,
-                    ttft_s_p99=p99,
-                    prefill_workers=workers,
-                    prefill_busy=queues.prefill_s / span_s / workers,
-                    link_busy=queues.link_s / span_s,
-                    own_busy=queues.own_s / span_s,
-                )
-            )
-    return rows
 
 
 class Served(NamedTuple):
