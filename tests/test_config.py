@@ -117,7 +117,6 @@ TOO_LOW: dict[type, dict[str, Any]] = {
         "endpoint": "",
         "replay_endpoint": "127.0.0.1:5558",
         "snapshot_endpoint": "tcp://127.0.0.1:99999",
-        "dialect": "dynamo",
     },
 }
 
