@@ -92,7 +92,8 @@ class EventStream:
         """Yield numbered batches of events for the changes of the cache of this tier as they are
         made; none if there are none."""
         blocks, paths = self._tiers[tier]
-        events, num_pages = [], 0
+        events: list[object] = []
+        num_pages = 0
         for change in changes:
             # `paths` follows each change in the same step, so it always equals what was published.
             match change:
@@ -164,7 +165,7 @@ class EventStream:
         hold; the batch after it has the next number. O(pages), then O(1) until something is
         published."""
         if self._snapshot is None or self._snapshot.seq != self.next_seq - 1:
-            events = [self.blocks.cleared()]
+            events: list[object] = [self.blocks.cleared()]
             for blocks, paths in self._tiers:
                 events += map(blocks.stored, paths.runs())
                 events += map(blocks.checkpoint_stored, paths.checkpoints)

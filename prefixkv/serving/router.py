@@ -331,8 +331,7 @@ class BoundedAffinityRouter:
     the mean for a moment and still goes there, while a document that many chats ask about spreads
     to more workers as the first ones fill up.
 
-    A decision costs O(workers * log pages of the prompt); `benchmarks/results/router.json` has
-    measurements.
+    A decision costs O(workers * log pages of the prompt).
 
     Args:
         bound: how far above the mean load a worker may be and still be chosen for what it holds.
