@@ -23,7 +23,8 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-import benchmarks.policies.gated  # noqa: F401  makes it known by name
+import benchmarks.policies.gated
+import benchmarks.policies.gittins  # noqa: F401
 from benchmarks.workloads import SEED, WORKLOADS, generate
 from prefixkv.cache.eviction.policy import DEFAULT_POLICY, policy_names
 from prefixkv.cli.replay import (

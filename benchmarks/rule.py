@@ -3,7 +3,7 @@ tokens at least as soon as the best fixed number of tokens would, without being 
 
     python -m benchmarks rule AGENTS CONVERSATION --json benchmarks/results/rule.json
 
-`prefixkv replay`'s model of queues (`prefixkv/cli/replay/latency.py`) on the hits of a real tree.
+A model of queues (`queues.py`) on the hits of a real tree.
 The rule is `prefixkv.decode.sources.Sources` itself, and is told what a node would measure: its
 chunks, its promises, what arrives, its own queues. A fixed number of tokens computes every request
 here that lacks at most that many. A ratio is the rule's by the best of five fixed numbers, which
@@ -32,8 +32,8 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 import typer
 
-from prefixkv.cli.replay import Speeds, Trace, read_trace, replay_policy
-from prefixkv.cli.replay.latency import Queues, RequestTokens, Served, prefill_workers
+from benchmarks.queues import Queues, RequestTokens, Served, Speeds, prefill_workers
+from prefixkv.cli.replay import Trace, read_trace, replay_policy
 from prefixkv.cli.replay.trace import TraceRequest, block_names, footprint, mix
 from prefixkv.config import ComputeConfig
 from prefixkv.decode.sources import Lack, Source, Sources, Way

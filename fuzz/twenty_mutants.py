@@ -8,8 +8,6 @@ several, the present one first. The tests are first run without any mutant. At m
 2 cores:
 
     python fuzz/twenty_mutants.py [--tree ANOTHER_CHECKOUT] [--only 7] [--processes 2]
-
-What it found is in benchmarks/results/house.md.
 """
 
 from __future__ import annotations

@@ -301,7 +301,7 @@ def _check_names(policy: str | Policy, admission: str | Admission = "fifo") -> N
 
 @dataclass(frozen=True, slots=True)
 class KVEventsConfig:
-    """Cache events for routers, in the formats of other engines (`docs/fleet.md`).
+    """Cache events for routers, in vLLM's format (`docs/fleet.md`).
 
     Three sockets bind: a PUB for events, a ROUTER that repeats events from a number on, a ROUTER
     that sends snapshots. "" turns the last two off, a port of `*` takes a free one. Events carry
@@ -309,7 +309,7 @@ class KVEventsConfig:
     belongs on an isolated network, and is warned of.
 
     `topic`: "" is "kv@" + the worker's name + "@" + `ModelConfig.model`. `medium` names the kind of
-    memory, as the dialect does. `dp_rank` is the data-parallel rank that events name.
+    memory in the format's terms. `dp_rank` is the data-parallel rank that events name.
 
     The last `keep_batches` and `keep_bytes` are kept to be repeated. A subscriber that is 10,000
     batches behind loses events, and sees a gap in the numbers; one that is `queue_bytes` behind is
@@ -319,7 +319,7 @@ class KVEventsConfig:
     wait for the publisher's thread; beyond, it starts over with a snapshot.
 
     With `checkpoint_blocks` a worker that goes on from checkpoints alone tells where they are, as
-    blocks of a group of their own; dialect "vllm" only.
+    blocks of a group of their own.
 
     With `epoch_frames` the number's frame is followed by 16 bytes that name this life of the
     worker, for llm-d's recovery by snapshots. Dynamo refuses such frames.
@@ -329,7 +329,6 @@ class KVEventsConfig:
     replay_endpoint: str = "tcp://127.0.0.1:5558"
     snapshot_endpoint: str = "tcp://127.0.0.1:5559"
     topic: str = ""
-    dialect: Literal["vllm", "sglang"] = "vllm"
     medium: str = "GPU"
     dp_rank: CountOrZero = 0
     keep_batches: CountOrZero = 10_000
@@ -342,10 +341,6 @@ class KVEventsConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.checkpoint_blocks and self.dialect != "vllm":
-            raise ConfigError(
-                f"checkpoint_blocks: dialect {self.dialect!r} has no groups of blocks for them"
-            )
         for name in ("endpoint", "replay_endpoint", "snapshot_endpoint"):
             address = getattr(self, name)
             try:

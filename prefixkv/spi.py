@@ -15,17 +15,19 @@ from prefixkv._lazy import lazy_names
 if TYPE_CHECKING:
     from prefixkv.admission import AdmissionPolicy as AdmissionPolicy
     from prefixkv.admission import register_admission as register_admission
-    from prefixkv.cache.checkpoints import NO_SLOT as NO_SLOT
-    from prefixkv.cache.checkpoints import Checkpoints as Checkpoints
     from prefixkv.cache.events import NO_PARENT as NO_PARENT
     from prefixkv.cache.events import Change as Change
     from prefixkv.cache.events import CheckpointEvicted as CheckpointEvicted
+    from prefixkv.cache.events import CheckpointRemoved as CheckpointRemoved
     from prefixkv.cache.events import CheckpointSaved as CheckpointSaved
+    from prefixkv.cache.events import CheckpointStored as CheckpointStored
     from prefixkv.cache.events import Cleared as Cleared
     from prefixkv.cache.events import EventBatch as EventBatch
     from prefixkv.cache.events import Inserted as Inserted
     from prefixkv.cache.events import PagePaths as PagePaths
     from prefixkv.cache.events import PageRef as PageRef
+    from prefixkv.cache.events import Removed as Removed
+    from prefixkv.cache.events import Stored as Stored
     from prefixkv.cache.events import TakenOut as TakenOut
     from prefixkv.cache.events import page_keys as page_keys
     from prefixkv.cache.eviction.ghosts import Ghost as Ghost
@@ -76,6 +78,8 @@ if TYPE_CHECKING:
     from prefixkv.errors import UserErrors as UserErrors
     from prefixkv.errors import check_laws as check_laws
     from prefixkv.errors import check_range as check_range
+    from prefixkv.errors import shown as shown
+    from prefixkv.errors import shown_namespace as shown_namespace
     from prefixkv.kv_events.publisher import default_topic as default_topic
     from prefixkv.memory.kv_layout import ITEMSIZE as ITEMSIZE
     from prefixkv.memory.kv_layout import KVLayout as KVLayout
@@ -105,8 +109,6 @@ if TYPE_CHECKING:
     from prefixkv.ranks.replica import RankLog as RankLog
     from prefixkv.request import DeviceEvent as DeviceEvent
     from prefixkv.request import whole_number as whole_number
-    from prefixkv.routing import BoundedAffinityRouter as BoundedAffinityRouter
-    from prefixkv.routing import Route as Route
     from prefixkv.runtime.closing import Closing as Closing
     from prefixkv.runtime.death import HeldLife as HeldLife
     from prefixkv.runtime.death import is_dead as is_dead
@@ -119,6 +121,7 @@ if TYPE_CHECKING:
     from prefixkv.runtime.transfers import MakeTransport as MakeTransport
     from prefixkv.runtime.transfers import secret_number as secret_number
     from prefixkv.settings import FILE as FILE
+    from prefixkv.settings import MAX_BYTES as MAX_BYTES
     from prefixkv.settings import PREFIX as PREFIX
     from prefixkv.settings import VARIABLE as VARIABLE
     from prefixkv.settings import Bytes as Bytes
@@ -134,6 +137,7 @@ if TYPE_CHECKING:
     from prefixkv.settings import at_least as at_least
     from prefixkv.settings import build as build
     from prefixkv.settings import check_fields as check_fields
+    from prefixkv.settings import check_time as check_time
     from prefixkv.settings import convert as convert
     from prefixkv.settings import doc as doc
     from prefixkv.settings import find as find
@@ -171,8 +175,6 @@ _HOMES = {
     "TOKEN_LIMIT": "cache.radix_key",
     "common_pages": "cache.radix_key",
     "TreeNode": "cache.node",
-    "Checkpoints": "cache.checkpoints",
-    "NO_SLOT": "cache.checkpoints",
     "InsertResult": "cache.results",
     "MatchResult": "cache.results",
     "PrefixLock": "cache.results",
@@ -183,13 +185,17 @@ _HOMES = {
     # Changes of a cache, for routers.
     "Change": "cache.events",
     "CheckpointEvicted": "cache.events",
+    "CheckpointRemoved": "cache.events",
     "CheckpointSaved": "cache.events",
+    "CheckpointStored": "cache.events",
     "Cleared": "cache.events",
     "EventBatch": "cache.events",
     "Inserted": "cache.events",
     "NO_PARENT": "cache.events",
     "PagePaths": "cache.events",
     "PageRef": "cache.events",
+    "Removed": "cache.events",
+    "Stored": "cache.events",
     "TakenOut": "cache.events",
     "page_keys": "cache.events",
     "default_topic": "kv_events.publisher",
@@ -237,15 +243,13 @@ _HOMES = {
     "BLOCK_BYTES": "memory.staging_area",
     "StagingArea": "memory.staging_area",
     "check_device": "memory.kv_pool",
-    # Several ranks, and routing between workers.
+    # Several ranks.
     "DecodeGroup": "runtime.groups",
     "PrefillGroup": "runtime.groups",
     "DecodeRank": "runtime.decode_rank",
     "RankLog": "ranks.replica",
     "PrefillRank": "runtime.prefill_rank",
     "PrefillLog": "ranks.prefill_log",
-    "BoundedAffinityRouter": "routing",
-    "Route": "routing",
     # Processes: peers, their death, their metrics, threads.
     "PeerId": "protocol.ids",
     "PROTOCOL_VERSION": "protocol.messages",
@@ -285,6 +289,7 @@ _HOMES = {
     "Number": "settings",
     "Port": "settings",
     "FILE": "settings",
+    "MAX_BYTES": "settings",
     "VARIABLE": "settings",
     "Found": "settings",
     "PREFIX": "settings",
@@ -293,6 +298,7 @@ _HOMES = {
     "Setting": "settings",
     "as_environ": "settings",
     "check_fields": "settings",
+    "check_time": "settings",
     "build": "settings",
     "convert": "settings",
     "doc": "settings",
@@ -309,6 +315,8 @@ _HOMES = {
     "whole_number": "request",
     "check_laws": "errors",
     "check_range": "errors",
+    "shown": "errors",
+    "shown_namespace": "errors",
     # Errors (the whole tree is `prefixkv.errors`).
     "AbortedError": "errors",
     "CallerError": "errors",

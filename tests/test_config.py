@@ -29,7 +29,7 @@ from prefixkv.errors import CallerError, ConfigError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.pages.allocator import PageAllocator
 from prefixkv.pages.table import PageTable
-from prefixkv.routing import BoundedAffinityRouter
+from prefixkv.serving.router import BoundedAffinityRouter
 
 KEY = "k" * 40
 # For each setting with a bound, a value below it.
@@ -117,7 +117,6 @@ TOO_LOW: dict[type, dict[str, Any]] = {
         "endpoint": "",
         "replay_endpoint": "127.0.0.1:5558",
         "snapshot_endpoint": "tcp://127.0.0.1:99999",
-        "dialect": "dynamo",
     },
 }
 
@@ -216,10 +215,10 @@ def test_a_setting_of_another_type_or_too_large_is_named(
         config(**{field: value})
 
 
-@pytest.mark.parametrize("name", ["adaptive", "gittins", "priority"])
+@pytest.mark.parametrize("name", ["adaptive", "priority"])
 def test_a_policy_s_setting_that_is_no_number_is_named(name: str) -> None:
     kind = type(make_policy(name))
-    names = {"adaptive": "trust", "gittins": "promise_s", "priority": "ttl_s"}
+    names = {"adaptive": "trust", "priority": "ttl_s"}
     for value in ("long", float("nan"), -1.0):
         with pytest.raises(ConfigError, match=names[name]):
             kind(**{names[name]: value})

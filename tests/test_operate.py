@@ -33,11 +33,11 @@ from prefixkv.pages.manager import PageManager
 from prefixkv.prefill import journal as prefill_journal
 from prefixkv.prefill.request import PrefillRequest
 from prefixkv.request import Request
-from prefixkv.routing import BoundedAffinityRouter
 from prefixkv.runtime import metrics
 from prefixkv.runtime.decode_node import DecodeNode
 from prefixkv.runtime.node import Node
 from prefixkv.runtime.prefill_node import PrefillNode
+from prefixkv.serving.router import BoundedAffinityRouter
 from prefixkv.serving.tracing import PHASES
 from tests.models.node_pair import NodePair, make_pool, tokens_of
 from tests.models.patience import PATIENCE_S

@@ -37,7 +37,7 @@ from prefixkv.prefill.scheduler import PrefillScheduler
 from prefixkv.protocol.commands import DeclineRoom, OpenRoom
 from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.request import Request
-from prefixkv.routing import BoundedAffinityRouter
+from prefixkv.serving.router import BoundedAffinityRouter
 from tests.models.junk import JUNK, OwnError, each_junk
 from tests.models.picture import picture
 

@@ -2,5 +2,4 @@
 
 # Importing a policy makes it known by name.
 from prefixkv.cache.eviction import adaptive as adaptive
-from prefixkv.cache.eviction import gittins as gittins
 from prefixkv.cache.eviction import plain as plain

@@ -227,7 +227,7 @@ class PagePaths:
             upper = self._page_refs[_ids(above)[0]]
             key, number = upper.key, upper.number + 1
         # `before` goes into the hash, `key` into the event. They differ for a first page only,
-        # where a dialect may mix the namespace into the hash.
+        # where a format may mix the namespace into the hash.
         before = key
         if not above and self._before_first is not None:
             before = self._before_first(namespace)

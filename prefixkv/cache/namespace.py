@@ -76,7 +76,7 @@ class Namespace(_NamespaceFields):
     """A namespace of named parts: adapter, salt and images.
 
     Requests with equal tokens but different namespaces share no KV. The tree treats it like any
-    other hashable; cache events can express it in the dialects of other engines
+    other hashable; cache events can express it in the formats of other engines
     (`prefixkv.kv_events`).
 
     Args:

@@ -29,7 +29,7 @@ from prefixkv.cache.events import Change, Cleared, stored_pages
 from prefixkv.config import KVEventsConfig
 from prefixkv.connections import Bounds, Connection, Watched, Watcher, message_bytes, receive
 from prefixkv.errors import ConfigError
-from prefixkv.kv_events.dialects import DIALECTS
+from prefixkv.kv_events.blocks import BlockEvents
 from prefixkv.kv_events.stream import Batch, EventStream
 from prefixkv.protocol.ids import PeerId
 from prefixkv.wakeups import Inbox
@@ -97,7 +97,7 @@ class KVEventPublisher:
     thread; the rest happens in a thread of its own.
 
     Args:
-        config: addresses, dialect and bounds.
+        config: addresses and bounds.
         worker: the one with this cache.
         model: `ModelConfig.model`, for the topic.
         page_size: tokens per page.
@@ -118,20 +118,21 @@ class KVEventPublisher:
         self.config = config
         self.counters = Counter(dict.fromkeys(_COUNTERS, 0))
         self.topic = config.topic or default_topic(worker.name, model)
-        kind = DIALECTS[config.dialect]
-        if has_host and config.medium == kind.host_medium:
+        if has_host and config.medium == BlockEvents.host_medium:
             raise ConfigError(
                 f"kv_events: medium is {config.medium!r}, which is the word for host memory, where "
                 "this worker keeps pages too: name another one"
             )
-        self.dialect = kind(page_size, config.medium, config.checkpoint_blocks)
+        self.blocks = BlockEvents(page_size, config.medium, config.checkpoint_blocks)
         self._device = _TierFeed(self, 0)
         self.host = _TierFeed(self, 1) if has_host else None
         # In microseconds: no life publishes a million batches per second, so the next begins above.
         first_seq = time.time_ns() // 1000
-        host = kind(page_size, kind.host_medium, config.checkpoint_blocks) if has_host else None
+        host = None
+        if has_host:
+            host = BlockEvents(page_size, BlockEvents.host_medium, config.checkpoint_blocks)
         self._stream = EventStream(
-            page_size, self.dialect, config.dp_rank, first_seq,
+            page_size, self.blocks, config.dp_rank, first_seq,
             config.keep_batches, config.keep_bytes, host,
         )  # fmt: skip
         self._epoch = worker.incarnation.to_bytes(EPOCH_BYTES)
@@ -373,7 +374,7 @@ class KVEventPublisher:
             self._refused_log_s = now_s
             _log.warning("a request for cache events is refused: %s", text)
         if sock is self._replay:
-            answer = [*([b""] if self.dialect.topic_in_replay else []), END, text.encode()]
+            answer = [b"", END, text.encode()]
         else:
             answer = [UNREADABLE, self._epoch, text.encode()]
         self._send_to(sock, client, answer)
@@ -382,8 +383,6 @@ class KVEventPublisher:
         """Send a client of the replay or snapshot socket the batches it waits for, as far as its
         queue takes them."""
         now_s = time.time()
-        topic = [self._topic_frame] if self.dialect.topic_in_replay else []
-        end = [b"", END, b""] if self.dialect.topic_in_replay else [END, b""]
         while (sock, client) in self._waiting:
             seq = self._waiting[sock, client]
             # 1. A snapshot: one answer.
@@ -395,9 +394,9 @@ class KVEventPublisher:
                 number = batch.seq.to_bytes(SEQ_BYTES)
                 answer, last = [number, self._epoch, batch.payload], True
             elif (batch := self._stream.since(seq, now_s)) is None:
-                answer, last = end, True
+                answer, last = [b"", END, b""], True
             else:
-                answer, last = [*topic, self._number(batch.seq), batch.payload], False
+                answer, last = [self._topic_frame, self._number(batch.seq), batch.payload], False
             sent = self._send_to(sock, client, answer)
             if sent is None:
                 return  # its queue is full: later

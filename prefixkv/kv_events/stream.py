@@ -26,7 +26,7 @@ from prefixkv.cache.events import (
     TakenOut,
 )
 from prefixkv.errors import check_laws
-from prefixkv.kv_events.dialects import Dialect
+from prefixkv.kv_events.blocks import BlockEvents
 
 BATCH_PAGES = 4096
 """Pages after which a batch ends; the change that reaches it is still part of it."""
@@ -42,7 +42,7 @@ class Batch(NamedTuple):
 class _Tier(NamedTuple):
     """One cache of the worker's, as published: the words for it, and what it holds."""
 
-    dialect: Dialect
+    blocks: BlockEvents
     paths: PagePaths
 
 
@@ -51,7 +51,7 @@ class EventStream:
 
     Args:
         page_size: tokens per page.
-        dialect: format of events.
+        blocks: makes the events.
         rank: data-parallel rank that batches name.
         first_seq: number of the first batch.
         keep_batches, keep_bytes: most that is kept for repeats; a batch longer than `keep_bytes` is
@@ -63,22 +63,22 @@ class EventStream:
     def __init__(
         self,
         page_size: int,
-        dialect: Dialect,
+        blocks: BlockEvents,
         rank: int,
         first_seq: int,
         keep_batches: int,
         keep_bytes: int,
-        host: Dialect | None = None,
+        host: BlockEvents | None = None,
     ) -> None:
-        self.dialect = dialect
+        self.blocks = blocks
         self.next_seq = first_seq
         self.kept_bytes = 0
         self._rank = rank
         self._keep_batches = keep_batches
         self._keep_bytes = keep_bytes
         self._kept: dict[int, bytes] = {}  # by number, without a gap up to the newest batch
-        dialects = [dialect] if host is None else [dialect, host]
-        self._tiers = [_Tier(one, PagePaths(page_size, keep_tokens=True)) for one in dialects]
+        tiers = [blocks] if host is None else [blocks, host]
+        self._tiers = [_Tier(one, PagePaths(page_size, keep_tokens=True)) for one in tiers]
         self._encode = msgspec.msgpack.Encoder().encode
         # The latest snapshot; good as long as its number is the newest batch's.
         self._snapshot: Batch | None = None
@@ -91,40 +91,41 @@ class EventStream:
     def publish(self, changes: Iterable[Change], ts: float, tier: int = 0) -> Iterator[Batch]:
         """Yield numbered batches of events for the changes of the cache of this tier as they are
         made; none if there are none."""
-        dialect, paths = self._tiers[tier]
-        events, num_pages = [], 0
+        blocks, paths = self._tiers[tier]
+        events: list[object] = []
+        num_pages = 0
         for change in changes:
             # `paths` follows each change in the same step, so it always equals what was published.
             match change:
                 case Inserted():
                     run = paths.inserted(change)
-                    events.append(dialect.stored(run))
+                    events.append(blocks.stored(run))
                     num_pages += len(run)
-                case CheckpointSaved() | CheckpointEvicted() if not dialect.checkpoints:
+                case CheckpointSaved() | CheckpointEvicted() if not blocks.checkpoints:
                     pass
                 case CheckpointSaved():
-                    events.append(dialect.checkpoint_stored(paths.saved(change)))
+                    events.append(blocks.checkpoint_stored(paths.saved(change)))
                     num_pages += 1
                 case CheckpointEvicted():
-                    events += map(dialect.checkpoint_removed, paths.evicted(change))
+                    events += map(blocks.checkpoint_removed, paths.evicted(change))
                     num_pages += 1
                 case TakenOut():
                     # A checkpoint goes before the page that it ends on.
-                    events += map(dialect.checkpoint_removed, paths.evicted(change))
+                    events += map(blocks.checkpoint_removed, paths.evicted(change))
                     for run in paths.taken_out(change):
-                        events.append(dialect.removed(run))
+                        events.append(blocks.removed(run))
                         num_pages += len(run)
                 case Cleared() if self.num_pages == len(paths):
                     paths.clear()
-                    events.append(dialect.cleared())
+                    events.append(blocks.cleared())
                 case Cleared():
                     # The one event for it would end what the other tier holds as well. From the
                     # end, so that what follows a page goes before it.
                     runs = list(paths.runs())
-                    events += map(dialect.checkpoint_removed, paths.checkpoints)
+                    events += map(blocks.checkpoint_removed, paths.checkpoints)
                     paths.clear()
                     for run in reversed(runs):
-                        events.append(dialect.removed(run))
+                        events.append(blocks.removed(run))
                         num_pages += len(run)
                         if num_pages >= BATCH_PAGES:
                             yield self._batch(events, ts)
@@ -142,7 +143,7 @@ class EventStream:
         """Make a numbered batch of events that says that no tier of the worker holds anything."""
         for _, paths in self._tiers:
             paths.clear()
-        return self._batch([self.dialect.cleared()], ts)
+        return self._batch([self.blocks.cleared()], ts)
 
     def heartbeat(self, ts: float) -> Batch:
         """Make a numbered batch without events. Its number shows a router that it missed the batch
@@ -164,10 +165,10 @@ class EventStream:
         hold; the batch after it has the next number. O(pages), then O(1) until something is
         published."""
         if self._snapshot is None or self._snapshot.seq != self.next_seq - 1:
-            events = [self.dialect.cleared()]
-            for dialect, paths in self._tiers:
-                events += map(dialect.stored, paths.runs())
-                events += map(dialect.checkpoint_stored, paths.checkpoints)
+            events: list[object] = [self.blocks.cleared()]
+            for blocks, paths in self._tiers:
+                events += map(blocks.stored, paths.runs())
+                events += map(blocks.checkpoint_stored, paths.checkpoints)
             payload = self._encode([ts, events, self._rank])
             self._snapshot = Batch(self.next_seq - 1, payload)
         return self._snapshot

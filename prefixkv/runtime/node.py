@@ -131,7 +131,7 @@ class Node(OneThread, Generic[C, To, E]):
         """Raise RequestError for a namespace that the node's published events cannot express, if
         any are published."""
         if self.kv_events is not None and request.cacheable:
-            self.kv_events.dialect.check(request.key.namespace)
+            self.kv_events.blocks.check(request.key.namespace)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until a `pop_*` of the node, decode's or prefill's, may have something for the

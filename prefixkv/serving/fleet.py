@@ -22,6 +22,7 @@ import msgspec
 from prefixkv.serving.client import make_client
 from prefixkv.serving.failures import ApiError, answer_ended, failed, is_inner, is_not_finite
 from prefixkv.serving.feed import batches_of
+from prefixkv.serving.router import BoundedAffinityRouter, Route
 from prefixkv.serving.streams import read_all, read_some
 from prefixkv.serving.tracing import current
 from prefixkv.serving.wire import (
@@ -35,11 +36,9 @@ from prefixkv.serving.wire import (
     part_rid,
 )
 from prefixkv.spi import (
-    BoundedAffinityRouter,
     ConfigError,
     ProtocolError,
     RadixKey,
-    Route,
     page_keys,
 )
 

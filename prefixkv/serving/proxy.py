@@ -56,12 +56,13 @@ from prefixkv.serving.passing import (
 )
 from prefixkv.serving.process import keep_what_is_loaded, log_to_stderr
 from prefixkv.serving.request_file import RequestFile
+from prefixkv.serving.router import BoundedAffinityRouter
+from prefixkv.serving.router import Route as ServerRoute
 from prefixkv.serving.status import bind, status_app
 from prefixkv.serving.streams import TooMuchError, read_all
 from prefixkv.serving.tracing import current, make_tracing, pass_on, traced
 from prefixkv.serving.wire import part_rid
-from prefixkv.spi import TOKEN_BYTES, BoundedAffinityRouter, ConfigError, page_keys
-from prefixkv.spi import Route as ServerRoute
+from prefixkv.spi import TOKEN_BYTES, ConfigError, page_keys
 
 logger = logging.getLogger("prefixkv.proxy")
 

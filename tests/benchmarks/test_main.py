@@ -50,7 +50,6 @@ def test_an_unknown_one_is_one_line_and_status_2(capfd: pytest.CaptureFixture[st
     ("arguments", "why"),
     [
         ("burst --system-tokens 100", "--system-tokens is 100, a multiple of 16 is needed"),
-        ("allocator --pages 10", "at least 1000"),
         ("staging_copy --rounds 0", "at least 1"),
         ("host_copies --rounds 0", "at least 1"),
         ("host_copies --json no/x", "there is no such folder"),

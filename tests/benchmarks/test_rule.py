@@ -10,9 +10,9 @@ import pytest
 
 from benchmarks import rule as bench
 from benchmarks.__main__ import run as run_benchmark
+from benchmarks.queues import Queues, RequestTokens, Speeds
 from benchmarks.workloads import generate
-from prefixkv.cli.replay import Speeds, Trace
-from prefixkv.cli.replay.latency import Queues, RequestTokens
+from prefixkv.cli.replay import Trace
 from prefixkv.config import ComputeConfig
 from prefixkv.decode.sources import Sources
 
@@ -100,14 +100,12 @@ def test_each_row_has_the_best_fixed_number_and_the_rules(
 def test_a_trace_of_small_blocks_is_read_in_larger_ones(tmp_path: Path) -> None:
     """Blocks of 64 tokens, eight of which make one: equal only with all before them equal."""
     first, other = list(range(17)), [*range(8), *range(100, 109)]
-    session = {
-        "block_size": 64, "requests": [
-            {"t": at, "in": 64 * len(ids), "hash_ids": ids}
-            for at, ids in ((0, first), (5, other), (9, [7, *other]))
-        ],
-    }  # fmt: skip
-    path = tmp_path / "one.json"
-    path.write_text(json.dumps(session), encoding="utf-8")
+    path = tmp_path / "one.jsonl"
+    rows = [
+        {"timestamp": at, "block_size": 64, "input_length": 64 * len(ids), "hash_ids": ids}
+        for at, ids in ((0, first), (5, other), (9, [7, *other]))
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     trace = bench._in_blocks(bench.read_trace(path))
     assert trace.block_tokens == 512
     assert [one.key.tokens().tolist() for one in trace.requests] == [[0, 1], [0, 2], [3, 4]]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import rooms_memory, soak
+from benchmarks import soak
 from benchmarks.__main__ import run
 from benchmarks.soak_engine import instances, lengths_below
 from prefixkv.protocol.timers import Timers
@@ -27,26 +27,6 @@ def test_a_short_soak_comes_to_rest_and_counts(tmp_path: Path) -> None:
     assert written["outcomes_here"]["decode: well"] > 0
     assert any(name.startswith("transport ") for name in written["samples"][0]["containers"])
     assert written["samples"][0]["objects"]["prefixkv.runtime.decode_node.DecodeNode"] == 1
-
-
-@pytest.mark.slow
-def test_memory_is_counted_as_rooms_go_by(tmp_path: Path) -> None:
-    path = tmp_path / "rooms.json"
-    options = ["--rooms", "240", "--every", "60", "--json", str(path)]
-    assert run(["rooms_memory", *options]) == 0
-    written = json.loads(path.read_text())
-    assert [sample["rooms"] for sample in written["samples"]] == [60, 120, 180, 240]
-    assert all(sample["malloc_bytes"] > 2**20 for sample in written["samples"])
-    verdict = written["verdict"]
-    assert (verdict["rooms"], verdict["failed"]) == (240, 0)
-    assert 0 < verdict["bytes_sent"] < 240 * 256, "a part of them sends"
-
-
-@pytest.mark.parametrize(("bytes_a_room", "found"), [(0, 0.0), (7, 7.0)])
-def test_a_slope_is_of_the_last_half(bytes_a_room: int, found: float) -> None:
-    warm_up = [{"rooms": rooms, "malloc_bytes": 10**5 * rooms} for rooms in range(4)]
-    flat = [{"rooms": at, "malloc_bytes": 10**6 + bytes_a_room * at} for at in range(4, 9)]
-    assert rooms_memory.slope([*warm_up, *flat], "malloc_bytes") == pytest.approx(found, abs=1e-3)
 
 
 def test_containers_are_found_wherever_they_hang() -> None:

@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from benchmarks import claim_prepare, claims, pair, transfer
+from benchmarks import pair, transfer
 from benchmarks.__main__ import run
 from benchmarks.pair import Claim, Watch, run_pair, turn_about
 from benchmarks.stand_in.workers import WorkerError
+from prefixkv.cache.radix_key import RadixKey
 from prefixkv.errors import OutOfPagesError
 from prefixkv.pages.manager import PageManager
 
@@ -32,30 +33,6 @@ def test_goodput_is_measured_against_raw_writes_of_the_same_bytes(tmp_path, monk
     assert written["recipe"]["versions"]["nixl"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name.value for name in claims.Name if name != "goodput"])
-def test_each_claim_is_measured(name, tmp_path, capfd):
-    assert run(["claims", "--quick", "--only", name, "--json", str(tmp_path / "out.json")]) == 0
-    written = json.loads((tmp_path / "out.json").read_text())
-    assert list(written["measured"]) == [name]
-    claims = written["measured"][name]["claims"]
-    assert claims
-    for claim in claims:
-        assert claim["met"] in ((True, False) if claim["target"] is not None else (None,))
-    table = capfd.readouterr().out
-    assert claims[0]["claim"].split()[0] in table
-
-
-def test_goodput_is_one_of_the_claims(monkeypatch):
-    row = {"layout": "page_major", "of_one_raw_write": 0.9, "of_raw_posts": 0.8}
-    row |= {"of_raw_posts_of_the_same_descriptors": 1.0}
-    rows = [{**row, "pages": pages} for pages in transfer.PAGES]
-    monkeypatch.setattr(transfer, "measure", lambda quick, tell: rows)
-    found, details = claims.MEASURES[claims.Name.goodput](True)
-    assert details == rows
-    assert [claim.met for claim in found] == [True, False, True] * 2 + [None, None, True]
-
-
 def test_what_is_met():
     assert Claim("a", "b", 0.9, "ratio", 0.85).met is True
     assert Claim("a", "b", 0.9, "ms", 0.85, at_least=False).met is False
@@ -72,7 +49,7 @@ def test_an_aged_pool_is_full_and_scattered():
     pages.check_invariants()
     assert pages.allocator.cached_pages > case.num_pages // 2
     with pytest.raises(OutOfPagesError):
-        pages.open(claim_prepare.Burst().request(1, 1).key, None, case.num_pages + 1, 0.0)
+        pages.open(RadixKey(range(16)), None, case.num_pages + 1, 0.0)
 
 
 # --- processes ------------------------------------------------------------------------------------
@@ -158,9 +135,8 @@ def test_each_side_begins_in_its_turn():
     assert [turn_about("ab", number)[0] for number in range(3)] == ["a", "b", "a"]
 
 
-@pytest.mark.parametrize("command", ["transfer", "claims"])
-def test_bad_input_is_one_line_and_status_2(command, tmp_path, capfd):
-    assert run([command, "--json", str(tmp_path / "no" / "x")]) == 2
+def test_bad_input_is_one_line_and_status_2(tmp_path, capfd):
+    assert run(["transfer", "--json", str(tmp_path / "no" / "x")]) == 2
     out, err = capfd.readouterr()
     assert out == ""
     assert "--json" in err

@@ -19,7 +19,6 @@ import typer
 from typer.main import get_command
 
 from benchmarks.__main__ import run as run_benchmark
-from benchmarks.splits import CONFIGS
 from benchmarks.stand_in import stand_in
 from prefixkv.cli.chats import command as chats
 from prefixkv.cli.chats.rates import link_of
@@ -36,7 +35,6 @@ from tests.models.served import Served
 
 NOT = None  # the option is not given
 SET = True  # it is given, and takes no value
-CONFIG = "{model}/config.json"
 OUT = "{out}"  # a file in the test's folder
 
 REPLAY: dict[str, list[Any]] = {
@@ -46,10 +44,6 @@ REPLAY: dict[str, list[Any]] = {
     "--bytes-per-token": [NOT, "64"],
     "--warm": [NOT, "0.5"],
     "--queue": [NOT, "3"],
-    "--prefill-rate": [NOT, "5000"],
-    "--link-rate": [NOT, "25"],
-    "--host-rate": [NOT, "50"],
-    "--own-compute": [NOT, "512"],
     "--running": [NOT, "0", "5"],
     "--host": [NOT, "1x,4x", "7"],
     "--hints": [NOT, "10"],
@@ -58,18 +52,11 @@ REPLAY: dict[str, list[Any]] = {
     "--requests": [NOT, "9"],
     "--page-size": [NOT, "8"],
     "--block-tokens": [NOT, "256"],
-    "--spread": [NOT, "0.5"],
     "--json": [NOT, OUT + ".json"],
     "--check": [NOT, SET],
     "--per-request": [NOT, OUT + ".jsonl"],
     "--plot": [NOT, OUT + ".svg"],
-    "--model": [NOT, CONFIG],
-    "--memory": [NOT, "2GiB"],
 }
-NOT_DIVIDED = (
-    "--capacity", "--pool", "--host", "--prefill-rate", "--hints", "--queue", "--plot",
-    "--per-request", "--check",
-)  # fmt: skip
 DEMO: dict[str, list[Any]] = {
     "--seed": [NOT, "7"],
     "--cache": [NOT, "on", "off"],
@@ -135,7 +122,7 @@ WORKER: dict[str, list[Any]] = {
     "--name": [NOT, "other"],
     "--max-running": [NOT, "4"],
     "--cache": [NOT, "yes", "no"],
-    "--policy": [NOT, "lru", "gittins"],
+    "--policy": [NOT, "lru", "slru"],
     "--transport-staging-bytes": [NOT, str(64 << 20)],
     "--transport-interface": [NOT, "lo"],
     "--transport-backend": [NOT, "shm", "auto"],
@@ -197,9 +184,6 @@ def fits(row: Row) -> bool:
     model = row.get("MODEL") or row.get("--model")
     return not (
         (without_ray and any(row.get(f"--ray-{one}") for one in ("cpus", "gpus", "placement")))
-        # A model's memory is divided, or traces are replayed in other ways.
-        or ({"--model", "--memory"} <= row.keys() and bool(model) != bool(row["--memory"]))
-        or ((row.get("--memory") or model == CONFIG) and any(map(row.get, NOT_DIVIDED)))
         or (row.get("--check") and (row.get("--plot") or row.get("--per-request")))
         # These are of the small model.
         or (model and (row.get("--seed") or row.get("--tokenizer-folder")))
@@ -288,24 +272,19 @@ def test_replay(row: Row, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> 
     with tokens.open("w") as lines:
         for turn in range(12):
             lines.write(json.dumps([turn % 3, *range(40 + 20 * (turn // 3))]) + "\n")
-    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["GPT-OSS 120B"]))
     told = words(row, out=tmp_path / "out", model=tmp_path)
-    # First tokens need the size of a token's KV, which these traces do not say.
-    if row["--prefill-rate"] and not row["--bytes-per-token"]:
-        told += ["--bytes-per-token", "64"]
     # Traces of unlike blocks are not mixed.
     traces = [blocks, blocks] if row["--mix"] else [blocks, tokens]
     assert run_command(["replay", *map(str, traces), *told]) == 0, capfd.readouterr().err
     out, err = capfd.readouterr()
     assert "Traceback" not in out + err
     said = "different blocks of"
-    if row["--check"] or row["--model"]:
-        said = "no cache finds more" if row["--check"] else "decode finds"
+    if row["--check"]:
+        said = "no cache finds more"
     assert said in out
     if row["--json"]:
         results = json.loads((tmp_path / "out.json").read_text())
         ratio = "token_bound" if row["--check"] else "token_hit_ratio"
-        ratio = "dense_ratio" if row["--model"] else ratio
         assert all(0 <= one[ratio] <= 1 for one in results)
     if row["--per-request"]:
         rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]

@@ -152,13 +152,6 @@ def test_a_check_says_what_each_file_is(tmp_path, capsys) -> None:
         "Mooncake's trace": [entry([1]), entry([1], block_size=512)],
         "a decode node's record": [entry([1], **RECORDED), entry([1], **RECORDED)],
         "token lists": [[1] * 40, {"tokens": [1] * 50}],
-        "Dynamo's agentic Mooncake": [
-            {"request_id": name, "timestamp": 0, "input_length": 512, "hash_ids": [1]}
-            for name in "ab"
-        ],
-        "agents' sessions": [
-            {"block_size": 64, "requests": [{"t": t, "in": 70, "hash_ids": [1]} for t in (0, 9)]}
-        ],
     }
     for number, (kind, entries) in enumerate(files.items()):
         path = write(tmp_path / f"f{number}.jsonl", entries)

@@ -128,7 +128,7 @@ def chats(seed, num=700):
     return trace_of(*paths, step_s=3.0)
 
 
-@pytest.mark.parametrize("policy", ["lru", "gittins", DEFAULT_POLICY])
+@pytest.mark.parametrize("policy", ["lru", "slru", DEFAULT_POLICY])
 def test_true_hints_help_and_hints_that_are_wrong_in_one_of_five_do_no_harm(policy):
     trace = chats(1)
     for capacity in (240, 300, 400):
@@ -248,8 +248,7 @@ def test_hints_and_mixes_on_the_command_line(tmp_path, capsys):
     assert {(row["hints_minutes"], row["hints_wrong"]) for row in mixed} == {(1.0, 0.1)}
     assert "hints_minutes" not in apart[0]
     assert mixed[0]["requests"] == 240
-    for bad in ("--hints -1", "--hints-wrong 1.5", "--pool 0", "--bytes-per-token 0",
-                "--spread -1"):  # fmt: skip
+    for bad in ("--hints -1", "--hints-wrong 1.5", "--pool 0", "--bytes-per-token 0"):
         assert run_command([*words.split(), *bad.split()]) == 2
         assert bad.split()[0] in capsys.readouterr().err
 

@@ -14,7 +14,7 @@ import pytest
 from prefixkv.cache.eviction.policy import policy_names
 from prefixkv.cli.main import run_command
 from prefixkv.cli.replay import HostResult, Trace, make_trace, replay_curves, replay_policy
-from prefixkv.cli.replay.hosts import host_sentence, host_sizes, worth_taking
+from prefixkv.cli.replay.hosts import host_sizes
 from prefixkv.errors import ConfigError
 
 
@@ -214,20 +214,6 @@ def test_a_size_in_bytes_needs_the_size_of_a_token() -> None:
     assert found.host[0].host_blocks == (1 << 20) // 51_200
 
 
-def host(blocks: int, ratio: float) -> HostResult:
-    return HostResult(blocks, ratio, ratio - 0.4, 0, 9, 40, 30, 0, 0)
-
-
-def test_a_size_is_worth_it_where_each_doubling_saves_a_twentieth() -> None:
-    # Of .60 that are sent .54 and .10 remain; from there 8x saves 4 percent and 16x 8 in two
-    # doublings.
-    tiers = [host(100, 0.4), host(200, 0.46), host(400, 0.9), host(800, 0.904), host(1600, 0.908)]
-    assert worth_taking(100, 0.4, tiers) == [False, True, True, False, False]
-    assert worth_taking(100, 0.4, tiers[:1]) == [False]
-    # What no doubling brought by itself several may together.
-    assert worth_taking(100, 0.0, [host(200, 0.04), host(400, 0.2)]) == [False, True]
-
-
 def test_what_is_said_of_host_tiers(tmp_path: Any, capsys: Any) -> None:
     entries = [
         {"timestamp": 1000 * at, "input_length": 512, "hash_ids": [at % 3]} for at in range(9)
@@ -242,32 +228,10 @@ def test_what_is_said_of_host_tiers(tmp_path: Any, capsys: Any) -> None:
         in said
     )
     assert "loads 6.0 KiB for 6 requests" in said
-    sentence = said.splitlines()[-1]
-    assert sentence == (
-        "t, 2 blocks, lru, host tier: take 4 blocks (2x, 4.0 KiB); the device finds 0.0% of the "
-        "blocks and the host 66.7% more, so that 33.3% are sent instead of 100.0%, 3.0 times less; "
-        "it writes 3.0 KiB and loads 6.0 KiB, 384 B and 768 B a second; more does not pay: with 4x "
-        "still 33.3% are sent; warning: 1x the pool is less than twice, and such a host tier holds "
-        "little but copies of what the device has."
-    )
     rows = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))
     assert [one["host_blocks"] for one in rows[0]["host"]] == [2, 4, 8]
     assert rows[0]["host"][1]["written_bytes"] == 3072
-    # Without the size of a token, in tokens; none of the sizes is worth it.
+    # Without the size of a token, in tokens.
     assert run_command([*words, "1x", "--host", "3"]) == 0
     said = capsys.readouterr().out
     assert "(1.5x): finds 0.6667 more, 0.6667 in all; writes 1,536 tokens" in said
-    assert run_command([*words, "2"]) == 0
-    said = capsys.readouterr().out
-    assert "no policy found anything" in said
-    assert "host tier: none of these sizes is worth it: without a host tier 100.0%" in said
-
-
-def test_a_host_tier_that_is_not_worth_it_is_not_recommended() -> None:
-    trace = trace_of([1], [1], *[[name] for name in range(10, 200)], [1])
-    (found,) = replay_curves(trace, "lru", [4], hosts=["50x"])
-    assert found.host[0].loads == 1
-    said = host_sentence(found, trace)
-    assert "none of these sizes is worth it" in said
-    assert "still 98.4%" in said or "still 99.0%" in said
-    assert "warning" not in said

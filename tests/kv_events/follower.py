@@ -20,26 +20,14 @@ from tests.models.patience import PATIENCE_S
 
 END = b"\xff" * 8
 DEMANDED = {
-    "vllm": {
-        "BlockStored": {
-            "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium",
-            "lora_name",
-        },
-        "BlockRemoved": {"block_hashes", "medium"},
-        "AllBlocksCleared": set(),
+    "BlockStored": {
+        "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium",
+        "lora_name",
     },
-    "sglang": {
-        "BlockStored": {
-            "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium",
-        },
-        "BlockRemoved": {"block_hashes", "medium"},
-        "AllBlocksCleared": set(),
-    },
+    "BlockRemoved": {"block_hashes", "medium"},
+    "AllBlocksCleared": set(),
 }  # fmt: skip
-KNOWN = {
-    "vllm": {"type", "extra_keys", "cache_salt"},
-    "sglang": {"type", "lora_name", "cache_salt"},
-}
+KNOWN = {"type", "extra_keys", "cache_salt"}
 
 
 class Follower:
@@ -53,12 +41,10 @@ class Follower:
     def __init__(
         self,
         page_size: int,
-        dialect: str = "vllm",
         media: tuple[str, ...] = ("GPU",),
         groups: bool = False,
     ) -> None:
         self.page_size = page_size
-        self.dialect = dialect
         self.groups = groups
         self.checkpoints: dict[int, Any] = {}  # by hash, what `blocks` has of it
         self.next_seq: int | None = None
@@ -93,7 +79,7 @@ class Follower:
         assert type(rank) is int
         for event in events:
             self.num_events += 1
-            demanded, known = DEMANDED[self.dialect][event["type"]], KNOWN[self.dialect]
+            demanded, known = DEMANDED[event["type"]], KNOWN
             if self.groups and demanded:
                 demanded = demanded | {"group_idx"}
                 if event["type"] == "BlockStored":
@@ -129,9 +115,8 @@ class Follower:
     def _stored(self, event: dict[str, Any]) -> None:
         hashes, parent = event["block_hashes"], event["parent_block_hash"]
         tokens, size = event["token_ids"], event["block_size"]
-        low, high = (0, 2**64) if self.dialect == "vllm" else (-(2**63), 2**63)
         assert hashes
-        assert all(type(one) is int and low <= one < high and one for one in hashes)
+        assert all(type(one) is int and 0 < one < 2**64 for one in hashes)
         assert len({*hashes, parent}) == len(hashes) + 1
         blocks = self.held[event["medium"]]
         assert parent is None or parent in blocks
@@ -204,13 +189,12 @@ class Subscriber:
         self,
         publisher: Any,
         page_size: int,
-        dialect: str = "vllm",
         queue: int = 0,
         media: tuple[str, ...] = ("GPU",),
         groups: bool = False,
     ) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.follower = Follower(page_size, dialect, media, groups)
+        self.follower = Follower(page_size, media, groups)
         self.sub = self.context.socket(zmq.SUB)
         self.sub.setsockopt(zmq.RCVHWM, queue)
         if queue:
@@ -240,7 +224,7 @@ class Subscriber:
             empty, *frames = self.receive(self.dealer)
             assert empty == b""
             *topic, number, payload = frames
-            assert len(topic) == (self.follower.dialect == "vllm")
+            assert len(topic) == 1
             if not payload:
                 assert number == END
                 return answers

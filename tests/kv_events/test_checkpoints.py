@@ -22,11 +22,10 @@ from prefixkv.cache.events import (
 )
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import RadixKey
-from prefixkv.config import KVEventsConfig
-from prefixkv.errors import CallerError, ConfigError
-from prefixkv.kv_events.dialects import DIALECTS
+from prefixkv.errors import CallerError
+from prefixkv.kv_events.blocks import BlockEvents
 from prefixkv.kv_events.stream import EventStream
-from prefixkv.routing import BoundedAffinityRouter, WorkerIndex
+from prefixkv.serving.router import BoundedAffinityRouter, WorkerIndex
 from tests.kv_events.follower import Follower
 from tests.kv_events.test_stream import FIRST, World
 
@@ -44,8 +43,8 @@ class Told(World):
         self.cache = RadixCache(page_size=self.page_size, policy="lru", pool_pages=POOL)
         self.points = Checkpoints(self.cache, POOL, SLOTS)
         self.free = list(range(POOL))
-        dialect = DIALECTS["vllm"](self.page_size, "GPU", True)
-        self.stream = EventStream(self.page_size, dialect, 0, FIRST, 8, 1 << 20)
+        blocks = BlockEvents(self.page_size, "GPU", True)
+        self.stream = EventStream(self.page_size, blocks, 0, FIRST, 8, 1 << 20)
         self.feed = EventFeed(self.cache, "prefill-0", 7, at_checkpoints=True)
         self.feed.listen(self)
         self.index = WorkerIndex(10_000)
@@ -132,7 +131,7 @@ def test_routers_know_where_computing_can_go_on(seed: int) -> None:
 def test_another_tier_that_is_emptied_keeps_what_the_first_has() -> None:
     """Its blocks and checkpoints end one by one, since AllBlocksCleared would end all."""
     told = Told(0)
-    words = DIALECTS["vllm"](2, "GPU", True), DIALECTS["vllm"](2, "CPU", True)
+    words = BlockEvents(2, "GPU", True), BlockEvents(2, "CPU", True)
     stream = EventStream(2, words[0], 0, FIRST, 8, 1 << 20, host=words[1])
     follower = Follower(2, media=("GPU", "CPU"), groups=True)
     follower.next_seq = FIRST
@@ -159,7 +158,7 @@ def test_another_tier_that_is_emptied_keeps_what_the_first_has() -> None:
 
 def test_without_the_setting_nothing_is_said_of_them() -> None:
     told = Told(0)
-    stream = EventStream(2, DIALECTS["vllm"](2, "GPU"), 0, FIRST, 1000, 1 << 20)
+    stream = EventStream(2, BlockEvents(2, "GPU"), 0, FIRST, 1000, 1 << 20)
     changes: list[Change] = []
     told.hand_over = lambda more: bool(changes.extend(more)) or True  # type: ignore[method-assign]
     for _ in range(120):
@@ -173,12 +172,6 @@ def test_without_the_setting_nothing_is_said_of_them() -> None:
     for batch in stream.publish([*changes], 1.0):
         assert b"group" not in batch.payload
         assert follower.take(*batch)
-
-
-def test_the_setting_needs_groups_of_blocks() -> None:
-    assert KVEventsConfig(checkpoint_blocks=True).checkpoint_blocks
-    with pytest.raises(ConfigError, match="checkpoint_blocks: dialect 'sglang' has no groups"):
-        KVEventsConfig(checkpoint_blocks=True, dialect="sglang")
 
 
 # --- the embedded router --------------------------------------------------------------------------

@@ -84,20 +84,20 @@ def standing_still(worker: Worker, seed: int = 1_000, num_pages: int = 3) -> Ite
     """The publisher's thread is in the midst of telling of an insertion, and stays there."""
     worker.published()
     held, release = threading.Event(), threading.Event()
-    stored = worker.publisher.dialect.stored
+    stored = worker.publisher.blocks.stored
 
     def stuck(run: Any) -> Any:
         held.set()
         release.wait()
         return stored(run)
 
-    worker.publisher.dialect.stored = stuck
+    worker.publisher.blocks.stored = stuck
     try:
         worker.insert(seed, num_pages)
         assert held.wait(PATIENCE_S)
         yield
     finally:
-        worker.publisher.dialect.stored = stored
+        worker.publisher.blocks.stored = stored
         release.set()
 
 
@@ -131,10 +131,9 @@ def test_a_router_that_starts_late_is_given_what_there_is(make: Make) -> None:
     agrees(worker, make(Subscriber, worker.publisher, PAGE_SIZE), range(6))
 
 
-@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
-def test_a_repeat_begins_where_it_was_asked_and_ends_with_a_mark(make: Make, dialect: str) -> None:
-    worker = make(Worker, dialect=dialect, heartbeat_s=NEVER_S)
-    subscriber = make(Subscriber, worker.publisher, PAGE_SIZE, dialect)
+def test_a_repeat_begins_where_it_was_asked_and_ends_with_a_mark(make: Make) -> None:
+    worker = make(Worker, heartbeat_s=NEVER_S)
+    subscriber = make(Subscriber, worker.publisher, PAGE_SIZE)
     last = worker.published()
     for seed in range(5):
         worker.insert(seed)
@@ -205,13 +204,12 @@ GARBAGE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
 @pytest.mark.parametrize("frames", GARBAGE)
 def test_garbage_on_the_replay_socket_is_answered_with_an_error(
-    make: Make, frames: list[bytes], dialect: str, caplog: pytest.LogCaptureFixture
+    make: Make, frames: list[bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
-    worker = make(Worker, dialect=dialect, heartbeat_s=NEVER_S)
-    subscriber = make(Subscriber, worker.publisher, PAGE_SIZE, dialect)
+    worker = make(Worker, heartbeat_s=NEVER_S)
+    subscriber = make(Subscriber, worker.publisher, PAGE_SIZE)
     subscriber.dealer.send_multipart(frames or [b""])
     *_, number, text = subscriber.receive(subscriber.dealer)
     assert number == END
@@ -518,23 +516,23 @@ def test_a_defect_in_making_events_is_no_lie(make: Make, caplog: pytest.LogCaptu
     """Nothing is held, until a snapshot was sent; the third time it is given up."""
     worker = make(Worker)
     subscriber = make(Subscriber, worker.publisher, PAGE_SIZE)
-    stored = worker.publisher.dialect.stored
+    stored = worker.publisher.blocks.stored
     worker.insert(1)
     agrees(worker, subscriber, range(2))
 
     def broken(run: Any) -> Any:
         raise ZeroDivisionError
 
-    worker.publisher.dialect.stored = broken
+    worker.publisher.blocks.stored = broken
     worker.insert(2)
     subscriber.follow_until(worker.published())
     assert not subscriber.follower.blocks
     assert "ZeroDivisionError" in caplog.text
-    worker.publisher.dialect.stored = stored
+    worker.publisher.blocks.stored = stored
     worker.insert(3)
     worker.feed.pass_on()
     agrees(worker, subscriber, range(4))
-    worker.publisher.dialect.stored = broken
+    worker.publisher.blocks.stored = broken
     publisher = worker.publisher
     for seed in range(10, 18):
         worker.insert(seed)

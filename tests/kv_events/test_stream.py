@@ -1,4 +1,4 @@
-"""Events as numbered batches, in both dialects, against the tree that they tell of."""
+"""Events as numbered batches, against the tree that they tell of."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from prefixkv.cache.events import NO_PARENT, Cleared, EventFeed, PageRef
 from prefixkv.cache.namespace import Namespace, shortened
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.errors import RequestError
-from prefixkv.kv_events.dialects import DIALECTS
+from prefixkv.kv_events.blocks import BlockEvents
 from prefixkv.kv_events.stream import EventStream
 from tests.kv_events.follower import Follower
 
@@ -27,15 +27,13 @@ NAMESPACES = [
 class World:
     """A tree with few different tokens, so that much is shared, and its stream."""
 
-    def __init__(
-        self, seed: int, dialect: str = "vllm", page_size: int = 2, keep: int = 8, **more: Any
-    ) -> None:
+    def __init__(self, seed: int, page_size: int = 2, keep: int = 8, **more: Any) -> None:
         self.chance = random.Random(seed)
         self.page_size = page_size
         self.cache = RadixCache(page_size=page_size, policy="lru")
-        worded = DIALECTS[dialect](page_size, "GPU")
+        worded = BlockEvents(page_size, "GPU")
         self.stream = EventStream(page_size, worded, 0, FIRST, keep, more.pop("bytes", 1 << 20))
-        self.namespaces = NAMESPACES if dialect == "vllm" else NAMESPACES[:4]
+        self.namespaces = NAMESPACES
         self.prompts = [
             [self.chance.randrange(2) for _ in range(self.chance.randrange(1, 9) * page_size)]
             for _ in range(25)
@@ -74,12 +72,11 @@ class World:
 class TwoTiers:
     """The pool's tree and host memory's, each with a life of its own, and the stream of both."""
 
-    def __init__(self, seed: int, dialect: str = "vllm", keep: int = 8) -> None:
-        kind = DIALECTS[dialect]
-        self.media = ("GPU", kind.host_medium)
-        self.pool, self.host = World(seed, dialect), World(seed, dialect)
+    def __init__(self, seed: int, keep: int = 8) -> None:
+        self.media = ("GPU", BlockEvents.host_medium)
+        self.pool, self.host = World(seed), World(seed)
         self.host.chance = random.Random(seed + 1000)
-        words = [kind(self.pool.page_size, medium) for medium in self.media]
+        words = [BlockEvents(self.pool.page_size, medium) for medium in self.media]
         self.stream = EventStream(
             self.pool.page_size, words[0], 0, FIRST, keep, 1 << 20, host=words[1]
         )
@@ -99,7 +96,7 @@ class TwoTiers:
             self.stream.check_invariants()
 
     def follower(self) -> Follower:
-        return Follower(self.pool.page_size, self.stream.dialect.name, self.media)
+        return Follower(self.pool.page_size, self.media)
 
     def agrees(self, follower: Follower) -> None:
         for medium, world in zip(self.media, (self.pool, self.host), strict=True):
@@ -110,11 +107,10 @@ class TwoTiers:
                     assert follower.matched(tokens, namespace, medium) == held
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("seed", range(2))
-def test_a_follower_knows_both_tiers(seed: int, dialect: str) -> None:
+def test_a_follower_knows_both_tiers(seed: int) -> None:
     """What ends in one goes on in the other, also where one of the two starts over."""
-    tiers = TwoTiers(seed, dialect)
+    tiers = TwoTiers(seed)
     follower = tiers.follower()
     follower.next_seq = FIRST
     for number in range(120):
@@ -169,11 +165,10 @@ def test_a_long_tier_that_ends_is_several_batches(monkeypatch: pytest.MonkeyPatc
     tiers.agrees(follower)
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("seed", range(4))
-def test_a_follower_knows_the_tree(seed: int, dialect: str) -> None:
-    world = World(seed, dialect)
-    follower = Follower(world.page_size, dialect)
+def test_a_follower_knows_the_tree(seed: int) -> None:
+    world = World(seed)
+    follower = Follower(world.page_size)
     follower.next_seq = FIRST
     for number in range(120):
         world.step()
@@ -275,7 +270,7 @@ def test_a_long_list_of_changes_is_several_batches() -> None:
     cache.drain_changes()
     for start in range(0, 9_000, 1_000):
         cache.insert([start, *range(999)], range(start, start + 1_000))
-    worded = DIALECTS["vllm"](1, "GPU")
+    worded = BlockEvents(1, "GPU")
     stream = EventStream(1, worded, 0, 0, 10, 1 << 20)
     batches = list(stream.publish(cache.drain_changes(), 1.0))
     assert [seq for seq, _ in batches] == [0, 1]
@@ -288,14 +283,14 @@ def test_a_long_list_of_changes_is_several_batches() -> None:
 # --- words ----------------------------------------------------------------------------------------
 
 
-def events_of(dialect: str, namespace: Any, page_size: int = 4) -> list[dict[str, Any]]:
+def events_of(namespace: Any, page_size: int = 4) -> list[dict[str, Any]]:
     """What is published of three pages, two of which go; their last page goes first."""
     cache = RadixCache(page_size=page_size)
     cache.drain_changes()
     cache.insert([7, 8, 9, 10] * 3, [5, 6, 7], namespace)
     cache.insert([7, 8, 9, 10] * 3 + [1] * page_size, [5, 6, 7, 8], namespace)
     cache.evict(3)
-    worded = DIALECTS[dialect](page_size, "GPU")
+    worded = BlockEvents(page_size, "GPU")
     stream = EventStream(page_size, worded, 3, 0, 1, 1 << 20)
     [batch] = stream.publish(cache.drain_changes(), 12.5)
     ts, events, rank = msgspec.msgpack.decode(batch.payload)
@@ -304,7 +299,7 @@ def events_of(dialect: str, namespace: Any, page_size: int = 4) -> list[dict[str
 
 
 def test_vllm_s_words() -> None:
-    first, second, removed, *more = events_of("vllm", None)
+    first, second, removed, *more = events_of(None)
     hashes = first["block_hashes"]
     assert first == {
         "type": "BlockStored", "block_hashes": hashes, "parent_block_hash": None,
@@ -319,67 +314,45 @@ def test_vllm_s_words() -> None:
 
 def test_a_namespace_in_vllm_s_words() -> None:
     named = Namespace("legal", "tenant", [("cat", 2, 3), ("dog", 9, 1)])
-    first, second, *_ = events_of("vllm", named)
+    first, second, *_ = events_of(named)
     assert first["lora_name"] == "legal"
     assert first["cache_salt"] == second["cache_salt"] == "tenant"
     assert first["extra_keys"] == [
         ["legal", ["cat", 2], "tenant"], ["legal", ["cat", -2]], ["legal", ["dog", 1]],
     ]  # fmt: skip
     assert second["extra_keys"] == [["legal"]]
-    assert events_of("vllm", Namespace(salt="t"))[1]["extra_keys"] == [None]
-
-
-def test_sglang_s_words() -> None:
-    first, second, *_ = events_of("sglang", Namespace("legal", "tenant"))
-    assert first["lora_name"] == second["lora_name"] == "legal"
-    assert first["cache_salt"] == "tenant"
-    assert "extra_keys" not in first
-    assert "lora_name" not in events_of("sglang", None)[0]
+    assert events_of(Namespace(salt="t"))[1]["extra_keys"] == [None]
 
 
 def test_equal_tokens_in_two_namespaces_are_two_blocks() -> None:
     hashes = {
-        (dialect, namespace): tuple(events_of(dialect, namespace)[0]["block_hashes"])
-        for dialect in DIALECTS
-        for namespace in NAMESPACES[:4]
+        namespace: tuple(events_of(namespace)[0]["block_hashes"]) for namespace in NAMESPACES[:4]
     }
     assert len({one for run in hashes.values() for one in run}) == 3 * len(hashes)
-    again = events_of("vllm", Namespace(lora="legal"))[0]["block_hashes"]
-    assert tuple(again) == hashes["vllm", Namespace(lora="legal")]
+    again = events_of(Namespace(lora="legal"))[0]["block_hashes"]
+    assert tuple(again) == hashes[Namespace(lora="legal")]
 
 
-@pytest.mark.parametrize(
-    ("dialect", "key"), [("vllm", b"\x01" * 8 + bytes(8)), ("sglang", bytes(8) + b"\x01" * 8)]
-)
-def test_no_hash_is_0_which_llm_d_takes_for_no_parent(dialect: str, key: bytes) -> None:
-    worded = DIALECTS[dialect](1, "GPU")
+def test_no_hash_is_0_which_llm_d_takes_for_no_parent() -> None:
+    key, worded = b"\x01" * 8 + bytes(8), BlockEvents(1, "GPU")
     assert worded.hash(key, None) == 1
     [stored] = [worded.stored([PageRef(None, key, b"\x02" * 16, 1, bytes(4))])]
     assert stored.parent_block_hash == 1
     assert worded.stored([PageRef(None, NO_PARENT, key, 0, bytes(4))]).parent_block_hash is None
 
 
-def test_hashes_are_the_last_bytes_unsigned_or_the_first_signed() -> None:
+def test_hashes_are_the_last_bytes_unsigned() -> None:
     key = b"\xff" * 8 + bytes(7) + b"\x05"
-    assert DIALECTS["vllm"](1, "GPU").hash(key, None) == 5
-    assert DIALECTS["sglang"](1, "GPU").hash(key, None) == -1
+    assert BlockEvents(1, "GPU").hash(key, None) == 5
 
 
 @pytest.mark.parametrize("namespace", ["lora", 7, b"salt", ("lora", None, ()), True])
-@pytest.mark.parametrize("dialect", DIALECTS)
-def test_a_namespace_that_does_not_say_what_it_is_has_no_words(
-    dialect: str, namespace: Any
-) -> None:
-    worded = DIALECTS[dialect](1, "GPU")
+def test_a_namespace_that_does_not_say_what_it_is_has_no_words(namespace: Any) -> None:
+    worded = BlockEvents(1, "GPU")
     with pytest.raises(RequestError, match="no words"):
         worded.check(namespace)
     worded.check(None)
     worded.check(Namespace(lora="lora"))
-
-
-def test_sglang_has_no_words_for_images() -> None:
-    with pytest.raises(RequestError, match="images"):
-        DIALECTS["sglang"](1, "GPU").check(NAMESPACES[4])
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prefixkv.cache.eviction.return_tables import (
+from benchmarks.policies.return_tables import (
     BEGINS_S,
     LENGTHS_S,
     NUM_BINS,

@@ -16,9 +16,9 @@ from hypothesis.stateful import (
 )
 
 from benchmarks.policies.gated import Gated
+from benchmarks.policies.gittins import Gittins
 from prefixkv.cache.events import NO_PARENT, Cleared, EventFeed, Removed, Stored, page_key
 from prefixkv.cache.eviction.adaptive import Adaptive
-from prefixkv.cache.eviction.gittins import Gittins
 from prefixkv.cache.eviction.plain import ByPriority
 from prefixkv.cache.eviction.policy import make_policy
 from prefixkv.cache.radix_cache import RadixCache

@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-import benchmarks.policies.gated  # noqa: F401  makes it known by name
+import benchmarks.policies.gated
+import benchmarks.policies.gittins  # noqa: F401
 from prefixkv.config import DecodeConfig
 from prefixkv.decode.lanes import Lanes
 from prefixkv.decode.request import DecodeRequest, DecodeState

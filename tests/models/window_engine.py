@@ -24,10 +24,10 @@ from prefixkv.memory.mesh import Mesh
 from prefixkv.pages.windows import WindowPages
 from prefixkv.prefill.request import PrefillRequest
 from prefixkv.request import Request
-from prefixkv.routing import WorkerIndex
 from prefixkv.runtime.decode_node import DecodeNode
 from prefixkv.runtime.groups import DecodeGroup, PrefillGroup
 from prefixkv.runtime.prefill_node import PrefillNode
+from prefixkv.serving.router import WorkerIndex
 from prefixkv.testing.hashing import splitmix64
 from tests.models.patience import until
 

@@ -13,8 +13,8 @@ from prefixkv.cache.radix_key import RadixKey
 from prefixkv.config import DecodeConfig, HostConfig, KVEventsConfig
 from prefixkv.errors import ConfigError, RequestError
 from prefixkv.request import Request
-from prefixkv.routing import WorkerIndex
 from prefixkv.runtime.decode_node import DecodeNode
+from prefixkv.serving.router import WorkerIndex
 from tests.kv_events.follower import Subscriber
 from tests.models.node_pair import NodePair, make_pool, tokens_of
 from tests.models.patience import until

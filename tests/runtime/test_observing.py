@@ -21,11 +21,11 @@ from prometheus_client.parser import text_string_to_metric_families
 import prefixkv
 from prefixkv.cache.events import EventBatch, page_keys
 from prefixkv.config import DecodeConfig, PrefillConfig
-from prefixkv.routing import BoundedAffinityRouter
 from prefixkv.runtime import metrics
 from prefixkv.runtime.decode_node import DecodeNode
 from prefixkv.runtime.metrics import NodeCollector
 from prefixkv.runtime.prefill_node import PrefillNode
+from prefixkv.serving.router import BoundedAffinityRouter
 from tests.decode.desk import Desk
 from tests.models.lock_machine import Event
 from tests.models.node_pair import NodePair, make_pool, tokens_of

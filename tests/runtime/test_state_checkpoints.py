@@ -22,11 +22,11 @@ from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_layout import StateTensor
 from prefixkv.memory.state_pool import StatePool
 from prefixkv.request import Request
-from prefixkv.routing import WorkerIndex
 from prefixkv.runtime.decode_node import DecodeNode
 from prefixkv.runtime.groups import PrefillGroup
 from prefixkv.runtime.metrics import NodeCollector
 from prefixkv.runtime.prefill_node import PrefillNode
+from prefixkv.serving.router import WorkerIndex
 from prefixkv.testing.pattern import make_pools
 from tests.kv_events.follower import Subscriber
 from tests.models.node_pair import left, make_pool

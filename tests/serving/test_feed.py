@@ -13,9 +13,9 @@ from prefixkv.cache.namespace import Namespace
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.errors import ProtocolError
-from prefixkv.routing import WorkerIndex
 from prefixkv.serving import feed
 from prefixkv.serving.feed import EventTap, batches_of
+from prefixkv.serving.router import WorkerIndex
 
 SALTED = Namespace(salt="a")
 

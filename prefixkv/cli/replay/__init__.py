@@ -2,15 +2,11 @@
 
 trace.py     a trace in memory
 readers.py   kinds of files; Mooncake's traces and token lists
-agents.py    traces of agents: one session per file, and Dynamo's agentic Mooncake
 run.py       one policy at one capacity, through the real `RadixCache`
 tiers.py     the device's tree of a replay, and those of host tiers behind it
-hosts.py     sizes of host tiers, and what is said about them
+hosts.py     sizes of host tiers
 optimum.py   the bound that no policy exceeds
 check.py     what a trace holds, and why nothing in it is found
-latency.py   first tokens beside the hits, by a model of queues
-model.py     what the layers of a model keep, from its config
-splits.py    how to divide memory between pages, windows, states and checkpoints
 hints.py     a client that knows which conversations come back
 curves.py    capacities to replay at, the sentence, the plot
 measure.py   several policies at several capacities, from Python
@@ -24,7 +20,6 @@ from __future__ import annotations
 from prefixkv.cli.replay.check import TraceCheck, check_trace
 from prefixkv.cli.replay.curves import draw
 from prefixkv.cli.replay.hints import client_hints
-from prefixkv.cli.replay.latency import Latency, Speeds
 from prefixkv.cli.replay.measure import RequestHits, replay_curves
 from prefixkv.cli.replay.optimum import OPTIMUM, replay_optimum
 from prefixkv.cli.replay.readers import make_trace, read_trace
@@ -35,10 +30,8 @@ from prefixkv.cli.replay.trace import Trace, TraceRequest
 __all__ = [
     "OPTIMUM",
     "HostResult",
-    "Latency",
     "ReplayResult",
     "RequestHits",
-    "Speeds",
     "Trace",
     "TraceCheck",
     "TraceRequest",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Final, NamedTuple
+from typing import Annotated, Final
 
 import typer
 from rich.console import Console
@@ -29,24 +29,13 @@ from prefixkv.cli.replay.curves import (
     sentence,
 )
 from prefixkv.cli.replay.hints import client_hints
-from prefixkv.cli.replay.hosts import host_row, host_sentence, host_sizes
-from prefixkv.cli.replay.latency import Speeds, check_latencies, latency_row
+from prefixkv.cli.replay.hosts import host_row, host_sizes
 from prefixkv.cli.replay.measure import MakePolicy, Replays, RequestHits, maker_of
-from prefixkv.cli.replay.model import ModelShape, model_shape
 from prefixkv.cli.replay.optimum import OPTIMUM
-from prefixkv.cli.replay.readers import SPREAD_S, read_trace
+from prefixkv.cli.replay.readers import read_trace
 from prefixkv.cli.replay.run import ReplayResult
-from prefixkv.cli.replay.splits import (
-    HEADS,
-    check_split,
-    replay_splits,
-    shape_sentence,
-    split_row,
-    split_sentence,
-)
-from prefixkv.cli.replay.splits import LAYOUT as SPLIT_LAYOUT
 from prefixkv.cli.replay.trace import Trace, footprint, mix
-from prefixkv.spi import DEFAULT_POLICY, ConfigError, check_range, parse_size, policy_names
+from prefixkv.spi import DEFAULT_POLICY, ConfigError, check_range, policy_names
 
 ALL: Final = "all"
 LAYOUT = "{:<22.22} {:<10} {:>9} {:>7} {:>7} {:>10} {:>9} {:>7}"
@@ -55,10 +44,7 @@ LAYOUT = "{:<22.22} {:<10} {:>9} {:>7} {:>7} {:>10} {:>9} {:>7}"
 def replay(
     traces: Annotated[
         list[Path],
-        typer.Argument(
-            help="Recordings of a node, Mooncake JSONL, Dynamo's agentic Mooncake, a JSONL of "
-            "token lists, or agents' sessions (a file, a JSONL or a folder of *.json)."
-        ),
+        typer.Argument(help="Recordings of a node, Mooncake JSONL, or a JSONL of token lists."),
     ],
     policy: Annotated[
         list[str] | None,
@@ -99,36 +85,6 @@ def replay(
             "blocks; repeatable."
         ),
     ] = None,
-    prefill_rate: Annotated[
-        float | None,
-        typer.Option(
-            help="Tokens per second of one prefill worker: works out first tokens too, by a model "
-            "of queues."
-        ),
-    ] = None,
-    link_rate: Annotated[
-        float, typer.Option(help="Gbit/s from prefill to decode, for first tokens.")
-    ] = 100.0,
-    host_rate: Annotated[
-        float, typer.Option(help="GB/s from host memory to the device, for first tokens.")
-    ] = 25.0,
-    own_compute: Annotated[
-        int,
-        typer.Option(
-            help="Decode computes a prompt itself if at most this many tokens are missing; first "
-            "tokens are worked out with and without."
-        ),
-    ] = 2048,
-    model: Annotated[
-        Path | None,
-        typer.Option(
-            help="A model's config.json: says how to divide --memory where its layers do not all "
-            "keep everything, and replays nothing else."
-        ),
-    ] = None,
-    memory: Annotated[
-        str, typer.Option(help="With --model: a worker's memory for KV and states, as 40GiB.")
-    ] = "",
     hints: Annotated[
         float | None,
         typer.Option(
@@ -146,9 +102,6 @@ def replay(
     ] = None,
     page_size: Annotated[int, typer.Option(help="Tokens per block, for token lists.")] = 16,
     block_tokens: Annotated[int, typer.Option(help="Tokens per hash id.")] = 512,
-    spread: Annotated[
-        float, typer.Option(help="Hours over which the starts of agents' sessions are spread.")
-    ] = SPREAD_S / 3600,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the results to this file.")
     ] = None,
@@ -179,15 +132,12 @@ def replay(
     for setting, value, low, high in (
         ("--warm", warm, 0, 0.99), ("--queue", queue, 0, 1_000_000),
         ("--page-size", page_size, 1, 65_536), ("--block-tokens", block_tokens, 1, 1_048_576),
-        ("--prefill-rate", 1 if prefill_rate is None else prefill_rate, 1, 10**9),
-        ("--link-rate", link_rate, 0.001, 10**6), ("--host-rate", host_rate, 0.001, 10**6),
-        ("--own-compute", own_compute, 1, 10**9),
         ("--running", running, 0, 1_000_000),
         ("--requests", 1 if requests is None else requests, 1, 10**9),
         ("--pool", 1 if pool is None else pool, 1, 10**8),
         ("--bytes-per-token", 1 if bytes_per_token is None else bytes_per_token, 1, 2**32),
         ("--hints", 0 if hints is None else hints, 0, 10**6),
-        ("--hints-wrong", hints_wrong, 0, 1), ("--spread", spread, 0, 10**4),
+        ("--hints-wrong", hints_wrong, 0, 1),
     ):  # fmt: skip
         check_range(setting, value, low, high)
     # A file that cannot be written would be found out only after the last replay.
@@ -197,31 +147,16 @@ def replay(
     check_plot(plot)
     if check and (plot or per_request):
         raise ConfigError("--check replays nothing: leave out --plot and --per-request")
-    others = {
-        "--capacity": capacity, "--pool": pool, "--host": host, "--prefill-rate": prefill_rate,
-        "--hints": hints, "--queue": queue, "--plot": plot, "--per-request": per_request,
-        "--check": check,
-    }  # fmt: skip
-    unused = [name for name, value in others.items() if value]
-    splits = _splits(model, memory, running, makers if policy else {}, unused)
     console = Console(soft_wrap=True)
     # Read, and merged if asked to; then each trace is replayed by itself.
-    loaded = [read_trace(path, page_size, block_tokens, requests, spread * 3600) for path in traces]
+    loaded = [read_trace(path, page_size, block_tokens, requests) for path in traces]
     if mixed:
         loaded = [mix(loaded)]
     # The option wins over what the trace says of its model.
     if bytes_per_token:
         loaded = [replace(trace, bytes_per_token=bytes_per_token) for trace in loaded]
-    speeds = None
-    if prefill_rate is not None:
-        speeds = Speeds(prefill_rate, link_rate * 1e9 / 8, host_rate * 1e9, own_compute)
-        for trace in loaded:
-            check_latencies(trace)
     if check:
         _check(console, loaded, warm, json_file)
-        return
-    if splits is not None:
-        _divide(console, loaded, splits, warm, running, json_file)
         return
     results: list[ReplayResult] = []
     sentences = []
@@ -243,7 +178,7 @@ def replay(
             )
             progress.console.print(LAYOUT.format(*heads), style="bold")
             told = None if hints is None else client_hints(trace, hints, hints_wrong)
-            replays = Replays(trace, warm, queue, told, note, running, hosts, speeds)
+            replays = Replays(trace, warm, queue, told, note, running, hosts)
             trace_results: list[ReplayResult] = []
 
             # Results are printed as they come. Loop variables are bound as defaults, since a
@@ -267,8 +202,6 @@ def replay(
                 progress.console.print(_row(result, trace.bytes_per_token), highlight=False)
                 for tier in result.host:
                     progress.console.print(host_row(tier, size, trace), highlight=False)
-                for case in result.latency:
-                    progress.console.print(latency_row(case), highlight=False)
 
             sizes = given or capacities_for(blocks)
             for size in sizes:
@@ -296,9 +229,6 @@ def replay(
                     if (chosen.policy, size) not in there:
                         measure(chosen.policy, size)
                 sentences.append(sentence(trace_results, asked, bytes_each, trace.block_tokens))
-            # Also where the pool finds nothing: a host tier may.
-            if chosen is not None and chosen.host:
-                sentences.append(host_sentence(chosen, trace, warm))
             results += trace_results
     for text in sentences:
         console.print(f"\n{text}", highlight=False)
@@ -310,70 +240,6 @@ def replay(
     if plot is not None:
         with writing("--plot", plot):
             draw(results, plot)
-
-
-class _Splits(NamedTuple):
-    """What `--model` asks for: the model, the memory to divide, and the policies to do it with."""
-
-    shape: ModelShape
-    memory_bytes: int
-    makers: dict[str, MakePolicy]
-
-
-def _splits(
-    model: Path | None,
-    memory: str,
-    running: int,
-    makers: dict[str, MakePolicy | None],
-    unused: list[str],
-) -> _Splits | None:
-    """Return what `--model` and `--memory` ask for; None: nothing. Raises ConfigError.
-
-    Args:
-        makers: of the policies that were named; none: lru and the default.
-        unused: options that are given and mean nothing where memory is divided.
-    """
-    if model is None:
-        if memory:
-            raise ConfigError("--memory is given without --model")
-        return None
-    if unused:
-        raise ConfigError(f"--model divides memory and replays nothing else: no {unused[0]} then")
-    size = parse_size(memory)
-    if size is None or size[1] != "bytes" or size[0] < 1:
-        raise ConfigError(f"--memory {memory!r} is no size in bytes, such as 40GiB")
-    shape, memory_bytes = model_shape(model), int(size[0])
-    check_split(shape, memory_bytes, running)
-    names = dict.fromkeys(("lru", DEFAULT_POLICY))
-    chosen = makers or {name: maker_of(name) for name in names}
-    # The optimum knows of no checkpoints.
-    return _Splits(
-        shape, memory_bytes, {name: make for name, make in chosen.items() if make is not None}
-    )
-
-
-def _divide(
-    console: Console, traces: list[Trace], asked: _Splits, warm: float, running: int,
-    json_file: Path | None,
-) -> None:  # fmt: skip
-    """Print how each division of the memory does on each trace, and write it to a file too."""
-    console.print(shape_sentence(asked.shape), highlight=False)
-    rows, sentences = [], []
-    for trace in traces:
-        console.print(f"{trace.name}:", highlight=False)
-        console.print(SPLIT_LAYOUT.format(*HEADS), style="bold")
-        for name, make in asked.makers.items():
-            results = replay_splits(
-                trace, asked.shape, asked.memory_bytes, name, make, warm, running
-            )
-            for result in results:
-                console.print(split_row(result), highlight=False)
-            rows += results
-            sentences.append(split_sentence(results))
-    for text in sentences:
-        console.print(f"\n{text}", highlight=False)
-    if json_file is not None:
-        write_text("--json", json_file, json.dumps([asdict(one) for one in rows], indent=1) + "\n")
 
 
 @contextmanager

@@ -11,13 +11,6 @@ from typing import Any, NamedTuple
 from prefixkv.cli.policies import policy_of
 from prefixkv.cli.replay.curves import capacities_for
 from prefixkv.cli.replay.hosts import HostSize, host_sizes
-from prefixkv.cli.replay.latency import (
-    Latency,
-    RequestTokens,
-    Speeds,
-    check_latencies,
-    latencies,
-)
 from prefixkv.cli.replay.optimum import OPTIMUM, replay_optimum
 from prefixkv.cli.replay.run import ReplayResult, replay_policy
 from prefixkv.cli.replay.trace import Trace, footprint
@@ -53,7 +46,6 @@ class Replays:
         each: called with what each request of each replay finds.
         running: requests that run at a time; their blocks count, and are not evicted.
         hosts: sizes of host tiers.
-        speeds: to work out first tokens with.
     """
 
     trace: Trace
@@ -63,7 +55,6 @@ class Replays:
     each: Callable[[RequestHits], None] | None = None
     running: int = 1
     hosts: Sequence[HostSize] = ()
-    speeds: Speeds | None = None
 
     def run(
         self,
@@ -77,10 +68,7 @@ class Replays:
         # The optimum knows the future: neither a queue nor hints could add to it. It is that of the
         # device alone.
         hosts = [] if make is None else self.host_blocks(capacity)
-        found: list[RequestTokens] = []
-        each = None
-        if self.each is not None or self.speeds is not None:
-            each = partial(self._note, name, capacity, hosts, found)
+        each = None if self.each is None else partial(self._note, name, capacity, hosts)
         if make is None:
             result = replay_optimum(self.trace, capacity, self.warm, each, self.running)
         else:
@@ -88,10 +76,7 @@ class Replays:
                 self.trace, make(), capacity, self.warm, self.queue, progress, self.hints, each,
                 self.running, hosts,
             )  # fmt: skip
-        rows: list[Latency] = []
-        if self.speeds is not None:
-            rows = latencies(self.trace, found, hosts, self.speeds)
-        return replace(result, policy=name, latency=tuple(rows))
+        return replace(result, policy=name)
 
     def host_blocks(self, capacity: int) -> list[int]:
         """Return the sizes of host tiers, in blocks and rising, behind a device of this capacity.
@@ -104,24 +89,14 @@ class Replays:
         name: str,
         capacity: int,
         hosts: Sequence[int],
-        found: list[RequestTokens],
         at: int,
         known: int,
         behind: Sequence[int],
     ) -> None:
-        """Hand on what one request of a replay has found, and keep it for latencies."""
+        """Hand on what one request of a replay has found."""
         trace, request = self.trace, self.trace.requests[at]
         counted = at >= int(self.warm * len(trace.requests))
-        # A request that is refused waits in no queue.
-        fits = len(request.whole_key) // trace.page_size <= capacity or not self.running
-        if self.speeds is not None and fits:
-            tokens = [blocks * trace.block_tokens for blocks in behind]
-            device_tokens = known * trace.block_tokens
-            found.append(
-                RequestTokens(request.time_s, request.num_tokens, device_tokens, tokens, counted)
-            )
-        if self.each is None:
-            return
+        assert self.each is not None
         self.each(
             RequestHits(
                 trace=trace.name,
@@ -157,7 +132,6 @@ def replay_curves(
     running: int = 1,
     hosts: str | Iterable[str | int] = (),
     bytes_per_token: int = 0,
-    speeds: Speeds | None = None,
 ) -> list[ReplayResult]:
     """Replay a trace with each policy at each capacity, through a real `RadixCache`. Costs some ten
     microseconds per request of each replay, and as much for each host tier.
@@ -179,7 +153,6 @@ def replay_curves(
         hosts: sizes of host tiers behind the device, each for itself: "4x" (of the capacity),
             "64GiB", or blocks.
         bytes_per_token: of KV, for sizes and results in bytes. 0: what the trace says, if it does.
-        speeds: of prefill, link and host, to work out first tokens with (`latency`).
     Returns:
         A result for each capacity and policy: capacities rising, policies as given.
     Raises:
@@ -201,9 +174,7 @@ def replay_curves(
     sizes = capacities_for(footprint(trace)) if capacities is None else sorted({*capacities})
     for size in sizes:
         check_range("capacity", size, 1, 10**8)
-    if speeds is not None:
-        check_latencies(trace)
-    replays = Replays(trace, warm, queue, hints, each, running, sizes_of_hosts, speeds)
+    replays = Replays(trace, warm, queue, hints, each, running, sizes_of_hosts)
     for size in sizes:
         replays.host_blocks(size)  # raises before anything is replayed
     return [replays.run(name, make, size) for size in sizes for name, make in makers.items()]

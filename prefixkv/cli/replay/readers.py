@@ -4,35 +4,19 @@ A file is of one kind, which its first entry decides:
 
     [..] or {"tokens": [..]}             a prompt's tokens, perhaps with "timestamp" (ms)
     {"hash_ids": [..], ..}               Mooncake's; `DecodeConfig(record=)` writes these
-    {"request_id": .., "hash_ids": ..}   Dynamo's agentic Mooncake, perhaps after a header
-    {"requests": [..], "block_size": ..} an agent's session: one per line, one per file, or all
-                                         *.json of a folder (`agents.py` reads these two)
 
 Source: Mooncake's `FAST25-release/traces`: one id per block of 512 tokens, the last may be partial.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 from pathlib import Path
 from typing import Any
 
-from prefixkv.cli.replay.agents import Agentic, Sessions
-from prefixkv.cli.replay.trace import (
-    AGENTIC,
-    MOONCAKE,
-    RECORD,
-    SESSIONS,
-    TOKENS,
-    Trace,
-    TraceRequest,
-)
+from prefixkv.cli.replay.trace import MOONCAKE, RECORD, TOKENS, Trace, TraceRequest
 from prefixkv.cli.traces import blocks_in, number_in, read_lines
 from prefixkv.spi import TOKEN_LIMIT, RadixKey, TraceError
-
-SPREAD_S = 4 * 3600.0
-"""Default time over which the starts of agents' sessions are spread."""
 
 
 def read_trace(
@@ -40,32 +24,19 @@ def read_trace(
     page_size: int = 16,
     block_tokens: int = 512,
     limit: int | None = None,
-    spread_s: float = SPREAD_S,
 ) -> Trace:
-    """Read the trace to replay from a file, or from a folder of sessions; its requests are ordered
-    by time.
+    """Read the trace to replay from a file; its requests are ordered by time.
 
     Args:
         page_size: tokens per page, for token lists.
         block_tokens: tokens that a hash id stands for, if the file does not say.
         limit: read only this many entries.
-        spread_s: time over which the starts of sessions are spread, which their files do not say.
     Raises:
         TraceError: names the file and the line.
     """
     path = Path(path)
-    reader = _TraceReader(page_size, block_tokens, spread_s)
-    # A folder holds whole sessions; a .json file one value; any other file one entry per line.
-    if path.is_dir():
-        files = sorted(path.glob("*.json"))[:limit]
-        if not files:
-            raise TraceError(f"{path}: no *.json in it")
-        for file in files:
-            _read_whole(file, reader.add)
-    elif path.suffix == ".json":
-        _read_whole(path, reader.add)
-    else:
-        read_lines(path, limit, reader.add, place="{path}:{number}")
+    reader = _TraceReader(page_size, block_tokens)
+    read_lines(path, limit, reader.add, place="{path}:{number}")
     # Errors of single entries carry their line; those found now concern the file as a whole.
     try:
         return reader.trace(path.stem)
@@ -75,40 +46,22 @@ def read_trace(
 
 def make_trace(name: str, entries: Iterable[dict[str, Any]], block_tokens: int = 512) -> Trace:
     """Make a trace to replay of entries in memory. Raises TypeError or ValueError for a bad one."""
-    reader = _TraceReader(1, block_tokens, SPREAD_S)
+    reader = _TraceReader(1, block_tokens)
     for entry in entries:
         reader.add(entry)
     return reader.trace(name)
 
 
-def _read_whole(path: Path, add: Callable[[Any], None]) -> None:
-    """Read a trace's file that is one JSON value, or one value per line."""
-    try:
-        entry = json.loads(path.read_text(encoding="utf-8"))
-    # Not one value: take it line by line, which also reports the line that is wrong.
-    except ValueError:
-        read_lines(path, None, add, place="{path}:{number}")
-        return
-    except OSError as error:
-        raise TraceError(f"{path}: {error.strerror or error}") from None
-    try:
-        add(entry)
-    except (TypeError, ValueError) as error:
-        raise TraceError(f"{path}: {error}") from None
-
-
 class _TraceReader:
     """Builder of a trace from a file's entries. Raises TypeError for one that does not fit."""
 
-    def __init__(self, page_size: int, block_tokens: int, spread_s: float) -> None:
+    def __init__(self, page_size: int, block_tokens: int) -> None:
         self._page_size, self._block_tokens = page_size, block_tokens
         self._names: dict[Any, int] = {}  # by hash id: a token; dense, whatever the ids are
         self._requests: list[TraceRequest] = []
         self._kind = ""
         self._bytes_per_token = 0
         self._recorded = True  # all entries have what a node's record says besides Mooncake's
-        self._sessions = Sessions(spread_s)
-        self._agentic = Agentic(block_tokens)
 
     def add(self, entry: Any) -> None:
         """Read one entry of a trace; the first decides the kind of all."""
@@ -120,28 +73,16 @@ class _TraceReader:
             raise TypeError(f"{kind} in a trace of {self._kind}")
         if kind == "tokens":
             self._add_tokens(entry if isinstance(entry, dict) else {"tokens": entry})
-        elif kind == "hash ids":
-            self._add_blocks(entry)
-        elif kind == "sessions":
-            self._sessions.add(entry)
         else:
-            self._agentic.add(entry)
+            self._add_blocks(entry)
 
     def trace(self, name: str) -> Trace:
         """Return the trace of all entries that were read, in order of time."""
         if self._kind == "tokens":
             size = self._page_size
             return Trace(name, self._requests, size, size, kind=TOKENS).in_order()
-        block_tokens = self._block_tokens
         kind = RECORD if self._recorded else MOONCAKE
-        # Their times are known only now, when all entries have been read.
-        if self._kind in ("sessions", "agentic requests"):
-            source = self._sessions if self._kind == "sessions" else self._agentic
-            kind = SESSIONS if self._kind == "sessions" else AGENTIC
-            block_tokens = source.block_tokens
-            for time_s, blocks, num_tokens in source.requests():
-                self._add(time_s, blocks, num_tokens, block_tokens)
-        found = Trace(name, self._requests, 1, block_tokens, self._bytes_per_token, kind)
+        found = Trace(name, self._requests, 1, self._block_tokens, self._bytes_per_token, kind)
         return found.in_order()
 
     def _add_tokens(self, entry: dict[str, Any]) -> None:
@@ -198,11 +139,7 @@ def _kind(entry: Any) -> str:
         return "tokens"
     if not isinstance(entry, dict):
         raise TypeError("neither an object nor a list of tokens")
-    # By the field that only this kind has. "hash ids" comes last, as other kinds have them too.
-    if "tokens" in entry:
-        return "tokens"
-    if "requests" in entry:
-        return "sessions"
-    if "request_id" in entry or "schema" in entry:
-        return "agentic requests"
-    return "hash ids"
+    # Read as Mooncake's, these would have other times, or shared blocks, than they say.
+    if foreign := entry.keys() & {"requests", "schema", "wait_for", "dependencies"}:
+        raise TypeError(f"{min(foreign)!r} is of agents' traces, which are not read")
+    return "tokens" if "tokens" in entry else "hash ids"

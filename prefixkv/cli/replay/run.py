@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from prefixkv.cli.replay.latency import Latency
 from prefixkv.cli.replay.tiers import HostResult, SimulatedTier, Tier
 from prefixkv.cli.replay.trace import Trace, TraceRequest
 from prefixkv.spi import InsertResult, Policy, PrefixLock, make_policy
@@ -43,7 +42,6 @@ class ReplayResult:
     running_blocks: float = 0.0  # that running requests hold, on average
     too_long: int = 0  # counted requests that are refused, as they do not fit the capacity
     host: tuple[HostResult, ...] = ()  # by size
-    latency: tuple[Latency, ...] = ()  # by size of host tier, without and with own compute
 
 
 class Hits:

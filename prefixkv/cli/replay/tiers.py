@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from prefixkv.cli.replay.trace import Trace
-from prefixkv.spi import Checkpoints, InsertResult, Policy, PrefixLock, RadixCache, RadixKey
+from prefixkv.spi import InsertResult, Policy, PrefixLock, RadixCache, RadixKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,7 @@ class HostResult:
 
 
 class Tier:
-    """A tree of at most `capacity` blocks, with a policy of its own, and `checkpoints` if they are
-    set.
+    """A tree of at most `capacity` blocks, with a policy of its own.
 
     Args:
         makes_room: True: room is made before blocks are inserted, so they never take more than the
@@ -44,7 +43,6 @@ class Tier:
     def __init__(self, trace: Trace, policy: Policy, capacity: int, makes_room: bool) -> None:
         policy.token_scale = trace.token_scale
         self.cache = RadixCache(page_size=trace.page_size, policy=policy)
-        self.checkpoints: Checkpoints | None = None
         self.capacity, self._makes_room = capacity, makes_room
         # Page ids: `_free` first, then new ones.
         self._free: list[int] = []
@@ -86,10 +84,7 @@ class Tier:
         held."""
         over = self.cache.num_pages + more - self.capacity
         if over > 0:
-            evicted = self.cache.evict(over, now_s)
-            if self.checkpoints is not None:
-                self.checkpoints.dropped(evicted)
-            self._free += evicted.tolist()
+            self._free += self.cache.evict(over, now_s).tolist()
 
 
 class SimulatedTier(Tier):

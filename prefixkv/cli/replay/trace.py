@@ -19,8 +19,6 @@ from prefixkv.spi import TOKEN_BYTES, ConfigError, RadixKey
 MOONCAKE: Final = "Mooncake's trace"
 RECORD: Final = "a decode node's record"
 TOKENS: Final = "token lists"
-AGENTIC: Final = "Dynamo's agentic Mooncake"
-SESSIONS: Final = "agents' sessions"
 
 
 @dataclass(frozen=True, slots=True)

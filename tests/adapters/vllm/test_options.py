@@ -20,7 +20,7 @@ def test_what_is_said_is_what_is_meant() -> None:
             "name": "decode-3",
             "join_flights": False,
             "recompute_below": 64,
-            "policy": "gittins",
+            "policy": "slru",
             "control": {
                 "transfer_timeout_s": 5,
                 "curve": {"public_key": "p" * 40, "secret_key": "s" * 40},
@@ -50,8 +50,8 @@ def test_what_is_said_is_what_is_meant() -> None:
         ({"host_memory": "8GiB"}, HostConfig(num_bytes=8 << 30, policy="adaptive")),
         ({"host_memory": "4x", "policy": "lru"}, HostConfig(times=4.0, policy="lru")),
         (
-            {"host_memory": "4x", "policy": "lru", "host_policy": "gittins"},
-            HostConfig(times=4.0, policy="gittins"),
+            {"host_memory": "4x", "policy": "lru", "host_policy": "slru"},
+            HostConfig(times=4.0, policy="slru"),
         ),
     ],
 )

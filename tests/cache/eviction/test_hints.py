@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-import benchmarks.policies.gated  # noqa: F401  makes it known by name
+import benchmarks.policies.gated
+import benchmarks.policies.gittins  # noqa: F401
 from prefixkv.cache.eviction import hints
 from prefixkv.cache.eviction.hints import Hints
 from prefixkv.cache.eviction.policy import make_policy, policy_names

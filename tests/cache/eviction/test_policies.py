@@ -8,8 +8,8 @@ import random
 import pytest
 
 from benchmarks.policies.gated import Gated
+from benchmarks.policies.gittins import Gittins
 from prefixkv.cache.eviction.adaptive import Adaptive
-from prefixkv.cache.eviction.gittins import Gittins
 from prefixkv.cache.eviction.plain import ByPriority
 from prefixkv.cache.eviction.policy import Policy, make_policy, policy_names, register_policy
 from prefixkv.cache.radix_cache import RadixCache

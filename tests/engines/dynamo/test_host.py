@@ -27,9 +27,9 @@ ONE, TWO = list(range(64)), list(range(1000, 1064))
 class Worker:
     """Both trees of one worker, their publisher, and the services that hear it."""
 
-    def __init__(self, dialect: str, folder: Path, stack: ExitStack) -> None:
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.pool, self.host = RadixCache(page_size=PAGE_SIZE), RadixCache(page_size=PAGE_SIZE)
-        config = KVEventsConfig(FREE, FREE, FREE, heartbeat_s=0.1, dialect=dialect)  # type: ignore[arg-type]
+        config = KVEventsConfig(FREE, FREE, FREE, heartbeat_s=0.1)
         worker = PeerId("decode-0", 7)
         self.publisher = KVEventPublisher(config, worker, "model", PAGE_SIZE, has_host=True)
         stack.enter_context(closing(self.publisher))
@@ -67,13 +67,13 @@ class Worker:
             until(lambda tokens=tokens, expected=expected: self.found(tokens) == expected)
 
 
-@pytest.fixture(params=["vllm", "sglang"])
-def worker(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Worker]:
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[Worker]:
     if not PYTHON:
         pytest.skip("PREFIXKV_ENGINE_PYTHON names no environment of Dynamo's")
     with ExitStack() as stack:
         try:
-            started = Worker(request.param, tmp_path, stack)
+            started = Worker(tmp_path, stack)
         except NotStartedError as error:
             pytest.skip(f"a service did not start: {error}")
         yield started

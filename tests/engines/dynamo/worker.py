@@ -72,7 +72,7 @@ class Worker:
             str(self._num_requests), tokens, MAX_NEW_TOKENS, room=self._num_requests,
             prefill="tcp://127.0.0.1:1", namespace=namespace_of(chat["lora"], chat["salt"]),
         )  # fmt: skip
-        self.publisher.dialect.check(request.key.namespace)
+        self.publisher.blocks.check(request.key.namespace)
         self.scheduler.add(request, self._now_s)
         [req] = self.scheduler.pop_preallocated(self._now_s)
         assert any(isinstance(command, OpenRoom) for command in self.scheduler.take_commands())

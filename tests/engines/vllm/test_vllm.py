@@ -64,7 +64,7 @@ class Pair:
         return make_model(PYTHON, folder, TINY)
 
     def start_decode(self) -> Server:
-        consumer = transfer_config("kv_consumer", "decode-0", free_port(), policy="gittins")
+        consumer = transfer_config("kv_consumer", "decode-0", free_port(), policy="slru")
         return Server(
             PYTHON,
             self.model,

@@ -129,8 +129,8 @@ def test_the_policy_is_prefixkvs_by_name_or_sglangs_option(
     built = context()
     built.params.eviction_policy = "lfu"
     assert create_tree_cache(built).tree.policy.name == "lfu"
-    monkeypatch.setenv("PREFIXKV_POLICY", "gittins")
-    assert create_tree_cache(built).tree.policy.name == "gittins"
+    monkeypatch.setenv("PREFIXKV_POLICY", "slru")
+    assert create_tree_cache(built).tree.policy.name == "slru"
     monkeypatch.setenv("PREFIXKV_POLICY", "newest")
     with pytest.raises(ConfigError, match="PREFIXKV_POLICY: 'newest' is not one of"):
         create_tree_cache(built)
@@ -141,7 +141,7 @@ def test_a_variable_that_nothing_reads_is_refused_with_the_nearest(
 ) -> None:
     monkeypatch.setenv("PREFIXKV_PAGE_SIZE", "64")  # a setting of `prefixkv serve`, perhaps beside
     create_tree_cache(context())
-    monkeypatch.setenv(PREFIX + "POLICI", "gittins")
+    monkeypatch.setenv(PREFIX + "POLICI", "slru")
     with pytest.raises(ConfigError, match=r"no variable \w+_POLICI; .* is PREFIXKV_POLICY$"):
         create_tree_cache(context())
 
