@@ -226,8 +226,8 @@ def test_least_tokens_are_at_most_the_most() -> None:
         1.0, stop_tokens=(7,), min_tokens=5
     )
     assert refused(min_tokens=5, max_tokens=4) == ("min_tokens", "invalid_value")
-    assert chat().sampling(0.0).temperature == 0
-    assert chat(temperature=0.5).sampling(0.0).temperature == 0.5
+    assert chat().sampling(temperature=0.0).temperature == 0
+    assert chat(temperature=0.5).sampling(temperature=0.0).temperature == 0.5
 
 
 def test_usage_says_where_the_prompts_kv_was() -> None:
