@@ -21,7 +21,7 @@ PLAIN_TEMPLATE: Final = (
 """For a model without a template of its own."""
 
 _SHORT: Final = 4096  # characters of a text that is tokenized at once
-_PIECE: Final = 1 << 16  # characters of a long text that are counted together
+_PIECE: Final = 1 << 16  # characters, or more, of a long text that are counted together
 _DEFAULT: Final = "default"
 _TOOLS: Final = "tool_use"  # transformers' name of the template for chats with tools
 _NONE: Final[Mapping[str, Any]] = MappingProxyType({})
@@ -85,6 +85,8 @@ class Texts:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self.tokenizer = tokenizer
         self._longest = max(map(len, tokenizer.get_vocab()), default=1)
+        # So long that what its cuts change is a fourth of its tokens at most.
+        self._piece = max(_PIECE, 4 * self._longest**2)
         self._templates = {_DEFAULT: template} if isinstance(template, str) else dict(template)
         self._tokens, self._render_with = dict(tokens or {}), render_jinja_template
         for name, source in self._templates.items():
@@ -125,14 +127,13 @@ class Texts:
     # --- tokens -----------------------------------------------------------------------------------
 
     def _ids(self, text: str, special: bool, most: int, go_on: Callable[[], None]) -> list[int]:
-        if most and len(text) > _PIECE:
-            # A cut changes the tokens near it, not their number by more than `longest`: the sum
-            # over the pieces is no more than a bound.
+        if most and len(text) > self._piece:
+            # A cut changes the tokens near it, and their number by `longest` at most.
             least = 0
-            for begin in range(0, len(text), _PIECE):
+            for begin in range(0, len(text), self._piece):
                 go_on()
-                num = len(self._encode(text[begin : begin + _PIECE], False))
-                least += max(num - self._longest, 0)
+                piece = text[begin : begin + self._piece]
+                least += max(len(self._encode(piece, False)) - self._longest, 0)
                 if least > most:
                     raise TooManyTokensError(most + 1)
             go_on()

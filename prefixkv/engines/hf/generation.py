@@ -63,21 +63,23 @@ def load_sampling_defaults(folder: str | Path) -> SamplingDefaults:
     if ignored:
         logger.warning("%s: not served, answers come without: %s", file, ", ".join(ignored))
 
-    def number(name: str, least: Callable[[Any], bool], bounds: str) -> dict[str, Any]:
+    def number(name: str, is_in: Callable[[Any], bool], bounds: str) -> dict[str, Any]:
         value = said.get(name)
         if value is None:
             return {}
-        if isinstance(value, bool) or not isinstance(value, int | float) or not least(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not is_in(value):
             raise ConfigError(f"{file}: {name} is {value!r:.50}, must be {bounds}")
         return {name: value}
 
     found = {
         **number("temperature", lambda one: 0 <= one < math.inf, "in [0, infinity)"),
-        **number("top_k", lambda one: one in range(-1, 2**31), "a whole number from -1 on"),
+        **number(
+            "top_k", lambda one: one == int(one) and -1 <= one < 2**31, "a whole number from -1 on"
+        ),
         **number("top_p", lambda one: 0 < one <= 1, "in (0, 1]"),
     }
-    if found.get("top_k") == -1:
-        found["top_k"] = 0
+    if "top_k" in found:
+        found["top_k"] = max(int(found["top_k"]), 0)  # -1 is as good as 0
     return SamplingDefaults(**found)
 
 
