@@ -10,9 +10,10 @@ import asyncio
 import contextlib
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -22,6 +23,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from prefixkv import PrefixKVError
+from prefixkv.engines.hf.generation import OPENAI, SamplingDefaults
 from prefixkv.serving.config import ListenSettings
 from prefixkv.serving.failures import answer_ended
 from prefixkv.serving.fleet import Fleet
@@ -67,8 +69,6 @@ from prefixkv.serving.wire import Ask, TokenEvent, part_rid, salt_digest
 _SHORT: Final = 4096  # characters of a text that is tokenized in the event loop
 _MESSAGE: Final = 64  # template time of one message, in characters of tokenizer time
 
-T = TypeVar("T")
-
 
 class Front:
     """OpenAI's interface over a fleet; the module docstring has the rules. Used on one event loop.
@@ -80,7 +80,7 @@ class Front:
         listen: where it serves.
         answer_tokens: most tokens of a chat's answer if its request sets no bound; 0: all the room
             there is.
-        temperature: of requests that set none; 1 is OpenAI's.
+        defaults: how tokens are drawn for requests that do not say.
         routes: further ones, of Starlette; the paths in `open_paths` need no key. `status_routes`
             go to the status port.
     Raises: ConfigError if an address cannot be bound.
@@ -89,16 +89,17 @@ class Front:
     def __init__(
         self, fleet: Fleet, texts: Texts, name: str, listen: ListenSettings,
         answer_tokens: int = 0, routes: Sequence[BaseRoute] = (), open_paths: Sequence[str] = (),
-        status_routes: Sequence[BaseRoute] = (), temperature: float = 1.0,
+        status_routes: Sequence[BaseRoute] = (), defaults: SamplingDefaults = OPENAI,
     ) -> None:  # fmt: skip
         self.fleet, self.texts, self.name = fleet, texts, name
-        self._temperature = temperature
+        self._defaults = defaults
         self._token_texts = TokenTexts(texts.tokenizer)
         self.draining = False
         self._limits, self._answer_tokens = listen.limits, answer_tokens
         self._created = int(time.time())
-        # Held while a long text is tokenized in a thread: one at a time.
-        self._encoding = asyncio.Lock()
+        # Held while a long text is tokenized in a thread, by the magnitude of its size: a text
+        # waits for those of its own size alone, at most 8 times as long as itself takes.
+        self._encoding: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
         # Request ids: unique over fronts by the prefix, within this one by the number.
         self._prefix, self._num = secrets.token_hex(8), 0
         self.metrics = _FrontMetrics(fleet)
@@ -167,14 +168,14 @@ class Front:
     async def _models(self, _: Request) -> Response:
         """Answer the front's GET /v1/models: the one model that its fleet serves."""
         context = self.fleet.context
-        return json_response(models(self.name, self._created, context, self._temperature))
+        return json_response(models(self.name, self._created, context, self._defaults.temperature))
 
     async def _model(self, request: Request) -> Response:
         """Answer the front's GET /v1/models/NAME, by an error if it serves another model."""
         if request.path_params["name"] != self.name:
             raise unknown_model(request.path_params["name"])
         context = self.fleet.context
-        return json_response(model(self.name, self._created, context, self._temperature))
+        return json_response(model(self.name, self._created, context, self._defaults.temperature))
 
     async def _show_health(self, _: Request) -> Response:
         """Answer the front's GET /health on the port of its clients, with the status of that on the
@@ -187,14 +188,16 @@ class Front:
         answer."""
         asked = parse(await read_body(request, self._limits), ChatRequest)
         self._check(asked.model)
+        return await run_until_disconnect(request, self._answer_chat(request, asked))
+
+    async def _answer_chat(self, request: Request, asked: ChatRequest) -> Response:
         messages, variables = asked.messages, asked.variables
         # Rendering costs time per message too, so a lot of short ones count as a long text; so do
         # variables, which the template may write as often as it likes.
         size = len(msgspec.json.encode((messages, variables))) + _MESSAGE * len(messages)
-        least = sum(len(message["content"] or "") for message in messages)
-        encode = partial(self.texts.chat, variables=variables)
+        encode = partial(self.texts.chat, messages, variables=variables)
         try:
-            tokens = await self._tokens(encode, messages, size, least, "messages")
+            tokens = await self._tokens(encode, size, "messages")
         except TextError as error:
             raise refused("messages", f"is refused: {error}") from None
         return await self._answer(request, asked, [tokens], "messages")
@@ -208,41 +211,41 @@ class Front:
         # answer.
         del body
         self._check(asked.model)
+        return await run_until_disconnect(request, self._answer_prompts(request, asked))
+
+    async def _answer_prompts(self, request: Request, asked: CompletionRequest) -> Response:
         # Many short texts cost as much as a long one, so their sum counts for each.
         size = sum(len(prompt) for prompt in asked.prompt if isinstance(prompt, str))
-        num = self.fleet.vocab_size
         found: list[list[int]] = []
         for prompt in asked.prompt:
             if isinstance(prompt, str):
-                encode = self.texts.plain
-                found.append(await self._tokens(encode, prompt, size, len(prompt), "prompt"))
-            # Checked here, since a worker would report it only after the request was placed.
-            elif prompt and not 0 <= min(prompt) <= max(prompt) < num:
-                raise refused("prompt", f"has tokens that are not in [0, {num})")
-            else:
-                found.append(prompt)
+                encode = partial(self.texts.plain, prompt)
+                prompt = await self._tokens(encode, size, "prompt")
+            found.append(prompt)
         return await self._answer(request, asked, found, "prompt")
 
-    async def _tokens(
-        self, encode: Callable[..., list[int]], text: T, size: int, least: int, param: str
-    ) -> list[int]:
-        """Tokenize a text from the front's client that costs the time of `size` characters and has
-        at least `least`. A long text takes time, and a hundred bytes of memory per character: it is
-        tokenized in a thread, one at a time, unless it is certain not to fit. Raises ApiError
-        400."""
+    async def _tokens(self, encode: Callable[..., list[int]], size: int, param: str) -> list[int]:
+        """Tokenize a text from the front's client that costs the time of `size` characters. A long
+        text takes time and memory: it is tokenized in a thread, as long as its client is there,
+        until it is certain not to fit. Raises ApiError 400."""
         if size <= _SHORT:
-            return encode(text)
-        context = self.fleet.context
-        begun = partial(encode, most=context)
-        # No token is longer than `longest` characters, so this many cannot fit: no need to count.
-        if least > context * self.texts.longest:
-            num = -(-least // self.texts.longest)
-            raise too_long(num, 0, context, param, at_least=True)
-        try:
-            async with self._encoding:
-                return await asyncio.to_thread(begun, text)
-        except TooManyTokensError as error:
-            raise too_long(error.least, 0, context, param, at_least=True) from None
+            return encode()
+        context, has_left = self.fleet.context, False
+
+        def go_on() -> None:
+            if has_left:
+                raise asyncio.CancelledError
+
+        async with self._encoding[size.bit_length() // 3]:
+            work = asyncio.ensure_future(asyncio.to_thread(encode, most=context, go_on=go_on))
+            try:
+                return await asyncio.shield(work)
+            except TooManyTokensError as error:
+                raise too_long(error.least, 0, context, param, at_least=True) from None
+            finally:
+                # The thread ends first: a client that comes and leaves has one at most.
+                has_left = True
+                await asyncio.wait((work,))
 
     def _check(self, name: str) -> None:
         """Raise ApiError if the front does not serve the named model, or cannot serve at the
@@ -271,10 +274,14 @@ class Front:
         if not all(token < self.fleet.vocab_size for token in asked.stop_token_ids or ()):
             num = self.fleet.vocab_size
             raise refused("stop_token_ids", f"has tokens that are not in [0, {num})")
-        sampling = asked.sampling(self._temperature)
+        sampling = asked.sampling(**self._defaults._asdict())
         # The salt is the client's secret: workers and their caches see only a digest of it.
         salt = salt_digest(asked.cache_salt) if asked.cache_salt else ""
         rid = self._new_rid(id_of(request.scope))
+        # Checked here, since a worker would report it only after the request was placed.
+        num = self.fleet.vocab_size
+        if not all(0 <= min(tokens) <= max(tokens) < num for tokens in prompts if tokens):
+            raise refused(param, f"has tokens that are not in [0, {num})")
         asks: list[Ask] = []
         echoes = isinstance(asked, CompletionRequest) and bool(asked.echo)
         with_prompt = echoes and sampling.logprobs is not None
@@ -302,7 +309,7 @@ class Front:
         }  # fmt: skip
         extras = self._extras(asked, prompts) if echoes or sampling.logprobs is not None else None
         run = _FrontRequest(self, asks, answers, asked, line, extras)
-        return await run_until_disconnect(request, run.stream() if asked.streams else run.whole())
+        return await (run.stream() if asked.streams else run.whole())
 
     def _extras(
         self, asked: ChatRequest | CompletionRequest, prompts: list[list[int]]

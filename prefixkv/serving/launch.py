@@ -22,6 +22,7 @@ from starlette.routing import BaseRoute
 
 from prefixkv import PrefixKVError
 from prefixkv.engines.hf.folder import check_folder
+from prefixkv.engines.hf.generation import SamplingDefaults, load_sampling_defaults
 from prefixkv.engines.hf.small import save_tokenizer
 from prefixkv.serving import interrupts
 from prefixkv.serving.config import KINDS, ServeConfig
@@ -209,6 +210,10 @@ class Launch:
         if config.tokenizer_folder:
             await asyncio.to_thread(save_tokenizer, config.tokenizer_folder)
         texts = await asyncio.to_thread(load_texts, models.model)
+        # The small model is there to show hits: drawn tokens that are no words hit less.
+        defaults = SamplingDefaults(temperature=0.0)
+        if models.model:
+            defaults = load_sampling_defaults(models.model)
         name = config.served_name or (
             Path(models.model).resolve().name if models.model else "small"
         )
@@ -216,8 +221,7 @@ class Launch:
         try:
             front = Front(
                 fleet, texts, name, listen, config.answer_tokens, status_routes=self._routes(fleet),
-                # The small model is there to show hits: drawn tokens that are no words hit less.
-                temperature=1.0 if models.model else 0.0,
+                defaults=defaults,
             )  # fmt: skip
         except BaseException:
             await fleet.close()
@@ -339,6 +343,11 @@ def run_serve(
     """Launch and run `prefixkv serve` until SIGTERM or SIGINT. Returns the exit status. Raises
     ConfigError, WorkerFailedError."""
     log_to_stderr()
+    # This process computes nothing with torch, but transformers takes it along where it finds it:
+    # 180 MiB, and as long as all else at the start.
+    if kind is Launch:
+        sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
     async def main() -> int:
         launch = kind(config, tables, lambda line: print(line, flush=True))

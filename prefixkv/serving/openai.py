@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Final, TypeVar, get_type_hints
 import msgspec
 
 from prefixkv.serving.http import ApiError, no_json
+from prefixkv.serving.text import Arguments
 from prefixkv.serving.wire import MAX_LOGPROBS, SamplingParams
 from prefixkv.serving.words import plain_words
 
@@ -37,32 +38,38 @@ _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     # OpenAI's
     "audio": (), "best_of": (1,), "echo": (False,), "frequency_penalty": (0,),
     "function_call": ("none", "auto"), "functions": ([],), "logit_bias": ({},),
-    "metadata": ({},), "modalities": (["text"],),
-    "parallel_tool_calls": (True, False), "prediction": (), "presence_penalty": (0,),
-    "prompt_cache_retention": (), "response_format": ({"type": "text"},),
-    "service_tier": ("auto", "default"), "store": (False,), "suffix": ("",),
-    "tool_choice": ("none", "auto"), "tools": ([],), "top_logprobs": (0,),
-    "verbosity": ("medium",), "web_search_options": (),
+    "modalities": (["text"],), "presence_penalty": (0,),
+    "response_format": ({"type": "text"},), "suffix": ("",), "tool_choice": ("none", "auto"),
+    "tools": ([],), "top_logprobs": (0,), "verbosity": ("medium",), "web_search_options": (),
     # of vLLM and SGLang: what is drawn
     "allowed_token_ids": (), "bad_words": ([],), "custom_logit_processor": (),
-    "custom_params": ({},), "ebnf": (), "guided_choice": (), "guided_decoding_backend": (),
+    "custom_params": ({},), "ebnf": (), "guided_choice": (),
     "guided_grammar": (), "guided_json": (), "guided_regex": (), "guided_whitespace_pattern": (),
     "json_schema": (), "length_penalty": (1,), "logits_processors": ([],), "min_p": (0,),
     "regex": (), "repetition_detection": (), "repetition_penalty": (1,), "structured_outputs": (),
     "thinking_token_budget": (), "typical_p": (1,), "use_beam_search": (False,),
     # how it is shown, and where it ends
-    "detokenize": (True,), "include_reasoning": (True, False),
-    "include_stop_str_in_output": (False,), "logprob_token_ids": (), "no_stop_trim": (False,),
+    "detokenize": (True,), "include_stop_str_in_output": (False,), "logprob_token_ids": (),
+    "no_stop_trim": (False,),
     "prompt_logprobs": (), "return_hidden_states": (False,), "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,), "separate_reasoning": (True, False),
-    "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,), "stop_regex": (),
-    "stream_interval": (1,), "stream_reasoning": (True, False),
+    "return_tokens_as_token_ids": (False,), "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,), "stop_regex": (),
     # what is asked, and how it is served
     "add_special_tokens": (), "chat_template": (), "continue_final_message": (False,),
-    "data_parallel_rank": (), "kv_transfer_params": (), "lora_path": (), "media_io_kwargs": ({},),
-    "mm_processor_kwargs": ({},), "priority": (0,), "prompt_embeds": (), "rid": (),
-    "session_params": ({},), "truncate_prompt_tokens": (), "vllm_xargs": ({},),
+    "kv_transfer_params": (), "lora_path": (), "prompt_embeds": (), "session_params": ({},),
+    "truncate_prompt_tokens": (), "vllm_xargs": ({},),
 }  # fmt: skip
+
+# Parameters whose value changes no answer here, whatever it is.
+_IGNORED: Final = frozenset({
+    # OpenAI's
+    "metadata", "parallel_tool_calls", "prediction", "prompt_cache_retention", "service_tier",
+    "store",
+    # of vLLM and SGLang
+    "data_parallel_rank", "guided_decoding_backend", "include_reasoning", "media_io_kwargs",
+    "mm_processor_kwargs", "priority", "rid", "separate_reasoning", "stream_interval",
+    "stream_reasoning",
+})  # fmt: skip
 
 T = TypeVar("T", bound="_RequestBase")
 
@@ -139,15 +146,16 @@ class _RequestBase(msgspec.Struct, frozen=True, kw_only=True):
         for."""
         return self.max_tokens
 
-    def sampling(self, temperature: float = 1.0) -> SamplingParams:
-        """Return how the answer's tokens are sampled, by OpenAI's parameters and defaults.
-        `temperature` counts where the request has none."""
+    def sampling(
+        self, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
+    ) -> SamplingParams:
+        """Return how the answer's tokens are sampled, by OpenAI's parameters. The arguments count
+        where the request has none: without a temperature OpenAI's tokens are drawn."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        # OpenAI's defaults, not the engine's: without a temperature its tokens are drawn.
         return SamplingParams(
             temperature=temperature if self.temperature is None else self.temperature,
-            top_k=0 if self.top_k in (None, -1) else self.top_k,
-            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=top_k if self.top_k is None else max(self.top_k, 0),
+            top_p=top_p if self.top_p is None else self.top_p,
             seed=None if self.seed is None else self.seed % 2**64,
             stop_tokens=tuple(self.stop_token_ids or ()),
             ignore_end=bool(self.ignore_eos),
@@ -167,13 +175,13 @@ class _RequestBase(msgspec.Struct, frozen=True, kw_only=True):
             ("seed", -(2**63), 2**64 - 1), ("num_logprobs", 0, MAX_LOGPROBS),
         ):  # fmt: skip
             value = getattr(self, name, None)
-            if value is not None and not least <= value <= most:
-                # A number may have thousands of digits, all of them the client's.
-                name = {"num_logprobs": self.LOGPROBS}.get(name, name)
-                shown = f"is {value}, must be" if abs(value) < 2**64 else "must be"
-                raise refused(name, f"{shown} in [{least}, {most}]")
-        if self.top_p == 0:
-            raise refused("top_p", "is 0, must be above")
+            is_open = name == "top_p"  # 0 would leave no token
+            if value is None or (least <= value <= most and not (is_open and value == least)):
+                continue
+            # A number may have thousands of digits, all of them the client's.
+            name = {"num_logprobs": self.LOGPROBS}.get(name, name)
+            shown = f"is {value}, must be" if abs(value) < 2**64 else "must be"
+            raise refused(name, f"{shown} in {'(' if is_open else '['}{least}, {most}]")
         # A single string, or none, is compared like a list of one.
         stop = self.stop if isinstance(self.stop, list) else ["-"]
         if "" in (self.stop, *stop):
@@ -293,13 +301,13 @@ def parse(body: bytes, kind: type[T], context: int | None = None) -> T:
     """
     # 1. Names: an unknown one is refused; values are still raw JSON. Null is left out.
     found = {name: raw for name, raw in _found_in(body, kind).items() if raw.strip() != b"null"}
-    known = {field.name: field for field in msgspec.structs.fields(kind)}
+    known = _REQUIRED[kind]
     # 2. Parameters that are not served: their values must ask for nothing.
-    for name in found.keys() - known.keys():
+    for name in found.keys() - known.keys() - _IGNORED:
         _check_neutral(name, found, kind)
     # 3. Required ones, and the size of what a chat template is given.
-    for name, field in known.items():
-        if field.required and name not in found:
+    for name, is_required in known.items():
+        if is_required and name not in found:
             raise ApiError(400, f"{name} is missing", code="missing_required_parameter", param=name)
     num_bytes = sum(len(found[name]) for name in _EXTRAS if name in found)
     if num_bytes > _EXTRA_BYTES:
@@ -431,7 +439,10 @@ def _check_prompts(num: int) -> None:
 
 # --- messages -------------------------------------------------------------------------------------
 
-_PARTS: Final = {"text": "text", "refusal": "refusal"}  # kinds of parts that are text, and where
+# Kinds of parts that are text, and where; those of OpenAI's other interface too.
+_PARTS: Final = {
+    "text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal",
+}  # fmt: skip
 _OTHER_NAMES: Final = {
     "developer": "system"
 }  # OpenAI renamed the role; templates know the old name
@@ -464,17 +475,21 @@ def _plain_message(where: str, fields: dict[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in fields.items() if value is not None}
     kept["role"] = _OTHER_NAMES.get(role, role)
     kept["content"] = _text_of(where, fields)
+    # Clients send back an answer without calls as it was: some templates ask whether the field is
+    # there.
+    if kept.get("tool_calls") == []:
+        del kept["tool_calls"]
     if "tool_calls" in kept:
         kept["tool_calls"] = _calls_of(f"{where}.tool_calls", kept["tool_calls"])
     return kept
 
 
 def _text_of(where: str, fields: dict[str, Any]) -> str | None:
-    """Return the text of a chat's message, its parts joined. None only where an assistant said
-    none, for instance since it called tools. Raises ApiError."""
+    """Return the text of a chat's message, its parts joined. None where an assistant said nothing,
+    for instance since it called tools, or a tool answered nothing. Raises ApiError."""
     content = fields.get("content")
     if content is None:
-        if fields["role"] == "assistant":
+        if fields["role"] not in ("system", "developer", "user"):
             return None
         raise refused(f"{where}.content", "is missing")
     if isinstance(content, str):
@@ -506,16 +521,18 @@ def _calls_of(where: str, calls: Any) -> list[dict[str, Any]]:
     found = []
     for i, call in enumerate(calls):
         function = call.get("function")
-        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-            text = function["arguments"].encode()
-            _check_values(f"{where}[{i}].function.arguments", text)
+        text = function.get("arguments") or "{}" if isinstance(function, dict) else None
+        if isinstance(function, dict) and isinstance(text, str):
+            raw = text.encode()
+            _check_values(f"{where}[{i}].function.arguments", raw)
             try:
-                arguments = msgspec.json.decode(text or b"{}")
+                arguments = msgspec.json.decode(raw)
             except (msgspec.DecodeError, RecursionError):
                 arguments = None
             # A model may have written what is no object: the template then has its text.
             if isinstance(arguments, dict):
-                call = {**call, "function": {**function, "arguments": arguments}}
+                decoded = Arguments(arguments, text)
+                call = {**call, "function": {**function, "arguments": decoded}}
         found.append(call)
     return found
 
@@ -547,12 +564,17 @@ def _found_in(body: bytes, kind: type[Any]) -> dict[str, bytes]:
 def _raw(kind: type[Any]) -> Any:
     """Make a type that takes the parameters of OpenAI's request `kind`, and the neutral ones, as
     raw JSON."""
-    names = {field.name for field in msgspec.structs.fields(kind)} | set(_NEUTRAL)
+    names = {field.name for field in msgspec.structs.fields(kind)} | set(_NEUTRAL) | _IGNORED
     fields = [(name, msgspec.Raw, msgspec.field(default=msgspec.Raw(b""))) for name in names]
     return msgspec.defstruct("_Body", fields, forbid_unknown_fields=True)
 
 
 _RAW: Final[dict[type[Any], Any]] = {kind: _raw(kind) for kind in _NEUTRAL_OF}
+# Once: msgspec evaluates the hints of all fields at each look.
+_REQUIRED: Final = {
+    kind: {field.name: field.required for field in msgspec.structs.fields(kind)}
+    for kind in _NEUTRAL_OF
+}
 _TYPES: Final = {kind: get_type_hints(kind, include_extras=True) for kind in _NEUTRAL_OF}
 
 

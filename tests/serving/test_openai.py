@@ -77,6 +77,44 @@ def test_what_asks_for_nothing_is_taken_and_what_is_not_served_is_refused_by_nam
     assert refusal(b'{"model": "m"}')["param"] == "messages"
 
 
+def test_what_changes_no_answer_is_taken_whatever_it_is() -> None:
+    metadata = {"user": "u", "trace": {"a": [1, "x" * 1000]}}
+    more = {
+        "metadata": metadata, "store": True, "service_tier": "flex", "prediction": {"content": "x"},
+        "prompt_cache_retention": "24h", "parallel_tool_calls": False, "priority": 5, "rid": "r",
+        "data_parallel_rank": 1, "stream_interval": 4, "include_reasoning": False,
+        "mm_processor_kwargs": {"a": 1},
+    }  # fmt: skip
+    assert chat(**more) == chat()
+    body = json.dumps({"model": "m", "prompt": "x", **more}).encode()
+    assert parse(body, CompletionRequest) == parse(b'{"model":"m","prompt":"x"}', CompletionRequest)
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"top_p": 0}, "top_p is 0.0, must be in (0, 1]"),
+        ({"top_p": 1.5}, "top_p is 1.5, must be in (0, 1]"),
+        ({"temperature": -1}, "temperature is -1.0, must be in [0, 2]"),
+        ({"top_k": -2}, "top_k is -2, must be in [-1, 2147483647]"),
+        ({"n": 129}, "n is 129, must be in [1, 128]"),
+        ({"seed": 10**40}, "seed must be in [-9223372036854775808, 18446744073709551615]"),
+    ],
+)  # fmt: skip
+def test_a_number_out_of_range_is_told_its_range(more: Any, why: str) -> None:
+    told = refusal(json.dumps({"model": "m", "messages": HELLO, **more}).encode())
+    assert told["message"] == why
+
+
+def test_no_type_is_looked_at_for_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """msgspec evaluates all hints of a kind at each look: ten times what a request costs."""
+    looks: list[Any] = []
+    monkeypatch.setattr(msgspec.structs, "fields", looks.append)
+    chat(temperature=0.5)
+    completion("a")
+    assert not looks
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -226,8 +264,8 @@ def test_least_tokens_are_at_most_the_most() -> None:
         1.0, stop_tokens=(7,), min_tokens=5
     )
     assert refused(min_tokens=5, max_tokens=4) == ("min_tokens", "invalid_value")
-    assert chat().sampling(0.0).temperature == 0
-    assert chat(temperature=0.5).sampling(0.0).temperature == 0.5
+    assert chat().sampling(temperature=0.0).temperature == 0
+    assert chat(temperature=0.5).sampling(temperature=0.0).temperature == 0.5
 
 
 def test_usage_says_where_the_prompts_kv_was() -> None:

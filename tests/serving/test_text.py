@@ -45,7 +45,8 @@ def test_a_folder_without_a_template_has_a_plain_one(folder: Path) -> None:
 
 def test_a_folders_own_template_is_used(folder: Path) -> None:
     one = "{{ bos_token }}{{ messages[0].content }}{{ {'ü': 1} | tojson }}"
-    config = {"bos_token": {"content": "<s>"}, "chat_template": one}
+    bos = {"content": "<s>", "__type": "AddedToken"}
+    config = {"bos_token": bos, "chat_template": one}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     texts = load_texts(str(folder))
     assert text_of(texts, texts.chat(CHAT)) == '<s>Be brief.{"ü": 1}'

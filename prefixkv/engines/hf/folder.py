@@ -43,3 +43,8 @@ def _why_no_folder(path: Path) -> str:
         return f"model {path} is no folder"
     # What is meant may be a name on a hub.
     return f"there is no model folder {path} (nothing is downloaded)"
+
+
+def one_line(error: BaseException) -> str:
+    """Return another package's error about an HF model as one line, cut to 500 characters."""
+    return " ".join(str(error).split())[:500] or type(error).__name__

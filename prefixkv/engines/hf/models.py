@@ -22,7 +22,8 @@ from transformers.utils import logging as transformers_logging
 from prefixkv import DecodeRequest, KVPool, ModelConfig, PoolGroup, PrefillRequest, StatePool
 from prefixkv.engines.hf.attention import NAME, FlatPool, Plan
 from prefixkv.engines.hf.draft import DraftHead
-from prefixkv.engines.hf.folder import MODEL_FILES, check_folder
+from prefixkv.engines.hf.folder import MODEL_FILES, check_folder, one_line
+from prefixkv.engines.hf.generation import end_tokens
 from prefixkv.engines.hf.identity import identity_of
 from prefixkv.engines.hf.layers import DTYPES, find_layers, find_windows, has_states
 from prefixkv.engines.hf.recurrent import NO_SLOT, StateMemory, StateRows, page_mixers
@@ -404,7 +405,7 @@ def make_model(
             config = AutoConfig.for_model(config, **{**small, **sizes})
         # An unknown kind, or sizes that do not go together, which have errors of their own.
         except Exception as error:
-            raise ConfigError(f"there is no model {config!r}: {_one_line(error)}") from None
+            raise ConfigError(f"there is no model {config!r}: {one_line(error)}") from None
     elif sizes:
         raise ConfigError(f"{', '.join(sizes)}: the config has its sizes already")
     # On the CPU and in a forked generator: equal weights on every device, and the caller's random
@@ -414,7 +415,7 @@ def make_model(
         try:
             model = AutoModelForCausalLM.from_config(config, dtype=element)
         except Exception as error:
-            raise ConfigError(f"the model is not made: {_one_line(error)}") from error
+            raise ConfigError(f"the model is not made: {one_line(error)}") from error
     # Before the model moves: the digest reads it on the host, without copies from a device.
     identity = identity_of(model)
     name = f"{config.model_type} made from seed {seed}"
@@ -433,6 +434,9 @@ def load_model(
 
     Its identity covers its config and every number of its weights, and costs one reading of all
     weights: 0.7 GB/s per core.
+
+    An answer ends at each end token that the generation config, the config or the tokenizer in the
+    folder names.
 
     Args:
         folder: written by `save_pretrained`. Nothing outside is read, and no code in it is run.
@@ -455,7 +459,7 @@ def load_model(
     # Whatever the packages raise: a file that is cut off or malformed has errors of their own, and
     # a kind of weights that needs another package an ImportError.
     except Exception as error:
-        raise ConfigError(f"model folder {path} is not loaded: {_one_line(error)}") from error
+        raise ConfigError(f"model folder {path} is not loaded: {one_line(error)}") from error
     # transformers makes up what is missing, and only logs it.
     if missing := sorted(found.get("missing_keys", ())):
         raise ConfigError(
@@ -464,6 +468,7 @@ def load_model(
         )
     # Before the model moves: the digest reads it on the host, without copies from a device.
     identity = identity_of(model)
+    model.generation_config.eos_token_id = end_tokens(path, model)
     return PagedModel(_moved(model, device), context, identity, trial, path.resolve().name)
 
 
@@ -477,7 +482,7 @@ def folder_keeps(folder: str | Path, context: int | None = None) -> str:
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # as of `load_model`
-        raise ConfigError(f"model folder {path} is not loaded: {_one_line(error)}") from error
+        raise ConfigError(f"model folder {path} is not loaded: {one_line(error)}") from error
     text = config.get_text_config()
     if has_states(text):
         return STATES
@@ -505,7 +510,7 @@ def _moved(model: Any, device: str) -> Any:
     try:
         return model.to(device)
     except RuntimeError as error:
-        raise CapacityError(f"the model does not fit on {device}: {_one_line(error)}") from error
+        raise CapacityError(f"the model does not fit on {device}: {one_line(error)}") from error
 
 
 @contextmanager
@@ -517,14 +522,9 @@ def _named(kind: str) -> Iterator[None]:
     except (ConfigError, CapacityError):
         raise
     except torch.OutOfMemoryError as error:
-        raise CapacityError(f"{kind} cannot be tried: {_one_line(error)}") from error
+        raise CapacityError(f"{kind} cannot be tried: {one_line(error)}") from error
     except Exception as error:
-        raise ConfigError(f"{kind} is not served: {_one_line(error)}") from error
-
-
-def _one_line(error: Exception) -> str:
-    """Return another package's error about an HF model as one line, cut to 500 characters."""
-    return " ".join(str(error).split())[:500] or type(error).__name__
+        raise ConfigError(f"{kind} is not served: {one_line(error)}") from error
 
 
 def unpaged_copy(model: PagedModel) -> Any:

@@ -7,6 +7,7 @@ began belongs to the answer that completes it. A text that was given out is neve
 
 from __future__ import annotations
 
+import json
 from codecs import utf_8_decode
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from prefixkv.engines.hf.folder import TOKENIZER_FILE, check_folder
+from prefixkv.engines.hf.folder import TOKENIZER_FILE, check_folder, one_line
 from prefixkv.spi import ConfigError
 
 _Tokens = Sequence[int] | npt.NDArray[np.int32]
@@ -33,11 +34,45 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
     Raises ConfigError if it is missing or unreadable.
     """
-    path = check_folder(folder, (TOKENIZER_FILE,)) / TOKENIZER_FILE
+    tokenizer: Tokenizer = load_auto_tokenizer(folder).backend_tokenizer
+    return tokenizer
+
+
+def load_auto_tokenizer(folder: str | Path) -> Any:
+    """Load an HF model's tokenizer from its folder as transformers does.
+
+    Nothing outside is read, and no code in it is run. Its `backend_tokenizer` neither cuts a text
+    nor fills it up, whatever the folder says. Raises as `load_tokenizer`.
+    """
+    path = check_folder(folder, (TOKENIZER_FILE,))
+    from transformers import AutoTokenizer
+
     try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the package raises nothing narrower
-        raise ConfigError(f"{path} is not read: {error}") from error
+        loaded = AutoTokenizer.from_pretrained(
+            str(path), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # a malformed file has any
+        what = _malformed(path) or f"the tokenizer of {path}"
+        why = f"{type(error).__name__}: {one_line(error)}"
+        raise ConfigError(f"{what} is not read: {why}") from error
+    backend = getattr(loaded, "backend_tokenizer", None)
+    if not isinstance(backend, Tokenizer):
+        why = f"{type(loaded).__name__} is none of the package tokenizers"
+        raise ConfigError(f"the tokenizer of {path} is not served: {why}")
+    # As transformers does before each text, which asks for neither.
+    backend.no_truncation()
+    backend.no_padding()
+    return loaded
+
+
+def _malformed(path: Path) -> Path | None:
+    """Return the first file of an HF model's folder that is to be JSON and is none."""
+    for file in sorted(path.glob("*.json")):
+        try:
+            json.loads(file.read_text("utf-8"))
+        except (OSError, ValueError):
+            return file
+    return None
 
 
 class AnswerText:
