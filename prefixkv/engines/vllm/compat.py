@@ -90,6 +90,10 @@ ENDING: Final = VllmFeature(
     "prefill computes the prompts of requests that decode has refused or left, and `compute_below` "
     "goes by its number alone, since steps are not measured",
 )
+NANS: Final = VllmFeature(
+    "ending requests whose logits have NaN",
+    "VLLM_COMPUTE_NANS_IN_LOGITS only counts them: what they have computed is sent, and cached",
+)
 RESTING: Final = VllmFeature(
     "resting while nothing can run", "a server that only waits for another one uses its cores"
 )
@@ -167,8 +171,10 @@ TABLE: Final = (
          "kv_quant_mode state_content_bytes num_head_slots", "know what a block holds"),
     _row(SCHEDULER, _REQUEST, "Request", "request_id kv_transfer_params abort_immediately "
          "prompt_token_ids num_prompt_tokens prompt_embeds resumable all_token_ids "
-         "num_computed_tokens block_hashes lora_request cache_salt mm_features",
+         "num_computed_tokens block_hashes lora_request cache_salt mm_features status",
          "know a prompt and what is asked for it"),
+    _row(SCHEDULER, _REQUEST, "RequestStatus", "FINISHED_ABORTED FINISHED_ERROR",
+         "know how a request ended"),
     _row(SCHEDULER, _STEP, "SchedulerOutput", "scheduled_new_reqs scheduled_cached_reqs "
          "num_scheduled_tokens kv_connector_block_state", "know what a step computes"),
     _row(SCHEDULER, _STEP, "NewRequestData", "req_id num_computed_tokens",
@@ -242,6 +248,16 @@ TABLE: Final = (
     _row(ENDING, "vllm.v1.engine", "EngineCoreOutput", "request_id new_token_ids finish_reason "
          "events kv_transfer_params trace_headers", "answer it"),
     _row(ENDING, "vllm.v1.engine", "EngineCoreOutputs", "outputs", "answer it"),
+    _row(NANS, "vllm.v1.outputs", "ModelRunnerOutput", "num_nans_in_logits", "hear of NaN"),
+    _row(NANS, "vllm.v1.core.sched.scheduler", "Scheduler", "finish_requests kv_cache_manager "
+         "requests", "end a request with an error"),
+    _row(NANS, _REQUEST, "RequestStatus", "FINISHED_ERROR", "end a request with an error"),
+    _row(NANS, "vllm.v1.core.kv_cache_manager", "KVCacheManager", "block_pool get_block_ids",
+         "take its blocks out of the prefix cache"),
+    _row(NANS, "vllm.v1.core.block_pool", "BlockPool", "blocks evict_blocks",
+         "take its blocks out of the prefix cache"),
+    _row(NANS, "vllm.v1.core.kv_cache_utils", "", "get_block_hash",
+         "take its blocks out of the prefix cache"),
     _row(RESTING, "vllm.v1.engine.core", "EngineCoreProc", "_process_engine_step is_running "
          "scheduler vllm_config batch_queue input_queue", "wait within the engine's loop"),
     _row(RESTING, "vllm.v1.core.sched.scheduler", "Scheduler", "connector running requests "
@@ -423,19 +439,60 @@ def end_request(scheduler: Any, rid: str, params: dict[str, Any], outputs: Any) 
     The answer has no token, and `params` as its `kv_transfer_params`. It is added to `outputs`,
     which maps each client to its outputs of this step.
     """
+    for request in scheduler.finish_requests([rid], require(ENDING).RequestStatus.FINISHED_ABORTED):
+        answer(request, params, outputs)
+
+
+def answer(request: Any, params: dict[str, Any], outputs: Any) -> None:
+    """Answer a request of vLLM's scheduler that was ended here; see `end_request`. vLLM answers
+    only requests that it has computed."""
     names = require(ENDING)
-    # vLLM answers only requests that it has computed, so the output is made here.
-    for request in scheduler.finish_requests([rid], names.RequestStatus.FINISHED_ABORTED):
-        output = names.EngineCoreOutput(
-            request_id=rid,
-            new_token_ids=[],
-            finish_reason=request.get_finished_reason(),
-            events=request.take_events(),
-            kv_transfer_params=params,
-            trace_headers=request.trace_headers,
-        )
-        mine = outputs.setdefault(request.client_index, names.EngineCoreOutputs())
-        mine.outputs.append(output)
+    output = names.EngineCoreOutput(
+        request_id=request.request_id,
+        new_token_ids=[],
+        finish_reason=request.get_finished_reason(),
+        events=request.take_events(),
+        kv_transfer_params=params,
+        trace_headers=request.trace_headers,
+    )
+    mine = outputs.setdefault(request.client_index, names.EngineCoreOutputs())
+    mine.outputs.append(output)
+
+
+def counts_nans() -> bool:
+    """Return whether vLLM counts the NaN in each request's logits, and such a request can be ended
+    with an error."""
+    envs = import_module("vllm.envs")
+    is_on = bool(getattr(envs, "VLLM_COMPUTE_NANS_IN_LOGITS", False))
+    return is_on and available(NANS) and available(ENDING)
+
+
+def fail_requests(scheduler: Any, rids: Iterable[str]) -> list[Any]:
+    """End live requests of vLLM's scheduler with an error, and take all blocks that hold KV of
+    their tokens out of its prefix cache. Returns the requests that were ended.
+
+    All, their hits too: a block that was wrong before must not spoil every request that finds it.
+    """
+    names = require(NANS)
+    manager = scheduler.kv_cache_manager
+    live = [scheduler.requests[rid] for rid in rids if rid in scheduler.requests]
+    if not live:
+        return []
+    # By hash: vLLM has taken back the blocks of a request that is preempted, and those that a
+    # window has left behind, and may still find them.
+    hashes = {one for request in live for one in request.block_hashes}
+    blocks = {
+        block.block_id
+        for block in manager.block_pool.blocks
+        if block.block_hash is not None and names.get_block_hash(block.block_hash) in hashes
+    }
+    for request in live:
+        blocks.update(*manager.get_block_ids(request.request_id))
+    manager.block_pool.evict_blocks(blocks)
+    ended: list[Any] = scheduler.finish_requests(
+        [request.request_id for request in live], names.RequestStatus.FINISHED_ERROR
+    )
+    return ended
 
 
 def may_rest(engine: Any) -> bool:

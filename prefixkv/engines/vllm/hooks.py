@@ -1,7 +1,8 @@
 """Three methods of vLLM that are wrapped, since its connector interface lacks the hook.
 
 `Scheduler.update_from_output`: says when a step's result has come, and ends requests that are not
-to be computed. A connector by itself can only answer "not yet" for a request, without an end.
+to be computed, or whose logits have NaN. A connector by itself can only answer "not yet" for a
+request, without an end.
 `EngineCoreProc._process_engine_step`: waits for a request or a ring where nothing can run; vLLM
 would sleep a millisecond and step again. `EngineCore.set_weight_version`: passes on the version of
 weights that were changed in place.
@@ -43,17 +44,27 @@ def install() -> bool:
 
 def _wrap_update_from_output(original: Any) -> Any:
     """Wrap vLLM's `update_from_output`: a hook then measures the step, and ends requests that
-    decode does not want.
+    decode does not want, and those whose logits have NaN.
     """
 
     @functools.wraps(original)
-    def update_from_output(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def update_from_output(
+        self: Any, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         side = _side(self)
-        # Before vLLM's own work: a step ends when its result comes.
+        failed: list[Any] = []
+        # Before vLLM's own work: a step ends when its result comes, and a token that was drawn from
+        # NaN is never an answer's.
         if side is not None:
             side.compute.step_ended()
+            counts = getattr(model_runner_output, "num_nans_in_logits", None) or {}
+            if errors := side.take_logits(scheduler_output, counts):
+                failed = compat.fail_requests(self, errors)
         # After it: the report that decode has refused a request was taken in there.
-        outputs = original(self, *args, **kwargs)
+        outputs = original(self, scheduler_output, model_runner_output, *args, **kwargs)
+        for request in failed:
+            error = errors[request.request_id]
+            compat.answer(request, {"prefixkv": {"error": error}}, outputs)
         if side is not None:
             # Only now is it known that this scheduler passes here: from the first call on
             # `ScheduledSends` keeps such requests waiting until they are ended, instead of

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, Final, NamedTuple
 
@@ -48,6 +48,10 @@ RECENT_ROOMS: Final = 4096
 """Number of rooms that are remembered. Where a client leaves, vLLM adds a request with the same
 parameters and ends it at once, whether or not the original has reached the engine; a remembered
 room tells the two cases apart."""
+
+
+GIVEN_UP: Final = frozenset(["FINISHED_ABORTED", "FINISHED_ERROR"])
+"""States of a vLLM request of which nothing is kept beyond what had been proved before."""
 
 
 class _HostPart(NamedTuple):
@@ -440,7 +444,7 @@ class SchedulerSide:
         self._host_parts.pop(rid, None)
         self.compute.ended(rid)
         if self._host is not None:
-            blocks = self._cached(request, pages)
+            blocks = self._cached(request, pages)[: self._proved_len(request) // self._block_size]
             hashes = self._hashes_of_all(request, len(blocks))
             num_tokens = len(hashes) * self._block_size
             is_loading = self._host.is_loading(rid)
@@ -472,6 +476,35 @@ class SchedulerSide:
         self.counters.add("requests_ended", len(ended))
         return ended
 
+    def take_logits(self, step: Any, num_nans: Mapping[str, int]) -> dict[str, str]:
+        """Take in how many NaN there were in the logits of each request of a step of vLLM, before
+        vLLM's scheduler does. `step` is the `SchedulerOutput` that `orders` had.
+
+        Returns the requests that vLLM has to end with an error, and why. Nothing of them is sent,
+        nor copied to host memory.
+        """
+        errors = {
+            rid: f"NotFiniteError: {count} of the logits of request {rid} are NaN"
+            for rid, count in num_nans.items()
+            if count
+        }
+        for error in errors.values():
+            _log.error("%s; it ends, and nothing of it is kept", error)
+        self.counters.add("requests_in_error", len(errors))
+        self.sends.take_logits(step, errors, self.holds, self._orders)
+        return errors
+
+    def _proved_len(self, request: Any) -> int:
+        """Return how many tokens of a request that ends in vLLM's scheduler have KV that may be
+        copied: of one that was aborted, or has failed, the prompt, and only where a token came of
+        it."""
+        num_tokens = len(request.all_token_ids)
+        if str(request.status) not in GIVEN_UP:
+            return num_tokens
+        num_prompt = int(request.num_prompt_tokens)
+        is_computed = num_tokens > num_prompt and request.num_computed_tokens >= num_prompt
+        return num_prompt if is_computed else 0
+
     def _cached(self, request: Any, pages: Sequence[int]) -> list[int]:
         """Return the leading blocks of the scheduler's request that are in vLLM's prefix cache."""
         whole = min(request.num_computed_tokens, len(request.all_token_ids)) // self._block_size
@@ -496,6 +529,7 @@ class SchedulerSide:
             self._turns.next_step()
         if self._host is not None:
             self._orders.copies += self._host.take_orders()
+        self.sends.hold_back(step, self._orders)
         # Everything ordered since the last step goes out together; the next step starts empty.
         orders, self._orders = self._orders, StepOrders()
         self._rest.stepped(not (scheduled or orders))
@@ -587,6 +621,7 @@ class SchedulerSide:
         return (
             moves
             or any(self.has_wakeups or not send.is_offer for send in sends)
+            or self._orders.before is not None
             or self.loads.any_expected
             or (self._host is not None and self._host.num_copies > 0)
         )

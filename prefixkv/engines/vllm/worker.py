@@ -228,9 +228,11 @@ class WorkerSide:
         Before the forward, so that peers learn of new rooms while the model computes. `ready`
         stands behind the kernels of the steps before; None: they are done.
         """
-        # 1. Orders from before a change of weights belong to the former version.
+        # 1. Orders from before a change of weights belong to the former version. And the chunks
+        # there are of steps before.
         if orders.before is not None:
             self.before_forward(orders.before, ready)
+            self._hand_over(orders.before, ready)
         if orders.weights_version is not None:
             self.move_weights(orders.weights_version)
         # 2. Rooms begin. Before the aborts: a request may begin and end between two steps, and an
@@ -348,6 +350,9 @@ class WorkerSide:
         """
         if self._host is not None:
             self._host.begin_writes(ready)
+        self._hand_over(orders, ready)
+
+    def _hand_over(self, orders: StepOrders, ready: DeviceEvent | None) -> None:
         for chunk in orders.chunks:
             self._send(chunk, ready)
         for offer in orders.offers:
