@@ -467,17 +467,15 @@ def counts_nans() -> bool:
     return is_on and available(NANS) and available(ENDING)
 
 
-def fail_requests(scheduler: Any, rids: Iterable[str]) -> list[Any]:
+def fail_requests(scheduler: Any, rids: Iterable[str]) -> tuple[list[Any], set[int]]:
     """End live requests of vLLM's scheduler with an error, and take all blocks that hold KV of
-    their tokens out of its prefix cache. Returns the requests that were ended.
+    their tokens out of its prefix cache. Returns the requests that were ended, and these blocks.
 
     All, their hits too: a block that was wrong before must not spoil every request that finds it.
     """
     names = require(NANS)
     manager = scheduler.kv_cache_manager
     live = [scheduler.requests[rid] for rid in rids if rid in scheduler.requests]
-    if not live:
-        return []
     # By hash: vLLM has taken back the blocks of a request that is preempted, and those that a
     # window has left behind, and may still find them.
     hashes = {one for request in live for one in request.block_hashes}
@@ -489,10 +487,10 @@ def fail_requests(scheduler: Any, rids: Iterable[str]) -> list[Any]:
     for request in live:
         blocks.update(*manager.get_block_ids(request.request_id))
     manager.block_pool.evict_blocks(blocks)
-    ended: list[Any] = scheduler.finish_requests(
+    ended = scheduler.finish_requests(
         [request.request_id for request in live], names.RequestStatus.FINISHED_ERROR
     )
-    return ended
+    return ended, blocks
 
 
 def may_rest(engine: Any) -> bool:

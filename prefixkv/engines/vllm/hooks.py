@@ -59,7 +59,8 @@ def _wrap_update_from_output(original: Any) -> Any:
             side.compute.step_ended()
             counts = getattr(model_runner_output, "num_nans_in_logits", None) or {}
             if errors := side.take_logits(scheduler_output, counts):
-                failed = compat.fail_requests(self, errors)
+                failed, blocks = compat.fail_requests(self, errors)
+                side.spoilt(blocks)
         # After it: the report that decode has refused a request was taken in there.
         outputs = original(self, scheduler_output, model_runner_output, *args, **kwargs)
         for request in failed:
@@ -72,6 +73,7 @@ def _wrap_update_from_output(original: Any) -> Any:
             side.sends.can_end = True
             for rid, params in side.take_ended().items():
                 compat.end_request(self, rid, params, outputs)
+            side.clear_spoilt()
         return outputs
 
     update_from_output.prefixkv = True  # type: ignore[attr-defined]

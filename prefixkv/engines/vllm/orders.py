@@ -121,7 +121,8 @@ class StepOrders:
     address at which a worker wakes the scheduler; "" for none. The orders in `before` are carried
     out first, their chunks and offers too, whose KV steps before have written. Then, where
     `weights_version` is not None, the weights move to it; then the others follow. Orders that have
-    only `bell` set count as empty.
+    only `bell` set count as empty. `cleared`: free blocks that hold NaN, to be overwritten with
+    zeros: kernels read a block beyond its last token, and multiply that by zero.
     """
 
     opens: list[Open] = field(default_factory=list)
@@ -137,6 +138,7 @@ class StepOrders:
     weights_version: str | None = None
     before: StepOrders | None = None
     copies: list[CopyOrder] = field(default_factory=list)
+    cleared: list[int] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return self.weights_version is not None or bool(
@@ -151,6 +153,7 @@ class StepOrders:
             or self.offers
             or self.withdrawals
             or self.copies
+            or self.cleared
         )
 
 

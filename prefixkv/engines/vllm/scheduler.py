@@ -54,6 +54,10 @@ GIVEN_UP: Final = frozenset(["FINISHED_ABORTED", "FINISHED_ERROR"])
 """States of a vLLM request of which nothing is kept beyond what had been proved before."""
 
 
+NOT_FINITE: Final = "NotFiniteError"
+"""In the reason of a request whose logits had NaN, as its peer hears it too."""
+
+
 class _HostPart(NamedTuple):
     """What a request loads from host memory if vLLM admits it in this step: its blocks from number
     `start` up to `end`."""
@@ -108,6 +112,7 @@ class SchedulerSide:
         # Room, tokens loaded, cached, and of these the ones that came from host memory.
         self._loaded_of: dict[str, tuple[int, int, int, int]] = {}
         self._hits: dict[str, int] = {}  # tokens that were cached when it was matched last
+        self._spoilt: set[int] = set()  # blocks that may hold NaN
         self._joined: set[str] = set()  # requests that waited for another request's load
         self._recent: dict[int | tuple[str, int], None] = {}  # rooms, the oldest first
         self._reported_gauges = dict.fromkeys(GAUGES, 0.0)
@@ -484,7 +489,7 @@ class SchedulerSide:
         nor copied to host memory.
         """
         errors = {
-            rid: f"NotFiniteError: {count} of the logits of request {rid} are NaN"
+            rid: f"{NOT_FINITE}: {count} of the logits of request {rid} are NaN"
             for rid, count in num_nans.items()
             if count
         }
@@ -493,6 +498,21 @@ class SchedulerSide:
         self.counters.add("requests_in_error", len(errors))
         self.sends.take_logits(step, errors, self.holds, self._orders)
         return errors
+
+    def spoilt(self, pages: Iterable[int]) -> None:
+        """Note blocks of vLLM's that may hold NaN: they are overwritten before vLLM uses them again
+        (`clear_spoilt`)."""
+        self._spoilt.update(pages)
+
+    def clear_spoilt(self) -> None:
+        """Order that spoilt blocks are overwritten which vLLM may hand out from now on. To be called
+        after each step's result, in which vLLM takes blocks back."""
+        for page in [*self._spoilt]:
+            if self.holds.num_references(page) == 0:
+                self._spoilt.discard(page)
+                # One that is cached holds KV that was written since.
+                if not self.holds.is_cached(page):
+                    self._orders.cleared.append(page)
 
     def _proved_len(self, request: Any) -> int:
         """Return how many tokens of a request that ends in vLLM's scheduler have KV that may be
@@ -563,6 +583,8 @@ class SchedulerSide:
         self.sends.address = self.sends.address or report.address
         for rid, error in report.failed.items():
             is_load = self.loads.failed(rid, error, refused=rid in report.refused)
+            if is_load and NOT_FINITE in error:  # prefill has sent what it computed before
+                self.spoilt(self.loads.pending[rid].pages)
             if not is_load and self._host is not None and self._host.is_loading(rid):
                 self._record_error(rid, error)
         # Behind the failures, since it forgets loads that are over; before `_received`, which lets
@@ -621,7 +643,7 @@ class SchedulerSide:
         return (
             moves
             or any(self.has_wakeups or not send.is_offer for send in sends)
-            or self._orders.before is not None
+            or bool(self._orders.before or self._orders.cleared)
             or self.loads.any_expected
             or (self._host is not None and self._host.num_copies > 0)
         )

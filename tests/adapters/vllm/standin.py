@@ -310,6 +310,7 @@ class Engine:
                 self.running.remove(request)
                 self.pool.evict(request.block_hashes)
                 self._end(request, "FINISHED_ERROR")
+                self.scheduler.spoilt(block.block_id for block in request.blocks)
 
     def _update(self, results: Any, news: Any) -> None:
         for rid in results.failed:
@@ -325,6 +326,7 @@ class Engine:
         for rid, answer in self.scheduler.take_ended().items():
             self.abort(rid)
             self.outputs[rid].answer = answer
+        self.scheduler.clear_spoilt()
         for rid in results.received:
             if rid in self.left:
                 request = self.left.pop(rid)

@@ -18,6 +18,10 @@ from tests.adapters.vllm.test_transfers import blocks_sent, error_of, offered, o
 from tests.models.patience import until
 
 PROMPT = list(range(100, 130))  # 7 blocks and a half, in 5 chunks
+EMPTY = SimpleNamespace(
+    scheduled_new_reqs=[], num_scheduled_tokens={},
+    scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
+)  # fmt: skip
 SPOILT = [0, 9, 27, 29]  # in the first chunk, the second, in the last one: cached; not cached
 
 
@@ -34,7 +38,11 @@ def cached(engine: Engine, tokens: Sequence[int]) -> int:
 
 
 def go_on(servers: Servers, rid: str) -> None:
-    """The next turn is right, and sent from the beginning."""
+    """The next turn is right, and sent from the beginning. No memory holds NaN: kernels read a
+    block beyond its last token."""
+    servers.step()
+    for engine in (servers.prefill, servers.decode):
+        assert not engine.memory.isnan().any()
     turn = servers.ask(rid, PROMPT + list(range(10)))
     servers.until_ended(rid)
     assert servers.decode.wrong_tokens(turn, 40) == 0
@@ -71,6 +79,7 @@ def test_nan_on_prefill_ends_an_offer_before_any_worker_hears_of_it(
     proving.settle()
     assert not any(orders.offers or orders.before for orders in proving.prefill.orders)
     assert cached(proving.prefill, PROMPT) == 0
+    assert not proving.prefill.memory.isnan().any()
     load = opened(proving, "2", offered(proving, "2", PROMPT))
     assert (load.recomputed, proving.decode.wrong_tokens(load, len(PROMPT))) == (False, 0)
     proving.settle()
@@ -150,7 +159,27 @@ def test_a_prompt_that_is_computed_again_counts_when_it_is_done(make_servers: Ma
     assert decode.scheduler.gauges()["host_blocks"] == before
 
 
-# --- steps that overlap: the next is scheduled before the result of the one before has come --------
+def test_a_spoilt_block_is_cleared_when_nobody_has_it_and_it_is_not_written_anew(
+    proving: Servers,
+) -> None:
+    """Not while a request has it, nor where it is cached: then another has written it since."""
+    engine = proving.decode
+    side, pool = engine.scheduler, engine.pool
+    free, used, cached = pool.new_blocks(3) or []
+    pool.cache(cached, b"x")
+    pool.free_blocks([free, cached])
+    side.spoilt([free.block_id, used.block_id, cached.block_id])
+    side.clear_spoilt()
+    assert side.orders(EMPTY).cleared == [free.block_id]
+    pool.free_blocks([used])
+    side.clear_spoilt()
+    side.clear_spoilt()
+    assert side.busy
+    assert side.orders(EMPTY).cleared == [used.block_id]
+    assert not side.busy
+
+
+# --- steps that overlap: the next is scheduled before the result of the one before ----------------
 
 
 class Overlapping:

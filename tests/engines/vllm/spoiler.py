@@ -1,4 +1,4 @@
-"""Runs in vLLM's workers (`--worker-extension-cls`): makes one token's embedding NaN for a moment."""
+"""Runs in vLLM's workers (`--worker-extension-cls`): makes a token's embedding NaN for a moment."""
 
 from __future__ import annotations
 

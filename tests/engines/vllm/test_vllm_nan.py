@@ -20,6 +20,7 @@ from tests.engines.vllm.test_vllm import BLOCK, OUT, PYTHON, Pair, prompt_of, st
 
 COUNTING = {"VLLM_COMPUTE_NANS_IN_LOGITS": "1", "VLLM_SERVER_DEV_MODE": "1"}
 TOKEN = 7
+"""`prompt_of` has none."""
 LONG, SHORT = 300, 40  # tokens: of five chunks, and of one
 
 
@@ -52,8 +53,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Counting]:
 
 
 def prompt_with(seed: int, num_tokens: int, at: int) -> list[int]:
-    """TOKEN stands at one place alone."""
-    prompt = [token if token != TOKEN else TOKEN + 1 for token in prompt_of(seed, num_tokens)]
+    prompt = prompt_of(seed, num_tokens)
     prompt[at] = TOKEN
     return prompt
 
@@ -102,7 +102,7 @@ def test_nan_of_an_offer_has_no_room(pair: Counting) -> None:
 def test_nan_on_decode_is_an_error(pair: Counting, num_tokens: int, at: int) -> None:
     """Where it computes the prompt, and where prefill has sent it: its last token is computed."""
     prompt = prompt_with(600 + num_tokens + at, num_tokens, at)
-    other = prompt_with(700, LONG, 0)[1:]
+    other = prompt_of(700, LONG)
     expected = token_ids(pair.alone(other).result())
     with pair.spoilt(pair.decode):
         beside = pair.start(pair.decode, other, OUT)
@@ -116,9 +116,8 @@ def test_nan_on_decode_is_an_error(pair: Counting, num_tokens: int, at: int) -> 
 
 def test_nan_in_the_middle_of_an_answer_ends_it(pair: Counting) -> None:
     """Nothing of the answer is kept, and the prompt is right."""
-    prompt = prompt_with(801, 2 * BLOCK, 5)
+    prompt = prompt_of(801, 2 * BLOCK)
     asked = {"logit_bias": {str(TOKEN): 100}}  # every token of the answer is the spoilt one
-    prompt[5] = TOKEN + 1
     with pair.spoilt(pair.decode):
         fails(pair.start(pair.decode, prompt, OUT, **asked))
     pair.settled()
