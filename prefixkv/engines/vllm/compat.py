@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from inspect import isfunction, unwrap
-from types import SimpleNamespace
+from inspect import Parameter, isfunction, signature, unwrap
+from types import FunctionType, SimpleNamespace
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -291,6 +291,54 @@ TABLE: Final = (
 )  # fmt: skip
 
 
+class Call(NamedTuple):
+    """A call of a function of vLLM: `num_args` by position, `self` aside, and `keywords`."""
+
+    part: VllmFeature
+    module: str
+    function: str  # "Class.method", a function, or a class that is made
+    num_args: int = 0
+    keywords: tuple[str, ...] = ()
+
+
+_MANAGER: Final = "vllm.v1.core.kv_cache_manager"
+CALLS: Final = (
+    Call(SCHEDULER, _STEP, "KVConnectorBlockState.get_block_ids", 1),
+    Call(SCHEDULER, _MANAGER, "KVCacheBlocks.get_block_ids"),
+    Call(SCHEDULER, "vllm.v1.core.block_pool", "BlockPool.touch", 1),
+    Call(SCHEDULER, "vllm.v1.core.block_pool", "BlockPool.free_blocks", 1),
+    Call(SCHEDULER, "vllm.v1.core.block_pool", "BlockPool.get_num_free_blocks"),
+    Call(WORKER, "vllm.config", "get_layers_from_vllm_config", 3),
+    Call(WORKER, f"{_V1}.base", "KVConnectorTransferResults", 0,
+         ("finished_recving", "failed_recving")),
+    Call(RANKS, "vllm.distributed.parallel_state", "get_tensor_model_parallel_rank"),
+    Call(RANKS, "vllm.distributed.parallel_state", "get_tp_group"),
+    Call(CPU_KERNELS, "vllm.v1.attention.backends.cpu_attn", "_get_attn_isa", 4),
+    Call(WINDOWS, _MANAGER, "KVCacheManager.get_computed_blocks", 1),
+    Call(WINDOWS, _MANAGER, "KVCacheManager.prefix_cache_lookup_enabled", 1),
+    Call(WINDOWS, _MANAGER, "KVCacheManager.create_kv_cache_blocks", 1),
+    Call(WINDOWS, "vllm.v1.core.kv_cache_coordinator",
+         "HybridKVCacheCoordinator.find_longest_cache_hit_per_group", 2),
+    Call(STATES, "vllm.model_executor.layers.mamba.mamba_utils", "get_conv_state_layout"),
+    Call(FENCING, "vllm.distributed.kv_transfer", "get_kv_transfer_group"),
+    Call(POLICY, "vllm.v1.core.kv_cache_utils", "FreeKVCacheBlockQueue.popleft_n", 1),
+    Call(POLICY, "vllm.v1.core.kv_cache_utils", "FreeKVCacheBlockQueue.remove", 1),
+    Call(ENDING, "vllm.v1.core.sched.scheduler", "Scheduler.finish_requests", 2),
+    Call(ENDING, _REQUEST, "Request.get_finished_reason"),
+    Call(ENDING, _REQUEST, "Request.take_events"),
+    Call(ENDING, "vllm.v1.engine", "EngineCoreOutputs"),
+    Call(ENDING, "vllm.v1.engine", "EngineCoreOutput", 0,
+         ("request_id", "new_token_ids", "finish_reason", "events", "kv_transfer_params",
+          "trace_headers")),
+    Call(HOST_EVENTS, "vllm.v1.core.kv_cache_utils", "maybe_convert_block_hash", 1),
+    Call(HOST_EVENTS, "vllm.distributed.kv_events", "BlockRemoved", 0, ("block_hashes", "medium")),
+    Call(HOST_EVENTS, "vllm.distributed.kv_events", "BlockStored", 0,
+         ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium",
+          "lora_name")),
+    Call(ADDRESS, "vllm.utils.network_utils", "get_ip"),
+)  # fmt: skip
+
+
 def require(part: VllmFeature) -> SimpleNamespace:
     """Return the classes and functions of a part, as attributes of one object.
 
@@ -365,7 +413,65 @@ def _look_up(part: VllmFeature) -> tuple[SimpleNamespace, list[tuple[Row, list[s
             setattr(found, row.owner, owner)
         else:
             vars(found).update({name: getattr(owner, name) for name in row.names})
+    for call in CALLS if not missing else ():
+        if call.part is part and (why := _unlike(call)):
+            row = Row(part, call.module, call.function, (), "call it")
+            missing.append((row, [why]))
     return found, missing
+
+
+def _unlike(call: Call) -> str:
+    """Return the function that does not take a call as it is made here, with what it takes; ""
+    where it does."""
+    owner: Any = import_module(call.module)
+    for name in call.function.split("."):
+        owner = getattr(owner, name)
+    of_self = ("self",) * (isfunction(owner) and "." in call.function)
+    try:
+        takes = signature(owner)
+    except ValueError:  # compiled, and without one
+        return ""
+    try:
+        takes.bind(*of_self, *range(call.num_args), **dict.fromkeys(call.keywords))
+    except TypeError:
+        made = ", ".join([f"{call.num_args} by position", *call.keywords])
+        return f"{call.function}{takes} that takes {made}"
+    return ""
+
+
+def check_takes(ours: Callable[..., Any], theirs: Callable[..., Any], what: str) -> None:
+    """Raise ConfigError unless `ours`, which stands in for `theirs` in vLLM, takes each call that
+    `theirs` takes. Both with `self`, or both without.
+
+    Cost: once, at start. A parameter that a version of vLLM has added would else be a TypeError of
+    its first request.
+    """
+    given, kinds = signature(theirs).parameters.values(), Parameter
+    by_position = [
+        one for one in given if one.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
+    ]
+    by_name = [one.name for one in given if one.kind is kinds.KEYWORD_ONLY]
+    both = [one.name for one in by_position if one.kind is kinds.POSITIONAL_OR_KEYWORD]
+    first = [one.name for one in by_position if one.kind is kinds.POSITIONAL_ONLY]
+    try:
+        signature(ours).bind(*by_position, **dict.fromkeys(by_name))
+        signature(ours).bind(*first, **dict.fromkeys([*both, *by_name]))
+    except TypeError as error:
+        raise ConfigError(
+            f"vLLM {installed_version()} has {what}{signature(theirs)}, and prefixkv's connector "
+            f"{signature(ours)} in its place ({error}); it is for {', '.join(TESTED)}"
+        ) from None
+
+
+def check_overrides(kind: type, base: type) -> None:
+    """Raise ConfigError for a method of a connector that does not take what vLLM's base class takes
+    in its place."""
+    for name, own in vars(kind).items():
+        if name == "__init__" or not isinstance(own, FunctionType | classmethod):
+            continue
+        # Of class methods both are bound, and have no `cls`.
+        if callable(theirs := getattr(base, name, None)):
+            check_takes(getattr(kind, name), theirs, f"{base.__name__}.{name}")
 
 
 def _has(owner: Any, name: str) -> bool:
@@ -615,18 +721,24 @@ def look_up_densely(manager: Any, full: int, wanted: Callable[[Any], bool]) -> N
     that ends where all groups have what comes before.
     """
 
-    def get_computed_blocks_for_connector(request: Any) -> tuple[Any, int, int, bool]:
+    def get_computed_blocks_for_connector(
+        request: Any, max_cache_hit_length: int | None = None
+    ) -> tuple[Any, int, int, bool]:
+        # Of 0.33.0 on; before, vLLM's own function takes none.
+        most = () if max_cache_hit_length is None else (max_cache_hit_length,)
         if not (wanted(request) and manager.prefix_cache_lookup_enabled(request)):
-            return *manager.get_computed_blocks(request), False
+            return *manager.get_computed_blocks(request, *most), False
         # At least one token behind the prefix is left to load: what is loaded ends before the
         # prompt's last token, and without any vLLM would load no window either.
         found, lengths = manager.coordinator.find_longest_cache_hit_per_group(
-            request.block_hashes, request.num_tokens - 2
+            request.block_hashes, min((request.num_tokens - 2, *most))
         )
         blocks = tuple(one if number == full else [] for number, one in enumerate(found))
         # True: where nothing is loaded after all, vLLM looks again in its own way.
         return manager.create_kv_cache_blocks(blocks), lengths[full], 0, True
 
+    if theirs := getattr(manager, "get_computed_blocks_for_connector", None):
+        check_takes(get_computed_blocks_for_connector, theirs, theirs.__qualname__)
     manager.get_computed_blocks_for_connector = get_computed_blocks_for_connector
 
 

@@ -338,3 +338,6 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
             self._wakeups.close()
         if self._worker is not None:
             self._worker.close()
+
+
+compat.check_overrides(PrefixKVConnector, _base.KVConnectorBase_V1)

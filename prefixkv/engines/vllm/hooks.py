@@ -84,11 +84,11 @@ def _wrap_set_weight_version(original: Any) -> Any:
     """Wrap vLLM's `set_weight_version`: a hook first moves the connector to the version."""
 
     @functools.wraps(original)
-    def set_weight_version(self: Any, weight_version: str) -> None:
+    def set_weight_version(self: Any, weight_version: str, *args: Any, **kwargs: Any) -> Any:
         side = _side(self.scheduler)
         if side is not None:
             side.move_weights(weight_version)  # first, since it raises for what is no version
-        original(self, weight_version)
+        return original(self, weight_version, *args, **kwargs)
 
     set_weight_version.prefixkv = True  # type: ignore[attr-defined]
     return set_weight_version
@@ -98,8 +98,8 @@ def _wrap_process_engine_step(original: Any) -> Any:
     """Wrap vLLM's `_process_engine_step`: a hook then waits while nothing can run."""
 
     @functools.wraps(original)
-    def _process_engine_step(self: Any) -> Any:
-        executed = original(self)
+    def _process_engine_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        executed = original(self, *args, **kwargs)
         # After the step, so that its orders and reports are out before the engine sleeps.
         side = None if executed else _side(self.scheduler)
         if side is not None and compat.may_rest(self):
