@@ -505,8 +505,10 @@ class SchedulerSide:
         self._spoilt.update(pages)
 
     def clear_spoilt(self) -> None:
-        """Order that spoilt blocks are overwritten which vLLM may hand out from now on. To be called
-        after each step's result, in which vLLM takes blocks back."""
+        """Order that spoilt blocks are overwritten which vLLM may hand out from now on.
+
+        To be called after each step's result, in which vLLM takes blocks back.
+        """
         for page in [*self._spoilt]:
             if self.holds.num_references(page) == 0:
                 self._spoilt.discard(page)
