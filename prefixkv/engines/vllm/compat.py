@@ -580,9 +580,12 @@ def counts_nans() -> bool:
     return is_on and available(NANS) and available(ENDING)
 
 
-def fail_requests(scheduler: Any, rids: Iterable[str]) -> tuple[list[Any], set[int]]:
+def fail_requests(
+    scheduler: Any, rids: Iterable[str], ended_hashes: set[Any]
+) -> tuple[list[Any], set[int]]:
     """End live requests of vLLM's scheduler with an error, and take all blocks that hold KV of
-    their tokens out of its prefix cache. Returns the requests that were ended, and these blocks.
+    their tokens out of its prefix cache, with those of `ended_hashes`. Returns the requests that
+    were ended, and these blocks.
 
     All, their hits too: a block that was wrong before must not spoil every request that finds it.
     """
@@ -591,7 +594,7 @@ def fail_requests(scheduler: Any, rids: Iterable[str]) -> tuple[list[Any], set[i
     live = [scheduler.requests[rid] for rid in rids if rid in scheduler.requests]
     # By hash: vLLM has taken back the blocks of a request that is preempted, and those that a
     # window has left behind, and may still find them.
-    hashes = {one for request in live for one in request.block_hashes}
+    hashes = ended_hashes.union(*(request.block_hashes for request in live))
     blocks = {
         block.block_id
         for block in manager.block_pool.blocks

@@ -58,8 +58,9 @@ def _wrap_update_from_output(original: Any) -> Any:
         if side is not None:
             side.compute.step_ended()
             counts = getattr(model_runner_output, "num_nans_in_logits", None) or {}
-            if errors := side.take_logits(scheduler_output, counts):
-                failed, blocks = compat.fail_requests(self, errors)
+            errors, ended_hashes = side.take_logits(scheduler_output, counts)
+            if errors:
+                failed, blocks = compat.fail_requests(self, errors, ended_hashes)
                 side.spoilt(blocks)
         # After it: the report that decode has refused a request was taken in there.
         outputs = original(self, scheduler_output, model_runner_output, *args, **kwargs)

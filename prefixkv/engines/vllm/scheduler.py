@@ -113,6 +113,8 @@ class SchedulerSide:
         self._loaded_of: dict[str, tuple[int, int, int, int]] = {}
         self._hits: dict[str, int] = {}  # tokens that were cached when it was matched last
         self._spoilt: set[int] = set()  # blocks that may hold NaN
+        # Of requests that have ended with tokens in steps under way: how many, and the hashes.
+        self._in_flight: dict[str, tuple[int, list[Any]]] = {}
         self._joined: set[str] = set()  # requests that waited for another request's load
         self._recent: dict[int | tuple[str, int], None] = {}  # rooms, the oldest first
         self._reported_gauges = dict.fromkeys(GAUGES, 0.0)
@@ -439,6 +441,8 @@ class SchedulerSide:
         Called for every end: finished, aborted, or failed.
         """
         rid = request.request_id
+        if self.sends.proves and (in_flight := _num_in_flight(request)):
+            self._in_flight[rid] = in_flight, [*request.block_hashes]
         # The shadow first: it needs the blocks' hashes, which are there until vLLM frees them.
         if self._shadow is not None and request.prompt_token_ids is not None:
             blocks = self._cached(request, pages)
@@ -481,13 +485,23 @@ class SchedulerSide:
         self.counters.add("requests_ended", len(ended))
         return ended
 
-    def take_logits(self, step: Any, num_nans: Mapping[str, int]) -> dict[str, str]:
+    def take_logits(
+        self, step: Any, num_nans: Mapping[str, int]
+    ) -> tuple[dict[str, str], set[Any]]:
         """Take in how many NaN there were in the logits of each request of a step of vLLM, before
         vLLM's scheduler does. `step` is the `SchedulerOutput` that `orders` had.
 
-        Returns the requests that vLLM has to end with an error, and why. Nothing of them is sent,
-        nor copied to host memory.
+        Returns the requests that vLLM has to end with an error, and why; and the hashes of those
+        that have ended meanwhile. Nothing of them is sent, nor copied to host memory.
         """
+        hashes: set[Any] = set()
+        for rid in self._in_flight.keys() & step.num_scheduled_tokens.keys():
+            left, of_request = self._in_flight.pop(rid)
+            left -= step.num_scheduled_tokens[rid]
+            if num_nans.get(rid):
+                hashes.update(of_request)
+            elif left > 0:
+                self._in_flight[rid] = left, of_request
         errors = {
             rid: f"{NOT_FINITE}: {count} of the logits of request {rid} are NaN"
             for rid, count in num_nans.items()
@@ -497,7 +511,7 @@ class SchedulerSide:
             _log.error("%s; it ends, and nothing of it is kept", error)
         self.counters.add("requests_in_error", len(errors))
         self.sends.take_logits(step, errors, self.holds, self._orders)
-        return errors
+        return errors, hashes
 
     def spoilt(self, pages: Iterable[int]) -> None:
         """Note blocks of vLLM's that may hold NaN: they are overwritten before vLLM uses them again
@@ -521,10 +535,11 @@ class SchedulerSide:
         copied: of one that was aborted, or has failed, the prompt, and only where a token came of
         it."""
         num_tokens = len(request.all_token_ids)
+        num_computed = request.num_computed_tokens - _num_in_flight(request)
         if str(request.status) not in GIVEN_UP:
-            return num_tokens
+            return int(min(num_tokens, num_computed))
         num_prompt = int(request.num_prompt_tokens)
-        is_computed = num_tokens > num_prompt and request.num_computed_tokens >= num_prompt
+        is_computed = num_tokens > num_prompt and num_computed >= num_prompt
         return num_prompt if is_computed else 0
 
     def _cached(self, request: Any, pages: Sequence[int]) -> list[int]:
@@ -774,3 +789,8 @@ class SchedulerSide:
         self.holds.check_invariants()
         if self._host is not None:
             self._host.check_invariants()
+
+
+def _num_in_flight(request: Any) -> int:
+    """Return how many tokens of a vLLM request are in steps whose result has not come."""
+    return int(getattr(request, "num_in_flight_tokens", 0))

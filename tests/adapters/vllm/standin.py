@@ -304,7 +304,7 @@ class Engine:
         self.scheduler.compute.step_ended()
         if not self.scheduler.sends.proves:
             return
-        errors = self.scheduler.take_logits(step, num_nans)
+        errors, _ = self.scheduler.take_logits(step, num_nans)
         for request in list(self.running):
             if request.request_id in errors:
                 self.running.remove(request)

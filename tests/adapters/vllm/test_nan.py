@@ -246,9 +246,9 @@ def test_nan_in_the_first_step_ends_what_the_second_completes(
 ) -> None:
     run = Overlapping(engine, params)
     first, second = run.both()
-    assert run.side.take_logits(first, {"1": 3}) == {
-        "1": "NotFiniteError: 3 of the logits of request 1 are NaN"
-    }
+    assert run.side.take_logits(first, {"1": 3}) == (
+        {"1": "NotFiniteError: 3 of the logits of request 1 are NaN"}, set()
+    )  # fmt: skip
     assert run.side.finished(run.request, run.pages) is None
     orders = run.next()
     assert orders.abort_sends.keys() == ({"1"} if params is PROMISED else set())
@@ -282,6 +282,21 @@ def test_an_offer_whose_blocks_are_needed_meanwhile_is_dropped(engine: Engine) -
     counts = run.side.take_counts()
     assert (counts["offers_withdrawn"], counts["sends_over"]) == (1, 1)
     assert "offers_failed" not in counts
+
+
+@pytest.mark.parametrize("nans", [(0, 0), (0, 3), (3, 0)])
+def test_a_request_that_has_ended_is_found_by_its_hashes_when_its_steps_have_come(
+    engine: Engine, nans: tuple[int, int]
+) -> None:
+    """Its client has left between two steps and their results."""
+    run = Overlapping(engine, PROMISED)
+    steps = run.both()
+    run.request.num_in_flight_tokens = 8  # type: ignore[attr-defined]
+    run.side.finished(run.request, run.pages)
+    found = [run.side.take_logits(step, {"1": n})[1] for step, n in zip(steps, nans, strict=True)]
+    hashes = set(run.request.block_hashes)
+    assert found == [hashes if n else set() for n in nans]
+    assert not run.side._in_flight
 
 
 def test_a_token_of_an_answer_says_nothing_of_a_prompt_that_was_sent(engine: Engine) -> None:
